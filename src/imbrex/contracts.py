@@ -1,0 +1,196 @@
+"""What passes between the rooms: values, and the protocols of the pieces a user can replace.
+
+Shape letters: T tokens of this rank, K top-k, N rows sent, M rows received, P = T + M rows in the pool,
+R expert-major rows, D model width, F expert width, E experts, e local slots, S slots, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """Which experts every token wants.
+
+    ids_TK: int64, global logical experts, an expert at most once per token; `-1` drops the choice.
+    weights_TK: float32, differentiable; the weight of a dropped choice is ignored.
+    losses: unweighted auxiliary losses by name, float32 scalars over the global batch, differentiable.
+    kept_TK: bool, the choices left after dropping on purpose; `None` means that none was dropped.
+        The router given this mask again returns the same routing to the bit.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    kept_TK: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where experts live: slot `s` holds expert `slots[s]` (`-1`: a spare), and expert-parallel rank `r`
+    owns the slots `rank_offsets[r]:rank_offsets[r + 1]`. Build one through `imbrex.placement`, which checks
+    that every expert has a slot and that replicas never share a rank.
+    """
+
+    slots: tuple[int, ...]
+    rank_offsets: tuple[int, ...]
+    num_experts: int
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rank_offsets) - 1
+
+    @property
+    def has_replicas(self) -> bool:
+        held = [s for s in self.slots if s >= 0]
+        return len(held) > len(set(held))
+
+    def local(self, rank: int) -> tuple[int, ...]:
+        """Experts in the slots of expert-parallel rank `rank`."""
+        return self.slots[self.rank_offsets[rank] : self.rank_offsets[rank + 1]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The position of every row before any data moves. Pure index arithmetic; see `imbrex.plan`.
+
+    slot_TK, position_TK: int64; the slot that takes a choice and its row among the expert-major rows of the
+        ranks that own the slot; `-1` where the choice was dropped.
+    sent_tokens_N: int64; token of every row that leaves this rank, by destination rank, then token.
+    send_splits_W, recv_splits_W: rows to and from every rank; 0 for the own rank, whose rows stay in place.
+    counts_e: int64; rows of every local slot, padding included.
+    num_rows: R, the sum of `counts_e`.
+    """
+
+    slot_TK: Tensor
+    position_TK: Tensor
+    sent_tokens_N: Tensor
+    send_splits_W: tuple[int, ...]
+    recv_splits_W: tuple[int, ...]
+    counts_e: Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handle:
+    """What `combine` and the backward need of a dispatch. Tensors only, so that a compiled graph can hold it.
+
+    The pool of a rank is its own T tokens followed by the M rows received, by source rank, then token.
+    source_R: int64; pool row that a row was copied from, `-1` for padding.
+    position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
+    sent_tokens_N: as in `Plan`. splits_2W: int64 on the host; rows sent to and received from every rank.
+    """
+
+    source_R: Tensor
+    position_PK: Tensor
+    sent_tokens_N: Tensor
+    splits_2W: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatched:
+    """Rows ready for the local experts.
+
+    rows_RD: expert-major, in local slot order, within a slot by source rank and token. Padding rows are zero.
+    counts_e: int64; rows of every local slot, padding included. Rows past their sum are never read.
+    weights_R: float32; the routing weight of every row, 0 for padding. Differentiable.
+    """
+
+    rows_RD: Tensor
+    counts_e: Tensor
+    weights_R: Tensor
+    handle: Handle
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """How a row is written on the wire: a fixed number of bytes, a stated bound on the error.
+
+    `error_bound(amax)` bounds |decode(encode(row)) - row| per value, for a row whose largest magnitude is
+    `amax`. Encoding must be deterministic. Neither direction is differentiated: gradients pass straight
+    through and are themselves encoded where they cross the wire.
+    """
+
+    name: str
+
+    def nbytes(self, width: int, dtype: torch.dtype) -> int:
+        """Bytes of one encoded row of `width` values that are `dtype` outside."""
+        ...
+
+    def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows (`dtype` or float32) to uint8 [N, nbytes(D, dtype)]."""
+        ...
+
+    def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """uint8 [N, nbytes] to rows [N, D] of `dtype`."""
+        ...
+
+    def error_bound(self, amax: float, dtype: torch.dtype) -> float: ...
+
+
+class Pending(Protocol):
+    """A move under way; `finish` waits for it, once, and returns the rows."""
+
+    def finish(self) -> Tensor: ...
+
+
+class Transport(Protocol):
+    """How opaque encoded rows move between ranks. Knows neither codecs nor weights.
+
+    replicated: the tokens are the same on every rank; nothing is moved, and `all_reduce` sums the outputs.
+    broadcasts: every token goes to every rank, wanted there or not; the plan is made accordingly.
+    """
+
+    name: str
+    replicated: bool
+    broadcasts: bool
+
+    def exchange_counts(self, message: Tensor) -> Tensor:
+        """int64 [L] of this rank to int64 [W, L] of all ranks, on the host."""
+        ...
+
+    def begin_move(self, encoded_TB: Tensor, handle: Handle) -> Pending:
+        """uint8 [T, B], a row per token, to uint8 [M, B], by source rank, then token."""
+        ...
+
+    def begin_move_back(self, encoded_MB: Tensor, handle: Handle) -> Pending:
+        """The way back: uint8 [M, B], a row per row received, to uint8 [N, B], a row per row sent."""
+        ...
+
+    def all_reduce(self, partial_TD: Tensor) -> Tensor:
+        """Sum over ranks; only where `replicated`."""
+        ...
+
+
+class Experts(Protocol):
+    """The local experts. `applies_weights`: the rows returned are already times `weights_R`."""
+
+    applies_weights: bool
+
+    def __call__(self, dispatched: Dispatched) -> Tensor: ...
+
+
+class Strategy(Protocol):
+    """When the steps of a layer run. Same numbers as `serial`."""
+
+    name: str
+
+    def run(self, x_TD: Tensor, routing: Routing, exchange, experts: Experts, addend) -> Tensor:
+        """`addend`: a function of no arguments that computes what is added to the output, or `None`."""
+        ...
+
+
+Split = Callable[[Tensor, Placement], Tensor]
+"""Which replica takes which choice: counts int64 [W, E] to int64 [W, S], summing to the counts per expert."""
