@@ -1,0 +1,356 @@
+"""CUDA C++ from the package to a launched kernel: NVRTC, a cache on disk, one launch function.
+
+    variant = Variant(source="gemm.cu", entry="grouped_gemm", defines=(("BLOCK_N", 256),))
+    compile_variant(variant).resources.registers         # works without a GPU or a driver
+    load(variant).launch(grid=132, block=384, args=[x_RD, tensor_map, 7], smem=200_000)
+
+Specialisation is by `#define`. The cache key is the SHA-256 of the source, every header it includes,
+the defines, the entry, the architecture and the NVRTC version, so a changed header never meets an old
+binary. A cache file is written beside its final name and renamed, so eight processes that start at once
+may compile the same variant eight times but never read half a file. One file holds the resource report and
+the cubin; a damaged file is compiled again.
+
+Kernel arguments: a tensor passes its address, a `ByValue` (a tensor map) its bytes, an `int` a 32-bit int
+(range checked), a `float` a 32-bit float, and any ctypes value itself (`ctypes.c_int64(n)`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ARCH = "sm_90a"
+SOURCES = Path(__file__).parent
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+_FIXED_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be compiled, loaded or launched; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One specialisation of one kernel: `entry` is an `extern "C" __global__` name in file `source`."""
+
+    source: str
+    entry: str
+    defines: tuple[tuple[str, int | str], ...] = ()
+    arch: str = ARCH
+
+    def __str__(self) -> str:
+        inside = ",".join(f"{name}={value}" for name, value in self.defines)
+        return f"{self.source}:{self.entry}[{inside}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """What ptxas says: registers a thread, bytes of spills and of stack a thread, static shared bytes."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    static_smem: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    cubin: bytes
+    resources: Resources
+
+
+def cuda_binding(name: str) -> Any:
+    """Module `cuda.bindings.<name>`, imported late so that a machine without it can still import imbrex."""
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise KernelError(f"imbrex kernels need the package cuda-core: {error}") from error
+
+
+def unavailable(device: int | None = None) -> str | None:
+    """None if imbrex's kernels can run on CUDA device `device` (default: the current one), else why not."""
+    if not torch.cuda.is_available():
+        return "imbrex kernels need an NVIDIA GPU and torch sees none"
+    try:
+        cuda_binding("driver")
+        cuda_binding("nvrtc")
+    except KernelError as error:
+        return str(error)
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"imbrex kernels need compute capability 9.0 (H100, H200) and this GPU has {major}.{minor}"
+    return None
+
+
+def sources_of(variant: Variant) -> dict[str, str]:
+    """The source file and every file it includes, by name, contents as text."""
+    found: dict[str, str] = {}
+    queue = [variant.source]
+    while queue:
+        name = queue.pop()
+        if name not in found:
+            found[name] = (SOURCES / name).read_text(encoding="utf-8")
+            queue += _INCLUDE.findall(found[name])
+    return found
+
+
+def cache_key(variant: Variant, sources: dict[str, str], compiler: tuple[int, int]) -> str:
+    parts = [asdict(variant), sorted(sources.items()), list(compiler), _FIXED_OPTIONS]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def cache_directory() -> Path:
+    """`$IMBREX_CACHE_DIR/kernels`, else `$XDG_CACHE_HOME/imbrex/kernels`, else `~/.cache/imbrex/kernels`."""
+    own = os.environ.get("IMBREX_CACHE_DIR")
+    if own:
+        return Path(own) / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "imbrex" / "kernels"
+
+
+@functools.cache
+def compile_variant(variant: Variant) -> Compiled:
+    """Compile to a cubin, or read it from the cache; needs NVRTC but neither GPU nor driver.
+
+    Raises KernelError with the compiler's first error.
+    """
+    try:
+        nvrtc = cuda_binding("nvrtc")
+    except ImportError as error:
+        raise KernelError(
+            f"imbrex kernels need the package cuda-core, which does not import ({error})"
+        ) from error
+    sources = sources_of(variant)
+    compiler = cuda_ok(nvrtc.nvrtcVersion(), "reading the NVRTC version")
+    path = cache_directory() / f"{cache_key(variant, sources, compiler)}.bin"
+    cached = _read_cache(path)
+    if cached is None:
+        cached = _compile(variant, sources)
+        _write_cache(path, cached)
+    return cached
+
+
+def _compile(variant: Variant, sources: dict[str, str]) -> Compiled:
+    nvrtc = cuda_binding("nvrtc")
+    headers = [(text, name) for name, text in sources.items() if name != variant.source]
+    program = cuda_ok(
+        nvrtc.nvrtcCreateProgram(
+            sources[variant.source].encode(),
+            variant.source.encode(),
+            len(headers),
+            [text.encode() for text, _ in headers],
+            [name.encode() for _, name in headers],
+        ),
+        f"creating {variant}",
+    )
+    options = [f"-arch={variant.arch}", *_FIXED_OPTIONS]
+    options += [f"-D{name}={value}" for name, value in variant.defines]
+    result = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
+    log = _nvrtc_bytes(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(
+        errors="replace"
+    )
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        first = next((line for line in log.splitlines() if "error" in line), log.strip() or str(result))
+        raise KernelError(f"NVRTC could not compile {variant}: {first.strip()}")
+    cubin = _nvrtc_bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    nvrtc.nvrtcDestroyProgram(program)
+    return Compiled(cubin=cubin, resources=read_resources(log, variant.entry))
+
+
+def read_resources(log: str, entry: str) -> Resources:
+    """Resources of `entry` from the text of `ptxas -v`."""
+    _, _, section = log.partition(f"Compiling entry function '{entry}'")
+    if not section:
+        raise KernelError(
+            f'the compiler\'s report does not mention kernel {entry!r}: is it extern "C" __global__?'
+        )
+    section = section.split("Compiling entry function")[0]
+
+    def number(pattern: str) -> int:
+        return sum(int(found) for found in re.findall(pattern, section))
+
+    return Resources(
+        registers=number(r"Used (\d+) registers"),
+        spill_bytes=number(r"(\d+) bytes spill (?:stores|loads)"),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        static_smem=number(r"(\d+) bytes smem"),
+        warnings=tuple(line.strip() for line in log.splitlines() if "warning" in line.lower()),
+    )
+
+
+def _nvrtc_bytes(size_of: Any, fetch: Any, program: Any) -> bytes:
+    size = cuda_ok(size_of(program), "reading a size")
+    buffer = bytearray(size)
+    cuda_ok(fetch(program, buffer), "reading")
+    return bytes(buffer)
+
+
+def _read_cache(path: Path) -> Compiled | None:
+    try:
+        head, _, cubin = path.read_bytes().partition(b"\n")
+        report = json.loads(head)
+        if hashlib.sha256(cubin).hexdigest() != report.pop("sha256"):
+            return None
+        report["warnings"] = tuple(report["warnings"])
+        return Compiled(cubin=cubin, resources=Resources(**report))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write_cache(path: Path, compiled: Compiled) -> None:
+    head = asdict(compiled.resources) | {"sha256": hashlib.sha256(compiled.cubin).hexdigest()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(json.dumps(head).encode() + b"\n" + compiled.cubin)
+        os.replace(file.name, path)
+    except OSError:
+        return  # a read-only home costs a compilation a process, never a failure
+
+
+def cuda_ok(result: tuple[Any, ...], doing: str) -> Any:
+    """Unpack what a CUDA binding returns: (code,), (code, value) or (code, value, value...)."""
+    code, *values = result
+    if int(code) != 0:
+        raise KernelError(f"CUDA said {code.name} while {doing}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class ByValue:
+    """Bytes passed by value as a struct parameter, such as a tensor map."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = (ctypes.c_ubyte * len(raw)).from_buffer_copy(raw)
+
+
+class Kernel:
+    """A loaded kernel of one device; get it from `load`, before anything spins."""
+
+    def __init__(self, variant: Variant, device: int) -> None:
+        driver = cuda_binding("driver")
+        self.variant = variant
+        self.device = device
+        compiled = compile_variant(variant)
+        self.resources = compiled.resources
+        self._library = cuda_ok(
+            driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), f"loading {variant}"
+        )
+        kernel = cuda_ok(
+            driver.cuLibraryGetKernel(self._library, variant.entry.encode()), f"finding {variant}"
+        )
+        # forces the lazy load now: a load while another kernel spins may deadlock
+        self._function = cuda_ok(driver.cuKernelGetFunction(kernel), f"loading {variant}")
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        most = 227 * 1024 - compiled.resources.static_smem
+        cuda_ok(
+            driver.cuFuncSetAttribute(self._function, limit, most), f"allowing shared memory for {variant}"
+        )
+
+    def launch(
+        self,
+        *,
+        grid: int | tuple[int, int, int],
+        block: int,
+        args: Sequence[Any],
+        smem: int = 0,
+        cluster: int = 1,
+        stream: torch.cuda.Stream | int | None = None,
+        cooperative: bool = False,
+    ) -> None:
+        """Launch on `stream` (a torch stream or a raw handle; default: torch's current one of this device).
+
+        `grid` counts blocks, also with a cluster. Asynchronous, like any torch operation.
+        """
+        driver = cuda_binding("driver")
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device)
+        handle = stream if isinstance(stream, int) else stream.cuda_stream
+        values, pointers = _pack(args)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (grid, 1, 1) if isinstance(grid, int) else grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = smem
+        config.hStream = handle
+        attributes = _attributes(cluster, cooperative)
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        (code,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
+        del values
+        if int(code) != 0:
+            shape = f"grid {grid}, block {block}, {smem} bytes of shared memory"
+            raise KernelError(f"CUDA said {code.name} while launching {self.variant} ({shape})")
+
+
+def _attributes(cluster: int, cooperative: bool) -> list[Any]:
+    driver = cuda_binding("driver")
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = (
+            cluster,
+            1,
+            1,
+        )
+        attributes.append(attribute)
+    if cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    return attributes
+
+
+def _pack(args: Iterable[Any]) -> tuple[list[Any], Any]:
+    """ctypes values (to be kept alive over the launch) and the array of their addresses."""
+    values: list[Any] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            values.append(ctypes.c_void_p(arg.data_ptr()))
+        elif isinstance(arg, ByValue):
+            values.append(arg.raw)
+        elif isinstance(arg, bool) or arg is None:
+            values.append(ctypes.c_int32(arg) if arg is not None else ctypes.c_void_p(0))
+        elif isinstance(arg, int):
+            assert -(2**31) <= arg < 2**31, f"{arg} does not fit an int32 argument; pass ctypes.c_int64"
+            values.append(ctypes.c_int32(arg))
+        elif isinstance(arg, float):
+            values.append(ctypes.c_float(arg))
+        else:
+            values.append(arg)
+    return values, (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+
+
+@functools.cache
+def _load(variant: Variant, device: int) -> Kernel:
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).query()  # makes the primary context current on this thread
+        return Kernel(variant, device)
+
+
+def load(variant: Variant, device: torch.device | int | None = None) -> Kernel:
+    """The kernel on `device` (default: the current one), compiled and loaded once a process.
+
+    Raises KernelError with one sentence where the GPU is not supported or the compiler refuses.
+    """
+    index = device.index if isinstance(device, torch.device) else device
+    if index is None:
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    reason = unavailable(index)
+    if reason is not None:
+        raise KernelError(reason)
+    return _load(variant, index)
