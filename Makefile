@@ -1,0 +1,71 @@
+# The two commands: `make demo` and `make test`. Each sets everything up on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(VENV)/.installed-run
+DEV := $(VENV)/.installed-dev
+# A GPU machine's own python3, with its own torch, where nobody has made a venv.
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+NAME ?= layer
+ARGS ?=
+DEMO_OUT ?= runs/demo
+SMOKE := $(VENV)/smoke
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test install lint types unit docs smoke format gpu-test gpu-bench clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(RUN)  ## install, then train a small MoE language model on 4 local ranks; ARGS="--ranks 2 --steps 50"
+	$(BIN)/imbrex demo --out $(DEMO_OUT) $(ARGS)
+
+test: lint types unit docs smoke  ## install, then every check that needs no GPU
+
+install: $(DEV)  ## only install, with everything that the checks need
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "imbrex needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN): constraints.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(DEV): constraints.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(RUN)
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV)
+	$(BIN)/basedpyright
+
+unit: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term $(ARGS)
+
+docs: $(DEV)
+	$(BIN)/mkdocs build --strict --quiet
+
+smoke: $(DEV)
+	rm -rf $(SMOKE)
+	$(BIN)/imbrex doctor
+	$(BIN)/imbrex demo --ranks 2 --steps 5 --out $(SMOKE)
+	test -s $(SMOKE)/report.html
+
+format: $(DEV)  ## let ruff write the layout
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gpu-test:  ## the tests that need a Hopper GPU
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
+
+gpu-bench:  ## one benchmark, NAME=layer|..., into benchmarks/results/NAME.json
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/$(NAME).py $(ARGS)
+
+clean:  ## remove what was installed and built
+	rm -rf $(VENV) site runs .coverage*
