@@ -1,0 +1,32 @@
+"""The observer that is off: what every layer and exchange talks to when nobody listens."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class Observer:
+    """Hears nothing and costs nothing; the base of observers that listen, such as `Recorder`.
+
+    Names are stable. Spans and phases: `route`, `plan`, `dispatch`, `experts`, `combine` in the forward,
+    the same with `_backward` in the backward. Counters: `bytes_sent` [W] by destination rank,
+    `rows` (computed by the local experts), `drops` (choices left out), `expert_load` [E] (choices of this
+    rank's tokens per logical expert), `host_syncs`. `where` says where, at least `layer=int`.
+
+    `enabled` lets a caller skip the work of preparing what it would count.
+    """
+
+    enabled: bool = False
+
+    def span(self, name: str, **where: int) -> AbstractContextManager[Any]:
+        """A context whose duration is one span called `name`."""
+        return _NOTHING
+
+    def count(self, name: str, value: Any, **where: int) -> None:
+        """Add `value`, a number, a sequence of numbers or a tensor, to the counter `name` at `where`."""
+
+    def phase(self, name: str, **where: int) -> None:
+        """Say what this rank is about to do, for whoever reads the board after its death."""
