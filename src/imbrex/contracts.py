@@ -85,18 +85,22 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handle:
-    """What `combine` and the backward need of a dispatch. Tensors only, so that a compiled graph can hold it.
+    """What `combine` and the backward need of a dispatch; a compiled graph can hold it.
 
     The pool of a rank is its own T tokens followed by the M rows received, by source rank, then token.
+    weights_R: float32; the routing weight of every row, 0 for padding. Differentiable.
     source_R: int64; pool row that a row was copied from, `-1` for padding.
     position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
     sent_tokens_N: as in `Plan`. splits_2W: int64 on the host; rows sent to and received from every rank.
+    num_tokens: T.
     """
 
+    weights_R: Tensor
     source_R: Tensor
     position_PK: Tensor
     sent_tokens_N: Tensor
     splits_2W: Tensor
+    num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +109,11 @@ class Dispatched:
 
     rows_RD: expert-major, in local slot order, within a slot by source rank and token. Padding rows are zero.
     counts_e: int64; rows of every local slot, padding included. Rows past their sum are never read.
-    weights_R: float32; the routing weight of every row, 0 for padding. Differentiable.
+    handle: give it to `combine`; its `weights_R` are for experts that apply the weights themselves.
     """
 
     rows_RD: Tensor
     counts_e: Tensor
-    weights_R: Tensor
     handle: Handle
 
 
@@ -138,6 +141,16 @@ class Codec(Protocol):
         ...
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """The codecs of the four crossings: rows out and partial sums back, forward and backward."""
+
+    dispatch: Codec
+    combine: Codec
+    dispatch_backward: Codec
+    combine_backward: Codec
 
 
 class Pending(Protocol):
@@ -175,7 +188,7 @@ class Transport(Protocol):
 
 
 class Experts(Protocol):
-    """The local experts. `applies_weights`: the rows returned are already times `weights_R`."""
+    """The local experts. `applies_weights`: the rows returned are already times `handle.weights_R`."""
 
     applies_weights: bool
 

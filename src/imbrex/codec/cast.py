@@ -1,0 +1,66 @@
+"""Rows written as they are, or as 16-bit floats."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Identity:
+    """Rows in the dtype they have outside. A float32 partial sum of 16-bit rows is rounded once to cross."""
+
+    name = "identity"
+
+    def nbytes(self, width: int, dtype: torch.dtype) -> int:
+        return width * dtype.itemsize
+
+    def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        return as_bytes(rows_ND.to(dtype))
+
+    def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return from_bytes(encoded_NB, width, dtype)
+
+    def error_bound(self, amax: float, dtype: torch.dtype) -> float:
+        return 0.0 if dtype == torch.float32 else amax * torch.finfo(dtype).eps / 2
+
+
+class Cast:
+    """Rows as bfloat16 or float16, rounded to nearest. float16 saturates at its largest value, 65504."""
+
+    def __init__(self, name: str, wire_dtype: torch.dtype) -> None:
+        self.name = name
+        self.wire_dtype = wire_dtype
+
+    @classmethod
+    def bf16(cls) -> Cast:
+        return cls("bf16", torch.bfloat16)
+
+    @classmethod
+    def fp16(cls) -> Cast:
+        return cls("fp16", torch.float16)
+
+    def nbytes(self, width: int, dtype: torch.dtype) -> int:
+        return width * 2
+
+    def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        largest = torch.finfo(self.wire_dtype).max
+        return as_bytes(rows_ND.clamp(-largest, largest).to(self.wire_dtype))
+
+    def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return from_bytes(encoded_NB, width, self.wire_dtype).to(dtype)
+
+    def error_bound(self, amax: float, dtype: torch.dtype) -> float:
+        limits = torch.finfo(self.wire_dtype)
+        rounding = amax * (limits.eps / 2 + torch.finfo(dtype).eps / 2)
+        return max(amax - limits.max, rounding, limits.smallest_normal * limits.eps)
+
+
+def as_bytes(rows_ND: Tensor) -> Tensor:
+    """Rows to uint8 [N, bytes of a row], without a copy where they are contiguous."""
+    n, width = rows_ND.shape
+    return rows_ND.contiguous().view(torch.uint8).view(n, width * rows_ND.dtype.itemsize)
+
+
+def from_bytes(encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `as_bytes`: uint8 [N, bytes] to `dtype` [N, width]."""
+    return encoded_NB.contiguous().view(-1).view(dtype).view(encoded_NB.shape[0], width)

@@ -1,0 +1,120 @@
+"""What ranks tell each other before rows move, so that one rank's mistake is every rank's ValueError."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import VERSION, Routing, Transport
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HEADER = 9
+"""int64 values before the counts: version, call, dtype, tokens, checksum, problem and its three details."""
+
+PROBLEMS = {
+    1: "x has {0} dimensions and last size {1}; give tokens [T, {2}]",
+    2: "x has {0} tokens but the routing has {1}; route the same tokens that you dispatch",
+    3: "the routing has {0} choices a token; this exchange was made for {1}",
+    4: "x has a dtype that cannot be exchanged; use float32, bfloat16, float16 or float64",
+    5: "ids must be int64 and weights float32; convert them with .long() and .float()",
+    6: "x, ids and weights must be on one device, that of the exchange's group",
+    7: "choice {1} of token {0} is expert {2}, which does not exist; ids are 0..E-1, or -1 to drop a choice",
+    8: "token {0} wants expert {1} twice; an expert may stand at most once in a row of ids",
+    9: "the weight of choice {1} of token {0} is NaN or infinite; check the router's input",
+}
+
+
+def find_problem(x_TD: Tensor, routing: Routing, width: int, top_k: int, num_experts: int) -> tuple[int, ...]:
+    """The first thing wrong with the input as (number in PROBLEMS, three details), or zeros.
+
+    Shapes and dtypes always; values on the CPU, and on a GPU only under IMBREX_DEBUG=1 (a host sync).
+    """
+    ids, weights = routing.ids_TK, routing.weights_TK
+    if x_TD.dim() != 2 or x_TD.shape[1] != width:
+        return 1, x_TD.dim(), x_TD.shape[-1] if x_TD.dim() else 0, width
+    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x_TD.shape[0]:
+        return 2, x_TD.shape[0], ids.shape[0] if ids.dim() else 0, 0
+    if ids.shape[1] != top_k:
+        return 3, ids.shape[1], top_k, 0
+    if x_TD.dtype not in DTYPES:
+        return 4, 0, 0, 0
+    if ids.dtype != torch.int64 or weights.dtype != torch.float32:
+        return 5, 0, 0, 0
+    if not x_TD.device == ids.device == weights.device:
+        return 6, 0, 0, 0
+    if ids.device.type == "cpu" or os.environ.get("IMBREX_DEBUG") == "1":
+        return find_bad_value(ids, weights, num_experts)
+    return 0, 0, 0, 0
+
+
+def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tuple[int, ...]:
+    """An id out of range, an expert twice in a row, a weight that is not finite; or zeros."""
+    outside = (ids_TK < -1) | (ids_TK >= num_experts)
+    if outside.any():
+        # host sync: only where something is wrong
+        token, choice = outside.nonzero()[0].tolist()
+        return 7, token, choice, int(ids_TK[token, choice])
+    ordered, _ = ids_TK.sort(1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        # host sync: only where something is wrong
+        token, choice = twice.nonzero()[0].tolist()
+        return 8, token, int(ordered[token, choice]), 0
+    wrong = ~torch.isfinite(weights_TK) & (ids_TK >= 0)
+    if wrong.any():
+        # host sync: only where something is wrong
+        token, choice = wrong.nonzero()[0].tolist()
+        return 9, token, choice, 0
+    return 0, 0, 0, 0
+
+
+def write_header(problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, call: int, replicated: bool) -> Tensor:
+    """The header of this rank's message, int64 [HEADER], on the device of the ids."""
+    fine = not problem[0]
+    dtype = DTYPES.index(x_TD.dtype) if fine else 0
+    tokens = x_TD.shape[0] if fine else 0
+    head = torch.tensor([VERSION, call, dtype, tokens, 0, *problem], device=ids_TK.device)
+    if replicated and fine:
+        place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
+        head[4] = (ids_TK.flatten() * place).sum()
+    return head
+
+
+def check_headers(headers_WH: Tensor, replicated: bool) -> None:
+    """Raise the same ValueError on every rank where one reports a problem, or where they disagree."""
+    for rank, header in enumerate(headers_WH.tolist()):
+        if header[5]:
+            raise ValueError(f"dispatch: on rank {rank}, {PROBLEMS[header[5]].format(*header[6:])}")
+    first = headers_WH[0].tolist()
+    names = {0: "the version of imbrex", 1: "the number of calls so far", 2: "the dtype of x"}
+    if replicated:
+        names |= {3: "the number of tokens", 4: "the tokens' experts (this transport wants equal tokens)"}
+    for rank, header in enumerate(headers_WH.tolist()):
+        for place, name in names.items():
+            if header[place] != first[place]:
+                ours, theirs = (DTYPES[v] if place == 2 else v for v in (first[place], header[place]))
+                raise ValueError(
+                    f"dispatch: ranks disagree about {name}: {ours} on rank 0, {theirs} on rank {rank}; "
+                    "every rank must make the same calls with the same kind of input"
+                )
+
+
+def agree(transport: Transport, settings: Mapping[str, int | str], what: str) -> None:
+    """One exchange at construction: every rank must have been given the same settings.
+
+    Raises ValueError on every rank, naming the setting and the ranks that differ.
+    """
+    values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
+    gathered = transport.exchange_counts(torch.tensor(values))
+    for place, (name, mine) in enumerate(settings.items()):
+        column = gathered[:, place]
+        different = (column != column[0]).nonzero().flatten().tolist()
+        if different:
+            raise ValueError(
+                f"{what}: ranks disagree about {name}: rank {different[0]} was given something else than rank 0 "
+                f"(here: {mine}); give every rank of the group the same"
+            )

@@ -1,0 +1,199 @@
+"""Every torch operator of the library that runs on any device, forward and backward, and nothing else.
+
+A backward calls another operator, never a collective directly, so that `torch.compile(fullgraph=True)` sees
+one node. Operators of an exchange find their object by a key; the registry holds weak references only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op, get_ctx
+
+_live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_keys = itertools.count(1)
+
+
+def register(owner: Any) -> int:
+    """A key by which operators find `owner` for as long as it lives."""
+    key = next(_keys)
+    _live[key] = owner
+    return key
+
+
+def owner_of(key: int) -> Any:
+    try:
+        return _live[key]
+    except KeyError:
+        raise RuntimeError("this exchange was closed or deleted while a result of it is still in use") from None
+
+
+@custom_op("imbrex::dispatch", mutates_args=())
+def dispatch(
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, ticket: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """rows_RD, weights_R, counts_e, source_R, position_PK, sent_tokens_N, splits_2W. See `Exchange`."""
+    return owner_of(key).run_dispatch(x_TD, weights_TK, ids_TK, ticket)
+
+
+@dispatch.register_fake
+def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, ticket: int):
+    owner = owner_of(key)
+    rows, pool, sent = (get_ctx().new_dynamic_size() for _ in range(3))
+    return (
+        x_TD.new_empty(rows, x_TD.shape[1]),
+        weights_TK.new_empty(rows),
+        ids_TK.new_empty(owner.num_local_slots),
+        ids_TK.new_empty(rows),
+        ids_TK.new_empty(pool, ids_TK.shape[1]),
+        ids_TK.new_empty(sent),
+        torch.empty(2, owner.world_size, dtype=torch.int64),
+    )
+
+
+@custom_op("imbrex::dispatch_backward", mutates_args=())
+def dispatch_backward(
+    d_rows_RD: Tensor,
+    d_weights_R: Tensor,
+    position_PK: Tensor,
+    sent_tokens_N: Tensor,
+    splits_2W: Tensor,
+    num_tokens: int,
+    key: int,
+) -> tuple[Tensor, Tensor]:
+    """d_x_TD, d_weights_TK."""
+    return owner_of(key).run_dispatch_backward(
+        d_rows_RD, d_weights_R, position_PK, sent_tokens_N, splits_2W, num_tokens
+    )
+
+
+@dispatch_backward.register_fake
+def _(d_rows_RD, d_weights_R, position_PK, sent_tokens_N, splits_2W, num_tokens, key):
+    return (
+        d_rows_RD.new_empty(num_tokens, d_rows_RD.shape[1]),
+        d_weights_R.new_empty(num_tokens, position_PK.shape[1]),
+    )
+
+
+def _dispatch_setup(ctx, inputs, output):
+    x_TD, _weights, _ids, ctx.key, _ticket = inputs
+    ctx.num_tokens = x_TD.shape[0]
+    ctx.save_for_backward(*output[4:7])
+
+
+def _dispatch_backward(ctx, d_rows_RD, d_weights_R, *_):
+    d_x_TD, d_weights_TK = dispatch_backward(
+        d_rows_RD, d_weights_R, *ctx.saved_tensors, ctx.num_tokens, ctx.key
+    )
+    return d_x_TD, d_weights_TK, None, None, None
+
+
+dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+
+
+@custom_op("imbrex::combine", mutates_args=())
+def combine(
+    rows_RD: Tensor,
+    weights_R: Tensor,
+    addend_TD: Tensor | None,
+    source_R: Tensor,
+    position_PK: Tensor,
+    sent_tokens_N: Tensor,
+    splits_2W: Tensor,
+    num_tokens: int,
+    weighted: bool,
+    key: int,
+    ticket: int,
+) -> Tensor:
+    """y_TD, the rows of every token summed, times `weights_R` unless the experts have `weighted` them."""
+    return owner_of(key).run_combine(
+        rows_RD, weights_R, addend_TD, position_PK, sent_tokens_N, splits_2W, num_tokens, weighted, ticket
+    )
+
+
+@combine.register_fake
+def _(
+    rows_RD, weights_R, addend_TD, source_R, position_PK, sent_tokens_N, splits_2W, num_tokens, weighted, key, ticket
+):
+    return rows_RD.new_empty(num_tokens, rows_RD.shape[1])
+
+
+@custom_op("imbrex::combine_backward", mutates_args=())
+def combine_backward(
+    d_y_TD: Tensor,
+    rows_RD: Tensor,
+    weights_R: Tensor,
+    source_R: Tensor,
+    sent_tokens_N: Tensor,
+    splits_2W: Tensor,
+    weighted: bool,
+    key: int,
+) -> tuple[Tensor, Tensor]:
+    """d_rows_RD, d_weights_R."""
+    return owner_of(key).run_combine_backward(
+        d_y_TD, rows_RD, weights_R, source_R, sent_tokens_N, splits_2W, weighted
+    )
+
+
+@combine_backward.register_fake
+def _(d_y_TD, rows_RD, weights_R, source_R, sent_tokens_N, splits_2W, weighted, key):
+    return torch.empty_like(rows_RD), torch.empty_like(weights_R)
+
+
+def _combine_setup(ctx, inputs, output):
+    rows_RD, weights_R, addend, source_R, _position, sent, splits, _tokens, ctx.weighted, ctx.key, _ = inputs
+    ctx.has_addend = addend is not None
+    ctx.save_for_backward(rows_RD, weights_R, source_R, sent, splits)
+
+
+def _combine_backward(ctx, d_y_TD):
+    d_rows_RD, d_weights_R = combine_backward(d_y_TD, *ctx.saved_tensors, ctx.weighted, ctx.key)
+    return d_rows_RD, d_weights_R, d_y_TD if ctx.has_addend else None, *[None] * 8
+
+
+combine.register_autograd(_combine_backward, setup_context=_combine_setup)
+
+
+@custom_op("imbrex::grouped_mm", mutates_args=())
+def grouped_mm(rows_RK: Tensor, weight_eKN: Tensor, counts_e: Tensor) -> Tensor:
+    """Rows of group i times `weight_eKN[i]`: [R, N] of the rows' dtype. Rows past the counts are not read."""
+    from imbrex.grouped import run_grouped_mm
+
+    return run_grouped_mm(rows_RK, weight_eKN, counts_e)
+
+
+@grouped_mm.register_fake
+def _(rows_RK, weight_eKN, counts_e):
+    return rows_RK.new_empty(rows_RK.shape[0], weight_eKN.shape[2])
+
+
+@custom_op("imbrex::grouped_wgrad", mutates_args=())
+def grouped_wgrad(rows_RK: Tensor, d_out_RN: Tensor, counts_e: Tensor) -> Tensor:
+    """Gradient of the weights, [e, K, N]: rows of group i, transposed, times their output gradients."""
+    from imbrex.grouped import run_grouped_wgrad
+
+    return run_grouped_wgrad(rows_RK, d_out_RN, counts_e)
+
+
+@grouped_wgrad.register_fake
+def _(rows_RK, d_out_RN, counts_e):
+    return rows_RK.new_empty(counts_e.shape[0], rows_RK.shape[1], d_out_RN.shape[1])
+
+
+def _grouped_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_backward(ctx, d_out_RN):
+    rows_RK, weight_eKN, counts_e = ctx.saved_tensors
+    need_rows, need_weight, _ = ctx.needs_input_grad
+    d_rows = grouped_mm(d_out_RN, weight_eKN.mT, counts_e) if need_rows else None
+    d_weight = grouped_wgrad(rows_RK, d_out_RN, counts_e) if need_weight else None
+    return d_rows, d_weight, None
+
+
+grouped_mm.register_autograd(_grouped_backward, setup_context=_grouped_setup)

@@ -1,0 +1,45 @@
+"""Placements written down: contiguous, or from a list of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from imbrex.contracts import Placement
+
+
+def contiguous(num_experts: int, num_ranks: int) -> Placement:
+    """Experts in order, as evenly as they go: 5 experts on 3 ranks are 2, 2 and 1. A rank may hold none."""
+    if num_experts < 1 or num_ranks < 1:
+        raise ValueError(f"placement: {num_experts} experts on {num_ranks} ranks; both must be at least 1")
+    small, extra = divmod(num_experts, num_ranks)
+    offsets = [0]
+    for rank in range(num_ranks):
+        offsets.append(offsets[-1] + small + (rank < extra))
+    return Placement(slots=tuple(range(num_experts)), rank_offsets=tuple(offsets), num_experts=num_experts)
+
+
+def from_slots(ranks: Sequence[Sequence[int]], num_experts: int) -> Placement:
+    """A placement from the experts that every rank holds, `-1` for a spare slot: `[[0, 1], [1, 2, -1]]`.
+
+    Raises ValueError where an expert has no slot, does not exist, or sits twice on a rank.
+    """
+    for rank, held in enumerate(ranks):
+        experts = [e for e in held if e != -1]
+        wrong = [e for e in experts if not 0 <= e < num_experts]
+        if wrong:
+            raise ValueError(
+                f"placement: rank {rank} holds expert {wrong[0]}; use 0..{num_experts - 1}, or -1 for a spare"
+            )
+        if len(set(experts)) < len(experts):
+            twice = next(e for e in experts if experts.count(e) > 1)
+            raise ValueError(
+                f"placement: rank {rank} holds expert {twice} twice; move one replica to another rank"
+            )
+    slots = tuple(e for held in ranks for e in held)
+    missing = sorted(set(range(num_experts)) - set(slots))
+    if missing:
+        raise ValueError(f"placement: expert {missing[0]} has no slot; every expert needs at least one")
+    offsets = [0]
+    for held in ranks:
+        offsets.append(offsets[-1] + len(held))
+    return Placement(slots=slots, rank_offsets=tuple(offsets), num_experts=num_experts)

@@ -1,0 +1,32 @@
+"""Which replica of an expert takes how many of a rank's choices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import Placement
+
+
+def split_evenly(counts_WE: Tensor, placement: Placement) -> Tensor:
+    """Every replica takes an equal share of every rank's choices; what does not divide goes to the replicas
+    from the one at the source rank's number on, so that the remainders of different ranks spread.
+
+    counts_WE: int64, choices of every rank for every expert. Returns int64 [W, S], the same on every rank.
+    Example: 2 ranks with 3 choices each of an expert with 2 replicas: [[2, 1], [1, 2]].
+    """
+    slots = torch.tensor(placement.slots, device=counts_WE.device)
+    held = slots >= 0
+    experts = slots.clamp(min=0)
+    number_S = torch.zeros_like(slots)
+    replicas_E = torch.bincount(slots[held], minlength=placement.num_experts)
+    seen = [0] * placement.num_experts
+    for slot, expert in enumerate(placement.slots):
+        if expert >= 0:
+            number_S[slot] = seen[expert]
+            seen[expert] += 1
+    replicas_S = replicas_E[experts]
+    source_W1 = torch.arange(counts_WE.shape[0], device=counts_WE.device)[:, None]
+    share = counts_WE[:, experts] // replicas_S
+    extra = (number_S - source_W1) % replicas_S < counts_WE[:, experts] % replicas_S
+    return torch.where(held, share + extra, 0)

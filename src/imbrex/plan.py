@@ -1,0 +1,122 @@
+"""The position of every row before any data moves: index arithmetic, on any device.
+
+Example, two ranks, experts 0 1 | 2 3, top-1, tokens of rank 0 want [2, 0, 2], of rank 1 want [2, 1].
+Rank 0 sends tokens 0 and 2 to rank 1; they become rows 0 and 1 there, and rank 1's own token 0 row 2,
+since rows of a slot are ordered by source rank, then token. Rank 0 holds one row of expert 0 (its own
+token 1, in place) and one of expert 1 (rank 1's token 1): counts [1, 1] and, on rank 1, [3, 0].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import Placement, Plan
+
+
+def count_choices(ids_TK: Tensor, num_bins: int) -> Tensor:
+    """How often every id in `[0, num_bins)` occurs; `-1` is not counted. int64 [num_bins], no host sync."""
+    flat = torch.where(ids_TK < 0, num_bins, ids_TK).flatten()
+    bins = torch.zeros(num_bins + 1, dtype=torch.int64, device=ids_TK.device)
+    return bins.scatter_add_(0, flat, torch.ones_like(flat))[:num_bins]
+
+
+def order_within(ids_N: Tensor, num_bins: int) -> Tensor:
+    """For every entry, how many entries before it hold the same id: [1, 0, 1, 1] gives [0, 0, 1, 2]."""
+    keys = torch.where(ids_N < 0, num_bins, ids_N)
+    order = torch.argsort(keys, stable=True)
+    starts = torch.searchsorted(keys[order], torch.arange(num_bins + 1, device=ids_N.device))
+    within = torch.empty_like(order)
+    within[order] = torch.arange(len(order), device=order.device) - starts[keys[order]]
+    return within
+
+
+def choose_slots(ids_TK: Tensor, split_S: Tensor, placement: Placement) -> Tensor:
+    """The slot that takes every choice, int64 [T, K], `-1` for a dropped one.
+
+    The i-th choice of an expert on this rank, in token order, goes to the slot in whose share of the
+    cumulated `split_S` (int64 [S], this rank's choices per slot) it falls, slots in ascending order.
+    """
+    device = ids_TK.device
+    slots = torch.tensor(placement.slots)
+    by_expert = torch.argsort(torch.where(slots < 0, placement.num_experts, slots), stable=True)
+    experts = slots[by_expert]
+    by_expert = by_expert[experts >= 0]
+    first = torch.searchsorted(slots[by_expert], torch.arange(placement.num_experts))
+    ends = torch.cumsum(split_S[by_expert], 0)
+    base = torch.cat([ends.new_zeros(1), ends])[first]
+    flat = ids_TK.flatten()
+    safe = flat.clamp(min=0)
+    nth = order_within(flat, placement.num_experts) + base.to(device)[safe]
+    index = torch.searchsorted(ends.to(device), nth, right=True).clamp(max=max(len(by_expert) - 1, 0))
+    slot = by_expert.to(device)[index]
+    return torch.where(flat < 0, -1, slot).view_as(ids_TK)
+
+
+def ranks_wanted(slot_TK: Tensor, placement: Placement, tensor_size: int) -> Tensor:
+    """Which ranks a token must reach, bool [T, W]: every tensor rank of every expert-parallel rank that owns
+    one of its slots. W = placement.num_ranks * tensor_size; rank r is tensor rank r % tensor_size."""
+    owner = owner_of_slot(placement, slot_TK.device)
+    rank_TK = torch.where(slot_TK < 0, placement.num_ranks, owner[slot_TK.clamp(min=0)])
+    wanted = torch.zeros(slot_TK.shape[0], placement.num_ranks + 1, dtype=torch.bool, device=slot_TK.device)
+    wanted.scatter_(1, rank_TK, True)
+    return wanted[:, :-1].repeat_interleave(tensor_size, dim=1)
+
+
+def owner_of_slot(placement: Placement, device: torch.device) -> Tensor:
+    """Expert-parallel rank that owns every slot, int64 [S]."""
+    sizes = torch.tensor(placement.rank_offsets).diff()
+    return torch.repeat_interleave(torch.arange(placement.num_ranks), sizes).to(device)
+
+
+def slot_rows(split_WS: Tensor, alignment: int, rows_per_slot: int | None) -> Tensor:
+    """Rows of every slot, padding included, int64 [S]: a multiple of `alignment`, or `rows_per_slot` each."""
+    total_S = split_WS.sum(0)
+    if rows_per_slot is not None:
+        assert bool((total_S <= rows_per_slot).all())
+        return torch.full_like(total_S, rows_per_slot)
+    return (total_S + alignment - 1) // alignment * alignment
+
+
+def make_plan(
+    slot_TK: Tensor,
+    wanted_TW: Tensor,
+    split_WS: Tensor,
+    rows_WW: Tensor,
+    placement: Placement,
+    rank: int,
+    *,
+    tensor_size: int = 1,
+    alignment: int = 1,
+    rows_per_slot: int | None = None,
+) -> Plan:
+    """The plan of `rank`.
+
+    slot_TK, wanted_TW: of this rank, on its device; column `rank` of `wanted_TW` is ignored.
+    split_WS: choices of every rank for every slot; rows_WW: rows every rank sends to every other. Host int64.
+    alignment: rows of a slot are padded to a multiple. rows_per_slot: padded to this many instead.
+    """
+    device = slot_TK.device
+    rows_S = slot_rows(split_WS, alignment, rows_per_slot)
+    starts_S = torch.cumsum(rows_S, 0) - rows_S
+    owner_S = owner_of_slot(placement, split_WS.device)
+    first_slot = torch.tensor(placement.rank_offsets)[owner_S]
+    base_S = starts_S - starts_S[first_slot] + split_WS[:rank].sum(0)
+    flat = slot_TK.flatten()
+    position = base_S.to(device)[flat.clamp(min=0)] + order_within(flat, placement.num_slots)
+    position_TK = torch.where(flat < 0, -1, position).view_as(slot_TK)
+    send, receive = rows_WW[rank].tolist(), rows_WW[:, rank].tolist()
+    others = wanted_TW.clone()
+    others[:, rank] = False
+    sent = torch.nonzero_static(others.T, size=sum(send))[:, 1]
+    expert_rank = rank // tensor_size
+    local = slice(placement.rank_offsets[expert_rank], placement.rank_offsets[expert_rank + 1])
+    return Plan(
+        slot_TK=slot_TK,
+        position_TK=position_TK,
+        sent_tokens_N=sent,
+        send_splits_W=tuple(send),
+        recv_splits_W=tuple(receive),
+        counts_e=rows_S[local].to(device),
+        num_rows=int(rows_S[local].sum()),
+    )

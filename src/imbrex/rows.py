@@ -1,0 +1,88 @@
+"""Between the pool, where a token stands once, and the expert-major rows, where it stands once per expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def index_rows(
+    slot_PK: Tensor, position_PK: Tensor, weights_PK: Tensor, local: range, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where every pool row goes, and where every row comes from.
+
+    slot_PK, position_PK: of all choices; only those with a slot in `local` are this rank's.
+    Returns source_R (pool row, -1 for padding), position_PK (-1 where not this rank's), weights_R (float32).
+    Example: local slots 2, 3; slots [[0, 3], [2, 3]] at positions [[0, 1], [0, 2]], 4 rows: source
+    [1, 0, 1, -1], positions [[-1, 1], [0, 2]].
+    """
+    here = (slot_PK >= local.start) & (slot_PK < local.stop)
+    num_pool, top_k = slot_PK.shape
+    target = torch.where(here, position_PK, num_rows).flatten()
+    pool_row = torch.arange(num_pool, device=slot_PK.device).repeat_interleave(top_k)
+    source_R = torch.full((num_rows + 1,), -1, device=slot_PK.device).scatter_(0, target, pool_row)
+    weights_R = torch.zeros(num_rows + 1, device=slot_PK.device)
+    weights_R.scatter_(0, target, weights_PK.flatten())
+    return source_R[:-1].clone(), torch.where(here, position_PK, -1), weights_R[:-1].clone()
+
+
+def expand(parts: list[Tensor], source_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
+    """Copy pool rows to the rows that come from them, times `scale_R` in float32 where given.
+
+    parts: the pool [P, D] in pieces. Padding rows become zero.
+    """
+    zero = parts[0].new_zeros(1, parts[0].shape[1])
+    pool = torch.cat([*parts, zero])
+    rows_RD = pool[torch.where(source_R < 0, pool.shape[0] - 1, source_R)]
+    return rows_RD if scale_R is None else (rows_RD.float() * scale_R[:, None]).to(rows_RD.dtype)
+
+
+def reduce(rows_RD: Tensor, position_PK: Tensor, weights_R: Tensor | None, most: int) -> Tensor:
+    """Sum the rows of every pool row, times their weights, in float32 and in ascending row order.
+
+    most: the most rows a pool row can have. Returns float32 [P, D]. Rows that no position names are not read.
+    """
+    num_rows, width = rows_RD.shape
+    out = torch.zeros(position_PK.shape[0], width, device=rows_RD.device)
+    if num_rows == 0 or position_PK.numel() == 0:
+        return out
+    ordered, _ = torch.where(position_PK < 0, num_rows, position_PK).sort(1)
+    for column in ordered.T[: min(most, position_PK.shape[1])]:
+        has = column < num_rows
+        if rows_RD.device.type == "cpu":
+            pool_row = has.nonzero().squeeze(1)
+            rows = rows_RD[column[pool_row]].float()
+            if weights_R is not None:
+                rows *= weights_R[column[pool_row], None]
+            out.index_add_(0, pool_row, rows)
+        else:
+            safe = column.clamp(max=num_rows - 1)
+            rows = rows_RD[safe].float()
+            if weights_R is not None:
+                rows *= weights_R[safe, None]
+            out += torch.where(has[:, None], rows, 0)
+    return out
+
+
+def pick_scalars(values_R: Tensor, position_PK: Tensor) -> Tensor:
+    """The value of every choice's row, 0 where the choice is another rank's: float32 [P, K]."""
+    if values_R.numel() == 0:
+        return torch.zeros(position_PK.shape, device=position_PK.device)
+    return torch.where(position_PK < 0, 0.0, values_R[position_PK.clamp(min=0)].float())
+
+
+def sum_home(own_TD: Tensor, sent_back_ND: Tensor, sent_tokens_N: Tensor, sizes: list[int], rank: int) -> Tensor:
+    """Add the partial sums that came back to those of the own rank, in rank order, in float32.
+
+    sizes: rows sent to every rank; 0 for `rank` itself, in whose place the own partial sums are added.
+    """
+    out = torch.zeros_like(own_TD, dtype=torch.float32)
+    begin = 0
+    for source, size in enumerate(sizes):
+        if source == rank:
+            out += own_TD
+        elif size:
+            piece = slice(begin, begin + size)
+            out.index_add_(0, sent_tokens_N[piece], sent_back_ND[piece].float())
+            begin += size
+    return out

@@ -1,0 +1,44 @@
+"""AllGather out, ReduceScatter back: every token goes to every rank, wanted there or not."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex.contracts import Handle, Pending
+from imbrex.transport.alltoall import AllToAll
+from imbrex.transport.collective import Done, InFlight
+
+
+class AllGather(AllToAll):
+    """TensorRT-LLM's second mode (slides, "AllGather + ReduceScatter").
+
+    The ReduceScatter is made of its direct algorithm: every rank sends every other its partial sums, and
+    each adds what it gets in rank order. It moves the same bytes as a library's, lets partial sums be
+    encoded, and gives the same bits on every run. Bytes sent: T rows to every other rank, each way. It
+    costs more than `alltoall` by 1 / P(a token wants a given rank): 11 % at k = 8 on 4 ranks.
+    """
+
+    name = "allgather"
+    broadcasts = True
+
+    def begin_move(self, encoded_TB: Tensor, handle: Handle) -> Pending:
+        if self.world_size == 1:
+            return Done(encoded_TB[:0])
+        num_tokens, width = encoded_TB.shape
+        receive = handle.splits_2W[1].tolist()
+        longest = max([num_tokens, *receive])
+        padded = encoded_TB.new_zeros(longest, width)
+        padded[:num_tokens] = encoded_TB
+        out = encoded_TB.new_empty(self.world_size * longest, width)
+        try:
+            work = dist.all_gather_into_tensor(out, padded, self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.lost("dispatch", error) from error
+
+        def without_padding(rows: Tensor) -> Tensor:
+            parts = rows.view(self.world_size, longest, width)
+            return torch.cat([part[:count] for part, count in zip(parts, receive, strict=True)])
+
+        return InFlight(self, "dispatch", work, out, padded, without_padding)
