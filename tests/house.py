@@ -1,0 +1,230 @@
+"""The house rules of design and style, each a function from source text to the places that break it.
+
+A breach is one line: `file:line: what`. `tests/unit/test_house_rules.py` applies them to the repository and
+shows each failing on a sample.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 40
+MAX_FIELDS = 8
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "manager", "data", "info", "common", "misc"}
+
+FLOORS: tuple[frozenset[str], ...] = tuple(
+    frozenset(floor.split())
+    for floor in (
+        "contracts",
+        "observe kernels cost ops",
+        "router plan codec placement",
+        "transport experts lanes",
+        "exchange",
+        "overlap balancer",
+        "layer",
+        "models adapters simulate testing checkpoint parallel",
+        "reproduce",
+        "cli",
+    )
+)
+ROOM_OF: dict[str, str] = dict.fromkeys(["gates", "losses", "capacity", "global_batch"], "router")
+"""Files that are part of another file's room."""
+LAYER_FLOOR = next(i for i, floor in enumerate(FLOORS) if "layer" in floor)
+# Rooms that a training step runs through: a hidden synchronisation here costs every user.
+HOT = frozenset().union(*FLOORS[: LAYER_FLOOR + 1]) - {"cost", "placement", "contracts"}
+
+Breach = str
+
+
+def room(module: str) -> str:
+    """`imbrex.codec.zfp` -> `codec`; `imbrex` -> ``."""
+    parts = module.split(".")
+    name = parts[1] if len(parts) > 1 else ""
+    return ROOM_OF.get(name, name)
+
+
+def floor(name: str) -> int | None:
+    """Number of the floor of a room, from the ground up; the public names stand right above the layer."""
+    if name == "":
+        return LAYER_FLOOR
+    return next((i for i, rooms in enumerate(FLOORS) if name in rooms), None)
+
+
+def module_of(path: str) -> str:
+    """`src/imbrex/codec/zfp.py` -> `imbrex.codec.zfp`."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    parts = parts[parts.index("imbrex") :]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST, path: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import of this package, at the top of the file or inside a function.
+
+    `from imbrex import plan` counts as `imbrex.plan` where that is one of `modules`.
+    """
+    package = module_of(path).split(".")
+    if not path.endswith("__init__.py"):
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, a.name) for a in node.names if a.name.split(".")[0] == "imbrex")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            if source.split(".")[0] != "imbrex":
+                continue
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                yield node.lineno, inner if inner in modules else source
+
+
+def upward_imports(path: str, text: str, modules: frozenset[str]) -> list[Breach]:
+    """Imports that do not point down the floors. The public `imbrex/__init__.py` may import every room."""
+    here = room(module_of(path))
+    if here == "" or path.endswith("imbrex/__main__.py"):
+        return []
+    at = floor(here)
+    if at is None:
+        return [f"{path}:1: room '{here}' stands on no floor: give it one in tests/house.py and design"]
+    breaches = []
+    for line, module in imports(ast.parse(text), path, modules):
+        there = room(module)
+        below = floor(there)
+        if there == here:
+            continue
+        if below is None or below >= at:
+            breaches.append(f"{path}:{line}: '{here}' (floor {at}) imports {module} (floor {below})")
+    return breaches
+
+
+def long_files(path: str, text: str) -> list[Breach]:
+    lines = text.count("\n")
+    return [f"{path}:1: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+
+
+def long_functions(path: str, text: str) -> list[Breach]:
+    """Functions over the limit; the docstring is not counted."""
+    breaches = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        first = node.body[0]
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if ast.get_docstring(node) is not None:
+            length -= (first.end_lineno or first.lineno) - first.lineno + 1
+        if length > MAX_FUNCTION_LINES:
+            breaches.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most 40")
+    return breaches
+
+
+def forbidden_names(path: str) -> list[Breach]:
+    words = set(re.split(r"[_./]", PurePosixPath(path).with_suffix("").as_posix()))
+    return [f"{path}:1: a file is named after its idea, not '{w}'" for w in sorted(words & FORBIDDEN_NAMES)]
+
+
+def wide_contracts(path: str, text: str) -> list[Breach]:
+    """Dataclasses that are not frozen, keyword-only and slotted, or have too many fields."""
+    breaches = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ClassDef) or "dataclass" not in "".join(
+            map(ast.dump, node.decorator_list)
+        ):
+            continue
+        call = next((d for d in node.decorator_list if isinstance(d, ast.Call)), None)
+        given = {k.arg for k in call.keywords if getattr(k.value, "value", None) is True} if call else set()
+        if missing := {"frozen", "kw_only", "slots"} - given:
+            breaches.append(f"{path}:{node.lineno}: {node.name} is not {', '.join(sorted(missing))}")
+        fields = sum(isinstance(s, ast.AnnAssign) for s in node.body)
+        if fields > MAX_FIELDS:
+            breaches.append(f"{path}:{node.lineno}: {node.name} has {fields} fields, at most {MAX_FIELDS}")
+    return breaches
+
+
+HAZARDS = (
+    (
+        r"\basm\b\s*(?:volatile|__volatile__)?\s*\(|inline_asm_elementwise",
+        r"kernels/ptx[^/]*\.cuh$",
+        "assembly",
+    ),
+    (r"torch\.library|torch import library", r"/(ops|kernels/[^/]+)\.py$", "operator registration"),
+    (r"_symmetric_memory", r"/kernels/heap\.py$", "torch's symmetric memory"),
+    (
+        r"torch\.cuda\.(?:Stream|stream|Event|ExternalStream)\(",
+        r"/(lanes|observe/\w+)\.py$",
+        "streams and events",
+    ),
+)
+"""(what to look for, where it may stand, its name): one home per hazard."""
+
+
+def strayed_hazards(path: str, text: str) -> list[Breach]:
+    found = []
+    for pattern, home, name in HAZARDS:
+        if re.search(home, path):
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(pattern, line.split("  #")[0]) and not line.lstrip().startswith(("#", "//")):
+                found.append(f"{path}:{number}: {name} outside its home ({home})")
+    return found
+
+
+_TO_HOST_METHODS = {"item", "tolist", "cpu", "synchronize", "numpy"}
+
+
+def _copies_to_host(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr == "to":
+        return any(isinstance(a, ast.Constant) and a.value == "cpu" for a in call.args)
+    return call.func.attr in _TO_HOST_METHODS and not call.args
+
+
+def silent_syncs(path: str, text: str) -> list[Breach]:
+    """Copies to the host, in rooms that a step runs through, without `# host sync:` right above.
+
+    `# on the host:` says instead that the tensor already lives there.
+    """
+    if room(module_of(path)) not in HOT:
+        return []
+    lines = text.splitlines()
+    breaches = []
+    for statement in ast.walk(ast.parse(text)):
+        if not isinstance(statement, ast.stmt) or isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            continue
+        head = [statement] if not hasattr(statement, "body") else list(_head(statement))
+        calls = [n for part in head for n in ast.walk(part) if isinstance(n, ast.Call)]
+        if any(map(_copies_to_host, calls)) and not _has_reason(lines, statement):
+            breaches.append(f"{path}:{statement.lineno}: a copy to the host without '# host sync:' above")
+    return breaches
+
+
+def _head(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The part of a compound statement before its body: what `if`, `for`, `with` and `while` evaluate."""
+    for name, value in ast.iter_fields(statement):
+        if name not in ("body", "orelse", "finalbody", "handlers"):
+            yield from (v for v in (value if isinstance(value, list) else [value]) if isinstance(v, ast.AST))
+
+
+def _has_reason(lines: list[str], statement: ast.stmt) -> bool:
+    body = getattr(statement, "body", None)
+    said = lines[statement.lineno - 1 : body[0].lineno - 1 if body else statement.end_lineno]
+    if body:
+        # A comment between the head and its body belongs to the body.
+        said = [line for line in said if not line.lstrip().startswith("#")]
+    above = statement.lineno - 2
+    while above >= 0 and lines[above].lstrip().startswith("#"):
+        said.append(lines[above])
+        above -= 1
+    return any(re.search(r"# (host sync|on the host):", line) for line in said)
+
+
+def banners(path: str, text: str) -> list[Breach]:
+    return [
+        f"{path}:{number}: a banner instead of a why"
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.match(r"\s*(#|//)\s*[-=*#~/]{4,}", line)
+    ]

@@ -1,0 +1,221 @@
+"""The house rules hold, and each rule's checker fails on a sample that breaks it."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import house
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "src").rglob("*.py"))
+KERNELS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "src").rglob("*.cu*"))
+OTHERS = sorted(
+    p.relative_to(ROOT).as_posix() for where in ("tests", "benchmarks") for p in (ROOT / where).rglob("*.py")
+)
+MODULES = frozenset(map(house.module_of, SOURCES))
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+def collect(checker, paths: list[str]) -> list[str]:
+    return [breach for path in paths for breach in checker(path, read(path))]
+
+
+def test_imports_point_down_the_floors() -> None:
+    assert collect(lambda p, t: house.upward_imports(p, t, MODULES), SOURCES) == []
+
+
+def test_files_are_short() -> None:
+    assert collect(house.long_files, SOURCES + KERNELS + OTHERS) == []
+
+
+def test_functions_are_short() -> None:
+    assert collect(house.long_functions, SOURCES + OTHERS) == []
+
+
+def test_files_are_named_after_their_idea() -> None:
+    assert [b for path in SOURCES + KERNELS + OTHERS for b in house.forbidden_names(path)] == []
+
+
+def test_contracts_are_small_frozen_values() -> None:
+    assert collect(house.wide_contracts, ["src/imbrex/contracts.py"]) == []
+
+
+def test_hazards_stay_at_home() -> None:
+    assert collect(house.strayed_hazards, SOURCES + KERNELS) == []
+
+
+def test_copies_to_the_host_say_why() -> None:
+    assert collect(house.silent_syncs, SOURCES) == []
+
+
+def test_no_banners() -> None:
+    assert collect(house.banners, SOURCES + KERNELS + OTHERS) == []
+
+
+IMPORT = """
+import sys, time, threading, torch
+import torch.distributed as dist
+loaded, threads = set(sys.modules), threading.active_count()
+begin = time.perf_counter()
+import imbrex
+seconds = time.perf_counter() - begin
+assert not torch.cuda.is_initialized(), "a CUDA context"
+assert not (dist.is_available() and dist.is_initialized()), "a process group"
+assert threading.active_count() == threads, "a thread"
+heavy = {"triton", "torch._dynamo", "torch._inductor", "transformers", "plotly", "rich", "cuda.core"}
+started = heavy & (set(sys.modules) - loaded)
+assert not started, started
+print(seconds)
+"""
+
+
+def test_importing_is_quick_and_starts_nothing() -> None:
+    seconds = []
+    for _ in range(3):
+        ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=100)
+        assert ran.returncode == 0, ran.stderr
+        seconds.append(float(ran.stdout))
+    assert min(seconds) < 0.3, f"importing imbrex adds {statistics.median(seconds):.2f} s to torch's"
+
+
+def test_public_names_are_few_and_documented() -> None:
+    import imbrex
+
+    names = getattr(imbrex, "__all__", ())
+    assert 0 < len(names) <= 15
+    for name in names:
+        value = getattr(imbrex, name)
+        assert isinstance(value, str) or value.__doc__, f"imbrex.{name} has no docstring"
+
+
+LAYER = "src/imbrex/layer.py"
+SAMPLES = [
+    ("src/imbrex/plan.py", "from imbrex.layer import MoELayer\n"),
+    ("src/imbrex/plan.py", "def f():\n    import imbrex.exchange\n"),
+    ("src/imbrex/plan.py", "from imbrex import layer\n"),
+    ("src/imbrex/plan.py", "from . import layer\n"),
+    ("src/imbrex/codec/zfp.py", "from ..exchange import Exchange\n"),
+    ("src/imbrex/plan.py", "from imbrex.codec import Codec\n"),
+    ("src/imbrex/plan.py", "import imbrex\n"),
+    ("src/imbrex/attic.py", "import torch\n"),
+]
+
+
+@pytest.mark.parametrize(("path", "text"), SAMPLES)
+def test_an_upward_import_is_found(path: str, text: str) -> None:
+    modules = frozenset({"imbrex.layer", "imbrex.exchange", "imbrex.codec"})
+    assert len(house.upward_imports(path, text, modules)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (LAYER, "from imbrex.exchange import Exchange\nfrom imbrex.contracts import Plan\n"),
+        ("src/imbrex/router.py", "from imbrex.gates import softmax\n"),
+        ("src/imbrex/codec/zfp.py", "from .rounding import half\nimport torch\n"),
+        ("src/imbrex/__init__.py", "from imbrex.layer import MoELayer\n"),
+    ],
+)
+def test_a_downward_import_is_fine(path: str, text: str) -> None:
+    assert house.upward_imports(path, text, frozenset({"imbrex.gates", "imbrex.exchange"})) == []
+
+
+def test_long_files_and_functions_are_found() -> None:
+    assert house.long_files("a.py", "x\n" * 400) == []
+    assert len(house.long_files("a.py", "x\n" * 401)) == 1
+    body = "    x = 1\n" * 39
+    docstring = '    """One.\n\n    Two.\n    """\n'
+    assert house.long_functions("a.py", f"def f():\n{body}") == []
+    assert house.long_functions("a.py", f"def f():\n{docstring}{body}") == []
+    assert len(house.long_functions("a.py", f"class C:\n  def f(self):\n{body}    x = 1\n")) == 1
+
+
+def test_a_nameless_file_is_found() -> None:
+    assert len(house.forbidden_names("src/imbrex/plan_utils.py")) == 1
+    assert house.forbidden_names("src/imbrex/database.py") == []
+
+
+def test_a_wide_or_mutable_contract_is_found() -> None:
+    fields = "".join(f"    f{i}: int\n" for i in range(9))
+    frozen = "@dataclass(frozen=True, kw_only=True, slots=True)\n"
+    assert len(house.wide_contracts("c.py", f"{frozen}class A:\n{fields}")) == 1
+    assert len(house.wide_contracts("c.py", "@dataclass\nclass A:\n    x: int\n")) == 1
+    assert (
+        len(house.wide_contracts("c.py", "@dataclass(frozen=True, slots=True)\nclass A:\n    x: int\n")) == 1
+    )
+    assert house.wide_contracts("c.py", f"{frozen}class A:\n    x: int\n") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("src/imbrex/kernels/push.cu", 'asm volatile ("trap;");'),
+        ("src/imbrex/kernels/glue.py", "y = tl.inline_asm_elementwise('x')"),
+        ("src/imbrex/exchange.py", "@torch.library.custom_op('imbrex::move')"),
+        ("src/imbrex/transport/nvlink.py", "import torch.distributed._symmetric_memory as symm"),
+        ("src/imbrex/layer.py", "side = torch.cuda.Stream()"),
+    ],
+)
+def test_a_strayed_hazard_is_found(path: str, text: str) -> None:
+    assert len(house.strayed_hazards(path, text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("src/imbrex/kernels/ptx_tma.cuh", 'asm volatile ("trap;");'),
+        ("src/imbrex/ops.py", "@torch.library.custom_op('imbrex::move')"),
+        ("src/imbrex/kernels/heap.py", "import torch.distributed._symmetric_memory as symm"),
+        ("src/imbrex/lanes.py", "side = torch.cuda.Stream()"),
+    ],
+)
+def test_a_hazard_at_home_is_fine(path: str, text: str) -> None:
+    assert house.strayed_hazards(path, text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "n = counts.sum().item()\n",
+        "for n in counts.tolist():\n    pass\n",
+        "if flag.item():\n    # host sync: too late\n    pass\n",
+        "def f():\n    return x.to('cpu')\n",
+        "# host sync: this one\n\nn = x.cpu()\n",
+    ],
+)
+def test_a_silent_sync_is_found(text: str) -> None:
+    assert len(house.silent_syncs(LAYER, text)) == 1
+    assert house.silent_syncs("src/imbrex/cli/demo.py", text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# host sync: sizes of the receive buffer\nn = counts.sum().item()\n",
+        "# on the host: counts came with the message\nfor n in counts.tolist():\n    pass\n",
+        "x = y.to('cuda')\nz = items.item\n",
+    ],
+)
+def test_a_sync_with_its_reason_is_fine(text: str) -> None:
+    assert house.silent_syncs(LAYER, text) == []
+
+
+def test_a_banner_is_found() -> None:
+    assert len(house.banners("a.py", "# -------- routing\n")) == 1
+    assert house.banners("a.py", "# a - b, and -1 drops\n") == []
+
+
+def test_empty_is_poisoned_here() -> None:
+    assert torch.empty(3).isnan().all()
+    assert torch.ones(2).new_empty(3).isnan().all()
+    assert torch.empty_like(torch.ones(2, dtype=torch.bfloat16)).isnan().all()
+    torch.empty(3, dtype=torch.int64)
