@@ -100,20 +100,19 @@ __device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ bool mbarrier_try(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(
-        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n selp.u32 %0, 1, 0, p;\n}"
         : "=r"(done)
-        : "r"(barrier), "r"(parity)
+        : "r"(barrier), "r"(parity), "r"(10000u)
         : "memory");
     return done != 0;
 }
 
-// Wait for the phase of `parity` to complete. Bounded: a try sleeps up to about a microsecond, so 2^24 tries are
-// many seconds; false says that the time ran out (a bug: both sides of these barriers live in one kernel).
-__device__ __forceinline__ bool mbarrier_wait(u32 barrier, u32 parity) {
+// Wait for the phase of `parity` to complete. Bounded: a try sleeps up to 10 us, and `patience` counts the tries left
+// to this thread for all its waits; at 0 it stops waiting (a bug: both sides of these barriers live in one kernel). There is no branch around the code that follows: a divergent exit would make ptxas serialise wgmma.
+constexpr u32 kPatience = 1u << 20;
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, u32& patience) {
 #pragma unroll 1
-    for (u32 tries = 0; tries < (1u << 24); ++tries)
-        if (mbarrier_try(barrier, parity)) return true;
-    return false;
+    while (!mbarrier_try(barrier, parity) && patience != 0) --patience;
 }
 
 // ---------------------------------------------------------------- TMA, tiled (tensor maps); one thread
@@ -158,6 +157,12 @@ __device__ __forceinline__ void tma_store_3d(const TensorMap* map, u32 source, i
                  : "memory");
 }
 
+__device__ __forceinline__ void tma_store_4d(const TensorMap* map, u32 source, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(source),
+                 "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
 // ---------------------------------------------------------------- bulk groups of stores (tiled and 1-D)
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -170,6 +175,78 @@ __device__ __forceinline__ void bulk_wait_read() {
 template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---------------------------------------------------------------- wgmma: 64 x N x 16, bf16 in, fp32 accumulated
+
+// Shared-memory operand with 128-byte swizzle. `address` is 1024-byte aligned plus a multiple of 32 bytes.
+// K-major (64 elements of k = 128 bytes a row): groups of 8 rows are 1024 bytes apart; `leading` is not used.
+// MN-major (64 elements of m or n = 128 bytes a row, one row per k): groups of 8 k are 1024 bytes apart and
+// blocks of 64 m or n are `leading` bytes apart.
+__device__ __forceinline__ u64 wgmma_operand(u32 address, u32 leading) {
+    constexpr u64 kSwizzle128 = 1ull << 62, kGroupOf8 = u64(1024 >> 4) << 32;
+    return kSwizzle128 | kGroupOf8 | (u64(leading >> 4) << 16) | ((address & 0x3ffffu) >> 4);
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// d[N / 2] += (or =, where `add` is 0) A[64 x 16] B[16 x N]. d[4 i + j] holds row 16 warp + lane / 4 + 8 (j / 2),
+// column 8 i + 2 (lane % 4) + j % 2.
+#define IMBREX_WGMMA(N, REGISTERS, OPERANDS, A, B, ADD, TRANS_A, TRANS_B)                                        \
+    asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " ADD ", 0;\n"                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B            \
+                 ", p, 1, 1, " TRANS_A ", " TRANS_B ";\n}"                                                       \
+                 : OPERANDS                                                                                      \
+                 : "l"(a), "l"(b), "r"(add), "n"(kTransA), "n"(kTransB))
+
+#define IMBREX_R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define IMBREX_R1 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define IMBREX_R2 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define IMBREX_R3 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define IMBREX_D0 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define IMBREX_D1 , "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
+    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define IMBREX_D2 , "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
+    "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
+    "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
+    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define IMBREX_D3 , "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
+    "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
+    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
+    "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+
+template <int kN, int kTransA, int kTransB>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
+    if constexpr (kN == 64)
+        IMBREX_WGMMA(64, IMBREX_R0, IMBREX_D0, "%32", "%33", "%34", "%35", "%36");
+    else if constexpr (kN == 128)
+        IMBREX_WGMMA(128, IMBREX_R0 IMBREX_R1, IMBREX_D0 IMBREX_D1, "%64", "%65", "%66", "%67", "%68");
+    else if constexpr (kN == 192)
+        IMBREX_WGMMA(192, IMBREX_R0 IMBREX_R1 IMBREX_R2, IMBREX_D0 IMBREX_D1 IMBREX_D2,
+                     "%96", "%97", "%98", "%99", "%100");
+    else
+        IMBREX_WGMMA(256, IMBREX_R0 IMBREX_R1 IMBREX_R2 IMBREX_R3,
+                     IMBREX_D0 IMBREX_D1 IMBREX_D2 IMBREX_D3, "%128", "%129", "%130",
+                     "%131", "%132");
+}
+
+// ---------------------------------------------------------------- matrices from registers to shared memory
+
+// Four 8 x 8 bf16 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2),
+                 "r"(m3)
+                 : "memory");
 }
 
 // ---------------------------------------------------------------- numbers

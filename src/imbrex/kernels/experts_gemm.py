@@ -1,0 +1,154 @@
+"""Grouped GEMM on the host's side: shapes, descriptors and launch of `gemm.cu`.
+
+Rows are expert-major; `ends_e` (int32, on the device) holds the end of each expert's rows, as `torch`'s
+`grouped_mm` takes it. Rows past the last end are neither read nor written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from imbrex.kernels.jit import ByValue, Variant, load
+from imbrex.kernels.tensor_map import tensor_map
+
+
+class Layout(IntEnum):
+    """What is contracted: see `gemm.cu`."""
+
+    FORWARD = 0
+    DGRAD = 1
+    WGRAD = 2
+
+
+class Epilogue(IntEnum):
+    PLAIN = 0
+    SWIGLU = 1
+    SWIGLU_KEEP = 2
+    WEIGHTED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiling:
+    """64 * consumers rows by block_n columns, `stages` steps of 64 of k, `group_m` row tiles side by side."""
+
+    consumers: int = 2
+    block_n: int = 256
+    stages: int = 4
+    group_m: int = 16
+
+    @property
+    def smem(self) -> int:
+        """Bytes of dynamic shared memory, with the slack for 1024-byte alignment."""
+        stage = 64 * 2 * (64 * self.consumers + self.block_n)
+        return 1024 + self.stages * (stage + 16) + self.consumers * 2 * 8192
+
+
+def gemm_variant(layout: Layout, epilogue: Epilogue, tiling: Tiling) -> Variant:
+    return Variant(
+        source="gemm.cu",
+        entry="grouped_gemm",
+        defines=(
+            ("LAYOUT", int(layout)),
+            ("EPILOGUE", int(epilogue)),
+            ("CONSUMERS", tiling.consumers),
+            ("BLOCK_N", tiling.block_n),
+            ("STAGES", tiling.stages),
+            ("GROUP_M", tiling.group_m),
+        ),
+    )
+
+
+def ragged_map(rows_RC: torch.Tensor, box_columns: int, height: int) -> ByValue:
+    """Descriptor whose box of `height` rows can end at any row: see "Ragged ends" in gemm.cu."""
+    rows, columns = rows_RC.shape
+    stride = rows_RC.stride(0) * rows_RC.element_size()
+    return tensor_map(
+        rows_RC.data_ptr() - height * stride,
+        rows_RC.dtype,
+        (columns, height, rows + 1),
+        (stride, stride),
+        (box_columns, height, 1),
+    )
+
+
+def stacked_map(weight_eNK: torch.Tensor, box_columns: int, box_rows: int, split: int = 1) -> ByValue:
+    """Descriptor of one matrix per expert, its rows cut into `split` equal parts (2: gate and up)."""
+    experts, rows, columns = weight_eNK.shape
+    size = weight_eNK.element_size()
+    part = rows // split
+    return tensor_map(
+        weight_eNK.data_ptr(),
+        weight_eNK.dtype,
+        (columns, part, experts * split),
+        (columns * size, part * columns * size),
+        (box_columns, box_rows, 1),
+    )
+
+
+def halves_map(gate_up_RG: torch.Tensor) -> ByValue:
+    """Ragged descriptor (64 rows) of rows that hold gate, then up: (column, half, y, z)."""
+    rows, columns = gate_up_RG.shape
+    stride = gate_up_RG.stride(0) * 2
+    return tensor_map(
+        gate_up_RG.data_ptr() - 64 * stride,
+        gate_up_RG.dtype,
+        (columns // 2, 2, 64, rows + 1),
+        (columns, stride, stride),
+        (64, 1, 64, 1),
+    )
+
+
+def launch_gemm(
+    layout: Layout,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends_e: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    tiling: Tiling,
+    epilogue: Epilogue = Epilogue.PLAIN,
+    gate_up: torch.Tensor | None = None,
+    weights_R: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+    blocks: int | None = None,
+) -> None:
+    """Queue one grouped GEMM into `out`; all contiguous bf16, but `ends_e` int32 and `weights_R` float32.
+
+    FORWARD  a [R, K], b [e, N, K], out [R, N] (SwiGLU: b [e, 2F, K], out [R, F], gate_up [R, 2F] if kept)
+    DGRAD    a [R, K], b [e, K, N], out [R, N]
+    WGRAD    a [R, M], b [R, N],    out [e, M, N]
+    """
+    swiglu = epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP)
+    rows = 64 * tiling.consumers
+    if layout is Layout.WGRAD:
+        map_a, map_b = ragged_map(a, 64, 64), ragged_map(b, 64, 64)
+        map_out = stacked_map(out, 64, 64)
+    else:
+        map_a, map_out = ragged_map(a, 64, rows), ragged_map(out, 64, 64)
+        if layout is Layout.DGRAD:
+            map_b = stacked_map(b, 64, 64)
+        else:
+            map_b = stacked_map(b, 64, tiling.block_n // (1 + swiglu), 1 + swiglu)
+    map_h = halves_map(gate_up) if gate_up is not None else map_out
+    count = ends_e.numel() if segments is None else segments.shape[0]
+    load(gemm_variant(layout, epilogue, tiling), a.device).launch(
+        grid=blocks or torch.cuda.get_device_properties(a.device).multi_processor_count,
+        block=128 * (tiling.consumers + 1),
+        smem=tiling.smem,
+        args=[
+            map_a,
+            map_b,
+            map_out,
+            map_h,
+            ends_e,
+            segments,
+            count,
+            out.shape[-2],
+            out.shape[-1],
+            a.shape[-1],
+            weights_R,
+        ],
+    )

@@ -1,0 +1,139 @@
+"""The tile order of the grouped GEMM, compiled for the CPU from the same header and compared with plain Python."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+import imbrex.kernels
+
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="runs the kernel's header through a C++ compiler")
+
+BLOCK_M, BLOCK_N, GROUP_M = 128, 256, 3
+HARNESS = """
+#include "gemm_scheduler.cuh"
+template <bool kFixedRows>
+int walk(const int* ends, const int* segments, int count, int rows, int columns, int block, int grid, int* out) {
+    Schedule<%d, %d, %d, kFixedRows> order{ends, segments, count, rows, columns};
+    Tile tile;
+    int found = 0;
+    for (int number = block; order.seek(number, tile); number += grid, ++found) {
+        int* row = out + 5 * found;
+        row[0] = tile.expert, row[1] = tile.row, row[2] = tile.rows, row[3] = tile.column, row[4] = tile.columns;
+    }
+    return found;
+}
+extern "C" int walk_ragged(const int* e, const int* s, int c, int r, int n, int b, int g, int* out) {
+    return walk<false>(e, s, c, r, n, b, g, out);
+}
+extern "C" int walk_fixed(const int* e, const int* s, int c, int r, int n, int b, int g, int* out) {
+    return walk<true>(e, s, c, r, n, b, g, out);
+}
+"""
+Segment = tuple[int, int, int, int, int]
+Walk = Callable[..., list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    folder = tmp_path_factory.mktemp("scheduler")
+    (folder / "walk.cpp").write_text(HARNESS % (BLOCK_M, BLOCK_N, GROUP_M))
+    headers = Path(imbrex.kernels.__file__).parent
+    command = [
+        str(COMPILER),
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-I{headers}",
+        "-o",
+        "walk.so",
+        "walk.cpp",
+    ]
+    subprocess.run(command, cwd=folder, check=True, timeout=60)
+    library = ctypes.CDLL(str(folder / "walk.so"))
+
+    def run(
+        ends: list[int],
+        segments: list[Segment] | None,
+        rows: int,
+        columns: int,
+        grid: int,
+        fixed: bool = False,
+    ):
+        out = (ctypes.c_int * 50000)()
+        flat = [value for segment in segments or [] for value in segment]
+        table = (ctypes.c_int * len(flat))(*flat) if segments is not None else None
+        count = len(ends) if segments is None else len(segments)
+        tiles: list[tuple[int, tuple[int, ...]]] = []
+        for block in range(grid):
+            function = library.walk_fixed if fixed else library.walk_ragged
+            found = function((ctypes.c_int * len(ends))(*ends), table, count, rows, columns, block, grid, out)
+            tiles += [(block + i * grid, tuple(out[5 * i : 5 * i + 5])) for i in range(found)]
+        assert [number for number, _ in sorted(tiles)] == list(range(len(tiles)))
+        return [tile for _, tile in sorted(tiles)]
+
+    return run
+
+
+def expected(segments: list[Segment]) -> list[tuple[int, ...]]:
+    tiles: list[tuple[int, ...]] = []
+    for expert, row_begin, row_end, column_begin, column_end in segments:
+        rows = list(range(row_begin, row_end, BLOCK_M))
+        for group in range(0, len(rows), GROUP_M):
+            for column in range(column_begin, column_end, BLOCK_N):
+                tiles += [
+                    (expert, row, row_end - row, column, column_end - column)
+                    for row in rows[group : group + GROUP_M]
+                ]
+    return tiles
+
+
+def by_expert(ends: list[int], columns: int) -> list[Segment]:
+    return [(e, begin, end, 0, columns) for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))]
+
+
+def test_the_worked_example(walk: Walk) -> None:
+    tiles = walk([130, 130, 300], None, 0, 512, 1)
+    assert len(tiles) == 8
+    assert tiles[5] == (2, 258, 42, 0, 512)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_tile_once_in_the_stated_order(walk: Walk, seed: int) -> None:
+    random.seed(seed)
+    counts = [
+        random.choice([0, 0, 1, 127, 128, 129, random.randrange(2000)])
+        for _ in range(random.randrange(1, 12))
+    ]
+    ends, columns, grid = (
+        list(accumulate(counts)),
+        random.choice([8, 256, 264, 1408]),
+        random.choice([1, 7, 132]),
+    )
+    assert walk(ends, None, 0, columns, grid) == expected(by_expert(ends, columns))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_column_slices_over_all_experts(walk: Walk, seed: int) -> None:
+    random.seed(seed)
+    ends = list(accumulate(random.randrange(600) for _ in range(6)))
+    segments = [
+        (e, begin, end, first, first + 512)
+        for first in (0, 512)
+        for e, begin, end, _, _ in by_expert(ends, 0)
+    ]
+    assert walk(ends, segments, 0, 1024, 5) == expected(segments)
+
+
+def test_weight_gradients_have_tiles_for_empty_experts(walk: Walk) -> None:
+    tiles = walk([0, 70, 70], None, 300, 256, 4, fixed=True)
+    assert tiles == expected([(e, 0, 300, 0, 256) for e in range(3)])
