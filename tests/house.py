@@ -31,7 +31,16 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "cli",
     )
 )
-ROOM_OF: dict[str, str] = dict.fromkeys(["gates", "losses", "capacity", "global_batch"], "router")
+ROOM_OF = {
+    file: room
+    for room, files in {
+        "router": "gates losses capacity global_batch sparsemixer",
+        "plan": "rows handshake",
+        "ops": "grouped",
+        "exchange": "crossings",
+    }.items()
+    for file in files.split()
+}
 """Files that are part of another file's room."""
 LAYER_FLOOR = next(i for i, floor in enumerate(FLOORS) if "layer" in floor)
 # Rooms that a training step runs through: a hidden synchronisation here costs every user.
