@@ -100,7 +100,7 @@ def upward_imports(path: str, text: str, modules: frozenset[str]) -> list[Breach
     if at is None:
         return [f"{path}:1: room '{here}' stands on no floor: give it one in tests/house.py and design"]
     breaches = []
-    for line, module in imports(ast.parse(text), path, modules):
+    for line, module in imports(ast.parse(text, path), path, modules):
         there = room(module)
         below = floor(there)
         if there == here:
@@ -118,7 +118,7 @@ def long_files(path: str, text: str) -> list[Breach]:
 def long_functions(path: str, text: str) -> list[Breach]:
     """Functions over the limit; the docstring is not counted."""
     breaches = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text, path)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         first = node.body[0]
@@ -138,7 +138,7 @@ def forbidden_names(path: str) -> list[Breach]:
 def wide_contracts(path: str, text: str) -> list[Breach]:
     """Dataclasses that are not frozen, keyword-only and slotted, or have too many fields."""
     breaches = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text, path)):
         if not isinstance(node, ast.ClassDef) or "dataclass" not in "".join(
             map(ast.dump, node.decorator_list)
         ):
@@ -201,7 +201,7 @@ def silent_syncs(path: str, text: str) -> list[Breach]:
         return []
     lines = text.splitlines()
     breaches = []
-    for statement in ast.walk(ast.parse(text)):
+    for statement in ast.walk(ast.parse(text, path)):
         if not isinstance(statement, ast.stmt) or isinstance(statement, ast.FunctionDef | ast.ClassDef):
             continue
         head = [statement] if not hasattr(statement, "body") else list(_head(statement))
