@@ -39,9 +39,11 @@ class AuxLosses:
         """Losses that are computed."""
         return tuple(n for n in ("load_balance", "sequence_balance", "z") if getattr(self, n) > 0)
 
-    def total(self, losses: Mapping[str, Tensor]) -> Tensor | float:
-        """The sum of `losses` (as in `Routing`), each times its coefficient."""
-        return sum((getattr(self, name) * loss for name, loss in losses.items()), 0.0)
+    def total(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """The sum of `losses` (as in `Routing`), each times its coefficient; 0 where there is none."""
+        if not losses:
+            return torch.zeros(())
+        return torch.stack([getattr(self, name) * loss for name, loss in losses.items()]).sum()
 
 
 def auxiliary_losses(

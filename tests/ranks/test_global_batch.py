@@ -1,0 +1,96 @@
+"""Losses, capacity and their gradients do not depend on how many ranks hold the batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imbrex.capacity import Capacity
+from imbrex.gates import Gate
+from imbrex.global_batch import GlobalBatch
+from imbrex.losses import AuxLosses
+from imbrex.router import Router
+
+D, E, K, LENGTH = 6, 7, 3, 4
+SEQUENCES = (3, 0, 5, 1)  # of every rank: ragged, and one rank holds no token
+ALL = AuxLosses(load_balance=0.1, sequence_balance=0.01, z=0.001)
+GATES = {
+    "position": Gate(capacity=Capacity(factor=0.6)),
+    "probability": Gate(score="sigmoid", capacity=Capacity(factor=0.6, drop_by="probability")),
+    "dropless": Gate(),
+}
+
+
+def route(router, x_TD, sequences, divide=1, compiled=False):
+    """Losses, kept mask and the gradients of the tokens and the gate."""
+    x_TD = x_TD.clone().requires_grad_()
+    call = torch.compile(router, fullgraph=True, backend="aot_eager") if compiled else router
+    routing = call(x_TD, num_sequences=max(sequences, 1))
+    (router.losses.total(routing.losses) / divide).backward()
+    kept = torch.ones_like(routing.ids_TK, dtype=torch.bool) if routing.kept_TK is None else routing.kept_TK
+    losses = {name: loss.item() for name, loss in routing.losses.items()}
+    return losses, kept, x_TD.grad, router.weight.grad
+
+
+def tokens_and_router(name, batch=None):
+    torch.manual_seed(0)
+    router = Router(D, E, K, gate=GATES[name], losses=ALL, batch=batch)
+    # Rounded, so that scores tie within and between ranks.
+    return torch.randn(sum(SEQUENCES) * LENGTH, D).round(), router
+
+
+def on_rank(ranks, name, nested, compiled):
+    groups = (ranks.group,)
+    if nested:
+        pairs = [
+            dist.new_group([a, b], use_local_synchronization=True)
+            for a, b in ((0, 1), (2, 3), (0, 2), (1, 3))
+        ]
+        groups = (pairs[ranks.rank // 2], pairs[2 + ranks.rank % 2])
+    batch = GlobalBatch(groups)
+    assert (batch.rank, batch.num_ranks) == (ranks.rank, 4)
+    x_TD, router = tokens_and_router(name, batch)
+    x_TD = x_TD.split([n * LENGTH for n in SEQUENCES])[ranks.rank]
+    # The sum of the losses of all ranks is differentiated; / 4 is the average of data parallelism.
+    losses, kept, dx, dw = route(router, x_TD, SEQUENCES[ranks.rank], 4, compiled)
+    dw = torch.zeros_like(router.weight) if dw is None else dw
+    dist.all_reduce(dw, group=ranks.group)
+    return losses, kept, dx, dw
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["one_group", "ep_then_dp"])
+@pytest.mark.parametrize("name", GATES)
+def test_four_ragged_ranks_are_one_process(pool, name, nested):
+    compare(pool.run(4, on_rank, name, nested, False), name)
+
+
+def test_compiled_ranks_are_one_process(pool):
+    compare(pool.run(4, on_rank, "probability", False, True), "probability")
+
+
+def compare(answers, name):
+    x_TD, router = tokens_and_router(name)
+    losses, kept_TK, dx_TD, dw_ED = route(router, x_TD, sum(SEQUENCES))
+    if name != "dropless":
+        assert not kept_TK.all()
+    assert torch.equal(torch.cat([a[1] for a in answers]), kept_TK)
+    torch.testing.assert_close(torch.cat([a[2] for a in answers]), dx_TD, rtol=1e-5, atol=1e-8)
+    for got, _, _, dw in answers:
+        assert got == answers[0][0], "the losses differ between ranks"
+        assert got == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(dw, dw_ED, rtol=1e-5, atol=1e-7)
+
+
+def sums(ranks):
+    batch = GlobalBatch((ranks.group,))
+    x = torch.full((2, 3), float(ranks.rank + 1), requires_grad=True)
+    total = batch.sum(x.T)
+    total.sum().backward()
+    before, everyone = batch.before(torch.tensor([ranks.rank + 1]))
+    return total.detach(), x.grad, before.item(), everyone.item(), batch.count(5, x.device).item()
+
+
+def test_sums_by_hand(pool):
+    for rank, (total, grad, before, everyone, count) in enumerate(pool.run(4, sums)):
+        assert total.tolist() == [[10.0, 10.0]] * 3
+        assert grad.tolist() == [[4.0] * 3] * 2
+        assert (before, everyone, count) == (rank * (rank + 1) // 2, 10, 20)
