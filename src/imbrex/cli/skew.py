@@ -1,0 +1,134 @@
+"""Routings to measure with: uniform, skewed by a law, or recorded from a real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imbrex.cli.shapes import Shape
+from imbrex.contracts import Routing
+
+
+def make_routing(skew: str, shape: Shape, num_tokens: int, *, rank: int = 0, seed: int = 0) -> Routing:
+    """Routing of the `num_tokens` tokens of `rank`, on the CPU; all ranks share the experts' popularity.
+
+    skew: `uniform`; `zipf:A`, the e-th most popular expert in proportion to e^-A; `std:S`, shares of the load
+    with standard deviation S over the experts (Comet section 5.4: 0.032 is their production average);
+    `trace:FILE[:ARRAY[:LAYER]]`, ids [T, K] or [layers, T, K] of a `.npy` or `.npz`, repeated as needed.
+    Weights are positive and sum to 1 per token, or the trace's where it has them.
+    Raises ValueError for a skew that cannot be read or reached.
+    """
+    kind, _, value = skew.partition(":")
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if kind == "trace":
+        return _from_trace(value, shape, num_tokens, rank, generator)
+    popularity = _shares(kind, value, skew, shape, torch.Generator().manual_seed(seed))
+    ids_TK = draw_choices(popularity, num_tokens, shape.top_k, generator)
+    return Routing(ids_TK=ids_TK, weights_TK=_random_weights(ids_TK.shape, generator))
+
+
+def draw_choices(shares_E: Tensor, num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """`top_k` different experts for every token, int64 [T, K], each in exactly its share of the load on average.
+
+    Systematic sampling (Madow 1949) over a new order of the experts for each token: with probabilities
+    K * share laid end to end, every point u, u + 1, ... u + K - 1 falls on another expert.
+    Example: shares [.5, .25, .25], K = 2: lengths [1, .5, .5]; u = .3 falls on experts 0 and 1, u = .7 on 0, 2.
+    """
+    num_experts = shares_E.numel()
+    order_TE = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
+    ends_TE = (shares_E.double() * top_k)[order_TE].cumsum(1)
+    points_TK = torch.rand(num_tokens, 1, generator=generator) + torch.arange(top_k)
+    found_TK = torch.searchsorted(ends_TE, points_TK.double(), right=True).clamp_(max=num_experts - 1)
+    return order_TE.gather(1, found_TK)
+
+
+def _shares(kind: str, value: str, skew: str, shape: Shape, generator: torch.Generator) -> Tensor:
+    num_experts, most = shape.num_experts, 1 / shape.top_k
+    if kind == "uniform" and not value:
+        return torch.full((num_experts,), 1 / num_experts, dtype=torch.float64)
+    if kind not in ("zipf", "std"):
+        raise ValueError(f"--skew: {skew!r} is not known; use uniform, zipf:A, std:S or trace:FILE")
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"--skew: {value!r} is not a number; use {kind}:0.5, for example") from None
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"--skew: {number} makes no popularity; use a number from 0 up")
+    if kind == "zipf":
+        shares = (torch.arange(num_experts, dtype=torch.float64) + 1) ** -number
+        return _cap(shares / shares.sum(), most)[torch.randperm(num_experts, generator=generator)]
+    return _shares_of_std(number, num_experts, most, generator)
+
+
+def _cap(shares_E: Tensor, most: float) -> Tensor:
+    """No expert above `most` (a token chooses it at most once); what is over goes to the others in proportion."""
+    for _ in range(shares_E.numel()):
+        full = shares_E >= most
+        free = 1 - most * int(full.sum())
+        if free <= 0 or not full.any():
+            break
+        rest = shares_E.masked_fill(full, 0)
+        shares_E = torch.where(full, most, rest * (free / rest.sum().clamp(min=1e-300)))
+    return shares_E / shares_E.sum()
+
+
+def _shares_of_std(std: float, num_experts: int, most: float, generator: torch.Generator) -> Tensor:
+    direction = torch.randn(num_experts, dtype=torch.float64, generator=generator)
+    direction = (direction - direction.mean()) / max(float(direction.std(correction=0)), 1e-300)
+    mean, low, high = 1 / num_experts, 0.0, 1e3 / num_experts
+    # Clipping at 0 and `most` pulls the deviation in, so the length along `direction` is searched for.
+    for _ in range(80):
+        length = (low + high) / 2
+        shares = _cap((mean + length * direction).clamp(min=0), most)
+        low, high = (length, high) if float(shares.std(correction=0)) < std else (low, length)
+    shares = _cap((mean + high * direction).clamp(min=0), most)
+    reached = float(shares.std(correction=0))
+    if abs(reached - std) > 0.02 * std + 1e-9:
+        raise ValueError(
+            f"--skew: std:{std} cannot be reached by {num_experts} experts; use less than {reached:.3f}"
+        )
+    return shares
+
+
+def _random_weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).softmax(1)
+
+
+def _from_trace(value: str, shape: Shape, num_tokens: int, rank: int, generator: torch.Generator) -> Routing:
+    path, array, layer = (value.split(":") + ["", ""])[:3]
+    ids, weights = _read_trace(path, array)
+    if ids.ndim == 3:
+        at = int(layer) if layer else ids.shape[0] // 2
+        if not 0 <= at < ids.shape[0]:
+            raise ValueError(f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {at}")
+        ids, weights = ids[at], None if weights is None else weights[at]
+    if ids.ndim != 2 or ids.shape[1] != shape.top_k or not ids.size or ids.max() >= shape.num_experts:
+        raise ValueError(
+            f"--skew: the trace {path} has ids of shape {ids.shape} up to {ids.max() if ids.size else None}; "
+            f"the model routes to {shape.top_k} of {shape.num_experts} experts: choose another --model or trace"
+        )
+    rows = (np.arange(num_tokens) + rank * num_tokens) % ids.shape[0]
+    ids_TK = torch.from_numpy(ids[rows].astype(np.int64))
+    if weights is None:
+        return Routing(ids_TK=ids_TK, weights_TK=_random_weights(ids_TK.shape, generator))
+    return Routing(ids_TK=ids_TK, weights_TK=torch.from_numpy(weights[rows].astype(np.float32)))
+
+
+def _read_trace(path: str, array: str) -> tuple[np.ndarray, np.ndarray | None]:
+    try:
+        loaded = np.load(Path(path), allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--skew: cannot read the trace {path!r} ({error}); give a .npy or .npz file"
+        ) from None
+    if isinstance(loaded, np.ndarray):
+        return loaded, None
+    names = [name for name in loaded.files if name.endswith("ids")]
+    name = array or next(iter(names), "")
+    if name not in loaded.files:
+        raise ValueError(f"--skew: {path} holds no array {name!r} of ids; it has {', '.join(loaded.files)}")
+    weights = name.removesuffix("ids") + "w"
+    return loaded[name], loaded[weights] if weights in loaded.files else None
