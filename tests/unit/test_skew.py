@@ -69,10 +69,11 @@ def test_a_trace_is_read_by_rank_and_wraps(tmp_path: Path) -> None:
     routing = make_routing(f"trace:{tmp_path}/t.npz:law_ids:1", shape, 2, rank=1)
     assert routing.ids_TK.tolist() == [[1, 0], [3, 2]]
     assert routing.weights_TK.tolist() == [[0.25, 0.25], [0.25, 0.25]]
-    with pytest.raises(ValueError, match="2 of 8 experts|up to 3"):
-        make_routing(
-            f"trace:{tmp_path}/t.npz", Shape(hidden_size=8, intermediate_size=8, num_experts=3, top_k=2), 2
-        )
+    small = Shape(hidden_size=8, intermediate_size=8, num_experts=3, top_k=2)
+    with pytest.raises(ValueError, match="up to 3 but the model routes to 2 of 3 experts"):
+        make_routing(f"trace:{tmp_path}/t.npz", small, 2)
+    with pytest.raises(ValueError, match="layers 0 to 1, not 2"):
+        make_routing(f"trace:{tmp_path}/t.npz:law_ids:2", shape, 2)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_trace_is_read_by_rank_and_wraps(tmp_path: Path) -> None:
         ("zip:1", "uniform, zipf:A"),
         ("zipf:x", "not a number"),
         ("std:-1", "from 0 up"),
-        ("std:0.4", "cannot be reached"),
+        ("std:0.4", "do not reach"),
         ("trace:/nowhere.npz", "cannot read"),
     ],
 )

@@ -31,11 +31,11 @@ def make_routing(skew: str, shape: Shape, num_tokens: int, *, rank: int = 0, see
 
 
 def draw_choices(shares_E: Tensor, num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """`top_k` different experts for every token, int64 [T, K], each in exactly its share of the load on average.
+    """`top_k` different experts for every token, int64 [T, K], in exactly its share on average.
 
     Systematic sampling (Madow 1949) over a new order of the experts for each token: with probabilities
     K * share laid end to end, every point u, u + 1, ... u + K - 1 falls on another expert.
-    Example: shares [.5, .25, .25], K = 2: lengths [1, .5, .5]; u = .3 falls on experts 0 and 1, u = .7 on 0, 2.
+    Example: shares [.5, .25, .25], K = 2: lengths [1, .5, .5]; u = .3 hits experts 0 and 1, u = .7 0 and 2.
     """
     num_experts = shares_E.numel()
     order_TE = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
@@ -64,7 +64,7 @@ def _shares(kind: str, value: str, skew: str, shape: Shape, generator: torch.Gen
 
 
 def _cap(shares_E: Tensor, most: float) -> Tensor:
-    """No expert above `most` (a token chooses it at most once); what is over goes to the others in proportion."""
+    """No expert above `most`, as a token chooses it at most once; the others get the rest in proportion."""
     for _ in range(shares_E.numel()):
         full = shares_E >= most
         free = 1 - most * int(full.sum())
@@ -87,9 +87,7 @@ def _shares_of_std(std: float, num_experts: int, most: float, generator: torch.G
     shares = _cap((mean + high * direction).clamp(min=0), most)
     reached = float(shares.std(correction=0))
     if abs(reached - std) > 0.02 * std + 1e-9:
-        raise ValueError(
-            f"--skew: std:{std} cannot be reached by {num_experts} experts; use less than {reached:.3f}"
-        )
+        raise ValueError(f"--skew: {num_experts} experts do not reach std:{std}; use less than {reached:.3f}")
     return shares
 
 
@@ -98,17 +96,18 @@ def _random_weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def _from_trace(value: str, shape: Shape, num_tokens: int, rank: int, generator: torch.Generator) -> Routing:
-    path, array, layer = (value.split(":") + ["", ""])[:3]
+    path, array, layer = [*value.split(":"), "", ""][:3]
     ids, weights = _read_trace(path, array)
     if ids.ndim == 3:
-        at = int(layer) if layer else ids.shape[0] // 2
-        if not 0 <= at < ids.shape[0]:
-            raise ValueError(f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {at}")
+        layers = {str(i): i for i in range(ids.shape[0])} | {"": ids.shape[0] // 2}
+        if layer not in layers:
+            raise ValueError(f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {layer}")
+        at = layers[layer]
         ids, weights = ids[at], None if weights is None else weights[at]
     if ids.ndim != 2 or ids.shape[1] != shape.top_k or not ids.size or ids.max() >= shape.num_experts:
         raise ValueError(
-            f"--skew: the trace {path} has ids of shape {ids.shape} up to {ids.max() if ids.size else None}; "
-            f"the model routes to {shape.top_k} of {shape.num_experts} experts: choose another --model or trace"
+            f"--skew: the trace {path} has ids {ids.shape} up to {ids.max() if ids.size else None} but the "
+            f"model routes to {shape.top_k} of {shape.num_experts} experts; choose another --model or trace"
         )
     rows = (np.arange(num_tokens) + rank * num_tokens) % ids.shape[0]
     ids_TK = torch.from_numpy(ids[rows].astype(np.int64))
@@ -121,9 +120,7 @@ def _read_trace(path: str, array: str) -> tuple[np.ndarray, np.ndarray | None]:
     try:
         loaded = np.load(Path(path), allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--skew: cannot read the trace {path!r} ({error}); give a .npy or .npz file"
-        ) from None
+        raise ValueError(f"--skew: cannot read the trace ({error}); give a .npy or .npz file") from None
     if isinstance(loaded, np.ndarray):
         return loaded, None
     names = [name for name in loaded.files if name.endswith("ids")]
