@@ -84,10 +84,10 @@ class Recorder(Observer):
             self._board.step = step
         self.phase("rest")
 
-    def end_step(self) -> dict[str, float]:
+    def end_step(self, *, keep: bool = True) -> dict[str, float]:
         """Close the step: milliseconds by span name, each without the spans inside it.
 
-        On CUDA this waits for the device.
+        keep: also keep its spans for the trace. On CUDA this waits for the device.
         """
         resolve = self._clock.resolve()
         inside_ns: dict[int, int] = {}
@@ -99,6 +99,8 @@ class Recorder(Observer):
         for span, begin_ns, end_ns in times:
             own_ns = end_ns - begin_ns - inside_ns.get(id(span), 0)
             total_ms[span.name] = total_ms.get(span.name, 0.0) + own_ns / 1e6
+            if not keep:
+                continue
             self.spans.append(
                 Span(
                     name=span.name,

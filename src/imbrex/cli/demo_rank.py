@@ -1,0 +1,149 @@
+"""One rank of `imbrex demo`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imbrex.cli import demo
+from imbrex.cli.launch import Rank
+from imbrex.cli.progress import Progress
+from imbrex.models.corpus import load_corpus
+from imbrex.models.ranks import Factors, factorise, new_group
+from imbrex.models.run import Run, Saving
+from imbrex.models.training import Recipe, Shape, Trainer, make_model
+from imbrex.observe import PhaseBoard, Recorder, death
+
+START_S = 120.0
+"""Ranks may take this long to come up, whatever the time-out of a step."""
+
+
+def work(args: argparse.Namespace) -> int:
+    """Be the rank that the environment says; does not return where the rank ends early."""
+    rank = int(os.environ["RANK"])
+    board_at = Path(args.out) / "ranks"
+    try:
+        death.forget(board_at, rank)
+        board = PhaseBoard(board_at, rank)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to --out {args.out}: {error.strerror}: choose another --out"
+        ) from None
+    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=demo.HINT)
+    code = end.run(lambda: _train(args, rank, board))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # A peer is gone: what waits for it in a destructor would wait for ever.
+        os._exit(code)
+    return 0
+
+
+def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
+    device = _join(args)
+    recorder = Recorder(rank=rank, device=device, board=board, keep_spans=20_000)
+    shape, recipe = _asked(args)
+    factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
+    corpus = load_corpus(args.data, length=args.length)
+    host_group = new_group(None, args.timeout, backend="gloo") if args.ranks > 1 else None
+    model = make_model(
+        shape,
+        recipe,
+        factors,
+        transport=args.transport,
+        codec=args.codec,
+        timeout_s=args.timeout,
+        observer=recorder,
+    ).to(device)
+    trainer = Trainer(model, corpus, recipe, factors, rank=rank, device=device, observer=recorder)
+    first_step, saving = _checkpoints(args, trainer)
+    with Progress(first_step=first_step, steps=recipe.steps) as progress:
+        run = Run(trainer, shape, recorder, Path(args.out), host_group=host_group, progress=progress)
+        run.train(first_step, saving)
+    recorder.phase("report")
+    references = corpus.reference_losses() if rank == 0 else {}
+    summary = run.report(_facts(args, factors, corpus.name, model), references)
+    recorder.phase("done")
+    if summary is not None:
+        demo.say(_closing(summary, Path(args.out)))
+    dist.destroy_process_group()
+
+
+def _join(args: argparse.Namespace) -> torch.device:
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=max(START_S, args.timeout)),
+    )
+    if "IMBREX_LAUNCHED" not in os.environ and dist.get_rank() == 0:
+        demo.prepare(Path(args.out), args)
+    dist.barrier()
+    return device
+
+
+def _asked(args: argparse.Namespace) -> tuple[Shape, Recipe]:
+    shape = Shape(
+        hidden_size=args.hidden,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_experts=args.experts,
+        top_k=args.top_k,
+        expert_width=args.expert_width,
+    )
+    return shape, Recipe(steps=args.steps, batch=args.batch, length=args.length, seed=args.seed)
+
+
+def _checkpoints(args: argparse.Namespace, trainer: Trainer) -> tuple[int, Saving]:
+    from imbrex import checkpoint
+
+    directory = Path(args.out) / "checkpoint"
+    loaded = checkpoint.load_latest(directory, trainer.model, trainer.optimizer) if args.resume else None
+    return loaded or 0, Saving(
+        save=lambda step: checkpoint.save(directory, trainer.model, trainer.optimizer, step, {}),
+        every=args.checkpoint_every,
+    )
+
+
+def _facts(args: argparse.Namespace, factors: Factors, text: str, model: torch.nn.Module) -> dict[str, Any]:
+    from imbrex import MoELayer
+
+    layer = next(module for module in model.modules() if isinstance(module, MoELayer))
+    return {
+        "ranks": args.ranks,
+        "data": factors.data,
+        "expert": factors.expert,
+        "tensor": factors.tensor,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else _processor(),
+        "transport": layer.exchange.transport.name,
+        "transport_reason": layer.exchange.transport_reason,
+        "codec": args.codec,
+        "text": text,
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+def _processor() -> str:
+    return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads a rank"
+
+
+def _closing(summary: Mapping[str, Any], out: Path) -> list[str]:
+    references = ", ".join(f"{name} {loss:.2f}" for name, loss in summary["reference_losses"].items())
+    return [
+        f"held-out loss {summary['held_out_loss']:.3f} nats a byte ({references})",
+        f"{summary['tokens_per_s']:,.0f} tokens/s, "
+        f"{summary['communicating_share']:.0%} of the time communicating",
+        f"report: {out / 'report.html'}",
+        f"trace for https://ui.perfetto.dev: {out / 'trace.json'}",
+    ]

@@ -1,0 +1,188 @@
+"""Local ranks through torchrun's elastic launcher, and what a rank does when it has to end early."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from imbrex.observe import death
+from imbrex.observe.board import Phase, read_board
+
+_LAUNCHED = "IMBREX_LAUNCHED"
+EXIT_REFUSED, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+
+def is_worker() -> bool:
+    """Whether a launcher (this package's or an outer torchrun) started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def complain(sentence: str) -> None:
+    print(f"imbrex: error: {sentence}", file=sys.stderr, flush=True)
+
+
+def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, hint: str) -> int:
+    """Run `imbrex ARGUMENTS` on `num_ranks` local ranks and wait; the exit code.
+
+    A rank that dies ends the run with one sentence that names it and where it was, read from `board`, and
+    `hint`.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    death.forget(board)
+    os.environ[_LAUNCHED] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id="imbrex",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=5,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "imbrex", *arguments)
+    except ChildFailedError as error:
+        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return _report(exit_codes, board, hint)
+    except Exception as error:
+        # torchrun's own exception for a signal that it handled, and Python's for Ctrl-C
+        if type(error).__name__ != "SignalException":
+            raise
+        return _interrupted(hint)
+    except KeyboardInterrupt:
+        return _interrupted(hint)
+    finally:
+        if sys.stdout.isatty():
+            # A rank that ended early may have left the cursor hidden.
+            print("\x1b[?25h", end="", flush=True)
+    return 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _interrupted(hint: str) -> int:
+    complain(f"interrupted; {hint}")
+    return EXIT_INTERRUPTED
+
+
+def _report(exit_codes: dict[int, int], board: Path, hint: str) -> int:
+    notes = death.read_notes(board)
+    noted = {note.rank for note in notes}
+    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -15}
+    phases = {phase.rank: phase for phase in read_board(board)}
+    dead = [phases[rank] for rank in sorted(killed) if rank in phases and rank not in noted]
+    cause = death.first_cause(notes)
+    if dead:
+        complain(f"{death.death_sentence(dead, how=_how(dead, killed))}; {hint}")
+        return EXIT_FAILED
+    if killed:
+        rank, number = min(killed.items())
+        complain(f"rank {rank} was killed by signal {number} before it began; {hint}")
+        return EXIT_FAILED
+    if cause is not None and cause.kind == death.REFUSED:
+        complain(cause.sentence)
+        return EXIT_REFUSED
+    if cause is not None:
+        complain(f"{cause.sentence}; {hint}")
+    else:
+        complain(f"ranks {sorted(exit_codes)} ended early and left no note; {hint}")
+    return EXIT_FAILED
+
+
+def _how(dead: Sequence[Phase], killed: dict[int, int]) -> str:
+    import signal
+
+    number = killed[dead[0].rank]
+    return f"was killed by {signal.Signals(number).name}"
+
+
+class Rank:
+    """A rank's end, however it comes: a note for the launcher, or under an outer torchrun the sentence."""
+
+    def __init__(self, board: Path, *, rank: int, num_ranks: int, timeout_s: float, hint: str) -> None:
+        self.board, self.rank, self.num_ranks, self.timeout_s = board, rank, num_ranks, timeout_s
+        self.hint = hint
+        self.launched = _LAUNCHED in os.environ
+
+    def run(self, work: Callable[[], None]) -> int:
+        """Do `work`; the exit code. Only `work` that is over has closed its process group."""
+        watch = death.Watch(
+            self.board,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            timeout_s=self.timeout_s,
+            ended=self._lost,
+        )
+        try:
+            work()
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        except ValueError as error:
+            self._end(death.REFUSED, _line(error), speaks=self.rank == 0)
+            return EXIT_REFUSED
+        except OSError as error:
+            self._end(death.REFUSED, f"{_line(error)}: free the disk or choose another --out", speaks=True)
+            return EXIT_REFUSED
+        except Exception as error:  # noqa: BLE001 - the last stop of a rank: said in a sentence, kept in a note
+            self._explain(error)
+            return EXIT_FAILED
+        watch.close()
+        return 0
+
+    def _explain(self, error: Exception) -> None:
+        if _is_network(error):
+            self._lost(None)
+            return
+        where = next((str(phase) for phase in read_board(self.board) if phase.rank == self.rank), "set-up")
+        path = self.board / f"rank-{self.rank:05d}.traceback"
+        sentence = f"rank {self.rank} failed in {where}: {_line(error)} (traceback in {path})"
+        self._end(death.FAILED, sentence, speaks=True)
+
+    def _lost(self, sentence: str | None) -> None:
+        own = f"rank {self.rank} lost its peers, and nothing on this host says why"
+        death.leave_note(self.board, self.rank, death.LOST, sentence or own)
+        if self.launched:
+            return
+        if sentence is None:
+            sentence = death.find_lost(self.board, num_ranks=self.num_ranks, stale_s=self.timeout_s) or own
+            death.leave_note(self.board, self.rank, death.LOST, sentence)
+        told = any(note.kind != death.LOST for note in death.read_notes(self.board))
+        if not told and death.speaker(self.board, self.num_ranks) in (self.rank, None):
+            complain(f"{sentence}; {self.hint}")
+
+    def _end(self, kind: str, sentence: str, *, speaks: bool) -> None:
+        death.leave_note(self.board, self.rank, kind, sentence)
+        if speaks and not self.launched:
+            complain(sentence if kind == death.REFUSED else f"{sentence}; {self.hint}")
+
+
+def _is_network(error: Exception) -> bool:
+    import torch.distributed as dist
+
+    from imbrex.waiting import RankLostError
+
+    lost = (RankLostError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    words = ("gloo", "Connection", "NCCL", "Timed out", "timed out")
+    return isinstance(error, lost) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:300]}"

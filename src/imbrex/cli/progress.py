@@ -1,0 +1,52 @@
+"""How far a training run is: a bar on a terminal, ten lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+class Progress:
+    """A context; calling it with a step's record moves it on."""
+
+    def __init__(self, *, first_step: int, steps: int) -> None:
+        self._first, self._steps = first_step, steps
+        self._began = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("loss {task.fields[loss]:.3f}"),
+                TextColumn("{task.fields[tokens_per_s]:,.0f} tokens/s"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(
+                "", total=self._steps, completed=self._first, loss=float("nan"), tokens_per_s=0.0
+            )
+        return self
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        done = record["step"] + 1
+        loss, speed = record["loss"], record["tokens_per_s"]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, loss=loss, tokens_per_s=speed)
+        elif done == self._steps or done % max(1, self._steps // 10) == 0:
+            left_s = (time.monotonic() - self._began) / (done - self._first) * (self._steps - done)
+            line = f"step {done}/{self._steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left_s:.0f} s to go"
+            print(line, file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,165 @@
+"""Who died, and where it was: the one sentence a run ends with when a rank is lost.
+
+Gloo says "connection reset" and NCCL says nothing. The board says where every rank was, `/proc` who is gone,
+and the notes that ranks leave behind tell a rank that failed by itself from one that only lost a peer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from imbrex.observe.board import Phase, find_dead, read_board
+
+LOST, FAILED, REFUSED = "lost", "failed", "refused"
+"""Kinds of a note: a peer was lost; this rank failed; the input was refused, on every rank alike."""
+
+_EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """What a rank that ends early leaves behind. wall_s: seconds since the epoch."""
+
+    rank: int
+    kind: str
+    sentence: str
+    wall_s: float
+
+
+def leave_note(directory: str | os.PathLike[str], rank: int, kind: str, sentence: str) -> None:
+    """Write this rank's note, and the traceback of the exception being handled beside it."""
+    path = Path(directory) / f"rank-{rank:05d}.note"
+    note = Note(rank=rank, kind=kind, sentence=sentence, wall_s=time.time())
+    draft = path.with_suffix(".note-draft")
+    draft.write_text(json.dumps(asdict(note)))
+    draft.replace(path)
+    path.with_suffix(".traceback").write_text(traceback.format_exc())
+
+
+def read_notes(directory: str | os.PathLike[str]) -> tuple[Note, ...]:
+    """All notes in `directory`, the earliest first."""
+    notes = (Note(**json.loads(path.read_text())) for path in Path(directory).glob("rank-*.note"))
+    return tuple(sorted(notes, key=lambda note: note.wall_s))
+
+
+def forget(directory: str | os.PathLike[str], rank: int | None = None) -> None:
+    """Remove what an earlier run left in `directory`, of `rank` or of all."""
+    for path in Path(directory).glob("rank-*" if rank is None else f"rank-{rank:05d}.*"):
+        path.unlink(missing_ok=True)
+
+
+def death_sentence(dead: Sequence[Phase], *, how: str = "died") -> str:
+    """One sentence: which ranks, and the step, layer and phase of each."""
+    ranks = " and ".join(f"rank {p.rank} (pid {p.pid} on {p.host}) {how} in {p}" for p in dead)
+    return f"{ranks}, and the run cannot go on without it"
+
+
+def find_lost(
+    directory: str | os.PathLike[str], *, num_ranks: int, stale_s: float, patience_s: float = 1.0
+) -> str | None:
+    """The sentence for a run that lost a rank, as far as this host can tell; `None` if it cannot.
+
+    A rank whose process is gone without a note is dead. If there is none after `patience_s`, ranks that left
+    no note although others say that they lost a peer were silent.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        phases = [phase for phase in read_board(directory) if phase.rank < num_ranks]
+        noted = {note.rank for note in read_notes(directory)}
+        unnoted = [phase for phase in phases if phase.rank not in noted and phase.name != "done"]
+        if dead := find_dead(unnoted, stale_s=stale_s):
+            return death_sentence(dead)
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    silent = [phase for phase in unnoted if phase.pid != os.getpid()]
+    if silent and noted:
+        return death_sentence(silent, how=f"was silent for {stale_s:g} s")
+    return None
+
+
+def speaker(directory: str | os.PathLike[str], num_ranks: int) -> int | None:
+    """The rank that tells the user: the lowest that still runs on this host."""
+    alive = [phase.rank for phase in read_board(directory) if phase.rank < num_ranks and phase.alive]
+    return min(alive, default=None)
+
+
+class Watch:
+    """A thread that ends this process when it is told to stop or a peer of this host is gone.
+
+    The main thread may sit in a collective that no signal reaches. SIGTERM (a launcher stopping the ranks
+    after a death) and a peer that has been gone for two looks both lead to `ended(sentence)`, then to the end
+    of the process with exit code 143.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        ended: Callable[[str], None],
+        look_every_s: float = 1.0,
+    ) -> None:
+        self._directory, self._rank, self._num_ranks = directory, rank, num_ranks
+        self._timeout_s, self._ended, self._look_every_s = timeout_s, ended, look_every_s
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._before = signal.signal(signal.SIGTERM, lambda *_: None)
+        self._thread = threading.Thread(target=self._run, name="imbrex-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; SIGTERM does again what it did before."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, self._before)
+        self._writer.send(b"\0")
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _run(self) -> None:
+        gone_before: set[int] = set()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._reader, selectors.EVENT_READ)
+            while True:
+                received = self._reader.recv(64) if selector.select(self._look_every_s) else b""
+                if b"\0" in received:
+                    return
+                gone = self._gone()
+                if signal.SIGTERM in received:
+                    self._end("was told to stop by SIGTERM")
+                if gone & gone_before:
+                    self._end("lost a peer")
+                gone_before = gone
+
+    def _gone(self) -> set[int]:
+        phases = (phase for phase in read_board(self._directory) if phase.rank < self._num_ranks)
+        return {phase.rank for phase in phases if phase.alive is False and phase.name != "done"}
+
+    def _end(self, otherwise: str) -> None:
+        patience_s = 0.2
+        sentence = find_lost(
+            self._directory, num_ranks=self._num_ranks, stale_s=self._timeout_s, patience_s=patience_s
+        )
+        self._ended(sentence or f"rank {self._rank} {otherwise}")
+        os._exit(_EXIT_TERMINATED)
+
+
+def first_cause(notes: Iterable[Note]) -> Note | None:
+    """The note that tells most: of a rank that failed or refused its input, before one that lost a peer."""
+    notes = tuple(notes)
+    causes = [note for note in notes if note.kind != LOST]
+    return next(iter(causes or notes), None)

@@ -1,0 +1,171 @@
+"""Spans, counters, the board and the trace, on one process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from imbrex.observe import (
+    Observer,
+    PhaseBoard,
+    Recorder,
+    bracket_backward,
+    find_dead,
+    fold,
+    merge_traces,
+    read_board,
+    trace_events,
+)
+
+
+def test_off_records_nothing_and_costs_no_allocation_per_span():
+    off = Observer()
+    assert off.span("route", layer=0) is off.span("plan", layer=1)
+    with off.span("route"):
+        off.count("rows", 3)
+        off.phase("plan")
+    assert not off.enabled
+
+
+def test_off_is_traced_in_a_full_graph():
+    off = Observer()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def twice(x):
+        with off.span("route", layer=1):
+            y = 2 * x
+        off.count("rows", 3, layer=1)
+        return y
+
+    assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_spans_count_their_own_time_once():
+    recorder = Recorder(rank=0)
+    recorder.begin_step(7)
+    with recorder.span("forward"):
+        time.sleep(0.02)
+        with recorder.span("dispatch", layer=2):
+            time.sleep(0.03)
+    times = recorder.end_step()
+    assert 18 < times["forward"] < 29, "the inner 30 ms are not the forward's own"
+    assert 29 < times["dispatch"] < 45
+    inner, outer = recorder.spans
+    assert (inner.name, inner.step, inner.where) == ("dispatch", 7, (("layer", 2),))
+    assert outer.begin_ns <= inner.begin_ns
+    assert outer.duration_ns == outer.self_ns + inner.duration_ns
+    assert abs(outer.begin_ns / 1e9 - time.time()) < 5, "times are on the wall clock"
+
+
+def test_fold_sums_to_the_step():
+    folded = fold({"plan": 1.0, "plan_backward": 2.0, "experts": 4.0, "forward": 9.0}, 20.0)
+    assert folded == {
+        "route": 0.0,
+        "plan": 3.0,
+        "dispatch": 0.0,
+        "experts": 4.0,
+        "combine": 0.0,
+        "rest": 13.0,
+    }
+
+
+def test_counters_add_numbers_sequences_and_tensors():
+    recorder = Recorder()
+    load = torch.tensor([1, 2])
+    recorder.count("expert_load", load, layer=0)
+    recorder.count("expert_load", load, layer=0)
+    recorder.count("expert_load", [5, 5], layer=1)
+    recorder.count("host_syncs", 1)
+    recorder.count("host_syncs", 1)
+    load.zero_()
+    assert recorder.take_counters() == {
+        ("expert_load", (("layer", 0),)): [2, 4],
+        ("expert_load", (("layer", 1),)): [5, 5],
+        ("host_syncs", ()): 2,
+    }
+    assert recorder.take_counters() == {}
+
+
+def test_bracket_times_the_backward_of_what_is_inside():
+    recorder = Recorder()
+    x = torch.ones(4, requires_grad=True)
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 3 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            time.sleep(0.02)
+            return 3 * grad
+
+    y = bracket_backward(recorder, "experts_backward", Slow.apply, x, layer=1)
+    assert "experts_backward" not in recorder.end_step(), "nothing went backward yet"
+    y.sum().backward()
+    assert 19 < recorder.end_step()["experts_backward"] < 60
+    assert x.grad.tolist() == [3.0] * 4
+
+
+def test_board_tells_where_a_killed_process_was(tmp_path):
+    script = f"""
+import time
+from imbrex.observe import PhaseBoard, Recorder
+recorder = Recorder(rank=3, board=PhaseBoard({str(tmp_path)!r}, 3))
+recorder.begin_step(41)
+with recorder.span("dispatch", layer=2):
+    print("inside", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "inside\n"
+        (phase,) = read_board(tmp_path)
+        assert phase.alive
+        assert find_dead([phase], stale_s=5) == ()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    (dead,) = find_dead(read_board(tmp_path), stale_s=5)
+    assert (dead.rank, dead.pid, dead.step, dead.layer, dead.name) == (3, process.pid, 41, 2, "dispatch")
+    assert str(dead) == "step 41, layer 2, phase dispatch"
+
+
+def test_board_keeps_the_phase_that_raised(tmp_path):
+    recorder = Recorder(board=PhaseBoard(tmp_path, 0))
+    with pytest.raises(RuntimeError), recorder.span("combine", layer=0):
+        raise RuntimeError
+    assert read_board(tmp_path)[0].name == "combine"
+    with recorder.span("plan", layer=1), recorder.span("dispatch", layer=1):
+        pass
+    assert read_board(tmp_path)[0].name == "combine", "leaving a span restores the phase before it"
+
+
+def test_board_write_is_cheap(tmp_path):
+    board = PhaseBoard(tmp_path, 0)
+    began = time.perf_counter()
+    for _ in range(10_000):
+        board.write("dispatch", 3)
+    assert (time.perf_counter() - began) / 10_000 < 20e-6, "measured: 0.2 us"
+
+
+def test_trace_is_complete_events_from_zero(tmp_path):
+    ranks = []
+    for rank in range(2):
+        recorder = Recorder(rank=rank)
+        recorder.begin_step(5)
+        with recorder.span("route", layer=1):
+            pass
+        recorder.end_step()
+        ranks.append(trace_events(recorder.spans, rank))
+    merge_traces(ranks, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in complete} == {0, 1}
+    assert min(event["ts"] for event in complete) == 0
+    assert complete[0]["args"] == {"step": 5, "layer": 1}
+    names = [event for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert [event["args"]["name"] for event in names] == ["rank 0", "rank 1"]

@@ -1,0 +1,86 @@
+"""The sentence a lost run ends with, from boards and notes alone."""
+
+import struct
+import subprocess
+import sys
+
+from imbrex.observe import PhaseBoard, death, read_board
+
+
+def board_of(directory, rank, pid, name="dispatch", host=None):
+    """A record as a rank with another pid, and maybe of another host, would have left it."""
+    board = PhaseBoard(directory, rank)
+    board.step = 9
+    board.write(name, 1)
+    path = directory / f"rank-{rank:05d}.phase"
+    record = bytearray(path.read_bytes())
+    struct.pack_into("<q", record, 16, pid)
+    if host is not None:
+        record[-64:] = host.encode().ljust(64, b"\0")
+    path.write_bytes(record)
+
+
+def gone_pid():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_process_gone_without_a_note_is_the_dead_one(tmp_path):
+    PhaseBoard(tmp_path, 0)
+    board_of(tmp_path, 1, gone := gone_pid())
+    board_of(tmp_path, 2, gone_pid())
+    death.leave_note(tmp_path, 2, death.LOST, "lost its peers")
+    sentence = death.find_lost(tmp_path, num_ranks=3, stale_s=5, patience_s=0)
+    assert f"rank 1 (pid {gone} on " in sentence
+    assert "died in step 9, layer 1, phase dispatch" in sentence
+    assert "rank 2" not in sentence
+    assert "rank 0" not in sentence
+
+
+def test_a_rank_that_finished_is_not_dead(tmp_path):
+    PhaseBoard(tmp_path, 0)
+    board_of(tmp_path, 1, gone_pid(), name="done")
+    assert death.find_lost(tmp_path, num_ranks=2, stale_s=5, patience_s=0) is None
+
+
+def test_ranks_of_an_earlier_larger_run_do_not_count(tmp_path):
+    PhaseBoard(tmp_path, 0)
+    board_of(tmp_path, 5, gone_pid())
+    assert death.find_lost(tmp_path, num_ranks=2, stale_s=5, patience_s=0) is None
+
+
+def test_a_rank_that_hangs_is_the_one_without_a_note(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        board_of(tmp_path, 1, process.pid, name="experts")
+        PhaseBoard(tmp_path, 0)
+        death.leave_note(tmp_path, 0, death.LOST, "lost its peers")
+        sentence = death.find_lost(tmp_path, num_ranks=2, stale_s=5, patience_s=0)
+        assert f"rank 1 (pid {process.pid} on " in sentence
+        assert "was silent for 5 s in step 9, layer 1, phase experts" in sentence
+        process.communicate(b"\n")
+
+
+def test_another_host_is_judged_by_the_age_of_its_record(tmp_path):
+    board_of(tmp_path, 1, 1, host="elsewhere")
+    (record,) = read_board(tmp_path)
+    assert record.alive is None
+    path = tmp_path / "rank-00001.phase"
+    old = bytearray(path.read_bytes())
+    struct.pack_into("<q", old, 48, int((record.wall_s - 30) * 1e9))
+    path.write_bytes(old)
+    PhaseBoard(tmp_path, 0)
+    assert death.find_lost(tmp_path, num_ranks=2, stale_s=60, patience_s=0) is None
+    assert "rank 1 (pid 1 on elsewhere) died" in death.find_lost(
+        tmp_path, num_ranks=2, stale_s=5, patience_s=0
+    )
+
+
+def test_the_first_failure_explains_more_than_a_lost_peer(tmp_path):
+    death.leave_note(tmp_path, 0, death.LOST, "lost")
+    death.leave_note(tmp_path, 1, death.FAILED, "broke")
+    assert death.first_cause(death.read_notes(tmp_path)).sentence == "broke"
+    death.forget(tmp_path, 1)
+    assert [note.rank for note in death.read_notes(tmp_path)] == [0]
+    death.forget(tmp_path)
+    assert list(tmp_path.iterdir()) == []
