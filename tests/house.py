@@ -20,7 +20,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
         "contracts",
-        "observe kernels cost ops",
+        "observe kernels cost ops waiting",
         "router plan codec placement",
         "transport experts lanes",
         "exchange",
@@ -38,6 +38,7 @@ ROOM_OF = {
         "plan": "rows handshake",
         "ops": "grouped",
         "exchange": "crossings",
+        "layer": "ranks",
     }.items()
     for file in files.split()
 }
