@@ -63,22 +63,29 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Which rows cross, seen from one rank. The rows of the own rank stay in place and are not counted.
+
+    sent_tokens_N: int64; token of every row that leaves, by destination rank, then token.
+    splits_2W: int64 on the host; rows sent to every rank, and rows received from every rank.
+    """
+
+    sent_tokens_N: Tensor
+    splits_2W: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """The position of every row before any data moves. Pure index arithmetic; see `imbrex.plan`.
 
     slot_TK, position_TK: int64; the slot that takes a choice and its row among the expert-major rows of the
         ranks that own the slot; `-1` where the choice was dropped.
-    sent_tokens_N: int64; token of every row that leaves this rank, by destination rank, then token.
-    send_splits_W, recv_splits_W: rows to and from every rank; 0 for the own rank, whose rows stay in place.
-    counts_e: int64; rows of every local slot, padding included.
-    num_rows: R, the sum of `counts_e`.
+    counts_e: int64; rows of every local slot, padding included. num_rows: R, their sum.
     """
 
     slot_TK: Tensor
     position_TK: Tensor
-    sent_tokens_N: Tensor
-    send_splits_W: tuple[int, ...]
-    recv_splits_W: tuple[int, ...]
+    traffic: Traffic
     counts_e: Tensor
     num_rows: int
 
@@ -91,15 +98,13 @@ class Handle:
     weights_R: float32; the routing weight of every row, 0 for padding. Differentiable.
     source_R: int64; pool row that a row was copied from, `-1` for padding.
     position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
-    sent_tokens_N: as in `Plan`. splits_2W: int64 on the host; rows sent to and received from every rank.
     num_tokens: T.
     """
 
     weights_R: Tensor
     source_R: Tensor
     position_PK: Tensor
-    sent_tokens_N: Tensor
-    splits_2W: Tensor
+    traffic: Traffic
     num_tokens: int
 
 
@@ -174,11 +179,11 @@ class Transport(Protocol):
         """int64 [L] of this rank to int64 [W, L] of all ranks, on the host."""
         ...
 
-    def begin_move(self, encoded_TB: Tensor, handle: Handle) -> Pending:
+    def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         """uint8 [T, B], a row per token, to uint8 [M, B], by source rank, then token."""
         ...
 
-    def begin_move_back(self, encoded_MB: Tensor, handle: Handle) -> Pending:
+    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
         """The way back: uint8 [M, B], a row per row received, to uint8 [N, B], a row per row sent."""
         ...
 

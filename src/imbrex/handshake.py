@@ -12,8 +12,9 @@ from torch import Tensor
 from imbrex.contracts import VERSION, Routing, Transport
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER = 9
-"""int64 values before the counts: version, call, dtype, tokens, checksum, problem and its three details."""
+HEADER, TOKENS = 9, 3
+"""int64 values before the counts: version, call, dtype, tokens, checksum, problem and its three details.
+The tokens stand at `TOKENS`."""
 
 PROBLEMS = {
     1: "x has {0} dimensions and last size {1}; give tokens [T, {2}]",
@@ -72,7 +73,9 @@ def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tupl
     return 0, 0, 0, 0
 
 
-def write_header(problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, call: int, replicated: bool) -> Tensor:
+def write_header(
+    problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, call: int, replicated: bool
+) -> Tensor:
     """The header of this rank's message, int64 [HEADER], on the device of the ids."""
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
@@ -115,6 +118,6 @@ def agree(transport: Transport, settings: Mapping[str, int | str], what: str) ->
         different = (column != column[0]).nonzero().flatten().tolist()
         if different:
             raise ValueError(
-                f"{what}: ranks disagree about {name}: rank {different[0]} was given something else than rank 0 "
-                f"(here: {mine}); give every rank of the group the same"
+                f"{what}: ranks disagree about {name}: rank {different[0]} was given something else than "
+                f"rank 0 (here: {mine}); give every rank of the group the same"
             )

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op, get_ctx
+
+from imbrex import waiting
+from imbrex.contracts import Traffic
+from imbrex.grouped import run_grouped_mm, run_grouped_wgrad
 
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
@@ -25,11 +31,18 @@ def register(owner: Any) -> int:
     return key
 
 
+def release(key: int) -> None:
+    """Forget an owner."""
+    _live.pop(key, None)
+
+
 def owner_of(key: int) -> Any:
     try:
         return _live[key]
     except KeyError:
-        raise RuntimeError("this exchange was closed or deleted while a result of it is still in use") from None
+        raise RuntimeError(
+            "this exchange was closed or deleted while a result of it is still in use"
+        ) from None
 
 
 @custom_op("imbrex::dispatch", mutates_args=())
@@ -66,9 +79,8 @@ def dispatch_backward(
     key: int,
 ) -> tuple[Tensor, Tensor]:
     """d_x_TD, d_weights_TK."""
-    return owner_of(key).run_dispatch_backward(
-        d_rows_RD, d_weights_R, position_PK, sent_tokens_N, splits_2W, num_tokens
-    )
+    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
+    return owner_of(key).run_dispatch_backward(d_rows_RD, d_weights_R, position_PK, traffic, num_tokens)
 
 
 @dispatch_backward.register_fake
@@ -98,26 +110,24 @@ dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 @custom_op("imbrex::combine", mutates_args=())
 def combine(
     rows_RD: Tensor,
-    weights_R: Tensor,
+    weights_R: Tensor | None,
     addend_TD: Tensor | None,
     source_R: Tensor,
     position_PK: Tensor,
     sent_tokens_N: Tensor,
     splits_2W: Tensor,
     num_tokens: int,
-    weighted: bool,
     key: int,
     ticket: int,
 ) -> Tensor:
-    """y_TD, the rows of every token summed, times `weights_R` unless the experts have `weighted` them."""
-    return owner_of(key).run_combine(
-        rows_RD, weights_R, addend_TD, position_PK, sent_tokens_N, splits_2W, num_tokens, weighted, ticket
-    )
+    """y_TD, the rows of every token summed, times `weights_R` where given."""
+    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
+    return owner_of(key).run_combine(rows_RD, weights_R, addend_TD, position_PK, traffic, num_tokens, ticket)
 
 
 @combine.register_fake
 def _(
-    rows_RD, weights_R, addend_TD, source_R, position_PK, sent_tokens_N, splits_2W, num_tokens, weighted, key, ticket
+    rows_RD, weights_R, addend_TD, source_R, position_PK, sent_tokens_N, splits_2W, num_tokens, key, ticket
 ):
     return rows_RD.new_empty(num_tokens, rows_RD.shape[1])
 
@@ -126,33 +136,32 @@ def _(
 def combine_backward(
     d_y_TD: Tensor,
     rows_RD: Tensor,
-    weights_R: Tensor,
+    weights_R: Tensor | None,
     source_R: Tensor,
     sent_tokens_N: Tensor,
     splits_2W: Tensor,
-    weighted: bool,
     key: int,
 ) -> tuple[Tensor, Tensor]:
-    """d_rows_RD, d_weights_R."""
-    return owner_of(key).run_combine_backward(
-        d_y_TD, rows_RD, weights_R, source_R, sent_tokens_N, splits_2W, weighted
-    )
+    """d_rows_RD, d_weights_R (zeros without weights)."""
+    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
+    return owner_of(key).run_combine_backward(d_y_TD, rows_RD, weights_R, source_R, traffic)
 
 
 @combine_backward.register_fake
-def _(d_y_TD, rows_RD, weights_R, source_R, sent_tokens_N, splits_2W, weighted, key):
-    return torch.empty_like(rows_RD), torch.empty_like(weights_R)
+def _(d_y_TD, rows_RD, weights_R, source_R, sent_tokens_N, splits_2W, key):
+    return torch.empty_like(rows_RD), rows_RD.new_empty(rows_RD.shape[0], dtype=torch.float32)
 
 
 def _combine_setup(ctx, inputs, output):
-    rows_RD, weights_R, addend, source_R, _position, sent, splits, _tokens, ctx.weighted, ctx.key, _ = inputs
-    ctx.has_addend = addend is not None
+    rows_RD, weights_R, addend, source_R, _position, sent, splits, _tokens, ctx.key, _ticket = inputs
+    ctx.has_addend, ctx.has_weights = addend is not None, weights_R is not None
     ctx.save_for_backward(rows_RD, weights_R, source_R, sent, splits)
 
 
 def _combine_backward(ctx, d_y_TD):
-    d_rows_RD, d_weights_R = combine_backward(d_y_TD, *ctx.saved_tensors, ctx.weighted, ctx.key)
-    return d_rows_RD, d_weights_R, d_y_TD if ctx.has_addend else None, *[None] * 8
+    d_rows_RD, d_weights_R = combine_backward(d_y_TD, *ctx.saved_tensors, ctx.key)
+    d_weights = d_weights_R if ctx.has_weights else None
+    return d_rows_RD, d_weights, d_y_TD if ctx.has_addend else None, *[None] * 7
 
 
 combine.register_autograd(_combine_backward, setup_context=_combine_setup)
@@ -161,8 +170,6 @@ combine.register_autograd(_combine_backward, setup_context=_combine_setup)
 @custom_op("imbrex::grouped_mm", mutates_args=())
 def grouped_mm(rows_RK: Tensor, weight_eKN: Tensor, counts_e: Tensor) -> Tensor:
     """Rows of group i times `weight_eKN[i]`: [R, N] of the rows' dtype. Rows past the counts are not read."""
-    from imbrex.grouped import run_grouped_mm
-
     return run_grouped_mm(rows_RK, weight_eKN, counts_e)
 
 
@@ -174,8 +181,6 @@ def _(rows_RK, weight_eKN, counts_e):
 @custom_op("imbrex::grouped_wgrad", mutates_args=())
 def grouped_wgrad(rows_RK: Tensor, d_out_RN: Tensor, counts_e: Tensor) -> Tensor:
     """Gradient of the weights, [e, K, N]: rows of group i, transposed, times their output gradients."""
-    from imbrex.grouped import run_grouped_wgrad
-
     return run_grouped_wgrad(rows_RK, d_out_RN, counts_e)
 
 
@@ -197,3 +202,59 @@ def _grouped_backward(ctx, d_out_RN):
 
 
 grouped_mm.register_autograd(_grouped_backward, setup_context=_grouped_setup)
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+def _collective(result: Tensor, begin: Callable[[], dist.Work | None]) -> None:
+    timeout_s = waiting.timeout_seconds()
+    waiting.finish("route", waiting.start("route", begin, timeout_s), timeout_s, on_host=not result.is_cuda)
+
+
+@custom_op("imbrex::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: Tensor, group_name: str, group_size: int) -> Tensor:
+    """The sum of `x` over the ranks of a group. Its gradient: see `GlobalBatch`."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    _collective(total, lambda: dist.all_reduce(total, group=_group(group_name), async_op=True))
+    return total
+
+
+@sum_over_ranks.register_fake
+def _(x: Tensor, group_name: str, group_size: int):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@custom_op("imbrex::sum_over_ranks_backward", mutates_args=())
+def sum_over_ranks_backward(d_total: Tensor, group_size: int) -> Tensor:
+    return d_total * group_size
+
+
+@sum_over_ranks_backward.register_fake
+def _(d_total: Tensor, group_size: int):
+    return torch.empty_like(d_total)
+
+
+def _sum_setup(ctx, inputs, output):
+    ctx.group_size = inputs[2]
+
+
+def _sum_backward(ctx, d_total):
+    return sum_over_ranks_backward(d_total, ctx.group_size), None, None
+
+
+sum_over_ranks.register_autograd(_sum_backward, setup_context=_sum_setup)
+
+
+@custom_op("imbrex::gather_over_ranks", mutates_args=())
+def gather_over_ranks(x: Tensor, group_name: str, group_size: int) -> Tensor:
+    """`x` [...] of every rank of a group as [group_size, ...]. Not differentiable."""
+    gathered = x.new_empty(group_size * x.numel())
+    dist.all_gather_into_tensor(gathered, x.flatten(), group=_group(group_name))
+    return gathered.view(group_size, *x.shape)
+
+
+@gather_over_ranks.register_fake
+def _(x: Tensor, group_name: str, group_size: int):
+    return x.new_empty(group_size, *x.shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Placement, Plan
+from imbrex.contracts import Placement, Plan, Traffic
 
 
 def count_choices(ids_TK: Tensor, num_bins: int) -> Tensor:
@@ -70,11 +70,11 @@ def owner_of_slot(placement: Placement, device: torch.device) -> Tensor:
 
 
 def slot_rows(split_WS: Tensor, alignment: int, rows_per_slot: int | None) -> Tensor:
-    """Rows of every slot, padding included, int64 [S]: a multiple of `alignment`, or `rows_per_slot` each."""
+    """Rows of every slot, padding included, int64 [S]: a multiple of `alignment`, or `rows_per_slot`
+    each, more only where a slot has more."""
     total_S = split_WS.sum(0)
     if rows_per_slot is not None:
-        assert bool((total_S <= rows_per_slot).all())
-        return torch.full_like(total_S, rows_per_slot)
+        return torch.full_like(total_S, max([rows_per_slot, *total_S.tolist()]))
     return (total_S + alignment - 1) // alignment * alignment
 
 
@@ -105,18 +105,16 @@ def make_plan(
     flat = slot_TK.flatten()
     position = base_S.to(device)[flat.clamp(min=0)] + order_within(flat, placement.num_slots)
     position_TK = torch.where(flat < 0, -1, position).view_as(slot_TK)
-    send, receive = rows_WW[rank].tolist(), rows_WW[:, rank].tolist()
+    splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
     others = wanted_TW.clone()
     others[:, rank] = False
-    sent = torch.nonzero_static(others.T, size=sum(send))[:, 1]
+    sent = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1]
     expert_rank = rank // tensor_size
     local = slice(placement.rank_offsets[expert_rank], placement.rank_offsets[expert_rank + 1])
     return Plan(
         slot_TK=slot_TK,
         position_TK=position_TK,
-        sent_tokens_N=sent,
-        send_splits_W=tuple(send),
-        recv_splits_W=tuple(receive),
+        traffic=Traffic(sent_tokens_N=sent, splits_2W=splits_2W),
         counts_e=rows_S[local].to(device),
         num_rows=int(rows_S[local].sum()),
     )

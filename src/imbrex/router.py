@@ -51,6 +51,11 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
         self.reset_parameters()
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether a call communicates over `batch`."""
+        return self.batch.num_ranks > 1 and bool(self.losses.names or self.gate.capacity)
+
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(width), as `torch.nn.Linear`; the bias to zero."""
         bound = 1 / math.sqrt(self.weight.shape[1])

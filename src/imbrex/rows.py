@@ -71,7 +71,9 @@ def pick_scalars(values_R: Tensor, position_PK: Tensor) -> Tensor:
     return torch.where(position_PK < 0, 0.0, values_R[position_PK.clamp(min=0)].float())
 
 
-def sum_home(own_TD: Tensor, sent_back_ND: Tensor, sent_tokens_N: Tensor, sizes: list[int], rank: int) -> Tensor:
+def sum_home(
+    own_TD: Tensor, sent_back_ND: Tensor, sent_tokens_N: Tensor, sizes: list[int], rank: int
+) -> Tensor:
     """Add the partial sums that came back to those of the own rank, in rank order, in float32.
 
     sizes: rows sent to every rank; 0 for `rank` itself, in whose place the own partial sums are added.

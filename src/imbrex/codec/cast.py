@@ -63,4 +63,7 @@ def as_bytes(rows_ND: Tensor) -> Tensor:
 
 def from_bytes(encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `as_bytes`: uint8 [N, bytes] to `dtype` [N, width]."""
-    return encoded_NB.contiguous().view(-1).view(dtype).view(encoded_NB.shape[0], width)
+    dense = encoded_NB.contiguous()
+    if dense.storage_offset() % dtype.itemsize:
+        dense = dense.clone()
+    return dense.view(-1).view(dtype).view(encoded_NB.shape[0], width)

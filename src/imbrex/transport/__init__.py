@@ -1,5 +1,4 @@
-"""How rows move. A new transport is one file that keeps the `Transport` contract, and one line in `TRANSPORTS`.
-"""
+"""How rows move. A new transport is one file that keeps the `Transport` contract, and one line below."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from imbrex.contracts import Transport
 from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
-from imbrex.transport.collective import RankLostError
+from imbrex.waiting import RankLostError
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "alltoall": AllToAll,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Handle, Pending
+from imbrex.contracts import Pending, Traffic
 from imbrex.transport.alltoall import AllToAll
-from imbrex.transport.collective import Done, InFlight
+from imbrex.transport.collective import Done, InFlight, all_gather_single
 
 
 class AllGather(AllToAll):
@@ -23,19 +22,16 @@ class AllGather(AllToAll):
     name = "allgather"
     broadcasts = True
 
-    def begin_move(self, encoded_TB: Tensor, handle: Handle) -> Pending:
+    def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         if self.world_size == 1:
             return Done(encoded_TB[:0])
         num_tokens, width = encoded_TB.shape
-        receive = handle.splits_2W[1].tolist()
+        receive = traffic.splits_2W[1].tolist()
         longest = max([num_tokens, *receive])
         padded = encoded_TB.new_zeros(longest, width)
         padded[:num_tokens] = encoded_TB
         out = encoded_TB.new_empty(self.world_size * longest, width)
-        try:
-            work = dist.all_gather_into_tensor(out, padded, self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost("dispatch", error) from error
+        work = self.start("dispatch", lambda: all_gather_single(out, padded, self.group, async_op=True))
 
         def without_padding(rows: Tensor) -> Tensor:
             parts = rows.view(self.world_size, longest, width)

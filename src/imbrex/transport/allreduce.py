@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Handle, Pending
+from imbrex.contracts import Pending, Traffic
 from imbrex.transport.collective import Collective, Done
 
 
@@ -20,15 +20,16 @@ class AllReduce(Collective):
     name = "allreduce"
     replicated = True
 
-    def begin_move(self, encoded_TB: Tensor, handle: Handle) -> Pending:
+    def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         return Done(encoded_TB[:0])
 
-    def begin_move_back(self, encoded_MB: Tensor, handle: Handle) -> Pending:
+    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
         return Done(encoded_MB[:0])
 
     def all_reduce(self, partial_TD: Tensor) -> Tensor:
         if self.world_size == 1:
             return partial_TD
         summed = partial_TD.clone(memory_format=torch.contiguous_format)
-        self.wait("combine", lambda: dist.all_reduce(summed, group=self.group, async_op=True))
+        work = self.start("combine", lambda: dist.all_reduce(summed, group=self.group, async_op=True))
+        self.finish("combine", work)
         return summed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Handle, Pending
+from imbrex.contracts import Pending, Traffic
 from imbrex.transport.collective import Collective, Done, InFlight
 
 
@@ -19,12 +19,12 @@ class AllToAll(Collective):
 
     name = "alltoall"
 
-    def begin_move(self, encoded_TB: Tensor, handle: Handle) -> Pending:
-        send, receive = handle.splits_2W.tolist()
-        return self.scatter_rows("dispatch", encoded_TB[handle.sent_tokens_N], send, receive)
+    def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
+        send, receive = traffic.splits_2W.tolist()
+        return self.scatter_rows("dispatch", encoded_TB[traffic.sent_tokens_N], send, receive)
 
-    def begin_move_back(self, encoded_MB: Tensor, handle: Handle) -> Pending:
-        send, receive = handle.splits_2W.tolist()
+    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
+        send, receive = traffic.splits_2W.tolist()
         return self.scatter_rows("combine", encoded_MB, receive, send)
 
     def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
@@ -33,10 +33,8 @@ class AllToAll(Collective):
             return Done(rows)
         out = rows.new_empty(sum(receive), rows.shape[1])
         rows = rows.contiguous()
-        try:
-            work = dist.all_to_all_single(out, rows, list(receive), list(send), self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost(phase, error) from error
+        sizes = list(receive), list(send)
+        work = self.start(phase, lambda: dist.all_to_all_single(out, rows, *sizes, self.group, async_op=True))
         return InFlight(self, phase, work, out, rows)
 
     def all_reduce(self, partial_TD: Tensor) -> Tensor:

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-DEFAULT_TIMEOUT_S = 60.0
+from imbrex import waiting
 
-
-class RankLostError(RuntimeError):
-    """A collective of an exchange failed or ran past its time-out: a rank died, is stuck or left."""
-
-
-def timeout_seconds(timeout: float | None) -> float:
-    """`timeout`, else `IMBREX_TIMEOUT_S`, else 60 s. Raises ValueError where it is not above zero."""
-    given = os.environ.get("IMBREX_TIMEOUT_S") if timeout is None else timeout
-    try:
-        seconds = DEFAULT_TIMEOUT_S if given is None else float(given)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(
-            f"timeout: {given!r} is not a number of seconds above 0 (timeout= or IMBREX_TIMEOUT_S)"
-        )
-    return seconds
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""One tensor from all ranks; torch 2.13 gave it this name and deprecates the older one."""
 
 
 class Collective:
@@ -40,7 +23,7 @@ class Collective:
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: float | None = None) -> None:
         self.group = group
-        self.timeout_s = timeout_seconds(timeout)
+        self.timeout_s = waiting.timeout_seconds(timeout)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.device = torch.device("cpu") if group is None else device_of(group)
@@ -52,37 +35,16 @@ class Collective:
             return message.cpu()[None]
         sent = message.to(self.device)
         gathered = sent.new_empty(self.world_size * sent.numel())
-        self.wait("plan", lambda: dist.all_gather_into_tensor(gathered, sent, self.group, async_op=True))
+        work = self.start("plan", lambda: all_gather_single(gathered, sent, self.group, async_op=True))
+        self.finish("plan", work)
         # host sync: the counts decide the sizes of what follows
         return gathered.view(self.world_size, -1).cpu()
 
-    def wait(self, phase: str, start: Callable[[], dist.Work | None]) -> None:
-        """Start a collective and wait for it, at most `timeout_s`."""
-        try:
-            self.wait_started(phase, start())
-        except RuntimeError as error:
-            raise self.lost(phase, error) from error
+    def start(self, phase: str, begin: Callable[[], dist.Work | None]) -> dist.Work | None:
+        return waiting.start(phase, begin, self.timeout_s)
 
-    def wait_started(self, phase: str, work: dist.Work | None) -> None:
-        try:
-            if work is None:
-                return
-            if self.device.type == "cpu":
-                work.wait(timedelta(seconds=self.timeout_s))
-            else:
-                # A time-out given to NCCL would block the host here; its watchdog keeps the group's own.
-                work.wait()
-        except RuntimeError as error:
-            raise self.lost(phase, error) from error
-
-    def lost(self, phase: str, error: RuntimeError) -> RankLostError:
-        if isinstance(error, RankLostError):
-            return error
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return RankLostError(
-            f"rank {self.rank} of {self.world_size} lost its peers in {phase}: a rank died, left or was silent "
-            f"for {self.timeout_s:g} s ({first})"
-        )
+    def finish(self, phase: str, work: dist.Work | None) -> None:
+        waiting.finish(phase, work, self.timeout_s, on_host=self.device.type == "cpu")
 
 
 class Done:
@@ -112,14 +74,13 @@ class InFlight:
         self.select = select
 
     def finish(self) -> Tensor:
-        self.transport.wait_started(self.phase, self.work)
+        self.transport.finish(self.phase, self.work)
         self.reads = None
         return self.rows if self.select is None else self.select(self.rows)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a group communicates: the current GPU if it has a CUDA back end, else the CPU."""
-    types = {device.type for device in group._device_types}
-    if "cuda" in types and torch.cuda.is_available() and "nccl" in str(dist.get_backend(group)):
+    """Where a group communicates: the current GPU if its back end is NCCL, else the CPU."""
+    if "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

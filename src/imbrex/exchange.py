@@ -1,0 +1,227 @@
+"""Dispatch and combine for people who bring their own router or experts.
+
+A token goes once to every rank that hosts one of its experts; there it is copied to its expert-major rows.
+On the way back, the rows of a token on one rank are weighted and summed there in float32, one partial sum
+crosses the wire, and the token's rank adds the partial sums in rank order: the same bits every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex import ops
+from imbrex.codec import make_wire
+from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Traffic, Transport, Wire
+from imbrex.crossings import Crossings, Geometry
+from imbrex.handshake import DTYPES, agree
+from imbrex.observe import Observer
+from imbrex.placement import split_evenly
+from imbrex.transport import make as make_transport
+
+
+class Exchange:
+    """Dispatch and combine over one group of ranks.
+
+    placement: where the experts live; `placement.num_ranks * tensor_parallel` is the size of `group`.
+    group: the ranks that exchange; rank r is tensor rank `r % tensor_parallel` of expert rank
+        `r // tensor_parallel`. `None` is one process alone.
+    transport, codec: a name or an object; see `imbrex.transport` and `imbrex.codec`. `auto` picks, and
+        `transport_reason` says why.
+    split: which replica takes which choice. alignment: rows of a slot are padded to a multiple of it.
+    rows_per_slot: from the tokens of the group to the rows that every slot is padded to instead.
+    timeout: seconds until a wait for a peer ends in `RankLostError` (`IMBREX_TIMEOUT_S`, 60).
+    observer, layer: who is told what happens, and under which number.
+
+    Raises ValueError, on every rank, where the settings make no sense or differ between ranks.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        hidden_size: int,
+        top_k: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        tensor_parallel: int = 1,
+        transport: str | Transport = "auto",
+        codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
+        split: Split = split_evenly,
+        alignment: int = 1,
+        rows_per_slot: Callable[[int], int] | None = None,
+        timeout: float | None = None,
+        observer: Observer | None = None,
+        layer: int = 0,
+    ) -> None:
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.transport, self.transport_reason = make_transport(
+            transport, group, num_ranks=placement.num_ranks, top_k=top_k, timeout=timeout
+        )
+        self.wire = make_wire(codec)
+        self.geometry = Geometry(
+            placement=placement,
+            rank=0 if group is None else dist.get_rank(group),
+            tensor_parallel=tensor_parallel,
+            hidden_size=hidden_size,
+            top_k=top_k,
+            split=split,
+            alignment=alignment,
+            rows_per_slot=rows_per_slot,
+        )
+        self._check()
+        self._crossings = Crossings(
+            self.geometry, self.transport, self.wire, self.world_size, observer or Observer(), layer
+        )
+        agree(self.transport, self._settings(layer), "Exchange")
+
+    def _check(self) -> None:
+        geometry = self.geometry
+        ranks, tensor = geometry.placement.num_ranks, geometry.tensor_parallel
+        if tensor < 1 or ranks * tensor != self.world_size:
+            raise ValueError(
+                f"Exchange: {ranks} expert ranks x {tensor} tensor ranks do not make a group of "
+                f"{self.world_size}; give a placement for {self.world_size} / tensor_parallel ranks"
+            )
+        num_experts = geometry.placement.num_experts
+        if not 1 <= geometry.top_k <= num_experts:
+            raise ValueError(
+                f"Exchange: top_k is {geometry.top_k}; use 1 to {num_experts}, the number of experts"
+            )
+        encoded = {self.wire.combine.name, self.wire.dispatch_backward.name} - {"identity"}
+        if self.transport.replicated and encoded:
+            raise ValueError(
+                f"Exchange: the {self.transport.name} transport sums on the wire and cannot carry rows "
+                f"written as {encoded.pop()}; use codec='identity', or transport 'alltoall' or 'allgather'"
+            )
+
+    def _settings(self, layer: int) -> dict[str, int | str]:
+        geometry, wire = self.geometry, self.wire
+        codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
+        return {
+            "hidden_size": geometry.hidden_size,
+            "top_k": geometry.top_k,
+            "the number of experts": geometry.placement.num_experts,
+            "the placement": repr(geometry.placement),
+            "tensor_parallel": geometry.tensor_parallel,
+            "the transport": self.transport.name,
+            "the codecs": " ".join(codec.name for codec in codecs),
+            "the alignment": geometry.alignment,
+            "the layer": layer,
+        }
+
+    @property
+    def observer(self) -> Observer:
+        return self._crossings.observer
+
+    @observer.setter
+    def observer(self, observer: Observer) -> None:
+        self._crossings.observer = observer
+
+    @property
+    def layer(self) -> int:
+        return self._crossings.layer
+
+    def problem_with(self, x: Tensor) -> bool:
+        """Whether tokens [..., D] have a wrong width or dtype."""
+        return x.dim() < 1 or x.shape[-1] != self.geometry.hidden_size or x.dtype not in DTYPES
+
+    def check_in(self, x: Tensor) -> None:
+        """Tell the other ranks whether tokens [..., D] can be dispatched: ValueError on every rank where one
+        rank's cannot. For callers who communicate between having tokens and dispatching them. A rank that
+        finds its own tokens wrong may call it alone: the others hear it in their `dispatch`."""
+        self._crossings.check_in(x)
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+        """Rows for the local experts. Differentiable in `x_TD` and `routing.weights_TK`.
+
+        x_TD: [T, hidden_size], float32, bfloat16, float16 or float64; T may differ between ranks and be 0.
+        Raises ValueError on every rank, before any row moves, where one rank's input is wrong; RankLostError
+        where a rank does not answer.
+        """
+        return self._dispatch(x_TD, routing, -1)
+
+    def begin_dispatch(self, x_TD: Tensor, routing: Routing) -> BegunDispatch:
+        """Start a dispatch; its `finish()` gives what `dispatch` gives. Not inside a compiled graph."""
+        with torch.no_grad():
+            started = self._crossings.start_dispatch(x_TD, routing.weights_TK, routing.ids_TK)
+        return BegunDispatch(self, x_TD, routing, self._crossings.begin(*started))
+
+    def _dispatch(self, x_TD: Tensor, routing: Routing, ticket: int) -> Dispatched:
+        rows_RD, weights_R, counts_e, source_R, position_PK, sent, splits = ops.dispatch(
+            x_TD, routing.weights_TK, routing.ids_TK, self._crossings.key, ticket
+        )
+        handle = Handle(
+            weights_R=weights_R,
+            source_R=source_R,
+            position_PK=position_PK,
+            traffic=Traffic(sent_tokens_N=sent, splits_2W=splits),
+            num_tokens=x_TD.shape[0],
+        )
+        return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle)
+
+    def combine(
+        self, rows_RD: Tensor, handle: Handle, addend: Tensor | None = None, *, weighted: bool = False
+    ) -> Tensor:
+        """Outputs [T, D] in the rows' dtype: the rows of every token times their weights, summed, plus
+        `addend` [T, D] in the same float32 reduction. Differentiable in the rows, the weights and the addend.
+
+        weighted: the rows are already times `handle.weights_R`, and are only summed.
+        """
+        return self._combine(rows_RD, handle, addend, weighted, -1)
+
+    def begin_combine(self, rows_RD: Tensor, handle: Handle, *, weighted: bool = False) -> BegunCombine:
+        """Start a combine; its `finish(addend)` gives what `combine` gives. Not inside a compiled graph."""
+        weights_R = None if weighted else handle.weights_R
+        with torch.no_grad():
+            started = self._crossings.start_combine(
+                rows_RD, weights_R, handle.position_PK, handle.traffic, handle.num_tokens
+            )
+        return BegunCombine(self, rows_RD, handle, weighted, self._crossings.begin(*started))
+
+    def _combine(
+        self, rows_RD: Tensor, handle: Handle, addend: Tensor | None, weighted: bool, ticket: int
+    ) -> Tensor:
+        return ops.combine(
+            rows_RD,
+            None if weighted else handle.weights_R,
+            addend,
+            handle.source_R,
+            handle.position_PK,
+            handle.traffic.sent_tokens_N,
+            handle.traffic.splits_2W,
+            handle.num_tokens,
+            self._crossings.key,
+            ticket,
+        )
+
+    def close(self) -> None:
+        """Forget what was begun and free what the transport holds. The exchange cannot be used afterwards."""
+        self._crossings.begun.clear()
+        ops.release(self._crossings.key)
+
+
+class BegunDispatch:
+    """A dispatch under way."""
+
+    def __init__(self, exchange: Exchange, x_TD: Tensor, routing: Routing, ticket: int) -> None:
+        self._finish = lambda: exchange._dispatch(x_TD, routing, ticket)
+
+    def finish(self) -> Dispatched:
+        """Wait for the rows; once."""
+        return self._finish()
+
+
+class BegunCombine:
+    """A combine under way."""
+
+    def __init__(
+        self, exchange: Exchange, rows_RD: Tensor, handle: Handle, weighted: bool, ticket: int
+    ) -> None:
+        self._finish = lambda addend: exchange._combine(rows_RD, handle, addend, weighted, ticket)
+
+    def finish(self, addend: Tensor | None = None) -> Tensor:
+        """Wait for the partial sums and add them, and `addend`; once."""
+        return self._finish(addend)

@@ -1,0 +1,196 @@
+"""The experts of this rank: feed-forward networks, one after the other or as grouped products."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from imbrex import ops
+from imbrex.contracts import Dispatched
+
+Activation = Literal["swiglu", "gelu"]
+ACTIVATIONS = ("swiglu", "gelu")
+IMPLEMENTATIONS = ("loop", "grouped")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """The part of every expert's width F that this rank holds: piece `rank` of `size` equal ones."""
+
+    rank: int = 0
+    size: int = 1
+
+    def take(self, full: Tensor, dim: int) -> Tensor:
+        return full.chunk(self.size, dim)[self.rank]
+
+
+class Experts(nn.Module):
+    """Feed-forward experts, expert-major rows in and out.
+
+    expert_ids: the expert in every local slot, `-1` for a spare.
+    hidden_size D, intermediate_size F. activation: `swiglu`, down(silu(gate(x)) * up(x)), or `gelu`,
+        down(gelu(up(x))) with the exact error function.
+    bias: add biases to both products. shard: the part of F held here; outputs are then partial sums.
+    implementation: `loop` (one expert after the other: the oracle), `grouped` (grouped products), or `auto`.
+    seed: parameters are drawn per expert from it, so that neither placement nor rank count changes them.
+
+    Parameters, as in Hugging Face checkpoints: gate_up_proj [e, 2F, D], gate rows first (`gelu`: up_proj
+    [e, F, D]); down_proj [e, D, F]; gate_up_proj_bias [e, 2F], down_proj_bias [e, D].
+    """
+
+    applies_weights = False
+
+    def __init__(
+        self,
+        expert_ids: tuple[int, ...],
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation = "swiglu",
+        bias: bool = False,
+        shard: Shard | None = None,
+        implementation: str = "auto",
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.shard = shard or Shard()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"Experts: activation={activation!r}; use one of {', '.join(ACTIVATIONS)}")
+        if intermediate_size % self.shard.size:
+            raise ValueError(
+                f"Experts: intermediate_size {intermediate_size} does not divide over "
+                f"{self.shard.size} tensor ranks; choose tensor_parallel among its divisors"
+            )
+        self.expert_ids, self.activation = expert_ids, activation
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.implementation, self.implementation_reason = pick_implementation(implementation)
+        slots, width = len(expert_ids), intermediate_size // self.shard.size
+        up_width = 2 * width if activation == "swiglu" else width
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(slots, *shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = parameter(up_width, hidden_size)
+        self.down_proj = parameter(hidden_size, width)
+        self.gate_up_proj_bias = parameter(up_width) if bias else None
+        self.down_proj_bias = parameter(hidden_size) if bias else None
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Uniform in +-1/sqrt(inputs), as `torch.nn.Linear`, drawn per expert on the CPU; spares are zero."""
+        if self.down_proj.is_meta:
+            return
+        for slot, expert in enumerate(self.expert_ids):
+            drawn = torch.Generator().manual_seed((seed * 1_000_003 + expert) % 2**63)
+            for name, full in self._draw(drawn).items():
+                local = self.shard_of(name, full) if expert >= 0 else torch.zeros(())
+                getattr(self, name)[slot].copy_(local)
+
+    def _draw(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """One whole expert, before sharding."""
+        wide = (2 if self.activation == "swiglu" else 1) * self.intermediate_size
+        shapes = {
+            "gate_up_proj": (wide, self.hidden_size),
+            "down_proj": (self.hidden_size, self.intermediate_size),
+        }
+        if self.down_proj_bias is not None:
+            shapes |= {"gate_up_proj_bias": (wide,), "down_proj_bias": (self.hidden_size,)}
+        inputs = {"gate": self.hidden_size, "down": self.intermediate_size}
+        drawn = {}
+        for name, shape in shapes.items():
+            bound = 1 / math.sqrt(inputs[name[:4]])
+            drawn[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        return drawn
+
+    def shard_of(self, name: str, full: Tensor) -> Tensor:
+        """This rank's part of a whole expert's parameter `name` [..., as documented, without the slot]."""
+        if name == "down_proj":
+            return self.shard.take(full, 1)
+        if name == "down_proj_bias":
+            return full
+        halves = full.chunk(2, 0) if self.activation == "swiglu" else (full,)
+        return torch.cat([self.shard.take(half, 0) for half in halves])
+
+    def forward(self, dispatched: Dispatched) -> Tensor:
+        """rows_RD of the dispatch's dtype. Rows past the counts are unset."""
+        rows_RD, counts_e = dispatched.rows_RD, dispatched.counts_e
+        product = _loop_product if self.implementation == "loop" else _grouped_product
+        up_RF = product(rows_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_e)
+        # Tensor ranks sum their outputs, so only the first adds the bias.
+        down_bias = self.down_proj_bias if self.shard.rank == 0 else None
+        return product(activate(up_RF, self.activation), self.down_proj, down_bias, counts_e)
+
+    def extra_repr(self) -> str:
+        return (
+            f"experts={list(self.expert_ids)}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, activation={self.activation}, "
+            f"shard={self.shard.rank}/{self.shard.size}, implementation={self.implementation}"
+        )
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token visits: SwiGLU, computed where the token is; times sigmoid(x @ gate) where
+    gated, as in Qwen2-MoE. Parameters as in Hugging Face: gate_proj, up_proj, down_proj."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+
+
+def activate(up_RF: Tensor, activation: str) -> Tensor:
+    """[R, 2F] to [R, F] for `swiglu`, [R, F] to [R, F] for `gelu`."""
+    if activation == "gelu":
+        return F.gelu(up_RF)
+    gate_RF, up_RF = up_RF.chunk(2, -1)
+    return F.silu(gate_RF) * up_RF
+
+
+def pick_implementation(name: str) -> tuple[str, str]:
+    """The implementation for `name` and why."""
+    if name == "auto":
+        return "grouped", "grouped products work on every device"
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"Experts: implementation {name!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}")
+    return name, "asked for"
+
+
+def _loop_product(rows_RK: Tensor, weight_eNK: Tensor, bias_eN: Tensor | None, counts_e: Tensor) -> Tensor:
+    # host sync: the loop needs every expert's number of rows; `grouped` does not
+    counts = counts_e.tolist()
+    outputs, begin = [], 0
+    for expert, count in enumerate(counts):
+        bias = None if bias_eN is None else bias_eN[expert].to(rows_RK.dtype)
+        rows = rows_RK[begin : begin + count]
+        outputs.append(F.linear(rows, weight_eNK[expert].to(rows_RK.dtype), bias))
+        begin += count
+    outputs.append(rows_RK.new_zeros(rows_RK.shape[0] - begin, weight_eNK.shape[1]))
+    return torch.cat(outputs)
+
+
+def _grouped_product(rows_RK: Tensor, weight_eNK: Tensor, bias_eN: Tensor | None, counts_e: Tensor) -> Tensor:
+    out_RN = ops.grouped_mm(rows_RK, weight_eNK.to(rows_RK.dtype).mT, counts_e)
+    if bias_eN is None:
+        return out_RN
+    row = torch.arange(rows_RK.shape[0], device=rows_RK.device)
+    expert_R = torch.searchsorted(counts_e.cumsum(0), row, right=True).clamp(max=max(len(bias_eN) - 1, 0))
+    return out_RN + bias_eN.to(rows_RK.dtype)[expert_R]

@@ -1,0 +1,218 @@
+"""The expert-parallel Mixture-of-Experts layer. Read this first.
+
+    x_TD ─router▶ Routing ─exchange.dispatch▶ rows_RD ─experts▶ rows_RD ─exchange.combine▶ y_TD
+
+The exchange tells every rank how many tokens want which expert, chooses replicas, plans the position of
+every row, encodes rows and moves them; the strategy decides when these steps run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from imbrex import overlap
+from imbrex.contracts import Codec, Placement, Routing, Split, Strategy, Transport, Wire
+from imbrex.exchange import Exchange
+from imbrex.experts import Activation, Experts, Shard, SharedExpert
+from imbrex.gates import Gate
+from imbrex.global_batch import GlobalBatch
+from imbrex.losses import AuxLosses
+from imbrex.observe import Observer
+from imbrex.placement import contiguous, split_evenly
+from imbrex.ranks import Ranks
+from imbrex.router import Router
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExperts:
+    """Experts that every token visits. intermediate_size: their width together. gated: times
+    sigmoid(x @ shared_expert_gate), as in Qwen2-MoE."""
+
+    intermediate_size: int
+    gated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """What the layer computes, whatever computes it.
+
+    hidden_size D, intermediate_size F of an expert, num_experts E, top_k K.
+    activation: `swiglu` or `gelu`. bias: biases in the experts.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    gate: Gate = field(default_factory=Gate)
+    activation: Activation = "swiglu"
+    bias: bool = False
+    shared: SharedExperts | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"MoEConfig: {name} is {getattr(self, name)}; it must be at least 1")
+        self.gate.check(self.num_experts, self.top_k)
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts layer whose experts live on the ranks of a process group.
+
+    config: what it computes. group: the ranks it is spread over, a process group or a DeviceMesh with
+        dimensions named `ep` and, where wanted, `tp` and `dp`; `None` is one process alone.
+    tensor_parallel: ranks that share an expert, each with a piece of its width F; divides the group.
+    data_group: the ranks that hold the same experts in other expert-parallel groups.
+    transport, codec, schedule, experts: a name or the caller's object; `auto` picks, and `reasons` says why.
+    losses: coefficients of the auxiliary losses, which `imbrex.aux_loss(model)` collects.
+    placement: where the experts live (default: contiguous). split: which replica takes which choice.
+    observer, layer: who is told what happens, and under which number. timeout: as in `Exchange`.
+
+    Losses and expert capacity are over the tokens of all ranks. What is differentiated is the sum of all
+    ranks' losses; `imbrex.sync_gradients(model)` turns it into the mean that data parallelism uses.
+    With `transport="allreduce"` the tokens, and the loss, are the same on every rank of the group.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        tensor_parallel: int = 1,
+        data_group: dist.ProcessGroup | None = None,
+        transport: str | Transport = "auto",
+        codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
+        schedule: str | Strategy = "serial",
+        experts: str = "auto",
+        losses: AuxLosses | None = None,
+        placement: Placement | None = None,
+        split: Split = split_evenly,
+        observer: Observer | None = None,
+        layer: int = 0,
+        timeout: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ranks = Ranks.of(group, tensor_parallel, data_group)
+        self.placement = placement or contiguous(config.num_experts, self.ranks.expert_size)
+        self.exchange = Exchange(
+            self.placement,
+            config.hidden_size,
+            config.top_k,
+            group=self.ranks.group,
+            tensor_parallel=self.ranks.tensor_size,
+            transport=transport,
+            codec=codec,
+            split=split,
+            rows_per_slot=self._rows_per_slot(),
+            timeout=timeout,
+            observer=observer,
+            layer=layer,
+        )
+        self.strategy = overlap.make(schedule)
+        self.token_groups = self.ranks.token_groups(replicated=self.exchange.transport.replicated)
+        kind = {"device": device, "dtype": dtype}
+        self.gate = Router(
+            config.hidden_size,
+            config.num_experts,
+            config.top_k,
+            gate=config.gate,
+            losses=losses,
+            batch=GlobalBatch(self.token_groups),
+            **kind,
+        )
+        self.experts = Experts(
+            self.placement.local(self.ranks.expert_rank),
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            bias=config.bias,
+            shard=Shard(rank=self.ranks.tensor_rank, size=self.ranks.tensor_size),
+            implementation=experts,
+            seed=self.ranks.agree_on_seed(),
+            **kind,
+        )
+        self._add_shared(config, kind)
+        self.routing: Routing | None = None
+
+    def forward(self, x: Tensor, *, kept_TK: Tensor | None = None) -> Tensor:
+        """x [..., D] to y of the same shape and dtype. Of [B, S, D], the B sequences count for the
+        sequence-level loss. `self.routing` is the routing of the last call, its losses differentiable.
+
+        kept_TK: bool [T, K]; keep exactly these choices, as recorded in `routing.kept_TK`.
+        """
+        observer, number = self.exchange.observer, self.exchange.layer
+        x = self._checked(x)
+        x_TD = x.reshape(-1, x.shape[-1])
+        with observer.span("route", layer=number):
+            num_sequences = x.shape[0] if x.dim() == 3 else 1
+            routing = self.gate(x_TD, num_sequences=num_sequences, kept_TK=kept_TK)
+        shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
+        y_TD = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
+        self.routing = routing
+        return y_TD.view_as(x)
+
+    def aux_loss(self) -> Tensor | float:
+        """The auxiliary losses of the last call, each times its coefficient, summed."""
+        return 0.0 if self.routing is None else self.gate.losses.total(self.routing.losses)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """What was chosen and why, by kind of piece."""
+        transport, experts = self.exchange.transport, self.experts
+        return {
+            "transport": f"{transport.name}: {self.exchange.transport_reason}",
+            "experts": f"{experts.implementation}: {experts.implementation_reason}",
+        }
+
+    def _add_shared(self, config: MoEConfig, kind: dict) -> None:
+        self.shared_expert = self.shared_expert_gate = None
+        if config.shared is None:
+            return
+        self.shared_expert = SharedExpert(config.hidden_size, config.shared.intermediate_size, **kind)
+        if config.shared.gated:
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False, **kind)
+
+    def _shared(self, x_TD: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        y_TD = self.shared_expert(x_TD)
+        return y_TD if self.shared_expert_gate is None else F.sigmoid(self.shared_expert_gate(x_TD)) * y_TD
+
+    def _rows_per_slot(self):
+        """Rows every slot is padded to, from the tokens of the group, where the capacity asks for it."""
+        config, capacity = self.config, self.config.gate.capacity
+        if capacity is None or not capacity.pad:
+            return None
+        others = self.ranks.data_size
+
+        def rows(tokens: int) -> int:
+            return int(capacity.limit(torch.tensor(tokens * others), config.top_k, config.num_experts))
+
+        return rows
+
+    def _checked(self, x: Tensor) -> Tensor:
+        """A wrong shape or dtype on one rank is every rank's error: the others may already wait for it in
+        the router's sums over the global batch, so there they all check in first."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if torch.compiler.is_compiling():
+            return x
+        wrong = self.exchange.problem_with(x)
+        if wrong or (self.gate.is_collective and self.ranks.group is not None):
+            self.exchange.check_in(x)
+        return x
+
+    def extra_repr(self) -> str:
+        ranks = self.ranks
+        return f"expert_parallel={ranks.expert_size}, tensor_parallel={ranks.tensor_size}, " + ", ".join(
+            f"{piece}={choice.split(':')[0]}" for piece, choice in self.reasons.items()
+        )

@@ -1,0 +1,89 @@
+"""Which ranks a layer is spread over, and which hold other tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from imbrex import ops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """group: the ranks that exchange rows, expert rank major, tensor rank minor; `None` is one process alone.
+    data_group: the ranks that hold the same experts in other groups, or `None`."""
+
+    group: dist.ProcessGroup | None
+    data_group: dist.ProcessGroup | None
+    tensor_size: int
+
+    @staticmethod
+    def of(
+        group: dist.ProcessGroup | DeviceMesh | None, tensor_size: int, data_group: dist.ProcessGroup | None
+    ) -> Ranks:
+        """From what a user has. Raises ValueError where the group does not divide."""
+        if isinstance(group, DeviceMesh):
+            group, tensor_size, data_group = _of_mesh(group, tensor_size, data_group)
+        world = 1 if group is None else group.size()
+        if tensor_size < 1 or world % tensor_size:
+            raise ValueError(
+                f"MoELayer: {world} ranks do not divide into tensor_parallel={tensor_size}; choose "
+                f"a divisor of {world}"
+            )
+        return Ranks(group=group, data_group=data_group, tensor_size=tensor_size)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def expert_size(self) -> int:
+        return self.size // self.tensor_size
+
+    @property
+    def expert_rank(self) -> int:
+        return self.rank // self.tensor_size
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor_size
+
+    @property
+    def data_size(self) -> int:
+        return 1 if self.data_group is None else self.data_group.size()
+
+    def token_groups(self, *, replicated: bool) -> tuple[dist.ProcessGroup, ...]:
+        """The groups whose ranks hold different tokens; not `group` where its ranks all hold the same."""
+        first = () if replicated or self.group is None else (self.group,)
+        return first + (() if self.data_group is None else (self.data_group,))
+
+    def agree_on_seed(self) -> int:
+        """A number drawn from torch's generator on the first rank, the same on all."""
+        drawn = torch.randint(2**31, (1,))
+        for group in (self.group, self.data_group):
+            if group is not None and group.size() > 1:
+                device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+                drawn = ops.gather_over_ranks(drawn.to(device), group.group_name, group.size())[0].cpu()
+        return int(drawn)
+
+
+def _of_mesh(mesh: DeviceMesh, tensor_size: int, data_group: dist.ProcessGroup | None):
+    names = mesh.mesh_dim_names or ("ep",) * (mesh.ndim == 1)
+    if "ep" not in names or set(names) - {"dp", "ep", "tp"} or data_group is not None or tensor_size != 1:
+        raise ValueError(
+            f"MoELayer: a mesh with dimensions {names}; name them 'ep' and, where wanted, 'tp' and 'dp', and "
+            "leave tensor_parallel and data_group out"
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group(), 1, None
+    data = mesh["dp"].get_group() if "dp" in names else None
+    if "tp" not in names:
+        return mesh["ep"].get_group(), 1, data
+    return mesh["ep", "tp"]._flatten().get_group(), mesh["tp"].size(), data

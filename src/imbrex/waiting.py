@@ -1,0 +1,59 @@
+"""Waits that end: every collective of the library is waited for here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+class RankLostError(RuntimeError):
+    """A collective failed or ran past its time-out: a rank died, is stuck, or left."""
+
+
+def timeout_seconds(timeout: float | None = None) -> float:
+    """`timeout`, else `IMBREX_TIMEOUT_S`, else 60 s. Raises ValueError where it is not above zero."""
+    given = os.environ.get("IMBREX_TIMEOUT_S") if timeout is None else timeout
+    try:
+        seconds = DEFAULT_TIMEOUT_S if given is None else float(given)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(
+            f"timeout: {given!r} is not a number of seconds above 0 (timeout= or IMBREX_TIMEOUT_S)"
+        )
+    return seconds
+
+
+def start(what: str, begin: Callable[[], dist.Work | None], timeout_s: float) -> dist.Work | None:
+    """Begin a collective; a failure becomes a RankLostError that says what it was."""
+    try:
+        return begin()
+    except RuntimeError as error:
+        raise _lost(what, timeout_s, error) from error
+
+
+def finish(what: str, work: dist.Work | None, timeout_s: float, *, on_host: bool) -> None:
+    """Wait for a collective, at most `timeout_s` where it runs on the host. On a GPU only the stream waits:
+    a time-out given to NCCL would block the host, and its own watchdog bounds the collective."""
+    try:
+        if work is None:
+            return
+        if on_host:
+            work.wait(timedelta(seconds=timeout_s))
+        else:
+            work.wait()
+    except RuntimeError as error:
+        raise _lost(what, timeout_s, error) from error
+
+
+def _lost(what: str, timeout_s: float, error: RuntimeError) -> RankLostError:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return RankLostError(
+        f"rank {rank} lost its peers in {what}: a rank died, left or was silent for {timeout_s:g} s ({first})"
+    )

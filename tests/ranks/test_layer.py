@@ -1,0 +1,92 @@
+"""Every transport and factorisation gives the dense oracle's outputs and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import imbrex
+from tests.ranks.layer_jobs import Case, run_layer
+from tests.ranks.pool import Pool
+from tests.ranks.reference import expert_gradient, run_reference
+
+SMALL = imbrex.MoEConfig(hidden_size=13, intermediate_size=24, num_experts=6, top_k=3)
+FACTORS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4), (1, 8)]
+TRANSPORTS = ["alltoall", "allgather", "allreduce"]
+SPLIT_SLOTS = [[0, 1], [2, 3, 0], [4, 5], [1, -1]]
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """||ours - theirs|| / ||theirs||, or the norm itself where there is nothing to compare with."""
+    assert ours.shape == theirs.shape
+    norm = theirs.double().norm().item()
+    return (ours.double() - theirs.double()).norm().item() / (norm or 1.0)
+
+
+def largest_error(case: Case, world: int, results: list[dict[str, Any]]) -> dict[str, float]:
+    """Relative errors of outputs and all gradients against the oracle in float64."""
+    replicated = case.options.get("transport") == "allreduce"
+    truth = run_reference(case, world, replicated=replicated, routing=results)
+    ours = results[: len(truth["y"])]
+    errors = {
+        "y": max(relative(r["y"], y) for r, y in zip(ours, truth["y"], strict=True)),
+        "x": max(relative(r["x_grad"], g) for r, g in zip(ours, truth["x_grad"], strict=True)),
+        "gate": relative(sum(r["grads"]["gate.weight"].double() for r in ours), truth["gate.weight"]),
+    }
+    for name, grads in truth["experts"].items():
+        found = [
+            expert_gradient(results, name, e, case.config.activation) for e in range(case.config.num_experts)
+        ]
+        errors[name] = relative(torch.stack(found), grads)
+    return errors
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("expert_ranks", "tensor_ranks"), FACTORS)
+def test_outputs_and_all_gradients(pool: Pool, transport: str, expert_ranks: int, tensor_ranks: int) -> None:
+    case = Case(config=SMALL, tensor_parallel=tensor_ranks, options={"transport": transport})
+    world = expert_ranks * tensor_ranks
+    results = pool.run(world, run_layer, case)
+    again = pool.run(world, run_layer, case)
+    errors = largest_error(case, world, results)
+    assert max(errors.values()) < 1e-5, errors
+    for first, second in zip(results, again, strict=True):
+        assert torch.equal(first["y"], second["y"])
+        assert torch.equal(first["x_grad"], second["x_grad"])
+        for name, grad in first["grads"].items():
+            assert (grad is None and second["grads"][name] is None) or torch.equal(
+                grad, second["grads"][name]
+            )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_replicas_bias_and_uneven_ranks(pool: Pool, transport: str, activation: Any) -> None:
+    config = imbrex.MoEConfig(
+        hidden_size=7, intermediate_size=10, num_experts=6, top_k=2, activation=activation, bias=True
+    )
+    case = Case(config=config, slots=SPLIT_SLOTS, options={"transport": transport})
+    errors = largest_error(case, 4, pool.run(4, run_layer, case))
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bfloat16_stays_within_its_error(pool: Pool, transport: str) -> None:
+    case = Case(config=SMALL, dtype=torch.bfloat16, options={"transport": transport})
+    errors = largest_error(case, 4, pool.run(4, run_layer, case))
+    # 2^-8 a rounding; a value meets five of them (weights, two products, activation, partial sums).
+    assert max(errors.values()) < 0.03, errors
+
+
+def test_loop_and_grouped_agree(pool: Pool) -> None:
+    by_name = {}
+    for name in ("loop", "grouped"):
+        case = Case(config=SMALL, options={"transport": "alltoall", "experts": name})
+        by_name[name] = pool.run(2, run_layer, case)
+    for loop, grouped in zip(by_name["loop"], by_name["grouped"], strict=True):
+        assert relative(grouped["y"], loop["y"]) < 1e-6
+        for name, grad in loop["grads"].items():
+            assert relative(grouped["grads"][name], grad) < 1e-6, name
