@@ -19,8 +19,8 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "manager", "data", "inf
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "contracts",
-        "observe kernels cost ops waiting",
+        "contracts waiting",
+        "observe kernels cost ops",
         "router plan codec placement",
         "transport experts lanes",
         "exchange",
@@ -117,15 +117,15 @@ def long_files(path: str, text: str) -> list[Breach]:
 
 
 def long_functions(path: str, text: str) -> list[Breach]:
-    """Functions over the limit; the docstring is not counted."""
+    """Functions whose body is over the limit; neither signature nor docstring is counted."""
     breaches = []
     for node in ast.walk(ast.parse(text, path)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         first = node.body[0]
-        length = (node.end_lineno or node.lineno) - node.lineno + 1
-        if ast.get_docstring(node) is not None:
-            length -= (first.end_lineno or first.lineno) - first.lineno + 1
+        documented = ast.get_docstring(node) is not None
+        begin = (first.end_lineno or first.lineno) + 1 if documented else first.lineno
+        length = (node.end_lineno or node.lineno) - begin + 1
         if length > MAX_FUNCTION_LINES:
             breaches.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most 40")
     return breaches
