@@ -1,0 +1,191 @@
+// What every exchange kernel shares: who I am, flags, bounded waits, the way out.
+//
+// A launch holds `blocks` blocks for every rank that it carries: one rank per launch between real GPUs, W of them
+// on one GPU in the tests (virtual ranks). Block b works for rank `first + b / blocks`. Peers are plain pointers.
+//
+// Flags are words in the heap of the rank that waits; only one peer (and one block of it) writes a given word, and
+// only ever larger epochs, compared as differences so that they may wrap. The epoch of a kind of kernel counts its
+// calls and lives on the device, so a captured graph goes on counting.
+#pragma once
+#include "ptx_exchange.cuh"
+
+constexpr int kMaxRanks = 64;
+constexpr int kMaxBlocks = 132;
+
+enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kMove = 4, kKinds = 5 };
+enum Phase { kPeerStarted = 1, kIdsArrived = 2, kRowsArrived = 3, kRowsStaged = 4, kRowsReduced = 5, kOwnBlocks = 6, kOffsetArrived = 7 };
+enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4 };
+
+// The first bytes of every heap. Zeroed once, when the heap is made. Mirrored by `exchange_layout.py`.
+struct Control {
+    u32 status[8];  // code, rank, peer, kind, phase, epoch, block, 0: the first failure of this rank
+    u32 gave_up;    // 1 + a peer that failed; written by that peer
+    u32 barrier;    // arrivals of this rank's own blocks, ever
+    u32 overflows;  // calls that did not fit
+    u32 unused;
+    u32 epoch[8];    // per kind, calls completed
+    u32 tickets[8];  // per kind, blocks that have left the current call
+    u32 started[8][kMaxRanks];
+    u64 offset[kMaxRanks];  // epoch << 32 | first row of mine among the rows of that peer
+    u32 arrived[8][kMaxRanks][kMaxBlocks];
+};
+
+// By value into every kernel. Mirrored by `exchange_layout.py`.
+struct Group {
+    u8* heap[kMaxRanks];
+    u64 timeout_ns;
+    u32* host_status;  // pinned host memory: 8 words for every rank of the launch
+    i64 staged_flags;  // offset in a heap of u32 [W][flags]: group of tokens staged by that peer
+    i64 reduced_flags;  // offset of u32 [W][flags]: group of my tokens reduced by that peer
+    int flags;
+    int ranks;
+    int first;
+    int blocks;
+};
+
+struct Call {
+    const Group* group;
+    Control* own;
+    Kind kind;
+    int me;       // rank
+    int local;    // which of the launch's ranks: index of its slice of the stacked user tensors
+    int block;    // among the blocks of this rank
+    u32 epoch;
+};
+
+__device__ __forceinline__ Control* control_of(const Group& group, int rank) {
+    return reinterpret_cast<Control*>(group.heap[rank]);
+}
+
+__device__ __forceinline__ u32* flag_of(const Group& group, i64 flags, int at, int from, int index) {
+    return reinterpret_cast<u32*>(group.heap[at] + flags) + static_cast<i64>(from) * group.flags + index;
+}
+
+__device__ __forceinline__ Call begin_call(const Group& group, Kind kind) {
+    Call call;
+    call.group = &group;
+    call.local = static_cast<int>(blockIdx.x) / group.blocks;
+    call.me = group.first + call.local;
+    call.block = static_cast<int>(blockIdx.x) % group.blocks;
+    call.kind = kind;
+    call.own = control_of(group, call.me);
+    call.epoch = ptx::load_acquire_gpu(&call.own->epoch[kind]) + 1;
+    return call;
+}
+
+// The last block of a rank to leave closes the epoch. All threads of the block.
+__device__ __forceinline__ void end_call(const Call& call) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const u32 left = ptx::add_acq_rel_gpu(&call.own->tickets[call.kind], 1);
+        if (left + 1 == static_cast<u32>(call.group->blocks)) {
+            call.own->tickets[call.kind] = 0;
+            call.own->epoch[call.kind] = call.epoch;
+        }
+    }
+}
+
+__device__ __forceinline__ bool reached(u32 value, u32 epoch) { return static_cast<int>(value - epoch) >= 0; }
+
+__device__ __forceinline__ bool failed(const Call& call) {
+    return (ptx::load_relaxed_sys(&call.own->status[0]) | ptx::load_relaxed_sys(&call.own->gave_up)) != 0;
+}
+
+// Keep the first failure, show it to the host, and let no peer wait for us in vain.
+__device__ inline void give_up(const Call& call, Code code, Phase phase, int peer) {
+    if (ptx::claim_zero_sys(&call.own->status[0], code) != 0) return;
+    const u32 what[8] = {static_cast<u32>(code), static_cast<u32>(call.me),    static_cast<u32>(peer), static_cast<u32>(call.kind),
+                         static_cast<u32>(phase), call.epoch, static_cast<u32>(call.block), 0};
+    for (int i = 7; i >= 1; --i) {
+        call.own->status[i] = what[i];
+        ptx::store_relaxed_sys(&call.group->host_status[call.local * 8 + i], what[i]);
+    }
+    ptx::fence_sys();
+    ptx::store_relaxed_sys(&call.group->host_status[call.local * 8], what[0]);
+    for (int p = 0; p < call.group->ranks; ++p)
+        if (p != call.me) ptx::store_relaxed_sys(&control_of(*call.group, p)->gave_up, static_cast<u32>(call.me) + 1);
+}
+
+// A failure that stands: leave, and tell the host if it was a peer's.
+__device__ inline bool leave_if_failed(const Call& call, Phase phase) {
+    if (!failed(call)) return false;
+    const u32 peer = ptx::load_relaxed_sys(&call.own->gave_up);
+    if (peer != 0) give_up(call, kPeerGaveUp, phase, static_cast<int>(peer) - 1);
+    return true;
+}
+
+// Wait until `word` has reached `epoch`; false after the time-out or any failure. One thread or many.
+__device__ inline bool wait_flag(const Call& call, const u32* word, u32 epoch, Phase phase, int peer) {
+    if (reached(ptx::load_acquire_sys(word), epoch)) return true;
+    const u64 start = ptx::global_timer();
+    for (u32 polls = 1;; ++polls) {
+        if (reached(ptx::load_acquire_sys(word), epoch)) return true;
+        if ((polls & 31) == 0) {
+            if (leave_if_failed(call, phase)) return false;
+            if (ptx::global_timer() - start > call.group->timeout_ns) {
+                give_up(call, kTimedOut, phase, peer);
+                return false;
+            }
+        }
+        ptx::pause();
+    }
+}
+
+// The same for a word that carries a payload below its epoch.
+__device__ inline bool wait_payload(const Call& call, const u64* word, u32 epoch, Phase phase, int peer, u32& payload) {
+    const u64 start = ptx::global_timer();
+    for (u32 polls = 1;; ++polls) {
+        const u64 value = ptx::load_acquire_sys(word);
+        if (reached(static_cast<u32>(value >> 32), epoch)) {
+            payload = static_cast<u32>(value);
+            return true;
+        }
+        if ((polls & 31) == 0) {
+            if (leave_if_failed(call, phase)) return false;
+            if (ptx::global_timer() - start > call.group->timeout_ns) {
+                give_up(call, kTimedOut, phase, peer);
+                return false;
+            }
+        }
+        ptx::pause();
+    }
+}
+
+// Wait for a barrier of this block. Its other side ends because the lister's waits do; once the call has failed, the
+// other side still leaves through its normal protocol, for which a second or so is left.
+__device__ inline bool wait_stage(const Call& call, u32 barrier, u32 parity) {
+    while (!ptx::mbarrier_try(barrier, parity))
+        if (failed(call)) {
+            for (u32 tries = 0; tries < (1u << 16); ++tries)
+                if (ptx::mbarrier_try(barrier, parity)) return true;
+            return false;
+        }
+    return true;
+}
+
+// All blocks of this rank have come here `times` times in this call. All threads; false on failure.
+__device__ inline bool own_blocks(const Call& call, u32 times_per_call, u32 time) {
+    __syncthreads();
+    bool fine = true;
+    if (threadIdx.x == 0) {
+        ptx::add_acq_rel_gpu(&call.own->barrier, 1);
+        const u32 blocks = static_cast<u32>(call.group->blocks);
+        const u32 goal = ((call.epoch - 1) * times_per_call + time) * blocks;
+        fine = wait_flag(call, &call.own->barrier, goal, kOwnBlocks, call.me);
+    }
+    return __syncthreads_and(fine) != 0;
+}
+
+// "My call has begun": whatever I read from, or was given in, earlier buffers is done with. Lanes of one warp.
+__device__ inline void tell_started(const Call& call, int lane) {
+    for (int p = lane; p < call.group->ranks; p += 32)
+        if (p != call.me) ptx::store_release_sys(&control_of(*call.group, p)->started[call.kind][call.me], call.epoch);
+}
+
+// A buffer last used `lag` calls ago may be written again once every peer has begun the call after that one. Lanes of a warp.
+__device__ inline bool wait_credit(const Call& call, int lane, u32 lag) {
+    bool fine = true;
+    for (int p = lane; p < call.group->ranks; p += 32)
+        if (p != call.me) fine = fine && wait_flag(call, &call.own->started[call.kind][p], call.epoch + 1 - lag, kPeerStarted, p);
+    return __all_sync(0xffffffffu, fine);
+}

@@ -1,0 +1,337 @@
+"""The NVLink exchange: routing, dispatch and combine by kernels that write and read the peers' memory.
+
+    exchange = NvlinkExchange(heap_of, placement, shape)      # collective, once; reused by every layer
+    routed = exchange.route(ids_TK, weights_TK)               # positions of every row; no host synchronisation
+    rows_RD = exchange.pull(x_TD, routed)                     # expert-major rows, normal memory
+    rows_MD = exchange.push(x_TD, routed)                     # or compact rows, a lease on the heap
+    y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
+
+Who writes what and who waits for whom stands in `exchange_layout.py` and at the head of each `.cu` file. Nothing can
+wait in a circle: a kernel first does what needs no peer (its choices, its staging, its own reductions), each piece of that
+before the first piece that needs a peer's; all blocks of a launch are resident, one to an SM.
+
+Every rank makes the same calls in the same order with the same number of SMs. The waits are bounded: a rank that waits longer than
+`timeout` seconds stores what it missed, tells its peers and leaves; then `check()`, and every later call, raises
+`ExchangeError` on all of them, and the exchange is not usable again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import Placement
+from imbrex.kernels import exchange_layout as lay
+from imbrex.kernels import jit
+from imbrex.kernels.heap import Heap
+
+MOVER_THREADS = 96
+SUM_THREADS = 512
+ROUTE_THREADS = 512
+
+
+class ExchangeError(RuntimeError):
+    """A wait ran out or a peer gave up: says who missed what. The exchange cannot be used again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routed:
+    """Positions of every row. L is the number of ranks in this process (1, except for virtual ranks).
+
+    position_LWTK: int32; expert-major row, on this rank, of every choice of every rank's tokens; -1: not here.
+    weights_LWTK: float32; the gate weights of every rank's tokens.
+    recv_row_LWT: int32; compact row received for a token of another rank; -1: none.
+    send_row_LTW: int32; the row of an own token at every rank, -1: not sent; own column 0 where a choice is local.
+    counts_Le: int32; rows of every local slot, padding included.
+    totals_L4: int32; expert-major rows R, rows received M, 1 on overflow (then rows past the capacity are dropped), 0.
+    tokens_LW: int32; tokens of every rank.
+    """
+
+    position_LWTK: Tensor
+    weights_LWTK: Tensor
+    recv_row_LWT: Tensor
+    send_row_LTW: Tensor
+    counts_Le: Tensor
+    totals_L4: Tensor
+    tokens_LW: Tensor
+
+
+def shipped_variants() -> list[jit.Variant]:
+    return [ROUTE, PUSH, PULL, COMBINE]
+
+
+ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
+PUSH = jit.Variant(source="exchange_push.cu", entry="push_rows")
+PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")
+COMBINE = jit.Variant(source="exchange_combine.cu", entry="combine_rows")
+
+
+class NvlinkExchange:
+    """One exchange over the ranks of one host.
+
+    make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
+    compact, expert: which layouts of rows to keep room for. timeout: seconds.
+    load: `jit.load`, or what stands in for it.
+    """
+
+    def __init__(
+        self,
+        make_heap: Callable[[int], Heap],
+        placement: Placement,
+        shape: lay.Shape,
+        *,
+        compact: bool = True,
+        expert: bool = True,
+        timeout: float = 60.0,
+        route_blocks: int = 8,
+        load: Callable[..., Any] = jit.load,
+    ) -> None:
+        _check_shape(placement, shape)
+        self.shape = shape
+        self.placement = placement
+        self.layout = lay.layout(shape, compact=compact, expert=expert)
+        self.heap = make_heap(self.layout.nbytes)
+        self.device = self.heap.local.device
+        self.local_ranks = self.heap.local.shape[0]
+        self.timeout = timeout
+        self._calls = dict.fromkeys(lay.KINDS, 0)
+        self._captured = False
+        self._kernels = {variant: load(variant, self.device) for variant in shipped_variants()}
+        self._route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks)
+        pinned = self.device.type == "cuda"
+        self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
+        self._tables = _placement_tables(placement, self.device)
+
+    def route(self, ids: Tensor, weights: Tensor, tokens: Tensor | None = None) -> Routed:
+        """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens` int32 [L]."""
+        s, lead = self.shape, (self.local_ranks, self.shape.ranks)
+        if tokens is None and (ids.shape[-1] != s.choices or ids.shape[-2] > s.max_tokens):
+            raise ValueError(
+                f"exchange: ids of shape {tuple(ids.shape)}; this exchange was made for at most {s.max_tokens} tokens "
+                f"of {s.choices} choices"
+            )
+        ids, weights = ids.contiguous(), weights.contiguous()
+        assert ids.dtype == torch.int64
+        assert weights.dtype == torch.float32
+
+        def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=self.device)
+
+        routed = Routed(
+            position_LWTK=empty(*lead, s.max_tokens, s.choices),
+            weights_LWTK=empty(*lead, s.max_tokens, s.choices, dtype=torch.float32),
+            recv_row_LWT=empty(*lead, s.max_tokens),
+            send_row_LTW=empty(self.local_ranks, s.max_tokens, s.ranks),
+            counts_Le=empty(self.local_ranks, s.most_slots),
+            totals_L4=empty(self.local_ranks, 4),
+            tokens_LW=empty(*lead),
+        )
+        args = lay.Route(
+            *map(_address, (ids, weights, tokens, *self._tables)),
+            *map(_address, (routed.position_LWTK, routed.weights_LWTK, routed.recv_row_LWT)),
+            *map(_address, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
+            *(self.layout.ids, self.layout.counts, self.layout.tokens),
+            *(ids.shape[-2], s.max_tokens, s.choices, s.experts, s.most_slots, s.alignment),
+            *(s.row_capacity, s.token_capacity),
+        )
+        self._launch(ROUTE, "route", self._route_blocks, ROUTE_THREADS, self._route_shared, args)
+        return routed
+
+    def push(self, x: Tensor, routed: Routed, num_sms: int = 8, tokens: Tensor | None = None) -> Tensor:
+        """Tokens to compact rows, in the heap: [L, token_capacity, D]; a lease until the next `push`."""
+        row_bytes = self._row_bytes(x)
+        stages, shared = lay.mover_shared(row_bytes, self.shape.ranks)
+        buffer, lag = self._next_buffer("push")
+        args = lay.Push(
+            *map(_address, (x, routed.send_row_LTW, tokens)),
+            *(self.layout.received, self._buffer_bytes(self.shape.token_capacity)),
+            x[0].nbytes if x.dim() == 3 else 0,
+            *(x.shape[-2], self.shape.max_tokens, row_bytes, stages, buffer, lag),
+        )
+        self._launch(PUSH, "push", num_sms, MOVER_THREADS, shared, args)
+        return self._rows(self.layout.received, buffer, x)
+
+    def pull(self, x: Tensor, routed: Routed, num_sms: int = 24, out: Tensor | None = None) -> Tensor:
+        """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are not written."""
+        row_bytes = self._row_bytes(x)
+        stages, shared = lay.mover_shared(row_bytes, self.shape.choices)
+        buffer, lag = self._next_buffer("pull")
+        if out is None:
+            size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])
+            out = torch.empty(size, dtype=x.dtype, device=self.device)
+        args = lay.Pull(
+            *map(_address, (x, out, routed.position_LWTK, routed.tokens_LW)),
+            *(self.layout.staged, self._buffer_bytes(self.shape.max_tokens)),
+            *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
+            *(self.shape.max_tokens, self.shape.choices, row_bytes, stages, buffer, lag),
+        )
+        self._launch(PULL, "pull", num_sms, MOVER_THREADS, shared, args)
+        return out
+
+    def combine(
+        self,
+        rows: Tensor,
+        routed: Routed,
+        *,
+        weighted: bool = True,
+        addend: Tensor | None = None,
+        num_sms: int = 24,
+        num_tokens: int | None = None,
+    ) -> Tensor:
+        """Expert-major bf16 rows [L, row_capacity, D] to bf16 [T, D] ([L, max_tokens, D] with virtual ranks).
+
+        weighted: multiply by the gate weights. addend: bf16, shaped as the result, joins the sum last.
+        """
+        weights = routed.weights_LWTK if weighted else None
+        return self._combine(rows, None, rows.shape[-1], routed, weights, addend, num_sms, num_tokens)
+
+    def reduced_rows(self, width: int) -> Tensor:
+        """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the heap."""
+        return self._rows(self.layout.reduced, self._next_buffer("combine", peek=True)[0], width)
+
+    def combine_compact(
+        self, own: Tensor, routed: Routed, *, addend: Tensor | None = None, num_sms: int = 8
+    ) -> Tensor:
+        """Sums that stand in `reduced_rows()` to bf16 [T, D]. own: bf16, the sums of the own tokens, shaped as the result."""
+        return self._combine(None, own, own.shape[-1], routed, None, addend, num_sms, own.shape[-2])
+
+    def _combine(
+        self,
+        rows: Tensor | None,
+        own: Tensor | None,
+        width: int,
+        routed: Routed,
+        weights: Tensor | None,
+        addend: Tensor | None,
+        num_sms: int,
+        num_tokens: int | None,
+    ) -> Tensor:
+        s = self.shape
+        buffer, lag = self._next_buffer("combine")
+        piece, slots, shared = lay.summer_shared(2 * width, s.choices + s.ranks)
+        size = (num_tokens or s.max_tokens, width)
+        size = (self.local_ranks, *size) if self.local_ranks > 1 else size
+        out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        args = lay.Combine(
+            *map(_address, (rows, own, addend, out, routed.position_LWTK, weights)),
+            *map(_address, (routed.recv_row_LWT, routed.send_row_LTW, routed.tokens_LW)),
+            *(self.layout.reduced, self._buffer_bytes(s.token_capacity)),
+            *(rows[0].nbytes if rows is not None else 0, out[0].nbytes if out.dim() == 3 else 0),
+            *(s.max_tokens, s.choices, 2 * width, piece, slots, buffer, lag),
+        )
+        self._launch(COMBINE, "combine", num_sms, SUM_THREADS, shared, args)
+        return out
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise `ExchangeError` if a call has failed; without `synchronize`, only calls known to have ended count."""
+        if synchronize and self.device.type == "cuda":
+            # host sync: asked for
+            torch.cuda.synchronize(self.device)
+        for status in self._status.tolist():
+            if status[0]:
+                code, rank, peer, kind, phase, epoch, block = status[:7]
+                raise ExchangeError(
+                    f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch} (block {block}): {lay.CODES[code]}, "
+                    f"waiting for {lay.PHASES[phase]} of rank {peer} (time-out {self.timeout} s); close this exchange and "
+                    f"make a new one"
+                )
+
+    def close(self) -> None:
+        self.heap.close()
+
+    def _launch(
+        self,
+        variant: jit.Variant,
+        kind: str,
+        blocks: int,
+        threads: int,
+        shared: int,
+        args: ctypes.Structure,
+    ) -> None:
+        self.check()
+        if not 1 <= blocks <= lay.MAX_BLOCKS:
+            raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
+        self._calls[kind] += 1
+        heaps = (ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases)
+        group = lay.Group(
+            heaps,
+            int(self.timeout * 1e9),
+            self._status.data_ptr(),
+            self.layout.staged_flags,
+            self.layout.reduced_flags,
+            self.layout.flags,
+            self.shape.ranks,
+            self.heap.first,
+            blocks,
+        )
+        self._kernels[variant].launch(
+            grid=blocks * self.local_ranks, block=threads, args=[group, args], smem=shared
+        )
+
+    def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
+        """The buffer of the next call and how many calls ago it was last used; a captured call keeps its buffer, so
+        from the first capture on that may have been the call before."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:
+            self._captured = True
+        return self._calls[kind] % self.shape.buffers, 1 if self._captured else self.shape.buffers
+
+    def _buffer_bytes(self, rows: int) -> int:
+        return rows * self.shape.row_bytes
+
+    def _row_bytes(self, x: Tensor) -> int:
+        if not x.is_contiguous():
+            raise ValueError("exchange: the tokens must be contiguous")
+        nbytes = x.shape[-1] * x.element_size()
+        if nbytes % 16 or nbytes > self.shape.row_bytes:
+            raise ValueError(
+                f"exchange: rows of {nbytes} bytes; they must be a multiple of 16, at most {self.shape.row_bytes}: pad them"
+            )
+        return nbytes
+
+    def _rows(self, offset: int, buffer: int, like: Tensor | int) -> Tensor:
+        s = self.shape
+        dtype = torch.bfloat16 if isinstance(like, int) else like.dtype
+        width = like if isinstance(like, int) else like.shape[-1]
+        start = offset + buffer * self._buffer_bytes(s.token_capacity)
+        nbytes = s.token_capacity * width * dtype.itemsize
+        return (
+            self.heap.local[:, start : start + nbytes]
+            .view(dtype)
+            .view(self.local_ranks, s.token_capacity, width)
+        )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _check_shape(placement: Placement, shape: lay.Shape) -> None:
+    if placement.num_ranks != shape.ranks or placement.num_experts != shape.experts:
+        raise ValueError(
+            f"exchange: a placement of {placement.num_experts} experts on {placement.num_ranks} ranks for a shape of "
+            f"{shape.experts} experts on {shape.ranks}"
+        )
+    if shape.ranks > 16 or shape.choices > 32 or shape.row_bytes % 16:
+        raise ValueError("exchange: at most 16 ranks, 32 choices a token, and rows of a multiple of 16 bytes")
+
+
+def _placement_tables(placement: Placement, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """first_replica [E + 1], replica_slots, rank_offsets [W + 1]; int32."""
+    by_expert: list[list[int]] = [[] for _ in range(placement.num_experts)]
+    for slot, expert in enumerate(placement.slots):
+        if expert >= 0:
+            by_expert[expert].append(slot)
+    first = [0]
+    for slots in by_expert:
+        first.append(first[-1] + len(slots))
+    flat = [slot for slots in by_expert for slot in slots]
+    first_replica, slots, offsets = (
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in (first, flat, placement.rank_offsets)
+    )
+    return first_replica, slots, offsets

@@ -1,0 +1,177 @@
+// Combine: the rows of one token on one expert rank become one bf16 row there, cross the wire once, and are summed at
+// home in the order of the ranks. From expert-major rows, or from compact rows that already are such sums.
+//
+// Expert-major, one stream of segments a block: reduce the tokens of group g (of every peer) into this rank's heap and
+// publish, then sum at home group g - kLead from all ranks' heaps. A group is per_group tokens of each rank; block b has
+// g = b, b + blocks, ... on both sides, so a flag has one writer. Reducing waits for no peer but the credit; summing g waits
+// for the reducing of g, which every rank lists before any summing of g: no cycle.
+//
+// Example, 2 ranks: token 5 of rank 0 has rows r on rank 0 (weight .5) and s, t on rank 1 (weights .25, .25). Rank 1 writes
+// u = bf16(.25 s + .25 t); rank 0 sums (0 + .5 r) + u in fp32 and rounds once.
+#include "exchange_sums.cuh"
+
+constexpr int kLead = 1;
+
+struct Combine {
+    const u8* rows;        // expert-major [ranks of the launch, rows, row_bytes]; or null: compact
+    const u8* own;         // compact: partial sums of the own tokens [.., max_tokens, row_bytes]
+    const u8* addend;      // [.., max_tokens, row_bytes] or null; joins last
+    u8* out;               // [.., max_tokens, row_bytes]
+    const int* position;   // [.., W, max_tokens, K]
+    const float* weights;  // [.., W, max_tokens, K], or null: already applied
+    const int* recv_row;   // [.., W, max_tokens]
+    const int* send_row;   // [.., max_tokens, W]; column of the own rank: 0 where a choice is local, else -1
+    const int* tokens;     // [.., W]
+    i64 reduced_at;        // offset in a heap of the buffers of sums
+    i64 buffer_bytes;
+    i64 rows_stride;       // bytes between ranks of the launch
+    i64 x_stride;          // the same for own, addend and out
+    int max_tokens;
+    int choices;
+    int row_bytes;
+    int piece_bytes;
+    int num_slots;
+    int buffer;  // which of the buffers
+    int lag;     // calls since that buffer was used, at least
+};
+
+struct CombineView {
+    i64 tokens_at;  // index of (rank of the launch, 0, 0) in [.., W, max_tokens]
+    const u8* rows;
+    const int* send_row;
+    const int* tokens;
+    i64 buffer;
+    int per_group;
+};
+
+__device__ inline CombineView view_of(const Call& call, const Combine& combine) {
+    const int ranks = call.group->ranks;
+    CombineView view;
+    view.tokens_at = static_cast<i64>(call.local) * ranks * combine.max_tokens;
+    view.rows = combine.rows + call.local * combine.rows_stride;
+    view.send_row = combine.send_row + view.tokens_at;
+    view.tokens = combine.tokens + call.local * ranks;
+    view.buffer = combine.reduced_at + combine.buffer * combine.buffer_bytes;
+    view.per_group = ranks < 16 ? 16 / ranks : 1;
+    return view;
+}
+
+// Append the rows of a token that are on this rank, in the order of its choices.
+__device__ inline int append_own(const SumRing& ring, const Combine& combine, const CombineView& view, SumItem* item, i64 token_at, int rows) {
+    for (int k = 0; k < combine.choices; ++k) {
+        const int row = combine.position[token_at * combine.choices + k];
+        if (row < 0) continue;
+        rows_of(item)[rows] = view.rows + static_cast<i64>(row) * combine.row_bytes;
+        weights_of(ring, item)[rows++] = combine.weights ? combine.weights[token_at * combine.choices + k] : 1.0f;
+    }
+    return rows;
+}
+
+__device__ inline void list_reducing(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view, int g, u32 number) {
+    const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks;
+    SumHead* segment = open_sums(call, ring, number);
+    SumItem* item = sum_item(ring, segment, lane);
+    const int source = (call.me + lane) % ranks, token = g * view.per_group + lane / ranks;
+    item->target = nullptr;
+    if (lane < view.per_group * ranks && source != call.me && token < view.tokens[source]) {
+        const i64 at = view.tokens_at + static_cast<i64>(source) * combine.max_tokens + token;
+        const int row = combine.recv_row[at];
+        if (row >= 0) {
+            item->target = call.group->heap[call.me] + view.buffer + static_cast<i64>(row) * combine.row_bytes;
+            item->rows = append_own(ring, combine, view, item, at, 0);
+            item->own_first = 0;
+            item->own_rows = item->rows;
+        }
+    }
+    close_sums(ring, segment, number, 32, 1 + g);
+}
+
+__device__ inline void list_home(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view, SumItem* item, int token) {
+    const Group& group = *call.group;
+    const i64 x_at = call.local * combine.x_stride + static_cast<i64>(token) * combine.row_bytes;
+    int rows = 0;
+    item->own_first = 0;
+    item->own_rows = 0;
+    for (int p = 0; p < group.ranks; ++p) {
+        const int row = view.send_row[static_cast<i64>(token) * group.ranks + p];
+        if (row < 0) continue;
+        if (p == call.me && combine.rows) {
+            item->own_first = rows;
+            rows = append_own(ring, combine, view, item, view.tokens_at + static_cast<i64>(call.me) * combine.max_tokens + token, rows);
+            item->own_rows = rows - item->own_first;
+        } else {
+            rows_of(item)[rows++] = p == call.me ? combine.own + x_at : group.heap[p] + view.buffer + static_cast<i64>(row) * combine.row_bytes;
+        }
+    }
+    if (combine.addend) rows_of(item)[rows++] = combine.addend + x_at;
+    item->rows = rows;
+    item->target = combine.out + x_at;
+}
+
+// Home tokens first, first + step, ...: per_lane of them.
+__device__ inline void list_summing(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view, int first, int step, int count,
+                                    u32 number) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    SumHead* segment = open_sums(call, ring, number);
+    SumItem* item = sum_item(ring, segment, lane);
+    const int token = first + lane * step;
+    item->target = nullptr;
+    if (lane < count && token < view.tokens[call.me]) list_home(call, ring, combine, view, item, token);
+    close_sums(ring, segment, number, 32, 0);
+}
+
+__device__ inline bool wait_reduced(const Call& call, int lane, int g) {
+    const Group& group = *call.group;
+    bool fine = true;
+    for (int p = lane; p < group.ranks; p += 32)
+        if (p != call.me) fine = fine && wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, g), call.epoch, kRowsReduced, p);
+    return __all_sync(0xffffffffu, fine);
+}
+
+__device__ inline u32 list_expert_major(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view) {
+    const Group& group = *call.group;
+    const int lane = static_cast<int>(ptx::lane_id());
+    int most = 0;
+    for (int p = 0; p < group.ranks; ++p) most = view.tokens[p] > most ? view.tokens[p] : most;
+    const int groups = (most + view.per_group - 1) / view.per_group, lead = kLead * group.blocks;
+    u32 number = 0;
+    for (int g = call.block; g < groups + lead; g += group.blocks) {
+        if (g < groups) list_reducing(call, ring, combine, view, g, number++);
+        if (g >= lead) {
+            if (!wait_reduced(call, lane, g - lead)) break;
+            list_summing(call, ring, combine, view, (g - lead) * view.per_group, 1, view.per_group, number++);
+        }
+    }
+    return number;
+}
+
+__device__ inline u32 list_compact(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view) {
+    const int lane = static_cast<int>(ptx::lane_id()), blocks = call.group->blocks;
+    u32 number = 0;
+    if (!wait_credit(call, lane, 1)) return number;  // every peer has begun this call: its rows are there
+    for (int first = call.block; first < view.tokens[call.me]; first += 32 * blocks)
+        list_summing(call, ring, combine, view, first, blocks, 32, number++);
+    return number;
+}
+
+extern "C" __global__ void __launch_bounds__(kSumThreads, 1) combine_rows(const __grid_constant__ Group group,
+                                                                          const __grid_constant__ Combine combine) {
+    const Call call = begin_call(group, kCombine);
+    const SumRing ring = make_sum_ring(combine.row_bytes, combine.piece_bytes, combine.num_slots, combine.choices + group.ranks);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (warp == 0) {
+        if (ptx::lane_id() == 0) load_pieces(call, ring);
+    } else if (warp == 1) {
+        const CombineView view = view_of(call, combine);
+        const int lane = static_cast<int>(ptx::lane_id());
+        if (call.block == 0) tell_started(call, lane);
+        u32 number = 0;
+        if (wait_credit(call, lane, combine.lag))
+            number = combine.rows ? list_expert_major(call, ring, combine, view) : list_compact(call, ring, combine, view);
+        open_sums(call, ring, number);
+        close_sums(ring, sum_segment(ring, number), number, -1, 0);
+    } else {
+        sum_rows(call, ring, static_cast<int>(threadIdx.x) - 64, group.reduced_flags);
+    }
+    end_call(call);
+}

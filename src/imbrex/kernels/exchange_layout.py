@@ -1,0 +1,190 @@
+"""The heap of an exchange and the structs its kernels take, as they are in `exchange.cuh` and the `.cu` files.
+
+What is where, in the heap of every rank (one symmetric allocation, sized once for the worst case):
+
+    control         status, epochs, flags of peers          written by peers (flags) and by this rank (the rest)
+    staged flags    u32 [W, groups]                         peer w has staged group g of its tokens
+    reduced flags   u32 [W, groups]                         peer w has reduced group g of this rank's tokens
+    choices         int32 and float32 [2, W, T, K]          ids and gate weights of every rank, two calls deep
+    scratch         int32                                   of this rank's own routing blocks
+    received        [buffers, token capacity, row]          compact rows, pushed by peers
+    staged          [buffers, T, row]                       this rank's tokens, pulled by peers
+    reduced         [buffers, token capacity, row]          sums of this rank's experts' rows, pulled by peers
+
+Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
+A buffer is written again only when every peer has begun a later call of the same kind ("credit"), which, with two
+buffers, it nearly always has: no barrier stands in the way of the data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+MAX_RANKS = 64
+MAX_BLOCKS = 132
+KINDS = ("route", "push", "pull", "combine", "move")
+PHASES = (
+    "",
+    "start of the call",
+    "expert ids",
+    "rows",
+    "staged rows",
+    "reduced rows",
+    "own blocks",
+    "row offsets",
+)
+CODES = ("", "timed out", "a peer gave up", "expert ids out of range or repeated in a token", "overflow")
+CONTROL_BYTES = 274_432
+CHUNK = 128
+SHARED_BYTES = 227 * 1024
+
+
+class Group(ctypes.Structure):
+    _fields_ = (
+        ("heap", ctypes.c_uint64 * MAX_RANKS),
+        ("timeout_ns", ctypes.c_uint64),
+        ("host_status", ctypes.c_uint64),
+        ("staged_flags", ctypes.c_int64),
+        ("reduced_flags", ctypes.c_int64),
+        ("flags", ctypes.c_int32),
+        ("ranks", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+    )
+
+
+def _struct(name: str, pointers: str, offsets: str, numbers: str) -> type[ctypes.Structure]:
+    fields = [(field, ctypes.c_uint64) for field in pointers.split()]
+    fields += [(field, ctypes.c_int64) for field in offsets.split()]
+    fields += [(field, ctypes.c_int32) for field in numbers.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+Route = _struct(
+    "Route",
+    "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row counts totals all_tokens",
+    "ids_at counts_at tokens_at",
+    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity",
+)
+Push = _struct(
+    "Push",
+    "x send_row tokens",
+    "rows_at buffer_bytes x_stride",
+    "num_tokens max_tokens row_bytes stages buffer lag",
+)
+Pull = _struct(
+    "Pull",
+    "x out position tokens",
+    "staged_at buffer_bytes x_stride out_stride",
+    "max_tokens choices row_bytes stages buffer lag",
+)
+Combine = _struct(
+    "Combine",
+    "rows own addend out position weights recv_row send_row tokens",
+    "reduced_at buffer_bytes rows_stride x_stride",
+    "max_tokens choices row_bytes piece_bytes num_slots buffer lag",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What an exchange is sized for.
+
+    max_tokens: T, most tokens of a rank. row_bytes: most bytes of a row, a multiple of 16.
+    most_slots: local slots of the fullest rank. token_capacity: rows a rank can receive (compact).
+    row_capacity: expert-major rows a rank can hold, padding included. alignment: rows of a slot are a multiple.
+    """
+
+    ranks: int
+    max_tokens: int
+    choices: int
+    experts: int
+    most_slots: int
+    row_bytes: int
+    alignment: int
+    row_capacity: int
+    token_capacity: int
+    buffers: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Offsets in a heap, in bytes."""
+
+    staged_flags: int
+    reduced_flags: int
+    flags: int
+    ids: int
+    tokens: int
+    counts: int
+    received: int
+    staged: int
+    reduced: int
+    nbytes: int
+
+
+def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout:
+    """Offsets of the parts; `compact` and `expert` say for which layouts of rows there is room."""
+    at = CONTROL_BYTES
+
+    def take(nbytes: int) -> int:
+        nonlocal at
+        start, at = at, at + (nbytes + 1023) // 1024 * 1024
+        return start
+
+    ranks, tokens = shape.ranks, shape.max_tokens
+    flags = -(-tokens // max(1, 16 // ranks)) + 1
+    chunks = ranks * -(-tokens // CHUNK)
+    rows = shape.buffers * shape.token_capacity * shape.row_bytes
+    return Layout(
+        flags=flags,
+        staged_flags=take(4 * ranks * flags),
+        reduced_flags=take(4 * ranks * flags),
+        ids=take(4 * 4 * ranks * tokens * shape.choices),
+        tokens=take(4 * 2 * ranks),
+        counts=take(4 * chunks * (shape.experts + ranks)),
+        received=take(rows if compact else 0),
+        staged=take(shape.buffers * tokens * shape.row_bytes if expert else 0),
+        reduced=take(rows),
+        nbytes=at,
+    )
+
+
+def route_blocks(shape: Shape, wanted: int) -> tuple[int, int]:
+    """Blocks of the routing kernel and its shared memory: `wanted` blocks, or more where their masks do not fit."""
+    chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
+    for blocks in range(min(wanted, chunks), MAX_BLOCKS + 1):
+        mine = -(-chunks // blocks)
+        words = mine * (5 * shape.experts + 5 * shape.ranks)
+        words += shape.ranks * (shape.experts + shape.ranks + shape.most_slots) + shape.most_slots
+        if 4 * words <= SHARED_BYTES:
+            return blocks, 4 * words
+    raise ValueError(
+        f"exchange: {shape.ranks} ranks x {shape.max_tokens} tokens and {shape.experts} experts do not fit the routing "
+        f"kernel's shared memory; use fewer tokens a call"
+    )
+
+
+def mover_shared(row_bytes: int, targets: int) -> tuple[int, int]:
+    """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each."""
+    fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128
+    slot = -(-row_bytes // 128) * 128
+    stages = min((SHARED_BYTES - fixed) // slot, 48)
+    if stages < 6:
+        raise ValueError(
+            f"exchange: rows of {row_bytes} bytes are too long; at most {(SHARED_BYTES - fixed) // 6}"
+        )
+    return stages, fixed + stages * slot
+
+
+def summer_shared(row_bytes: int, max_rows: int) -> tuple[int, int, int]:
+    """Piece bytes, slots and bytes of shared memory of the combine kernel for sums of at most `max_rows` rows."""
+    fixed = 1024 + 4 * (16 + 32 * (32 + -(-12 * max_rows // 16) * 16)) + 128
+    for pieces in range(1, 1 + row_bytes // 16):
+        piece = -(-row_bytes // pieces // 16) * 16
+        slots = (SHARED_BYTES - fixed) // piece
+        if piece <= 7168 and slots >= 2 * max_rows:
+            slots = min(slots, 96)
+            return piece, slots, fixed + slots * piece
+    raise ValueError(f"exchange: sums of {max_rows} rows do not fit shared memory")

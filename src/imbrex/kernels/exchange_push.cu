@@ -1,0 +1,69 @@
+// Dispatch to compact rows: every token once to every rank that needs it, pushed; rows of the own rank stay in place.
+//
+// Example, 2 ranks: tokens of rank 0 with send_row_TW [[0, -1], [-1, 0], [1, 1]] -- tokens 1 and 2 become rows 0 and 1 of
+// rank 1's buffer; column 0 is the own rank and is ignored here.
+#include "exchange_rows.cuh"
+
+struct Push {
+    const u8* x;           // [ranks of the launch, max_tokens, row_bytes]
+    const int* send_row;   // [.., max_tokens, W]; row at that rank, -1: not sent
+    const int* tokens;     // [..]; tokens of every rank of the launch, or null
+    i64 rows_at;           // offset in a heap of the receive buffers
+    i64 buffer_bytes;
+    i64 x_stride;          // bytes from one rank's tokens to the next (virtual ranks)
+    int num_tokens;        // where `tokens` is null
+    int max_tokens;
+    int row_bytes;
+    int stages;
+    int buffer;  // which of the buffers
+    int lag;     // calls since that buffer was used, at least
+};
+
+__device__ inline void list_push(const Call& call, const Ring& ring, const Push& push) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    const Group& group = *call.group;
+    if (call.block == 0) tell_started(call, lane);
+    bool fine = wait_credit(call, lane, push.lag);
+    const int tokens = push.tokens ? push.tokens[call.local] : push.num_tokens;
+    const u8* x = push.x + call.local * push.x_stride;
+    const int* send_row = push.send_row + static_cast<i64>(call.local) * push.max_tokens * group.ranks;
+    const i64 buffer = push.rows_at + push.buffer * push.buffer_bytes;
+    u32 number = 0;
+    for (int first = call.block; fine && first < tokens; first += 32 * group.blocks) {
+        SegmentHead* segment = open_segment(call, ring, number);
+        ItemHead* item = item_of(ring, segment, lane);
+        const int token = first + lane * group.blocks;
+        int targets = 0;
+        if (token < tokens) {
+            item->source = x + static_cast<i64>(token) * push.row_bytes;
+            const int turn = group.ranks > 1 ? token % (group.ranks - 1) : 0;  // no two tokens in a row start at one peer
+            for (int i = 1; i < group.ranks; ++i) {
+                const int step = i + turn < group.ranks ? i + turn : i + turn - group.ranks + 1;
+                const int p = call.me + step < group.ranks ? call.me + step : call.me + step - group.ranks;
+                const int row = send_row[static_cast<i64>(token) * group.ranks + p];
+                if (row >= 0) targets_of(item)[targets++] = group.heap[p] + buffer + static_cast<i64>(row) * push.row_bytes;
+            }
+        }
+        item->targets = targets;
+        close_segment(ring, segment, number++, 32, 0);
+    }
+    open_segment(call, ring, number);
+    close_segment(ring, segment_of(ring, number), number, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(kMoverThreads, 1) push_rows(const __grid_constant__ Group group,
+                                                                         const __grid_constant__ Push push) {
+    const Call call = begin_call(group, kPush);
+    const Ring ring = make_ring(push.row_bytes, push.stages, group.ranks);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
+    if (warp == 1 && ptx::lane_id() == 0) {
+        store_rows(call, ring, 0);
+        if (!failed(call)) {
+            tell_arrived(call);
+            wait_arrived(call, kRowsArrived);
+        }
+    }
+    if (warp == 2) list_push(call, ring, push);
+    end_call(call);
+}

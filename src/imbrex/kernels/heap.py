@@ -1,0 +1,70 @@
+"""Memory that every rank can address: the only file that touches torch's symmetric memory.
+
+CUDA back end, one host, no multicast (a multicast object can hold the fabric of a shared host; the kernels
+need none). `VirtualHeap` is the same for W ranks in one process on one device, which is how the kernels are tested.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Heap(Protocol):
+    """nbytes of zeroed memory for every rank.
+
+    bases: address of every rank's part, valid on this device. first: the first rank that lives in this process.
+    local: uint8 [ranks in this process, nbytes].
+    """
+
+    bases: tuple[int, ...]
+    first: int
+    local: Tensor
+
+    def close(self) -> None: ...
+
+
+class VirtualHeap:
+    """All ranks of one process on one device."""
+
+    def __init__(self, ranks: int, nbytes: int, device: torch.device | str) -> None:
+        nbytes = -(-nbytes // 4096) * 4096
+        self.local = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device)
+        start = self.local.data_ptr()
+        self.bases = tuple(start + rank * nbytes for rank in range(ranks))
+        self.first = 0
+
+    def close(self) -> None:
+        self.local = self.local[:0]
+
+
+class SymmetricHeap:
+    """One rank a process: collective over `group`, whose ranks share a host joined by NVLink.
+
+    Raises RuntimeError where torch cannot map the peers' memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
+        for name in ("TORCH_SYMM_MEM_DISABLE_MULTICAST",):
+            os.environ.setdefault(name, "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        symmetric.set_backend("CUDA")
+        self._memory = symmetric.empty(-(-nbytes // 4096) * 4096, dtype=torch.uint8, device=device)
+        self._memory.zero_()
+        torch.cuda.synchronize(device)
+        handle = symmetric.rendezvous(self._memory, group=group)
+        self.bases = tuple(int(pointer) for pointer in handle.buffer_ptrs)
+        self.first = handle.rank
+        self.local = self._memory[None]
+        self._handle = handle
+        dist.barrier(group)
+
+    def close(self) -> None:
+        del self._handle
+        self._memory = self._memory[:0]
+        self.local = self.local[:, :0]

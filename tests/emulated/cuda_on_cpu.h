@@ -1,0 +1,325 @@
+// Enough of CUDA to run the exchange kernels on a CPU: one fiber a thread, barriers, mbarriers, and a lazy copy engine.
+// It stands in for ptx.cuh and ptx_exchange.cuh; memory is sequentially consistent, so fences are not tested here.
+//
+// Bulk copies are adversarial: a load lands at a random later time, a store reads its source and writes its target
+// as late as the program's own waits allow (or at once, at random). Threads run in random order between their waits.
+#pragma once
+#include <ucontext.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct uint4 { u32 x, y, z, w; };
+struct Index { unsigned x; };
+using std::max;
+using std::min;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+namespace emu {
+
+struct Copy { u8* target; const u8* source; u32 bytes; u64* barrier; std::vector<u8> read; bool done = false; };
+using StoreGroup = std::vector<Copy>;
+
+struct Rendezvous { u32 arrived = 0, generation = 0; bool all = true, result = true; };
+
+struct Block {
+    std::unique_ptr<u8[]> storage;
+    u8* shared;
+    unsigned index, threads, alive;
+    Rendezvous whole, named[16];
+    std::vector<Rendezvous> warps;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<u8[]> stack;
+    Block* block;
+    unsigned thread;
+    bool done = false;
+    const u32* wait_word = nullptr;  // runnable again when it differs from wait_value
+    u32 wait_value = 0;
+    u32 nap = 0;
+    StoreGroup open;
+    std::deque<StoreGroup> groups;
+};
+
+struct Machine {
+    ucontext_t main;
+    std::vector<std::unique_ptr<Block>> blocks;
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<Copy> loads;
+    std::mt19937 random;
+    Fiber* current = nullptr;
+    std::function<void()> body;
+    std::string error;
+};
+
+inline Machine* machine = nullptr;
+inline Fiber& self() { return *machine->current; }
+
+[[noreturn]] inline void fail(const char* what) {
+    std::fprintf(stderr, "emulated CUDA: %s (block %u, thread %u)\n", what, self().block->index, self().thread);
+    std::abort();
+}
+
+inline void yield() { swapcontext(&self().context, &machine->main); }
+inline void wait_change(const u32* word, u32 value) {
+    while (*word == value) {
+        self().wait_word = word;
+        self().wait_value = value;
+        yield();
+    }
+    self().wait_word = nullptr;
+}
+inline void nap(u32 rounds) {
+    self().nap = rounds;
+    yield();
+}
+
+inline bool meet(Rendezvous& r, u32 expected, bool value) {
+    r.all = r.arrived == 0 ? value : r.all && value;
+    if (++r.arrived == expected) {
+        r.result = r.all;
+        r.arrived = 0;
+        ++r.generation;
+        return r.result;
+    }
+    wait_change(&r.generation, r.generation);
+    return r.result;
+}
+
+// mbarrier: bits 0-15 pending, 16-31 arrivals of a phase, 32-62 bytes owed (biased), 63 phase
+constexpr u64 kBias = 1ull << 29;
+inline u64 make_barrier(u64 pending, u64 arrivals, i64 owed, u64 phase) {
+    return pending | arrivals << 16 | static_cast<u64>(owed + kBias) << 32 | phase << 63;
+}
+inline void change(u64* barrier, int arrivals, i64 bytes) {
+    u64 pending = *barrier & 0xffff, expected = *barrier >> 16 & 0xffff, phase = *barrier >> 63;
+    i64 owed = static_cast<i64>(*barrier >> 32 & 0x7fffffff) - static_cast<i64>(kBias) + bytes;
+    if (pending < static_cast<u64>(arrivals)) fail("more arrivals than the barrier expects");
+    pending -= arrivals;
+    if (pending == 0 && owed == 0) {
+        pending = expected;
+        phase ^= 1;
+    }
+    *barrier = make_barrier(pending, expected, owed, phase);
+}
+
+inline void check_bulk(const void* global, u32 shared, u32 bytes) {
+    if (reinterpret_cast<uintptr_t>(global) % 16 || shared % 16 || bytes % 16) fail("a bulk copy is not aligned to 16 bytes");
+}
+
+inline void read_store(Copy& copy) {
+    if (copy.read.empty()) copy.read.assign(copy.source, copy.source + copy.bytes);
+}
+inline void finish_store(Copy& copy) {
+    read_store(copy);
+    std::memcpy(copy.target, copy.read.data(), copy.bytes);
+}
+
+inline void land_loads(bool every) {
+    auto& loads = machine->loads;
+    for (size_t i = 0; i < loads.size();)
+        if (every || machine->random() % 8 == 0) {
+            Copy copy = loads[i];
+            loads[i] = loads.back();
+            loads.pop_back();
+            std::memcpy(copy.target, copy.source, copy.bytes);
+            change(copy.barrier, 0, -static_cast<i64>(copy.bytes));
+        } else {
+            ++i;
+        }
+}
+
+inline void start_fiber() {
+    machine->body();
+    for (auto& group : self().groups)
+        for (auto& copy : group)
+            if (copy.read.empty()) fail("a thread left while its bulk stores still read shared memory");
+    if (!self().open.empty()) fail("a thread left bulk stores uncommitted");
+    for (auto& group : self().groups)
+        for (auto& copy : group) finish_store(copy);
+    self().done = true;
+    Block& block = *self().block;
+    --block.alive;
+    swapcontext(&self().context, &machine->main);
+}
+
+// 0, or 1 when the kernel did not end within `limit` seconds.
+inline int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body) {
+    Machine now;
+    machine = &now;
+    now.random.seed(seed);
+    now.body = std::move(body);
+    constexpr size_t kStack = 48 * 1024;
+    for (int b = 0; b < grid; ++b) {
+        now.blocks.push_back(std::make_unique<Block>());
+        Block& made = *now.blocks.back();
+        made.storage.reset(new u8[smem + 2048]);
+        made.shared = reinterpret_cast<u8*>((reinterpret_cast<uintptr_t>(made.storage.get()) + 1023) / 1024 * 1024);
+        std::memset(made.shared, 0xcd, smem);
+        made.index = b;
+        made.threads = made.alive = block;
+        made.warps.resize((block + 31) / 32);
+        for (int t = 0; t < block; ++t) {
+            now.fibers.push_back(std::make_unique<Fiber>());
+            Fiber& fiber = *now.fibers.back();
+            fiber.stack.reset(new u8[kStack]);
+            fiber.block = &made;
+            fiber.thread = t;
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.get();
+            fiber.context.uc_stack.ss_size = kStack;
+            fiber.context.uc_link = &now.main;
+            makecontext(&fiber.context, reinterpret_cast<void (*)()>(start_fiber), 0);
+        }
+    }
+    const auto start = std::chrono::steady_clock::now();
+    std::vector<Fiber*> alive;
+    for (auto& fiber : now.fibers) alive.push_back(fiber.get());
+    while (!alive.empty()) {
+        const size_t offset = now.random() % alive.size();
+        for (size_t i = 0; i < alive.size(); ++i) {
+            Fiber* fiber = alive[(i + offset) % alive.size()];
+            if (fiber->done || (fiber->wait_word && *fiber->wait_word == fiber->wait_value)) continue;
+            if (fiber->nap && --fiber->nap) continue;
+            now.current = fiber;
+            swapcontext(&now.main, &fiber->context);
+        }
+        land_loads(false);
+        size_t kept = 0;
+        for (Fiber* fiber : alive)
+            if (!fiber->done) alive[kept++] = fiber;
+        alive.resize(kept);
+        const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+        if (spent.count() > limit) {
+            for (Fiber* fiber : alive)
+                if (fiber->thread % 32 == 0) std::fprintf(stderr, "stuck: block %u warp %u\n", fiber->block->index, fiber->thread / 32);
+            return 1;
+        }
+    }
+    machine = nullptr;
+    return 0;
+}
+
+template <class A, class B>
+void call(void (*kernel)(A, B), void** args) {
+    kernel(*static_cast<std::remove_const_t<A>*>(args[0]), *static_cast<std::remove_const_t<B>*>(args[1]));
+}
+
+inline Rendezvous& own_warp() { return self().block->warps[self().thread / 32]; }
+inline u32 warp_size() { return min(32u, self().block->threads - self().thread / 32 * 32); }
+
+}  // namespace emu
+
+#define threadIdx (Index{emu::self().thread})
+#define blockIdx (Index{emu::self().block->index})
+
+inline void __syncthreads() { emu::meet(emu::self().block->whole, emu::self().block->threads, true); }
+inline int __syncthreads_and(int value) { return emu::meet(emu::self().block->whole, emu::self().block->threads, value != 0); }
+inline void __syncwarp() { emu::meet(emu::own_warp(), emu::warp_size(), true); }
+inline int __all_sync(u32, int value) { return emu::meet(emu::own_warp(), emu::warp_size(), value != 0); }
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline u32 atomicOr(u32* word, u32 bits) { u32 before = *word; *word |= bits; return before; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline float __uint_as_float(u32 bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+inline u32 __float_as_uint(float f) { u32 bits; std::memcpy(&bits, &f, 4); return bits; }
+
+namespace ptx {
+
+inline u8* shared_memory() { return emu::self().block->shared; }
+inline u32 smem_u32(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory()); }
+inline u64* barrier_at(u32 address) { return reinterpret_cast<u64*>(shared_memory() + address); }
+inline u32 lane_id() { return emu::self().thread % 32; }
+inline u64 global_timer() { return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count()); }
+inline void pause() { emu::nap(1 + emu::machine->random() % 4); }
+
+inline void fence_async_shared() {}
+inline void fence_async() {}
+inline void fence_barrier_init() {}
+inline void fence_sys() {}
+
+inline void named_barrier(int id, int threads) { emu::meet(emu::self().block->named[id], threads, true); }
+
+inline void mbarrier_init(u32 barrier, u32 arrivals) { *barrier_at(barrier) = emu::make_barrier(arrivals, arrivals, 0, 0); }
+inline void mbarrier_arrive(u32 barrier) { emu::change(barrier_at(barrier), 1, 0); }
+inline void mbarrier_expect(u32 barrier, u32 bytes) { emu::change(barrier_at(barrier), 1, bytes); }
+inline bool mbarrier_try(u32 barrier, u32 parity) {
+    if (*barrier_at(barrier) >> 63 != parity) return true;
+    emu::nap(2);
+    return *barrier_at(barrier) >> 63 != parity;
+}
+
+inline u32 load_acquire_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
+inline u64 load_acquire_sys(const u64* word) { return *const_cast<volatile const u64*>(word); }
+inline u32 load_relaxed_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
+inline u32 load_acquire_gpu(const u32* word) { return *const_cast<volatile const u32*>(word); }
+inline void store_release_sys(u32* word, u32 value) { *word = value; }
+inline void store_relaxed_sys(u32* word, u32 value) { *word = value; }
+inline void store_relaxed_sys(u64* word, u64 value) { *word = value; }
+inline u32 add_acq_rel_gpu(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
+inline u32 claim_zero_sys(u32* word, u32 value) { u32 before = *word; if (!before) *word = value; return before; }
+
+inline void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
+    emu::check_bulk(source, target, bytes);
+    emu::Copy copy{shared_memory() + target, static_cast<const u8*>(source), bytes, barrier_at(barrier), {}};
+    emu::machine->loads.push_back(copy);
+}
+inline void bulk_store(void* target, u32 source, u32 bytes) {
+    emu::check_bulk(target, source, bytes);
+    emu::self().open.push_back({static_cast<u8*>(target), shared_memory() + source, bytes, nullptr, {}});
+}
+inline void bulk_commit() {
+    emu::self().groups.push_back(std::move(emu::self().open));
+    emu::self().open.clear();
+    if (emu::machine->random() % 2)
+        for (auto& copy : emu::self().groups.back()) emu::finish_store(copy);
+}
+template <int kPending>
+void bulk_wait_read() {
+    auto& groups = emu::self().groups;
+    for (int i = 0; i + kPending < static_cast<int>(groups.size()); ++i)
+        for (auto& copy : groups[i]) emu::read_store(copy);
+}
+template <int kPending>
+void bulk_wait() {
+    auto& groups = emu::self().groups;
+    while (static_cast<int>(groups.size()) > kPending) {
+        for (auto& copy : groups.front()) emu::finish_store(copy);
+        groups.pop_front();
+    }
+}
+
+inline uint4 load_shared(u32 address) { uint4 v; std::memcpy(&v, shared_memory() + address, 16); return v; }
+inline void store_shared(u32 address, uint4 v) { std::memcpy(shared_memory() + address, &v, 16); }
+
+inline u32 round_bf16(float f) {
+    const u32 bits = __float_as_uint(f);
+    if (std::isnan(f)) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+inline float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
+inline float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+}  // namespace ptx

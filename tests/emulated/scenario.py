@@ -1,0 +1,244 @@
+"""One random exchange among virtual ranks, compared with `imbrex.plan` (positions) and with sums in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex import plan as oracle
+from imbrex.contracts import Placement, Plan
+from imbrex.kernels import exchange_layout as lay
+from imbrex.kernels.exchange import NvlinkExchange, Routed
+from imbrex.kernels.heap import VirtualHeap
+from imbrex.placement.split import split_evenly
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What a scenario is made of; `tokens`: of every rank; `drop`: share of choices that are -1."""
+
+    placement: Placement
+    tokens: tuple[int, ...]
+    choices: int
+    width: int = 64
+    alignment: int = 1
+    drop: float = 0.1
+    skew: float = 0.0
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    ids_WTK: Tensor
+    weights_WTK: Tensor
+    x_WTD: Tensor
+    tokens_W: Tensor
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    make = torch.Generator().manual_seed(case.seed)
+    ranks, most = case.ranks, max(case.tokens)
+    experts = case.placement.num_experts
+    likely = torch.rand(ranks, most, experts, generator=make) + case.skew * torch.arange(experts) / experts
+    ids = likely.topk(case.choices, dim=-1).indices
+    ids[torch.rand(ids.shape, generator=make) < case.drop] = -1
+    weights = torch.rand(ranks, most, case.choices, generator=make)
+    x = torch.randn(ranks, most, case.width, generator=make).bfloat16()
+    tokens = torch.tensor(case.tokens, dtype=torch.int32)
+    return Inputs(
+        ids_WTK=ids.to(device), weights_WTK=weights.to(device), x_WTD=x.to(device), tokens_W=tokens.to(device)
+    )
+
+
+def make_exchange(case: Case, device: torch.device | str = "cpu", **options: Any) -> NvlinkExchange:
+    ranks, most = case.ranks, max(case.tokens)
+    sizes = torch.tensor(case.placement.rank_offsets).diff().tolist()
+    capacity = ranks * most * min(case.choices, max(sizes)) + max(sizes) * (case.alignment - 1)
+    shape = lay.Shape(
+        ranks=ranks,
+        max_tokens=most,
+        choices=case.choices,
+        experts=case.placement.num_experts,
+        most_slots=max(1, *sizes),
+        row_bytes=2 * case.width,
+        alignment=case.alignment,
+        row_capacity=max(capacity, 1),
+        token_capacity=max((ranks - 1) * most, 1),
+    )
+    return NvlinkExchange(lambda nbytes: VirtualHeap(ranks, nbytes, device), case.placement, shape, **options)
+
+
+def make_plans(case: Case, inputs: Inputs) -> list[Plan]:
+    """The plan of every rank, on the CPU, for their actual tokens."""
+    ids = [inputs.ids_WTK[r, :t].cpu() for r, t in enumerate(case.tokens)]
+    counts = torch.stack([oracle.count_choices(one, case.placement.num_experts) for one in ids])
+    split = split_evenly(counts, case.placement)
+    slots = [oracle.choose_slots(one, split[r], case.placement) for r, one in enumerate(ids)]
+    wanted = [oracle.ranks_wanted(one, case.placement, 1) for one in slots]
+    rows = torch.stack([one.sum(0) for one in wanted])
+    rows.fill_diagonal_(0)
+    return [
+        oracle.make_plan(
+            slots[r], wanted[r], split, rows, case.placement, r, alignment=case.alignment
+        )
+        for r in range(case.ranks)
+    ]
+
+
+def sent_to(plan: Plan, rank: int) -> Tensor:
+    """Tokens that the plan's rank sends to `rank`."""
+    sends = plan.traffic.splits_2W[0].tolist()
+    first = sum(sends[:rank])
+    return plan.traffic.sent_tokens_N[first : first + sends[rank]]
+
+
+def check_positions(case: Case, plans: list[Plan], routed: Routed) -> None:
+    """Every integer the device computed, against the plans."""
+    position, recv, send = (t.cpu() for t in (routed.position_LWTK, routed.recv_row_LWT, routed.send_row_LTW))
+    offsets = torch.tensor(case.placement.rank_offsets)
+    for me in range(case.ranks):
+        low, high = int(offsets[me]), int(offsets[me + 1])
+        counts = routed.counts_Le[me, : high - low].cpu()
+        assert counts.tolist() == plans[me].counts_e.tolist()
+        received = 0
+        for source, plan in enumerate(plans):
+            tokens = case.tokens[source]
+            here = (plan.slot_TK >= low) & (plan.slot_TK < high)
+            assert torch.equal(position[me, source, :tokens].long(), torch.where(here, plan.position_TK, -1))
+            assert bool((position[me, source, tokens:] == -1).all())
+            want = torch.full((tokens,), -1)
+            if source != me:
+                sent = sent_to(plan, me)
+                want[sent] = torch.arange(received, received + len(sent))
+                received += len(sent)
+                assert torch.equal(send[source, :tokens, me].long(), want)
+            else:
+                assert torch.equal(send[me, :tokens, me] == 0, here.any(1))
+            assert torch.equal(recv[me, source, :tokens].long(), want)
+        assert routed.totals_L4[me].tolist() == [plans[me].num_rows, received, 0, 0]
+        assert routed.tokens_LW[me].tolist() == list(case.tokens)
+
+
+def compact_rows(case: Case, plans: list[Plan], inputs: Inputs, me: int) -> Tensor:
+    """What rank `me` receives."""
+    rows = []
+    for source, plan in enumerate(plans):
+        rows.append(inputs.x_WTD[source].cpu()[sent_to(plan, me)])
+    return torch.cat(rows)
+
+
+def rows_at(case: Case, plans: list[Plan], me: int, per_choice: Callable[[int], Tensor]) -> Tensor:
+    """Expert-major rows of rank `me`; `per_choice(source)` gives [T, K, ...]; unset rows are zero."""
+    low, high = case.placement.rank_offsets[me], case.placement.rank_offsets[me + 1]
+    out = None
+    for source, plan in enumerate(plans):
+        values = per_choice(source)
+        if out is None:
+            out = values.new_zeros(max(plans[me].num_rows, 1), *values.shape[2:])
+        here = (plan.slot_TK >= low) & (plan.slot_TK < high)
+        out[plan.position_TK[here]] = values[here]
+    assert out is not None
+    return out
+
+
+def weighted_sum(rows_MD: Tensor, weights_M: Tensor) -> Tensor:
+    """bf16 rows in order, one fused multiply-add each: float32 rounding of the exact float64 step."""
+    total = torch.zeros(rows_MD.shape[1])
+    for row, weight in zip(rows_MD, weights_M, strict=True):
+        total = (total.double() + weight.double() * row.double()).float()
+    return total
+
+
+def combined(case: Case, plans: list[Plan], inputs: Inputs, rows_WRD: list[Tensor], weighted: bool) -> Tensor:
+    """bf16 [W, T, D]: sums per rank, rounded to bf16 unless at home, added in the order of the ranks."""
+    offsets = case.placement.rank_offsets
+    weights = inputs.weights_WTK.cpu()
+    out = torch.zeros(case.ranks, max(case.tokens), case.width)
+    for home, plan in enumerate(plans):
+        for token in range(case.tokens[home]):
+            total = torch.zeros(case.width)
+            for rank in range(case.ranks):
+                here = (plan.slot_TK[token] >= offsets[rank]) & (plan.slot_TK[token] < offsets[rank + 1])
+                if not here.any():
+                    continue
+                gate = weights[home, token][here] if weighted else torch.ones(int(here.sum()))
+                part = weighted_sum(rows_WRD[rank][plan.position_TK[token][here]], gate)
+                total = total + (part if rank == home else part.bfloat16().float())
+            out[home, token] = total
+    return out.bfloat16()
+
+
+def check_exchange(
+    case: Case, exchange: NvlinkExchange, device: torch.device | str = "cpu", sms: int = 2
+) -> None:
+    """Route, push, pull, combine once; every row to the bit."""
+    inputs = make_inputs(case, device)
+    plans = make_plans(case, inputs)
+    routed = exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
+    exchange.check(synchronize=True)
+    check_positions(case, plans, routed)
+
+    received = exchange.push(inputs.x_WTD, routed, num_sms=sms, tokens=inputs.tokens_W)
+    rows = exchange.pull(inputs.x_WTD, routed, num_sms=sms)
+    exchange.check(synchronize=True)
+    expert_rows = []
+    for me in range(case.ranks):
+        want = compact_rows(case, plans, inputs, me)
+        assert torch.equal(received[me, : len(want)].cpu(), want)
+        expert_rows.append(
+            rows_at(
+                case,
+                plans,
+                me,
+                lambda source: inputs.x_WTD[source, : case.tokens[source], None]
+                .cpu()
+                .expand(-1, case.choices, -1),
+            )
+        )
+        filled = rows_at(
+            case, plans, me, lambda source: torch.ones(case.tokens[source], case.choices, dtype=torch.bool)
+        )
+        assert torch.equal(rows[me, : len(filled)].cpu()[filled], expert_rows[me][filled])
+
+    outputs = [torch.randn(r.shape, generator=torch.Generator().manual_seed(me)).bfloat16() for me, r in enumerate(expert_rows)]
+    given = torch.full_like(rows, float("nan"))
+    for me, output in enumerate(outputs):
+        given[me, : len(output)] = output.to(device)
+    for weighted in (True, False):
+        y = exchange.combine(given, routed, weighted=weighted, num_sms=sms).view(inputs.x_WTD.shape)
+        exchange.check(synchronize=True)
+        want = combined(case, plans, inputs, outputs, weighted)
+        for me, tokens in enumerate(case.tokens):
+            assert torch.equal(y[me, :tokens].cpu(), want[me, :tokens])
+    check_compact_combine(case, plans, exchange, inputs, routed, device, sms)
+
+
+def check_compact_combine(
+    case: Case,
+    plans: list[Plan],
+    exchange: NvlinkExchange,
+    inputs: Inputs,
+    routed: Routed,
+    device: torch.device | str,
+    sms: int,
+) -> None:
+    """Every rank returns the rows it received, plus its own token where it wants itself, plus an addend."""
+    reduced = exchange.reduced_rows(case.width)
+    for me in range(case.ranks):
+        rows = compact_rows(case, plans, inputs, me)
+        reduced[me, : len(rows)] = rows.to(device)
+    y = exchange.combine_compact(inputs.x_WTD, routed, addend=-inputs.x_WTD, num_sms=sms)
+    y = y.view(inputs.x_WTD.shape)
+    exchange.check(synchronize=True)
+    for me, tokens in enumerate(case.tokens):
+        times = oracle.ranks_wanted(plans[me].slot_TK, case.placement, 1).sum(1)
+        x = inputs.x_WTD[me, :tokens].cpu().float()
+        assert torch.equal(y[me, :tokens].cpu(), ((times[:, None] - 1) * x).bfloat16())
