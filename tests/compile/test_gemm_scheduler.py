@@ -1,4 +1,4 @@
-"""The tile order of the grouped GEMM, compiled for the CPU from the same header and compared with plain Python."""
+"""The tile order of the grouped GEMM: its own header, compiled for the CPU, against plain Python."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ BLOCK_M, BLOCK_N, GROUP_M = 128, 256, 3
 HARNESS = """
 #include "gemm_scheduler.cuh"
 template <bool kFixedRows>
-int walk(const int* ends, const int* segments, int count, int rows, int columns, int block, int grid, int* out) {
+int walk(const int* ends, const int* segments, int count, int rows, int columns, int block, int grid,
+         int* out) {
     Schedule<%d, %d, %d, kFixedRows> order{ends, segments, count, rows, columns};
     Tile tile;
     int found = 0;
     for (int number = block; order.seek(number, tile); number += grid, ++found) {
         int* row = out + 5 * found;
-        row[0] = tile.expert, row[1] = tile.row, row[2] = tile.rows, row[3] = tile.column, row[4] = tile.columns;
+        row[0] = tile.expert, row[1] = tile.row, row[2] = tile.rows;
+        row[3] = tile.column, row[4] = tile.columns;
     }
     return found;
 }

@@ -32,18 +32,24 @@ class Epilogue(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """64 * consumers rows by block_n columns, `stages` steps of 64 of k, `group_m` row tiles side by side."""
+    """How a tile is cut, loaded and stored: the defines of `gemm.cu` under their names there."""
 
-    consumers: int = 2
+    groups: int = 2
+    blocks_m: int = 1
+    pingpong: bool = False
     block_n: int = 256
     stages: int = 4
-    group_m: int = 16
+    panels: int = 2
+    group_m: int = 8
+
+    @property
+    def block_m(self) -> int:
+        return 64 * (self.blocks_m if self.pingpong else self.groups)
 
     @property
     def smem(self) -> int:
         """Bytes of dynamic shared memory, with the slack for 1024-byte alignment."""
-        stage = 64 * 2 * (64 * self.consumers + self.block_n)
-        return 1024 + self.stages * (stage + 16) + self.consumers * 2 * 8192
+        return 1024 + self.stages * 128 * (self.block_m + self.block_n) + self.groups * self.panels * 8192
 
 
 def gemm_variant(layout: Layout, epilogue: Epilogue, tiling: Tiling) -> Variant:
@@ -53,9 +59,12 @@ def gemm_variant(layout: Layout, epilogue: Epilogue, tiling: Tiling) -> Variant:
         defines=(
             ("LAYOUT", int(layout)),
             ("EPILOGUE", int(epilogue)),
-            ("CONSUMERS", tiling.consumers),
+            ("GROUPS", tiling.groups),
+            ("BLOCKS_M", tiling.blocks_m),
+            ("PINGPONG", int(tiling.pingpong)),
             ("BLOCK_N", tiling.block_n),
             ("STAGES", tiling.stages),
+            ("PANELS", tiling.panels),
             ("GROUP_M", tiling.group_m),
         ),
     )
@@ -107,6 +116,7 @@ def launch_gemm(
     b: torch.Tensor,
     ends_e: torch.Tensor,
     out: torch.Tensor,
+    counter: torch.Tensor,
     *,
     tiling: Tiling,
     epilogue: Epilogue = Epilogue.PLAIN,
@@ -117,17 +127,18 @@ def launch_gemm(
 ) -> None:
     """Queue one grouped GEMM into `out`; all contiguous bf16, but `ends_e` int32 and `weights_R` float32.
 
+    `counter` is two int32 zeros, not shared by launches that may overlap; the kernel leaves zeros.
+
     FORWARD  a [R, K], b [e, N, K], out [R, N] (SwiGLU: b [e, 2F, K], out [R, F], gate_up [R, 2F] if kept)
     DGRAD    a [R, K], b [e, K, N], out [R, N]
     WGRAD    a [R, M], b [R, N],    out [e, M, N]
     """
     swiglu = epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP)
-    rows = 64 * tiling.consumers
     if layout is Layout.WGRAD:
         map_a, map_b = ragged_map(a, 64, 64), ragged_map(b, 64, 64)
         map_out = stacked_map(out, 64, 64)
     else:
-        map_a, map_out = ragged_map(a, 64, rows), ragged_map(out, 64, 64)
+        map_a, map_out = ragged_map(a, 64, tiling.block_m), ragged_map(out, 64, 64)
         if layout is Layout.DGRAD:
             map_b = stacked_map(b, 64, 64)
         else:
@@ -136,7 +147,7 @@ def launch_gemm(
     count = ends_e.numel() if segments is None else segments.shape[0]
     load(gemm_variant(layout, epilogue, tiling), a.device).launch(
         grid=blocks or torch.cuda.get_device_properties(a.device).multi_processor_count,
-        block=128 * (tiling.consumers + 1),
+        block=128 * (tiling.groups + 1),
         smem=tiling.smem,
         args=[
             map_a,
@@ -150,5 +161,6 @@ def launch_gemm(
             out.shape[-1],
             a.shape[-1],
             weights_R,
+            counter,
         ],
     )

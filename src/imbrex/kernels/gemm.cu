@@ -4,23 +4,31 @@
 //             2 wgrad     D[e, m, n] = sum_r A[r, m] B[r, n]    over the rows of expert e
 //   EPILOGUE  0 plain, 1 SwiGLU (B holds gate rows, then up rows; D gets silu(gate) * up),
 //             2 SwiGLU that stores gate and up as well, 3 rows multiplied by their weight
-//   CONSUMERS 1 or 2 warpgroups of 64 rows each; BLOCK_N columns a tile; STAGES; GROUP_M (see gemm_scheduler.cuh)
+//   GROUPS    consumer warpgroups; BLOCKS_M 64-row blocks each; PINGPONG 0: the groups share a tile of
+//             64 * GROUPS rows, 1: each group has tiles of its own (64 * BLOCKS_M rows) in turn
+//   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group; GROUP_M row tiles side
+//             by side (gemm_scheduler.cuh)
 //
-// Timeline of one block (one an SM, persistent): one thread of the producer warpgroup fills a ring of STAGES
-// buffers by TMA, across tile borders. Each consumer warpgroup owns 64 rows of the tile and never waits for the
-// other: while one converts and stores its rows, the other has the tensor cores for itself, and the ring lets it
-// run ahead by up to STAGES steps. Stores leave through two 8 KiB buffers a warpgroup by TMA and drain during the
-// next tile. A warpgroup whose 64 rows are all past the end skips its products (the tail of an expert then costs a
-// half tile).
+// Timeline of one block (one an SM, persistent): one thread of the producer warpgroup draws tile numbers from a
+// counter, describes each tile in a ring of slots, and fills a ring of STAGES buffers by TMA, across tile borders.
+// Consumers multiply, and store through PANELS panels of 8 KiB by TMA, which drain during the next tile.
+//   shared tile:  group 0 |== tile 0 ==|store|== tile 1 ==|store|     ping-pong: |== tile 0 ==|store|== tile 2 ==|
+//                 group 1 |== tile 0 ==|store|== tile 1 ==|store|                |............|== tile 1 ==|store|
+// A 64-row block past the end of its expert is not multiplied (the tail of an expert then costs half a tile).
+//
+// Drawing the tiles matters where experts end raggedly: blocks that walk a fixed sequence drift apart, and row tiles
+// that share a panel of B then read it from HBM at different times.
 //
 // Ragged ends without touching a row that is not the expert's: the descriptor has three dimensions (column, y < H,
 // z <= R), rows and z both one row apart, and its base lies H rows before the tensor. A box of H rows at
 // (y, z) = (H - v, row + v) covers rows row .. row + v - 1 and nothing else, since y ends at H: loads give zeros
-// for the others and stores skip them. H = 128, row = 258, v = 42: y = 86 .. 127 are z + y - H = 258 .. 299.
+// for the others and stores skip them. A box that is outside altogether must not be asked for: the copy engine then
+// touches the base (an illegal address where nothing is mapped before the tensor; seen on an H200). H = 128, row = 258, v = 42: y = 86 .. 127 are z + y - H = 258 .. 299.
 #include "ptx.cuh"
 #include "gemm_scheduler.cuh"
 
-constexpr int kBlockM = 64 * CONSUMERS;
+constexpr int kTileBlocks = PINGPONG ? BLOCKS_M : GROUPS;  // 64-row blocks of a tile
+constexpr int kBlockM = 64 * kTileBlocks;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kBlockK = 64;
 constexpr bool kForward = LAYOUT == 0, kDgrad = LAYOUT == 1, kWgrad = LAYOUT == 2;
@@ -28,48 +36,52 @@ constexpr bool kSwiglu = EPILOGUE == 1 || EPILOGUE == 2;
 constexpr u32 kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
 constexpr u32 kPanel = 64 * 64 * 2;  // 64 rows of 128 bytes
 constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
-constexpr int kProducerRegisters = 40, kConsumerRegisters = CONSUMERS == 2 ? 232 : 240;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = GROUPS == 2 ? 232 : 240;
+constexpr int kSlots = 4;
+static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one block of rows each");
 
 using Order = Schedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;
 
+// What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles.
+struct __align__(16) Slot {
+    int expert, row, rows, column, columns, steps;
+    u32 position;
+    int unused;
+};
+
+struct Shared {
+    u32 a, b, staging, full, empty, slot_full, slot_empty;
+    Slot* slots;
+    __device__ __forceinline__ u32 a_of(u32 stage) const { return a + stage * kBytesA; }
+    __device__ __forceinline__ u32 b_of(u32 stage) const { return b + stage * kBytesB; }
+};
+
 struct Ring {
-    int stage = 0;
-    u32 phase = 0;
+    u32 stage, phase;
+    __device__ __forceinline__ explicit Ring(u32 position) : stage(position % STAGES), phase(position / STAGES & 1) {}
     __device__ __forceinline__ void next() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 };
 
-struct Shared {
-    u32 a, b, staging, full, empty;
-    __device__ __forceinline__ u32 a_of(int stage) const { return a + stage * kBytesA; }
-    __device__ __forceinline__ u32 b_of(int stage) const { return b + stage * kBytesB; }
-    __device__ __forceinline__ u32 full_of(int stage) const { return full + stage * 8; }
-    __device__ __forceinline__ u32 empty_of(int stage) const { return empty + stage * 8; }
-};
-
 __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
 
-// Steps of kBlockK of a tile, and where its first k lies.
-__device__ __forceinline__ int steps_of(const Tile& tile, const int* ends, int k, int& k_begin, int& k_count) {
-    k_begin = kWgrad && tile.expert > 0 ? ends[tile.expert - 1] : 0;
-    k_count = kWgrad ? ends[tile.expert] - k_begin : k;
-    return (k_count + kBlockK - 1) / kBlockK;
-}
-
-__device__ __forceinline__ void load_step(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, int stage,
+__device__ __forceinline__ void load_step(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, u32 stage,
                                           const Tile& tile, int k, int k_left) {
-    const u32 full = shared.full_of(stage), a = shared.a_of(stage), b = shared.b_of(stage);
-    ptx::mbarrier_expect(full, kBytesA + kBytesB);
+    const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
     if constexpr (kWgrad) {
         const int v = least(k_left, kBlockK);
+        const int panels_a = least((tile.rows + 63) / 64, kTileBlocks), panels_b = least((tile.columns + 63) / 64, kBlockN / 64);
+        ptx::mbarrier_expect(full, (panels_a + panels_b) * kPanel);
 #pragma unroll
-        for (int i = 0; i < CONSUMERS; ++i) ptx::tma_load_3d(a + i * kPanel, map_a, full, tile.row + 64 * i, kBlockK - v, k + v);
+        for (int i = 0; i < kTileBlocks; ++i)
+            if (i < panels_a) ptx::tma_load_3d(a + i * kPanel, map_a, full, tile.row + 64 * i, kBlockK - v, k + v);
 #pragma unroll
         for (int i = 0; i < kBlockN / 64; ++i)
-            ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, kBlockK - v, k + v);
+            if (i < panels_b) ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, kBlockK - v, k + v);
         return;
     }
+    ptx::mbarrier_expect(full, kBytesA + kBytesB);
     const int v = least(tile.rows, kBlockM);
     ptx::tma_load_3d(a, map_a, full, k, kBlockM - v, tile.row + v);
     if constexpr (kDgrad) {
@@ -83,14 +95,76 @@ __device__ __forceinline__ void load_step(const TensorMap* map_a, const TensorMa
     }
 }
 
-__device__ __forceinline__ void multiply_step(float (&d)[kBlockN / 2], u32 a, u32 b, u32 first) {
+// The producer thread. counter[0]: tiles drawn beyond the first of each block; counter[1]: blocks that are done, the
+// last of which sets both back to 0 for the next launch.
+__device__ __forceinline__ void produce(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, Order order,
+                                        const int* ends, int k, u32* counter) {
+    u32 patience = ptx::kPatience, position = 0, index = 0;
+    Tile tile;
+    Ring ring(0);
+    int number = blockIdx.x;
+    for (int stops = 0; stops < (PINGPONG ? GROUPS : 1); ++index) {
+        const u32 slot = index % kSlots;
+        ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (index / kSlots & 1) ^ 1, patience);
+        if (stops > 0 || !order.seek(number, tile)) {
+            shared.slots[slot].steps = -1;
+            ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+            ++stops;
+            continue;
+        }
+        const int next = gridDim.x + atomicAdd(counter, 1);
+        const int k_begin = kWgrad && tile.expert > 0 ? ends[tile.expert - 1] : 0;
+        const int k_count = kWgrad ? ends[tile.expert] - k_begin : k;
+        const int steps = (k_count + kBlockK - 1) / kBlockK;
+        shared.slots[slot] = Slot{tile.expert, tile.row, tile.rows, tile.column, tile.columns, steps, position, 0};
+        ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step, ring.next()) {
+            ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
+            load_step(map_a, map_b, shared, ring.stage, tile, k_begin + step * kBlockK, k_count - step * kBlockK);
+        }
+        position += steps;
+        number = next;
+    }
+    if (atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void multiply_step(float (&d)[BLOCKS_M][kBlockN / 2], u32 a, u32 b, bool first) {
     constexpr u32 kStepA = kWgrad ? 16 * 128 : 32, kStepB = kForward ? 32 : 16 * 128;
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBlockK / 16; ++i)
-        ptx::wgmma_bf16<kBlockN, kWgrad, !kForward>(d, ptx::wgmma_operand(a + i * kStepA, kPanel),
-                                                    ptx::wgmma_operand(b + i * kStepB, kPanel), !(first && i == 0));
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m)
+            ptx::wgmma_bf16<kBlockN, kWgrad, !kForward>(d[m], ptx::wgmma_operand(a + m * kPanel + i * kStepA, kPanel),
+                                                        ptx::wgmma_operand(b + i * kStepB, kPanel), !(first && i == 0));
     ptx::wgmma_commit();
+}
+
+// All steps of one tile for one group: the first kBlocks of its 64-row blocks (0: only keep the ring going).
+template <int kBlocks>
+__device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2], const Shared& shared, u32 rows_a, const Slot& tile,
+                                              u32& patience) {
+    const bool leader = threadIdx.x % 32 == 0;
+    Ring ring(tile.position);
+    u32 last = 0;
+#pragma unroll 1
+    for (int step = 0; step < tile.steps; ++step, ring.next()) {
+        ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
+        if constexpr (kBlocks > 0) {
+            multiply_step<kBlocks>(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), step == 0);
+            ptx::wgmma_wait<1>();
+            if (step > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);
+            last = ring.stage;
+        } else if (leader) {
+            ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
+        }
+    }
+    if constexpr (kBlocks > 0) {
+        ptx::wgmma_wait<0>();
+        if (tile.steps > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);
+    }
 }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
@@ -109,14 +183,15 @@ __device__ __forceinline__ void write_panel(u32 panel, int warp, int lane, Value
     }
 }
 
-// Panels leave through two buffers in turn: before a buffer is written again its last store must have been read.
+// Panels leave through PANELS buffers in turn: before one is written again its last store must have been read.
 struct Stores {
     u32 staging;
-    int group, thread, turn = 0;
+    int group, thread;
+    u32 turn = 0;
     __device__ __forceinline__ u32 begin() {
-        if (thread == 0) ptx::bulk_wait_read<1>();
+        if (thread == 0) ptx::bulk_wait_read<PANELS - 1>();
         ptx::named_barrier(1 + group, 128);
-        return staging + (turn++ & 1) * kPanel;
+        return staging + (turn++ % PANELS) * kPanel;
     }
     template <typename Store>
     __device__ __forceinline__ void finish(Store store) {
@@ -129,10 +204,10 @@ struct Stores {
     }
 };
 
-__device__ __forceinline__ void store_tile(const float (&d)[kBlockN / 2], const TensorMap* map_d, const TensorMap* map_h,
-                                           Stores& stores, const Tile& tile, const float* weights) {
+// 64 rows of a tile; `row` is their first row of the output and `rows` (1..64) of them exist.
+__device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const TensorMap* map_d, const TensorMap* map_h,
+                                            Stores& stores, const Slot& tile, int row, int rows, const float* weights) {
     const int warp = stores.thread / 32, lane = stores.thread % 32;
-    const int row = tile.row + 64 * stores.group, rows = least(tile.rows - 64 * stores.group, 64);
     float scale[2] = {1.f, 1.f};
     if constexpr (EPILOGUE == 3) {
         const int mine = 16 * warp + lane / 4;
@@ -166,79 +241,67 @@ __device__ __forceinline__ void store_tile(const float (&d)[kBlockN / 2], const 
     }
 }
 
-__device__ __forceinline__ void produce(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, Order order,
-                                        const int* ends, int k) {
-    Ring ring;
-    Tile tile;
+__device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared,
+                                        const float* weights) {
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+    const int first_block = PINGPONG ? 0 : group;  // of this group's rows in the tile
     u32 patience = ptx::kPatience;
-    for (int number = blockIdx.x; order.seek(number, tile); number += gridDim.x) {
-        int k_begin, k_count;
-        const int steps = steps_of(tile, ends, k, k_begin, k_count);
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step, ring.next()) {
-            ptx::mbarrier_wait(shared.empty_of(ring.stage), ring.phase ^ 1, patience);
-            load_step(map_a, map_b, shared, ring.stage, tile, k_begin + step * kBlockK, k_count - step * kBlockK);
-        }
-    }
-}
-
-__device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared, Order order,
-                                        const int* ends, int k, const float* weights) {
-    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-    const u32 rows_a = group * kPanel;  // 64 rows of 128 bytes in either layout of A
-    Stores stores{shared.staging + group * 2 * kPanel, group, thread};
-    Ring ring;
-    Tile tile;
-    u32 patience = ptx::kPatience;
-    for (int number = blockIdx.x; order.seek(number, tile); number += gridDim.x) {
-        int k_begin, k_count;
-        const int steps = steps_of(tile, ends, k, k_begin, k_count);
-        if (tile.rows <= 64 * group) {
-#pragma unroll 1
-            for (int step = 0; step < steps; ++step, ring.next()) {
-                ptx::mbarrier_wait(shared.full_of(ring.stage), ring.phase, patience);
-                if (lane == 0) ptx::mbarrier_arrive(shared.empty_of(ring.stage));
-            }
-            continue;
-        }
-        float d[kBlockN / 2];
-        if (kWgrad && steps == 0)
+    Stores stores{shared.staging + group * PANELS * kPanel, group, thread};
+    for (u32 index = PINGPONG ? group : 0;; index += PINGPONG ? GROUPS : 1) {
+        const u32 slot = index % kSlots;
+        ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
+        const Slot tile = shared.slots[slot];
+        __syncwarp();
+        if (thread % 32 == 0) ptx::mbarrier_arrive(shared.slot_empty + 8 * slot);
+        if (tile.steps < 0 || patience == 0) break;
+        float d[BLOCKS_M][kBlockN / 2];
+        if (kWgrad && tile.steps == 0)
 #pragma unroll
-            for (int i = 0; i < kBlockN / 2; ++i) d[i] = 0.f;
-        int last = 0;
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step, ring.next()) {
-            ptx::mbarrier_wait(shared.full_of(ring.stage), ring.phase, patience);
-            multiply_step(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), step == 0);
-            ptx::wgmma_wait<1>();
-            if (step > 0 && lane == 0) ptx::mbarrier_arrive(shared.empty_of(last));
-            last = ring.stage;
-        }
-        ptx::wgmma_wait<0>();
-        if (steps > 0 && lane == 0) ptx::mbarrier_arrive(shared.empty_of(last));
-        store_tile(d, map_d, map_h, stores, tile, weights);
+            for (int m = 0; m < BLOCKS_M; ++m)
+#pragma unroll
+                for (int i = 0; i < kBlockN / 2; ++i) d[m][i] = 0.f;
+        const int rows = tile.rows - 64 * first_block;
+        if (rows <= 0)
+            multiply_tile<0>(d, shared, 0, tile, patience);
+        else if (BLOCKS_M > 1 && rows <= 64)
+            multiply_tile<1>(d, shared, 0, tile, patience);
+        else
+            multiply_tile<BLOCKS_M>(d, shared, first_block * kPanel, tile, patience);
+#pragma unroll
+        for (int m = 0; m < BLOCKS_M; ++m)
+            if (rows > 64 * m)
+                store_block(d[m], map_d, map_h, stores, tile, tile.row + 64 * (first_block + m), least(rows - 64 * m, 64), weights);
     }
     if (thread == 0) ptx::bulk_wait<0>();
 }
 
 // map_h: gate and up (EPILOGUE 2), else unused. `rows` is the fixed number of output rows (wgrad), `columns` the
-// number of output columns, `k` the contracted length (not wgrad), `weights` [R] (EPILOGUE 3).
-extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
+// number of output columns, `k` the contracted length (not wgrad), `weights` [R] (EPILOGUE 3), `counter` two zeros.
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h, const int* ends,
-                 const int* segments, int count, int rows, int columns, int k, const float* weights) {
+                 const int* segments, int count, int rows, int columns, int k, const float* weights, u32* counter) {
     extern __shared__ u8 memory[];
-    const u32 base = (ptx::smem_u32(memory) + 1023) & ~1023u;
+    __shared__ Slot slots[kSlots];
+    __shared__ u64 barriers[2 * STAGES + 2 * kSlots];
     Shared shared;
-    shared.a = base;
+    shared.a = (ptx::smem_u32(memory) + 1023) & ~1023u;
     shared.b = shared.a + STAGES * kBytesA;
     shared.staging = shared.b + STAGES * kBytesB;
-    shared.full = shared.staging + CONSUMERS * 2 * kPanel;
+    shared.full = ptx::smem_u32(barriers);
     shared.empty = shared.full + STAGES * 8;
+    shared.slot_full = shared.empty + STAGES * 8;
+    shared.slot_empty = shared.slot_full + kSlots * 8;
+    shared.slots = slots;
     if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
-            ptx::mbarrier_init(shared.full_of(stage), 1);
-            ptx::mbarrier_init(shared.empty_of(stage), 4 * CONSUMERS);
+        constexpr int kReaders = PINGPONG ? 4 : 4 * GROUPS;  // warps that read a stage or a slot
+        for (int i = 0; i < STAGES; ++i) {
+            ptx::mbarrier_init(shared.full + 8 * i, 1);
+            ptx::mbarrier_init(shared.empty + 8 * i, kReaders);
+        }
+        for (int i = 0; i < kSlots; ++i) {
+            ptx::mbarrier_init(shared.slot_full + 8 * i, 1);
+            ptx::mbarrier_init(shared.slot_empty + 8 * i, kReaders);
         }
         ptx::fence_barrier_init();
         ptx::prefetch_map(&map_a);
@@ -246,12 +309,12 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::prefetch_map(&map_d);
     }
     __syncthreads();
-    const Order order{ends, segments, count, rows, columns};
-    if (threadIdx.x >= CONSUMERS * 128) {
+    if (threadIdx.x >= GROUPS * 128) {
         ptx::fewer_registers<kProducerRegisters>();
-        if (threadIdx.x == CONSUMERS * 128) produce(&map_a, &map_b, shared, order, ends, k);
+        const Order order{ends, segments, count, rows, columns};
+        if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter);
     } else {
         ptx::more_registers<kConsumerRegisters>();
-        consume(&map_d, &map_h, shared, order, ends, k, weights);
+        consume(&map_d, &map_h, shared, weights);
     }
 }

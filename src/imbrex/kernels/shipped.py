@@ -9,7 +9,7 @@ import importlib
 
 from imbrex.kernels.jit import Variant
 
-FAMILIES: tuple[str, ...] = ()
+FAMILIES: tuple[str, ...] = ("imbrex.kernels.experts_ffn",)
 
 
 def shipped_variants() -> list[Variant]:

@@ -1,0 +1,190 @@
+"""The feed-forward network of the local experts through imbrex's own kernels, forward and backward.
+
+    y_RD = ffn(rows_RD, gate_up_eGD, down_eDF, counts_e)          # G = 2F: gate rows first, then up
+    y_RD = ffn(..., weights_R=weights_R)                          # rows already times their routing weight
+
+Rows are expert-major; rows past the counts are neither read nor written. Nothing synchronises with the host
+and all shapes are static, so a step can be captured in a CUDA graph. The operators are opaque to
+`torch.compile`, and their backward is one operator too. Forward: two GEMMs, SwiGLU in the first one's epilogue
+and the weight in the second's. Backward: four GEMMs and one elementwise kernel; gate and up (bf16) are kept, or
+computed again (`recompute`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from imbrex.kernels.experts_gemm import Epilogue, Layout, gemm_variant, launch_gemm
+from imbrex.kernels.experts_glue import Groups, glue_variants, plan_groups, swiglu_backward
+from imbrex.kernels.experts_tiling import choose_tiling, gemm_variants
+from imbrex.kernels.jit import Variant, unavailable
+
+MULTIPLE = 8
+"""D and F must be multiples of this: rows of 16 bytes for the copy engine."""
+
+
+def supports(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> str | None:
+    """None if `ffn` takes these tensors, else one sentence that says why not."""
+    experts, width, inner = down_eDF.shape
+    if not rows_RD.is_cuda:
+        return "the expert kernels need tensors on a GPU"
+    if (reason := unavailable(rows_RD.device.index)) is not None:
+        return reason
+    if any(t.dtype != torch.bfloat16 for t in (rows_RD, gate_up_eGD, down_eDF)):
+        return "the expert kernels compute in bfloat16"
+    if gate_up_eGD.shape != (experts, 2 * inner, width) or rows_RD.shape[1] != width:
+        return "the expert kernels need SwiGLU weights [e, 2F, D] and [e, D, F]"
+    if width % MULTIPLE or inner % MULTIPLE:
+        return f"the expert kernels need D and F to be multiples of {MULTIPLE}, not {width} and {inner}"
+    return None
+
+
+def ffn(
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    *,
+    weights_R: Tensor | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """down(silu(gate) * up) of every row by its expert, times `weights_R` (float32) where given; [R, D] bf16.
+
+    counts_e: int64, rows of every expert. recompute: keep gate and up for the backward, or compute them again
+    (a third more work in the backward, 4 R F bytes less). Differentiable in rows, weights and `weights_R`.
+    """
+    tensors = (rows_RD, gate_up_eGD, down_eDF, weights_R)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    keep = training and not recompute
+    return expert_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)[0]
+
+
+@custom_op("imbrex::expert_ffn", mutates_args=())
+def expert_ffn(
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    weights_R: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """y_RD, and gate_up_RG where kept (else empty)."""
+    groups, rows_RD = plan_groups(counts_e), rows_RD.contiguous()
+    gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
+    act_RF = rows_RD.new_empty(rows_RD.shape[0], down_eDF.shape[2])
+    y_RD = torch.empty_like(rows_RD)
+    if rows_RD.shape[0]:
+        up = Epilogue.SWIGLU_KEEP if keep else Epilogue.SWIGLU
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, gate_up=gate_up_RG if keep else None)
+        down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
+        _gemm(Layout.FORWARD, act_RF, down_eDF, groups, y_RD, down, weights=weights_R)
+    return y_RD, gate_up_RG
+
+
+@expert_ffn.register_fake
+def _(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
+    return torch.empty_like(rows_RD), rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
+
+
+@custom_op("imbrex::expert_ffn_backward", mutates_args=())
+def expert_ffn_backward(
+    d_y_RD: Tensor,
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    weights_R: Tensor | None,
+    gate_up_RG: Tensor,
+    need_rows: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed."""
+    rows, groups = rows_RD.shape[0], plan_groups(counts_e)
+    d_y_RD, rows_RD = d_y_RD.contiguous(), rows_RD.contiguous()
+    d_rows_RD = torch.empty_like(rows_RD) if need_rows else rows_RD.new_empty(0)
+    if rows == 0:
+        d_gate_up_eGD = gate_up_eGD.new_zeros(gate_up_eGD.shape if need_weights else 0)
+        d_down_eDF = down_eDF.new_zeros(down_eDF.shape if need_weights else 0)
+        return d_rows_RD, d_gate_up_eGD, d_down_eDF, rows_RD.new_empty(0, dtype=torch.float32)
+    if gate_up_RG.shape[0] == 0:
+        gate_up_RG = rows_RD.new_empty(rows, gate_up_eGD.shape[1])
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
+    d_act_RF = rows_RD.new_empty(rows, down_eDF.shape[2])
+    _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF)
+    d_gate_up_RG, act_RF, d_weights_R = swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e)
+    d_gate_up_eGD = gate_up_eGD.new_empty(gate_up_eGD.shape if need_weights else 0)
+    d_down_eDF = down_eDF.new_empty(down_eDF.shape if need_weights else 0)
+    if need_weights:
+        _gemm(Layout.WGRAD, d_y_RD, act_RF, groups, d_down_eDF)
+        _gemm(Layout.WGRAD, d_gate_up_RG, rows_RD, groups, d_gate_up_eGD)
+    if need_rows:
+        _gemm(Layout.DGRAD, d_gate_up_RG, gate_up_eGD, groups, d_rows_RD)
+    if d_weights_R is None:
+        d_weights_R = rows_RD.new_empty(0, dtype=torch.float32)
+    return d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R
+
+
+@expert_ffn_backward.register_fake
+def _(d_y_RD, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, gate_up_RG, need_rows, need_weights):
+    return (
+        torch.empty_like(rows_RD) if need_rows else rows_RD.new_empty(0),
+        torch.empty_like(gate_up_eGD) if need_weights else gate_up_eGD.new_empty(0),
+        torch.empty_like(down_eDF) if need_weights else down_eDF.new_empty(0),
+        rows_RD.new_empty(0 if weights_R is None else rows_RD.shape[0], dtype=torch.float32),
+    )
+
+
+def _setup(ctx, inputs, output):
+    rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, _keep = inputs
+    ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, output[1])
+
+
+def _backward(ctx, d_y_RD, _d_gate_up_RG):
+    rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
+    needs_weight_gradients = gate_up or down
+    d_rows, d_gate_up, d_down, d_weights = expert_ffn_backward(
+        d_y_RD, *ctx.saved_tensors, rows, needs_weight_gradients
+    )
+    return (
+        d_rows if rows else None,
+        d_gate_up if gate_up else None,
+        d_down if down else None,
+        None,
+        d_weights if weights else None,
+        None,
+    )
+
+
+expert_ffn.register_autograd(_backward, setup_context=_setup)
+
+
+def _gemm(
+    layout: Layout,
+    a: Tensor,
+    b: Tensor,
+    groups: Groups,
+    out: Tensor,
+    epilogue: Epilogue = Epilogue.PLAIN,
+    *,
+    gate_up: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    launch_gemm(
+        layout,
+        a,
+        b,
+        groups.ends_e,
+        out,
+        groups.counter,
+        tiling=choose_tiling(layout, a.shape[0], groups.ends_e.numel()),
+        epilogue=epilogue,
+        gate_up=gate_up,
+        weights_R=weights,
+    )
+
+
+def shipped_variants() -> list[Variant]:
+    """Every kernel that `ffn` and its backward can launch."""
+    return [*glue_variants(), *(gemm_variant(*choice) for choice in gemm_variants())]

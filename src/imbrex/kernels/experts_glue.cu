@@ -1,0 +1,114 @@
+// The memory-bound pieces around the expert GEMMs. Every kernel loops to a count that lies on the device, so rows past
+// the experts' rows cost nothing, and every access of rows is 16 bytes a lane.
+#include "ptx.cuh"
+
+struct __align__(16) Eight {
+    u32 pair[4];
+};
+
+__device__ __forceinline__ float value(const Eight& v, int i) {
+    return i & 1 ? ptx::bf16_high(v.pair[i / 2]) : ptx::bf16_low(v.pair[i / 2]);
+}
+
+__device__ __forceinline__ Eight pack(const float (&v)[8]) {
+    Eight packed;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed.pair[i] = ptx::pack_bf16(v[2 * i], v[2 * i + 1]);
+    return packed;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+    return v;
+}
+
+__device__ __forceinline__ int first_row() { return (blockIdx.x * blockDim.x + threadIdx.x) / 32; }
+__device__ __forceinline__ int row_stride() { return gridDim.x * blockDim.x / 32; }
+
+// ends[i] = counts[0] + ... + counts[i]; counters zeroed. One warp. counts = {130, 0, 170}: ends = {130, 130, 300}.
+extern "C" __global__ void plan_groups(const i64* counts, int* ends, int* counters, int experts, int num_counters) {
+    const int lane = threadIdx.x;
+    for (int i = lane; i < num_counters; i += 32) counters[i] = 0;
+    int before = 0;
+    for (int first = 0; first < experts; first += 32) {
+        int sum = first + lane < experts ? static_cast<int>(counts[first + lane]) : 0;
+#pragma unroll
+        for (int offset = 1; offset < 32; offset *= 2) {
+            const int left = __shfl_up_sync(0xffffffffu, sum, offset);
+            if (lane >= offset) sum += left;
+        }
+        if (first + lane < experts) ends[first + lane] = before + sum;
+        before += __shfl_sync(0xffffffffu, sum, 31);
+    }
+}
+
+// From d_act [R, F] and the kept gate_up [R, 2F]: d_gate_up [R, 2F], act [R, F] (times the row's weight, for the weight
+// gradient) and d_weight [R] = sum_f act d_act. `weights` null: 1, and d_weight is not written. A warp a row.
+// gate 0, up 2, d_act 3, weight .5: silu 0, silu' .5; d_gate = 3 * .5 * 2 * .5 = 1.5, d_up 0, act 0, d_weight 0.
+extern "C" __global__ void __launch_bounds__(256)
+    swiglu_backward(const Eight* d_act, const Eight* gate_up, const float* weights, const int* ends, int experts, int units,
+                    Eight* d_gate_up, Eight* act, float* d_weights) {
+    const int rows = ends[experts - 1], lane = threadIdx.x % 32;
+    for (int row = first_row(); row < rows; row += row_stride()) {
+        const i64 at = i64(row) * units;
+        const float weight = weights != nullptr ? weights[row] : 1.f;
+        float d_weight = 0.f;
+        for (int unit = lane; unit < units; unit += 32) {
+            const Eight d = d_act[at + unit], g = gate_up[2 * at + unit], u = gate_up[2 * at + units + unit];
+            float d_gate[8], d_up[8], acts[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float gate = value(g, i), up = value(u, i), slope = value(d, i) * weight;
+                const float sigmoid = __fdividef(1.f, 1.f + __expf(-gate));
+                const float silu = gate * sigmoid;
+                d_weight += silu * up * value(d, i);
+                d_gate[i] = slope * up * sigmoid * (1.f + gate * (1.f - sigmoid));
+                d_up[i] = slope * silu;
+                acts[i] = silu * up * weight;
+            }
+            d_gate_up[2 * at + unit] = pack(d_gate);
+            d_gate_up[2 * at + units + unit] = pack(d_up);
+            act[at + unit] = pack(acts);
+        }
+        if (weights != nullptr) {
+            d_weight = warp_sum(d_weight);
+            if (lane == 0) d_weights[row] = d_weight;
+        }
+    }
+}
+
+// rows[r] = x[index[r]] for the rows before the last end. A warp a row.
+extern "C" __global__ void __launch_bounds__(256)
+    gather_rows(const Eight* x, const i64* index, const int* ends, int experts, int units, Eight* rows) {
+    const int count = ends[experts - 1], lane = threadIdx.x % 32;
+    for (int row = first_row(); row < count; row += row_stride()) {
+        const Eight* from = x + index[row] * units;
+        Eight* to = rows + i64(row) * units;
+#pragma unroll 4
+        for (int unit = lane; unit < units; unit += 32) to[unit] = from[unit];
+    }
+}
+
+// y[t] = sum over k of weight[t, k] rows[position[t, k]], in fp32, in order of k; position -1 adds nothing. A warp handles
+// 32 units (256 values) of a token. `weights` null: 1.
+extern "C" __global__ void __launch_bounds__(256)
+    sum_rows(const Eight* rows, const i64* position, const float* weights, int tokens, int choices, int units, Eight* y) {
+    const int lane = threadIdx.x % 32, parts = (units + 31) / 32;
+    for (i64 work = first_row(); work < i64(tokens) * parts; work += row_stride()) {
+        const i64 token = work / parts;
+        const int unit = static_cast<int>(work % parts) * 32 + lane;
+        if (unit >= units) continue;
+        float sum[8] = {};
+#pragma unroll 4
+        for (int k = 0; k < choices; ++k) {
+            const i64 row = position[token * choices + k];
+            if (row < 0) continue;
+            const float weight = weights != nullptr ? weights[token * choices + k] : 1.f;
+            const Eight part = rows[row * units + unit];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[i] += weight * value(part, i);
+        }
+        y[token * units + unit] = pack(sum);
+    }
+}

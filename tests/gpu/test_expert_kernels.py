@@ -1,0 +1,231 @@
+"""The expert kernels against fp64, on ragged groups, with poisoned outputs and rows past the counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("cuda.bindings.driver", reason="the kernels need cuda-core")
+
+from imbrex.kernels.experts_ffn import ffn, supports
+from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
+from imbrex.kernels.experts_tiling import gemm_variants
+
+CUDA = torch.device("cuda")
+TAIL = 77
+LIMIT = 3e-3  # of ||out - ref|| / ||ref||: bf16 rounds by 2^-9 at most, 1.7e-3 in this norm
+CASES = {
+    "ragged": ([130, 0, 1, 300, 64, 65, 128, 0, 7], 704, 512),
+    "one expert has all": ([0, 0, 1000, 0], 256, 272),
+    "narrow": ([5, 9], 72, 144),
+    "no rows": ([0, 0, 0], 128, 128),
+    "single rows": ([1, 1, 1, 1], 264, 1408),
+    "many rows": ([700, 512, 3, 900], 2048, 1024),
+}
+TILINGS = sorted({tiling for _, _, tiling in gemm_variants()}, key=str)
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=CUDA) * scale).to(torch.bfloat16)
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan"), device=CUDA, dtype=torch.bfloat16)
+
+
+def groups_of(counts: list[int]):
+    return plan_groups(torch.tensor(counts, device=CUDA))
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    norm = reference.double().norm().clamp_min(1e-30)
+    return float((found.double() - reference.double()).norm() / norm)
+
+
+def per_expert(counts: list[int], rows: Tensor, weight: Tensor) -> Tensor:
+    pieces = rows[: sum(counts)].double().split(counts)
+    return torch.cat([piece @ w.double() for piece, w in zip(pieces, weight, strict=True)])
+
+
+def check_rows(out: Tensor, reference: Tensor) -> None:
+    rows = reference.shape[0]
+    assert out[rows:].isnan().all(), "rows past the counts were written"
+    if rows:
+        assert error(out[:rows], reference) < LIMIT
+
+
+@pytest.fixture(params=list(CASES), ids=list(CASES))
+def case(request):
+    torch.manual_seed(0)
+    counts, width, columns = CASES[request.param]
+    rows = sum(counts)
+    a = draw(rows + TAIL, width)
+    a[rows:] = float("nan")
+    return counts, a, draw(len(counts), columns, width, scale=width**-0.5)
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_forward_and_weighted(case, tiling: Tiling) -> None:
+    counts, a, b = case
+    groups, reference = groups_of(counts), per_expert(counts, a, b.mT)
+    weights = torch.rand(a.shape[0], device=CUDA)
+    for epilogue in (Epilogue.PLAIN, Epilogue.WEIGHTED):
+        out = poisoned(a.shape[0], b.shape[1])
+        scale = weights[: sum(counts), None].double() if epilogue is Epilogue.WEIGHTED else 1.0
+        launch_gemm(
+            Layout.FORWARD,
+            a,
+            b,
+            groups.ends_e,
+            out,
+            groups.counter,
+            tiling=tiling,
+            epilogue=epilogue,
+            weights_R=weights,
+        )
+        check_rows(out, reference * scale)
+    assert groups.counter.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_swiglu_in_the_epilogue(case, tiling: Tiling) -> None:
+    counts, a, b = case
+    groups, reference = groups_of(counts), per_expert(counts, a, b.mT)
+    gate, up = reference.chunk(2, 1)
+    act, kept, gate_up = (poisoned(a.shape[0], n) for n in (b.shape[1] // 2, b.shape[1] // 2, b.shape[1]))
+    common = (a, b, groups.ends_e)
+    launch_gemm(Layout.FORWARD, *common, act, groups.counter, tiling=tiling, epilogue=Epilogue.SWIGLU)
+    launch_gemm(
+        Layout.FORWARD,
+        *common,
+        kept,
+        groups.counter,
+        tiling=tiling,
+        epilogue=Epilogue.SWIGLU_KEEP,
+        gate_up=gate_up,
+    )
+    check_rows(act, F.silu(gate) * up)
+    check_rows(kept, F.silu(gate) * up)
+    check_rows(gate_up, reference)
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_gradient_of_rows(case, tiling: Tiling) -> None:
+    counts, a, b = case
+    groups = groups_of(counts)
+    d_out, out = draw(a.shape[0], b.shape[1]), poisoned(a.shape[0], a.shape[1])
+    d_out[sum(counts) :] = float("nan")
+    launch_gemm(Layout.DGRAD, d_out, b, groups.ends_e, out, groups.counter, tiling=tiling)
+    check_rows(out, per_expert(counts, d_out, b))
+
+
+@pytest.mark.parametrize("tiling", [t for t in TILINGS if t.groups == 2], ids=str)
+def test_gradient_of_weights(case, tiling: Tiling) -> None:
+    counts, a, b = case
+    groups, rows = groups_of(counts), sum(counts)
+    d_out, out = draw(a.shape[0], b.shape[1]), poisoned(*b.shape)
+    d_out[rows:] = float("nan")
+    launch_gemm(Layout.WGRAD, d_out, a, groups.ends_e, out, groups.counter, tiling=tiling)
+    pieces = zip(d_out[:rows].double().split(counts), a[:rows].double().split(counts), strict=True)
+    reference = torch.stack([d.T @ x for d, x in pieces])
+    assert not out.isnan().any()
+    assert error(out, reference) < LIMIT
+
+
+def reference_ffn(counts: list[int], rows, gate_up, down, weights):
+    act = []
+    for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):
+        gate_R, up_R = (piece @ up.T).chunk(2, 1)
+        act.append((F.silu(gate_R) * up_R) @ out.T)
+    return torch.cat(act) * weights[:, None]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("counts", [[130, 0, 1, 300, 64, 65], [1, 2, 0, 3]], ids=str)
+def test_ffn_and_its_gradients(counts: list[int], recompute: bool) -> None:
+    torch.manual_seed(1)
+    rows, width, inner = sum(counts), 512, 264
+    x, d_y = draw(rows + TAIL, width), draw(rows + TAIL, width)
+    gate_up = draw(len(counts), 2 * inner, width, scale=width**-0.5)
+    down, weights = draw(len(counts), width, inner, scale=inner**-0.5), torch.rand(rows + TAIL, device=CUDA)
+    x[rows:] = d_y[rows:] = float("nan")
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    assert supports(x, gate_up, down) is None
+    y = ffn(x, gate_up, down, torch.tensor(counts, device=CUDA), weights_R=weights, recompute=recompute)
+    found = torch.autograd.grad(y, leaves, d_y)
+    exact = [t.detach().double().requires_grad_() for t in (x, gate_up, down, weights)]
+    y_exact = reference_ffn(counts, exact[0][:rows], exact[1], exact[2], exact[3][:rows])
+    expected = torch.autograd.grad(y_exact, exact, d_y[:rows].double())
+    assert error(y[:rows], y_exact) < 5e-3
+    for name, one, other in zip(("x", "gate_up", "down", "weights"), found, expected, strict=True):
+        cut = rows if name in ("x", "weights") else one.shape[0]
+        assert error(one[:cut], other[:cut]) < 1e-2, name
+
+
+def test_the_same_bits_twice() -> None:
+    torch.manual_seed(2)
+    counts = torch.tensor([500, 3, 700, 129], device=CUDA)
+    x, gate_up, down = draw(1332, 1024), draw(4, 1024, 1024, scale=1 / 32), draw(4, 1024, 512, scale=1 / 16)
+    leaves = [t.requires_grad_() for t in (x, gate_up, down)]
+    first, second = (torch.autograd.grad(ffn(*leaves, counts).sum(), leaves) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_graph_follows_the_counts() -> None:
+    torch.manual_seed(3)
+    x, gate_up, down = draw(400, 256), draw(3, 512, 256, scale=1 / 16), draw(3, 256, 256, scale=1 / 16)
+    counts = torch.tensor([100, 200, 100], device=CUDA)
+    ffn(x, gate_up, down, counts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ffn(x, gate_up, down, counts)
+    for now in ([100, 200, 100], [0, 1, 399], [400, 0, 0]):
+        counts.copy_(torch.tensor(now))
+        graph.replay()
+        assert torch.equal(y, ffn(x, gate_up, down, counts))
+
+
+def test_compiled_whole_and_equal() -> None:
+    torch.manual_seed(4)
+    x, gate_up, down = draw(300, 256), draw(2, 512, 256, scale=1 / 16), draw(2, 256, 256, scale=1 / 16)
+    counts = torch.tensor([100, 200], device=CUDA)
+    leaves = [t.requires_grad_() for t in (x, gate_up, down)]
+
+    def step(x, gate_up, down):
+        return ffn(x, gate_up, down, counts).float().square().sum()
+
+    expected = torch.autograd.grad(step(*leaves), leaves)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*leaves), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_gather_and_sum_are_exact() -> None:
+    torch.manual_seed(5)
+    tokens, choices, width = 500, 4, 264
+    x = draw(tokens, width)
+    order = torch.randperm(tokens * choices, device=CUDA)
+    groups = groups_of([tokens * choices - 3, 3])
+    rows = gather_rows(x, order // choices, groups.ends_e)
+    assert torch.equal(rows, x[order // choices])
+    position = torch.empty_like(order)
+    position[order] = torch.arange(tokens * choices, device=CUDA)
+    position = position.view(tokens, choices)
+    position[::7, 1] = -1
+    weights = torch.rand(tokens, choices, device=CUDA)
+    reference = torch.zeros(tokens, width, device=CUDA)
+    for k in range(choices):
+        part = rows[position[:, k].clamp_min(0)].float() * weights[:, k, None]
+        reference += torch.where(position[:, k, None] >= 0, part, 0.0)
+    assert error(sum_rows(rows, position, weights), reference) < LIMIT
+
+
+def test_what_is_not_supported_is_said() -> None:
+    x, gate_up, down = draw(4, 20), draw(1, 32, 20), draw(1, 20, 16)
+    assert "multiples of 8" in str(supports(x, gate_up, down))
+    assert "bfloat16" in str(supports(x.float(), gate_up, down))
+    assert "GPU" in str(supports(x.cpu(), gate_up, down))
