@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from imbrex.kernels.exchange import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated import kernel
-from tests.emulated.scenario import Case, check_exchange, make_exchange
+from tests.emulated.scenario import Case, check_exchange, make_exchange, make_inputs
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 
@@ -30,3 +33,49 @@ def test_exchange(name: str) -> None:
     case = CASES[name]
     exchange = make_exchange(case, load=kernel.load, timeout=20.0, route_blocks=2)
     check_exchange(case, exchange)
+
+
+def test_many_calls_on_rotating_buffers() -> None:
+    exchange = None
+    for seed in range(8):
+        case = Case(
+            placement=contiguous(6, 3), tokens=(seed, 9, 2 * seed % 7), choices=2, width=16, seed=seed
+        )
+        case = replace(case, tokens=(*case.tokens[:2], min(case.tokens[2], 9)))
+        exchange = exchange or make_exchange(case, load=kernel.load, timeout=20.0, route_blocks=2)
+        check_exchange(case, exchange, sms=1 + seed % 3)
+
+
+def test_a_missing_rank_ends_in_one_exception() -> None:
+    case = Case(placement=contiguous(8, 4), tokens=(16,) * 4, choices=2)
+    exchange = make_exchange(case, load=kernel.load, timeout=0.2)
+    exchange.heap.local = exchange.heap.local[:3]
+    exchange.local_ranks = 3
+    inputs = make_inputs(case)
+    given = inputs.ids_WTK[:3], inputs.weights_WTK[:3], inputs.tokens_W[:3]
+    exchange.route(*given)
+    with pytest.raises(ExchangeError, match=r"route call 1 .*timed out, waiting for expert ids of rank 3"):
+        exchange.check()
+    with pytest.raises(ExchangeError):
+        exchange.route(*given)
+
+
+def test_a_rank_that_dies_in_pull_ends_in_one_exception() -> None:
+    case = Case(placement=contiguous(8, 4), tokens=(16,) * 4, choices=2)
+    exchange = make_exchange(case, load=kernel.load, timeout=0.2)
+    inputs = make_inputs(case)
+    routed = exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
+    exchange.local_ranks = 3
+    exchange.pull(inputs.x_WTD, routed, num_sms=2)
+    with pytest.raises(ExchangeError, match=r"pull call 1 .*timed out, waiting for staged rows of rank 3"):
+        exchange.check()
+
+
+def test_wrong_ids_end_in_one_exception() -> None:
+    case = Case(placement=contiguous(8, 2), tokens=(16, 16), choices=2)
+    exchange = make_exchange(case, load=kernel.load, timeout=5.0)
+    inputs = make_inputs(case)
+    inputs.ids_WTK[1, 3] = 7
+    exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
+    with pytest.raises(ExchangeError, match="expert ids out of range or repeated"):
+        exchange.check()

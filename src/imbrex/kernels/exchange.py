@@ -232,14 +232,15 @@ class NvlinkExchange:
         if synchronize and self.device.type == "cuda":
             # host sync: asked for
             torch.cuda.synchronize(self.device)
-        for status in self._status.tolist():
-            if status[0]:
-                code, rank, peer, kind, phase, epoch, block = status[:7]
-                raise ExchangeError(
-                    f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch} (block {block}): {lay.CODES[code]}, "
-                    f"waiting for {lay.PHASES[phase]} of rank {peer} (time-out {self.timeout} s); close this exchange and "
-                    f"make a new one"
-                )
+        failures = [status for status in self._status.tolist() if status[0]]
+        if not failures:
+            return
+        cause = min(failures, key=lambda status: status[0] == lay.CODES.index(lay.PEER_GAVE_UP))
+        code, rank, peer, kind, phase, epoch, block = cause[:7]
+        raise ExchangeError(
+            f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch} (block {block}): {lay.CODES[code]}, waiting for "
+            f"{lay.PHASES[phase]} of rank {peer} (time-out {self.timeout} s); close this exchange and make a new one"
+        )
 
     def close(self) -> None:
         self.heap.close()

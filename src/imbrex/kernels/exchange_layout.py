@@ -34,7 +34,8 @@ PHASES = (
     "own blocks",
     "row offsets",
 )
-CODES = ("", "timed out", "a peer gave up", "expert ids out of range or repeated in a token", "overflow")
+PEER_GAVE_UP = "a peer gave up"
+CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
 CONTROL_BYTES = 274_432
 CHUNK = 128
 SHARED_BYTES = 227 * 1024

@@ -1,0 +1,96 @@
+"""The exchange kernels on virtual ranks of one GPU: all of it, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from imbrex.kernels.exchange import ExchangeError
+from imbrex.placement.layouts import contiguous, from_slots
+from tests.emulated.scenario import Case, check_exchange, make_exchange, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "two ranks": Case(placement=contiguous(16, 2), tokens=(200, 200), choices=4, width=2048),
+    "four ranks, ragged": Case(placement=contiguous(32, 4), tokens=(170, 0, 5, 333), choices=8, alignment=64, width=7168),
+    "eight ranks": Case(placement=contiguous(64, 8), tokens=(90,) * 8, choices=6, width=1024, alignment=16),
+    "one rank": Case(placement=contiguous(4, 1), tokens=(99,), choices=2),
+    "replicas and a spare": Case(
+        placement=from_slots([[0, 1, 2], [2, 3, -1], [0, 2, 4, 5]], 6), tokens=(400, 3, 21), choices=3
+    ),
+    "all to the last experts": Case(placement=contiguous(8, 4), tokens=(150,) * 4, choices=2, skew=100.0),
+    "nothing at all": Case(placement=contiguous(4, 2), tokens=(6, 6), choices=2, drop=1.1),
+    "long rows": Case(placement=contiguous(4, 2), tokens=(70, 90), choices=4, width=16000),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exchange(name: str) -> None:
+    case = CASES[name]
+    exchange = make_exchange(case, "cuda", timeout=10.0, route_blocks=3)
+    for sms in (1, 5, 8):
+        check_exchange(case, exchange, "cuda", sms=sms)
+
+
+def test_many_calls_on_rotating_buffers() -> None:
+    exchange = None
+    for seed in range(40):
+        case = Case(
+            placement=contiguous(16, 4),
+            tokens=tuple(torch.randint(0, 60, (3,), generator=torch.Generator().manual_seed(seed)).tolist()) + (60,),
+            choices=3,
+            width=256,
+            seed=seed,
+            skew=float(seed % 3),
+        )
+        exchange = exchange or make_exchange(case, "cuda", timeout=10.0)
+        check_exchange(case, exchange, "cuda", sms=1 + seed % 7)
+
+
+def test_a_captured_call_follows_new_routing() -> None:
+    case = Case(placement=contiguous(16, 4), tokens=(32,) * 4, choices=4, width=512)
+    exchange = make_exchange(case, "cuda", timeout=10.0)
+    static = make_inputs(case, "cuda")
+
+    def step() -> torch.Tensor:
+        routed = exchange.route(static.ids_WTK, static.weights_WTK, static.tokens_W)
+        rows = exchange.pull(static.x_WTD, routed, num_sms=4)
+        return exchange.combine(rows, routed, num_sms=4)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(1, 6):
+        fresh = make_inputs(Case(placement=case.placement, tokens=case.tokens, choices=4, width=512, seed=seed), "cuda")
+        for name in ("ids_WTK", "weights_WTK", "x_WTD"):
+            getattr(static, name).copy_(getattr(fresh, name))
+        graph.replay()
+        replayed = captured.clone()
+        assert torch.equal(replayed, step())
+    exchange.check(synchronize=True)
+
+
+def test_a_missing_rank_ends_in_one_exception() -> None:
+    case = Case(placement=contiguous(8, 4), tokens=(16,) * 4, choices=2)
+    exchange = make_exchange(case, "cuda", timeout=0.2)
+    exchange.heap.local = exchange.heap.local[:3]
+    exchange.local_ranks = 3
+    inputs = make_inputs(case, "cuda")
+    exchange.route(inputs.ids_WTK[:3], inputs.weights_WTK[:3], inputs.tokens_W[:3])
+    with pytest.raises(ExchangeError, match=r"rank \d in route call 1 .*timed out, waiting for expert ids of rank 3"):
+        exchange.check(synchronize=True)
+    with pytest.raises(ExchangeError):
+        exchange.route(inputs.ids_WTK[:3], inputs.weights_WTK[:3], inputs.tokens_W[:3])
+
+
+def test_wrong_ids_end_in_one_exception() -> None:
+    case = Case(placement=contiguous(8, 2), tokens=(16, 16), choices=2)
+    exchange = make_exchange(case, "cuda", timeout=5.0)
+    inputs = make_inputs(case, "cuda")
+    inputs.ids_WTK[1, 3] = 7
+    exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
+    with pytest.raises(ExchangeError, match="expert ids out of range or repeated"):
+        exchange.check(synchronize=True)
