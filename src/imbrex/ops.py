@@ -251,7 +251,8 @@ sum_over_ranks.register_autograd(_sum_backward, setup_context=_sum_setup)
 def gather_over_ranks(x: Tensor, group_name: str, group_size: int) -> Tensor:
     """`x` [...] of every rank of a group as [group_size, ...]. Not differentiable."""
     gathered = x.new_empty(group_size * x.numel())
-    dist.all_gather_into_tensor(gathered, x.flatten(), group=_group(group_name))
+    flat, group = x.flatten(), _group(group_name)
+    _collective(gathered, lambda: waiting.all_gather_single(gathered, flat, group=group, async_op=True))
     return gathered.view(group_size, *x.shape)
 
 

@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 60.0
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""One tensor from all ranks; torch 2.13 gave it this name and deprecates the older one."""
+
 
 class RankLostError(RuntimeError):
     """A collective failed or ran past its time-out: a rank died, is stuck, or left."""

@@ -58,7 +58,13 @@ class Cast:
 def as_bytes(rows_ND: Tensor) -> Tensor:
     """Rows to uint8 [N, bytes of a row], without a copy where they are contiguous."""
     n, width = rows_ND.shape
-    return rows_ND.contiguous().view(torch.uint8).view(n, width * rows_ND.dtype.itemsize)
+    # One value is contiguous whatever its stride, but only stride 1 can be viewed as bytes.
+    dense = (
+        rows_ND.contiguous()
+        if rows_ND.stride(-1) == 1
+        else rows_ND.clone(memory_format=torch.contiguous_format)
+    )
+    return dense.view(torch.uint8).view(n, width * rows_ND.dtype.itemsize)
 
 
 def from_bytes(encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:

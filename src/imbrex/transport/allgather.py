@@ -7,7 +7,8 @@ from torch import Tensor
 
 from imbrex.contracts import Pending, Traffic
 from imbrex.transport.alltoall import AllToAll
-from imbrex.transport.collective import Done, InFlight, all_gather_single
+from imbrex.transport.collective import Done, InFlight
+from imbrex.waiting import all_gather_single
 
 
 class AllGather(AllToAll):

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from imbrex import waiting
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""One tensor from all ranks; torch 2.13 gave it this name and deprecates the older one."""
-
 
 class Collective:
     """A process group and how to wait on it. `group=None` is a group of one, which never communicates."""
@@ -35,7 +32,9 @@ class Collective:
             return message.cpu()[None]
         sent = message.to(self.device)
         gathered = sent.new_empty(self.world_size * sent.numel())
-        work = self.start("plan", lambda: all_gather_single(gathered, sent, self.group, async_op=True))
+        work = self.start(
+            "plan", lambda: waiting.all_gather_single(gathered, sent, self.group, async_op=True)
+        )
         self.finish("plan", work)
         # host sync: the counts decide the sizes of what follows
         return gathered.view(self.world_size, -1).cpu()

@@ -1,0 +1,51 @@
+"""The layer is one graph: forward and backward under torch.compile(fullgraph=True)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import imbrex
+from tests.ranks.layer_jobs import Case, coefficients, make_layer, tokens_of
+from tests.ranks.pool import Pool, Ranks
+from tests.ranks.test_layer import SPLIT_SLOTS
+
+CONFIG = imbrex.MoEConfig(hidden_size=8, intermediate_size=16, num_experts=6, top_k=2)
+
+
+def run_compiled(ranks: Ranks, case: Case, backend: str) -> dict[str, float]:
+    """Largest differences between the eager and the compiled layer, over two different batches."""
+    torch._dynamo.reset()
+    layer = make_layer(case, ranks.group)
+    replicated = layer.exchange.transport.replicated
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+    worst: dict[str, float] = {}
+    for shift in (0, 1):
+        x = tokens_of(case, ranks.rank + (0 if replicated else shift), replicated=replicated)
+        x = (x + shift).requires_grad_()
+        seen = []
+        for run in (layer, compiled):
+            layer.zero_grad()
+            x.grad = None
+            y = run(x)
+            ((y * coefficients(y)).sum() + layer.aux_loss()).backward()
+            seen.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}})
+        for name, eager in seen[0].items():
+            difference = (eager - seen[1][name]).abs().max().item() if eager.numel() else 0.0
+            worst[name] = max(worst.get(name, 0.0), difference)
+    return worst
+
+
+@pytest.mark.parametrize("transport", ["alltoall", "allgather", "allreduce"])
+def test_fullgraph_equals_eager(pool: Pool, transport: str) -> None:
+    losses = imbrex.AuxLosses(load_balance=0.01, z=0.001)
+    case = Case(config=CONFIG, tokens=(5, 4, 3, 8), losses=losses, options={"transport": transport})
+    for worst in pool.run(2, run_compiled, case, "aot_eager"):
+        assert max(worst.values()) < 1e-5, worst
+
+
+def test_fullgraph_with_replicas_and_a_codec(pool: Pool) -> None:
+    options = {"transport": "alltoall", "codec": "int8"}
+    case = Case(config=CONFIG, tokens=(5, 4, 3, 8), slots=SPLIT_SLOTS, options=options)
+    for worst in pool.run(4, run_compiled, case, "aot_eager"):
+        assert max(worst.values()) < 1e-5, worst

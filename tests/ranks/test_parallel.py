@@ -1,0 +1,171 @@
+"""Expert parallelism beside data parallelism: the right gradients meet, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import imbrex
+from tests.ranks.layer_jobs import SEED, Case, coefficients, make_layer, run_layer, tokens_of
+from tests.ranks.pool import Pool, Ranks
+from tests.ranks.reference import run_reference
+from tests.ranks.test_layer import SMALL, SPLIT_SLOTS, relative
+
+MESHES = {"ep": (8,), "dp-ep": (2, 4), "ep-tp": (4, 2), "dp-ep-tp": (2, 2, 2)}
+
+
+def run_synced(ranks: Ranks, case: Case, mesh_name: str | None) -> dict[str, Any]:
+    """One backward and `sync_gradients`; the synced gradients of a rank."""
+    place = ranks.group
+    if mesh_name is not None:
+        names = tuple(mesh_name.split("-"))
+        place = init_device_mesh("cpu", MESHES[mesh_name], mesh_dim_names=names)
+    layer = make_layer(case, place)
+    x_TD = tokens_of(case, ranks.rank)
+    y_TD = layer(x_TD)
+    (y_TD * coefficients(y_TD)).sum().backward()
+    ids = layer.routing.ids_TK if layer.routing is not None else None
+    imbrex.sync_gradients(layer)
+    return {
+        "ids": ids,
+        "experts": layer.experts.expert_ids,
+        "grads": {name: p.grad for name, p in layer.named_parameters()},
+        "shard": layer.experts.shard,
+    }
+
+
+def check_synced(case: Case, world: int, results: list[dict[str, Any]]) -> None:
+    """Every rank holds the gradients of the mean of all ranks' losses."""
+    truth = run_reference(case, world, replicated=False, routing=results)
+    whole = make_layer(Case(config=case.config), None).experts
+    for result in results:
+        assert relative(result["grads"]["gate.weight"], truth["gate.weight"] / world) < 1e-5
+        whole.shard = result["shard"]
+        for name, grads in truth["experts"].items():
+            for slot, expert in enumerate(result["experts"]):
+                if expert < 0:
+                    continue
+                local = whole.shard_of(name, grads[expert]) / world
+                assert relative(result["grads"][f"experts.{name}"][slot], local) < 1e-5, (name, expert)
+
+
+@pytest.mark.parametrize("mesh_name", list(MESHES))
+def test_meshes(pool: Pool, mesh_name: str) -> None:
+    case = Case(config=SMALL)
+    check_synced(case, 8, pool.run(8, run_synced, case, mesh_name))
+
+
+def test_replicas_sum_theirs(pool: Pool) -> None:
+    case = Case(config=SMALL, slots=SPLIT_SLOTS)
+    check_synced(case, 4, pool.run(4, run_synced, case, None))
+
+
+class Model(nn.Module):
+    """A dense layer around a MoE layer."""
+
+    def __init__(self, case: Case, group, *, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.before = nn.Linear(case.config.hidden_size, case.config.hidden_size)
+        self.moe = make_layer(case, group)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(x)
+        out = checkpoint(self.moe, hidden, use_reentrant=False) if self.recompute else self.moe(hidden)
+        return hidden + out
+
+
+def full(grad: Any) -> torch.Tensor:
+    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+def run_wrapped(ranks: Ranks, case: Case, kind: str) -> dict[str, torch.Tensor]:
+    """Gradients under DDP, FSDP2, activation checkpointing, or none of them."""
+    model = Model(case, ranks.group, recompute=kind == "recompute")
+    run: nn.Module = model
+    if kind == "ddp":
+        imbrex.ignore_in_ddp(model)
+        run = DistributedDataParallel(model, process_group=ranks.group)
+    elif kind == "fsdp":
+        mesh = DeviceMesh.from_group(ranks.group, "cpu")
+        fully_shard(model, mesh=mesh, ignored_params=set(imbrex.expert_parameters(model)))
+    y = run(tokens_of(case, ranks.rank))
+    ((y * coefficients(y)).sum() + imbrex.aux_loss(model)).backward()
+    imbrex.sync_gradients(model, dense=kind in ("plain", "recompute"))
+    return {name: full(p.grad).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "recompute"])
+def test_wrappers_change_no_gradient(pool: Pool, kind: str) -> None:
+    case = Case(config=SMALL, tokens=(5, 2, 3, 8), losses=imbrex.AuxLosses(load_balance=0.1))
+    plain = pool.run(4, run_wrapped, case, "plain")
+    wrapped = pool.run(4, run_wrapped, case, kind)
+    for ours, theirs in zip(wrapped, plain, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, grad in theirs.items():
+            assert relative(ours[name], grad) < 1e-5, name
+
+
+def test_replicated_tokens_give_every_rank_the_whole_gate_gradient(pool: Pool) -> None:
+    case = Case(config=SMALL, options={"transport": "allreduce"})
+    first, *others = pool.run(4, run_layer, case)
+    for other in others:
+        assert torch.equal(first["grads"]["gate.weight"], other["grads"]["gate.weight"])
+        assert torch.equal(first["y"], other["y"])
+
+
+def test_a_group_that_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="1 ranks do not divide into tensor_parallel=2; choose a divisor of 1"):
+        imbrex.MoELayer(SMALL, None, tensor_parallel=2)
+
+
+def run_two_layers(ranks: Ranks, case: Case) -> float:
+    """Two layers over two groups, interleaved, forward and backward; against each alone."""
+    layers = [make_layer(case, ranks.group) for _ in range(2)]
+    x_TD = tokens_of(case, ranks.rank)
+    alone = [layer(x_TD).detach() for layer in layers]
+    begun = [layer.exchange.begin_dispatch(x_TD, layer.gate(x_TD)) for layer in layers]
+    rows = [b.finish() for b in reversed(begun)][::-1]
+    outs = [layer.experts(d) for layer, d in zip(layers, rows, strict=True)]
+    back = [layer.exchange.begin_combine(o, d.handle) for layer, o, d in zip(layers, outs, rows, strict=True)]
+    ys = [b.finish() for b in back]
+    dist.barrier(ranks.group)
+    return max((y - a).abs().max().item() if y.numel() else 0.0 for y, a in zip(ys, alone, strict=True))
+
+
+def test_crossings_begun_early_give_the_same_bits(pool: Pool) -> None:
+    assert pool.run(4, run_two_layers, Case(config=SMALL)) == [0.0] * 4
+
+
+def run_begun_gradients(ranks: Ranks, case: Case) -> float:
+    layer = make_layer(case, ranks.group)
+    grads = []
+    for begun in (False, True):
+        x_TD = tokens_of(case, ranks.rank).requires_grad_()
+        layer.zero_grad()
+        routing = layer.gate(x_TD)
+        exchange = layer.exchange
+        d = exchange.begin_dispatch(x_TD, routing).finish() if begun else exchange.dispatch(x_TD, routing)
+        rows = layer.experts(d)
+        y = (
+            exchange.begin_combine(rows, d.handle).finish(x_TD)
+            if begun
+            else exchange.combine(rows, d.handle, x_TD)
+        )
+        (y * coefficients(y)).sum().backward()
+        assert x_TD.grad is not None
+        grads.append((y.detach(), x_TD.grad))
+    return max((a - b).abs().max().item() if a.numel() else 0.0 for a, b in zip(*grads, strict=True))
+
+
+def test_gradients_of_crossings_begun_early(pool: Pool) -> None:
+    assert pool.run(4, run_begun_gradients, Case(config=SMALL)) == [0.0] * 4

@@ -1,0 +1,81 @@
+"""Rows encoded to cross the wire: the same as an oracle that rounds at the same points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.codec import make_wire
+from imbrex.placement import from_slots
+from imbrex.plan import choose_slots, count_choices, owner_of_slot
+from imbrex.testing import wired
+from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
+from tests.ranks.pool import Pool
+from tests.ranks.test_layer import SPLIT_SLOTS, relative
+
+CONFIG = imbrex.MoEConfig(hidden_size=9, intermediate_size=8, num_experts=6, top_k=3)
+MIXED = {"dispatch": "int8", "combine": "bf16", "dispatch_backward": "fp16"}
+
+
+def expected(case: Case, results: list[dict[str, Any]], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and input gradients of a rank, from the oracle. The gate is left out: weights are constants."""
+    assert case.slots is not None
+    placement = from_slots(case.slots, case.config.num_experts)
+    counts = torch.stack([count_choices(r["ids"], case.config.num_experts) for r in results])
+    split = imbrex.placement.split_evenly(counts, placement)
+    ids = results[rank]["ids"]
+    owner = owner_of_slot(placement, ids.device)[choose_slots(ids, split[rank], placement)]
+    single = make_layer(Case(config=case.config, options={"experts": "loop"}), None)
+    x_TD = tokens_of(case, rank).requires_grad_()
+    routing = imbrex.Routing(ids_TK=ids, weights_TK=results[rank]["weights"])
+    y_TD = wired(x_TD, routing, single.experts, owner, rank, make_wire(case.options["codec"]))
+    (y_TD * coefficients(y_TD)).sum().backward()
+    assert x_TD.grad is not None
+    return y_TD.detach(), x_TD.grad
+
+
+@pytest.mark.parametrize("transport", ["alltoall", "allgather"])
+@pytest.mark.parametrize("codec", ["int8", "fp16", "bf16", MIXED], ids=str)
+def test_replicas_and_a_codec_equal_the_rounding_oracle(pool: Pool, transport: str, codec: Any) -> None:
+    case = Case(config=CONFIG, slots=SPLIT_SLOTS, options={"transport": transport, "codec": codec})
+    results = pool.run(4, run_frozen_gate, case)
+    for rank, result in enumerate(results):
+        y_TD, x_grad = expected(case, results, rank)
+        assert relative(result["y"], y_TD) < 1e-5, rank
+        assert relative(result["x_grad"], x_grad) < 1e-5, rank
+
+
+def run_frozen_gate(ranks, case: Case) -> dict[str, Any]:
+    """`run_layer` without the gate's part of the input gradient."""
+    forward = imbrex.MoELayer.forward
+
+    def detached(layer, x, **kwargs):
+        gate = layer.gate.forward
+        layer.gate.forward = lambda tokens, **rest: _constant(gate(tokens.detach(), **rest))
+        return forward(layer, x, **kwargs)
+
+    imbrex.MoELayer.forward = detached
+    try:
+        return run_layer(ranks, case)
+    finally:
+        imbrex.MoELayer.forward = forward
+
+
+def _constant(routing: imbrex.Routing) -> imbrex.Routing:
+    return imbrex.Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK.detach())
+
+
+def test_an_encoded_exchange_is_not_the_plain_one(pool: Pool) -> None:
+    """The oracle above would also pass if nothing were encoded on either side; the difference is visible."""
+    plain = pool.run(4, run_layer, Case(config=CONFIG, options={"transport": "alltoall"}))
+    coded = pool.run(4, run_layer, Case(config=CONFIG, options={"transport": "alltoall", "codec": "int8"}))
+    assert relative(coded[0]["y"], plain[0]["y"]) > 1e-4
+
+
+def test_a_sum_on_the_wire_cannot_be_encoded() -> None:
+    case = Case(config=CONFIG, options={"transport": "allreduce", "codec": "int8"})
+    with pytest.raises(ValueError, match="cannot carry rows written as int8; use codec='identity'"):
+        make_layer(case, None)
