@@ -1,0 +1,67 @@
+"""`imbrex doctor`: versions, devices, links, and what works here, each piece tried and not only looked up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from imbrex.cli.machine import devices, links, versions
+
+ROOMS = {"transport": "transports", "codec": "codecs", "strategy": "strategies"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="until two trial ranks give up (60)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 where all that the processor needs works, else 1; what needs a GPU never fails it."""
+    from imbrex.cli.trials import try_everything
+
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
+    found = try_everything(args.timeout)
+    report = {
+        "versions": versions(),
+        "devices": devices(),
+        "links": links(),
+        "checks": [asdict(finding) for finding in found],
+    }
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(_lines(report)))
+    broken = [finding for finding in found if finding.device == "cpu" and not finding.works]
+    return 1 if broken else 0
+
+
+def _lines(report: dict[str, Any]) -> Iterable[str]:
+    yield "versions"
+    yield "  " + "  ".join(f"{name} {number}" for name, number in report["versions"].items())
+    yield "devices"
+    for device in report["devices"]:
+        facts = [f"{value} {name}" for name, value in device.items() if name not in ("kind", "name")]
+        yield f"  {device['kind']:5} {device['name']}: {', '.join(facts).replace('memory_gib', 'GiB')}"
+    yield "links"
+    if not report["links"]:
+        yield "  none between devices: one GPU at most, and no RDMA device"
+    for link in report["links"]:
+        if "between" in link:
+            a, b = link["between"]
+            reach = "" if link["peer_access"] else ", no peer access"
+            yield f"  gpu {a} - gpu {b}: {link['via']}{reach}"
+        else:
+            yield f"  network {link['network']}: {link['via']}"
+    room: str = ""
+    for check in report["checks"]:
+        if check["room"] != room:
+            room = str(check["room"])
+            yield ROOMS.get(room) or room
+        mark = "works" if check["works"] else "  -  "
+        yield f"  {mark}  {check['name']:12} {check['device']:5} {check['why']}"
