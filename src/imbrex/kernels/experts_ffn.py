@@ -5,9 +5,9 @@
 
 Rows are expert-major; rows past the counts are neither read nor written. Nothing synchronises with the host
 and all shapes are static, so a step can be captured in a CUDA graph. The operators are opaque to
-`torch.compile`, and their backward is one operator too. Forward: two GEMMs, SwiGLU in the first one's epilogue
-and the weight in the second's. Backward: four GEMMs and one elementwise kernel; gate and up (bf16) are kept, or
-computed again (`recompute`).
+`torch.compile`, and their backward is one operator too. Forward: two GEMMs, SwiGLU in the first one's
+epilogue and the weight in the second's. Backward: four GEMMs and one elementwise kernel; gate and up (bf16)
+are kept, or computed again (`recompute`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Tiling:
         return 1024 + self.stages * 128 * (self.block_m + self.block_n) + self.groups * self.panels * 8192
 
 
-def gemm_variant(layout: Layout, epilogue: Epilogue, tiling: Tiling) -> Variant:
+def gemm_variant(layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool = True) -> Variant:
     return Variant(
         source="gemm.cu",
         entry="grouped_gemm",
@@ -66,6 +66,7 @@ def gemm_variant(layout: Layout, epilogue: Epilogue, tiling: Tiling) -> Variant:
             ("STAGES", tiling.stages),
             ("PANELS", tiling.panels),
             ("GROUP_M", tiling.group_m),
+            ("WIDE", int(wide and layout is not Layout.FORWARD)),
         ),
     )
 
@@ -97,6 +98,31 @@ def stacked_map(weight_eNK: torch.Tensor, box_columns: int, box_rows: int, split
     )
 
 
+def ragged_panels_map(rows_RC: torch.Tensor, panels: int) -> ByValue:
+    """Ragged descriptor (64 rows) whose box is `panels` panels of 64 columns: (column, y, z, panel)."""
+    rows, columns = rows_RC.shape
+    stride = rows_RC.stride(0) * rows_RC.element_size()
+    return tensor_map(
+        rows_RC.data_ptr() - 64 * stride,
+        rows_RC.dtype,
+        (64, 64, rows + 1, columns // 64),
+        (stride, stride, 128),
+        (64, 64, 1, panels),
+    )
+
+
+def stacked_panels_map(weight_eKN: torch.Tensor, panels: int) -> ByValue:
+    """Descriptor of one matrix per expert whose box is 64 rows of `panels` panels of 64 columns."""
+    experts, rows, columns = weight_eKN.shape
+    return tensor_map(
+        weight_eKN.data_ptr(),
+        weight_eKN.dtype,
+        (64, rows, columns // 64, experts),
+        (2 * columns, 128, 2 * rows * columns),
+        (64, 64, panels, 1),
+    )
+
+
 def halves_map(gate_up_RG: torch.Tensor) -> ByValue:
     """Ragged descriptor (64 rows) of rows that hold gate, then up: (column, half, y, z)."""
     rows, columns = gate_up_RG.shape
@@ -108,6 +134,21 @@ def halves_map(gate_up_RG: torch.Tensor) -> ByValue:
         (columns, stride, stride),
         (64, 1, 64, 1),
     )
+
+
+def _operand_maps(
+    layout: Layout, a: torch.Tensor, b: torch.Tensor, tiling: Tiling, epilogue: Epilogue, wide: bool
+) -> tuple[ByValue, ByValue]:
+    columns = tiling.block_n // 64
+    if layout is Layout.WGRAD and wide:
+        return ragged_panels_map(a, tiling.block_m // 64), ragged_panels_map(b, columns)
+    if layout is Layout.WGRAD:
+        return ragged_map(a, 64, 64), ragged_map(b, 64, 64)
+    map_a = ragged_map(a, 64, tiling.block_m)
+    if layout is Layout.DGRAD:
+        return map_a, stacked_panels_map(b, columns) if wide else stacked_map(b, 64, 64)
+    split = 2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1
+    return map_a, stacked_map(b, 64, tiling.block_n // split, split)
 
 
 def launch_gemm(
@@ -133,19 +174,12 @@ def launch_gemm(
     DGRAD    a [R, K], b [e, K, N], out [R, N]
     WGRAD    a [R, M], b [R, N],    out [e, M, N]
     """
-    swiglu = epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP)
-    if layout is Layout.WGRAD:
-        map_a, map_b = ragged_map(a, 64, 64), ragged_map(b, 64, 64)
-        map_out = stacked_map(out, 64, 64)
-    else:
-        map_a, map_out = ragged_map(a, 64, tiling.block_m), ragged_map(out, 64, 64)
-        if layout is Layout.DGRAD:
-            map_b = stacked_map(b, 64, 64)
-        else:
-            map_b = stacked_map(b, 64, tiling.block_n // (1 + swiglu), 1 + swiglu)
+    wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
+    map_a, map_b = _operand_maps(layout, a, b, tiling, epilogue, wide)
+    map_out = stacked_map(out, 64, 64) if layout is Layout.WGRAD else ragged_map(out, 64, 64)
     map_h = halves_map(gate_up) if gate_up is not None else map_out
     count = ends_e.numel() if segments is None else segments.shape[0]
-    load(gemm_variant(layout, epilogue, tiling), a.device).launch(
+    load(gemm_variant(layout, epilogue, tiling, wide), a.device).launch(
         grid=blocks or torch.cuda.get_device_properties(a.device).multi_processor_count,
         block=128 * (tiling.groups + 1),
         smem=tiling.smem,

@@ -18,14 +18,12 @@ def choose_tiling(layout: Layout, rows: int, experts: int) -> Tiling:
     return SHARED
 
 
-def gemm_variants() -> list[tuple[Layout, Epilogue, Tiling]]:
-    """Everything `choose_tiling` can ask for."""
-    rows_inner = [
-        (Layout.FORWARD, Epilogue.PLAIN),
-        (Layout.FORWARD, Epilogue.SWIGLU),
-        (Layout.FORWARD, Epilogue.SWIGLU_KEEP),
-        (Layout.FORWARD, Epilogue.WEIGHTED),
-        (Layout.DGRAD, Epilogue.PLAIN),
+def gemm_variants() -> list[tuple[Layout, Epilogue, Tiling, bool]]:
+    """Everything `choose_tiling` can ask for, and whether operands are loaded in wide boxes."""
+    forward = [
+        (Layout.FORWARD, epilogue, tiling, False) for epilogue in Epilogue for tiling in (SHARED, DECODE)
     ]
-    found = [(layout, epilogue, tiling) for layout, epilogue in rows_inner for tiling in (SHARED, DECODE)]
-    return [*found, (Layout.WGRAD, Epilogue.PLAIN, SHARED)]
+    dgrad = [
+        (Layout.DGRAD, Epilogue.PLAIN, tiling, wide) for tiling in (SHARED, DECODE) for wide in (True, False)
+    ]
+    return [*forward, *dgrad, *((Layout.WGRAD, Epilogue.PLAIN, SHARED, wide) for wide in (True, False))]

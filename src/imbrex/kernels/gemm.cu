@@ -6,6 +6,8 @@
 //             2 SwiGLU that stores gate and up as well, 3 rows multiplied by their weight
 //   GROUPS    consumer warpgroups; BLOCKS_M 64-row blocks each; PINGPONG 0: the groups share a tile of
 //             64 * GROUPS rows, 1: each group has tiles of its own (64 * BLOCKS_M rows) in turn
+//   WIDE      1: operands that are contiguous along m or n are multiples of 64 wide, and one instruction loads all their
+//             panels of 64 (with one a panel, six a step, the producer thread holds the tensor cores up)
 //   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group; GROUP_M row tiles side
 //             by side (gemm_scheduler.cuh)
 //
@@ -36,7 +38,7 @@ constexpr bool kSwiglu = EPILOGUE == 1 || EPILOGUE == 2;
 constexpr u32 kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
 constexpr u32 kPanel = 64 * 64 * 2;  // 64 rows of 128 bytes
 constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
-constexpr int kProducerRegisters = 40, kConsumerRegisters = GROUPS == 2 ? 232 : 240;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = GROUPS == 2 ? 224 : 240;
 constexpr int kSlots = 4;
 static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one block of rows each");
 
@@ -69,29 +71,32 @@ __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ void load_step(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, u32 stage,
                                           const Tile& tile, int k, int k_left) {
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
-    if constexpr (kWgrad) {
-        const int v = least(k_left, kBlockK);
-        const int panels_a = least((tile.rows + 63) / 64, kTileBlocks), panels_b = least((tile.columns + 63) / 64, kBlockN / 64);
-        ptx::mbarrier_expect(full, (panels_a + panels_b) * kPanel);
-#pragma unroll
-        for (int i = 0; i < kTileBlocks; ++i)
-            if (i < panels_a) ptx::tma_load_3d(a + i * kPanel, map_a, full, tile.row + 64 * i, kBlockK - v, k + v);
-#pragma unroll
-        for (int i = 0; i < kBlockN / 64; ++i)
-            if (i < panels_b) ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, kBlockK - v, k + v);
-        return;
+    const int v = least(kWgrad ? k_left : tile.rows, kWgrad ? kBlockK : kBlockM);
+    if constexpr (!kWgrad) {
+        ptx::mbarrier_expect(full, kBytesA + kBytesB);
+        ptx::tma_load_3d(a, map_a, full, k, kBlockM - v, tile.row + v);
     }
-    ptx::mbarrier_expect(full, kBytesA + kBytesB);
-    const int v = least(tile.rows, kBlockM);
-    ptx::tma_load_3d(a, map_a, full, k, kBlockM - v, tile.row + v);
-    if constexpr (kDgrad) {
-#pragma unroll
-        for (int i = 0; i < kBlockN / 64; ++i) ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, k, tile.expert);
-    } else if constexpr (kSwiglu) {
+    if constexpr (kSwiglu) {
         ptx::tma_load_3d(b, map_b, full, k, tile.column, 2 * tile.expert);
         ptx::tma_load_3d(b + kBytesB / 2, map_b, full, k, tile.column, 2 * tile.expert + 1);
-    } else {
+    } else if constexpr (kForward) {
         ptx::tma_load_3d(b, map_b, full, k, tile.column, tile.expert);
+    } else if constexpr (WIDE && kDgrad) {
+        ptx::tma_load_4d(b, map_b, full, 0, k, tile.column / 64, tile.expert);
+    } else if constexpr (WIDE) {
+        ptx::mbarrier_expect(full, kBytesA + kBytesB);
+        ptx::tma_load_4d(a, map_a, full, 0, kBlockK - v, k + v, tile.row / 64);
+        ptx::tma_load_4d(b, map_b, full, 0, kBlockK - v, k + v, tile.column / 64);
+    } else if constexpr (kDgrad) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 64; ++i) ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, k, tile.expert);
+    } else {
+        const int panels_a = least((tile.rows + 63) / 64, kTileBlocks), panels_b = least((tile.columns + 63) / 64, kBlockN / 64);
+        ptx::mbarrier_expect(full, (panels_a + panels_b) * kPanel);
+#pragma unroll 1
+        for (int i = 0; i < panels_a; ++i) ptx::tma_load_3d(a + i * kPanel, map_a, full, tile.row + 64 * i, kBlockK - v, k + v);
+#pragma unroll 1
+        for (int i = 0; i < panels_b; ++i) ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, kBlockK - v, k + v);
     }
 }
 

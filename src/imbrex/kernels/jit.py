@@ -35,7 +35,8 @@ ARCH = "sm_90a"
 SOURCES = Path(__file__).parent
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 _SUSPICIOUS = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
-_FIXED_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
+# NVRTC answers from a cache of its own without the report of ptxas: not wanted, ours keeps the report
+_FIXED_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v", "-no-cache")
 
 
 class KernelError(RuntimeError):

@@ -135,6 +135,14 @@ __device__ __forceinline__ void tma_load_3d(u32 target, const TensorMap* map, u3
         : "memory");
 }
 
+__device__ __forceinline__ void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+            target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
 // The tile lands at the same offset, and completes on the same barrier, in every block of the cluster in `blocks`.
 __device__ __forceinline__ void tma_load_3d_multicast(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z,
                                                       u16 blocks) {
