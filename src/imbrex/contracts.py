@@ -169,11 +169,13 @@ class Transport(Protocol):
 
     replicated: the tokens are the same on every rank; nothing is moved, and `all_reduce` sums the outputs.
     broadcasts: every token goes to every rank, wanted there or not; the plan is made accordingly.
+    device: where the rows must lie.
     """
 
     name: str
     replicated: bool
     broadcasts: bool
+    device: torch.device
 
     def exchange_counts(self, message: Tensor) -> Tensor:
         """int64 [L] of this rank to int64 [W, L] of all ranks, on the host."""

@@ -69,26 +69,26 @@ class Crossings:
         self.tickets = itertools.count()
         self.key = ops.register(self)
 
+    def device_type(self, x: Tensor) -> str:
+        """Where rows must lie; a rank alone takes them anywhere."""
+        return x.device.type if self.world_size == 1 else self.transport.device.type
+
     def begin(self, *started) -> int:
         ticket = next(self.tickets)
         self.begun[ticket] = started
         return ticket
 
-    def check_in(self, x: Tensor) -> None:
-        """A message as `make_plan` sends it, with nothing but this rank's state of mind."""
-        geometry, placement = self.geometry, self.geometry.placement
-        x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x
-        ids_TK = torch.full((x_TD.shape[0] if x_TD.dim() else 0, geometry.top_k), -1, device=x.device)
-        routing = Routing(ids_TK=ids_TK, weights_TK=torch.zeros(ids_TK.shape, device=x.device))
-        problem = find_problem(x_TD, routing, geometry.hidden_size, geometry.top_k, placement.num_experts)
-        self._handshake(problem, x_TD, ids_TK)
-
-    def _handshake(self, problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+    def handshake(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Tell every rank the state of the input and the choices per expert: int64 [W, HEADER + E]."""
-        replicated, num_experts = self.transport.replicated, self.geometry.placement.num_experts
+        replicated, geometry = self.transport.replicated, self.geometry
+        num_experts, ids_TK = geometry.placement.num_experts, routing.ids_TK
+        problem = find_problem(
+            x_TD, routing, geometry.hidden_size, geometry.top_k, num_experts, self.device_type(x_TD)
+        )
         self.calls += 1
         header = write_header(problem, x_TD, ids_TK, self.calls, replicated)
-        counts_E = plan.count_choices(ids_TK[:0] if problem[0] else ids_TK, num_experts)
+        fine = not problem[0]
+        counts_E = plan.count_choices(ids_TK, num_experts) if fine else torch.zeros(num_experts).long()
         gathered = self.transport.exchange_counts(torch.cat([header, counts_E]))
         self.observer.count("host_syncs", 1, layer=self.layer)
         check_headers(gathered[:, :HEADER], replicated)
@@ -99,9 +99,7 @@ class Crossings:
         replicas: which token goes to which rank is known only when the replicas are."""
         geometry, replicated = self.geometry, self.transport.replicated
         placement, world = geometry.placement, self.world_size
-        routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-        problem = find_problem(x_TD, routing, geometry.hidden_size, geometry.top_k, placement.num_experts)
-        gathered = self._handshake(problem, x_TD, ids_TK)
+        gathered = self.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
         counts_WE = gathered[:, HEADER:]
         self.observer.count("expert_load", counts_WE[geometry.rank], layer=self.layer)
         if replicated:

@@ -125,14 +125,18 @@ class Exchange:
         return self._crossings.layer
 
     def problem_with(self, x: Tensor) -> bool:
-        """Whether tokens [..., D] have a wrong width or dtype."""
-        return x.dim() < 1 or x.shape[-1] != self.geometry.hidden_size or x.dtype not in DTYPES
+        """Whether tokens [..., D] have a wrong width, dtype or device."""
+        wrong_shape = x.dim() < 1 or x.shape[-1] != self.geometry.hidden_size
+        return wrong_shape or x.dtype not in DTYPES or x.device.type != self._crossings.device_type(x)
 
     def check_in(self, x: Tensor) -> None:
         """Tell the other ranks whether tokens [..., D] can be dispatched: ValueError on every rank where one
         rank's cannot. For callers who communicate between having tokens and dispatching them. A rank that
         finds its own tokens wrong may call it alone: the others hear it in their `dispatch`."""
-        self._crossings.check_in(x)
+        x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x[None, None]
+        ids_TK = torch.full((x_TD.shape[0], self.geometry.top_k), -1, device=x.device)
+        weights_TK = torch.zeros(ids_TK.shape, device=x.device)
+        self._crossings.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """Rows for the local experts. Differentiable in `x_TD` and `routing.weights_TK`.
@@ -150,6 +154,12 @@ class Exchange:
         return BegunDispatch(self, x_TD, routing, self._crossings.begin(*started))
 
     def _dispatch(self, x_TD: Tensor, routing: Routing, ticket: int) -> Dispatched:
+        if (
+            not torch.compiler.is_compiling()
+            and not x_TD.device == routing.ids_TK.device == routing.weights_TK.device
+        ):
+            # An operator refuses tensors of several devices before its body can tell the other ranks.
+            self._crossings.handshake(x_TD, routing)
         rows_RD, weights_R, counts_e, source_R, position_PK, sent, splits = ops.dispatch(
             x_TD, routing.weights_TK, routing.ids_TK, self._crossings.key, ticket
         )

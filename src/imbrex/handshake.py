@@ -29,8 +29,12 @@ PROBLEMS = {
 }
 
 
-def find_problem(x_TD: Tensor, routing: Routing, width: int, top_k: int, num_experts: int) -> tuple[int, ...]:
+def find_problem(
+    x_TD: Tensor, routing: Routing, width: int, top_k: int, num_experts: int, device_type: str
+) -> tuple[int, ...]:
     """The first thing wrong with the input as (number in PROBLEMS, three details), or zeros.
+
+    device_type: where the exchange's transport takes rows.
 
     Shapes and dtypes always; values on the CPU, and on a GPU only under IMBREX_DEBUG=1 (a host sync).
     """
@@ -45,7 +49,7 @@ def find_problem(x_TD: Tensor, routing: Routing, width: int, top_k: int, num_exp
         return 4, 0, 0, 0
     if ids.dtype != torch.int64 or weights.dtype != torch.float32:
         return 5, 0, 0, 0
-    if not x_TD.device == ids.device == weights.device:
+    if not x_TD.device == ids.device == weights.device or x_TD.device.type != device_type:
         return 6, 0, 0, 0
     if ids.device.type == "cpu" or os.environ.get("IMBREX_DEBUG") == "1":
         return find_bad_value(ids, weights, num_experts)
@@ -80,7 +84,7 @@ def write_header(
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0
-    head = torch.tensor([VERSION, call, dtype, tokens, 0, *problem], device=ids_TK.device)
+    head = torch.tensor([VERSION, call, dtype, tokens, 0, *problem], device=ids_TK.device if fine else "cpu")
     if replicated and fine:
         place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
         head[4] = (ids_TK.flatten() * place).sum()

@@ -41,7 +41,7 @@ class Pool:
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size, self.timeout_s = size, timeout_s
-        self.pipes: list[Connection] = []
+        self.pipes: list[Any] = []
         self.processes: list[Any] = []
 
     def start(self) -> None:

@@ -124,7 +124,9 @@ def test_replicated_tokens_give_every_rank_the_whole_gate_gradient(pool: Pool) -
 
 
 def test_a_group_that_does_not_divide() -> None:
-    with pytest.raises(ValueError, match="1 ranks do not divide into tensor_parallel=2; choose a divisor of 1"):
+    with pytest.raises(
+        ValueError, match="1 ranks do not divide into tensor_parallel=2; choose a divisor of 1"
+    ):
         imbrex.MoELayer(SMALL, None, tensor_parallel=2)
 
 

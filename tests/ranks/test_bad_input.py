@@ -1,0 +1,178 @@
+"""One rank's mistake is every rank's ValueError, before anything moves, and the exchange goes on working."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.placement import contiguous, from_slots
+from tests.ranks.pool import Pool, Ranks
+
+E, K, D = 6, 2, 5
+
+
+def good_input() -> tuple[torch.Tensor, imbrex.Routing]:
+    x_TD = torch.randn(3, D)
+    ids_TK = torch.tensor([[0, 1], [2, 5], [-1, 3]])
+    return x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.ones(3, K))
+
+
+def bad_input(kind: str) -> tuple[torch.Tensor, imbrex.Routing]:
+    x_TD, routing = good_input()
+    ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+    if kind == "width":
+        x_TD = torch.randn(3, D + 1)
+    elif kind == "tokens":
+        x_TD = torch.randn(4, D)
+    elif kind == "choices":
+        ids_TK, weights_TK = ids_TK[:, :1], weights_TK[:, :1]
+    elif kind == "range":
+        ids_TK[1, 1] = 99
+    elif kind == "twice":
+        ids_TK[2] = torch.tensor([4, 4])
+    elif kind == "nan":
+        weights_TK[0, 1] = torch.nan
+    elif kind == "integers":
+        x_TD = x_TD.long()
+    elif kind == "int32 ids":
+        ids_TK = ids_TK.int()
+    elif kind == "dtype":
+        x_TD = x_TD.bfloat16()
+    elif kind == "device":
+        ids_TK = ids_TK.to("meta")
+    return x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+
+
+MESSAGES = {
+    "width": r"on rank 1, x has 2 dimensions and last size 6; give tokens \[T, 5\]",
+    "tokens": r"on rank 1, x has 4 tokens but the routing has 3; route the same tokens",
+    "choices": r"on rank 1, the routing has 1 choices a token; this exchange was made for 2",
+    "range": r"on rank 1, choice 1 of token 1 is expert 99, which does not exist; ids are 0..E-1, or -1",
+    "twice": r"on rank 1, token 2 wants expert 4 twice; an expert may stand at most once",
+    "nan": r"on rank 1, the weight of choice 1 of token 0 is NaN or infinite",
+    "integers": r"on rank 1, x has a dtype that cannot be exchanged; use float32",
+    "int32 ids": r"on rank 1, ids must be int64 and weights float32; convert them",
+    "dtype": r"ranks disagree about the dtype of x: torch.float32 on rank 0, torch.bfloat16 on rank 1",
+    "device": r"on rank 1, x, ids and weights must be on one device",
+}
+
+
+def run_bad(ranks: Ranks, kind: str, transport: str) -> str:
+    exchange = imbrex.Exchange(contiguous(E, 2), D, K, group=ranks.group, transport=transport)
+    given = bad_input(kind) if ranks.rank == 1 else good_input()
+    try:
+        exchange.dispatch(*given)
+    except ValueError as error:
+        x_TD, routing = good_input()
+        torch.manual_seed(0)
+        d = exchange.dispatch(x_TD, routing)
+        exchange.combine(d.rows_RD, d.handle)
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("transport", ["alltoall", "allgather", "allreduce"])
+@pytest.mark.parametrize("kind", list(MESSAGES))
+def test_wrong_on_one_rank(pool: Pool, kind: str, transport: str) -> None:
+    answers = pool.run(2, run_bad, kind, transport)
+    assert answers[0] == answers[1]
+    with pytest.raises(ValueError, match=MESSAGES[kind]):
+        raise ValueError(answers[0])
+
+
+def run_layer_width(ranks: Ranks, losses: Any) -> str:
+    config = imbrex.MoEConfig(hidden_size=D, intermediate_size=4, num_experts=E, top_k=K)
+    layer = imbrex.MoELayer(config, ranks.group, losses=losses)
+    try:
+        layer(torch.randn(2, 3, D + 2 * ranks.rank))
+    except ValueError as error:
+        layer(torch.randn(2, 3, D))
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("losses", [None, imbrex.AuxLosses(z=0.1)], ids=["plain", "collective router"])
+def test_unequal_widths_stop_the_layer_before_its_router(pool: Pool, losses: Any) -> None:
+    answers = pool.run(4, run_layer_width, losses)
+    assert set(answers) == {"dispatch: on rank 1, x has 2 dimensions and last size 7; give tokens [T, 5]"}
+
+
+def run_unequal_settings(ranks: Ranks, name: str) -> str:
+    odd = ranks.rank == 1
+    placement = from_slots(
+        [[0, 1, 2], [3, 4, 5]] if not (odd and name == "placement") else [[0, 2, 1], [3, 4, 5]], E
+    )
+    options: dict[str, Any] = {"transport": "alltoall"}
+    if odd and name == "codec":
+        options["codec"] = "int8"
+    if odd and name == "transport":
+        options["transport"] = "allgather"
+    width, top_k = D + (odd and name == "hidden_size"), K - (odd and name == "top_k")
+    try:
+        imbrex.Exchange(placement, width, top_k, group=ranks.group, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+SETTINGS = {
+    "hidden_size": "ranks disagree about hidden_size",
+    "top_k": "ranks disagree about top_k",
+    "placement": "ranks disagree about the placement",
+    "codec": "ranks disagree about the codecs",
+    "transport": "ranks disagree about the transport",
+}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_unequal_settings(pool: Pool, name: str) -> None:
+    for answer in pool.run(2, run_unequal_settings, name):
+        assert SETTINGS[name] in answer
+        assert "rank 1 was given something else than rank 0" in answer
+        assert "give every rank of the group the same" in answer
+
+
+def run_different_tokens(ranks: Ranks) -> str:
+    exchange = imbrex.Exchange(contiguous(E, 2), D, K, group=ranks.group, transport="allreduce")
+    x_TD, routing = good_input()
+    if ranks.rank == 1:
+        routing.ids_TK[0, 0] = 4
+    try:
+        exchange.dispatch(x_TD, routing)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_replicated_transport_wants_equal_tokens(pool: Pool) -> None:
+    for answer in pool.run(2, run_different_tokens):
+        assert "ranks disagree about the tokens' experts (this transport wants equal tokens)" in answer
+
+
+def test_settings_that_make_no_sense() -> None:
+    config: dict[str, Any] = {"hidden_size": 4, "intermediate_size": 4, "num_experts": 2, "top_k": 1}
+    with pytest.raises(ValueError, match=r"top_k=3 of num_experts=2; choose 1 <= top_k <= num_experts"):
+        imbrex.MoEConfig(**{**config, "top_k": 3})
+    with pytest.raises(ValueError, match="hidden_size is 0; it must be at least 1"):
+        imbrex.MoEConfig(**{**config, "hidden_size": 0})
+    with pytest.raises(ValueError, match=r"transport: 'ftp' is not known; use auto, alltoall"):
+        imbrex.MoELayer(imbrex.MoEConfig(**config), transport="ftp")
+    with pytest.raises(ValueError, match=r"codec: 'zip' is not known; use one of identity"):
+        imbrex.MoELayer(imbrex.MoEConfig(**config), codec="zip")
+    with pytest.raises(ValueError, match="schedule: 'never' is not known; use one of serial"):
+        imbrex.MoELayer(imbrex.MoEConfig(**config), schedule="never")
+    with pytest.raises(ValueError, match="implementation 'magic'; use auto or one of loop, grouped"):
+        imbrex.MoELayer(imbrex.MoEConfig(**config), experts="magic")
+    with pytest.raises(ValueError, match="2 expert ranks x 1 tensor ranks do not make a group of 1"):
+        imbrex.Exchange(contiguous(4, 2), 8, 2)
+    with pytest.raises(ValueError, match="expert 1 has no slot"):
+        from_slots([[0], [2]], 3)
+    with pytest.raises(ValueError, match="rank 0 holds expert 1 twice; move one replica"):
+        from_slots([[0, 1, 1]], 2)
+    with pytest.raises(ValueError, match=r"rank 1 holds expert 7; use 0\.\.1, or -1 for a spare"):
+        from_slots([[0, 1], [7]], 2)
+    with pytest.raises(ValueError, match="timeout: 0 is not a number of seconds above 0"):
+        imbrex.Exchange(contiguous(4, 1), 8, 2, timeout=0)
