@@ -69,7 +69,7 @@ __device__ inline Ring make_ring(int row_bytes, int stages, int max_targets) {
     ring.slots = (base + 1024 + kSegments * segment_stride(ring) + 127) / 128 * 128;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSegments; ++i) {
-            ptx::mbarrier_init(ring.segment_full + 8 * i, 1);
+            ptx::mbarrier_init(ring.segment_full + 8 * i, 32);    // the lanes of the lister
             ptx::mbarrier_init(ring.segment_empty + 8 * i, 2);  // loader and storer
         }
         for (int i = 0; i < stages; ++i) {
@@ -177,12 +177,11 @@ __device__ inline SegmentHead* open_segment(const Call& call, const Ring& ring, 
 }
 
 __device__ inline void close_segment(const Ring& ring, SegmentHead* segment, u32 number, int count, int publish) {
-    __syncwarp();
     if (ptx::lane_id() == 0) {
         segment->count = count;
         segment->publish = publish;
-        ptx::mbarrier_arrive(ring.segment_full + 8 * (number % kSegments));
     }
+    ptx::mbarrier_arrive(ring.segment_full + 8 * (number % kSegments));
     __syncwarp();
 }
 

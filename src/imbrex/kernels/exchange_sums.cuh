@@ -74,8 +74,8 @@ __device__ inline SumRing make_sum_ring(int row_bytes, int piece_bytes, int num_
     ring.slots = (base + 1024 + kSegments * sum_segment_stride(ring) + 127) / 128 * 128;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSegments; ++i) {
-            ptx::mbarrier_init(ring.segment_full + 8 * i, 1);
-            ptx::mbarrier_init(ring.segment_empty + 8 * i, 1 + kSummingWarps);
+            ptx::mbarrier_init(ring.segment_full + 8 * i, 32);  // the lanes of the lister
+            ptx::mbarrier_init(ring.segment_empty + 8 * i, 1 + 32 * kSummingWarps);
         }
         for (int i = 0; i < kEntries; ++i) {
             ptx::mbarrier_init(ring.entry_full + 8 * i, 1);
@@ -191,8 +191,7 @@ __device__ inline void sum_rows(const Call& call, const SumRing& ring, int threa
             }
         }
         const int publish = segment->publish;
-        __syncwarp();
-        if (ptx::lane_id() == 0) ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
+        ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
         if (publish) {
             ptx::named_barrier(1, 32 * kSummingWarps);
             if (thread < call.group->ranks && thread != call.me) {
@@ -209,11 +208,10 @@ __device__ inline SumHead* open_sums(const Call& call, const SumRing& ring, u32 
 }
 
 __device__ inline void close_sums(const SumRing& ring, SumHead* segment, u32 number, int count, int publish) {
-    __syncwarp();
     if (ptx::lane_id() == 0) {
         segment->count = count;
         segment->publish = publish;
-        ptx::mbarrier_arrive(ring.segment_full + 8 * (number % kSegments));
     }
+    ptx::mbarrier_arrive(ring.segment_full + 8 * (number % kSegments));
     __syncwarp();
 }

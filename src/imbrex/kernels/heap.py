@@ -53,7 +53,8 @@ class SymmetricHeap:
             os.environ.setdefault(name, "1")
         import torch.distributed._symmetric_memory as symmetric
 
-        symmetric.set_backend("CUDA")
+        if symmetric.get_backend(device) != "CUDA":
+            symmetric.set_backend("CUDA")
         self._memory = symmetric.empty(-(-nbytes // 4096) * 4096, dtype=torch.uint8, device=device)
         self._memory.zero_()
         torch.cuda.synchronize(device)

@@ -1,0 +1,147 @@
+"""The first experiment: what the link, the copy engine and a GEMM beside them allow. Prints a table.
+
+    PYTHONPATH=src python3 benchmarks/exchange_first.py [RANKS]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.exchange_ranks import Clock, run_ranks
+from benchmarks.exchange_setup import Job, check, draw, open_exchange
+
+
+def spans(main: Callable[[], Any], beside: Callable[[], Any] | None, stream: torch.cuda.Stream) -> tuple[float, float]:
+    """Microseconds of `main` on this stream and of `beside` on the other, both started together."""
+    a, b, c, d = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)
+    stream.wait_stream(torch.cuda.current_stream())
+    if beside:
+        with torch.cuda.stream(stream):
+            c.record()
+            beside()
+            d.record()
+    a.record()
+    main()
+    b.record()
+    torch.cuda.synchronize()
+    return a.elapsed_time(b) * 1e3, c.elapsed_time(d) * 1e3 if beside else 0.0
+
+
+def beside_gemm(rank: int, job: Job, exchange: Any, routed: Any, x: Tensor) -> list[str]:
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(left)
+    stream = torch.cuda.Stream()
+    heaps = [p for p in range(job.W) if p != rank]
+    part = x.view(torch.uint8).view(-1)[: 53 << 20]
+    targets = peer_views(exchange, heaps, part.numel())
+    lanes = [torch.cuda.Stream() for _ in heaps]
+
+    def gemms() -> None:
+        for _ in range(6):
+            torch.mm(left, right, out=out)
+
+    def engine() -> None:
+        for lane, target in zip(lanes, targets, strict=True):
+            lane.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(lane):
+                for _ in range(18):
+                    target.copy_(part, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(lane)
+
+    def sm(n: int) -> Callable[[], None]:
+        return lambda: [exchange.push(x, routed, n) for _ in range(18)] and None
+
+    lines = []
+    for name, load in [("nothing", None), ("copy engine", engine), *((f"push, {n} SMs", sm(n)) for n in (4, 8, 16))]:
+        spans(gemms, load, stream)
+        gemm, other = spans(gemms, load, stream)
+        alone = spans(lambda: None, load, stream)[1] if load else 0.0
+        lines.append(f"6 GEMMs beside {name}: {gemm:.0f} us; 18 exchanges beside them {other:.0f} us, alone {alone:.0f} us")
+    return lines
+
+
+def peer_views(exchange: Any, peers: list[int], nbytes: int) -> list[Tensor]:
+    handle = exchange.heap._handle
+    return [
+        handle.get_buffer(p, (nbytes,), torch.uint8, storage_offset=exchange.layout.received)
+        for p in peers
+    ]
+
+
+def small(rank: int, world: int) -> list[str]:
+    lines = []
+    for tokens in (1, 16, 128):
+        job = Job(T=tokens, D=7168, K=8, E=256, W=world, slack=4.0)
+        exchange = open_exchange(job)
+        check(job, exchange, rank)
+        x, ids, weights = draw(job, rank)
+        for sms in (1, 8, 24):
+            routed = exchange.route(ids, weights)
+            rows = exchange.pull(x, routed, sms)
+            calls = {
+                "route": lambda: exchange.route(ids, weights),
+                "push": lambda: exchange.push(x, routed, sms),
+                "pull": lambda: exchange.pull(x, routed, sms),
+                "combine": lambda: exchange.combine(rows, routed, num_sms=sms, num_tokens=tokens),
+            }
+            took = []
+            for name, call in calls.items():
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    for _ in range(10):
+                        call()
+                timing = Clock(n=10)(graph.replay)
+                took.append(f"{name} {timing.median_us / 10:.1f}")
+            lines.append(f"T={tokens}, {sms} SMs, us a call in a graph of ten: " + ", ".join(took))
+        exchange.check(synchronize=True)
+    return lines
+
+
+def work(rank: int, world: int) -> list[str]:
+    job = Job(T=4096, D=7168, K=8, E=256, W=world)
+    exchange = open_exchange(job)
+    check(job, exchange, rank)
+    lines = ["rows and sums are right"]
+    clock = Clock(n=10)
+    x, ids, weights = draw(job, rank)
+    routed = exchange.route(ids, weights)
+    rows = exchange.pull(x, routed, 24)
+    received = int(routed.totals_L4[0, 1])
+    wire = received * 2 * job.D
+
+    def note(name: str, call: Callable[[], Any], nbytes: int = 0) -> None:
+        timing = clock(call)
+        rate = f", wire {nbytes / timing.median_us / 1e3:.0f} GB/s" if nbytes else ""
+        lines.append(f"{name}: {timing.median_us:.0f} us ({timing.min_us:.0f}..{timing.max_us:.0f}){rate}")
+        if rank == 0:
+            print(lines[-1], flush=True)
+
+    note("route", lambda: exchange.route(ids, weights))
+    for n in (2, 4, 8, 16):
+        note(f"push {n} SMs", lambda n=n: exchange.push(x, routed, n), wire)
+    note("route + push 8 SMs", lambda: exchange.push(x, exchange.route(ids, weights), 8), wire)
+    for n in (8, 16, 24, 32):
+        note(f"pull {n} SMs", lambda n=n: exchange.pull(x, routed, n, rows), wire)
+    note("route + pull 24 SMs", lambda: exchange.pull(x, exchange.route(ids, weights), 24, rows), wire)
+    for n in (4, 8, 16):
+        note(f"combine compact {n} SMs", lambda n=n: exchange.combine_compact(x, routed, num_sms=n), wire)
+    for n in (8, 16, 24, 32):
+        note(f"combine {n} SMs", lambda n=n: exchange.combine(rows, routed, num_sms=n, num_tokens=job.T), wire)
+    lines += beside_gemm(rank, job, exchange, routed, x)
+    exchange.check(synchronize=True)
+    if rank == 0:
+        print("\n".join(lines[-5:]), flush=True)
+    lines += small(rank, world)
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(run_ranks(work, int(sys.argv[1]) if len(sys.argv) > 1 else 4)))

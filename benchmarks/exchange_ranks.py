@@ -1,0 +1,79 @@
+"""Ranks of one host, a process each, and how a call among them is timed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# Multicast objects can hold the fabric of a shared host; nothing here needs them.
+os.environ.update(
+    NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1", CUDA_MODULE_LOADING="EAGER"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds of one call, each sample the slowest rank's."""
+
+    median_us: float
+    min_us: float
+    max_us: float
+    n: int
+
+
+def run_ranks(work: Callable[..., Any], world: int, *args: Any) -> Any:
+    """Run `work(rank, world, *args)` on `world` GPUs; returns what rank 0 returned (torch.save-able)."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_enter, (work, world, folder, args), nprocs=world, join=True)  # type: ignore[no-untyped-call]
+        return torch.load(Path(folder) / "answer", weights_only=False)
+
+
+def _enter(rank: int, work: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group(
+        "nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank)
+    )
+    answer = work(rank, world, *args)
+    if rank == 0:
+        torch.save(answer, Path(folder) / "answer")
+    dist.barrier()
+    torch.cuda.synchronize()
+    os._exit(0)  # the runtime's own teardown of symmetric memory may wait for peers that are gone
+
+
+class Clock:
+    """CUDA events around a call, ranks aligned by a tiny all-reduce, the cache flushed, the launches queued ahead."""
+
+    def __init__(self, n: int = 20, warm: int = 3) -> None:
+        self.n, self.warm = n, warm
+        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self._align = torch.zeros(1, device="cuda")
+
+    def __call__(self, call: Callable[[], Any]) -> Timing:
+        spans = []
+        for _ in range(self.warm + self.n):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()
+            torch.cuda._sleep(200_000)
+            dist.all_reduce(self._align)
+            start.record()
+            call()
+            end.record()
+            spans.append((start, end))
+        torch.cuda.synchronize()
+        times = torch.tensor([a.elapsed_time(b) * 1e3 for a, b in spans[self.warm :]], device="cuda")
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        sample = times.tolist()
+        return Timing(
+            median_us=statistics.median(sample), min_us=min(sample), max_us=max(sample), n=len(sample)
+        )
