@@ -39,6 +39,7 @@ ROOM_OF = {
         "ops": "grouped",
         "exchange": "crossings",
         "layer": "ranks",
+        "checkpoint": "logical_tensors",
     }.items()
     for file in files.split()
 }

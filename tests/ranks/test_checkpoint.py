@@ -1,0 +1,213 @@
+"""What some ranks saved, any other number of ranks reads and goes on with: the same losses, the same bits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import imbrex
+from imbrex import checkpoint
+from imbrex.gates import Gate
+from imbrex.placement import from_slots
+from tests.ranks.pool import Ranks
+
+CONFIG = imbrex.MoEConfig(
+    hidden_size=6,
+    intermediate_size=8,
+    num_experts=5,
+    top_k=2,
+    gate=Gate(score="sigmoid", bias=True),
+    bias=True,
+    shared=imbrex.SharedExperts(intermediate_size=4, gated=True),
+)
+REPLICAS = ((0, 1, 2), (3, 1, -1), (4, -1, 0), (2, 3))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How a model is spread over `world` ranks."""
+
+    world: int
+    tensor: int = 1
+    slots: tuple[tuple[int, ...], ...] | None = None
+    wrap: str = ""
+
+
+def build(ranks: Ranks, split: Split, seed: int, config: imbrex.MoEConfig = CONFIG):
+    torch.manual_seed(seed)
+    placement = None if split.slots is None else from_slots(split.slots, config.num_experts)
+    group = ranks.group if ranks.world_size > 1 else None
+    layer = imbrex.MoELayer(config, group, tensor_parallel=split.tensor, placement=placement)
+    model = nn.Sequential(nn.Linear(6, 6), layer)
+    for parameter in model[0].parameters():
+        nn.init.uniform_(parameter, -0.4, 0.4, generator=torch.Generator().manual_seed(seed))
+    if split.wrap == "fsdp":
+        mesh = DeviceMesh.from_group(ranks.group, "cpu")
+        fully_shard(model, mesh=mesh, ignored_params=set(imbrex.expert_parameters(model)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    if split.wrap == "ddp":
+        imbrex.ignore_in_ddp(model)
+        return DistributedDataParallel(model, process_group=ranks.group), optimizer
+    return model, optimizer
+
+
+def steps(ranks: Ranks, model: nn.Module, optimizer, first: int, number: int) -> list[float]:
+    """Losses of `number` steps on the same global batches, whatever the number of ranks."""
+    losses = []
+    for step in range(first, first + number):
+        batch = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+        x = batch.chunk(ranks.world_size)[ranks.rank]
+        optimizer.zero_grad(set_to_none=False)
+        loss = (model(x) - x.sin()).square().mean()
+        loss.backward()
+        imbrex.sync_gradients(model, dense=not isinstance(model, DistributedDataParallel | FSDPModule))
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=ranks.group)
+        losses.append(mean.item() / ranks.world_size)
+    return losses
+
+
+def logical_experts(model: nn.Module) -> dict[tuple[str, int, int], torch.Tensor]:
+    """Expert parameters of this rank by name, expert and piece of F. The down bias is the first piece's."""
+    (layer,) = [m for m in model.modules() if isinstance(m, imbrex.MoELayer)]
+    experts = layer.experts
+    return {
+        (name, expert, experts.shard.rank): parameter[slot].detach().clone()
+        for name, parameter in experts.named_parameters()
+        for slot, expert in enumerate(experts.expert_ids)
+        if expert >= 0 and (name != "down_proj_bias" or experts.shard.rank == 0)
+    }
+
+
+def save_and_go_on(ranks: Ranks, split: Split, directory: str):
+    model, optimizer = build(ranks, split, seed=1)
+    steps(ranks, model, optimizer, 0, 3)
+    checkpoint.save(directory, model, optimizer, 3, {"tokens": 48}, group=ranks.group)
+    kept = logical_experts(model)
+    return kept, steps(ranks, model, optimizer, 3, 3)
+
+
+def resume(ranks: Ranks, split: Split, directory: str):
+    model, optimizer = build(ranks, split, seed=2)
+    assert checkpoint.load_latest(directory, model, optimizer, group=ranks.group) == 3
+    kept = logical_experts(model)
+    return kept, steps(ranks, model, optimizer, 3, 3)
+
+
+def whole(answers) -> dict[tuple[str, int], torch.Tensor]:
+    """Whole experts from the pieces of all ranks; replicas must be equal."""
+    pieces: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
+    for kept, _ in answers:
+        for (name, expert, piece), value in kept.items():
+            held = pieces.setdefault((name, expert), {})
+            assert torch.equal(held.setdefault(piece, value), value)
+    return {key: join(key[0], [held[i] for i in sorted(held)]) for key, held in pieces.items()}
+
+
+def join(name: str, pieces: list[torch.Tensor]) -> torch.Tensor:
+    if name == "down_proj_bias":
+        return pieces[0]
+    if name == "down_proj":
+        return torch.cat(pieces, 1)
+    return torch.cat([torch.cat([p.chunk(2)[half] for p in pieces]) for half in (0, 1)])
+
+
+SAVED = {
+    "ep4": Split(world=4),
+    "ep2_tp2": Split(world=4, tensor=2),
+    "replicas": Split(world=4, slots=REPLICAS),
+    "fsdp": Split(world=4, wrap="fsdp"),
+}
+READERS = [
+    ("ep4", Split(world=1)),
+    ("ep4", Split(world=2)),
+    ("ep4", Split(world=8)),
+    ("ep4", Split(world=8, tensor=4)),
+    ("ep4", Split(world=2, wrap="ddp")),
+    ("ep4", Split(world=2, wrap="fsdp")),
+    ("fsdp", Split(world=4, tensor=2)),
+    ("ep4", Split(world=4, slots=REPLICAS)),
+    ("ep2_tp2", Split(world=1)),
+    ("ep2_tp2", Split(world=8, tensor=2)),
+    ("ep2_tp2", Split(world=4, tensor=4)),
+    ("replicas", Split(world=2)),
+    ("replicas", Split(world=4, tensor=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    found = {}
+    for name, split in SAVED.items():
+        directory = tmp_path_factory.mktemp(name)
+        found[name] = directory, pool.run(split.world, save_and_go_on, split, str(directory))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    READERS,
+    ids=[f"{n}-to-{s.world}x{s.tensor}{'r' * bool(s.slots)}{s.wrap}" for n, s in READERS],
+)
+def test_any_ranks_go_on_where_others_stopped(pool, saved, name, split):
+    directory, before = saved[name]
+    after = pool.run(split.world, resume, split, str(directory))
+    want, got = whole(before), whole(after)
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    assert after[0][1] == pytest.approx(before[0][1], abs=1e-5)
+
+
+def test_experts_are_written_once(saved):
+    """Also with replicas and spares the chunks of a parameter hold as many values as its logical tensor."""
+    for directory, _ in saved.values():
+        metadata = FileSystemReader(directory / "step_00000003").read_metadata()
+        for name in ("model.1.experts.down_proj", "optimizer.state.1.experts.down_proj.exp_avg"):
+            stored = metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            assert list(stored.size) == [5, 6, 8]
+            assert sum(chunk.sizes.numel() for chunk in stored.chunks) == 5 * 6 * 8
+
+
+def load_other_shape(ranks: Ranks, directory: str):
+    config = imbrex.MoEConfig(hidden_size=6, intermediate_size=12, num_experts=5, top_k=2)
+    model, optimizer = build(ranks, Split(world=2), 2, config)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="another shape") as caught:
+        checkpoint.load_latest(directory, model, optimizer, group=ranks.group)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return str(caught.value)
+
+
+def test_another_shape_is_an_error_on_every_rank(pool, saved):
+    for text in pool.run(2, load_other_shape, str(saved["ep4"][0])):
+        assert "experts.gate_up_proj is [5, 16, 6] there and [5, 24, 6] here" in text
+        assert "build the model with the configuration" in text
+
+
+def save_where_it_cannot(ranks: Ranks, directory: str, broken: int):
+    model, optimizer = build(ranks, Split(world=2), 1)
+    full = OSError(28, "No space left on device")
+    disk = mock.patch("os.fsync", side_effect=full) if ranks.rank == broken else nullcontext()
+    with disk, pytest.raises(OSError, match="No space left on device"):
+        checkpoint.save(directory, model, optimizer, 1, group=ranks.group)
+    return str(checkpoint.latest(directory))
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_full_disk_is_an_error_on_every_rank(pool, tmp_path, broken):
+    assert pool.run(2, save_where_it_cannot, str(tmp_path), broken) == ["None", "None"]
+    assert [p for p in Path(tmp_path).iterdir() if not p.name.startswith(".")] == []
