@@ -22,13 +22,14 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_transport_beside_the_oracle(tmp_path: Path) -> None:
     file = tmp_path / "layer.json"
-    words = ["--model", "24,40,6,2", "--tokens", "51", "--ranks", "2", "--skew", "zipf:1", "--backward"]
+    words = ["--model", "24,40,6,2", "--tokens", "51,7", "--ranks", "2", "--skew", "zipf:1", "--backward"]
     ran = bench(*words, "-n", "3", "--warmup", "1", "--json", str(file))
     assert ran.returncode == 0, ran.stderr
     for word in ("oracle", "imbrex alltoall", "imbrex allgather", "imbrex allreduce", "dispatch", "2 ranks"):
         assert word in ran.stdout
     content = json.loads(file.read_text())
-    rows = {row["impl"]: row for row in content["rows"]}
+    rows = {row["impl"]: row for row in content["rows"] if row["case"]["M"] == 51}
+    assert len(content["rows"]) == 2 * len(rows)
     assert rows.keys() >= {"oracle", "imbrex alltoall", "imbrex allgather", "imbrex allreduce"}
     for row in rows.values():
         assert row["n"] == 3
@@ -39,7 +40,7 @@ def test_every_transport_beside_the_oracle(tmp_path: Path) -> None:
     # 26 tokens of the larger rank go to at most one other rank, 24 float32 and 3 x 2 labels of 4 bytes each.
     out, back = 26 * (24 * 4 + 6 * 4), 26 * 24 * 4
     assert 0 < rows["imbrex alltoall"]["bytes_sent"] <= 2 * (out + back)
-    assert content["runs"][0]["command"].startswith("imbrex bench layer --model 24,40,6,2 --tokens 51")
+    assert content["runs"][0]["command"].startswith("imbrex bench layer --model 24,40,6,2 --tokens 51,7")
 
 
 def test_a_codec_shows_its_error_and_its_bytes_with_tensor_ranks(tmp_path: Path) -> None:

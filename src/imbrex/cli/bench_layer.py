@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import shlex
+import shutil
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,7 @@ HINT = "run the command again"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="mixtral", help=f"{', '.join(MODELS)}, or D,F,E,K (mixtral)")
-    add("--tokens", type=int, default=2048, metavar="M", help="tokens over all ranks (2048)")
+    add("--tokens", default="2048", metavar="M,...", help="tokens over all ranks, one or several (2048)")
     add("--ranks", type=int, metavar="W", help="local processes (one a GPU; 2 without)")
     add("--ep", type=int, metavar="E", help="ranks that the experts are spread over (all that --tp leaves)")
     add("--tp", type=int, default=1, metavar="P", help="ranks that every expert is split over (1)")
@@ -56,9 +57,13 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     if worker:
         return _be_a_rank(args)
-    with tempfile.TemporaryDirectory(prefix="imbrex-bench-") as board:
-        args.board = board
-        return launch(["bench", "layer", *words_of(args)], num_ranks=args.ranks, board=Path(board), hint=HINT)
+    args.board = tempfile.mkdtemp(prefix="imbrex-bench-")
+    words = ["bench", "layer", *words_of(args)]
+    code = launch(words, num_ranks=args.ranks, board=Path(args.board), hint=HINT)
+    if not code:
+        # After a failure the ranks' tracebacks stay there.
+        shutil.rmtree(args.board)
+    return code
 
 
 def settle(args: argparse.Namespace, *, worker: bool) -> None:
@@ -90,9 +95,11 @@ def check(args: argparse.Namespace) -> None:
     from imbrex.transport import pick
     from imbrex.waiting import timeout_seconds
 
-    for name, least in (("repeats", 1), ("warmup", 0), ("tokens", 1)):
+    for name, least in (("repeats", 1), ("warmup", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}: give {least} or more")
+    if not all(tokens.isdecimal() and int(tokens) for tokens in args.tokens.split(",")):
+        raise ValueError(f"--tokens is {args.tokens}: give numbers of 1 or more, with commas between")
     shape = parse_shape(args.model, args.scale)
     factorise(args.ranks, expert=args.ep, tensor=args.tp)
     if shape.intermediate_size % args.tp:
@@ -152,21 +159,23 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=max(START_S, args.timeout)))
     recorder = Recorder(rank=rank, device=device, board=board)
-    rows = Bench(args, rank, device, recorder).compare()
-    if rank == 0:
-        show(args, rows)
-        if args.json:
-            from imbrex.cli.results import describe_run, write_results
+    bench, rows = Bench(args, rank, device, recorder), []
+    for tokens in map(int, args.tokens.split(",")):
+        rows += bench.compare(tokens)
+        if rank == 0:
+            show(args, tokens, rows[-bench.num_implementations :])
+    if rank == 0 and args.json:
+        from imbrex.cli.results import describe_run, write_results
 
-            words = [w for w in words_of(args) if w != args.board and w != "--board"]
-            command = shlex.join(["imbrex", "bench", "layer", *words])
-            write_results(args.json, "layer", describe_run(command), rows)
+        words = [w for w in words_of(args) if w not in ("--board", args.board)]
+        command = shlex.join(["imbrex", "bench", "layer", *words])
+        write_results(args.json, "layer", describe_run(command), rows)
     recorder.phase("done")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+def show(args: argparse.Namespace, tokens: int, rows: list[dict[str, Any]]) -> None:
     """The rows as a table on the terminal; milliseconds."""
     from rich.console import Console
     from rich.table import Table
@@ -176,7 +185,7 @@ def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     shape, about = parse_shape(args.model, args.scale), hardware()
     where = f"{about['count']} x {about['gpu']}" if args.device == "cuda" else f"{cores()} CPU cores"
     what = "forward and backward" if args.backward else "forward"
-    title = f"{args.model}{f' / {args.scale}' if args.scale > 1 else ''}: {shape}, {args.tokens} tokens, "
+    title = f"{args.model}{f' / {args.scale}' if args.scale > 1 else ''}: {shape}, {tokens} tokens, "
     title += f"{args.ranks} ranks, {args.dtype}, {args.skew}, {what}, on {where}"
     table = Table(caption="milliseconds, maximum over ranks", caption_justify="left")
     phases = list(rows[0]["phases_us"])
@@ -187,7 +196,8 @@ def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         low, high = row["spread_us"]
         cells = [row["impl"], _ms(row["median_us"]), f"{_ms(low)}-{_ms(high)}"]
         cells += [_ms(row["phases_us"][phase]) for phase in phases]
-        table.add_row(*cells, f"{row['bytes_sent'] / 1e6:.2f}", f"{row['error']:.1e}")
+        sent = "-" if row["bytes_sent"] is None else f"{row['bytes_sent'] / 1e6:.2f}"
+        table.add_row(*cells, sent, f"{row['error']:.1e}")
     console = Console(width=max(120, Console().width))
     console.print(title, soft_wrap=True, highlight=False)
     console.print(table)

@@ -59,9 +59,11 @@ class Bench:
         self.experts = self._make_experts(
             self.placement.local(place // args.tp), args.experts, Shard(rank=place % args.tp, size=args.tp)
         )
+        self.tokens = 0
         self.calls: dict[str, Callable[[], Tensor]] = {}
         self.parts: dict[str, range] = {ORACLE: range(args.ranks)}
         self.left_out: dict[str, str] = {}
+        self.exchanges: list[Exchange] = []
 
     def _make_experts(self, experts: tuple[int, ...], implementation: str, shard: Shard) -> DrawnHere:
         return DrawnHere(
@@ -75,8 +77,18 @@ class Bench:
             dtype=self.dtype,
         )
 
-    def compare(self) -> list[dict[str, Any]]:
-        """A row for every implementation, complete on rank 0; the oracle's comes first."""
+    @property
+    def num_implementations(self) -> int:
+        """The oracle and the transports that were not left out."""
+        return len(self.parts)
+
+    def compare(self, tokens: int) -> list[dict[str, Any]]:
+        """A row for every implementation, complete on rank 0; the oracle's comes first.
+
+        tokens: over all ranks.
+        """
+        self.tokens = tokens
+        self._drop_calls()
         for name in transports_of(self.args):
             self._add_transport(name)
         if not self.calls:
@@ -85,7 +97,7 @@ class Bench:
             self._add(ORACLE, None, self._whole(), "serial")
         outputs = {name: call() for name, call in self.calls.items()}
         wanted = self._oracle_output(outputs.get(ORACLE))
-        names = [ORACLE, *(n for n in self.calls if n != ORACLE)]
+        names = list(self.parts)
         taken: dict[str, list[list[float]]] = {name: [] for name in names}
         sent = dict.fromkeys(names, 0.0)
         for repeat in range(-self.args.warmup, self.args.repeats):
@@ -96,6 +108,12 @@ class Bench:
                     sent[name] = nbytes
         errors = {name: self._error(name, outputs.get(name), wanted) for name in names}
         return [self._row(name, taken[name], sent[name], errors[name]) for name in names]
+
+    def _drop_calls(self) -> None:
+        self.calls.clear()
+        for exchange in self.exchanges:
+            exchange.close()
+        self.exchanges.clear()
 
     def _add_transport(self, name: str) -> None:
         try:
@@ -138,7 +156,7 @@ class Bench:
         return x_TD, routing, torch.cat(dy).to(self.device, self.dtype)
 
     def _tokens_before(self, part: int) -> int:
-        return part * self.args.tokens // self.args.ranks
+        return part * self.tokens // self.args.ranks
 
     def _whole(self) -> DrawnHere:
         return self._make_experts(tuple(range(self.shape.num_experts)), "loop", Shard())
@@ -148,6 +166,7 @@ class Bench:
         if exchange is None:
             alone = contiguous(self.shape.num_experts, 1)
             exchange = Exchange(alone, self.shape.hidden_size, self.shape.top_k, observer=self.recorder)
+        self.exchanges.append(exchange)
         strategy = overlap.make(schedule)
 
         def call() -> Tensor:
@@ -182,10 +201,9 @@ class Bench:
 
     def _oracle_output(self, output: Tensor | None) -> Tensor:
         """The oracle's answer to all tokens, in the order of ranks, on every rank."""
-        width, tokens = self.shape.hidden_size, self.args.tokens
-        answer = (
-            torch.zeros(tokens, width, dtype=self.dtype, device=self.device) if output is None else output
-        )
+        answer = output
+        if answer is None:
+            answer = torch.zeros(self.tokens, self.shape.hidden_size, dtype=self.dtype, device=self.device)
         dist.broadcast(answer, 0)
         return answer
 
@@ -218,7 +236,8 @@ class Bench:
             "spread_us": _tenths(whole),
             "phases_us": dict(zip((*PHASES, "rest"), map(statistics.median, phases), strict=True)),
             "n": len(whole),
-            "bytes_sent": float(sent),
+            # The bytes of an AllReduce are the back end's own affair.
+            "bytes_sent": None if len(self.parts[name]) > 1 and name != ORACLE else float(sent),
             "error": error,
             "note": self._note(name),
         }
@@ -234,7 +253,7 @@ class Bench:
         return {
             "model": args.model,
             "scale": args.scale,
-            "M": args.tokens,
+            "M": self.tokens,
             "D": shape.hidden_size,
             "F": shape.intermediate_size,
             "E": shape.num_experts,
