@@ -174,6 +174,10 @@ class MoELayer(nn.Module):
             "experts": f"{experts.implementation}: {experts.implementation_reason}",
         }
 
+    def close(self) -> None:
+        """Free what the exchange holds. The layer cannot be used afterwards."""
+        self.exchange.close()
+
     def _add_shared(self, config: MoEConfig, kind: dict) -> None:
         self.shared_expert = self.shared_expert_gate = None
         if config.shared is None:

@@ -36,10 +36,10 @@ def tokens_of(case: Case, rank: int, *, replicated: bool = False) -> Tensor:
     return torch.randn(shape, generator=drawn).to(case.dtype)
 
 
-def make_layer(case: Case, group) -> imbrex.MoELayer:
+def make_layer(case: Case, group, device: str = "cpu") -> imbrex.MoELayer:
     torch.manual_seed(SEED)
     placement = None if case.slots is None else from_slots(case.slots, case.config.num_experts)
-    return imbrex.MoELayer(
+    layer = imbrex.MoELayer(
         case.config,
         group,
         tensor_parallel=case.tensor_parallel,
@@ -48,31 +48,35 @@ def make_layer(case: Case, group) -> imbrex.MoELayer:
         dtype=case.dtype,
         **case.options,
     )
+    return layer.to(device)
 
 
 def run_layer(ranks: Ranks, case: Case, kept_TK: list[Tensor] | None = None) -> dict[str, Any]:
     """Outputs, routing and all gradients of one rank. The loss is sum(y * coefficients) + auxiliary."""
-    layer = make_layer(case, ranks.group if ranks.world_size > 1 else None)
+    layer = make_layer(case, ranks.group if ranks.world_size > 1 else None, ranks.device)
     replicated = layer.exchange.transport.replicated
-    x_TD = tokens_of(case, ranks.rank, replicated=replicated).requires_grad_()
+    x_TD = tokens_of(case, ranks.rank, replicated=replicated).to(ranks.device).requires_grad_()
     y_TD = layer(x_TD, kept_TK=None if kept_TK is None else kept_TK[ranks.rank])
     loss = (y_TD.float() * coefficients(y_TD)).sum() + layer.aux_loss()
     loss.backward()
     assert layer.routing is not None
+    assert x_TD.grad is not None
+    kept = layer.routing.kept_TK
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in layer.named_parameters()}
     return {
-        "y": y_TD.detach(),
-        "x_grad": x_TD.grad,
-        "ids": layer.routing.ids_TK,
-        "weights": layer.routing.weights_TK.detach(),
-        "kept": layer.routing.kept_TK,
-        "losses": {name: loss.detach() for name, loss in layer.routing.losses.items()},
+        "y": y_TD.detach().cpu(),
+        "x_grad": x_TD.grad.cpu(),
+        "ids": layer.routing.ids_TK.cpu(),
+        "weights": layer.routing.weights_TK.detach().cpu(),
+        "kept": None if kept is None else kept.cpu(),
+        "losses": {name: loss.detach().cpu() for name, loss in layer.routing.losses.items()},
         "experts": layer.experts.expert_ids,
-        "grads": {name: p.grad for name, p in layer.named_parameters()},
+        "grads": {name: grad.cpu() for name, grad in grads.items()},
         "shard": (layer.experts.shard.rank, layer.experts.shard.size),
     }
 
 
 def coefficients(y_TD: Tensor) -> Tensor:
     """Some fixed numbers of the shape of y, so that every output matters differently."""
-    flat = torch.arange(y_TD.numel(), dtype=torch.float32).view_as(y_TD)
+    flat = torch.arange(y_TD.numel(), dtype=torch.float32, device=y_TD.device).view_as(y_TD)
     return torch.cos(flat * 0.7) + 0.1

@@ -29,6 +29,7 @@ class Ranks:
     rank: int
     world_size: int
     group: Any
+    device: str = "cpu"
 
 
 class RankError(AssertionError):
@@ -39,8 +40,8 @@ class Pool:
     """`run(world, function, *arguments)` calls `function(ranks, *arguments)` on the first `world` ranks and
     returns the results by rank. Functions must stand at the top of a module, arguments must pickle."""
 
-    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
-        self.size, self.timeout_s = size, timeout_s
+    def __init__(self, size: int, timeout_s: float = 60.0, backend: str = "gloo") -> None:
+        self.size, self.timeout_s, self.backend = size, timeout_s, backend
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
 
@@ -52,7 +53,9 @@ class Pool:
             self.store = name_only.name
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, self.store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.size, self.store, self.backend, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -94,14 +97,17 @@ class Pool:
             os.unlink(self.store)
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    device = "cpu" if backend == "gloo" else f"cuda:{rank}"
+    if backend != "gloo":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     groups = {world: dist.new_group(list(range(world))) for world in SIZES if world <= size}
     while True:
@@ -109,7 +115,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             world, function, arguments = pipe.recv()
         except EOFError:
             return
-        ranks = Ranks(rank=rank, world_size=world, group=groups[world])
+        ranks = Ranks(rank=rank, world_size=world, group=groups[world], device=device)
         try:
             pipe.send((True, function(ranks, *arguments)))
         except BaseException:  # noqa: BLE001 (whatever a rank raises is the caller's to see)
