@@ -108,13 +108,13 @@ def make_plan(
     splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
     others = wanted_TW.clone()
     others[:, rank] = False
-    sent = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1]
+    sent = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
     expert_rank = rank // tensor_size
     local = slice(placement.rank_offsets[expert_rank], placement.rank_offsets[expert_rank + 1])
     return Plan(
         slot_TK=slot_TK,
         position_TK=position_TK,
         traffic=Traffic(sent_tokens_N=sent, splits_2W=splits_2W),
-        counts_e=rows_S[local].to(device),
+        counts_e=rows_S[local].clone().to(device),
         num_rows=int(rows_S[local].sum()),
     )

@@ -1,0 +1,66 @@
+"""The codecs that every transport carries: stated bytes, stated bound, exact where they should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from imbrex.codec import CODECS, make, make_wire
+from imbrex.testing import round_trip
+
+BASIC = ["identity", "bf16", "fp16", "int8"]
+
+
+@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(0, 5),
+    width=st.integers(1, 40),
+    scale=st.sampled_from([1e-3, 1, 1e3]),
+)
+def test_bytes_and_bound(
+    name: str, dtype: torch.dtype, seed: int, rows: int, width: int, scale: float
+) -> None:
+    codec = make(name)
+    x = (torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+    encoded = codec.encode(x, dtype)
+    assert encoded.dtype == torch.uint8
+    assert encoded.shape == (rows, codec.nbytes(width, dtype))
+    assert torch.equal(encoded, codec.encode(x, dtype))
+    decoded = codec.decode(encoded, width, dtype)
+    assert decoded.dtype == dtype
+    for row, back in zip(x, decoded, strict=True):
+        bound = codec.error_bound(row.abs().max().item(), dtype)
+        assert (row.double() - back.double()).abs().max().item() <= bound
+
+
+def test_int8_by_hand() -> None:
+    """amax 127: a scale of 1, so values are rounded to whole numbers; -127..127 only."""
+    x = torch.tensor([[127.0, -126.6, 0.4, 0.6]])
+    assert round_trip(x, make("int8")).tolist() == [[127.0, -127.0, 0.0, 1.0]]
+    assert round_trip(torch.zeros(1, 3), make("int8")).tolist() == [[0.0, 0.0, 0.0]]
+    assert round_trip(torch.tensor([[1.0, torch.inf]]), make("int8")).isnan().all()
+
+
+def test_fp16_saturates() -> None:
+    assert round_trip(torch.tensor([[1e6, -1e6]]), make("fp16")).tolist() == [[65504.0, -65504.0]]
+
+
+def test_a_partial_sum_is_rounded_to_the_dtype_outside() -> None:
+    codec = make("identity")
+    partial = torch.tensor([[1.0 + 2**-10]])
+    assert codec.decode(codec.encode(partial, torch.bfloat16), 1, torch.bfloat16).item() == 1.0
+
+
+def test_crossings_by_name() -> None:
+    wire = make_wire({"dispatch": "int8"})
+    assert (wire.dispatch.name, wire.combine.name) == ("int8", "identity")
+    with pytest.raises(ValueError, match="there is no crossing 'sideways'; use combine, combine_backward"):
+        make_wire({"sideways": "int8"})
+    with pytest.raises(ValueError, match="codec: 'zip' is not known; use one of identity"):
+        make("zip")
+    assert set(BASIC) <= set(CODECS)

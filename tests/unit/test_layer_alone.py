@@ -1,0 +1,154 @@
+"""A layer in one process: names, parameters, reasons, and what it needs no ranks for."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import imbrex
+from imbrex import ops
+from imbrex.experts import Experts, Shard
+from imbrex.placement import contiguous
+from imbrex.testing import dense
+from imbrex.transport import pick
+from imbrex.waiting import timeout_seconds
+
+
+def make(**options) -> imbrex.MoELayer:
+    config = {"hidden_size": 8, "intermediate_size": 12, "num_experts": 4, "top_k": 2}
+    shape = {
+        k: options.pop(k) for k in list(options) if k in {*config, "shared", "gate", "activation", "bias"}
+    }
+    return imbrex.MoELayer(imbrex.MoEConfig(**{**config, **shape}), **options)
+
+
+def test_parameters_are_named_and_shaped_as_in_hugging_face() -> None:
+    layer = make(shared=imbrex.SharedExperts(intermediate_size=6, gated=True))
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        "gate.weight": (4, 8),
+        "experts.gate_up_proj": (4, 24, 8),
+        "experts.down_proj": (4, 8, 12),
+        "shared_expert.gate_proj.weight": (6, 8),
+        "shared_expert.up_proj.weight": (6, 8),
+        "shared_expert.down_proj.weight": (8, 6),
+        "shared_expert_gate.weight": (1, 8),
+    }
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts_are_added(gated: bool) -> None:
+    layer = make(shared=imbrex.SharedExperts(intermediate_size=6, gated=gated))
+    x = torch.randn(2, 5, 8)
+    flat = x.reshape(-1, 8)
+    y = layer(x)
+    assert layer.routing is not None
+    assert layer.shared_expert is not None
+    shared = layer.shared_expert(flat)
+    if layer.shared_expert_gate is not None:
+        shared = torch.sigmoid(layer.shared_expert_gate(flat)) * shared
+    truth = dense(flat, layer.routing, layer.experts) + shared
+    assert (y.reshape(-1, 8) - truth).abs().max().item() < 1e-6
+
+
+def test_shards_of_a_seed_make_the_whole() -> None:
+    whole = Experts((0, 1, 2), 6, 8, bias=True, seed=7)
+    halves = [Experts((1, 2), 6, 8, bias=True, seed=7, shard=Shard(rank=r, size=2)) for r in range(2)]
+    down = torch.cat([h.down_proj for h in halves], 2)
+    assert torch.equal(down, whole.down_proj[1:])
+    gate = torch.cat([h.gate_up_proj[:, :4] for h in halves], 1)
+    assert torch.equal(gate, whole.gate_up_proj[1:, :8])
+    assert torch.equal(Experts((2, 0), 6, 8, seed=7).down_proj[0], whole.down_proj[2])
+    assert not torch.equal(Experts((0,), 6, 8, seed=8).down_proj[0], whole.down_proj[0])
+
+
+def test_a_spare_slot_holds_zeros() -> None:
+    assert Experts((0, -1), 4, 4).gate_up_proj[1].abs().max().item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "top_k", "name", "reason"),
+    [
+        (1, 2, "alltoall", "one rank: nothing to move"),
+        (4, 8, "allgather", "a token wants 90% of the ranks at top-8 on 4"),
+        (4, 2, "alltoall", "a token wants only 44% of the ranks at top-2 on 4"),
+    ],
+)
+def test_auto_says_why(ranks: int, top_k: int, name: str, reason: str) -> None:
+    assert pick("auto", num_ranks=ranks, top_k=top_k) == (name, reason)
+
+
+def test_the_layer_says_what_was_chosen() -> None:
+    reasons = make().reasons
+    assert reasons["transport"] == "alltoall: one rank: nothing to move"
+    assert reasons["experts"].startswith("grouped: ")
+    assert "transport=alltoall" in repr(make())
+
+
+def test_autocast_decides_the_dtype() -> None:
+    layer = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, 8)).dtype == torch.bfloat16
+
+
+def test_an_exchange_that_is_gone_says_so() -> None:
+    exchange = imbrex.Exchange(contiguous(2, 1), 4, 1)
+    x = torch.randn(2, 4, requires_grad=True)
+    routing = imbrex.Routing(ids_TK=torch.tensor([[0], [1]]), weights_TK=torch.ones(2, 1))
+    dispatched = exchange.dispatch(x, routing)
+    exchange.close()
+    with pytest.raises(RuntimeError, match="closed or deleted while a result of it is still in use"):
+        exchange.combine(dispatched.rows_RD, dispatched.handle)
+
+
+def test_deleted_layers_leave_nothing_behind() -> None:
+    gc.collect()
+    before = len(ops._live)
+    layer = make()
+    layer(torch.randn(2, 8))
+    assert len(ops._live) == before + 1
+    del layer
+    gc.collect()
+    assert len(ops._live) == before
+
+
+def test_the_time_out_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timeout_seconds(3) == 3.0
+    monkeypatch.setenv("IMBREX_TIMEOUT_S", "5")
+    assert timeout_seconds() == 5.0
+    monkeypatch.setenv("IMBREX_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match="'soon' is not a number of seconds above 0"):
+        timeout_seconds()
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_operators_obey_torchs_rules(op: str) -> None:
+    exchange = imbrex.Exchange(contiguous(3, 1), 4, 2)
+    x = torch.randn(5, 4, requires_grad=True)
+    ids = torch.tensor([[0, 1], [2, -1], [1, 0], [-1, -1], [2, 1]])
+    weights = torch.rand(5, 2, requires_grad=True)
+    key = exchange._crossings.key
+    inputs = (x, weights, ids, key, -1)
+    if op == "combine":
+        rows, weights_R, _, *rest = (t.detach() for t in ops.dispatch(*inputs))
+        inputs = (rows.requires_grad_(), weights_R.requires_grad_(), None, *rest, 5, key, -1)
+    torch.library.opcheck(getattr(ops, op), inputs, test_utils=("test_schema", "test_faketensor"))
+    if op == "dispatch":
+        outputs = ops.dispatch(*inputs)
+        (outputs[0].sum() + outputs[1].sum()).backward()
+        assert x.grad is not None
+        assert x.grad[:, 0].tolist() == [2.0, 1.0, 2.0, 0.0, 2.0]
+
+
+def test_grouped_products_by_hand() -> None:
+    """Groups of 2, 0 and 1 rows: [[1], [2]] * 10 and [[3]] * 30."""
+    rows = torch.tensor([[1.0], [2.0], [3.0], [99.0]], requires_grad=True)
+    weight = torch.tensor([[[10.0]], [[20.0]], [[30.0]]], requires_grad=True)
+    out = ops.grouped_mm(rows, weight, torch.tensor([2, 0, 1]))
+    assert out[:3].flatten().tolist() == [10.0, 20.0, 90.0]
+    (out[:3] * torch.tensor([[1.0], [1.0], [2.0]])).sum().backward()
+    assert weight.grad is not None
+    assert rows.grad is not None
+    assert weight.grad.flatten().tolist() == [3.0, 0.0, 6.0]
+    assert rows.grad[:3].flatten().tolist() == [10.0, 10.0, 60.0]
