@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from imbrex import ops
 from imbrex.contracts import Dispatched
+from imbrex.kernels import unavailable
+from imbrex.kernels.experts_ffn import ffn, unfit_widths
 
 Activation = Literal["swiglu", "gelu"]
 ACTIVATIONS = ("swiglu", "gelu")
-IMPLEMENTATIONS = ("loop", "grouped")
+IMPLEMENTATIONS = ("loop", "grouped", "kernels")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,10 @@ class Experts(nn.Module):
     hidden_size D, intermediate_size F. activation: `swiglu`, down(silu(gate(x)) * up(x)), or `gelu`,
         down(gelu(up(x))) with the exact error function.
     bias: add biases to both products. shard: the part of F held here; outputs are then partial sums.
-    implementation: `loop` (one expert after the other: the oracle), `grouped` (grouped products), or `auto`.
+    implementation: `loop` (one expert after the other: the oracle), `grouped` (grouped products), `kernels`
+        (imbrex's own, for SwiGLU in bfloat16 without biases on a Hopper GPU, D and F multiples of 8), or
+        `auto`: `kernels` where they can run, else `grouped`. `implementation_reason` says why; rows that the
+        kernels cannot take (another dtype or device) go through `grouped`.
     seed: parameters are drawn per expert from it, so that neither placement nor rank count changes them.
 
     Parameters, as in Hugging Face checkpoints: gate_up_proj [e, 2F, D], gate rows first (`gelu`: up_proj
@@ -70,8 +76,9 @@ class Experts(nn.Module):
             )
         self.expert_ids, self.activation = expert_ids, activation
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.implementation, self.implementation_reason = pick_implementation(implementation)
         slots, width = len(expert_ids), intermediate_size // self.shard.size
+        unfit = _unfit(activation, bias, hidden_size, width)
+        self.implementation, self.implementation_reason = pick_implementation(implementation, unfit)
         up_width = 2 * width if activation == "swiglu" else width
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -122,6 +129,9 @@ class Experts(nn.Module):
     def forward(self, dispatched: Dispatched) -> Tensor:
         """rows_RD of the dispatch's dtype. Rows past the counts are unset."""
         rows_RD, counts_e = dispatched.rows_RD, dispatched.counts_e
+        if self.implementation == "kernels" and rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16:
+            gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
+            return ffn(rows_RD, gate_up, down, counts_e)
         product = _loop_product if self.implementation == "loop" else _grouped_product
         up_RF = product(rows_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_e)
         # Tensor ranks sum their outputs, so only the first adds the bias.
@@ -165,13 +175,27 @@ def activate(up_RF: Tensor, activation: str) -> Tensor:
     return F.silu(gate_RF) * up_RF
 
 
-def pick_implementation(name: str) -> tuple[str, str]:
-    """The implementation for `name` and why."""
-    if name == "auto":
-        return "grouped", "grouped products work on every device"
-    if name not in IMPLEMENTATIONS:
+def pick_implementation(name: str, unfit: str | None = None) -> tuple[str, str]:
+    """The implementation for `name` and why. `unfit`: why these experts cannot go through the kernels.
+
+    Warns where `kernels` was asked for and cannot be had. Raises ValueError for an unknown name.
+    """
+    if name not in (*IMPLEMENTATIONS, "auto"):
         raise ValueError(f"Experts: implementation {name!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}")
-    return name, "asked for"
+    if name not in ("auto", "kernels"):
+        return name, "asked for"
+    reason = unfit or unavailable()
+    if reason is None:
+        return "kernels", "the fastest for bfloat16 on this GPU" if name == "auto" else "asked for"
+    if name == "kernels":
+        warnings.warn(f"Experts: grouped products instead of kernels: {reason}", stacklevel=3)
+    return "grouped", reason
+
+
+def _unfit(activation: str, bias: bool, width: int, inner: int) -> str | None:
+    if activation != "swiglu":
+        return f"the expert kernels compute SwiGLU, not {activation}"
+    return "the expert kernels add no biases" if bias else unfit_widths(width, inner)
 
 
 def _loop_product(rows_RK: Tensor, weight_eNK: Tensor, bias_eN: Tensor | None, counts_e: Tensor) -> Tensor:

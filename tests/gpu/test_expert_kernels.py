@@ -28,6 +28,10 @@ CASES = {
 }
 TILINGS = sorted({tiling for _, _, tiling, _ in gemm_variants()}, key=str)
 
+WGRAD_TILINGS = sorted(
+    {tiling for layout, _, tiling, _ in gemm_variants() if layout is Layout.WGRAD}, key=str
+)
+
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device=CUDA) * scale).to(torch.bfloat16)
@@ -123,7 +127,9 @@ def test_gradient_of_rows(case, tiling: Tiling) -> None:
     check_rows(out, per_expert(counts, d_out, b))
 
 
-@pytest.mark.parametrize("tiling", [t for t in TILINGS if t.groups == 2], ids=str)
+@pytest.mark.parametrize(
+    "tiling", sorted({t for layout, _, t, _ in gemm_variants() if layout is Layout.WGRAD}, key=str), ids=str
+)
 def test_gradient_of_weights(case, tiling: Tiling) -> None:
     counts, a, b = case
     groups, rows = groups_of(counts), sum(counts)

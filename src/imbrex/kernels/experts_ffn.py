@@ -36,6 +36,11 @@ def supports(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> str | No
         return "the expert kernels compute in bfloat16"
     if gate_up_eGD.shape != (experts, 2 * inner, width) or rows_RD.shape[1] != width:
         return "the expert kernels need SwiGLU weights [e, 2F, D] and [e, D, F]"
+    return unfit_widths(width, inner)
+
+
+def unfit_widths(width: int, inner: int) -> str | None:
+    """None if `ffn` can compute with D = `width` and F = `inner`, else one sentence that says why not."""
     if width % MULTIPLE or inner % MULTIPLE:
         return f"the expert kernels need D and F to be multiples of {MULTIPLE}, not {width} and {inner}"
     return None
@@ -178,7 +183,7 @@ def _gemm(
         groups.ends_e,
         out,
         groups.counter,
-        tiling=choose_tiling(layout, a.shape[0], groups.ends_e.numel()),
+        tiling=choose_tiling(layout, a.shape[0], groups.ends_e.numel(), (out.shape[-2], out.shape[-1])),
         epilogue=epilogue,
         gate_up=gate_up,
         weights_R=weights,

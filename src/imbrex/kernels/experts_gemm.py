@@ -6,12 +6,13 @@ Rows are expert-major; `ends_e` (int32, on the device) holds the end of each exp
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
-from imbrex.kernels.jit import ByValue, Variant, load
+from imbrex.kernels.jit import ByValue, Kernel, Variant, load
 from imbrex.kernels.tensor_map import tensor_map
 
 
@@ -136,6 +137,15 @@ def halves_map(gate_up_RG: torch.Tensor) -> ByValue:
     )
 
 
+@functools.cache
+def _gemm_kernel(
+    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool, device: int
+) -> tuple[Kernel, int, int]:
+    """The kernel, its bytes of shared memory, the SMs of the device."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return load(gemm_variant(layout, epilogue, tiling, wide), device), tiling.smem, sms
+
+
 def _operand_maps(
     layout: Layout, a: torch.Tensor, b: torch.Tensor, tiling: Tiling, epilogue: Epilogue, wide: bool
 ) -> tuple[ByValue, ByValue]:
@@ -179,10 +189,11 @@ def launch_gemm(
     map_out = stacked_map(out, 64, 64) if layout is Layout.WGRAD else ragged_map(out, 64, 64)
     map_h = halves_map(gate_up) if gate_up is not None else map_out
     count = ends_e.numel() if segments is None else segments.shape[0]
-    load(gemm_variant(layout, epilogue, tiling, wide), a.device).launch(
-        grid=blocks or torch.cuda.get_device_properties(a.device).multi_processor_count,
+    kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, a.get_device())
+    kernel.launch(
+        grid=blocks or sms,
         block=128 * (tiling.groups + 1),
-        smem=tiling.smem,
+        smem=smem,
         args=[
             map_a,
             map_b,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +29,12 @@ def glue_variants() -> list[Variant]:
     return [Variant(source=SOURCE, entry=entry) for entry in KERNELS]
 
 
+@functools.cache
 def _kernel(entry: str, device: torch.device) -> Kernel:
     return load(Variant(source=SOURCE, entry=entry), device)
 
 
+@functools.cache
 def _blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * _BLOCKS_PER_SM
 

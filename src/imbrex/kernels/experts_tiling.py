@@ -11,19 +11,29 @@ DECODE = Tiling(groups=1, block_n=128, stages=8)
 """One group, 64 x 128, 192 KiB of loads in flight: few rows an expert, where weights are read once."""
 
 
-def choose_tiling(layout: Layout, rows: int, experts: int) -> Tiling:
-    """`rows`: rows of all experts together, at most (the counts stay on the device)."""
-    if layout is not Layout.WGRAD and rows <= 32 * experts:
+OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
+"""Each group its own 128 x 128 in turn: stores hide behind the other group's products, at more traffic."""
+
+_LARGE_GRADIENT = 8 << 20
+"""Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
+
+
+def choose_tiling(layout: Layout, rows: int, experts: int, out: tuple[int, int]) -> Tiling:
+    """`rows`: rows of all experts together, at most (the counts stay on the device); `out`: shape of one
+    expert's output, for a weight gradient, else (rows, columns)."""
+    if layout is Layout.WGRAD:
+        return OWN if out[0] * out[1] >= _LARGE_GRADIENT else SHARED
+    if rows <= 32 * experts:
         return DECODE
     return SHARED
 
 
 def gemm_variants() -> list[tuple[Layout, Epilogue, Tiling, bool]]:
     """Everything `choose_tiling` can ask for, and whether operands are loaded in wide boxes."""
-    forward = [
-        (Layout.FORWARD, epilogue, tiling, False) for epilogue in Epilogue for tiling in (SHARED, DECODE)
+    pairs = [
+        *((Layout.FORWARD, epilogue, tiling) for epilogue in Epilogue for tiling in (SHARED, DECODE)),
+        *((Layout.DGRAD, Epilogue.PLAIN, tiling) for tiling in (SHARED, DECODE)),
+        *((Layout.WGRAD, Epilogue.PLAIN, tiling) for tiling in (SHARED, OWN)),
     ]
-    dgrad = [
-        (Layout.DGRAD, Epilogue.PLAIN, tiling, wide) for tiling in (SHARED, DECODE) for wide in (True, False)
-    ]
-    return [*forward, *dgrad, *((Layout.WGRAD, Epilogue.PLAIN, SHARED, wide) for wide in (True, False))]
+    widths = {Layout.FORWARD: (False,), Layout.DGRAD: (True, False), Layout.WGRAD: (True, False)}
+    return [(*pair, wide) for pair in pairs for wide in widths[pair[0]]]

@@ -15,7 +15,7 @@ struct __align__(64) TensorMap {
 
 namespace ptx {
 
-// ---------------------------------------------------------------- addresses, ids, clocks
+// Section: addresses, ids, clocks.
 
 __device__ __forceinline__ u32 smem_u32(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool elect_one() {
     return chosen != 0;
 }
 
-// ---------------------------------------------------------------- registers and barriers of a block
+// Section: registers and barriers of a block.
 
 template <int kRegisters>
 __device__ __forceinline__ void more_registers() {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// ---------------------------------------------------------------- fences
+// Section: fences.
 
 // Orders this thread's ordinary shared-memory accesses before later ones by the copy engine or the tensor cores.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -75,7 +75,7 @@ __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// ---------------------------------------------------------------- mbarrier
+// Section: mbarrier.
 
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -115,7 +115,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, u32& pati
     while (!mbarrier_try(barrier, parity) && patience != 0) --patience;
 }
 
-// ---------------------------------------------------------------- TMA, tiled (tensor maps); one thread
+// Section: TMA, tiled (tensor maps); one thread.
 
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -171,7 +171,7 @@ __device__ __forceinline__ void tma_store_4d(const TensorMap* map, u32 source, i
                  : "memory");
 }
 
-// ---------------------------------------------------------------- bulk groups of stores (tiled and 1-D)
+// Section: bulk groups of stores (tiled and 1-D).
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most `kPending` groups still read shared memory: the source buffer may be written again.
@@ -185,7 +185,7 @@ __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---------------------------------------------------------------- wgmma: 64 x N x 16, bf16 in, fp32 accumulated
+// Section: wgmma: 64 x N x 16, bf16 in, fp32 accumulated.
 
 // Shared-memory operand with 128-byte swizzle. `address` is 1024-byte aligned plus a multiple of 32 bytes.
 // K-major (64 elements of k = 128 bytes a row): groups of 8 rows are 1024 bytes apart; `leading` is not used.
@@ -248,7 +248,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32
                      "%131", "%132");
 }
 
-// ---------------------------------------------------------------- matrices from registers to shared memory
+// Section: matrices from registers to shared memory.
 
 // Four 8 x 8 bf16 matrices; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
@@ -257,7 +257,7 @@ __device__ __forceinline__ void store_matrix_x4(u32 address, u32 m0, u32 m1, u32
                  : "memory");
 }
 
-// ---------------------------------------------------------------- numbers
+// Section: numbers.
 
 // Two floats to packed bf16, round to nearest even; `low` in the low half.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
