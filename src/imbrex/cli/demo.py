@@ -138,6 +138,8 @@ def check(args: argparse.Namespace) -> None:
     for name in ("steps", "batch", "length", "checkpoint_every", *SHAPE):
         if (value := getattr(args, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
+    if args.seed < 0:
+        raise ValueError(f"--seed is {args.seed}: give 0 or more")
     factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
     if factors.token_ranks > args.batch:
         raise ValueError(

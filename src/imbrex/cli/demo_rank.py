@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imbrex import MoELayer, checkpoint
 from imbrex.cli import demo
 from imbrex.cli.launch import Rank
 from imbrex.cli.progress import Progress
@@ -65,7 +66,7 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
         observer=recorder,
     ).to(device)
     trainer = Trainer(model, corpus, recipe, factors, rank=rank, device=device, observer=recorder)
-    first_step, saving = _checkpoints(args, trainer)
+    first_step, saving = _checkpoints(args, trainer, host_group)
     with Progress(first_step=first_step, steps=recipe.steps) as progress:
         run = Run(trainer, shape, recorder, Path(args.out), host_group=host_group, progress=progress)
         run.train(first_step, saving)
@@ -79,6 +80,7 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
 
 
 def _join(args: argparse.Namespace) -> torch.device:
+    os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -105,20 +107,19 @@ def _asked(args: argparse.Namespace) -> tuple[Shape, Recipe]:
     return shape, Recipe(steps=args.steps, batch=args.batch, length=args.length, seed=args.seed)
 
 
-def _checkpoints(args: argparse.Namespace, trainer: Trainer) -> tuple[int, Saving]:
-    from imbrex import checkpoint
+def _checkpoints(
+    args: argparse.Namespace, trainer: Trainer, group: dist.ProcessGroup | None
+) -> tuple[int, Saving]:
+    directory, model, optimizer = Path(args.out) / "checkpoint", trainer.model, trainer.optimizer
 
-    directory = Path(args.out) / "checkpoint"
-    loaded = checkpoint.load_latest(directory, trainer.model, trainer.optimizer) if args.resume else None
-    return loaded or 0, Saving(
-        save=lambda step: checkpoint.save(directory, trainer.model, trainer.optimizer, step, {}),
-        every=args.checkpoint_every,
-    )
+    def save(step: int) -> None:
+        checkpoint.save(directory, model, optimizer, step, keep=2, group=group)
+
+    loaded = checkpoint.load_latest(directory, model, optimizer, group=group) if args.resume else None
+    return loaded or 0, Saving(save=save, every=args.checkpoint_every)
 
 
 def _facts(args: argparse.Namespace, factors: Factors, text: str, model: torch.nn.Module) -> dict[str, Any]:
-    from imbrex import MoELayer
-
     layer = next(module for module in model.modules() if isinstance(module, MoELayer))
     return {
         "ranks": args.ranks,

@@ -119,11 +119,13 @@ class Run:
         )
         load_LE = load.sum(0).view(shape.num_layers, shape.num_experts)
         tokens = recipe.batch * recipe.length
+        mean_ms = dict(zip(_TIMES, times.mean(0).tolist(), strict=True))
         return {
             "step": step,
             "loss": self._sum_tokens(nats[:, 0]) / tokens,
             "tokens_per_s": tokens / (times[:, 0].max().item() / 1e3),
-            **{f"{name}_ms": value for name, value in zip(_TIMES, times.mean(0).tolist(), strict=True)},
+            **{f"{name}_ms": value for name, value in mean_ms.items()},
+            "communicating": communicating_share(mean_ms) if self.num_ranks > 1 else 0.0,
             "imbalance": (load_LE.amax(1) / load_LE.mean(1).clamp_min(1e-9)).tolist(),
             "expert_load": load_LE.tolist(),
             "rank_rows": rows.tolist(),
@@ -201,7 +203,7 @@ def _digest(metrics: list[dict[str, Any]]) -> dict[str, Any]:
         "held_out_loss": metrics[-1].get("held_out_loss"),
         "train_s": sum(m["step_ms"] for m in metrics) / 1e3,
         "tokens_per_s": _median([m["tokens_per_s"] for m in settled]),
-        "communicating_share": _median([communicating_share(m) for m in settled]),
+        "communicating_share": _median([m["communicating"] for m in settled]),
         "imbalance": max(
             _median(list(of_layer)) for of_layer in zip(*(m["imbalance"] for m in settled), strict=True)
         ),

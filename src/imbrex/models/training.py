@@ -63,7 +63,6 @@ def make_model(
         intermediate_size=shape.expert_width,
         num_experts=shape.num_experts,
         top_k=shape.top_k,
-        gate=imbrex.Gate(balance=0.01),
     )
 
     def make_moe(index: int) -> nn.Module:
@@ -74,7 +73,9 @@ def make_model(
             data_group=copies,
             transport=transport,
             codec=codec,
+            losses=imbrex.AuxLosses(load_balance=0.01),
             observer=observer,
+            layer=index,
             timeout=timeout_s,
         )
 

@@ -34,9 +34,9 @@ td:first-child { color: #555 } td { overflow-wrap: anywhere }
 """
 
 
-def communicating_share(record: Mapping[str, Any]) -> float:
-    """Share of a step's time in the phases that wait for other ranks."""
-    return sum(record[f"{name}_ms"] for name in COMMUNICATING) / record["step_ms"]
+def communicating_share(times_ms: Mapping[str, float]) -> float:
+    """Share of a step's time in the phases that wait for other ranks. times_ms: by phase, and of `step`."""
+    return sum(times_ms[name] for name in COMMUNICATING) / times_ms["step"]
 
 
 def write_report(
@@ -140,7 +140,7 @@ def _shares(metrics: Sequence[Mapping[str, Any]]) -> Figure:
         )
     figure.add_scatter(
         x=steps,
-        y=[communicating_share(m) for m in metrics],
+        y=[m["communicating"] for m in metrics],
         name="communicating",
         line={"color": "black", "width": 1.5},
     )
