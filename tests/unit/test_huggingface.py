@@ -1,0 +1,223 @@
+"""Layers filled from transformers' blocks of small configurations: the same outputs and gradients."""
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    MixtralConfig,
+    PhimoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.phimoe.modeling_phimoe import PhimoeSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+import imbrex
+from imbrex.adapters.huggingface import SafetensorsFolder, block_prefix, load_block, moe_config
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "experts_implementation": "eager",
+}
+DEEPSEEK: dict[str, Any] = {
+    "intermediate_size": 20,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+QWEN: dict[str, Any] = {
+    "moe_intermediate_size": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 20,
+}
+
+
+def small(kind, **settings):
+    """A transformers configuration of a model of a few kilobytes."""
+    return kind(**(SMALL | settings))
+
+
+FAMILIES = {
+    "mixtral": (MixtralSparseMoeBlock, small(MixtralConfig, intermediate_size=12, num_local_experts=6)),
+    "phimoe": (PhimoeSparseMoeBlock, small(PhimoeConfig, intermediate_size=12, num_local_experts=6)),
+    "qwen2_moe": (
+        Qwen2MoeSparseMoeBlock,
+        small(Qwen2MoeConfig, **QWEN, shared_expert_intermediate_size=10),
+    ),
+    "qwen3_moe": (Qwen3MoeSparseMoeBlock, small(Qwen3MoeConfig, **QWEN, norm_topk_prob=True)),
+    "deepseek_v3": (DeepseekV3MoE, small(DeepseekV3Config, **DEEPSEEK)),
+}
+
+
+def block_of(family):
+    kind, config = FAMILIES[family]
+    torch.manual_seed(0)
+    block = kind(config).eval()
+    for name, value in (*block.named_parameters(), *block.named_buffers()):
+        torch.nn.init.normal_(value, std=0.05 if "router" in name else 0.3)
+    return block, config
+
+
+def one_by_one(state, names):
+    """The same weights under the names that checkpoints carry."""
+    found = {name: value for name, value in state.items() if not name.startswith("experts.")}
+    for expert, (gate_up, down) in enumerate(
+        zip(state["experts.gate_up_proj"], state["experts.down_proj"], strict=True)
+    ):
+        for name, value in zip(names, (*gate_up.chunk(2), down), strict=True):
+            found[f"experts.{expert}.{name}.weight"] = value
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_those_of_the_block(family):
+    block, config = block_of(family)
+    layer = imbrex.MoELayer(moe_config(config))
+    load_block(layer, block)
+    x_BSD = torch.randn(3, 7, 16)
+    x, y = x_BSD.clone().requires_grad_(), x_BSD.clone().requires_grad_()
+    want, got = block(x), layer(y)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    pull = torch.randn_like(want)
+    (want * pull).sum().backward()
+    (got * pull).sum().backward()
+    torch.testing.assert_close(y.grad, x.grad, rtol=1e-5, atol=1e-5)
+    theirs = {
+        name.replace("router.", "gate.").replace("shared_experts.", "shared_expert."): parameter.grad
+        for name, parameter in block.named_parameters()
+    }
+    ours = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")])
+def test_experts_one_by_one(names):
+    block, config = block_of("qwen2_moe")
+    fused, apart = (imbrex.MoELayer(moe_config(config)) for _ in range(2))
+    load_block(fused, block)
+    state = {f"model.layers.1.mlp.{k}": v for k, v in one_by_one(block.state_dict(), names).items()}
+    load_block(apart, state, block_prefix(state, 1))
+    assert all(torch.equal(a, b) for a, b in zip(fused.parameters(), apart.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_checkpoint(family, tmp_path):
+    """As transformers writes it, whatever the names, read back lazily with its config.json."""
+    _, config = FAMILIES[family]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    weights = SafetensorsFolder(tmp_path)
+    assert any("experts.0." in name for name in weights), "transformers no longer writes experts one by one"
+    layer = imbrex.MoELayer(moe_config(json.loads((tmp_path / "config.json").read_text())))
+    load_block(layer, weights, block_prefix(weights, 1))
+    x_BSD = torch.randn(2, 5, 16)
+    torch.testing.assert_close(
+        layer(x_BSD), model.get_submodule("model.layers.1.mlp")(x_BSD), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_only_what_lives_here_is_read():
+    block, config = block_of("mixtral")
+    read = []
+
+    class Watched(dict):
+        def __getitem__(self, name):
+            read.append(name)
+            return super().__getitem__(name)
+
+    layer = imbrex.MoELayer(moe_config(config))
+    layer.experts.expert_ids = (4, 1, -1, -1, -1, -1)
+    before = layer.experts.down_proj[2:].detach().clone()
+    load_block(layer, Watched(one_by_one(block.state_dict(), ("w1", "w3", "w2"))))
+    assert {name.split(".")[1] for name in read if name.startswith("experts.")} == {"1", "4"}
+    assert torch.equal(layer.experts.down_proj[0], block.experts.down_proj[4])
+    assert torch.equal(layer.experts.down_proj[1], block.experts.down_proj[1])
+    assert torch.equal(layer.experts.down_proj[2:], before)
+
+
+def test_float8_weights_are_expanded(tmp_path):
+    """As in DeepSeek-V3's checkpoint: a scale for every 128 x 128 block; here 2 x 1 scales of 160 x 16."""
+    config = small(DeepseekV3Config, **(DEEPSEEK | {"moe_intermediate_size": 160}))
+    torch.manual_seed(0)
+    block = DeepseekV3MoE(config)
+    for value in (*block.parameters(), *block.buffers()):
+        torch.nn.init.normal_(value)
+    state = one_by_one(block.state_dict(), ("gate_proj", "up_proj", "down_proj"))
+    name = "experts.5.gate_proj.weight"
+    scale = torch.tensor([[2.0], [0.5]])
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    by_hand = state[name].float() * torch.cat([torch.full((128, 1), 2.0), torch.full((32, 1), 0.5)])
+    state[f"{name}_scale_inv"] = scale
+    save_file(
+        {f"model.layers.3.mlp.{k}": v.contiguous() for k, v in state.items()}, tmp_path / "x.safetensors"
+    )
+    layer = imbrex.MoELayer(moe_config(config))
+    load_block(layer, SafetensorsFolder(tmp_path), "model.layers.3.mlp.")
+    assert torch.equal(layer.experts.gate_up_proj[5, :160], by_hand)
+    want = block.state_dict()["experts.gate_up_proj"]
+    assert torch.equal(layer.experts.gate_up_proj[4], want[4])
+
+
+def test_jitter_of_the_input_is_left_out_with_a_warning():
+    with pytest.warns(UserWarning, match=r"input_jitter_noise=0\.01"):
+        moe_config(small(PhimoeConfig, input_jitter_noise=0.01))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moe_config(small(PhimoeConfig, input_jitter_noise=0.0))
+
+
+def test_bad_input_says_what_and_how_to_mend(tmp_path):
+    block, config = block_of("qwen2_moe")
+    layer = imbrex.MoELayer(moe_config(config))
+    with pytest.raises(ValueError, match="model_type 'llama'; use one of deepseek_v3, mixtral"):
+        moe_config({"model_type": "llama"})
+    with pytest.raises(ValueError, match="hidden_act 'gelu'"):
+        moe_config(small(Qwen2MoeConfig, hidden_act="gelu"))
+    with pytest.raises(ValueError, match="has no num_local_experts"):
+        moe_config({"model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4, "intermediate_size": 4})
+    with pytest.raises(ValueError, match=r"no mlp\.gate\.weight or mlp\.router\.weight"):
+        load_block(layer, block, "mlp.")
+    with pytest.raises(ValueError, match="layer 0 has no MoE block"):
+        block_prefix({"model.layers.0.mlp.up_proj.weight": torch.zeros(1)}, 0)
+    with pytest.raises(ValueError, match=r"holds no \*\.safetensors"):
+        SafetensorsFolder(tmp_path)
+    narrower = moe_config(small(Qwen2MoeConfig, **(QWEN | {"num_experts": 5})))
+    with pytest.raises(ValueError, match=r"gate\.weight is \[6, 16\] among the weights and \[5, 16\]"):
+        load_block(imbrex.MoELayer(narrower), block)
+    wider = moe_config(
+        small(Qwen2MoeConfig, **(QWEN | {"moe_intermediate_size": 24}), shared_expert_intermediate_size=10)
+    )
+    with pytest.raises(ValueError, match=r"gate_up_proj of expert 0 is \[24, 16\]"):
+        load_block(imbrex.MoELayer(wider), block)
+    plain = imbrex.MoEConfig(hidden_size=16, intermediate_size=12, num_experts=6, top_k=3)
+    with pytest.raises(ValueError, match="the block has a shared expert, the layer none"):
+        load_block(imbrex.MoELayer(plain), block)
+    biased = imbrex.MoEConfig(hidden_size=16, intermediate_size=12, num_experts=6, top_k=3, bias=True)
+    with pytest.raises(ValueError, match="without bias"):
+        load_block(imbrex.MoELayer(biased), block)
