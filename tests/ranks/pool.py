@@ -73,16 +73,19 @@ class Pool:
             waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
             for pipe in wait(list(waiting), left):
                 assert isinstance(pipe, Connection)
-                answers[waiting[pipe]] = pipe.recv()
+                try:
+                    answers[waiting[pipe]] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    answers[waiting[pipe]] = (False, "died")
             if any(not ok for ok, _ in answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         failed = "\n".join(
             f"rank {rank} of {world}:\n{text}" for rank, (ok, text) in answers.items() if not ok
         )
         silent = sorted(set(range(world)) - set(answers))
-        if silent:
+        if silent or any(text == "died" for _, text in answers.values()):
             self.close()
-            raise RankError(f"{failed}\nranks {silent} did not answer; the pool starts anew")
+            raise RankError(f"{failed}\nranks without an answer: {silent}; the pool starts anew")
         if failed:
             raise RankError(failed)
         return [answers[rank][1] for rank in range(world)]

@@ -1,0 +1,56 @@
+"""A rank that dies or falls silent ends the others' waits within the time-out, naming the phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.placement import contiguous
+from tests.ranks.pool import Pool, RankError, Ranks
+
+TIMEOUT_S = 2.0
+
+
+def run_and_lose(ranks: Ranks, how: str, phase: str) -> None:
+    """Rank 1 dies or sleeps in `phase`; rank 0 goes on into the same crossing."""
+    exchange = imbrex.Exchange(
+        contiguous(2, 2), 4, 1, group=ranks.group, transport="alltoall", timeout=TIMEOUT_S
+    )
+    x_TD, ids_TK = torch.randn(3, 4), torch.tensor([[0], [1], [0]])
+    routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.ones(3, 1))
+    dispatched = exchange.dispatch(x_TD, routing) if phase == "combine" else None
+    if ranks.rank == 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3 * TIMEOUT_S)
+        return
+    began = time.monotonic()
+    try:
+        if dispatched is None:
+            exchange.dispatch(x_TD, routing)
+        else:
+            exchange.combine(dispatched.rows_RD, dispatched.handle)
+    except imbrex.RankLostError as error:
+        waited = time.monotonic() - began
+        raise AssertionError(
+            f"waited {'long enough' if waited < 2 * TIMEOUT_S else 'too long'}: {error}"
+        ) from error
+
+
+@pytest.mark.parametrize("how", ["dies", "sleeps"])
+@pytest.mark.parametrize("phase", ["plan", "combine"])
+def test_the_others_are_told(how: str, phase: str) -> None:
+    ranks = Pool(2, timeout_s=30.0)
+    try:
+        said = (
+            rf"waited long enough: rank 0 lost its peers in {phase}: a rank died, left or was silent for 2 s"
+        )
+        with pytest.raises(RankError, match=said):
+            ranks.run(2, run_and_lose, how, phase)
+    finally:
+        ranks.close()
