@@ -1,0 +1,42 @@
+"""What do the experts of one rank cost? `make gpu-bench NAME=experts`, on one Hopper GPU.
+
+Forward, forward from unpermuted tokens, forward and backward, the grouped GEMMs alone and decode, for the
+published models on one of four ranks, beside torch, eager and compiled; all rows into one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch._dynamo
+
+from imbrex.cli import bench_experts
+from imbrex.cli.results import describe_run, write_results
+
+RESULTS = Path(__file__).parent / "results" / "experts.json"
+COMMAND = "make gpu-bench NAME=experts"
+MODELS = "--model=mixtral,qwen2-moe,phi3.5-moe,deepseek-v3,qwen3-30b-a3b"
+SKEWS = "--skew=balanced,uniform,zipf:0.6"
+PAIR = "--impls=imbrex,torch"
+CASES = (
+    ["--rows=16384", SKEWS, "--ops=grouped_gemm", PAIR],
+    ["--rows=16384", SKEWS, "--ops=ffn,ffn_unpermuted,ffn_training", "--details"],
+    ["--rows=1024,4096", "--skew=uniform", "--ops=grouped_gemm,ffn,ffn_training", PAIR],
+    ["--rows=65536", "--skew=uniform", "--ops=ffn,ffn_unpermuted", PAIR],
+    ["--model=deepseek-v3", "--rows=64,128,256,512", "--skew=uniform", "--ops=decode"],
+)
+
+
+def main() -> None:
+    torch._dynamo.config.cache_size_limit = 64
+    parser = argparse.ArgumentParser()
+    bench_experts.add_arguments(parser)
+    rows = [row for words in CASES for row in bench_experts.measure(parser.parse_args([MODELS, *words]))]
+    run = describe_run(COMMAND, bench_experts.ceilings_of(rows))
+    write_results(RESULTS, bench_experts.QUESTION, run, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""What one rank's experts cost: imbrex's kernels, torch, and torch compiled, doing the same in turns.
+
+All of them get the same weights, rows and counts. Times are CUDA events around one call, behind a pause that
+lets the host run ahead, so that launch overheads of Python do not count for anybody.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from imbrex.cli.shapes import Shape
+from imbrex.cli.skew import make_routing
+from imbrex.kernels.experts_ffn import ffn
+from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm
+from imbrex.kernels.experts_glue import plan_groups
+from imbrex.kernels.experts_tiling import choose_tiling
+from imbrex.kernels.experts_tokens import ffn_tokens
+from imbrex.observe.clock import device_microseconds
+
+OPS = ("grouped_gemm", "ffn", "ffn_unpermuted", "ffn_training", "decode")
+IMPLS = ("imbrex", "torch", "torch-compiled")
+Call = Callable[[], Any]
+DENSE_SIDE = 8192
+COPY_BYTES = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The experts of one rank and what it received: expert-major rows, and where they come from."""
+
+    x_TD: Tensor
+    gate_up_eGD: Tensor
+    down_eDF: Tensor
+    counts_e: Tensor
+    ends_e: Tensor
+    source_R: Tensor
+    position_TK: Tensor
+    weights_TK: Tensor
+
+
+def make_work(shape: Shape, experts: int, rows: int, skew: str, seed: int = 0) -> Work:
+    """`rows` rows (rounded down to whole tokens) over `experts` experts on the GPU, bf16, random.
+
+    skew: as `make_routing` takes it, or `balanced`: as equal as whole rows allow.
+    """
+    choices = min(shape.top_k, experts)
+    tokens = max(1, rows // choices)
+    local = Shape(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=experts,
+        top_k=choices,
+    )
+    if skew == "balanced":
+        ids_TK = torch.arange(tokens * choices).view(tokens, choices) % experts
+    else:
+        ids_TK = make_routing(skew, local, tokens, seed=seed).ids_TK
+    order = ids_TK.flatten().argsort(stable=True).cuda()
+    position = torch.empty_like(order)
+    position[order] = torch.arange(order.numel(), device="cuda")
+    counts_e = torch.bincount(ids_TK.flatten(), minlength=experts).cuda()
+    torch.manual_seed(seed)
+    return Work(
+        x_TD=_draw(tokens, shape.hidden_size),
+        gate_up_eGD=_draw(experts, 2 * shape.intermediate_size, shape.hidden_size),
+        down_eDF=_draw(experts, shape.hidden_size, shape.intermediate_size),
+        counts_e=counts_e,
+        ends_e=counts_e.cumsum(0).to(torch.int32),
+        source_R=order // choices,
+        position_TK=position.view(tokens, choices),
+        weights_TK=torch.rand(tokens, choices, device="cuda"),
+    )
+
+
+def _draw(*shape: int) -> Tensor:
+    """Normal, scaled so that a product over the last dimension keeps unit variance where it is a weight."""
+    scale = shape[-1] ** -0.5 if len(shape) == 3 else 1.0
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def torch_ffn(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, ends_e: Tensor) -> Tensor:
+    gate_RF, up_RF = F.grouped_mm(rows_RD, gate_up_eGD.mT, offs=ends_e).chunk(2, -1)
+    return F.grouped_mm(F.silu(gate_RF) * up_RF, down_eDF.mT, offs=ends_e)
+
+
+def torch_ffn_tokens(
+    x_TD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    ends_e: Tensor,
+    source_R: Tensor,
+    position_TK: Tensor,
+    weights_TK: Tensor,
+) -> Tensor:
+    """Gathered, computed, and summed by a batched product (faster than multiplying and summing)."""
+    rows_RD = torch_ffn(x_TD[source_R], gate_up_eGD, down_eDF, ends_e)
+    return torch.bmm(weights_TK[:, None].to(rows_RD.dtype), rows_RD[position_TK]).squeeze(1)
+
+
+@functools.cache
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True)
+
+
+def calls_of(op: str, work: Work) -> dict[str, Call]:
+    """What is timed, by implementation."""
+    tokens = (work.source_R, work.position_TK, work.weights_TK)
+    weights = (work.gate_up_eGD, work.down_eDF)
+    if op == "ffn_unpermuted":
+        x = work.x_TD
+        return {
+            "imbrex": lambda: ffn_tokens(x, *weights, work.counts_e, *tokens),
+            "torch": lambda: torch_ffn_tokens(x, *weights, work.ends_e, *tokens),
+            "torch-compiled": lambda: compiled(torch_ffn_tokens)(x, *weights, work.ends_e, *tokens),
+        }
+    rows_RD = work.x_TD[work.source_R]
+    if op == "ffn_training":
+        d_y = torch.randn_like(rows_RD)
+        x, up, down = (t.detach().requires_grad_() for t in (rows_RD, *weights))
+        quick, ends_e = compiled(torch_ffn), work.ends_e
+
+        def step(y_RD: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(y_RD, (x, up, down), d_y)
+
+        return {
+            "imbrex": lambda: step(ffn(x, up, down, work.counts_e)),
+            "torch": lambda: step(torch_ffn(x, up, down, ends_e)),
+            "torch-compiled": lambda: step(quick(x, up, down, ends_e)),
+        }
+    return {
+        "imbrex": lambda: ffn(rows_RD, *weights, work.counts_e),
+        "torch": lambda: torch_ffn(rows_RD, *weights, work.ends_e),
+        "torch-compiled": lambda: compiled(torch_ffn)(rows_RD, *weights, work.ends_e),
+    }
+
+
+def gemm_calls(product: str, work: Work) -> dict[str, Call]:
+    """One grouped GEMM alone: `gate_up` or `down`."""
+    weight = work.gate_up_eGD if product == "gate_up" else work.down_eDF
+    a = work.x_TD[work.source_R] if product == "gate_up" else _draw(work.source_R.numel(), weight.shape[2])
+    out = a.new_empty(a.shape[0], weight.shape[1])
+    groups = plan_groups(work.counts_e)
+    tiling = choose_tiling(Layout.FORWARD, a.shape[0], weight.shape[0], (out.shape[0], out.shape[1]))
+
+    def ours() -> None:
+        launch_gemm(
+            Layout.FORWARD,
+            a,
+            weight,
+            groups.ends_e,
+            out,
+            groups.counter,
+            tiling=tiling,
+            epilogue=Epilogue.PLAIN,
+        )
+
+    return {"imbrex": ours, "torch": lambda: F.grouped_mm(a, weight.mT, offs=work.ends_e)}
+
+
+def flops_of(op: str, work: Work) -> float:
+    """Multiply-adds counted twice; a third for each of the forward and the two gradients."""
+    inner = work.source_R.numel() * work.down_eDF.shape[1] * work.down_eDF.shape[2]
+    return 6.0 * inner * (3 if op == "ffn_training" else 1)
+
+
+def weight_bytes(work: Work) -> int:
+    """bf16 weights of the experts that have rows."""
+    # host sync: once a case, outside what is timed
+    live = int((work.counts_e > 0).sum().item())
+    return live * 2 * 3 * work.down_eDF.shape[1] * work.down_eDF.shape[2]
+
+
+def dense_call() -> Call:
+    a, b = (torch.randn(DENSE_SIDE, DENSE_SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return lambda: torch.mm(a, b)
+
+
+def copy_call() -> Call:
+    source = torch.randint(255, (COPY_BYTES,), device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def time_in_turns(calls: dict[str, Call], *, repeats: int, warmup: int) -> dict[str, list[float]]:
+    """Microseconds of every call, all of them once a round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-warmup, repeats):
+        for name, call in calls.items():
+            elapsed = device_microseconds(call)
+            if turn >= 0:
+                times[name].append(elapsed)
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    return {
+        "median_us": round(statistics.median(times), 1),
+        "min_us": round(min(times), 1),
+        "max_us": round(max(times), 1),
+        "n": len(times),
+    }
+
+
+def count_launches(call: Call) -> int:
+    """Kernels and copies that one call puts on the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profiler.events() or ())
+
+
+def peak_mib(call: Call) -> float:
+    """Device memory that one call needs beyond what is there before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
