@@ -49,21 +49,14 @@ class LogicalTensor:
     def size(self) -> torch.Size:
         return torch.Size(self.layout.shape)
 
-    def chunks(self) -> dict[tuple[int, ...], Tensor]:
-        """Every chunk [1, ...] held here, a view, by its offsets in the logical tensor."""
-        layout, found = self.layout, {}
-        for slot, expert in enumerate(layout.experts):
-            for here, there, length in layout.runs if expert >= 0 else ():
-                offsets = [0] * len(layout.shape)
-                offsets[0], offsets[layout.dim] = expert, there
-                found[tuple(offsets)] = self.local[slot : slot + 1].narrow(layout.dim, here, length)
-        return found
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.shape)
-            for offsets, chunk in self.chunks().items()
-        ]
+        layout, found = self.layout, []
+        for expert in layout.experts:
+            for _, there, length in layout.runs if expert >= 0 else ():
+                offsets, sizes = [0] * len(layout.shape), [1, *layout.shape[1:]]
+                offsets[0], offsets[layout.dim], sizes[layout.dim] = expert, there, length
+                found.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
+        return found
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
@@ -77,8 +70,13 @@ class LogicalTensor:
         ]
 
     def at(self, index: MetadataIndex) -> Tensor:
+        """The chunk [1, ...] at an index, a view."""
         assert index.offset is not None
-        return self.chunks()[tuple(index.offset)]
+        layout = self.layout
+        slot = layout.experts.index(index.offset[0])
+        start = index.offset[layout.dim]
+        here, length = next((h, n) for h, there, n in layout.runs if there == start)
+        return self.local[slot : slot + 1].narrow(layout.dim, here, length)
 
 
 class SavePlanner(DefaultSavePlanner):
