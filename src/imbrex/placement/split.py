@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Placement
+from imbrex.contracts import Placement, Split
+from imbrex.placement.flow import split_balanced, split_nearest
 
 
 def split_evenly(counts_WE: Tensor, placement: Placement) -> Tensor:
@@ -30,3 +31,15 @@ def split_evenly(counts_WE: Tensor, placement: Placement) -> Tensor:
     share = counts_WE[:, experts] // replicas_S
     extra = (number_S - source_W1) % replicas_S < counts_WE[:, experts] % replicas_S
     return torch.where(held, share + extra, 0)
+
+
+SPLITS: dict[str, Split] = {"balanced": split_balanced, "even": split_evenly, "nearest": split_nearest}
+
+
+def make_split(split: str | Split) -> Split:
+    """A split by name, or the function itself. Raises ValueError that lists the names known."""
+    if not isinstance(split, str):
+        return split
+    if split not in SPLITS:
+        raise ValueError(f"split: {split!r} is not known; use one of {', '.join(SPLITS)}")
+    return SPLITS[split]

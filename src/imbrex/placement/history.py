@@ -1,0 +1,89 @@
+"""How often every expert was wanted, iteration by iteration: what plans are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from imbrex.placement.packing import Floats, Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadHistory:
+    """Choices per logical expert, summed over all ranks, so that any number of ranks can be planned for.
+
+    counts_ILE: int64 [iterations, layers, experts]. layers: the model's numbers of these layers.
+    top_k: choices per token; 0 where unknown. first_iteration: number of the first one.
+    Raises ValueError where the counts are no counts.
+    """
+
+    counts_ILE: Ints
+    layers: tuple[int, ...]
+    top_k: int = 0
+    first_iteration: int = 0
+
+    def __post_init__(self) -> None:
+        counts = self.counts_ILE
+        if counts.ndim != 3 or not counts.size:
+            raise ValueError(
+                f"statistics: counts have shape {counts.shape}; give [iterations, layers, experts]"
+            )
+        if len(self.layers) != counts.shape[1] or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"statistics: {counts.shape[1]} layers are numbered {list(self.layers)}")
+        if counts.dtype != np.int64 or (counts < 0).any():
+            raise ValueError("statistics: counts must be int64 and not negative")
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts_ILE.shape[2]
+
+    @property
+    def num_iterations(self) -> int:
+        return self.counts_ILE.shape[0]
+
+    def window(self, begin: int, end: int) -> LoadHistory:
+        """Iterations `begin <= i < end`, by number. Raises ValueError where there is none."""
+        first = self.first_iteration
+        kept = self.counts_ILE[max(begin - first, 0) : max(end - first, 0)]
+        if not len(kept):
+            raise ValueError(
+                f"statistics: no iteration from {begin} to {end}; there are {first} to "
+                f"{first + self.num_iterations - 1}"
+            )
+        return LoadHistory(
+            counts_ILE=kept, layers=self.layers, top_k=self.top_k, first_iteration=max(begin, first)
+        )
+
+    def load(self, decay: float = 1.0) -> Floats:
+        """Float64 [L, E]: the sum over iterations, each weighing `decay` times the next one's weight."""
+        if not 0 < decay <= 1:
+            raise ValueError(f"statistics: decay {decay}; use a number above 0, up to 1")
+        weights_I = decay ** np.arange(self.num_iterations)[::-1]
+        return np.tensordot(weights_I, self.counts_ILE, axes=1)
+
+
+def history_of_ids(ids_LTK: NDArray[np.integer], num_experts: int, batch: int) -> LoadHistory:
+    """From a per-token trace: every `batch` tokens are an iteration, those left over none.
+
+    ids_LTK: integers [layers, tokens, choices], `-1` where a choice was dropped.
+    """
+    num_layers, num_tokens, top_k = ids_LTK.shape
+    if not 1 <= batch <= num_tokens:
+        raise ValueError(f"trace: batches of {batch} tokens from {num_tokens}; use 1 to {num_tokens}")
+    if ids_LTK.min() < -1 or ids_LTK.max() >= num_experts:
+        raise ValueError(
+            f"trace: expert ids from {ids_LTK.min()} to {ids_LTK.max()}; use -1 to {num_experts - 1}"
+        )
+    whole = num_tokens // batch
+    ids = ids_LTK[:, : whole * batch].astype(np.int64).reshape(num_layers, whole, batch * top_k)
+    row = np.arange(num_layers)[:, None, None] * whole + np.arange(whole)[:, None]
+    bins = (row * (num_experts + 1) + ids + 1).ravel()
+    counts = np.bincount(bins, minlength=num_layers * whole * (num_experts + 1))
+    counts_LIE = counts.reshape(num_layers, whole, num_experts + 1)[:, :, 1:]
+    return LoadHistory(
+        counts_ILE=counts_LIE.transpose(1, 0, 2).astype(np.int64).copy(),
+        layers=tuple(range(num_layers)),
+        top_k=top_k,
+    )

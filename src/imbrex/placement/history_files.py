@@ -1,0 +1,177 @@
+"""Statistics in the files of TensorRT-LLM, SGLang, Megatron and vLLM, and per-token traces.
+
+directory with meta_info.json and rank*.safetensors   TensorRT-LLM; keys `{iteration}_{layer}`, int64 [E]
+*.json with `logical_count`, *.pt with the same       SGLang; [L, E] or [steps, L, E]
+*.json with `load_history`                            vLLM's recorded loads (ADRS benchmark)
+*.jsonl, or a directory of rank*.jsonl                Megatron: `tpe` per iteration and layer, or a trace
+                                                      with `top_indices`
+*.npz, *.npy                                          ids [layers, tokens, choices]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from imbrex.placement.history import LoadHistory, history_of_ids
+from imbrex.placement.packing import Ints
+from imbrex.placement.safetensors_file import read_arrays, write_arrays
+
+META = "meta_info.json"
+
+
+def read_history(
+    path: str | os.PathLike[str], *, batch: int = 128, array: str = "", num_experts: int = 0
+) -> LoadHistory:
+    """Statistics from any file above, told apart by name and content.
+
+    batch: tokens of an iteration, for traces. array: name of the ids in an `.npz`; its first `*ids`.
+    num_experts: of a trace, where its largest id does not say.
+    Raises ValueError, one sentence, where the file is cut off, or not what its name says.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"statistics: {path} does not exist")
+    try:
+        if path.is_dir():
+            if (path / META).exists():
+                return _read_tensorrt_llm(path)
+            return _read_megatron(sorted(path.glob("rank*.jsonl")), path, num_experts)
+        readers: dict[str, Callable[[], LoadHistory]] = {
+            ".json": lambda: _read_json(path),
+            ".pt": lambda: _from_counts(_load_pt(path)["logical_count"]),
+            ".jsonl": lambda: _read_megatron([path], path, num_experts),
+            ".npz": lambda: _read_trace(path, batch, array, num_experts),
+            ".npy": lambda: _read_trace(path, batch, array, num_experts),
+        }
+        if path.suffix not in readers:
+            raise ValueError(f"the name ends in none of {', '.join(readers)}")
+        return readers[path.suffix]()
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OSError,
+        EOFError,
+        pickle.UnpicklingError,
+        RuntimeError,
+    ) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"statistics: cannot read {path} ({type(error).__name__}: {first})") from None
+
+
+def write_history(path: str | os.PathLike[str], history: LoadHistory, *, rank: int = 0) -> None:
+    """Write TensorRT-LLM's directory: this rank's counts, and from rank 0 what they are."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    write_arrays(
+        path / f"rank{rank}.safetensors",
+        {
+            f"{history.first_iteration + i}_{layer}": history.counts_ILE[i, at]
+            for i in range(history.num_iterations)
+            for at, layer in enumerate(history.layers)
+        },
+    )
+    if rank == 0:
+        meta = {"num_experts": history.num_experts, "num_experts_per_token": history.top_k}
+        (path / META).write_text(json.dumps(meta), encoding="utf-8")
+
+
+def _read_tensorrt_llm(path: Path) -> LoadHistory:
+    meta = json.loads((path / META).read_text(encoding="utf-8"))
+    num_experts = int(meta["num_experts"])
+    files = [f for f in sorted(path.glob("rank*.safetensors")) if not f.stem.endswith("_raw")]
+    if not files:
+        raise ValueError("it holds no rank*.safetensors")
+    found: dict[tuple[int, int], Ints] = {}
+    for file in files:
+        for name, counts_E in read_arrays(file).items():
+            if counts_E.shape != (num_experts,):
+                raise ValueError(f"{file.name}: {name} has shape {counts_E.shape}, not [{num_experts}]")
+            iteration, layer = (int(part) for part in name.split("_"))
+            found[iteration, layer] = found.get((iteration, layer), 0) + counts_E.astype(np.int64)
+    return _from_cells(found, int(meta.get("num_experts_per_token", 0)))
+
+
+def _from_cells(found: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHistory:
+    """From counts by (iteration, layer). Every layer must be there in every iteration."""
+    iterations, layers = (sorted(set(numbers)) for numbers in zip(*found, strict=True))
+    for iteration in range(iterations[0], iterations[-1] + 1):
+        for layer in layers:
+            if (iteration, layer) not in found:
+                raise ValueError(f"layer {layer} is missing in iteration {iteration}")
+    counts = np.stack([np.stack([found[i, layer] for layer in layers]) for i in iterations])
+    return LoadHistory(counts_ILE=counts, layers=tuple(layers), top_k=top_k, first_iteration=iterations[0])
+
+
+def _from_counts(counts: Any) -> LoadHistory:
+    """From [L, E] or [steps, L, E] of whole numbers."""
+    array = np.asarray(counts.cpu() if isinstance(counts, torch.Tensor) else counts)
+    array = array[None] if array.ndim == 2 else array
+    whole = array.astype(np.int64)
+    if array.ndim != 3 or not (whole == array).all():
+        raise ValueError(f"counts of shape {array.shape}; expected whole numbers [steps, layers, experts]")
+    return LoadHistory(counts_ILE=whole, layers=tuple(range(array.shape[1])))
+
+
+def _read_json(path: Path) -> LoadHistory:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if "load_history" in content:
+        return _from_counts([entry["logical_expert_load"] for entry in content["load_history"]])
+    return _from_counts(content["logical_count"])
+
+
+def _load_pt(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_megatron(files: Iterable[Path], path: Path, num_experts: int) -> LoadHistory:
+    lines = [json.loads(line) for file in files for line in file.open(encoding="utf-8") if line.strip()]
+    if not lines:
+        raise ValueError(f"{path.name} holds no lines of rank*.jsonl")
+    if "top_indices" in lines[0]:
+        lines = [_count_line(line, num_experts or _largest_id(lines) + 1) for line in lines]
+    places = sorted({(str(line.get("block", "")), int(line["layer"])) for line in lines})
+    layers = [layer for _, layer in places]
+    number = dict(zip(places, layers if len(set(layers)) == len(layers) else range(len(places)), strict=True))
+    found: dict[tuple[int, int], Ints] = {}
+    for line in lines:
+        where = int(line["iter"]), number[str(line.get("block", "")), int(line["layer"])]
+        found[where] = found.get(where, 0) + np.asarray(line["tpe"], dtype=np.int64)
+    return _from_cells(found)
+
+
+def _largest_id(lines: list[dict]) -> int:
+    return max(int(np.max(line["top_indices"], initial=0)) for line in lines)
+
+
+def _count_line(line: dict, num_experts: int) -> dict:
+    ids = np.asarray(line["top_indices"], dtype=np.int64).ravel()
+    tpe = np.bincount(ids[ids >= 0], minlength=num_experts)
+    return {"iter": line["step"], "block": line.get("block", ""), "layer": line["layer"], "tpe": tpe}
+
+
+def _read_trace(path: Path, batch: int, array: str, num_experts: int) -> LoadHistory:
+    ids = read_ids(path, array)
+    return history_of_ids(ids, num_experts or int(ids.max()) + 1, batch)
+
+
+def read_ids(path: Path, array: str = "") -> np.ndarray:
+    """Ids [layers, tokens, choices] of a per-token trace."""
+    loaded = np.load(path, allow_pickle=False)
+    if not isinstance(loaded, np.ndarray):
+        name = array or next((name for name in loaded.files if name.endswith("ids")), "")
+        if name not in loaded.files:
+            raise ValueError(f"no array {name!r}; it has {', '.join(loaded.files)}")
+        loaded = loaded[name]
+    ids = loaded[None] if loaded.ndim == 2 else loaded
+    if ids.ndim != 3 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"ids are {ids.dtype} {ids.shape}; expected integers [layers, tokens, choices]")
+    return ids

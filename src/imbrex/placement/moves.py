@@ -1,0 +1,75 @@
+"""From one placement to the next: what has to move, and slots that keep what they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from imbrex.contracts import Placement
+from imbrex.placement.layouts import from_slots
+from imbrex.placement.packing import Held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetch:
+    """Slot `slot` of the new placement gets `expert`, which `from_slot` of the old one, on rank `source`,
+    holds; `target` is the rank that owns the slot. Within a rank it is a copy from slot to slot."""
+
+    slot: int
+    expert: int
+    target: int
+    source: int
+    from_slot: int
+
+
+def keep_in_place(old: Placement, held_WE: Held) -> Placement:
+    """The placement `held_WE` with every expert that stays on its rank in its old slot; newcomers take the
+    slots left, in ascending order; slots without an expert are spares."""
+    rows = []
+    for rank, held_E in enumerate(held_WE):
+        wanted = set(np.flatnonzero(held_E).tolist())
+        row = [expert if expert in wanted else -1 for expert in old.local(rank)]
+        newcomers = sorted(wanted - set(row))
+        for place, expert in enumerate(row):
+            if expert < 0 and newcomers:
+                row[place] = newcomers.pop(0)
+        assert not newcomers, "the placements have different slots per rank"
+        rows.append(row)
+    return from_slots(rows, old.num_experts)
+
+
+def fetches(old: Placement, new: Placement) -> list[Fetch]:
+    """What ranks must fetch, by slot. The sources of an expert take turns, the one that has served fewest
+    first, then the lowest rank.
+
+    Raises ValueError where the placements have different experts or slots.
+    """
+    if old.rank_offsets != new.rank_offsets or old.num_experts != new.num_experts:
+        raise ValueError(
+            f"placement: from {old.num_experts} experts in slots {old.rank_offsets} to {new.num_experts} in "
+            f"{new.rank_offsets}; experts move only between placements of one shape"
+        )
+    owner = np.repeat(np.arange(old.num_ranks), np.diff(old.rank_offsets)).tolist()
+    holders: dict[int, list[int]] = {}
+    for slot, expert in enumerate(old.slots):
+        holders.setdefault(expert, []).append(slot)
+    served, found = [0] * old.num_ranks, []
+    for slot, expert in enumerate(new.slots):
+        if expert < 0 or expert == old.slots[slot]:
+            continue
+        target = owner[slot]
+        at_home = [s for s in holders[expert] if owner[s] == target]
+        candidates = at_home or holders[expert]
+        source_slot = min(candidates, key=lambda s: (served[owner[s]], s))
+        served[owner[source_slot]] += 1
+        found.append(
+            Fetch(
+                slot=slot,
+                expert=expert,
+                target=target,
+                source=owner[source_slot],
+                from_slot=source_slot,
+            )
+        )
+    return found

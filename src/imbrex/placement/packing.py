@@ -1,0 +1,76 @@
+"""A first placement: how many replicas an expert gets, and the fullest rank kept as low as greed can.
+
+Loads are float64 [E]. `held_WE` is bool: rank w has a replica of expert e. Every replica of an expert is
+taken to carry the same share of its load; never are two replicas of one expert on one rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Held = NDArray[np.bool_]
+
+
+def spread(num_slots: int, num_ranks: int) -> tuple[int, ...]:
+    """Slots of every rank, as even as they go: 10 slots on 4 ranks are 3, 3, 2, 2."""
+    small, extra = divmod(num_slots, num_ranks)
+    return tuple(small + (rank < extra) for rank in range(num_ranks))
+
+
+def replicate(load_E: Floats, num_slots: int, limit: int) -> Ints:
+    """Replicas of every expert: each further slot goes to the expert with the most load per replica, the
+    first of equals, at most `limit` each (Adams' method of apportionment, as DeepSeek's EPLB).
+
+    Example: loads [6, 3, 2], 5 slots: [1, 1, 1] -> [2, 1, 1] -> [3, 1, 1], as 3 = 6 / 2 comes before 3 / 1.
+    """
+    counts = [1] * len(load_E)
+    heap = [(-float(load), expert) for expert, load in enumerate(load_E)] if limit > 1 else []
+    heapq.heapify(heap)
+    for _ in range(num_slots - len(load_E)):
+        _, expert = heapq.heappop(heap)
+        counts[expert] += 1
+        if counts[expert] < limit:
+            heapq.heappush(heap, (-float(load_E[expert]) / counts[expert], expert))
+    return np.array(counts, dtype=np.int64)
+
+
+def pack(load_E: Floats, counts_E: Ints, capacity_W: Sequence[int]) -> Held:
+    """The heaviest replica first, on the least loaded rank that has a slot and not this expert.
+
+    Ties go to the lower expert and the lower rank. Where only ranks that have the expert are left, the
+    replica is given to another expert, so the counts of the result may differ from `counts_E`.
+    capacity_W: at most E each, at least E together.
+    """
+    num_ranks, num_experts = len(capacity_W), len(load_E)
+    held = np.zeros((num_ranks, num_experts), dtype=bool)
+    share_E = load_E / counts_E
+    loads, free = [0.0] * num_ranks, list(capacity_W)
+    unplaced = []
+    for expert in np.argsort(-share_E, kind="stable").tolist():
+        for _ in range(int(counts_E[expert])):
+            open_ranks = [r for r in range(num_ranks) if free[r] and not held[r, expert]]
+            if not open_ranks:
+                unplaced.append(expert)
+                continue
+            rank = min(open_ranks, key=loads.__getitem__)
+            held[rank, expert] = True
+            free[rank] -= 1
+            loads[rank] += float(share_E[expert])
+    for rank in range(num_ranks):
+        for _ in range(free[rank]):
+            share = np.where(held[rank], -1.0, load_E / np.maximum(held.sum(0), 1))
+            held[rank, int(share.argmax())] = True
+    assert (held.sum(1) == capacity_W).all()
+    assert held.any(0).all()
+    return held
+
+
+def rank_loads(load_E: Floats, held_WE: Held) -> Floats:
+    """Load of every rank, float64 [W], replicas sharing evenly."""
+    return held_WE @ (load_E / held_WE.sum(0))

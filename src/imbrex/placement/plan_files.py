@@ -1,0 +1,157 @@
+"""Plans of all layers in the files that serving engines read.
+
+    *.yaml, *.yml   TensorRT-LLM: num_slots, layer_updates_per_iter, initial_global_assignments by layer
+    *.json          SGLang: physical_to_logical_map [layers][slots]
+
+Slots are rank-major. Where ranks have different numbers of slots, a line `slots_per_rank` is added, which
+the other engines do not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from imbrex.contracts import Placement
+from imbrex.placement.layouts import from_slots
+from imbrex.placement.packing import spread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalancePlan:
+    """placements: by the model's number of the layer. layer_updates_per_iter: layers that an online balancer
+    renews in an iteration; 0 leaves the plan as it is."""
+
+    placements: Mapping[int, Placement]
+    layer_updates_per_iter: int = 0
+
+    def of(self, layer: int) -> Placement:
+        """The placement of a layer. Raises ValueError where the plan has none."""
+        if layer not in self.placements:
+            known = ", ".join(map(str, self.placements)) or "none"
+            raise ValueError(f"plan: layer {layer} is missing; the plan has layers {known}")
+        return self.placements[layer]
+
+
+def write_plan(path: str | os.PathLike[str], plan: BalancePlan) -> None:
+    """Write a plan in the format that the name ends in. The file is written beside its name and renamed."""
+    path = Path(path)
+    if not plan.placements:
+        raise ValueError("plan: it has no layers; nothing written")
+    text = _to_json(plan) if _kind(path) == "json" else _to_yaml(plan)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def read_plan(
+    path: str | os.PathLike[str],
+    num_ranks: int,
+    num_experts: int,
+    *,
+    layers: Sequence[int] | None = None,
+) -> BalancePlan:
+    """Read a plan for `num_ranks` ranks.
+
+    layers: numbers of the layers in an SGLang file, which has none; 0, 1, ... otherwise.
+    Raises ValueError, one sentence, where the file is cut off or a layer's slots cannot be.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if _kind(path) == "json" else _load_yaml(text)
+        if not isinstance(content, dict):
+            raise ValueError("it is no mapping")
+        if "physical_to_logical_map" in content:
+            rows = content["physical_to_logical_map"]
+            rows = dict(zip(layers if layers is not None else range(len(rows)), rows, strict=True))
+        else:
+            rows = content.get("initial_global_assignments") or {}
+            _check_num_slots(rows, content["num_slots"])
+        given = content.get("slots_per_rank")
+        placements = {
+            int(layer): _placement(int(layer), slots, given, num_ranks, num_experts)
+            for layer, slots in rows.items()
+        }
+        return BalancePlan(
+            placements=placements, layer_updates_per_iter=int(content.get("layer_updates_per_iter", 0))
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        first = " ".join(str(error).split())
+        what = f"it has no {first}" if isinstance(error, KeyError) else first
+        raise ValueError(f"plan: cannot use {path}: {what}") from None
+
+
+def _kind(path: Path) -> str:
+    kinds = {".json": "json", ".yaml": "yaml", ".yml": "yaml"}
+    if path.suffix not in kinds:
+        raise ValueError(f"plan: {path} ends in none of {', '.join(kinds)}")
+    return kinds[path.suffix]
+
+
+def _load_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("reading YAML needs PyYAML; pip install 'imbrex[yaml]'") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {error}") from None
+
+
+def _check_num_slots(rows: Mapping[Any, Sequence[int]], num_slots: int) -> None:
+    for layer, slots in rows.items():
+        if len(slots) != num_slots:
+            raise ValueError(f"layer {layer} has {len(slots)} slots but num_slots is {num_slots}")
+
+
+def _placement(
+    layer: int, slots: Sequence[int], given: Sequence[int] | None, num_ranks: int, num_experts: int
+) -> Placement:
+    sizes = spread(len(slots), num_ranks) if given is None else given
+    if len(sizes) != num_ranks or sum(sizes) != len(slots):
+        raise ValueError(f"layer {layer} has {len(slots)} slots; {list(sizes)} do not share them out")
+    held, at = [], 0
+    for size in sizes:
+        held.append([int(e) for e in slots[at : at + size]])
+        at += size
+    try:
+        return from_slots(held, num_experts)
+    except ValueError as error:
+        raise ValueError(f"layer {layer}: {error}") from None
+
+
+def _sizes(plan: BalancePlan) -> list[int] | None:
+    """Slots of every rank where they are not spread as evenly as they go."""
+    found = {p.rank_offsets for p in plan.placements.values()}
+    if len(found) > 1:
+        raise ValueError("plan: layers have different slots per rank; a file holds one kind")
+    offsets = found.pop()
+    sizes = [end - begin for begin, end in pairwise(offsets)]
+    return None if tuple(sizes) == spread(sum(sizes), len(sizes)) else sizes
+
+
+def _to_json(plan: BalancePlan) -> str:
+    content: dict[str, Any] = {
+        "physical_to_logical_map": [list(plan.placements[layer].slots) for layer in sorted(plan.placements)]
+    }
+    if sizes := _sizes(plan):
+        content["slots_per_rank"] = sizes
+    return json.dumps(content) + "\n"
+
+
+def _to_yaml(plan: BalancePlan) -> str:
+    """Lists of numbers only, so no library is needed to write it."""
+    first = next(iter(plan.placements.values()))
+    lines = [f"num_slots: {first.num_slots}", f"layer_updates_per_iter: {plan.layer_updates_per_iter}"]
+    if sizes := _sizes(plan):
+        lines.append(f"slots_per_rank: {sizes}")
+    lines.append("initial_global_assignments:")
+    lines += [f"  {layer}: {list(plan.placements[layer].slots)}" for layer in sorted(plan.placements)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,145 @@
+"""Better than greedy: exchange replicas between ranks until the fullest rank cannot be lowered.
+
+Two moves lower the fullest rank: it swaps a replica with another rank, or a slot elsewhere changes from a
+replica of some expert to one of an expert of the fullest rank, which thereby carries less. A move is taken
+only if every rank that it changes ends below the fullest, so the sorted loads fall and the search ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from imbrex.placement.packing import Floats, Held, rank_loads
+
+NEGLIGIBLE = 1e-9
+"""An improvement below this share of the mean is none: loads are sums of floats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """Ranks and experts that change places: `taken[i]` of rank `ranks[i]` becomes `given[i]`.
+
+    worst: load of the fullest rank among those changed.
+    """
+
+    ranks: tuple[int, ...]
+    taken: tuple[int, ...]
+    given: tuple[int, ...]
+    worst: float
+
+
+def apply(held_WE: Held, move: Move) -> None:
+    for rank, taken, given in zip(move.ranks, move.taken, move.given, strict=True):
+        held_WE[rank, taken] = False
+        held_WE[rank, given] = True
+
+
+def best_swap(load_E: Floats, held_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
+    """The swap between the fullest rank and another that leaves the lower of the two fullest."""
+    share_E = load_E / held_WE.sum(0)
+    ours = np.flatnonzero(held_WE[fullest] & (share_E > 0))
+    ranks, theirs = np.nonzero(held_WE & ~held_WE[fullest])
+    if not len(ours) or not len(ranks):
+        return None
+    less = share_E[ours][:, None] - share_E[theirs]
+    worst = np.maximum(loads_W[fullest] - less, loads_W[ranks] + less)
+    worst[held_WE[ranks][:, ours].T] = np.inf
+    at = int(worst.argmin())
+    mine, other = divmod(at, len(ranks))
+    expert, back, rank = int(ours[mine]), int(theirs[other]), int(ranks[other])
+    if not np.isfinite(worst[mine, other]):
+        return None
+    return Move(
+        ranks=(fullest, rank), taken=(expert, back), given=(back, expert), worst=float(worst[mine, other])
+    )
+
+
+def best_replacement(load_E: Floats, held_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
+    """The slot that, given from an expert with several replicas to one of the fullest rank, leaves the lowest
+    fullest rank among those changed."""
+    counts_E = held_WE.sum(0)
+    share_E = load_E / counts_E
+    slot_ranks, slot_experts = np.nonzero(held_WE & (counts_E > 1))
+    elsewhere = slot_ranks != fullest
+    slot_ranks, slot_experts = slot_ranks[elsewhere], slot_experts[elsewhere]
+    gainers = np.flatnonzero(held_WE[fullest] & (share_E > 0))
+    if not len(slot_ranks) or not len(gainers):
+        return None
+    more_N = load_E[slot_experts] / np.maximum(counts_E[slot_experts] - 1, 1) - share_E[slot_experts]
+    less_G = share_E[gainers] - load_E[gainers] / (counts_E[gainers] + 1)
+    # [slots, gainers, ranks]: rises of the loser's other ranks, falls of the gainer's, and the slot's own.
+    change = (held_WE[:, slot_experts] * more_N).T[:, None, :] - (held_WE[:, gainers] * less_G).T[None]
+    rows = np.arange(len(slot_ranks))
+    own = load_E[gainers] / (counts_E[gainers] + 1) - share_E[slot_experts][:, None]
+    change[rows[:, None], np.arange(len(gainers)), slot_ranks[:, None]] = own
+    after = np.where(change != 0, loads_W + change, -np.inf)
+    worst = after.max(2)
+    worst[held_WE[slot_ranks][:, gainers] | (slot_experts[:, None] == gainers)] = np.inf
+    slot, gainer = divmod(int(worst.argmin()), len(gainers))
+    if not np.isfinite(worst[slot, gainer]):
+        return None
+    return Move(
+        ranks=(int(slot_ranks[slot]),),
+        taken=(int(slot_experts[slot]),),
+        given=(int(gainers[gainer]),),
+        worst=float(worst[slot, gainer]),
+    )
+
+
+def refine(
+    load_E: Floats,
+    held_WE: Held,
+    *,
+    target: float = 0.0,
+    old: Held | None = None,
+    max_moves: int | None = None,
+) -> Held:
+    """The placement where no move lowers the fullest rank, or where it is at most `target`.
+
+    max_moves: at most so many ranks and experts are in it that are not in `old`.
+    """
+    held = held_WE.copy()
+    loads = rank_loads(load_E, held)
+    gap = NEGLIGIBLE * max(float(loads.mean()), 1e-300)
+    while loads.max() > target + gap:
+        fullest = int(loads.argmax())
+        for find in (best_swap, best_replacement):
+            move = find(load_E, held, loads, fullest)
+            if move is None or move.worst >= loads[fullest] - gap:
+                continue
+            moved = held.copy()
+            apply(moved, move)
+            if old is None or max_moves is None or count_moves(old, moved) <= max_moves:
+                held = moved
+                break
+        else:
+            break
+        loads = rank_loads(load_E, held)
+    return held
+
+
+def count_moves(old_WE: Held, new_WE: Held) -> int:
+    """Experts that ranks of the new placement must fetch."""
+    return int((new_WE & ~old_WE).sum())
+
+
+def shake(load_E: Floats, held_WE: Held, draw: np.random.Generator, strength: int) -> Held:
+    """A placement some random swaps and replacements away, to search from anew."""
+    held = held_WE.copy()
+    num_ranks, num_experts = held.shape
+    for _ in range(strength):
+        one, two = draw.integers(num_ranks, size=2)
+        mine = np.flatnonzero(held[one] & ~held[two])
+        theirs = np.flatnonzero(held[two] & ~held[one])
+        if one != two and len(mine) and len(theirs):
+            a, b = draw.choice(mine), draw.choice(theirs)
+            held[one, [a, b]] = False, True
+            held[two, [a, b]] = True, False
+        rank, expert = draw.integers(num_ranks), draw.integers(num_experts)
+        spare = np.flatnonzero(held[rank] & (held.sum(0) > 1))
+        if len(spare) and not held[rank, expert]:
+            held[rank, draw.choice(spare)] = False
+            held[rank, expert] = True
+    return held

@@ -1,0 +1,229 @@
+"""Statistics and plans on disk: every format read back, every broken file one sentence."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from imbrex.placement import (
+    BalancePlan,
+    LoadHistory,
+    from_slots,
+    history_of_ids,
+    plan_layers,
+    read_history,
+    read_plan,
+    write_history,
+    write_plan,
+)
+from imbrex.placement.safetensors_file import read_arrays
+
+COUNTS = np.arange(3 * 2 * 4, dtype=np.int64).reshape(3, 2, 4)
+HISTORY = LoadHistory(counts_ILE=COUNTS, layers=(3, 7), top_k=2, first_iteration=10)
+
+
+def test_tensorrt_llm_directory_sums_over_ranks(tmp_path) -> None:
+    write_history(tmp_path, HISTORY)
+    write_history(tmp_path, HISTORY, rank=1)
+    (tmp_path / "rank0_raw.safetensors").write_bytes(b"raw ids, not read")
+    assert json.loads((tmp_path / "meta_info.json").read_text()) == {
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+    }
+    back = read_history(tmp_path)
+    assert np.array_equal(back.counts_ILE, 2 * COUNTS)
+    assert (back.layers, back.top_k, back.first_iteration) == ((3, 7), 2, 10)
+
+
+def test_safetensors_agree_with_the_library(tmp_path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    write_history(tmp_path, HISTORY)
+    theirs = library.load_file(tmp_path / "rank0.safetensors")
+    assert torch.equal(theirs["11_7"], torch.from_numpy(COUNTS[1, 1]))
+    library.save_file({"a": torch.arange(6, dtype=torch.int32).reshape(2, 3)}, tmp_path / "other.safetensors")
+    assert read_arrays(tmp_path / "other.safetensors")["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_sglang_json_and_pt(tmp_path) -> None:
+    (tmp_path / "counts.json").write_text(json.dumps({"logical_count": COUNTS.tolist()}))
+    torch.save({"rank": 0, "logical_count": torch.from_numpy(COUNTS[0])}, tmp_path / "counts.pt")
+    assert np.array_equal(read_history(tmp_path / "counts.json").counts_ILE, COUNTS)
+    assert np.array_equal(read_history(tmp_path / "counts.pt").counts_ILE, COUNTS[:1])
+
+
+def test_vllm_load_history(tmp_path) -> None:
+    content = {"load_history": [{"logical_expert_load": step.tolist()} for step in COUNTS]}
+    (tmp_path / "loads.json").write_text(json.dumps(content))
+    assert np.array_equal(read_history(tmp_path / "loads.json").counts_ILE, COUNTS)
+
+
+def test_megatron_counts_and_traces(tmp_path) -> None:
+    for rank in range(2):
+        lines = [
+            {"iter": 5 + i, "block": "decoder", "layer": layer, "tpe": COUNTS[i, at].tolist()}
+            for i in range(3)
+            for at, layer in enumerate((3, 7))
+        ]
+        (tmp_path / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    back = read_history(tmp_path)
+    assert np.array_equal(back.counts_ILE, 2 * COUNTS)
+    assert (back.layers, back.first_iteration) == ((3, 7), 5)
+    trace = {"step": 0, "stage": 0, "block": "decoder", "layer": 1, "rank": 0, "num_tokens": 2, "topk": 2}
+    (tmp_path / "trace.jsonl").write_text(json.dumps(trace | {"top_indices": [[0, 2], [2, 3]]}))
+    assert read_history(tmp_path / "trace.jsonl").counts_ILE.tolist() == [[[1, 0, 2, 1]]]
+
+
+def test_token_traces(tmp_path) -> None:
+    ids = np.array([[[0, 1], [1, 2], [2, 3], [3, -1], [0, 1]]])
+    np.savez(tmp_path / "trace.npz", law_ids=ids, law_w=np.zeros(ids.shape))
+    np.save(tmp_path / "trace.npy", ids[0])
+    for name in ("trace.npz", "trace.npy"):
+        assert read_history(tmp_path / name, batch=2).counts_ILE.tolist() == [[[1, 2, 1, 0]], [[0, 0, 1, 2]]]
+    with pytest.raises(ValueError, match="no array 'intent_ids'; it has law_ids, law_w"):
+        read_history(tmp_path / "trace.npz", array="intent_ids")
+    with pytest.raises(ValueError, match="use -1 to 2"):
+        history_of_ids(ids, 3, 2)
+    with pytest.raises(ValueError, match="batches of 6 tokens from 5"):
+        history_of_ids(ids, 4, 6)
+
+
+def test_window_and_decay() -> None:
+    assert np.array_equal(HISTORY.load(), COUNTS.sum(0))
+    assert np.allclose(HISTORY.load(0.5), 0.25 * COUNTS[0] + 0.5 * COUNTS[1] + COUNTS[2])
+    assert np.array_equal(HISTORY.window(11, 99).counts_ILE, COUNTS[1:])
+    assert HISTORY.window(11, 99).first_iteration == 11
+    with pytest.raises(ValueError, match="there are 10 to 12"):
+        HISTORY.window(0, 10)
+    with pytest.raises(ValueError, match="decay 0"):
+        HISTORY.load(0)
+
+
+def cut(tmp_path):
+    write_history(tmp_path, HISTORY)
+    file = tmp_path / "rank0.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    return tmp_path
+
+
+def missing_layer(tmp_path):
+    (tmp_path / "rank0.jsonl").write_text(
+        '{"iter": 0, "layer": 0, "tpe": [1]}\n{"iter": 1, "layer": 1, "tpe": [1]}'
+    )
+    return tmp_path
+
+
+def negative(tmp_path):
+    (tmp_path / "a.json").write_text('{"logical_count": [[1, -1]]}')
+    return tmp_path / "a.json"
+
+
+def fraction(tmp_path):
+    (tmp_path / "a.json").write_text('{"logical_count": [[1, 0.5]]}')
+    return tmp_path / "a.json"
+
+
+def half_json(tmp_path):
+    (tmp_path / "a.json").write_text('{"logical_count": [[1, ')
+    return tmp_path / "a.json"
+
+
+def unknown(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    return tmp_path / "a.txt"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (cut, "ends 8 bytes early"),
+        (missing_layer, "layer 1 is missing in iteration 0"),
+        (negative, "not negative"),
+        (fraction, "whole numbers"),
+        (half_json, "JSONDecodeError"),
+        (unknown, "ends in none of"),
+        (lambda path: path / "nothing", "does not exist"),
+        (lambda path: path, "holds no lines"),
+    ],
+)
+def test_broken_statistics_are_one_sentence(tmp_path, make, says) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        read_history(make(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def plan_of(slots: int) -> BalancePlan:
+    load = np.random.default_rng(0).gamma(0.6, size=(2, 6))
+    placements = plan_layers(load, 3, slots)
+    return BalancePlan(placements=dict(zip((3, 7), placements, strict=True)), layer_updates_per_iter=2)
+
+
+@pytest.mark.parametrize("slots", [9, 10])
+def test_plans_read_back(tmp_path, slots: int) -> None:
+    pytest.importorskip("yaml")
+    plan = plan_of(slots)
+    write_plan(tmp_path / "plan.yaml", plan)
+    assert read_plan(tmp_path / "plan.yaml", 3, 6) == plan
+    write_plan(tmp_path / "plan.json", plan)
+    assert read_plan(tmp_path / "plan.json", 3, 6, layers=(3, 7)).placements == plan.placements
+
+
+def test_yaml_is_the_slides_configuration(tmp_path) -> None:
+    yaml = pytest.importorskip("yaml")
+    plan = plan_of(9)
+    write_plan(tmp_path / "plan.yaml", plan)
+    content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert content == {
+        "num_slots": 9,
+        "layer_updates_per_iter": 2,
+        "initial_global_assignments": {n: list(p.slots) for n, p in plan.placements.items()},
+    }
+
+
+def test_uneven_slots_are_written_down(tmp_path) -> None:
+    pytest.importorskip("yaml")
+    plan = BalancePlan(placements={0: from_slots([[0], [1, 0, -1]], 2)})
+    for name in ("plan.yaml", "plan.json"):
+        write_plan(tmp_path / name, plan)
+        assert read_plan(tmp_path / name, 2, 2) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "num_slots: 4\ninitial_global_assignments:\n  0: [0, 1, 5, 0]\n",
+            "layer 0: placement: rank 1 holds expert 5",
+        ),
+        ("num_slots: 4\ninitial_global_assignments:\n  0: [0, 0, 1, 2]\n", "holds expert 0 twice"),
+        ("num_slots: 4\ninitial_global_assignments:\n  0: [0, 1, 0, 1]\n", "expert 2 has no slot"),
+        (
+            "num_slots: 4\ninitial_global_assignments:\n  0: [0, 1, 2]\n",
+            "layer 0 has 3 slots but num_slots is 4",
+        ),
+        ("initial_global_assignments:\n  0: [0, 1, 2]\n", "it has no 'num_slots'"),
+        ("num_slots: 4\ninitial_global_assignments:\n  0: [0, 1, ", "it is no YAML"),
+        ("", "it is no mapping"),
+    ],
+)
+def test_broken_plans_are_one_sentence(tmp_path, text: str, says: str) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says) as caught:
+        read_plan(path, 2, 3)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_layer_and_a_missing_library(tmp_path, monkeypatch) -> None:
+    with pytest.raises(ValueError, match="layer 5 is missing; the plan has layers 3, 7"):
+        plan_of(9).of(5)
+    with pytest.raises(ValueError, match="ends in none"):
+        write_plan(tmp_path / "plan.txt", plan_of(9))
+    write_plan(tmp_path / "plan.yaml", plan_of(9))
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ValueError, match=r"pip install 'imbrex\[yaml\]'"):
+        read_plan(tmp_path / "plan.yaml", 3, 6)
