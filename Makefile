@@ -49,7 +49,7 @@ unit: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term $(ARGS)
 
 docs: $(DEV)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 smoke: $(DEV)
 	rm -rf $(SMOKE)

@@ -1,0 +1,138 @@
+"""The README shows what is: its commands run, its code runs, its map is the house's."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import house
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+SHORTER = {"demo": ["--steps", "2", "--ranks", "2"], "bench": ["-n", "1", "--warmup", "0"]}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands(first: str) -> list[list[str]]:
+    lines = "".join(blocks("bash")).splitlines()
+    return [words for words in map(shlex.split, lines) if words[0] == first]
+
+
+def run(words: list[str], where: Path = ROOT, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    ran = subprocess.run(words, cwd=where, env=ENV, capture_output=True, text=True, timeout=timeout)
+    assert ran.returncode == 0, f"{shlex.join(words)}\n{ran.stdout}\n{ran.stderr}"
+    return ran
+
+
+def torchrun(*words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *words]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_every_make_target_it_names_is_there() -> None:
+    named = {words[1] for words in commands("make")}
+    assert named == {"demo", "test"}
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    named |= set(re.findall(r"`make ([a-z-]+)", README + contributing))
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    assert named <= targets, named - targets
+    assert "make test" in (ROOT / ".ci/run").read_text()
+
+
+def test_the_demo_prints_what_is_shown(tmp_path: Path) -> None:
+    (words,) = [words for words in commands("imbrex") if words[1] == "demo"]
+    texts = [str(ROOT / word) if word.endswith(".md") else word for word in words]
+    ran = run([*texts, *SHORTER["demo"], "--out", str(tmp_path / "mine")])
+    (shown,) = (text for text in blocks("text") if text.startswith("step"))
+    progress, *closing = [line for line in shown.splitlines() if not line.startswith("step 200")]
+    assert form(progress) in map(form, ran.stderr.splitlines())
+    assert [form(line) for line in closing] == list(map(form, ran.stdout.splitlines()))
+    for name in ("report.html", "metrics.jsonl", "summary.json", "trace.json", "checkpoint"):
+        assert (tmp_path / "mine" / name).exists()
+
+
+def form(line: str) -> str:
+    """The line without its numbers and paths."""
+    return re.sub(r"[\d.,]+", "0", re.sub(r"\S*/(report\.html|trace\.json)", r"\1", line))
+
+
+def test_doctor_needs_no_words() -> None:
+    """It runs whole in test_doctor.py."""
+    assert [words for words in commands("imbrex") if words[1] == "doctor"] == [["imbrex", "doctor"]]
+
+
+@pytest.mark.parametrize("words", [w for w in commands("imbrex") if w[1] == "bench"], ids=shlex.join)
+def test_the_commands_shown_run(words: list[str]) -> None:
+    ran = run([*words, *SHORTER.get(words[1], [])])
+    assert "alltoall" in ran.stdout
+
+
+def test_the_ten_lines_run_and_are_ten(tmp_path: Path) -> None:
+    (code,) = blocks("python")
+    statements = [line for line in code.splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(statements) <= 10
+    (tmp_path / "ten_lines.py").write_text(code)
+    assert "torchrun --nproc-per-node 2 ten_lines.py" in README
+    ran = run(torchrun("--nproc-per-node", "2", "ten_lines.py"), tmp_path)
+    assert ran.stdout.count("expert_parallel=2") == 2
+    assert ran.stdout.count("asked for") + ran.stdout.count("a token wants") >= 2
+
+
+@pytest.mark.parametrize("page", ["layer", "codecs", "observation"])
+def test_the_code_of_the_documentation_runs(page: str) -> None:
+    found = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert found
+    for code in found:
+        exec(compile(code, f"docs/{page}.md", "exec"), {})
+
+
+def test_several_machines_run(tmp_path: Path) -> None:
+    """Its torchrun command with two agents here in the place of two machines, one rank each."""
+    (words,) = commands("torchrun")
+    here = {"8": "1", "first-machine:29500": f"localhost:{free_port()}", "cuda": "cpu"}
+    words = [here.get(word, word) for word in words[1:-1]]
+    agent = torchrun("--local-addr", "localhost", *words, str(tmp_path / "two"), "--steps", "2")
+    machines = [
+        subprocess.Popen(
+            agent, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    printed = "".join(machine.communicate(timeout=110)[0] for machine in machines)
+    assert [machine.returncode for machine in machines] == [0, 0], printed
+    assert printed.count("held-out loss") == 1
+    assert (tmp_path / "two" / "report.html").exists()
+
+
+def test_the_map_is_the_house() -> None:
+    table = README.partition("<!-- the rooms")[2].partition("<!-- end of the rooms")[0]
+    shown = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    modules = [house.module_of(p.as_posix()) for p in (ROOT / "src").rglob("*.py")]
+    rooms = {house.room(module) for module in modules} - {"", "__main__"}
+    assert len(shown) == len(set(shown))
+    assert set(shown) == rooms, "add or remove a line of README's map"
+
+
+def test_links_lead_somewhere() -> None:
+    for file in ("README.md", "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / file).read_text()):
+            assert (ROOT / link).exists(), f"{file} links to {link}"
