@@ -57,9 +57,15 @@ class Router(nn.Module):
         return self.batch.num_ranks > 1 and bool(self.losses.names or self.gate.capacity)
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(width), as `torch.nn.Linear`; the bias to zero."""
+        """Uniform in +-1/sqrt(width), as `torch.nn.Linear`; the bias to zero.
+
+        Drawn in float32 on the CPU: another dtype or device takes other numbers from the generator.
+        """
         bound = 1 / math.sqrt(self.weight.shape[1])
-        nn.init.uniform_(self.weight, -bound, bound)
+        if not self.weight.is_meta:
+            drawn = torch.empty(self.weight.shape, device="cpu").uniform_(-bound, bound)
+            with torch.no_grad():
+                self.weight.copy_(drawn)
         if self.e_score_correction_bias is not None:
             nn.init.zeros_(self.e_score_correction_bias)
 
