@@ -184,10 +184,12 @@ def strayed_hazards(path: str, text: str) -> list[Breach]:
 
 
 _TO_HOST_METHODS = {"item", "tolist", "cpu", "synchronize", "numpy"}
+ON_HOST = ("splits_2W",)
+"""Tensors that the contracts promise to be on the host."""
 
 
 def _copies_to_host(call: ast.Call) -> bool:
-    if not isinstance(call.func, ast.Attribute):
+    if not isinstance(call.func, ast.Attribute) or any(name in ast.dump(call.func.value) for name in ON_HOST):
         return False
     if call.func.attr == "to":
         return any(isinstance(a, ast.Constant) and a.value == "cpu" for a in call.args)
@@ -197,13 +199,14 @@ def _copies_to_host(call: ast.Call) -> bool:
 def silent_syncs(path: str, text: str) -> list[Breach]:
     """Copies to the host, in rooms that a step runs through, without `# host sync:` right above.
 
-    `# on the host:` says instead that the tensor already lives there.
+    `# on the host:` says instead that the tensor already lives there. Constants of a module do too.
     """
     if room(module_of(path)) not in HOT:
         return []
     lines = text.splitlines()
     breaches = []
-    for statement in ast.walk(ast.parse(text, path)):
+    functions = [n for n in ast.walk(ast.parse(text, path)) if isinstance(n, ast.FunctionDef)]
+    for statement in {inner: None for function in functions for inner in ast.walk(function)}:
         if not isinstance(statement, ast.stmt) or isinstance(statement, ast.FunctionDef | ast.ClassDef):
             continue
         head = [statement] if not hasattr(statement, "body") else list(_head(statement))

@@ -93,14 +93,16 @@ def write_header(
 
 def check_headers(headers_WH: Tensor, replicated: bool) -> None:
     """Raise the same ValueError on every rank where one reports a problem, or where they disagree."""
-    for rank, header in enumerate(headers_WH.tolist()):
+    # on the host: headers come with the counts
+    headers = headers_WH.tolist()
+    for rank, header in enumerate(headers):
         if header[5]:
             raise ValueError(f"dispatch: on rank {rank}, {PROBLEMS[header[5]].format(*header[6:])}")
-    first = headers_WH[0].tolist()
+    first = headers[0]
     names = {0: "the version of imbrex", 1: "the number of calls so far", 2: "the dtype of x"}
     if replicated:
         names |= {3: "the number of tokens", 4: "the tokens' experts (this transport wants equal tokens)"}
-    for rank, header in enumerate(headers_WH.tolist()):
+    for rank, header in enumerate(headers):
         for place, name in names.items():
             if header[place] != first[place]:
                 ours, theirs = (DTYPES[v] if place == 2 else v for v in (first[place], header[place]))
@@ -119,6 +121,7 @@ def agree(transport: Transport, settings: Mapping[str, int | str], what: str) ->
     gathered = transport.exchange_counts(torch.tensor(values))
     for place, (name, mine) in enumerate(settings.items()):
         column = gathered[:, place]
+        # on the host: settings are compared once, at construction
         different = (column != column[0]).nonzero().flatten().tolist()
         if different:
             raise ValueError(

@@ -70,6 +70,7 @@ class Ranks:
         for group in (self.group, self.data_group):
             if group is not None and group.size() > 1:
                 device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+                # host sync: once, at construction
                 drawn = ops.gather_over_ranks(drawn.to(device), group.group_name, group.size())[0].cpu()
         return int(drawn)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -188,11 +189,12 @@ def test_a_hazard_at_home_is_fine(path: str, text: str) -> None:
         "n = counts.sum().item()\n",
         "for n in counts.tolist():\n    pass\n",
         "if flag.item():\n    # host sync: too late\n    pass\n",
-        "def f():\n    return x.to('cpu')\n",
+        "return x.to('cpu')\n",
         "# host sync: this one\n\nn = x.cpu()\n",
     ],
 )
 def test_a_silent_sync_is_found(text: str) -> None:
+    text = "def f():\n" + textwrap.indent(text, "    ")
     assert len(house.silent_syncs(LAYER, text)) == 1
     assert house.silent_syncs("src/imbrex/cli/demo.py", text) == []
 
@@ -203,9 +205,11 @@ def test_a_silent_sync_is_found(text: str) -> None:
         "# host sync: sizes of the receive buffer\nn = counts.sum().item()\n",
         "# on the host: counts came with the message\nfor n in counts.tolist():\n    pass\n",
         "x = y.to('cuda')\nz = items.item\n",
+        "send, receive = handle.traffic.splits_2W[0].tolist()\n",
     ],
 )
 def test_a_sync_with_its_reason_is_fine(text: str) -> None:
+    text = "def f():\n" + textwrap.indent(text, "    ")
     assert house.silent_syncs(LAYER, text) == []
 
 
