@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 from pathlib import Path
 
@@ -112,9 +113,13 @@ def test_loading_without_a_gpu_says_why(sources: Path) -> None:
 
 
 def test_arguments_are_packed_by_kind() -> None:
-    values, pointers = jit._pack([torch.zeros(2), 7, 1.5, None, jit.ByValue(bytes(128))])
-    assert [type(value).__name__ for value in values[:4]] == ["c_void_p", "c_int", "c_float", "c_void_p"]
-    assert len(pointers) == 5
-    assert values[1].value == 7
+    tensor, descriptor, wide = torch.zeros(2), jit.ByValue(bytes(range(128))), ctypes.c_int64(2**40)
+    slots, addresses = jit._pack([tensor, -7, 1.5, None, descriptor, wide])
+    assert slots[0] == tensor.data_ptr()
+    assert slots[3] == 0
+    assert ctypes.c_int32.from_address(addresses[1]).value == -7
+    assert ctypes.c_float.from_address(addresses[2]).value == 1.5
+    assert ctypes.string_at(addresses[4], 128) == bytes(range(128))
+    assert ctypes.c_int64.from_address(addresses[5]).value == 2**40
     with pytest.raises(AssertionError, match="int32"):
         jit._pack([2**31])

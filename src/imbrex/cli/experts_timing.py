@@ -148,7 +148,9 @@ def gemm_calls(product: str, work: Work) -> dict[str, Call]:
     a = work.x_TD[work.source_R] if product == "gate_up" else _draw(work.source_R.numel(), weight.shape[2])
     out = a.new_empty(a.shape[0], weight.shape[1])
     groups = plan_groups(work.counts_e)
-    tiling = choose_tiling(Layout.FORWARD, a.shape[0], weight.shape[0], (out.shape[0], out.shape[1]))
+    tiling = choose_tiling(
+        Layout.FORWARD, Epilogue.PLAIN, a.shape[0], weight.shape[0], (out.shape[0], out.shape[1])
+    )
 
     def ours() -> None:
         launch_gemm(

@@ -14,12 +14,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import Library, register_autograd, register_fake
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, gemm_variant, launch_gemm
 from imbrex.kernels.experts_glue import Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_variants
 from imbrex.kernels.jit import Variant, unavailable
+
+# Plain dispatcher registrations: `custom_op` adds host time to every call.
+_library = Library("imbrex_experts", "DEF")
+_library.define(
+    "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor counts_e, Tensor? weights_R, bool keep)"
+    " -> (Tensor, Tensor)"
+)
+_library.define(
+    "ffn_backward(Tensor d_y_RD, Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor counts_e,"
+    " Tensor? weights_R, Tensor gate_up_RG, bool need_rows, bool need_weights)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 MULTIPLE = 8
 """D and F must be multiples of this: rows of 16 bytes for the copy engine."""
@@ -63,11 +75,10 @@ def ffn(
     tensors = (rows_RD, gate_up_eGD, down_eDF, weights_R)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     keep = training and not recompute
-    return expert_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)[0]
+    return torch.ops.imbrex_experts.ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)[0]
 
 
-@custom_op("imbrex::expert_ffn", mutates_args=())
-def expert_ffn(
+def run_ffn(
     rows_RD: Tensor,
     gate_up_eGD: Tensor,
     down_eDF: Tensor,
@@ -88,13 +99,11 @@ def expert_ffn(
     return y_RD, gate_up_RG
 
 
-@expert_ffn.register_fake
-def _(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
+def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
     return torch.empty_like(rows_RD), rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
 
 
-@custom_op("imbrex::expert_ffn_backward", mutates_args=())
-def expert_ffn_backward(
+def run_ffn_backward(
     d_y_RD: Tensor,
     rows_RD: Tensor,
     gate_up_eGD: Tensor,
@@ -131,8 +140,9 @@ def expert_ffn_backward(
     return d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R
 
 
-@expert_ffn_backward.register_fake
-def _(d_y_RD, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, gate_up_RG, need_rows, need_weights):
+def _fake_ffn_backward(
+    d_y_RD, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, gate_up_RG, need_rows, need_weights
+):
     return (
         torch.empty_like(rows_RD) if need_rows else rows_RD.new_empty(0),
         torch.empty_like(gate_up_eGD) if need_weights else gate_up_eGD.new_empty(0),
@@ -149,7 +159,7 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, d_y_RD, _d_gate_up_RG):
     rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
     needs_weight_gradients = gate_up or down
-    d_rows, d_gate_up, d_down, d_weights = expert_ffn_backward(
+    d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts.ffn_backward(
         d_y_RD, *ctx.saved_tensors, rows, needs_weight_gradients
     )
     return (
@@ -162,7 +172,11 @@ def _backward(ctx, d_y_RD, _d_gate_up_RG):
     )
 
 
-expert_ffn.register_autograd(_backward, setup_context=_setup)
+_library.impl("ffn", run_ffn, "CUDA")
+_library.impl("ffn_backward", run_ffn_backward, "CUDA")
+register_fake("imbrex_experts::ffn", _fake_ffn, lib=_library)
+register_fake("imbrex_experts::ffn_backward", _fake_ffn_backward, lib=_library)
+register_autograd("imbrex_experts::ffn", _backward, setup_context=_setup, lib=_library)
 
 
 def _gemm(
@@ -183,7 +197,9 @@ def _gemm(
         groups.ends_e,
         out,
         groups.counter,
-        tiling=choose_tiling(layout, a.shape[0], groups.ends_e.numel(), (out.shape[-2], out.shape[-1])),
+        tiling=choose_tiling(
+            layout, epilogue, a.shape[0], groups.ends_e.numel(), (out.shape[-2], out.shape[-1])
+        ),
         epilogue=epilogue,
         gate_up=gate_up,
         weights_R=weights,

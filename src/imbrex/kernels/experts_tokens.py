@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imbrex.kernels.experts_ffn import expert_ffn
+from imbrex.kernels.experts_ffn import run_ffn
 from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
 
 
@@ -25,5 +25,5 @@ def ffn_tokens(
     is not computed here. No gradients.
     """
     rows_RD = gather_rows(x_TD, source_R, plan_groups(counts_e).ends_e)
-    y_RD, _ = expert_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, None, False)
+    y_RD, _ = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, None, False)
     return sum_rows(y_RD, position_TK, weights_TK)

@@ -23,8 +23,9 @@ import importlib
 import json
 import os
 import re
+import struct
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -233,10 +234,11 @@ def cuda_ok(result: tuple[Any, ...], doing: str) -> Any:
 class ByValue:
     """Bytes passed by value as a struct parameter, such as a tensor map."""
 
-    __slots__ = ("raw",)
+    __slots__ = ("address", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = (ctypes.c_ubyte * len(raw)).from_buffer_copy(raw)
+        self.address = ctypes.addressof(self.raw)
 
 
 class Kernel:
@@ -279,8 +281,9 @@ class Kernel:
         """
         driver = cuda_binding("driver")
         if stream is None:
-            stream = torch.cuda.current_stream(self.device)
-        handle = stream if isinstance(stream, int) else stream.cuda_stream
+            handle = torch._C._cuda_getCurrentRawStream(self.device)
+        else:
+            handle = stream if isinstance(stream, int) else stream.cuda_stream
         values, pointers = _pack(args)
         sizes = (grid, 1, 1) if isinstance(grid, int) else grid
         if cluster == 1 and not cooperative:  # the plain call costs the host half as much
@@ -329,24 +332,25 @@ def _attributes(cluster: int, cooperative: bool) -> list[Any]:
     return attributes
 
 
-def _pack(args: Iterable[Any]) -> tuple[list[Any], Any]:
-    """ctypes values (to be kept alive over the launch) and the array of their addresses."""
-    values: list[Any] = []
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            values.append(ctypes.c_void_p(arg.data_ptr()))
-        elif isinstance(arg, ByValue):
-            values.append(arg.raw)
-        elif isinstance(arg, bool) or arg is None:
-            values.append(ctypes.c_int32(arg) if arg is not None else ctypes.c_void_p(0))
-        elif isinstance(arg, int):
+def _pack(args: Sequence[Any]) -> tuple[Any, Any]:
+    """Eight bytes an argument (to be kept alive over the launch), and the array of their addresses."""
+    slots = (ctypes.c_uint64 * len(args))()
+    base = ctypes.addressof(slots)
+    addresses = [base + 8 * i for i in range(len(args))]
+    for i, arg in enumerate(args):
+        kind = type(arg)
+        if kind is int:
             assert -(2**31) <= arg < 2**31, f"{arg} does not fit an int32 argument; pass ctypes.c_int64"
-            values.append(ctypes.c_int32(arg))
-        elif isinstance(arg, float):
-            values.append(ctypes.c_float(arg))
-        else:
-            values.append(arg)
-    return values, (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+            slots[i] = arg & 0xFFFFFFFF
+        elif kind is ByValue:
+            addresses[i] = arg.address
+        elif isinstance(arg, torch.Tensor):
+            slots[i] = arg.data_ptr()
+        elif kind is float:
+            slots[i] = int.from_bytes(struct.pack("<f", arg), "little")
+        elif arg is not None:
+            addresses[i] = ctypes.addressof(arg)
+    return slots, (ctypes.c_void_p * len(args))(*addresses)
 
 
 @functools.cache
