@@ -48,6 +48,7 @@ struct Block {
     unsigned index, threads, alive;
     Rendezvous whole, named[16];
     std::vector<Rendezvous> warps;
+    std::vector<u32> votes;
 };
 
 struct Fiber {
@@ -181,6 +182,7 @@ inline int run(int grid, int block, int smem, unsigned seed, double limit, std::
         made.index = b;
         made.threads = made.alive = block;
         made.warps.resize((block + 31) / 32);
+        made.votes.resize((block + 31) / 32);
         for (int t = 0; t < block; ++t) {
             now.fibers.push_back(std::make_unique<Fiber>());
             Fiber& fiber = *now.fibers.back();
@@ -239,6 +241,17 @@ inline void __syncthreads() { emu::meet(emu::self().block->whole, emu::self().bl
 inline int __syncthreads_and(int value) { return emu::meet(emu::self().block->whole, emu::self().block->threads, value != 0); }
 inline void __syncwarp() { emu::meet(emu::own_warp(), emu::warp_size(), true); }
 inline int __all_sync(u32, int value) { return emu::meet(emu::own_warp(), emu::warp_size(), value != 0); }
+inline u32 __ballot_sync(u32, bool value) {
+    emu::Block& block = *emu::self().block;
+    u32& votes = block.votes[emu::self().thread / 32];
+    if (emu::own_warp().arrived == 0) votes = 0;
+    votes |= static_cast<u32>(value) << emu::self().thread % 32;
+    __syncwarp();
+    const u32 result = votes;
+    __syncwarp();
+    return result;
+}
+inline u32 atomicSub(u32* word, u32 value) { u32 before = *word; *word -= value; return before; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 atomicOr(u32* word, u32 bits) { u32 before = *word; *word |= bits; return before; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
@@ -264,6 +277,7 @@ inline void named_barrier(int id, int threads) { emu::meet(emu::self().block->na
 inline void mbarrier_init(u32 barrier, u32 arrivals) { *barrier_at(barrier) = emu::make_barrier(arrivals, arrivals, 0, 0); }
 inline void mbarrier_arrive(u32 barrier) { emu::change(barrier_at(barrier), 1, 0); }
 inline void mbarrier_expect(u32 barrier, u32 bytes) { emu::change(barrier_at(barrier), 1, bytes); }
+inline bool mbarrier_test(u32 barrier, u32 parity) { return *barrier_at(barrier) >> 63 != parity; }
 inline bool mbarrier_try(u32 barrier, u32 parity) {
     if (*barrier_at(barrier) >> 63 != parity) return true;
     emu::nap(2);

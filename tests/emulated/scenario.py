@@ -158,21 +158,27 @@ def weighted_sum(rows_MD: Tensor, weights_M: Tensor) -> Tensor:
 
 
 def combined(case: Case, plans: list[Plan], inputs: Inputs, rows_WRD: list[Tensor], weighted: bool) -> Tensor:
-    """bf16 [W, T, D]: sums per rank, rounded to bf16 unless at home, added in the order of the ranks."""
+    """bf16 [W, T, D]: sums on the other ranks, rounded to bf16, and the own rows, in the order of the ranks."""
     offsets = case.placement.rank_offsets
     weights = inputs.weights_WTK.cpu()
     out = torch.zeros(case.ranks, max(case.tokens), case.width)
     for home, plan in enumerate(plans):
         for token in range(case.tokens[home]):
-            total = torch.zeros(case.width)
+            rows, gates = [], []
             for rank in range(case.ranks):
                 here = (plan.slot_TK[token] >= offsets[rank]) & (plan.slot_TK[token] < offsets[rank + 1])
                 if not here.any():
                     continue
                 gate = weights[home, token][here] if weighted else torch.ones(int(here.sum()))
-                part = weighted_sum(rows_WRD[rank][plan.position_TK[token][here]], gate)
-                total = total + (part if rank == home else part.bfloat16().float())
-            out[home, token] = total
+                mine = rows_WRD[rank][plan.position_TK[token][here]]
+                if rank == home:
+                    rows += mine.unbind(0)
+                    gates += gate.unbind(0)
+                else:
+                    rows.append(weighted_sum(mine, gate).bfloat16())
+                    gates.append(torch.tensor(1.0))
+            if rows:
+                out[home, token] = weighted_sum(torch.stack(rows), torch.stack(gates))
     return out.bfloat16()
 
 

@@ -24,6 +24,9 @@ CASES = {
     "all to the last experts": Case(placement=contiguous(8, 4), tokens=(15, 15, 15, 15), choices=2, skew=100.0),
     "nothing at all": Case(placement=contiguous(4, 2), tokens=(6, 6), choices=2, drop=1.1),
     "long rows": Case(placement=contiguous(4, 2), tokens=(7, 9), choices=4, width=9000),
+    "several routing blocks": Case(
+        placement=contiguous(6, 3), tokens=(300, 140, 131), choices=2, width=8, alignment=4
+    ),
     "two chunks": Case(placement=contiguous(4, 2), tokens=(140, 131), choices=1, width=8),
 }
 

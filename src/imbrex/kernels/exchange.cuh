@@ -165,9 +165,9 @@ __device__ inline bool wait_stage(const Call& call, u32 barrier, u32 parity) {
 
 // All blocks of this rank have come here `times` times in this call. All threads; false on failure.
 __device__ inline bool own_blocks(const Call& call, u32 times_per_call, u32 time) {
-    __syncthreads();
     bool fine = true;
-    if (threadIdx.x == 0) {
+    __syncthreads();
+    if (call.group->blocks > 1 && threadIdx.x == 0) {
         ptx::add_acq_rel_gpu(&call.own->barrier, 1);
         const u32 blocks = static_cast<u32>(call.group->blocks);
         const u32 goal = ((call.epoch - 1) * times_per_call + time) * blocks;
@@ -178,8 +178,9 @@ __device__ inline bool own_blocks(const Call& call, u32 times_per_call, u32 time
 
 // "My call has begun": whatever I read from, or was given in, earlier buffers is done with. Lanes of one warp.
 __device__ inline void tell_started(const Call& call, int lane) {
+    ptx::fence_sys();
     for (int p = lane; p < call.group->ranks; p += 32)
-        if (p != call.me) ptx::store_release_sys(&control_of(*call.group, p)->started[call.kind][call.me], call.epoch);
+        if (p != call.me) ptx::store_relaxed_sys(&control_of(*call.group, p)->started[call.kind][call.me], call.epoch);
 }
 
 // A buffer last used `lag` calls ago may be written again once every peer has begun the call after that one. Lanes of a warp.

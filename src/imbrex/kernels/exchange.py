@@ -32,7 +32,7 @@ from imbrex.kernels.heap import Heap
 
 MOVER_THREADS = 96
 SUM_THREADS = 512
-ROUTE_THREADS = 512
+ROUTE_THREADS = 1024
 
 
 class ExchangeError(RuntimeError):

@@ -7,7 +7,7 @@
 // for the reducing of g, which every rank lists before any summing of g: no cycle.
 //
 // Example, 2 ranks: token 5 of rank 0 has rows r on rank 0 (weight .5) and s, t on rank 1 (weights .25, .25). Rank 1 writes
-// u = bf16(.25 s + .25 t); rank 0 sums (0 + .5 r) + u in fp32 and rounds once.
+// u = bf16(.25 t + .25 s); rank 0 writes bf16(u + .5 r).
 #include "exchange_sums.cuh"
 
 constexpr int kLead = 1;
@@ -70,54 +70,57 @@ __device__ inline int append_own(const SumRing& ring, const Combine& combine, co
 __device__ inline void list_reducing(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view, int g, u32 number) {
     const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks;
     SumHead* segment = open_sums(call, ring, number);
-    SumItem* item = sum_item(ring, segment, lane);
+    SumItem* item = sum_item(ring, segment, min(lane, kSegmentItems - 1));
+    bool listed = false;
     const int source = (call.me + lane) % ranks, token = g * view.per_group + lane / ranks;
-    item->target = nullptr;
+    if (lane < kSegmentItems) item->target = nullptr;
     if (lane < view.per_group * ranks && source != call.me && token < view.tokens[source]) {
         const i64 at = view.tokens_at + static_cast<i64>(source) * combine.max_tokens + token;
         const int row = combine.recv_row[at];
         if (row >= 0) {
             item->target = call.group->heap[call.me] + view.buffer + static_cast<i64>(row) * combine.row_bytes;
             item->rows = append_own(ring, combine, view, item, at, 0);
-            item->own_first = 0;
-            item->own_rows = item->rows;
+            listed = true;
         }
     }
-    close_sums(ring, segment, number, 32, 1 + g);
+    close_sums(call, ring, segment, number, kSegmentItems, 1 + g, listed, call.group->reduced_flags);
 }
 
 __device__ inline void list_home(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view, SumItem* item, int token) {
     const Group& group = *call.group;
     const i64 x_at = call.local * combine.x_stride + static_cast<i64>(token) * combine.row_bytes;
     int rows = 0;
-    item->own_first = 0;
-    item->own_rows = 0;
     for (int p = 0; p < group.ranks; ++p) {
         const int row = view.send_row[static_cast<i64>(token) * group.ranks + p];
         if (row < 0) continue;
         if (p == call.me && combine.rows) {
-            item->own_first = rows;
             rows = append_own(ring, combine, view, item, view.tokens_at + static_cast<i64>(call.me) * combine.max_tokens + token, rows);
-            item->own_rows = rows - item->own_first;
         } else {
+            weights_of(ring, item)[rows] = 1.0f;
             rows_of(item)[rows++] = p == call.me ? combine.own + x_at : group.heap[p] + view.buffer + static_cast<i64>(row) * combine.row_bytes;
         }
     }
-    if (combine.addend) rows_of(item)[rows++] = combine.addend + x_at;
+    if (combine.addend) {
+        weights_of(ring, item)[rows] = 1.0f;
+        rows_of(item)[rows++] = combine.addend + x_at;
+    }
     item->rows = rows;
     item->target = combine.out + x_at;
 }
 
-// Home tokens first, first + step, ...: per_lane of them.
+// Home tokens first, first + step, ...: `count` of them.
 __device__ inline void list_summing(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view, int first, int step, int count,
                                     u32 number) {
     const int lane = static_cast<int>(ptx::lane_id());
     SumHead* segment = open_sums(call, ring, number);
-    SumItem* item = sum_item(ring, segment, lane);
+    SumItem* item = sum_item(ring, segment, min(lane, kSegmentItems - 1));
     const int token = first + lane * step;
-    item->target = nullptr;
-    if (lane < count && token < view.tokens[call.me]) list_home(call, ring, combine, view, item, token);
-    close_sums(ring, segment, number, 32, 0);
+    const bool listed = lane < count && token < view.tokens[call.me];
+    if (listed)
+        list_home(call, ring, combine, view, item, token);
+    else if (lane < kSegmentItems)
+        item->target = nullptr;
+    close_sums(call, ring, segment, number, kSegmentItems, 0, listed, 0);
 }
 
 __device__ inline bool wait_reduced(const Call& call, int lane, int g) {
@@ -149,8 +152,8 @@ __device__ inline u32 list_compact(const Call& call, const SumRing& ring, const 
     const int lane = static_cast<int>(ptx::lane_id()), blocks = call.group->blocks;
     u32 number = 0;
     if (!wait_credit(call, lane, 1)) return number;  // every peer has begun this call: its rows are there
-    for (int first = call.block; first < view.tokens[call.me]; first += 32 * blocks)
-        list_summing(call, ring, combine, view, first, blocks, 32, number++);
+    for (int first = call.block; first < view.tokens[call.me]; first += kSegmentItems * blocks)
+        list_summing(call, ring, combine, view, first, blocks, kSegmentItems, number++);
     return number;
 }
 
@@ -169,9 +172,9 @@ extern "C" __global__ void __launch_bounds__(kSumThreads, 1) combine_rows(const 
         if (wait_credit(call, lane, combine.lag))
             number = combine.rows ? list_expert_major(call, ring, combine, view) : list_compact(call, ring, combine, view);
         open_sums(call, ring, number);
-        close_sums(ring, sum_segment(ring, number), number, -1, 0);
+        close_sums(call, ring, sum_segment(ring, number), number, -1, 0, false, 0);
     } else {
-        sum_rows(call, ring, static_cast<int>(threadIdx.x) - 64, group.reduced_flags);
+        sum_rows(call, ring, warp - 2, group.reduced_flags);
     }
     end_call(call);
 }

@@ -155,10 +155,12 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
 def route_blocks(shape: Shape, wanted: int) -> tuple[int, int]:
     """Blocks of the routing kernel and its shared memory: `wanted` blocks, or more where their masks do not fit."""
     chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
-    for blocks in range(min(wanted, chunks), MAX_BLOCKS + 1):
+    fewest = -(-chunks // 4)  # four chunks are quicker than meeting another block
+    for blocks in range(min(wanted, fewest), MAX_BLOCKS + 1):
         mine = -(-chunks // blocks)
-        words = mine * (5 * shape.experts + 5 * shape.ranks)
-        words += shape.ranks * (shape.experts + shape.ranks + shape.most_slots) + shape.most_slots
+        words = mine * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * shape.choices // 2)
+        words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
+        words += shape.most_slots + shape.experts
         if 4 * words <= SHARED_BYTES:
             return blocks, 4 * words
     raise ValueError(
@@ -181,11 +183,12 @@ def mover_shared(row_bytes: int, targets: int) -> tuple[int, int]:
 
 def summer_shared(row_bytes: int, max_rows: int) -> tuple[int, int, int]:
     """Piece bytes, slots and bytes of shared memory of the combine kernel for sums of at most `max_rows` rows."""
-    fixed = 1024 + 4 * (16 + 32 * (32 + -(-12 * max_rows // 16) * 16)) + 128
+    weights, pointers = (-(-size * max_rows // 16) * 16 for size in (4, 8))
+    fixed = 1024 + 4 * (16 + 16 * (16 + pointers + weights)) + 28 * (32 + weights) + 128
     for pieces in range(1, 1 + row_bytes // 16):
         piece = -(-row_bytes // pieces // 16) * 16
         slots = (SHARED_BYTES - fixed) // piece
-        if piece <= 7168 and slots >= 2 * max_rows:
-            slots = min(slots, 96)
+        if piece <= 3584 and slots >= 2 * max_rows:
+            slots = min(slots, 192)
             return piece, slots, fixed + slots * piece
     raise ValueError(f"exchange: sums of {max_rows} rows do not fit shared memory")

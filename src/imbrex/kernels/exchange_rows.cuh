@@ -113,7 +113,7 @@ __device__ inline void publish(const Call& call, i64 flags, int publish) {
     ptx::fence_async();
     ptx::fence_sys();
     for (int p = 0; p < call.group->ranks; ++p)
-        if (p != call.me) ptx::store_release_sys(flag_of(*call.group, flags, p, call.me, publish - 1), call.epoch);
+        if (p != call.me) ptx::store_relaxed_sys(flag_of(*call.group, flags, p, call.me, publish - 1), call.epoch);
 }
 
 // Returns with all stores complete.
@@ -123,7 +123,7 @@ __device__ inline void store_rows(const Call& call, const Ring& ring, i64 flags)
     for (u32 number = 0;; ++number) {
         const u32 buffer = number % kSegments;
         const u32 full = ring.segment_full + 8 * buffer, parity = (number / kSegments) & 1;
-        if (!ptx::mbarrier_try(full, parity)) {
+        if (!ptx::mbarrier_test(full, parity)) {
             if (pending) {
                 ptx::bulk_wait<0>();
                 publish(call, flags, pending);
@@ -191,7 +191,7 @@ __device__ inline void tell_arrived(const Call& call) {
     ptx::fence_async();
     ptx::fence_sys();
     for (int p = 0; p < call.group->ranks; ++p)
-        if (p != call.me) ptx::store_release_sys(&control_of(*call.group, p)->arrived[call.kind][call.me][call.block], call.epoch);
+        if (p != call.me) ptx::store_relaxed_sys(&control_of(*call.group, p)->arrived[call.kind][call.me][call.block], call.epoch);
 }
 
 __device__ inline void wait_arrived(const Call& call, Phase phase) {

@@ -1,28 +1,34 @@
-// The row summer: weighted sums of bf16 rows from any addresses, in fp32 and a fixed order, one bf16 row out.
+// The row summer: weighted sums of bf16 rows from any addresses, in fp32 and the order given, one bf16 row out.
 //
-// Warps of a block: a lister (writes items, waits for flags of peers), a loader (one thread, TMA, pieces of rows into a
-// ring), and the rest, which sum. An item is a target and its rows in order. Rows [own_first, own_first + own_rows) are summed by
-// themselves with fused multiply-adds, and their sum then joins the others, which are added as they are:
+// Warps of a block: a lister (writes items, waits for flags of peers), a loader (one thread, TMA), and the summing warps. An
+// item is a target and its rows in order: rows a b c with weights 1 2 3 give bf16(3 c + (2 b + (1 a + 0))), one fused
+// multiply-add each, so the same bits every run.
 //
-//   rows a b c d, own_first 1, own_rows 2, weights . 2 3 .  ->  ((0 + a) + (2 b + 3 c)) + d
+// A row crosses shared memory in pieces. An entry is one piece of all rows of an item: consecutive slots of a ring, one
+// barrier, one summing warp, which so has hundreds of independent instructions between two waits (one entry for
+// all warps at a time was 5x slower than its arithmetic). The loader copies what the warp needs into the entry, so
+// listed segments are free as soon as they are loaded.
 //
-// so the order is that of the ranks, and the own rank's part is never rounded to bf16.
-//
-// A row crosses shared memory in pieces, so that an item of many rows always fits: an entry is one piece of all
-// rows of an item, its pieces lie in consecutive slots of the ring, and it completes on one barrier.
+// A segment may ask to be published: when its last entry is written, a flag is set at every peer.
 #pragma once
 #include "exchange.cuh"
 
 constexpr int kSegments = 4;
-constexpr int kEntries = 32;
+constexpr int kSegmentItems = 16;
 constexpr int kSummingWarps = 14;
+// A multiple of the warps, so that a warp always meets the same barriers: one that met another warp's could run a phase
+// ahead of it and take the phase before last for the next.
+constexpr int kEntries = 2 * kSummingWarps;
+constexpr int kCounters = 64;  // of segments whose entries are in flight: more than kEntries + kSegments
 constexpr int kSumThreads = 32 * (2 + kSummingWarps);
+constexpr int kColumns = 4;  // 16-byte columns a lane sums at once
 
 struct SumRing {
     u32 segment_full, segment_empty, entry_full, entry_empty;
     u32 slots;
     u8* segments;
-    u8* entry_rows;  // of the loader alone
+    u8* entries;
+    u32* counters;  // entries of a segment that are not yet written
     int num_slots;
     int piece_bytes;
     int row_bytes;
@@ -38,25 +44,39 @@ struct SumHead {
 struct SumItem {
     u8* target;  // null: skipped
     int rows;
-    int own_first;
-    int own_rows;
-    int unused[3];
+    int unused;
 };
 
-__device__ __forceinline__ int sum_item_stride(const SumRing& ring) { return 32 + (12 * ring.max_rows + 15) / 16 * 16; }
-__device__ __forceinline__ int sum_segment_stride(const SumRing& ring) { return 16 + 32 * sum_item_stride(ring); }
+struct Entry {
+    u8* target;  // null: the end of the stream
+    int rows;
+    int slot;  // of the first row
+    int bytes;
+    int publish;
+    u32 counter;
+    int unused;
+};
+
+__device__ __forceinline__ int weights_bytes(const SumRing& ring) { return (4 * ring.max_rows + 15) / 16 * 16; }
+__device__ __forceinline__ int item_bytes(const SumRing& ring) { return 16 + (8 * ring.max_rows + 15) / 16 * 16 + weights_bytes(ring); }
+__device__ __forceinline__ int segment_bytes(const SumRing& ring) { return 16 + kSegmentItems * item_bytes(ring); }
+__device__ __forceinline__ int entry_bytes(const SumRing& ring) { return 32 + weights_bytes(ring); }
 __device__ __forceinline__ SumHead* sum_segment(const SumRing& ring, u32 number) {
-    return reinterpret_cast<SumHead*>(ring.segments + static_cast<int>(number % kSegments) * sum_segment_stride(ring));
+    return reinterpret_cast<SumHead*>(ring.segments + static_cast<int>(number % kSegments) * segment_bytes(ring));
 }
 __device__ __forceinline__ SumItem* sum_item(const SumRing& ring, SumHead* segment, int i) {
-    return reinterpret_cast<SumItem*>(reinterpret_cast<u8*>(segment) + 16 + i * sum_item_stride(ring));
+    return reinterpret_cast<SumItem*>(reinterpret_cast<u8*>(segment) + 16 + i * item_bytes(ring));
 }
 __device__ __forceinline__ const u8** rows_of(SumItem* item) { return reinterpret_cast<const u8**>(item + 1); }
 __device__ __forceinline__ float* weights_of(const SumRing& ring, SumItem* item) {
-    return reinterpret_cast<float*>(reinterpret_cast<u8*>(item + 1) + 8 * ring.max_rows);
+    return reinterpret_cast<float*>(reinterpret_cast<u8*>(item + 1) + (8 * ring.max_rows + 15) / 16 * 16);
 }
+__device__ __forceinline__ Entry* entry_of(const SumRing& ring, u32 number) {
+    return reinterpret_cast<Entry*>(ring.entries + static_cast<int>(number % kEntries) * entry_bytes(ring));
+}
+__device__ __forceinline__ float* weights_of(Entry* entry) { return reinterpret_cast<float*>(entry + 1); }
 
-// Shared memory: 1 KB of barriers and entry sizes, the segments, then slots at a multiple of 128. All threads.
+// Shared memory: 1 KB of barriers and counters, segments, entries, then slots at a multiple of 128. All threads.
 __device__ inline SumRing make_sum_ring(int row_bytes, int piece_bytes, int num_slots, int max_rows) {
     u8* shared = ptx::shared_memory();
     const u32 base = ptx::smem_u32(shared);
@@ -65,21 +85,22 @@ __device__ inline SumRing make_sum_ring(int row_bytes, int piece_bytes, int num_
     ring.segment_empty = base + 8 * kSegments;
     ring.entry_full = base + 16 * kSegments;
     ring.entry_empty = ring.entry_full + 8 * kEntries;
-    ring.entry_rows = shared + 16 * kSegments + 16 * kEntries;
+    ring.counters = reinterpret_cast<u32*>(shared + 16 * kSegments + 16 * kEntries);
     ring.segments = shared + 1024;
     ring.num_slots = num_slots;
     ring.piece_bytes = piece_bytes;
     ring.row_bytes = row_bytes;
     ring.max_rows = max_rows;
-    ring.slots = (base + 1024 + kSegments * sum_segment_stride(ring) + 127) / 128 * 128;
+    ring.entries = ring.segments + kSegments * segment_bytes(ring);
+    ring.slots = (base + 1024 + kSegments * segment_bytes(ring) + kEntries * entry_bytes(ring) + 127) / 128 * 128;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSegments; ++i) {
             ptx::mbarrier_init(ring.segment_full + 8 * i, 32);  // the lanes of the lister
-            ptx::mbarrier_init(ring.segment_empty + 8 * i, 1 + 32 * kSummingWarps);
+            ptx::mbarrier_init(ring.segment_empty + 8 * i, 1);
         }
         for (int i = 0; i < kEntries; ++i) {
             ptx::mbarrier_init(ring.entry_full + 8 * i, 1);
-            ptx::mbarrier_init(ring.entry_empty + 8 * i, kSummingWarps);
+            ptx::mbarrier_init(ring.entry_empty + 8 * i, 32);  // the lanes of the summing warp
         }
         ptx::fence_barrier_init();
         ptx::fence_async_shared();
@@ -96,12 +117,42 @@ struct Loader {
 // Make room for `rows` more slots and one more entry.
 __device__ inline bool make_room(const Call& call, const SumRing& ring, Loader& loader, int rows) {
     while (ring.num_slots - loader.used < rows || loader.entry - loader.oldest == kEntries) {
-        const u32 at = loader.oldest % kEntries;
-        if (!wait_stage(call, ring.entry_empty + 8 * at, (loader.oldest / kEntries) & 1)) return false;
-        loader.used -= ring.entry_rows[at];
+        if (!wait_stage(call, ring.entry_empty + 8 * (loader.oldest % kEntries), (loader.oldest / kEntries) & 1)) return false;
+        loader.used -= entry_of(ring, loader.oldest)->rows;
         ++loader.oldest;
     }
     return true;
+}
+
+// One piece of an item: describe it, then let its rows come.
+__device__ inline void load_entry(const SumRing& ring, Loader& loader, SumItem* item, int offset, int publish, u32 counter) {
+    const int rows = item->rows, bytes = min(ring.piece_bytes, ring.row_bytes - offset);
+    const u32 full = ring.entry_full + 8 * (loader.entry % kEntries);
+    Entry* entry = entry_of(ring, loader.entry);
+    entry->target = item->target + offset;
+    entry->rows = rows;
+    entry->slot = loader.slot;
+    entry->bytes = bytes;
+    entry->publish = publish;
+    entry->counter = counter;
+    for (int j = 0; j < rows; ++j) weights_of(entry)[j] = weights_of(ring, item)[j];
+    ptx::mbarrier_expect(full, bytes * rows);
+    for (int j = 0; j < rows; ++j) {
+        ptx::bulk_load(ring.slots + loader.slot * ring.piece_bytes, rows_of(item)[j] + offset, bytes, full);
+        if (++loader.slot == ring.num_slots) loader.slot = 0;
+    }
+    loader.used += rows;
+    ++loader.entry;
+}
+
+__device__ inline void end_entries(const Call& call, const SumRing& ring, Loader& loader) {
+    for (int i = 0; i < kSummingWarps; ++i) {
+        if (!make_room(call, ring, loader, 0)) return;
+        Entry* entry = entry_of(ring, loader.entry);
+        entry->target = nullptr;
+        entry->rows = 0;
+        ptx::mbarrier_arrive(ring.entry_full + 8 * (loader.entry++ % kEntries));
+    }
 }
 
 // One thread.
@@ -112,24 +163,14 @@ __device__ inline void load_pieces(const Call& call, const SumRing& ring) {
         if (!wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1)) return;
         ptx::fence_async();
         SumHead* segment = sum_segment(ring, number);
-        const int count = segment->count;
-        if (count < 0) return;
+        const int count = segment->count, publish = segment->publish;
+        if (count < 0) return end_entries(call, ring, loader);
         for (int i = 0; i < count; ++i) {
             SumItem* item = sum_item(ring, segment, i);
             if (item->target == nullptr) continue;
-            const int rows = item->rows;
             for (int offset = 0; offset < ring.row_bytes; offset += ring.piece_bytes) {
-                if (!make_room(call, ring, loader, rows)) return;
-                const int bytes = min(ring.piece_bytes, ring.row_bytes - offset);
-                const u32 at = loader.entry % kEntries, full = ring.entry_full + 8 * at;
-                ring.entry_rows[at] = static_cast<u8>(rows);
-                ptx::mbarrier_expect(full, bytes * rows);
-                for (int j = 0; j < rows; ++j) {
-                    ptx::bulk_load(ring.slots + loader.slot * ring.piece_bytes, rows_of(item)[j] + offset, bytes, full);
-                    if (++loader.slot == ring.num_slots) loader.slot = 0;
-                }
-                loader.used += rows;
-                ++loader.entry;
+                if (!make_room(call, ring, loader, item->rows)) return;
+                load_entry(ring, loader, item, offset, publish, number % kCounters);
             }
         }
         ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
@@ -146,59 +187,59 @@ __device__ __forceinline__ void add_eight(float (&sum)[8], uint4 value, float we
     }
 }
 
-// Sixteen bytes of columns of one item; `slot` holds the piece of its first row.
-__device__ inline uint4 sum_columns(const SumRing& ring, SumItem* item, int slot, int column) {
-    const int rows = item->rows, own_first = item->own_first, own_end = own_first + item->own_rows;
-    const float* weights = weights_of(ring, item);
-    float sum[8] = {}, own[8] = {};
-    for (int j = 0; j < rows; ++j) {
-        const int at = slot + j < ring.num_slots ? slot + j : slot + j - ring.num_slots;
-        const uint4 value = ptx::load_shared(ring.slots + at * ring.piece_bytes + column);
-        if (j >= own_first && j < own_end) {
-            add_eight(own, value, weights[j]);
-            if (j + 1 == own_end)
+// One warp, all of an entry; columns `first`, `first` + 32, ... (16 bytes each) of lane `first`.
+__device__ inline void sum_entry(const SumRing& ring, Entry* entry, int lane) {
+    const int columns = entry->bytes / 16, rows = entry->rows, slot = entry->slot;
+    const float* weights = weights_of(entry);
+    uint4* target = reinterpret_cast<uint4*>(entry->target);
+    for (int first = lane; first < columns; first += 32 * kColumns) {
+        float sum[kColumns][8] = {};
+        for (int j = 0; j < rows; ++j) {
+            const int at = slot + j < ring.num_slots ? slot + j : slot + j - ring.num_slots;
+            const u32 from = ring.slots + at * ring.piece_bytes + 16 * first;
+            const float weight = weights[j];
+            uint4 value[kColumns];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) sum[i] += own[i];
-        } else {
-            add_eight(sum, value, 1.0f);
+            for (int q = 0; q < kColumns; ++q)
+                if (first + 32 * q < columns) value[q] = ptx::load_shared(from + 512 * q);
+#pragma unroll
+            for (int q = 0; q < kColumns; ++q)
+                if (first + 32 * q < columns) add_eight(sum[q], value[q], weight);
         }
+#pragma unroll
+        for (int q = 0; q < kColumns; ++q)
+            if (first + 32 * q < columns)
+                target[first + 32 * q] = {ptx::pack_bf16(sum[q][0], sum[q][1]), ptx::pack_bf16(sum[q][2], sum[q][3]),
+                                          ptx::pack_bf16(sum[q][4], sum[q][5]), ptx::pack_bf16(sum[q][6], sum[q][7])};
     }
-    return {ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]), ptx::pack_bf16(sum[4], sum[5]), ptx::pack_bf16(sum[6], sum[7])};
 }
 
-// All summing warps; `thread` counts among them.
-__device__ inline void sum_rows(const Call& call, const SumRing& ring, int thread, i64 flags) {
-    u32 entry = 0;
-    int slot = 0;
-    for (u32 number = 0;; ++number) {
-        const u32 buffer = number % kSegments;
-        if (!wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1)) return;
-        SumHead* segment = sum_segment(ring, number);
-        const int count = segment->count;
-        if (count < 0) return;
-        for (int i = 0; i < count; ++i) {
-            SumItem* item = sum_item(ring, segment, i);
-            if (item->target == nullptr) continue;
-            for (int offset = 0; offset < ring.row_bytes; offset += ring.piece_bytes, ++entry) {
-                const int bytes = min(ring.piece_bytes, ring.row_bytes - offset);
-                const u32 at = entry % kEntries;
-                if (!wait_stage(call, ring.entry_full + 8 * at, (entry / kEntries) & 1)) return;
-                for (int column = 16 * thread; column < bytes; column += 16 * 32 * kSummingWarps)
-                    *reinterpret_cast<uint4*>(item->target + offset + column) = sum_columns(ring, item, slot, column);
-                slot = (slot + item->rows) % ring.num_slots;
-                __syncwarp();
-                if (ptx::lane_id() == 0) ptx::mbarrier_arrive(ring.entry_empty + 8 * at);
-            }
+// Set flag `publish - 1` of this rank at every peer. One thread; what came before it in its causal order is seen first.
+__device__ inline void publish_sums(const Call& call, i64 flags, int publish) {
+    ptx::fence_sys();
+    for (int p = 0; p < call.group->ranks; ++p)
+        if (p != call.me) ptx::store_relaxed_sys(flag_of(*call.group, flags, p, call.me, publish - 1), call.epoch);
+}
+
+// A summing warp has the entries warp, warp + kSummingWarps, ...
+__device__ inline void sum_rows(const Call& call, const SumRing& ring, int warp, i64 flags) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    for (u32 number = warp;; number += kSummingWarps) {
+        const u32 at = number % kEntries;
+        if (!wait_stage(call, ring.entry_full + 8 * at, (number / kEntries) & 1)) return;
+        Entry* entry = entry_of(ring, number);
+        if (entry->target == nullptr) return;
+        const int publish = entry->publish;
+        const u32 counter = entry->counter;
+        sum_entry(ring, entry, lane);
+        ptx::mbarrier_arrive(ring.entry_empty + 8 * at);
+        if (publish == 0) continue;
+        __syncwarp();
+        if (lane == 0) {
+            ptx::fence_sys();
+            if (atomicSub(&ring.counters[counter], 1u) == 1) publish_sums(call, flags, publish);
         }
-        const int publish = segment->publish;
-        ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
-        if (publish) {
-            ptx::named_barrier(1, 32 * kSummingWarps);
-            if (thread < call.group->ranks && thread != call.me) {
-                ptx::fence_sys();
-                ptx::store_release_sys(flag_of(*call.group, flags, thread, call.me, publish - 1), call.epoch);
-            }
-        }
+        __syncwarp();
     }
 }
 
@@ -207,11 +248,16 @@ __device__ inline SumHead* open_sums(const Call& call, const SumRing& ring, u32 
     return sum_segment(ring, number);
 }
 
-__device__ inline void close_sums(const SumRing& ring, SumHead* segment, u32 number, int count, int publish) {
+// All lanes. `listed`: this lane's item is one. A segment of none is published at once.
+__device__ inline void close_sums(const Call& call, const SumRing& ring, SumHead* segment, u32 number, int count, int publish, bool listed, i64 flags) {
+    const int items = __popc(__ballot_sync(0xffffffffu, listed));
     if (ptx::lane_id() == 0) {
+        const int pieces = (ring.row_bytes + ring.piece_bytes - 1) / ring.piece_bytes;
+        ring.counters[number % kCounters] = items * pieces;
+        if (publish && items == 0) publish_sums(call, flags, publish);
         segment->count = count;
         segment->publish = publish;
     }
-    ptx::mbarrier_arrive(ring.segment_full + 8 * (number % kSegments));
     __syncwarp();
+    ptx::mbarrier_arrive(ring.segment_full + 8 * (number % kSegments));
 }

@@ -64,6 +64,16 @@ __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
 
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// Whether the phase of `parity` is complete, without waiting.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
 // ---------------------------------------------------------------- 1-D bulk copies; one thread, 16-byte multiples
 
 // Completes `bytes` on `barrier`.

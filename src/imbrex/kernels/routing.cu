@@ -11,8 +11,11 @@
 #include "exchange.cuh"
 
 constexpr int kChunk = 128;
-constexpr int kRouteThreads = 512;
+constexpr int kRouteThreads = 1024;
+constexpr int kPerToken = kRouteThreads / kChunk;  // threads that share a token's choices
+constexpr int kBatch = 8;                          // loads in flight per thread
 constexpr u32 kOwnBarriers = 2;
+constexpr u16 kNone = 0xffff;
 
 struct Route {
     const i64* ids;        // [ranks of the launch, max_tokens, K]
@@ -41,15 +44,24 @@ struct Route {
     int token_capacity;
 };
 
+struct Chunk {
+    int source, first, tokens;  // rank, first token, valid tokens (0..128)
+    int at;                     // (source * max_tokens + first)
+};
+
 struct Scratch {
-    u32* mask;       // [chunks of the block, E, 4]
-    u32* rank_mask;  // [chunks of the block, W, 4]
-    int* before;     // [chunks of the block, E]; choices of the expert in earlier chunks of the source
-    int* total;      // [W, E]
-    int* rank_before;  // [chunks of the block, W]
+    Chunk* chunk;      // [chunks of the block]
+    u32* mask;         // [.., E, 4]
+    u32* rank_mask;    // [.., W, 4]
+    int* before;       // [.., E]; choices of the expert in earlier chunks of the source
+    int* total;        // [W, E]
+    int* rank_before;  // [.., W]
     int* rank_total;   // [W, W]
+    int* base;         // [W, W]; first compact row on rank `column` of the tokens of rank `row`
     int* slot_base;    // [W, most_slots]; row of the first choice of a source in a local slot
     int* slot_rows;    // [most_slots]
+    int* home;         // [E]; rank << 16 | slot of an expert that has one slot, else -1
+    u16* ids;          // [.., kChunk, K]
     int chunks;        // of this block
     int first;         // its first chunk
     int per_source;    // chunks of a source
@@ -63,30 +75,33 @@ __device__ inline Scratch carve(const Call& call, const Route& route) {
     const int per_block = (all + call.group->blocks - 1) / call.group->blocks;
     s.first = call.block * per_block;
     s.chunks = max(0, min(per_block, all - s.first));
-    u32* at = reinterpret_cast<u32*>(ptx::shared_memory());
-    s.mask = at;
-    at += per_block * experts * 4;
-    s.rank_mask = at;
-    at += per_block * ranks * 4;
-    int* words = reinterpret_cast<int*>(at);
-    s.before = words;
-    words += per_block * experts;
-    s.total = words;
-    words += ranks * experts;
-    s.rank_before = words;
-    words += per_block * ranks;
-    s.rank_total = words;
-    words += ranks * ranks;
-    s.slot_base = words;
-    words += ranks * route.most_slots;
-    s.slot_rows = words;
+    u8* at = ptx::shared_memory();
+    const auto take = [&at](int words) {
+        u8* start = at;
+        at += 4 * words;
+        return start;
+    };
+    s.chunk = reinterpret_cast<Chunk*>(take(4 * per_block));
+    s.mask = reinterpret_cast<u32*>(take(per_block * experts * 4));
+    s.rank_mask = reinterpret_cast<u32*>(take(per_block * ranks * 4));
+    s.before = reinterpret_cast<int*>(take(per_block * experts));
+    s.total = reinterpret_cast<int*>(take(ranks * experts));
+    s.rank_before = reinterpret_cast<int*>(take(per_block * ranks));
+    s.rank_total = reinterpret_cast<int*>(take(ranks * ranks));
+    s.base = reinterpret_cast<int*>(take(ranks * ranks));
+    s.slot_base = reinterpret_cast<int*>(take(ranks * route.most_slots));
+    s.slot_rows = reinterpret_cast<int*>(take(route.most_slots));
+    s.home = reinterpret_cast<int*>(take(experts));
+    s.ids = reinterpret_cast<u16*>(at);
     return s;
 }
 
 __device__ __forceinline__ int below(const u32* mask, int token) {
     const int word = token >> 5;
     int count = __popc(mask[word] & ((1u << (token & 31)) - 1));
-    for (int i = 0; i < word; ++i) count += __popc(mask[i]);
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+        if (i < word) count += __popc(mask[i]);
     return count;
 }
 
@@ -99,27 +114,38 @@ __device__ __forceinline__ i64 parity_at(const Call& call, const Route& route) {
 // My ids and weights into every heap, then one flag per block.
 __device__ inline void give_choices(const Call& call, const Route& route) {
     const Group& group = *call.group;
+    const int thread = static_cast<int>(threadIdx.x);
     const int tokens = route.tokens ? route.tokens[call.local] : route.num_tokens;
     const i64 all = static_cast<i64>(group.ranks) * route.max_tokens * route.choices;
     const i64 mine = static_cast<i64>(route.max_tokens) * route.choices;
     const i64* ids = route.ids + call.local * mine;
     const float* weights = route.weights + call.local * mine;
     const int count = tokens * route.choices, step = group.blocks * kRouteThreads;
-    for (int i = call.block * kRouteThreads + static_cast<int>(threadIdx.x); i < count; i += step) {
-        const int id = static_cast<int>(ids[i]);
-        const float weight = weights[i];
+    for (int first = call.block * kRouteThreads + thread; first < count; first += 4 * step) {
+        int id[4];
+        float weight[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u)
+            if (first + u * step < count) {
+                id[u] = static_cast<int>(ids[first + u * step]);
+                weight[u] = weights[first + u * step];
+            }
         for (int p = 0; p < group.ranks; ++p) {
-            int* there = reinterpret_cast<int*>(group.heap[p] + route.ids_at) + parity_at(call, route) + call.me * mine + i;
-            there[0] = id;
-            reinterpret_cast<float*>(there)[2 * all] = weight;
+            int* there = reinterpret_cast<int*>(group.heap[p] + route.ids_at) + parity_at(call, route) + call.me * mine + first;
+#pragma unroll
+            for (int u = 0; u < 4; ++u)
+                if (first + u * step < count) {
+                    there[u * step] = id[u];
+                    reinterpret_cast<float*>(there)[u * step + 2 * all] = weight[u];
+                }
         }
     }
-    if (call.block == 0 && static_cast<int>(threadIdx.x) < group.ranks)
-        reinterpret_cast<int*>(group.heap[threadIdx.x] + route.tokens_at)[(call.epoch & 1) * group.ranks + call.me] = tokens;
+    if (call.block == 0 && thread < group.ranks)
+        reinterpret_cast<int*>(group.heap[thread] + route.tokens_at)[(call.epoch & 1) * group.ranks + call.me] = tokens;
     __syncthreads();
-    for (int p = static_cast<int>(threadIdx.x); p < group.ranks; p += kRouteThreads) {
+    if (thread < group.ranks) {
         ptx::fence_sys();
-        ptx::store_release_sys(&control_of(group, p)->arrived[kRoute][call.me][call.block], call.epoch);
+        ptx::store_relaxed_sys(&control_of(group, thread)->arrived[kRoute][call.me][call.block], call.epoch);
     }
 }
 
@@ -133,44 +159,85 @@ __device__ inline bool take_choices(const Call& call) {
     return __syncthreads_and(fine) != 0;
 }
 
-struct Choice {
-    int source, token, in_chunk, chunk, expert;  // chunk: of the block; expert -1: none
-    i64 at;                                      // [W, max_tokens, K]
-};
-
-// Choice `x` of the block's chunks, in the order chunk, token, choice.
-__device__ inline Choice choice_of(const Call& call, const Route& route, const Scratch& s, const int* tokens, int x) {
-    const int per_chunk = kChunk * route.choices;
-    Choice c;
-    c.chunk = x / per_chunk;
-    const int rest = x - c.chunk * per_chunk, number = s.first + c.chunk;
-    c.in_chunk = rest / route.choices;
-    c.source = number / s.per_source;
-    c.token = (number - c.source * s.per_source) * kChunk + c.in_chunk;
-    const int k = rest - c.in_chunk * route.choices;
-    c.at = (static_cast<i64>(c.source) * route.max_tokens + c.token) * route.choices + k;
-    c.expert = -1;
-    if (c.token < tokens[c.source]) {
-        const int* ids = reinterpret_cast<const int*>(call.group->heap[call.me] + route.ids_at) + parity_at(call, route);
-        c.expert = ids[c.at];
+// Tables that need nobody: what the chunks are, where experts with one slot live; masks cleared.
+__device__ inline void prepare(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < s.chunks * route.experts * 4; i += kRouteThreads) s.mask[i] = 0;
+    for (int i = thread; i < s.chunks * ranks * 4; i += kRouteThreads) s.rank_mask[i] = 0;
+    for (int e = thread; e < route.experts; e += kRouteThreads) {
+        const int first = route.first_replica[e];
+        int home = -1;
+        if (route.first_replica[e + 1] - first == 1) {
+            const int slot = route.replica_slots[first];
+            int rank = 0;
+            while (rank + 1 < ranks && slot >= route.rank_offsets[rank + 1]) ++rank;
+            home = rank << 16 | slot;
+        }
+        s.home[e] = home;
     }
-    return c;
 }
 
-__device__ inline void mark_experts(const Call& call, const Route& route, const Scratch& s, const int* tokens) {
-    const i64 all = static_cast<i64>(call.group->ranks) * route.max_tokens * route.choices;
-    const float* given = reinterpret_cast<const float*>(call.group->heap[call.me] + route.ids_at) + 2 * all + parity_at(call, route);
-    float* weights = route.all_weights + call.local * all;
-    for (int x = static_cast<int>(threadIdx.x); x < s.chunks * kChunk * route.choices; x += kRouteThreads) {
-        const Choice c = choice_of(call, route, s, tokens, x);
-        if (c.token >= route.max_tokens) continue;
-        weights[c.at] = c.token < tokens[c.source] ? given[c.at] : 0.0f;
-        if (c.expert < 0) continue;
-        const u32 bit = 1u << (c.in_chunk & 31);
-        if (c.expert >= route.experts ||
-            (atomicOr(&s.mask[(c.chunk * route.experts + c.expert) * 4 + (c.in_chunk >> 5)], bit) & bit) != 0)
-            give_up(call, kBadIds, kIdsArrived, c.source);
+__device__ inline void cut_chunks(const Route& route, const Scratch& s, const int* tokens) {
+    for (int i = static_cast<int>(threadIdx.x); i < s.chunks; i += kRouteThreads) {
+        const int source = (s.first + i) / s.per_source, first = (s.first + i - source * s.per_source) * kChunk;
+        s.chunk[i] = {source, first, max(0, min(kChunk, tokens[source] - first)), source * route.max_tokens + first};
     }
+    __syncthreads();
+}
+
+// The block's ids into shared memory, all sources' weights out.
+__device__ inline void fetch_choices(const Call& call, const Route& route, const Scratch& s) {
+    const i64 all = static_cast<i64>(call.group->ranks) * route.max_tokens * route.choices;
+    const int* ids = reinterpret_cast<const int*>(call.group->heap[call.me] + route.ids_at) + parity_at(call, route);
+    const float* given = reinterpret_cast<const float*>(ids) + 2 * all;
+    float* weights = route.all_weights + call.local * all;
+    const int per = kChunk * route.choices;
+    for (int i = static_cast<int>(threadIdx.x); i < per; i += kRouteThreads) {
+        const int token = i / route.choices;
+        for (int c = 0; c < s.chunks; c += kBatch) {
+            int id[kBatch];
+            float weight[kBatch];
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u) {
+                id[u] = -1;
+                weight[u] = 0.0f;
+                if (c + u < s.chunks && token < s.chunk[c + u].tokens) {
+                    const i64 at = static_cast<i64>(s.chunk[c + u].at) * route.choices + i;
+                    id[u] = ids[at];
+                    weight[u] = given[at];
+                }
+            }
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u) {
+                if (c + u >= s.chunks) continue;
+                if (id[u] < -1 || id[u] >= route.experts) give_up(call, kBadIds, kIdsArrived, s.chunk[c + u].source);
+                s.ids[(c + u) * per + i] = id[u] < 0 || id[u] >= route.experts ? kNone : static_cast<u16>(id[u]);
+                if (s.chunk[c + u].first + token < route.max_tokens)
+                    weights[static_cast<i64>(s.chunk[c + u].at) * route.choices + i] = weight[u];
+            }
+        }
+    }
+    __syncthreads();
+}
+
+// Calls `each(chunk, token in chunk, choice, expert)` for the block's choices, spread over its threads.
+template <class Each>
+__device__ __forceinline__ void for_choices(const Route& route, const Scratch& s, Each each) {
+    const int token = static_cast<int>(threadIdx.x) / kPerToken, lane = static_cast<int>(threadIdx.x) % kPerToken;
+    for (int k = lane; k < route.choices; k += kPerToken)
+#pragma unroll 4
+        for (int c = 0; c < s.chunks; ++c) each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
+}
+
+__device__ inline void mark_experts(const Call& call, const Route& route, const Scratch& s) {
+    bool repeated = false;
+    for_choices(route, s, [&](int c, int token, int, int expert) {
+        if (expert == kNone) return;
+        const u32 bit = 1u << (token & 31);
+        repeated |= (atomicOr(&s.mask[(c * route.experts + expert) * 4 + (token >> 5)], bit) & bit) != 0;
+    });
+    if (repeated) give_up(call, kBadIds, kIdsArrived, call.me);
+    __syncthreads();
 }
 
 // Prefixes over the chunks of every source, of columns [chunks][width] that all blocks of this rank have written.
@@ -178,10 +245,17 @@ __device__ inline void scan_chunks(const Scratch& s, const int* columns, int wid
     for (int x = static_cast<int>(threadIdx.x); x < ranks * width; x += kRouteThreads) {
         const int source = x / width, column = x - source * width;
         int sum = 0;
-        for (int j = 0; j < s.per_source; ++j) {
-            const int number = source * s.per_source + j - s.first;
-            if (number >= 0 && number < s.chunks) before[number * width + column] = sum;
-            sum += columns[(source * s.per_source + j) * width + column];
+        for (int j = 0; j < s.per_source; j += kBatch) {
+            int value[kBatch];
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u)
+                value[u] = j + u < s.per_source ? columns[(source * s.per_source + j + u) * width + column] : 0;
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u) {
+                const int mine = source * s.per_source + j + u - s.first;
+                if (j + u < s.per_source && mine >= 0 && mine < s.chunks) before[mine * width + column] = sum;
+                sum += value[u];
+            }
         }
         total[x] = sum;
     }
@@ -190,48 +264,50 @@ __device__ inline void scan_chunks(const Scratch& s, const int* columns, int wid
 
 // Replica `number` of `replicas` takes how many of `count` choices of rank `source`: placement.split.split_evenly.
 __device__ __forceinline__ int share_of(int count, int replicas, int number, int source) {
+    if (replicas == 1) return count;
     const int turn = ((number - source) % replicas + replicas) % replicas;
     return count / replicas + (turn < count % replicas);
 }
 
-// The slot of the `nth` choice of `expert` on rank `source`, and its number among those that slot takes from there.
-__device__ inline int slot_of(const Route& route, const Scratch& s, int source, int expert, int& nth) {
+// rank << 16 | slot of the `nth` choice of `expert` on rank `source`; `nth` becomes its number within that slot.
+__device__ inline int home_of(const Route& route, const Scratch& s, int ranks, int source, int expert, int& nth) {
+    if (s.home[expert] >= 0) return s.home[expert];
     const int first = route.first_replica[expert], replicas = route.first_replica[expert + 1] - first;
+    const int count = s.total[source * route.experts + expert];
     int number = 0;
-    if (replicas > 1) {
-        const int count = s.total[source * route.experts + expert];
-        for (; number + 1 < replicas; ++number) {
-            const int share = share_of(count, replicas, number, source);
-            if (nth < share) break;
-            nth -= share;
-        }
+    for (; number + 1 < replicas; ++number) {
+        const int share = share_of(count, replicas, number, source);
+        if (nth < share) break;
+        nth -= share;
     }
-    return route.replica_slots[first + number];
-}
-
-__device__ __forceinline__ int rank_of_slot(const Route& route, int ranks, int slot) {
+    const int slot = route.replica_slots[first + number];
     int rank = 0;
     while (rank + 1 < ranks && slot >= route.rank_offsets[rank + 1]) ++rank;
-    return rank;
+    return rank << 16 | slot;
 }
 
-__device__ inline void mark_ranks(const Call& call, const Route& route, const Scratch& s, const int* tokens) {
+__device__ __forceinline__ int nth_choice(const Route& route, const Scratch& s, int c, int token, int expert) {
+    return s.before[c * route.experts + expert] + below(&s.mask[(c * route.experts + expert) * 4], token);
+}
+
+__device__ inline void mark_ranks(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks;
-    for (int x = static_cast<int>(threadIdx.x); x < s.chunks * kChunk * route.choices; x += kRouteThreads) {
-        const Choice c = choice_of(call, route, s, tokens, x);
-        if (c.expert < 0) continue;
-        int nth = s.before[c.chunk * route.experts + c.expert] + below(&s.mask[(c.chunk * route.experts + c.expert) * 4], c.in_chunk);
-        const int rank = rank_of_slot(route, ranks, slot_of(route, s, c.source, c.expert, nth));
-        atomicOr(&s.rank_mask[(c.chunk * ranks + rank) * 4 + (c.in_chunk >> 5)], 1u << (c.in_chunk & 31));
-    }
+    for_choices(route, s, [&](int c, int token, int, int expert) {
+        if (expert == kNone) return;
+        int nth = s.home[expert] < 0 ? nth_choice(route, s, c, token, expert) : 0;
+        const int rank = home_of(route, s, ranks, s.chunk[c].source, expert, nth) >> 16;
+        atomicOr(&s.rank_mask[(c * ranks + rank) * 4 + (token >> 5)], 1u << (token & 31));
+    });
+    __syncthreads();
 }
 
 // Rows of every local slot, and where every source's begin.
 __device__ inline void place_slots(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks, first = route.rank_offsets[call.me], slots = route.rank_offsets[call.me + 1] - first;
-    for (int x = static_cast<int>(threadIdx.x); x < route.most_slots; x += kRouteThreads) s.slot_rows[x] = 0;
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int x = thread; x < route.most_slots; x += kRouteThreads) s.slot_rows[x] = 0;
     __syncthreads();
-    for (int e = static_cast<int>(threadIdx.x); e < route.experts; e += kRouteThreads) {
+    for (int e = thread; e < route.experts; e += kRouteThreads) {
         const int begin = route.first_replica[e], replicas = route.first_replica[e + 1] - begin;
         for (int number = 0; number < replicas; ++number) {
             const int slot = route.replica_slots[begin + number] - first;
@@ -245,7 +321,7 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
         }
     }
     __syncthreads();
-    for (int slot = static_cast<int>(threadIdx.x); slot < slots; slot += kRouteThreads) {
+    for (int slot = thread; slot < slots; slot += kRouteThreads) {
         int start = 0;
         for (int i = 0; i < slot; ++i) start += s.slot_rows[i];
         for (int source = 0; source < ranks; ++source) s.slot_base[source * route.most_slots + slot] += start;
@@ -253,29 +329,32 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
     __syncthreads();
 }
 
-__device__ inline void write_positions(const Call& call, const Route& route, const Scratch& s, const int* tokens) {
+__device__ inline void write_positions(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks, first = route.rank_offsets[call.me];
     int* position = route.position + static_cast<i64>(call.local) * ranks * route.max_tokens * route.choices;
-    for (int x = static_cast<int>(threadIdx.x); x < s.chunks * kChunk * route.choices; x += kRouteThreads) {
-        const Choice c = choice_of(call, route, s, tokens, x);
-        if (c.token >= route.max_tokens) continue;
+    for_choices(route, s, [&](int c, int token, int k, int expert) {
+        if (s.chunk[c].first + token >= route.max_tokens) return;
         int row = -1;
-        if (c.expert >= 0) {
-            int nth = s.before[c.chunk * route.experts + c.expert] + below(&s.mask[(c.chunk * route.experts + c.expert) * 4], c.in_chunk);
-            const int slot = slot_of(route, s, c.source, c.expert, nth);
-            if (rank_of_slot(route, ranks, slot) == call.me) row = s.slot_base[c.source * route.most_slots + slot - first] + nth;
+        if (expert != kNone) {
+            int nth = nth_choice(route, s, c, token, expert);
+            const int home = home_of(route, s, ranks, s.chunk[c].source, expert, nth);
+            if (home >> 16 == call.me) row = s.slot_base[s.chunk[c].source * route.most_slots + (home & 0xffff) - first] + nth;
             if (row >= route.row_capacity) row = -1;
         }
-        position[c.at] = row;
-    }
+        position[(static_cast<i64>(s.chunk[c].at) + token) * route.choices + k] = row;
+    });
 }
 
-// First compact row on rank `to` of the tokens of `source`.
-__device__ inline int compact_base(const Scratch& s, int ranks, int source, int to) {
-    int sum = 0;
-    for (int p = 0; p < source; ++p)
-        if (p != to) sum += s.rank_total[p * ranks + to];
-    return sum;
+// First compact row on every rank of the tokens of every source.
+__device__ inline void place_sources(const Scratch& s, int ranks) {
+    for (int x = static_cast<int>(threadIdx.x); x < ranks * ranks; x += kRouteThreads) {
+        const int source = x / ranks, to = x - source * ranks;
+        int sum = 0;
+        for (int p = 0; p < source; ++p)
+            if (p != to) sum += s.rank_total[p * ranks + to];
+        s.base[x] = sum;
+    }
+    __syncthreads();
 }
 
 __device__ inline void write_rows(const Call& call, const Route& route, const Scratch& s) {
@@ -283,15 +362,14 @@ __device__ inline void write_rows(const Call& call, const Route& route, const Sc
     int* recv_row = route.recv_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
     int* send_row = route.send_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
     for (int x = static_cast<int>(threadIdx.x); x < s.chunks * kChunk; x += kRouteThreads) {
-        const int chunk = x / kChunk, in_chunk = x % kChunk, number = s.first + chunk;
-        const int source = number / s.per_source, token = (number - source * s.per_source) * kChunk + in_chunk;
+        const int c = x / kChunk, in_chunk = x % kChunk, source = s.chunk[c].source, token = s.chunk[c].first + in_chunk;
         if (token >= route.max_tokens) continue;
         for (int p = 0; p < ranks; ++p) {
             if (source != me && p != me) continue;
-            const u32* mask = &s.rank_mask[(chunk * ranks + p) * 4];
+            const u32* mask = &s.rank_mask[(c * ranks + p) * 4];
             const bool goes = (mask[in_chunk >> 5] >> (in_chunk & 31)) & 1;
             int row = -1;
-            if (goes) row = source == p ? 0 : compact_base(s, ranks, source, p) + s.rank_before[chunk * ranks + p] + below(mask, in_chunk);
+            if (goes) row = source == p ? 0 : s.base[source * ranks + p] + s.rank_before[c * ranks + p] + below(mask, in_chunk);
             if (row >= route.token_capacity) row = -1;
             if (p == me) recv_row[static_cast<i64>(source) * route.max_tokens + token] = source == me ? -1 : row;
             if (source == me) send_row[static_cast<i64>(token) * ranks + p] = row;
@@ -307,9 +385,10 @@ __device__ inline void write_totals(const Call& call, const Route& route, const 
     for (int i = thread; i < route.most_slots; i += kRouteThreads) counts[i] = s.slot_rows[i];
     for (int i = thread; i < ranks; i += kRouteThreads) all_tokens[i] = tokens[i];
     if (thread != 0) return;
-    int rows = 0;
+    int rows = 0, received = 0;
     for (int i = 0; i < route.most_slots; ++i) rows += s.slot_rows[i];
-    const int received = compact_base(s, ranks, ranks, call.me);
+    for (int p = 0; p < ranks; ++p)
+        if (p != call.me) received += s.rank_total[p * ranks + call.me];
     const bool overflow = rows > route.row_capacity || received > route.token_capacity;
     totals[0] = rows;
     totals[1] = received;
@@ -327,26 +406,26 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
     int* rank_columns = columns + static_cast<i64>(s.per_source) * ranks * route.experts;
     const int* tokens = reinterpret_cast<const int*>(group.heap[call.me] + route.tokens_at) + (call.epoch & 1) * ranks;
     give_choices(call, route);
-    for (int i = thread; i < s.chunks * route.experts * 4; i += kRouteThreads) s.mask[i] = 0;
-    for (int i = thread; i < s.chunks * ranks * 4; i += kRouteThreads) s.rank_mask[i] = 0;
+    prepare(call, route, s);
     bool fine = take_choices(call);
     if (fine) {
-        mark_experts(call, route, s, tokens);
-        __syncthreads();
+        cut_chunks(route, s, tokens);
+        fetch_choices(call, route, s);
+        mark_experts(call, route, s);
         for (int i = thread; i < s.chunks * route.experts; i += kRouteThreads) columns[s.first * route.experts + i] = held(&s.mask[4 * i]);
         fine = own_blocks(call, kOwnBarriers, 1);
     }
     if (fine) {
         scan_chunks(s, columns, route.experts, ranks, s.before, s.total);
-        mark_ranks(call, route, s, tokens);
-        __syncthreads();
+        mark_ranks(call, route, s);
         for (int i = thread; i < s.chunks * ranks; i += kRouteThreads) rank_columns[s.first * ranks + i] = held(&s.rank_mask[4 * i]);
         place_slots(call, route, s);
         fine = own_blocks(call, kOwnBarriers, 2);
     }
     if (fine) {
         scan_chunks(s, rank_columns, ranks, ranks, s.rank_before, s.rank_total);
-        write_positions(call, route, s, tokens);
+        place_sources(s, ranks);
+        write_positions(call, route, s);
         write_rows(call, route, s);
         if (call.block == 0) write_totals(call, route, s, tokens);
     }
