@@ -66,8 +66,9 @@ def auxiliary_losses(
     chosen_TE = torch.zeros_like(probability_TE).scatter(1, ids_TK, 1.0)
     sequences = _sequence_sum(chosen_TE, probability_TE, num_sequences)
     z = logits_TE.logsumexp(-1).square().sum()
-    sizes = torch.tensor([tokens, num_sequences], dtype=torch.float32, device=logits_TE.device)
-    terms = torch.cat([chosen_TE.sum(0), probability_TE.sum(0), torch.stack([sequences, z]), sizes])
+    # Filled on the device: a tensor made from a list would wait for a copy from the host.
+    sizes = [logits_TE.new_full((), float(n)) for n in (tokens, num_sequences)]
+    terms = torch.cat([chosen_TE.sum(0), probability_TE.sum(0), torch.stack([sequences, z, *sizes])])
     counts_E, mass_E, rest = batch.sum(terms).split([num_experts, num_experts, 4])
     # An empty batch has loss 0.
     tokens_all, sequences_all = rest[2].clamp(min=1), rest[3].clamp(min=1)

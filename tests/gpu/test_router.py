@@ -1,0 +1,59 @@
+"""The router on a GPU chooses, drops and weighs as on the CPU. Logits are multiples of 1/8: exact on both,
+and they tie often."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from imbrex.capacity import Capacity
+from imbrex.gates import Gate, Groups
+from imbrex.losses import AuxLosses
+from imbrex.router import Router
+
+pytestmark = pytest.mark.gpu
+
+T, D, E, K = 600, 8, 48, 6
+GATES = {
+    "mixtral": Gate(),
+    "deepseek_v3": Gate(score="sigmoid", bias=True, scale=2.5, groups=Groups(num_groups=8, topk_groups=4)),
+    "phi": Gate(score="sparsemixer", jitter=0.2),
+    "position": Gate(capacity=Capacity(factor=0.7)),
+    "probability": Gate(
+        score="sigmoid", normalize=False, capacity=Capacity(factor=0.7, drop_by="probability")
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", GATES)
+def test_as_on_the_cpu(name: str, compiled: bool) -> None:
+    losses = AuxLosses(load_balance=0.1, sequence_balance=0.1, z=0.1)
+    here = Router(D, E, K, gate=GATES[name], losses=losses)
+    with torch.no_grad():
+        here.weight.copy_(torch.randint(-2, 3, (E, D)) / 8)
+    there = Router(D, E, K, gate=GATES[name], losses=losses, device="cuda")
+    there.load_state_dict(here.state_dict())
+    x_TD = torch.randint(-2, 3, (T, D)).float()
+    call = torch.compile(there, fullgraph=True) if compiled else there
+    want, got = here(x_TD, num_sequences=3), call(x_TD.cuda(), num_sequences=3)
+    assert torch.equal(got.ids_TK.cpu(), want.ids_TK)
+    torch.testing.assert_close(got.weights_TK.cpu(), want.weights_TK, rtol=1e-5, atol=1e-6)
+    for loss, expected in want.losses.items():
+        torch.testing.assert_close(got.losses[loss].cpu(), expected, rtol=1e-5, atol=1e-6)
+    if want.kept_TK is not None:
+        assert got.kept_TK is not None
+        assert torch.equal(got.kept_TK.cpu(), want.kept_TK)
+        assert 0 < want.kept_TK.sum() < T * K
+
+
+def test_routing_does_not_wait_for_the_gpu() -> None:
+    """Capacity and losses included: nothing of them is read on the host."""
+    router = Router(D, E, K, gate=GATES["probability"], losses=AuxLosses(z=1.0), device="cuda")
+    x_TD = torch.randn(T, D, device="cuda")
+    router(x_TD)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        router(x_TD)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
