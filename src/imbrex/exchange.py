@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import ops
-from imbrex.codec import make_wire
+from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Traffic, Transport, Wire
 from imbrex.crossings import Crossings, Geometry
 from imbrex.handshake import DTYPES, agree
@@ -90,6 +90,7 @@ class Exchange:
             raise ValueError(
                 f"Exchange: top_k is {geometry.top_k}; use 1 to {num_experts}, the number of experts"
             )
+        check_bytes(self.wire, geometry.hidden_size)
         encoded = {self.wire.combine.name, self.wire.dispatch_backward.name} - {"identity"}
         if self.transport.replicated and encoded:
             raise ValueError(

