@@ -1,6 +1,6 @@
 """The first experiment: what the link, the copy engine and a GEMM beside them allow. Prints a table.
 
-    PYTHONPATH=src python3 benchmarks/exchange_first.py [RANKS]
+    PYTHONPATH=src python3 benchmarks/exchange_first.py [RANKS] [alone]
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def small(rank: int, world: int) -> list[str]:
     return lines
 
 
-def work(rank: int, world: int) -> list[str]:
+def work(rank: int, world: int, beside: bool) -> list[str]:
     job = Job(T=4096, D=7168, K=8, E=256, W=world)
     exchange = open_exchange(job)
     check(job, exchange, rank)
@@ -135,13 +135,13 @@ def work(rank: int, world: int) -> list[str]:
         note(f"combine compact {n} SMs", lambda n=n: exchange.combine_compact(x, routed, num_sms=n), wire)
     for n in (8, 16, 24, 32):
         note(f"combine {n} SMs", lambda n=n: exchange.combine(rows, routed, num_sms=n, num_tokens=job.T), wire)
-    lines += beside_gemm(rank, job, exchange, routed, x)
+    if beside:
+        lines += beside_gemm(rank, job, exchange, routed, x)
     exchange.check(synchronize=True)
-    if rank == 0:
-        print("\n".join(lines[-5:]), flush=True)
     lines += small(rank, world)
     return lines
 
 
 if __name__ == "__main__":
-    print("\n".join(run_ranks(work, int(sys.argv[1]) if len(sys.argv) > 1 else 4)))
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    print("\n".join(run_ranks(work, ranks, "alone" not in sys.argv)))

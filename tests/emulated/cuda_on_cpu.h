@@ -49,6 +49,7 @@ struct Block {
     Rendezvous whole, named[16];
     std::vector<Rendezvous> warps;
     std::vector<u32> votes;
+    std::vector<int> words;
 };
 
 struct Fiber {
@@ -183,6 +184,7 @@ inline int run(int grid, int block, int smem, unsigned seed, double limit, std::
         made.threads = made.alive = block;
         made.warps.resize((block + 31) / 32);
         made.votes.resize((block + 31) / 32);
+        made.words.resize((block + 31) / 32);
         for (int t = 0; t < block; ++t) {
             now.fibers.push_back(std::make_unique<Fiber>());
             Fiber& fiber = *now.fibers.back();
@@ -251,6 +253,15 @@ inline u32 __ballot_sync(u32, bool value) {
     __syncwarp();
     return result;
 }
+inline int __shfl_sync(u32, int value, int lane) {
+    emu::Block& block = *emu::self().block;
+    int& word = block.words[emu::self().thread / 32];
+    if (emu::self().thread % 32 == static_cast<unsigned>(lane)) word = value;
+    __syncwarp();
+    const int result = word;
+    __syncwarp();
+    return result;
+}
 inline u32 atomicSub(u32* word, u32 value) { u32 before = *word; *word -= value; return before; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 atomicOr(u32* word, u32 bits) { u32 before = *word; *word |= bits; return before; }
@@ -287,6 +298,9 @@ inline bool mbarrier_try(u32 barrier, u32 parity) {
 inline u32 load_acquire_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
 inline u64 load_acquire_sys(const u64* word) { return *const_cast<volatile const u64*>(word); }
 inline u32 load_relaxed_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
+inline u32 load_acquire_block(const u32* word) { return *const_cast<volatile const u32*>(word); }
+inline void store_release_block(u32* word, u32 value) { *word = value; }
+inline void sub_release_block(u32* word, u32 value) { *word -= value; }
 inline u32 load_acquire_gpu(const u32* word) { return *const_cast<volatile const u32*>(word); }
 inline void store_release_sys(u32* word, u32 value) { *word = value; }
 inline void store_relaxed_sys(u32* word, u32 value) { *word = value; }

@@ -30,8 +30,8 @@ from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit
 from imbrex.kernels.heap import Heap
 
-MOVER_THREADS = 96
-SUM_THREADS = 512
+MOVER_THREADS = 128
+SUM_THREADS = 352
 ROUTE_THREADS = 1024
 
 

@@ -10,7 +10,8 @@
 // u = bf16(.25 t + .25 s); rank 0 writes bf16(u + .5 r).
 #include "exchange_sums.cuh"
 
-constexpr int kLead = 1;
+constexpr int kLead = 2;
+constexpr int kBatch = 8;  // loads in flight per lane
 
 struct Combine {
     const u8* rows;        // expert-major [ranks of the launch, rows, row_bytes]; or null: compact
@@ -58,11 +59,21 @@ __device__ inline CombineView view_of(const Call& call, const Combine& combine) 
 
 // Append the rows of a token that are on this rank, in the order of its choices.
 __device__ inline int append_own(const SumRing& ring, const Combine& combine, const CombineView& view, SumItem* item, i64 token_at, int rows) {
-    for (int k = 0; k < combine.choices; ++k) {
-        const int row = combine.position[token_at * combine.choices + k];
-        if (row < 0) continue;
-        rows_of(item)[rows] = view.rows + static_cast<i64>(row) * combine.row_bytes;
-        weights_of(ring, item)[rows++] = combine.weights ? combine.weights[token_at * combine.choices + k] : 1.0f;
+    for (int k = 0; k < combine.choices; k += kBatch) {
+        int row[kBatch];
+        float weight[kBatch];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            const bool any = k + u < combine.choices;
+            row[u] = any ? combine.position[token_at * combine.choices + k + u] : -1;
+            weight[u] = any && combine.weights ? combine.weights[token_at * combine.choices + k + u] : 1.0f;
+        }
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            if (row[u] < 0) continue;
+            rows_of(item)[rows] = view.rows + static_cast<i64>(row[u]) * combine.row_bytes;
+            weights_of(ring, item)[rows++] = weight[u];
+        }
     }
     return rows;
 }
@@ -83,7 +94,7 @@ __device__ inline void list_reducing(const Call& call, const SumRing& ring, cons
             listed = true;
         }
     }
-    close_sums(call, ring, segment, number, kSegmentItems, 1 + g, listed, call.group->reduced_flags);
+    close_sums(ring, segment, number, kSegmentItems, g / call.group->blocks, listed);
 }
 
 __device__ inline void list_home(const Call& call, const SumRing& ring, const Combine& combine, const CombineView& view, SumItem* item, int token) {
@@ -120,7 +131,7 @@ __device__ inline void list_summing(const Call& call, const SumRing& ring, const
         list_home(call, ring, combine, view, item, token);
     else if (lane < kSegmentItems)
         item->target = nullptr;
-    close_sums(call, ring, segment, number, kSegmentItems, 0, listed, 0);
+    close_sums(ring, segment, number, kSegmentItems, -1, listed);
 }
 
 __device__ inline bool wait_reduced(const Call& call, int lane, int g) {
@@ -163,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kSumThreads, 1) combine_rows(const 
     const SumRing ring = make_sum_ring(combine.row_bytes, combine.piece_bytes, combine.num_slots, combine.choices + group.ranks);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0) {
-        if (ptx::lane_id() == 0) load_pieces(call, ring);
+        load_pieces(call, ring);
     } else if (warp == 1) {
         const CombineView view = view_of(call, combine);
         const int lane = static_cast<int>(ptx::lane_id());
@@ -171,10 +182,13 @@ extern "C" __global__ void __launch_bounds__(kSumThreads, 1) combine_rows(const 
         u32 number = 0;
         if (wait_credit(call, lane, combine.lag))
             number = combine.rows ? list_expert_major(call, ring, combine, view) : list_compact(call, ring, combine, view);
-        open_sums(call, ring, number);
-        close_sums(call, ring, sum_segment(ring, number), number, -1, 0, false, 0);
+        SumHead* end = open_sums(call, ring, number);
+        close_sums(ring, end, number, -1, -1, false);
+        if (lane == 0) ptx::store_release_block(ring.listed, *ring.listed | kLast);
+    } else if (warp == 2) {
+        if (ptx::lane_id() == 0) publish_sums(call, ring, group.reduced_flags);
     } else {
-        sum_rows(call, ring, warp - 2, group.reduced_flags);
+        sum_rows(call, ring, warp - 3);
     }
     end_call(call);
 }

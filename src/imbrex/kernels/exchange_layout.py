@@ -184,11 +184,11 @@ def mover_shared(row_bytes: int, targets: int) -> tuple[int, int]:
 def summer_shared(row_bytes: int, max_rows: int) -> tuple[int, int, int]:
     """Piece bytes, slots and bytes of shared memory of the combine kernel for sums of at most `max_rows` rows."""
     weights, pointers = (-(-size * max_rows // 16) * 16 for size in (4, 8))
-    fixed = 1024 + 4 * (16 + 16 * (16 + pointers + weights)) + 28 * (32 + weights) + 128
+    fixed = 1024 + 4 * (16 + 16 * (16 + pointers + weights)) + 32 * (32 + weights) + 128
     for pieces in range(1, 1 + row_bytes // 16):
         piece = -(-row_bytes // pieces // 16) * 16
         slots = (SHARED_BYTES - fixed) // piece
-        if piece <= 3584 and slots >= 2 * max_rows:
+        if piece <= 4800 and slots >= 2 * max_rows:
             slots = min(slots, 192)
             return piece, slots, fixed + slots * piece
     raise ValueError(f"exchange: sums of {max_rows} rows do not fit shared memory")

@@ -10,7 +10,8 @@
 // rows 0 and 1 and stores its own token 0, straight from `x`, to row 2.
 #include "exchange_rows.cuh"
 
-constexpr int kStagingLead = 2;
+constexpr int kStagingLead = 4;  // the lister runs up to two groups ahead of the stores; less than that stalls it
+constexpr int kBatch = 8;        // loads in flight per lane
 
 struct Pull {
     const u8* x;          // [ranks of the launch, max_tokens, row_bytes]
@@ -36,6 +37,7 @@ struct PullView {
     const int* tokens;
     i64 buffer;
     int per_group;
+    int source, tokens_there;  // whose tokens this lane lists
 };
 
 __device__ inline PullView view_of(const Call& call, const Pull& pull) {
@@ -47,20 +49,22 @@ __device__ inline PullView view_of(const Call& call, const Pull& pull) {
     view.tokens = pull.tokens + call.local * group.ranks;
     view.buffer = pull.staged_at + pull.buffer * pull.buffer_bytes;
     view.per_group = 32 / group.ranks;
+    view.source = (static_cast<int>(ptx::lane_id()) + call.me) % group.ranks;
+    view.tokens_there = view.tokens[view.source];
     return view;
 }
 
 __device__ inline void list_staging(const Call& call, const Ring& ring, const Pull& pull, const PullView& view, int g, u32 number) {
     const int lane = static_cast<int>(ptx::lane_id());
     SegmentHead* segment = open_segment(call, ring, number);
-    const int token = g * view.per_group + lane;
+    const int token = g * view.per_group + lane, tokens = __shfl_sync(0xffffffffu, view.tokens_there, 0);
     if (lane < view.per_group) {
         ItemHead* item = item_of(ring, segment, lane);
         item->source = view.x + static_cast<i64>(token) * pull.row_bytes;
         targets_of(item)[0] = call.group->heap[call.me] + view.buffer + static_cast<i64>(token) * pull.row_bytes;
-        item->targets = token < view.tokens[call.me];
+        item->targets = token < tokens;
     }
-    close_segment(ring, segment, number, view.per_group, 1 + g);
+    close_segment(ring, segment, number, view.per_group, 1);
 }
 
 // False when a peer's staging did not come.
@@ -68,15 +72,19 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
     const Group& group = *call.group;
     const int lane = static_cast<int>(ptx::lane_id());
     SegmentHead* segment = open_segment(call, ring, number);
-    const int source = (lane + call.me) % group.ranks, token = g * view.per_group + lane / group.ranks;
+    const int source = view.source, token = g * view.per_group + lane / group.ranks;
     ItemHead* item = item_of(ring, segment, lane);
     int targets = 0;
     bool fine = true;
-    if (lane < view.per_group * group.ranks && token < view.tokens[source]) {
+    if (lane < view.per_group * group.ranks && token < view.tokens_there) {
         const i64 at = static_cast<i64>(source) * pull.max_tokens + token;
-        for (int k = 0; k < pull.choices; ++k) {
-            const int row = view.position[at * pull.choices + k];
-            if (row >= 0) targets_of(item)[targets++] = view.out + static_cast<i64>(row) * pull.row_bytes;
+        for (int k = 0; k < pull.choices; k += kBatch) {
+            int row[kBatch];
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u) row[u] = k + u < pull.choices ? view.position[at * pull.choices + k + u] : -1;
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u)
+                if (row[u] >= 0) targets_of(item)[targets++] = view.out + static_cast<i64>(row[u]) * pull.row_bytes;
         }
         if (source == call.me) {
             item->source = view.x + static_cast<i64>(token) * pull.row_bytes;
@@ -119,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(kMoverThreads, 1) pull_rows(const _
     const Ring ring = make_ring(pull.row_bytes, pull.stages, pull.choices);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
-    if (warp == 1 && ptx::lane_id() == 0) store_rows(call, ring, group.staged_flags);
+    if (warp == 1 && ptx::lane_id() == 0) store_rows(call, ring);
     if (warp == 2) list_all(call, ring, pull);
+    if (warp == 3 && ptx::lane_id() == 0) publish_segments(call, ring, group.staged_flags);
     end_call(call);
 }

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kMoverThreads, 1) push_rows(const _
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
     if (warp == 1 && ptx::lane_id() == 0) {
-        store_rows(call, ring, 0);
+        store_rows(call, ring);
         if (!failed(call)) {
             tell_arrived(call);
             wait_arrived(call, kRowsArrived);

@@ -1,16 +1,17 @@
 // The row mover: rows of bytes from one address to one or more others, by TMA through a ring in shared memory.
 //
-// A block is an independent channel of three warps (the G2S and S2G warp groups of Hybrid-EP's Figure 2, and a third):
+// A block is an independent channel of four warps (the G2S and S2G warp groups of Hybrid-EP's Figure 2, and two more):
 //   lister  writes segments of up to 32 items (a source address and its target addresses) into shared memory,
 //           and is the only warp that waits for flags of peers;
 //   loader  one thread: source -> ring slot, completing on the slot's `full` barrier;
-//   storer  one thread: ring slot -> every target; a slot is free when its stores have read it.
+//   storer  one thread: ring slot -> every target; a slot is free when its stores have read it;
+//   publisher  one thread: flags at peers. Its system-wide fence would stall the storer for microseconds.
 // No index arithmetic stands in the copy loops: 64-bit divisions there cost a factor of four (measured).
 //
 // Example, 2 slots, items A -> {p, q}, B -> {}, C -> {r}: loads A, C; stores A to p and q, then C to r; B costs nothing.
 //
-// A segment may ask to be published: once its stores are complete, a flag is set at every peer. The storer does
-// that after 8 more store groups, or at once when it would otherwise idle; so a peer's wait never depends on our
+// A segment may ask to be published: once its stores are complete, a flag is set at every peer. The storer hands it on
+// after 8 more store groups, or at once when it would otherwise idle; so a peer's wait never depends on our
 // having more to do, and no two ranks can wait for each other.
 #pragma once
 #include "exchange.cuh"
@@ -18,12 +19,14 @@
 constexpr int kSegments = 4;    // segments in flight
 constexpr int kLag = 4;         // store groups that may still read their slots
 constexpr int kPublishLag = 8;  // store groups after which a segment is published
-constexpr int kMoverThreads = 96;
+constexpr int kMoverThreads = 128;
+constexpr u32 kLast = 1u << 31;  // no more will be published
 
 struct Ring {
     u32 segment_full, segment_empty, slot_full, slot_empty;  // shared addresses of arrays of barriers
     u32 slots;                                               // shared address of the first slot
     u8* segments;
+    u32* complete;  // segments to publish whose stores are complete, kLast with the last
     int stages;
     int slot_bytes;
     int row_bytes;
@@ -32,7 +35,7 @@ struct Ring {
 
 struct SegmentHead {
     int count;    // items; 0 ends the stream
-    int publish;  // 1 + index of the flag to set at every peer, or 0
+    int publish;  // whether peers are told when the stores are complete
     int unused[2];
 };
 
@@ -61,6 +64,7 @@ __device__ inline Ring make_ring(int row_bytes, int stages, int max_targets) {
     ring.segment_empty = base + 8 * kSegments;
     ring.slot_full = base + 16 * kSegments;
     ring.slot_empty = ring.slot_full + 8 * stages;
+    ring.complete = reinterpret_cast<u32*>(shared + 1024 - 16);
     ring.segments = shared + 1024;
     ring.stages = stages;
     ring.row_bytes = row_bytes;
@@ -76,6 +80,7 @@ __device__ inline Ring make_ring(int row_bytes, int stages, int max_targets) {
             ptx::mbarrier_init(ring.slot_full + 8 * i, 1);
             ptx::mbarrier_init(ring.slot_empty + 8 * i, 1);
         }
+        *ring.complete = 0;
         ptx::fence_barrier_init();
         ptx::fence_async_shared();
     }
@@ -108,26 +113,43 @@ __device__ inline void load_rows(const Call& call, const Ring& ring) {
     }
 }
 
-// Set flag `publish - 1` of this rank at every peer; the caller's stores before it are complete.
-__device__ inline void publish(const Call& call, i64 flags, int publish) {
-    ptx::fence_async();
-    ptx::fence_sys();
-    for (int p = 0; p < call.group->ranks; ++p)
-        if (p != call.me) ptx::store_relaxed_sys(flag_of(*call.group, flags, p, call.me, publish - 1), call.epoch);
+// Tell every peer of the segments that the storer has completed, in order: number i has flag `block + i * blocks`. One thread.
+__device__ inline void publish_segments(const Call& call, const Ring& ring, i64 flags) {
+    const Group& group = *call.group;
+    u32 published = 0;
+    for (bool last = false; !last;) {
+        const u32 complete = ptx::load_acquire_block(ring.complete);
+        last = (complete & kLast) != 0;
+        if ((complete & ~kLast) == published) {
+            ptx::pause();
+            continue;
+        }
+        ptx::fence_async();
+        ptx::fence_sys();
+        for (; published < (complete & ~kLast); ++published)
+            for (int p = 0; p < group.ranks; ++p)
+                if (p != call.me)
+                    ptx::store_relaxed_sys(flag_of(group, flags, p, call.me, call.block + static_cast<int>(published) * group.blocks), call.epoch);
+    }
 }
 
 // Returns with all stores complete.
-__device__ inline void store_rows(const Call& call, const Ring& ring, i64 flags) {
+__device__ inline void store_rows(const Call& call, const Ring& ring) {
     u32 stored = 0, slot = 0, round = 0, oldest = 0;
-    int pending = 0, since = 0;
+    u32 complete = 0;
+    bool pending = false;
+    int since = 0;
+    const auto settle = [&] {
+        pending = false;
+        ptx::store_release_block(ring.complete, ++complete);
+    };
     for (u32 number = 0;; ++number) {
         const u32 buffer = number % kSegments;
         const u32 full = ring.segment_full + 8 * buffer, parity = (number / kSegments) & 1;
         if (!ptx::mbarrier_test(full, parity)) {
             if (pending) {
                 ptx::bulk_wait<0>();
-                publish(call, flags, pending);
-                pending = 0;
+                settle();
             }
             if (!wait_stage(call, full, parity)) break;
         }
@@ -138,7 +160,7 @@ __device__ inline void store_rows(const Call& call, const Ring& ring, i64 flags)
             ItemHead* item = item_of(ring, segment, i);
             const int targets = item->targets;
             if (targets == 0) continue;
-            if (!wait_stage(call, ring.slot_full + 8 * slot, round & 1)) return;
+            if (!wait_stage(call, ring.slot_full + 8 * slot, round & 1)) break;
             for (int j = 0; j < targets; ++j) ptx::bulk_store(targets_of(item)[j], ring.slots + slot * ring.slot_bytes, ring.row_bytes);
             ptx::bulk_commit();
             if (++slot == static_cast<u32>(ring.stages)) {
@@ -152,22 +174,21 @@ __device__ inline void store_rows(const Call& call, const Ring& ring, i64 flags)
             }
             if (pending && ++since == kPublishLag) {
                 ptx::bulk_wait<kPublishLag>();
-                publish(call, flags, pending);
-                pending = 0;
+                settle();
             }
         }
         if (segment->publish) {
             if (pending) {
                 ptx::bulk_wait<0>();
-                publish(call, flags, pending);
+                settle();
             }
-            pending = segment->publish;
+            pending = true;
             since = 0;
         }
         ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
     }
     ptx::bulk_wait<0>();
-    if (pending) publish(call, flags, pending);
+    ptx::store_release_block(ring.complete, (complete + pending) | kLast);
 }
 
 // The lister's side, all lanes of its warp. `open` returns the next segment when it is free.

@@ -1,13 +1,13 @@
 // The row summer: weighted sums of bf16 rows from any addresses, in fp32 and the order given, one bf16 row out.
 //
-// Warps of a block: a lister (writes items, waits for flags of peers), a loader (one thread, TMA), and the summing warps. An
-// item is a target and its rows in order: rows a b c with weights 1 2 3 give bf16(3 c + (2 b + (1 a + 0))), one fused
-// multiply-add each, so the same bits every run.
+// Warps of a block: a lister (writes items, waits for flags of peers), a loader (TMA), a publisher (flags at peers), and the
+// summing warps. An item is a target and its rows in order: rows a b c with weights 1 2 3 give bf16(3 c + (2 b + (1 a + 0))),
+// one fused multiply-add each, so the same bits every run.
 //
 // A row crosses shared memory in pieces. An entry is one piece of all rows of an item: consecutive slots of a ring, one
-// barrier, one summing warp, which so has hundreds of independent instructions between two waits (one entry for
-// all warps at a time was 5x slower than its arithmetic). The loader copies what the warp needs into the entry, so
-// listed segments are free as soon as they are loaded.
+// barrier, one summing warp, which so has hundreds of independent instructions between two waits. The loader copies
+// what that warp needs into the entry, so a listed segment is free as soon as it is loaded. A single loading thread
+// bounded the kernel at 0.5 us an entry; the lanes of its warp each load a row.
 //
 // A segment may ask to be published: when its last entry is written, a flag is set at every peer.
 #pragma once
@@ -15,20 +15,22 @@
 
 constexpr int kSegments = 4;
 constexpr int kSegmentItems = 16;
-constexpr int kSummingWarps = 14;
+constexpr int kSummingWarps = 8;
 // A multiple of the warps, so that a warp always meets the same barriers: one that met another warp's could run a phase
 // ahead of it and take the phase before last for the next.
-constexpr int kEntries = 2 * kSummingWarps;
+constexpr int kEntries = 4 * kSummingWarps;
 constexpr int kCounters = 64;  // of segments whose entries are in flight: more than kEntries + kSegments
-constexpr int kSumThreads = 32 * (2 + kSummingWarps);
+constexpr int kSumThreads = 32 * (3 + kSummingWarps);
 constexpr int kColumns = 4;  // 16-byte columns a lane sums at once
+constexpr u32 kLast = 1u << 31;
 
 struct SumRing {
     u32 segment_full, segment_empty, entry_full, entry_empty;
     u32 slots;
     u8* segments;
     u8* entries;
-    u32* counters;  // entries of a segment that are not yet written
+    u32* counters;  // [kCounters]; entries of a segment to publish that are not yet written
+    u32* listed;    // segments to publish, so far; kLast with the last
     int num_slots;
     int piece_bytes;
     int row_bytes;
@@ -37,7 +39,7 @@ struct SumRing {
 
 struct SumHead {
     int count;    // items; -1 ends the stream
-    int publish;  // 1 + index of the flag to set at every peer when the items are written, or 0
+    int counter;  // of the entries of a segment to publish, or -1
     int unused[2];
 };
 
@@ -52,9 +54,8 @@ struct Entry {
     int rows;
     int slot;  // of the first row
     int bytes;
-    int publish;
-    u32 counter;
-    int unused;
+    int counter;
+    int unused[2];
 };
 
 __device__ __forceinline__ int weights_bytes(const SumRing& ring) { return (4 * ring.max_rows + 15) / 16 * 16; }
@@ -86,6 +87,7 @@ __device__ inline SumRing make_sum_ring(int row_bytes, int piece_bytes, int num_
     ring.entry_full = base + 16 * kSegments;
     ring.entry_empty = ring.entry_full + 8 * kEntries;
     ring.counters = reinterpret_cast<u32*>(shared + 16 * kSegments + 16 * kEntries);
+    ring.listed = ring.counters + kCounters;
     ring.segments = shared + 1024;
     ring.num_slots = num_slots;
     ring.piece_bytes = piece_bytes;
@@ -96,12 +98,13 @@ __device__ inline SumRing make_sum_ring(int row_bytes, int piece_bytes, int num_
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSegments; ++i) {
             ptx::mbarrier_init(ring.segment_full + 8 * i, 32);  // the lanes of the lister
-            ptx::mbarrier_init(ring.segment_empty + 8 * i, 1);
+            ptx::mbarrier_init(ring.segment_empty + 8 * i, 32);
         }
         for (int i = 0; i < kEntries; ++i) {
             ptx::mbarrier_init(ring.entry_full + 8 * i, 1);
             ptx::mbarrier_init(ring.entry_empty + 8 * i, 32);  // the lanes of the summing warp
         }
+        *ring.listed = 0;
         ptx::fence_barrier_init();
         ptx::fence_async_shared();
     }
@@ -124,23 +127,25 @@ __device__ inline bool make_room(const Call& call, const SumRing& ring, Loader& 
     return true;
 }
 
-// One piece of an item: describe it, then let its rows come.
-__device__ inline void load_entry(const SumRing& ring, Loader& loader, SumItem* item, int offset, int publish, u32 counter) {
-    const int rows = item->rows, bytes = min(ring.piece_bytes, ring.row_bytes - offset);
+// One piece of an item, by all lanes: describe it, then lane j lets row j come. `weight`, `source`: of row `lane`.
+__device__ inline void load_entry(const SumRing& ring, Loader& loader, u8* target, int rows, const u8* source, float weight, int bytes, int counter) {
+    const int lane = static_cast<int>(ptx::lane_id());
     const u32 full = ring.entry_full + 8 * (loader.entry % kEntries);
     Entry* entry = entry_of(ring, loader.entry);
-    entry->target = item->target + offset;
-    entry->rows = rows;
-    entry->slot = loader.slot;
-    entry->bytes = bytes;
-    entry->publish = publish;
-    entry->counter = counter;
-    for (int j = 0; j < rows; ++j) weights_of(entry)[j] = weights_of(ring, item)[j];
-    ptx::mbarrier_expect(full, bytes * rows);
-    for (int j = 0; j < rows; ++j) {
-        ptx::bulk_load(ring.slots + loader.slot * ring.piece_bytes, rows_of(item)[j] + offset, bytes, full);
-        if (++loader.slot == ring.num_slots) loader.slot = 0;
+    if (lane < rows) weights_of(entry)[lane] = weight;
+    if (lane == 0) {
+        entry->target = target;
+        entry->rows = rows;
+        entry->slot = loader.slot;
+        entry->bytes = bytes;
+        entry->counter = counter;
     }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_expect(full, bytes * rows);
+    __syncwarp();
+    const int at = loader.slot + lane < ring.num_slots ? loader.slot + lane : loader.slot + lane - ring.num_slots;
+    if (lane < rows) ptx::bulk_load(ring.slots + at * ring.piece_bytes, source, bytes, full);
+    loader.slot = loader.slot + rows < ring.num_slots ? loader.slot + rows : loader.slot + rows - ring.num_slots;
     loader.used += rows;
     ++loader.entry;
 }
@@ -149,28 +154,37 @@ __device__ inline void end_entries(const Call& call, const SumRing& ring, Loader
     for (int i = 0; i < kSummingWarps; ++i) {
         if (!make_room(call, ring, loader, 0)) return;
         Entry* entry = entry_of(ring, loader.entry);
-        entry->target = nullptr;
-        entry->rows = 0;
-        ptx::mbarrier_arrive(ring.entry_full + 8 * (loader.entry++ % kEntries));
+        if (ptx::lane_id() == 0) {
+            entry->target = nullptr;
+            entry->rows = 0;
+            ptx::mbarrier_arrive(ring.entry_full + 8 * (loader.entry % kEntries));
+        }
+        ++loader.entry;
+        __syncwarp();
     }
 }
 
-// One thread.
+// All lanes of one warp.
 __device__ inline void load_pieces(const Call& call, const SumRing& ring) {
+    const int lane = static_cast<int>(ptx::lane_id());
     Loader loader = {0, 0, 0, 0};
     for (u32 number = 0;; ++number) {
         const u32 buffer = number % kSegments;
         if (!wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1)) return;
         ptx::fence_async();
         SumHead* segment = sum_segment(ring, number);
-        const int count = segment->count, publish = segment->publish;
+        const int count = segment->count, counter = segment->counter;
         if (count < 0) return end_entries(call, ring, loader);
         for (int i = 0; i < count; ++i) {
             SumItem* item = sum_item(ring, segment, i);
-            if (item->target == nullptr) continue;
+            u8* target = item->target;
+            const int rows = item->rows;
+            if (target == nullptr) continue;
+            const u8* source = lane < rows ? rows_of(item)[lane] : nullptr;
+            const float weight = lane < rows ? weights_of(ring, item)[lane] : 0.0f;
             for (int offset = 0; offset < ring.row_bytes; offset += ring.piece_bytes) {
-                if (!make_room(call, ring, loader, item->rows)) return;
-                load_entry(ring, loader, item, offset, publish, number % kCounters);
+                if (!make_room(call, ring, loader, rows)) return;
+                load_entry(ring, loader, target + offset, rows, source + offset, weight, min(ring.piece_bytes, ring.row_bytes - offset), counter);
             }
         }
         ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
@@ -214,32 +228,40 @@ __device__ inline void sum_entry(const SumRing& ring, Entry* entry, int lane) {
     }
 }
 
-// Set flag `publish - 1` of this rank at every peer. One thread; what came before it in its causal order is seen first.
-__device__ inline void publish_sums(const Call& call, i64 flags, int publish) {
-    ptx::fence_sys();
-    for (int p = 0; p < call.group->ranks; ++p)
-        if (p != call.me) ptx::store_relaxed_sys(flag_of(*call.group, flags, p, call.me, publish - 1), call.epoch);
+// Tell every peer of the segments whose entries are all written, in order: number i has flag `block + i * blocks`. One thread.
+__device__ inline void publish_sums(const Call& call, const SumRing& ring, i64 flags) {
+    const Group& group = *call.group;
+    for (u32 published = 0;;) {
+        const u32 listed = ptx::load_acquire_block(ring.listed);
+        if ((listed & ~kLast) == published) {
+            if (listed & kLast) return;
+        } else if (ptx::load_acquire_block(&ring.counters[published % kCounters]) == 0) {
+            ptx::fence_sys();
+            const int flag = call.block + static_cast<int>(published++) * group.blocks;
+            for (int p = 0; p < group.ranks; ++p)
+                if (p != call.me) ptx::store_relaxed_sys(flag_of(group, flags, p, call.me, flag), call.epoch);
+            continue;
+        } else if (failed(call)) {
+            return;
+        }
+        ptx::pause();
+    }
 }
 
 // A summing warp has the entries warp, warp + kSummingWarps, ...
-__device__ inline void sum_rows(const Call& call, const SumRing& ring, int warp, i64 flags) {
+__device__ inline void sum_rows(const Call& call, const SumRing& ring, int warp) {
     const int lane = static_cast<int>(ptx::lane_id());
     for (u32 number = warp;; number += kSummingWarps) {
         const u32 at = number % kEntries;
         if (!wait_stage(call, ring.entry_full + 8 * at, (number / kEntries) & 1)) return;
         Entry* entry = entry_of(ring, number);
         if (entry->target == nullptr) return;
-        const int publish = entry->publish;
-        const u32 counter = entry->counter;
+        const int counter = entry->counter;
         sum_entry(ring, entry, lane);
         ptx::mbarrier_arrive(ring.entry_empty + 8 * at);
-        if (publish == 0) continue;
+        if (counter < 0) continue;
         __syncwarp();
-        if (lane == 0) {
-            ptx::fence_sys();
-            if (atomicSub(&ring.counters[counter], 1u) == 1) publish_sums(call, flags, publish);
-        }
-        __syncwarp();
+        if (lane == 0) ptx::sub_release_block(&ring.counters[counter], 1);
     }
 }
 
@@ -248,15 +270,16 @@ __device__ inline SumHead* open_sums(const Call& call, const SumRing& ring, u32 
     return sum_segment(ring, number);
 }
 
-// All lanes. `listed`: this lane's item is one. A segment of none is published at once.
-__device__ inline void close_sums(const Call& call, const SumRing& ring, SumHead* segment, u32 number, int count, int publish, bool listed, i64 flags) {
+// All lanes. `listed`: this lane's item is one. `publish`: how many segments to publish came before this one, or -1.
+__device__ inline void close_sums(const SumRing& ring, SumHead* segment, u32 number, int count, int publish, bool listed) {
     const int items = __popc(__ballot_sync(0xffffffffu, listed));
     if (ptx::lane_id() == 0) {
-        const int pieces = (ring.row_bytes + ring.piece_bytes - 1) / ring.piece_bytes;
-        ring.counters[number % kCounters] = items * pieces;
-        if (publish && items == 0) publish_sums(call, flags, publish);
         segment->count = count;
-        segment->publish = publish;
+        segment->counter = publish < 0 ? -1 : publish % kCounters;
+        if (publish >= 0) {
+            ring.counters[publish % kCounters] = items * ((ring.row_bytes + ring.piece_bytes - 1) / ring.piece_bytes);
+            ptx::store_release_block(ring.listed, publish + 1);
+        }
     }
     __syncwarp();
     ptx::mbarrier_arrive(ring.segment_full + 8 * (number % kSegments));

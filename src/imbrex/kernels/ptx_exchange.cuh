@@ -62,6 +62,21 @@ __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
     return before;
 }
 
+// The same within a block, for words in shared memory.
+__device__ __forceinline__ u32 load_acquire_block(const u32* word) {
+    u32 value;
+    asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_block(u32* word, u32 value) {
+    asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void sub_release_block(u32* word, u32 value) {
+    asm volatile("red.release.cta.add.u32 [%0], %1;" ::"l"(word), "r"(0u - value) : "memory");
+}
+
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Whether the phase of `parity` is complete, without waiting.
