@@ -76,7 +76,7 @@ def queue(ids_TK: Tensor, waiting_TK: Tensor, num_experts: int, batch: GlobalBat
 
     earlier_KE, total_KE = (x.view(top_k, num_experts) for x in batch.before(counts_L[:lanes]))
     first_KE = total_KE.cumsum(0) - total_KE + earlier_KE
-    place_N = torch.empty_like(local_N).scatter(0, order_N, local_N)
+    place_N = torch.zeros_like(local_N).scatter(0, order_N, local_N)
     return (place_N + first_KE.flatten()[lane_N.clamp(max=lanes - 1)]).view(top_k, tokens).T
 
 
