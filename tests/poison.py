@@ -6,7 +6,8 @@ Processes started by a test are not patched by its fixtures: their entry functio
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,23 @@ def poison_empty() -> Callable[[], None]:
             step()
 
     return restore
+
+
+@contextmanager
+def real_empty() -> Iterator[None]:
+    """The functions of torch itself, for torch.compile, which cannot trace the patched ones, nor the real
+    ones if it made its table of known functions while they were patched."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+    get_torch_obj_rule_map.cache_clear()
+    patched = [(owner, name, getattr(owner, name)) for owner, name in SITES]
+    for owner, name, function in patched:
+        setattr(owner, name, getattr(function, "__wrapped__", function))
+    try:
+        yield
+    finally:
+        for owner, name, function in patched:
+            setattr(owner, name, function)
 
 
 def _patch(owner: Any, name: str) -> Callable[[], None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.poison import poison_empty
 
 SIZES = (1, 2, 4, 8)
 GRACE_S = 3.0
@@ -91,9 +92,13 @@ class Pool:
         return [answers[rank][1] for rank in range(world)]
 
     def close(self) -> None:
+        # A rank that sees its pipe close ends by itself, and writes down its coverage.
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + GRACE_S
         for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
-        for process in self.processes:
             process.join()
         self.pipes, self.processes = [], []
         if os.path.exists(self.store):
@@ -105,6 +110,7 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    poison_empty()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     device = "cpu" if backend == "gloo" else f"cuda:{rank}"
     if backend != "gloo":
@@ -123,9 +129,3 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
             pipe.send((True, function(ranks, *arguments)))
         except BaseException:  # noqa: BLE001 (whatever a rank raises is the caller's to see)
             pipe.send((False, traceback.format_exc()))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
