@@ -101,7 +101,7 @@ def test_bracket_times_the_backward_of_what_is_inside():
             return 3 * x
 
         @staticmethod
-        def backward(ctx, grad):
+        def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
             time.sleep(0.02)
             return 3 * grad
 
@@ -109,6 +109,7 @@ def test_bracket_times_the_backward_of_what_is_inside():
     assert "experts_backward" not in recorder.end_step(), "nothing went backward yet"
     y.sum().backward()
     assert 19 < recorder.end_step()["experts_backward"] < 60
+    assert x.grad is not None
     assert x.grad.tolist() == [3.0] * 4
 
 
@@ -123,6 +124,7 @@ with recorder.span("dispatch", layer=2):
     time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == "inside\n"
         (phase,) = read_board(tmp_path)
         assert phase.alive

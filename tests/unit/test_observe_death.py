@@ -31,7 +31,7 @@ def test_a_process_gone_without_a_note_is_the_dead_one(tmp_path):
     board_of(tmp_path, 1, gone := gone_pid())
     board_of(tmp_path, 2, gone_pid())
     death.leave_note(tmp_path, 2, death.LOST, "lost its peers")
-    sentence = death.find_lost(tmp_path, num_ranks=3, stale_s=5, patience_s=0)
+    sentence = death.find_lost(tmp_path, num_ranks=3, stale_s=5, patience_s=0) or ""
     assert f"rank 1 (pid {gone} on " in sentence
     assert "died in step 9, layer 1, phase dispatch" in sentence
     assert "rank 2" not in sentence
@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_is_the_one_without_a_note(tmp_path):
         board_of(tmp_path, 1, process.pid, name="experts")
         PhaseBoard(tmp_path, 0)
         death.leave_note(tmp_path, 0, death.LOST, "lost its peers")
-        sentence = death.find_lost(tmp_path, num_ranks=2, stale_s=5, patience_s=0)
+        sentence = death.find_lost(tmp_path, num_ranks=2, stale_s=5, patience_s=0) or ""
         assert f"rank 1 (pid {process.pid} on " in sentence
         assert "was silent for 5 s in step 9, layer 1, phase experts" in sentence
         process.communicate(b"\n")
@@ -71,15 +71,16 @@ def test_another_host_is_judged_by_the_age_of_its_record(tmp_path):
     path.write_bytes(old)
     PhaseBoard(tmp_path, 0)
     assert death.find_lost(tmp_path, num_ranks=2, stale_s=60, patience_s=0) is None
-    assert "rank 1 (pid 1 on elsewhere) died" in death.find_lost(
-        tmp_path, num_ranks=2, stale_s=5, patience_s=0
-    )
+    sentence = death.find_lost(tmp_path, num_ranks=2, stale_s=5, patience_s=0) or ""
+    assert "rank 1 (pid 1 on elsewhere) died" in sentence
 
 
 def test_the_first_failure_explains_more_than_a_lost_peer(tmp_path):
     death.leave_note(tmp_path, 0, death.LOST, "lost")
     death.leave_note(tmp_path, 1, death.FAILED, "broke")
-    assert death.first_cause(death.read_notes(tmp_path)).sentence == "broke"
+    cause = death.first_cause(death.read_notes(tmp_path))
+    assert cause is not None
+    assert cause.sentence == "broke"
     death.forget(tmp_path, 1)
     assert [note.rank for note in death.read_notes(tmp_path)] == [0]
     death.forget(tmp_path)

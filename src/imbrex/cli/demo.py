@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 """What a flag is when neither the command line nor, with --resume, the earlier run says."""
 
 ASKED = "run.json"
-OUTPUTS = (ASKED, "metrics.jsonl", "summary.json", "trace.json", "report.html", "checkpoint", "ranks")
+OUTPUTS = (ASKED, "metrics.jsonl", "summary.json", "trace.json", "report.html", "checkpoint")
 HINT = "give --resume to go on from the last complete checkpoint"
 NEEDED_BYTES = 100 << 20
 
@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("length", "bytes in a sequence", **number)
     flag("checkpoint-every", "steps between two checkpoints", **number)
     parser.add_argument(
+        "--stop-after",
+        type=int,
+        metavar="N",
+        help="stop, with a checkpoint, when so many of the steps are done; --resume goes on",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
@@ -85,7 +91,13 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     prepare(out, args)
     # The words of this command, after its name, are those of its ranks.
-    return launch(["demo", *arguments_of(args)], num_ranks=args.ranks, board=out / "ranks", hint=HINT)
+    return launch(
+        ["demo", *arguments_of(args)],
+        num_ranks=args.ranks,
+        board=out / "ranks",
+        timeout_s=args.timeout,
+        hint=HINT,
+    )
 
 
 def arguments_of(args: argparse.Namespace) -> list[str]:
@@ -138,6 +150,8 @@ def check(args: argparse.Namespace) -> None:
     for name in ("steps", "batch", "length", "checkpoint_every", *SHAPE):
         if (value := getattr(args, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
+    if args.stop_after is not None and args.stop_after < 1:
+        raise ValueError(f"--stop-after is {args.stop_after}: give 1 or more")
     if args.seed < 0:
         raise ValueError(f"--seed is {args.seed}: give 0 or more")
     factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")

@@ -6,6 +6,7 @@ import argparse
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -67,9 +68,10 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     ).to(device)
     trainer = Trainer(model, corpus, recipe, factors, rank=rank, device=device, observer=recorder)
     first_step, saving = _checkpoints(args, trainer, host_group)
-    with Progress(first_step=first_step, steps=recipe.steps) as progress:
+    end = min(recipe.steps, args.stop_after or recipe.steps)
+    with Progress(first_step=first_step, steps=end) as progress:
         run = Run(trainer, shape, recorder, Path(args.out), host_group=host_group, progress=progress)
-        run.train(first_step, saving)
+        run.train(first_step, end, saving)
     recorder.phase("report")
     references = corpus.reference_losses() if rank == 0 else {}
     summary = run.report(_facts(args, factors, corpus.name, model), references)
@@ -80,6 +82,8 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
 
 
 def _join(args: argparse.Namespace) -> torch.device:
+    # torch 2.13 deprecates names that 2.11 has no others for.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
     device = torch.device("cpu")
     if args.device == "cuda":

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from imbrex.observe import death
@@ -24,7 +28,7 @@ def complain(sentence: str) -> None:
     print(f"imbrex: error: {sentence}", file=sys.stderr, flush=True)
 
 
-def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, hint: str) -> int:
+def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: float, hint: str) -> int:
     """Run `imbrex ARGUMENTS` on `num_ranks` local ranks and wait; the exit code.
 
     A rank that dies ends the run with one sentence that names it and where it was, read from `board`, and
@@ -50,11 +54,12 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, hint: str) 
         monitor_interval=0.1,
         shutdown_timeout=5,
     )
+    reaper = _Reaper(board)
     try:
         elastic_launch(config, sys.executable)("-m", "imbrex", *arguments)
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        return _report(exit_codes, board, hint)
+        return _report(exit_codes, reaper.ended, board, timeout_s, hint)
     except Exception as error:
         # torchrun's own exception for a signal that it handled, and Python's for Ctrl-C
         if type(error).__name__ != "SignalException":
@@ -63,6 +68,7 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, hint: str) 
     except KeyboardInterrupt:
         return _interrupted(hint)
     finally:
+        reaper.close()
         if sys.stdout.isatty():
             # A rank that ended early may have left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
@@ -78,12 +84,40 @@ def _interrupted(hint: str) -> int:
     return EXIT_INTERRUPTED
 
 
-def _report(exit_codes: dict[int, int], board: Path, hint: str) -> int:
+class _Reaper:
+    """Ends ranks that still run two seconds after another left a note: torchrun waits 30 s for a rank that
+    hangs too hard to hear SIGTERM. `ended` are the ranks it killed."""
+
+    def __init__(self, board: Path) -> None:
+        self.ended: set[int] = set()
+        self._board, self._over = board, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="imbrex-reaper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.5):
+            notes = death.read_notes(self._board)
+            if not notes or time.time() - notes[0].wall_s < 2:
+                continue
+            for phase in read_board(self._board):
+                if phase.alive:
+                    self.ended.add(phase.rank)
+                    with suppress(ProcessLookupError):
+                        os.kill(phase.pid, signal.SIGKILL)
+
+
+def _report(exit_codes: dict[int, int], reaped: set[int], board: Path, timeout_s: float, hint: str) -> int:
     notes = death.read_notes(board)
     noted = {note.rank for note in notes}
-    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -15}
+    died = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
+    killed = {rank: number for rank, number in died.items() if rank not in reaped}
     phases = {phase.rank: phase for phase in read_board(board)}
     dead = [phases[rank] for rank in sorted(killed) if rank in phases and rank not in noted]
+    silent = [phases[rank] for rank in sorted(reaped - noted)]
     cause = death.first_cause(notes)
     if dead:
         complain(f"{death.death_sentence(dead, how=_how(dead, killed))}; {hint}")
@@ -91,6 +125,9 @@ def _report(exit_codes: dict[int, int], board: Path, hint: str) -> int:
     if killed:
         rank, number = min(killed.items())
         complain(f"rank {rank} was killed by signal {number} before it began; {hint}")
+        return EXIT_FAILED
+    if silent and cause is not None and cause.kind == death.LOST:
+        complain(f"{death.death_sentence(silent, how=f'was silent for {timeout_s:g} s')}; {hint}")
         return EXIT_FAILED
     if cause is not None and cause.kind == death.REFUSED:
         complain(cause.sentence)
@@ -103,8 +140,6 @@ def _report(exit_codes: dict[int, int], board: Path, hint: str) -> int:
 
 
 def _how(dead: Sequence[Phase], killed: dict[int, int]) -> str:
-    import signal
-
     number = killed[dead[0].rank]
     return f"was killed by {signal.Signals(number).name}"
 

@@ -81,7 +81,7 @@ class BytesLM(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, make_moe(i)) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=0.2)
         for block in self.blocks:
             assert isinstance(block, Block)
             nn.init.normal_(block.attention.qkv.weight, std=1 / math.sqrt(config.hidden_size))

@@ -99,10 +99,11 @@ def _read(path: Path) -> bytes:
 def _standard_library() -> list[tuple[str, bytes]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root)
-        if not _LEFT_OUT.intersection(inside.parts[:-1]) and (text := path.read_bytes()):
-            texts.append((inside.as_posix(), text))
+    for folder, inner, names in os.walk(root):
+        inner[:] = sorted(set(inner) - _LEFT_OUT)
+        for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
+            if text := path.read_bytes():
+                texts.append((path.relative_to(root).as_posix(), text))
     if len(texts) < 2:
         raise ValueError(
             f"this Python carries no source of its standard library in {root}: give text with --data FILE"

@@ -17,7 +17,7 @@ from imbrex.models.training import Recipe, Shape, Trainer
 from imbrex.observe import PHASES, Recorder, Span, fold, merge_traces, trace_events
 from imbrex.observe.report import communicating_share, write_report
 
-_TIMES = ("step", *PHASES, "rest")
+_TIMES: tuple[str, ...] = ("step", *PHASES, "rest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +52,14 @@ class Run:
         self.bytes_sent_W = torch.zeros(self.num_ranks, dtype=torch.float64)
         self.host_syncs = 0
 
-    def train(self, first_step: int, saving: Saving) -> None:
-        """Train to the last step, recording and saving on the way."""
+    def train(self, first_step: int, end: int, saving: Saving) -> None:
+        """Train the steps from `first_step` to before `end`, recording and saving on the way."""
         path = self.out / "metrics.jsonl"
         if self.rank == 0:
             keep_before(path, first_step)
-        for step in range(first_step, self.recipe.steps):
+        for step in range(first_step, end):
             record = self._step(step)
-            last = step == self.recipe.steps - 1
-            if last or (step + 1) % saving.every == 0:
+            if step == end - 1 or (step + 1) % saving.every == 0:
                 record["held_out_loss"] = self.held_out_loss()
                 self.recorder.phase("checkpoint")
                 saving.save(step + 1)

@@ -208,10 +208,10 @@ def _relative(row: Sequence[float]) -> list[float]:
 
 
 def _rank_load(metrics: Sequence[Mapping[str, Any]]) -> Figure:
-    totals = [
-        [sum(values) for values in zip(*of_rank, strict=True)]
-        for of_rank in zip(*(m["rank_rows"] for m in metrics), strict=True)
-    ]
+    # A resumed run may have had another number of ranks before.
+    num_ranks = len(metrics[-1]["rank_rows"]) if metrics else 0
+    same = [m["rank_rows"] for m in metrics if len(m["rank_rows"]) == num_ranks]
+    totals = [[sum(values) for values in zip(*of_rank, strict=True)] for of_rank in zip(*same, strict=True)]
     by_layer = [_relative(of_layer) for of_layer in zip(*totals, strict=True)]
     z = [list(of_rank) for of_rank in zip(*by_layer, strict=True)]
     figure = _figure("layer", "rank", height=160 + 40 * len(z))

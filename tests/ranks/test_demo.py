@@ -1,0 +1,103 @@
+"""`imbrex demo` from its command line, with real ranks: the same curve for any number of them, and files."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SMALL = ["--steps", "16", "--checkpoint-every", "8", "--batch", "8", "--length", "64", "--hidden", "64"]
+SMALL += ["--expert-width", "64", "--layers", "2", "--timeout", "20"]
+
+
+def demo(*words, out, check=True, **environment):
+    """Run the command in a process of its own, as a user does."""
+    command = [sys.executable, "-m", "imbrex", "demo", "--out", str(out), *map(str, words)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out):
+    return [record["loss"] for record in records(out)]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    out = tmp_path_factory.mktemp("four")
+    demo("--ranks", 4, *SMALL, out=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    demo("--ranks", 1, *SMALL, out=out)
+    return out
+
+
+def test_the_losses_do_not_depend_on_the_number_of_ranks(one, four):
+    assert losses(one)[-1] < losses(one)[0] - 0.5, "it learns"
+    assert losses(four) == pytest.approx(losses(one), abs=1e-4)
+    assert records(four)[-1]["held_out_loss"] == pytest.approx(records(one)[-1]["held_out_loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize("words", ["--ep 1", "--transport allreduce"])
+def test_data_parallelism_and_replicated_tokens_give_the_same_losses(one, tmp_path, words):
+    demo("--ranks", 2, *words.split(), *SMALL, "--stop-after", 6, out=tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(one)[:6], abs=1e-4)
+
+
+def test_resuming_with_other_ranks_goes_on_along_the_same_curve(one, tmp_path):
+    demo("--ranks", 2, *SMALL, "--stop-after", 11, out=tmp_path)
+    assert len(records(tmp_path)) == 11
+    demo("--ranks", 4, "--ep", 2, "--tp", 2, "--resume", out=tmp_path)
+    assert [record["step"] for record in records(tmp_path)] == list(range(16))
+    assert losses(tmp_path) == pytest.approx(losses(one), abs=1e-4)
+
+
+def test_a_record_accounts_for_the_whole_step(four):
+    phases = ("route_ms", "plan_ms", "dispatch_ms", "experts_ms", "combine_ms", "rest_ms")
+    for record in records(four):
+        assert sum(record[name] for name in phases) == pytest.approx(record["step_ms"])
+        assert min(record[name] for name in phases) > 0
+        assert record["tokens_per_s"] > 0
+        assert [sum(of_layer) for of_layer in record["expert_load"]] == [8 * 64 * 2] * 2
+        assert [sum(of_layer) for of_layer in zip(*record["rank_rows"], strict=True)] == [8 * 64 * 2] * 2
+        assert all(1 <= worst <= 8 for worst in record["imbalance"])
+
+
+def test_the_trace_has_every_rank_and_phase(four):
+    events = json.loads((four / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
+    names = {"route", "plan", "dispatch", "experts", "combine", "dispatch_backward", "combine_backward"}
+    for rank in range(4):
+        of_rank = [event for event in spans if event["pid"] == rank]
+        assert names <= {event["name"] for event in of_rank}
+        assert {event["args"]["step"] for event in of_rank} == set(range(16))
+    assert min(event["ts"] for event in spans) == 0
+
+
+def test_the_summary_counts_bytes_per_pair_of_ranks(four):
+    summary = json.loads((four / "summary.json").read_text())
+    assert summary["ranks"] == summary["expert"] == 4
+    sent = summary["bytes_sent"]
+    assert all((sent[i][j] > 0) == (i != j) for i in range(4) for j in range(4))
+    assert 0 < summary["communicating_share"] < 1
+    assert summary["host_syncs"] > 0
+
+
+def test_the_report_opens_without_a_network(four):
+    page = (four / "report.html").read_text()
+    assert page.count("Plotly.newPlot(") == 6
+    for source in ('src="http', "src='http", "<link", "@import"):
+        assert source not in page
+    for heading in ("Loss", "Throughput", "Where the time goes", "One step across ranks"):
+        assert f"<h2>{heading}</h2>" in page

@@ -1,0 +1,96 @@
+"""A rank that dies or hangs ends the run soon, with one sentence that names it and where it was."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from imbrex.observe import read_board
+
+TIMEOUT_S = 5
+WORDS = ["--steps", "100000", "--checkpoint-every", "4", "--batch", "4", "--length", "64", "--hidden", "64"]
+WORDS += ["--expert-width", "64", "--layers", "2", "--timeout", str(TIMEOUT_S)]
+
+
+@pytest.fixture
+def children():
+    """Processes to end, with all of their own, whatever the test does."""
+    processes = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def started(children, out, *, ranks, outer=False):
+    command = [sys.executable, "-m", "imbrex", "demo"]
+    if outer:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", "imbrex", "demo"]
+    else:
+        command += ["--ranks", str(ranks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    more = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen([*command, "--out", str(out), *WORDS], env=env, **more)
+    children.append(process)
+    metrics, until = out / "metrics.jsonl", time.monotonic() + 80
+    while not metrics.exists() or metrics.read_text().count("\n") < 6:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return process
+
+
+def complaints(stderr):
+    return [line for line in stderr.splitlines() if line.startswith("imbrex: error:")]
+
+
+def end_of(process, out, *, rank, with_signal):
+    """Send the signal to a rank; the seconds until the run is over, and what it said on stderr."""
+    victim = next(phase for phase in read_board(out / "ranks") if phase.rank == rank)
+    os.kill(victim.pid, with_signal)
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    took_s = time.monotonic() - began
+    return victim, took_s, stderr
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["own launcher", "torchrun"])
+def test_a_killed_rank_is_named_with_its_phase_and_the_run_resumes(children, tmp_path, outer):
+    process = started(children, tmp_path, ranks=3, outer=outer)
+    victim, took_s, stderr = end_of(process, tmp_path, rank=1, with_signal=signal.SIGKILL)
+    assert process.returncode not in (0, None)
+    assert took_s < TIMEOUT_S + 5
+    (sentence,) = complaints(stderr)
+    assert f"rank 1 (pid {victim.pid} on " in sentence
+    assert re.search(r" in step \d+(, layer \d)?, phase \w+", sentence), sentence
+    assert "--resume" in sentence
+    dead = next(phase for phase in read_board(tmp_path / "ranks") if phase.rank == 1)
+    assert str(dead) in sentence
+    if outer:
+        return
+    resume = [sys.executable, "-m", "imbrex", "demo", "--out", str(tmp_path), "--resume"]
+    last = sorted((tmp_path / "checkpoint").glob("step_*"))[-1]
+    steps = int(last.name.removeprefix("step_")) + 2
+    done = subprocess.run(
+        [*resume, "--ranks", "1", "--steps", str(steps)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(steps))
+
+
+def test_a_rank_that_hangs_is_named_within_the_time_out(children, tmp_path):
+    process = started(children, tmp_path, ranks=2)
+    victim, took_s, stderr = end_of(process, tmp_path, rank=1, with_signal=signal.SIGSTOP)
+    assert process.returncode == 1
+    assert took_s < 3 * TIMEOUT_S
+    (sentence,) = complaints(stderr)
+    assert f"rank 1 (pid {victim.pid} on " in sentence
+    assert f"was silent for {TIMEOUT_S} s in step " in sentence
