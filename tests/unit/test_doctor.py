@@ -31,14 +31,17 @@ def test_everything_a_processor_needs_works_here(capsys: pytest.CaptureFixture[s
     on_cpu = {(c["room"], c["name"]): c for c in report["checks"] if c["device"] == "cpu"}
     named = {("transport", n) for n in TRANSPORTS} | {("codec", n) for n in CODECS}
     named |= {("strategy", n) for n in overlap.STRATEGIES} | {("experts", "loop"), ("experts", "grouped")}
+    assert ("experts", "kernels") not in on_cpu
     assert on_cpu.keys() >= named
     assert all(c["works"] for c in on_cpu.values()), on_cpu
     assert on_cpu["transport", "alltoall"]["why"] == "2 ranks over gloo"
     assert on_cpu["codec", "int8"]["why"] == "4100 bytes for 4096 bfloat16"
     text = "\n".join(doctor._lines(report))
-    assert "works  alltoall     cpu   2 ranks over gloo" in text
+    assert "works  alltoall       cpu   2 ranks over gloo" in text
+    assert "works  zfp1d-4..16    cpu   2048 bytes for 4096 bfloat16 .. 8192 bytes" in text
     if not torch.cuda.is_available():
-        assert "  -    alltoall     cuda  torch sees no GPU" in text
+        assert "  -    alltoall       cuda  torch sees no GPU" in text
+        assert "  -    kernels        cuda  imbrex kernels need an NVIDIA GPU" in text
 
 
 class Boastful(Int8):
@@ -59,8 +62,8 @@ def test_a_broken_piece_is_found_and_fails_the_command(
     monkeypatch.setattr(trials, "try_transports", lambda device, timeout_s: [])
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "  -    boastful     cpu   ArithmeticError: off by" in printed
-    assert "  -    wrong        cpu   ArithmeticError: off by 1.0e-03 of the largest value" in printed
+    assert "  -    boastful       cpu   ArithmeticError: off by" in printed
+    assert "  -    wrong          cpu   ArithmeticError: off by 1.0e-03 of the largest value" in printed
 
 
 def test_ranks_that_do_not_answer_are_the_finding() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -59,9 +60,29 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
         else:
             yield f"  network {link['network']}: {link['via']}"
     room: str = ""
-    for check in report["checks"]:
+    for check in _families(report["checks"]):
         if check["room"] != room:
             room = str(check["room"])
             yield ROOMS.get(room) or room
         mark = "works" if check["works"] else "  -  "
-        yield f"  {mark}  {check['name']:12} {check['device']:5} {check['why']}"
+        yield f"  {mark}  {check['name']:14} {check['device']:5} {check['why']}"
+
+
+def _families(checks: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Neighbours such as zfp1d-4, zfp1d-5, ... that end alike, as one: zfp1d-4..16."""
+    for (family, *_), group in itertools.groupby(checks, key=_family):
+        members = list(group)
+        first, last = members[0], members[-1]
+        if family and len(members) > 1:
+            number = last["name"].rpartition("-")[2]
+            why = f"{first['why']} .. {last['why']}" if first["why"] != last["why"] else first["why"]
+            yield {**first, "name": f"{first['name']}..{number}", "why": why}
+        else:
+            yield from members
+
+
+def _family(check: dict[str, Any]) -> tuple[Any, ...]:
+    """The name before `-NUMBER`, or nothing; with what else must be the same."""
+    stem, dash, number = check["name"].rpartition("-")
+    family = stem if dash and number.isdecimal() else ""
+    return family, check["room"], check["device"], check["works"]

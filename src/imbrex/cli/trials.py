@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing as mp
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,8 +32,9 @@ from imbrex.kernels.shipped import FAMILIES
 from imbrex.placement import contiguous
 from imbrex.transport import TRANSPORTS
 
-TOKENS, WIDTH, EXPERTS, TOP_K, RANKS = 12, 16, 4, 2, 2
+TOKENS, WIDTH, EXPERTS, TOP_K, RANKS = 12, 128, 4, 2, 2
 TOLERANCE = 1e-5
+BF16_TOLERANCE = 3e-2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +58,9 @@ def try_everything(timeout_s: float) -> list[Finding]:
     for room, names, trial in (
         ("codec", CODECS, _try_codec),
         ("strategy", overlap.STRATEGIES, _try_strategy),
-        ("experts", IMPLEMENTATIONS, _try_experts),
     ):
         found += [_attempt(room, name, device, trial) for name in names for device in on]
+    found += [_try_implementation(name, device) for name in IMPLEMENTATIONS for device in on]
     return [*found, *try_kernels()]
 
 
@@ -106,25 +108,44 @@ def _tokens(rank: int) -> Tensor:
     return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 + rank))
 
 
-def _run_layer(strategy: str, implementation: str, device: torch.device) -> Tensor:
+def _experts(implementation: str, device: torch.device) -> Experts:
+    """float32 on processors, bfloat16 on GPUs: what each is used with."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    here = {"device": device, "dtype": dtype}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        ids = tuple(range(EXPERTS))
+        return Experts(ids, WIDTH, 2 * WIDTH, implementation=implementation, seed=1, **here)
+
+
+def _run_layer(strategy: str, experts: Experts) -> Tensor:
+    device, dtype = experts.down_proj.device, experts.down_proj.dtype
     routing = _routing(0)
     exchange = Exchange(contiguous(EXPERTS, 1), WIDTH, TOP_K)
-    experts = Experts(
-        tuple(range(EXPERTS)), WIDTH, 2 * WIDTH, implementation=implementation, seed=1, device=device
-    )
     routing = Routing(ids_TK=routing.ids_TK.to(device), weights_TK=routing.weights_TK.to(device))
     with torch.no_grad():
-        y_TD = overlap.make(strategy).run(_tokens(0).to(device), routing, exchange, experts, None)
+        y_TD = overlap.make(strategy).run(_tokens(0).to(device, dtype), routing, exchange, experts, None)
     exchange.close()
     return y_TD
 
 
 def _try_strategy(name: str, device: torch.device) -> str:
-    return _close(_run_layer(name, "loop", device), _run_layer("serial", "loop", device))
+    experts = _experts("loop", device)
+    return _close(_run_layer(name, experts), _run_layer("serial", experts))
 
 
-def _try_experts(name: str, device: torch.device) -> str:
-    return _close(_run_layer("serial", name, device), _run_layer("serial", "loop", torch.device("cpu")), 1e-4)
+def _try_implementation(name: str, device: str) -> Finding:
+    """What a processor cannot have at all is a finding about GPUs, not a fault of the processor."""
+    experts = _experts(name, torch.device(device))
+    if experts.implementation != name:
+        return _finding("experts", name, "cuda", experts.implementation_reason)
+    reference = _experts("loop", torch.device("cpu"))
+    within = TOLERANCE if device == "cpu" else BF16_TOLERANCE
+
+    def compare(*_: object) -> str:
+        return _close(_run_layer("serial", experts), _run_layer("serial", reference), within)
+
+    return _attempt("experts", name, device, compare)
 
 
 def try_kernels() -> Iterator[Finding]:
