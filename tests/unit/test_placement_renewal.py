@@ -57,7 +57,7 @@ def test_planning_for_the_balanced_split_pays() -> None:
     for split in ("even", "balanced"):
         plan = plan_history(history, Target(num_ranks=4, slots=20, split=split))
         found[split] = np.mean([fullest(step[0], plan[3]) for step in counts[6:]])
-    assert found["balanced"] < 0.5 * found["even"], found
+    assert found["balanced"] < 0.7 * found["even"], found
 
 
 @pytest.mark.parametrize("split", ["even", "balanced"])

@@ -12,6 +12,7 @@ COMMANDS = {
     "demo": "train a small byte-level language model with expert parallelism and write a report",
     "doctor": "say what works on this machine, and why the rest does not",
     "bench": "time the layer's phases, transports side by side",
+    "balance": "plan where experts live, replay policies on recorded loads",
 }
 
 

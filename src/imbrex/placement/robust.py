@@ -2,7 +2,8 @@
 
 Under that split the fullest rank is the highest, over all sets A of ranks, of the load that only A can take,
 divided by |A| (max flow, min cut). So a layer is judged by what would have been the fullest rank in each of
-some past batches, and placements change one swap or one replica at a time as long as that falls on average.
+some past batches, weighted by their tokens, and placements change one swap or one replica at a time as long
+as that falls on average.
 Example: two ranks, loads 6, 3, 3: with replicas of the first on both, any batch where neither of the others
 exceeds half of it comes out even.
 """
@@ -37,7 +38,9 @@ class Confined:
         self.held, self.load_EH = held_WE.copy(), np.ascontiguousarray(history_HE.T)
         sets_AW = sets_of_ranks(len(held_WE))
         self.others_WA = (~sets_AW).T
-        mean_H = np.maximum(history_HE.sum(1) / len(held_WE), 1e-300)
+        total_H = history_HE.sum(1)
+        mean_H = np.maximum(total_H / len(held_WE), 1e-300)
+        self.weight_H = total_H / max(float(total_H.sum()), 1e-300)
         self.scale_HA = 1 / (mean_H[:, None] * np.maximum(sets_AW.sum(1), 1))
         self.confined_HA = history_HE @ self._inside(held_WE).astype(float)
         self.cost = self._cost(self.confined_HA)
@@ -48,7 +51,7 @@ class Confined:
 
     def _cost(self, confined_HA: Floats) -> float:
         fullest_H = np.maximum((confined_HA * self.scale_HA).max(1), 1)
-        return float(fullest_H.mean())
+        return float(fullest_H @ self.weight_H)
 
     def take(self, changed: dict[int, Held], *, must_fall: bool) -> bool:
         """Take new columns of `held` where the cost does not rise, or must fall."""

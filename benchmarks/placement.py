@@ -1,0 +1,204 @@
+"""How even are the ranks, planned offline, split per batch, and kept balanced online? No GPU.
+
+    python benchmarks/placement.py --trace ../shared/data/deepseek_v2_lite_routing.npz
+
+Imbalance is the load of the fullest rank over the mean, minus 1. Writes benchmarks/results/placement.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from imbrex.cli.results import describe_run, write_results
+from imbrex.placement import LoadHistory, Target, history_of_ids, imbalance, plan_history, plan_layers
+from imbrex.placement.engines import deepseek
+from imbrex.placement.online import Pace
+from imbrex.placement.planner import to_held
+from imbrex.placement.refine import count_moves
+from imbrex.placement.replay import join, replay
+
+TASKS = ("intent", "law", "summary")
+NUM_EXPERTS, RANKS, SLOTS = 64, 4, 68
+README_LOADS = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+FLASHLB_LOADS = [600, 560, 120, 120, 20, 10, 10, 10]
+
+
+def published_examples() -> list[dict[str, Any]]:
+    rows = []
+    for name, loads in (("deepseek_readme", README_LOADS), ("flashlb", [FLASHLB_LOADS])):
+        for layer, load in enumerate(loads):
+            slots = deepseek(np.array(load, dtype=float), 16, 1, 1, 8)
+            share = (np.array(load) / np.bincount(slots))[slots].reshape(8, 2).sum(1)
+            case = {"example": name, "layer": layer, "W": 8, "S": 16}
+            theirs = share.max() / share.mean() - 1
+            ours = imbalance(load, plan_layers([load], 8, 16)[0])
+            rows += [
+                {"op": "plan", "impl": "deepseek", "case": case, "imbalance": round(float(theirs), 5)},
+                {"op": "plan", "impl": "imbrex", "case": case, "imbalance": round(ours, 5)},
+            ]
+    return rows
+
+
+def planning_time() -> list[dict[str, Any]]:
+    rows = []
+    for law in ("gamma", "zipf"):
+        draw = np.random.default_rng(0)
+        zipf = np.stack([draw.permutation(1 / (np.arange(256) + 1.0)) for _ in range(58)])
+        load = draw.gamma(0.6, size=(58, 256)) * 1000 if law == "gamma" else zipf * 1e5
+        for ranks in (8, 32, 36):
+            seconds, plan = [], []
+            for _ in range(5):
+                begin = time.process_time()
+                plan = plan_layers(load, ranks, 288)
+                seconds.append(time.process_time() - begin)
+            found = np.mean([imbalance(row, p) for row, p in zip(load, plan, strict=True)])
+            case = {"L": 58, "E": 256, "S": 288, "W": ranks, "loads": law}
+            rows.append(
+                {
+                    "op": "plan_time",
+                    "impl": "imbrex",
+                    "case": case,
+                    "median_us": round(statistics.median(seconds) * 1e6),
+                    "max_us": round(max(seconds) * 1e6),
+                    "n": len(seconds),
+                    "imbalance": round(float(found), 6),
+                }
+            )
+    return rows
+
+
+def halves(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Plan from the first half of a task, score the second half batch by batch."""
+    rows = []
+    for task, ids_LTK in ids.items():
+        half = ids_LTK.shape[1] // 2
+        train = history_of_ids(ids_LTK[:, :half], NUM_EXPERTS, 64)
+        for batch in (128, 512, 2048):
+            test = history_of_ids(ids_LTK[:, half:], NUM_EXPERTS, batch)
+            for policy, slots in (("none", 64), ("deepseek", 64), ("deepseek", 68), ("balanced", 68)):
+                scored = replay(train, test, policy, RANKS, slots)
+                rows.append(
+                    {
+                        "op": "second_half",
+                        "impl": policy,
+                        "case": {"task": task, "batch": batch, "W": RANKS, "S": slots},
+                        "imbalance": round(float(scored.imbalance_IL.mean()), 5),
+                    }
+                )
+    return rows
+
+
+def renewal_curve(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """From a plan for intent to one for law: share of the gain by the share of DeepSeek's fetches."""
+    loads = [history_of_ids(ids[task], NUM_EXPERTS, 64).load() for task in ("intent", "law")]
+    rows = []
+    for ranks, slots in ((4, 64), (4, 68), (8, 64), (8, 72)):
+        target = Target(num_ranks=ranks, slots=slots, split="even")
+        old, free = (plan_history(_once(load), target) for load in loads)
+        theirs = [deepseek_moves(before, after, ranks, slots) for before, after in zip(*loads, strict=True)]
+        stale, best = (_mean_imbalance(loads[1], plan) for plan in (old, free))
+        for percent in range(0, 101, 5):
+            reached, moved = [], 0
+            for layer, load_E in enumerate(loads[1]):
+                few = Target(
+                    num_ranks=ranks, slots=slots, split="even", max_moves=theirs[layer] * percent // 100
+                )
+                new = plan_history(_once(load_E[None]), few, {0: old[layer]})[0]
+                reached.append(imbalance(load_E, new))
+                moved += count_moves(to_held(old[layer]), to_held(new))
+            rows.append(
+                {
+                    "op": "renewal",
+                    "impl": "imbrex",
+                    "case": {
+                        "from": "intent",
+                        "to": "law",
+                        "W": ranks,
+                        "S": slots,
+                        "budget_percent": percent,
+                    },
+                    "gain": round(float((stale - np.mean(reached)) / (stale - best)), 4),
+                    "fetches": moved,
+                    "deepseek_fetches": sum(theirs),
+                }
+            )
+    return rows
+
+
+def deepseek_moves(before: np.ndarray, after: np.ndarray, ranks: int, slots: int) -> int:
+    held = np.zeros((2, ranks, NUM_EXPERTS), dtype=bool)
+    for table, load_E in zip(held, (before, after), strict=True):
+        np.put_along_axis(table, deepseek(load_E, slots, 1, 1, ranks).reshape(ranks, -1), True, axis=1)
+    return count_moves(*held)
+
+
+def _once(load_LE: np.ndarray) -> LoadHistory:
+    counts = np.rint(load_LE).astype(np.int64)[None]
+    return LoadHistory(counts_ILE=counts, layers=tuple(range(counts.shape[1])))
+
+
+def _mean_imbalance(load_LE: np.ndarray, plan) -> float:
+    return float(np.mean([imbalance(load_E, plan[layer]) for layer, load_E in enumerate(load_LE)]))
+
+
+def drift(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Intent, law, summary one after the other; the offline plan knows the first 2048 tokens."""
+    rows = []
+    pace = Pace(layer_updates_per_iter=4, max_moves=32, decay=0.5, window=8, threshold=0.005, proposals=600)
+    for batch in (256, 512):
+        histories = {task: history_of_ids(ids[task], NUM_EXPERTS, batch) for task in TASKS}
+        everything = join(list(histories.values()))
+        train = histories["intent"].window(0, 2048 // batch)
+        lines = {
+            policy: replay(train, everything, policy, RANKS, SLOTS, pace=pace)
+            for policy in ("none", "balanced", "online")
+        }
+        series = {name: found.imbalance_IL.mean(1) for name, found in lines.items()}
+        series["hindsight"] = np.concatenate(
+            [replay(h, h, "balanced", RANKS, SLOTS).imbalance_IL.mean(1) for h in histories.values()]
+        )
+        begin = 0
+        for task, history in histories.items():
+            settled = slice(begin + 7, begin + history.num_iterations)
+            for name, values in series.items():
+                rows.append(
+                    {
+                        "op": "drift",
+                        "impl": "stale" if name == "balanced" else name,
+                        "case": {"task": task, "batch": batch, "W": RANKS, "S": SLOTS, "cycle": 7},
+                        "imbalance_after_a_cycle": round(float(values[settled].mean()), 5),
+                        "series": [round(float(v), 4) for v in values[begin : settled.stop]],
+                    }
+                )
+            begin += history.num_iterations
+        rows[-1]["fetches"] = int(lines["online"].fetched_I.sum())
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--trace", type=Path, required=True, help="npz with {task}_ids [layers, tokens, choices]"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/placement.json")
+    args = parser.parse_args()
+    trace = np.load(args.trace, allow_pickle=False)
+    ids = {task: trace[f"{task}_ids"].astype(np.int64) for task in TASKS}
+    rows = [*published_examples(), *planning_time(), *halves(ids), *renewal_curve(ids), *drift(ids)]
+    command = f"python benchmarks/placement.py --trace {args.trace.name}"
+    write_results(args.out, "How even are the ranks?", describe_run(command), rows)
+    for row in rows:
+        print({key: value for key, value in row.items() if key != "series"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""`imbrex balance record`: statistics of a run, written in TensorRT-LLM's format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from imbrex.cli.balance_input import add_input, load_input
+from imbrex.placement import LoadHistory, write_history
+
+METRICS = "metrics.jsonl"
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    add_input(parser, "--run")
+    parser.add_argument("--out", required=True, help="directory for meta_info.json and rank0.safetensors")
+
+
+def record(args: argparse.Namespace) -> int:
+    path = Path(args.run_input)
+    path = path / METRICS if (path / METRICS).exists() else path
+    history = read_metrics(path) if path.name == METRICS else load_input(args.run_input, args)
+    write_history(args.out, history)
+    print(
+        f"{args.out}: {history.num_iterations} iterations, {len(history.layers)} layers, "
+        f"{history.num_experts} experts"
+    )
+    return 0
+
+
+def read_metrics(path: Path) -> LoadHistory:
+    """`expert_load` [L, E] of every step of a run. Raises ValueError, one sentence, where it is not there."""
+    loads = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if "expert_load" in entry:
+                loads.append(np.rint(np.array(entry["expert_load"], dtype=np.float64)).astype(np.int64))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"record: {path} cannot be read ({error})") from None
+    if not loads or len({load.shape for load in loads}) > 1 or loads[0].ndim != 2:
+        raise ValueError(
+            f"record: {path} has no expert_load [layers, experts] in its steps; run the demo anew"
+        )
+    return LoadHistory(counts_ILE=np.stack(loads), layers=tuple(range(loads[0].shape[0])))

@@ -1,0 +1,111 @@
+"""`imbrex balance replay` and `stability`: what recorded loads say about policies, with no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+
+from imbrex.cli.balance_input import add_input, load_input
+from imbrex.placement.history import LoadHistory
+from imbrex.placement.online import Pace
+from imbrex.placement.replay import POLICIES, Replay, join
+from imbrex.placement.replay import replay as score
+from imbrex.placement.stability import between
+from imbrex.placement.stability import stability as measure
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    add_input(parser, "--trace", several=True)
+    parser.add_argument("--ranks", default="4", metavar="W,W", help="rank counts, comma-separated (4)")
+    parser.add_argument("--slots", metavar="S,S", help="slots of all ranks (experts, and 2 more a rank)")
+    names = "; ".join(f"{name}: {about}" for name, about in POLICIES.items())
+    parser.add_argument("--policy", default="none,deepseek,balanced", metavar="A,B", help=names)
+    parser.add_argument(
+        "--train", type=float, default=0.5, help="share of the first trace to plan from (0.5)"
+    )
+    parser.add_argument("--updates", type=int, default=1, help="layers an iteration, of online (1)")
+    parser.add_argument("--json", metavar="FILE", help="write imbalance and loads of every iteration")
+
+
+def replay(args: argparse.Namespace) -> int:
+    histories = [load_input(name, args) for name in args.trace_input]
+    train, test = _divide(histories, args.train)
+    ranks = _numbers("--ranks", args.ranks)
+    pace = Pace(layer_updates_per_iter=args.updates)
+    rows = []
+    print(f"{'ranks':>5} {'slots':>6} {'policy':<13} {'mean':>8} {'p90':>8} {'worst':>8} {'fetches':>8}")
+    for num_ranks in ranks:
+        slots = _numbers("--slots", args.slots) if args.slots else [train.num_experts + 2 * num_ranks]
+        for num_slots in slots:
+            for policy in args.policy.split(","):
+                found = score(train, test, policy, num_ranks, num_slots, pace=pace)
+                _print(num_ranks, num_slots, found)
+                rows.append(_row(num_ranks, num_slots, found))
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file)
+    return 0
+
+
+def add_stability_arguments(parser: argparse.ArgumentParser) -> None:
+    add_input(parser, "--trace", several=True)
+
+
+def stability(args: argparse.Namespace) -> int:
+    histories = [load_input(name, args) for name in args.trace_input]
+    for name, history in zip(args.trace_input, histories, strict=True):
+        found = measure(history)
+        correlation = found.correlation_L
+        print(
+            f"{name}: correlation of neighbouring iterations {correlation.mean():.3f} "
+            f"({correlation.min():.3f} to {correlation.max():.3f} by layer); decay that predicts best "
+            f"{found.best_decay:g}"
+        )
+        errors = ", ".join(f"{decay:g}: {error:.4f}" for decay, error in found.error_by_decay.items())
+        print(f"  share of tokens predicted wrongly, by decay: {errors}")
+    if len(histories) > 1:
+        print("correlation between traces:")
+        for name, row in zip(args.trace_input, between(histories), strict=True):
+            print(f"  {name}: " + " ".join(f"{value:.3f}" for value in row))
+    return 0
+
+
+def _divide(histories: list[LoadHistory], share: float) -> tuple[LoadHistory, LoadHistory]:
+    """The first part of the first history to plan from, all that follows to score."""
+    first = histories[0]
+    cut = round(first.num_iterations * share)
+    if not 1 <= cut < sum(history.num_iterations for history in histories):
+        raise ValueError(
+            f"--train: {share} of {first.num_iterations} iterations leaves none to plan from or none to "
+            "score; use a share between 0 and 1, or a smaller --batch"
+        )
+    everything = join(histories)
+    return everything.window(0, cut), everything.window(cut, everything.num_iterations)
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{flag}: {text!r}; give whole numbers, as in 4,8") from None
+
+
+def _print(num_ranks: int, num_slots: int, found: Replay) -> None:
+    by_iteration = found.imbalance_IL.mean(1)
+    print(
+        f"{num_ranks:>5} {num_slots:>6} {found.policy:<13} {by_iteration.mean():>8.4f} "
+        f"{np.quantile(by_iteration, 0.9):>8.4f} {found.imbalance_IL.max():>8.4f} {found.fetched_I.sum():>8}"
+    )
+
+
+def _row(num_ranks: int, num_slots: int, found: Replay) -> dict:
+    return {
+        "ranks": num_ranks,
+        "slots": num_slots,
+        "policy": found.policy,
+        "imbalance": found.imbalance_IL.round(5).tolist(),
+        "loads": found.loads_ILW.round(2).tolist(),
+        "fetched": found.fetched_I.tolist(),
+    }

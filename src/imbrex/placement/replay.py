@@ -1,0 +1,116 @@
+"""What would the balance have been: recorded loads against policies, rank counts and slots, with no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from imbrex.contracts import Placement
+from imbrex.placement.engines import deepseek, tensorrt_llm
+from imbrex.placement.flow import spread_choices
+from imbrex.placement.history import LoadHistory
+from imbrex.placement.moves import fetches
+from imbrex.placement.online import OnlinePlanner, Pace
+from imbrex.placement.packing import Floats, Ints
+from imbrex.placement.planner import capacity_of
+from imbrex.placement.renewal import Target, plan_history
+
+POLICIES = {
+    "none": "experts in order, no replicas",
+    "deepseek": "DeepSeek's EPLB, replicas in turn",
+    "tensorrt_llm": "TensorRT-LLM's planner, replicas in turn",
+    "even": "this planner, replicas in turn",
+    "balanced": "this planner, replicas by the counts of the batch",
+    "online": "as balanced, renewed while it runs",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """imbalance_IL: load of the fullest rank over the mean, minus 1, of every iteration and layer.
+    loads_ILW: choices that every rank computes. fetched_I: experts that ranks fetched before an iteration."""
+
+    policy: str
+    imbalance_IL: Floats
+    loads_ILW: Floats
+    fetched_I: Ints
+
+
+def replay(
+    train: LoadHistory,
+    test: LoadHistory,
+    policy: str,
+    num_ranks: int,
+    slots: int,
+    *,
+    pace: Pace | None = None,
+) -> Replay:
+    """Plan from `train`, score every iteration of `test`. slots: of all ranks together.
+
+    Raises ValueError for a policy not known, and where policies of engines do not allow the numbers.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"replay: policy {policy!r}; use one of {', '.join(POLICIES)}")
+    if train.layers != test.layers or train.num_experts != test.num_experts:
+        raise ValueError("replay: the two histories have different layers or experts")
+    loads_ILW = np.empty((test.num_iterations, len(test.layers), num_ranks))
+    fetched_I = np.zeros(test.num_iterations, dtype=np.int64)
+    if policy in ("balanced", "online"):
+        planned = plan_history(train, Target(num_ranks=num_ranks, slots=slots))
+        planner = OnlinePlanner(list(planned.values()), pace or Pace())
+        for i, counts_LE in enumerate(test.counts_ILE):
+            loads_ILW[i] = [balanced_loads(c, p) for c, p in zip(counts_LE, planner.placements, strict=True)]
+            if policy == "online":
+                before = list(planner.placements)
+                changed = planner.step(counts_LE)
+                fetched_I[i] = sum(len(fetches(before[layer], new)) for layer, new in changed.items())
+    else:
+        shares = [_shares(load_E, policy, num_ranks, slots) for load_E in train.load()]
+        for layer, share_WE in enumerate(shares):
+            loads_ILW[:, layer] = test.counts_ILE[:, layer] @ share_WE.T
+    return Replay(
+        policy=policy, imbalance_IL=imbalance_of(loads_ILW), loads_ILW=loads_ILW, fetched_I=fetched_I
+    )
+
+
+def imbalance_of(loads_ILW: Floats) -> Floats:
+    """Max over mean of the last axis, minus 1; 0 where nothing came."""
+    mean = loads_ILW.mean(-1)
+    return np.where(mean > 0, loads_ILW.max(-1) / np.where(mean > 0, mean, 1) - 1, 0.0)
+
+
+def balanced_loads(counts_E: Ints, placement: Placement) -> list[int]:
+    """Choices that every rank computes under the balanced split."""
+    row = spread_choices([counts_E.tolist()], placement)[0]
+    offsets = placement.rank_offsets
+    return [sum(row[offsets[r] : offsets[r + 1]]) for r in range(placement.num_ranks)]
+
+
+def _shares(load_E: Floats, policy: str, num_ranks: int, slots: int) -> Floats:
+    """The part of every expert's choices that each rank computes, float64 [W, E]."""
+    num_experts = len(load_E)
+    if policy == "none":
+        capacity = capacity_of(num_experts, num_ranks, num_experts)
+        held = np.split(np.arange(num_experts), np.cumsum(capacity)[:-1])
+    elif policy == "deepseek":
+        held = deepseek(load_E, slots, 1, 1, num_ranks).reshape(num_ranks, -1)
+    elif policy == "tensorrt_llm":
+        held = tensorrt_llm(load_E, slots, num_ranks).reshape(num_ranks, -1)
+    else:
+        history = LoadHistory(counts_ILE=np.rint(load_E).astype(np.int64)[None, None], layers=(0,))
+        placement = plan_history(history, Target(num_ranks=num_ranks, slots=slots, split="even"))[0]
+        held = [np.array(placement.local(rank)) for rank in range(num_ranks)]
+    number_WE = np.stack([np.bincount(row, minlength=num_experts) for row in held])
+    return number_WE / number_WE.sum(0)
+
+
+def join(histories: Sequence[LoadHistory]) -> LoadHistory:
+    """One history after the other. Raises ValueError where they are of different models."""
+    first = histories[0]
+    if any(h.layers != first.layers or h.num_experts != first.num_experts for h in histories):
+        raise ValueError("replay: the histories have different layers or experts; record one model")
+    return LoadHistory(
+        counts_ILE=np.concatenate([h.counts_ILE for h in histories]), layers=first.layers, top_k=first.top_k
+    )

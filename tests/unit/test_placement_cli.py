@@ -1,0 +1,105 @@
+"""`imbrex balance`: a trace in, a plan out, policies compared."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from imbrex.cli import main
+from imbrex.placement import read_history, read_plan
+
+
+@pytest.fixture
+def trace(tmp_path):
+    draw = np.random.default_rng(0)
+    popularity = [draw.dirichlet(np.full(8, 0.5), size=3) for _ in range(2)]
+    for name, shares in zip(("one", "two"), popularity, strict=True):
+        ids = np.stack(
+            [
+                np.stack([draw.choice(8, 2, p=0.9 * p + 0.0125, replace=False) for _ in range(400)])
+                for p in shares
+            ]
+        )
+        np.save(tmp_path / f"{name}.npy", ids)
+    return tmp_path
+
+
+def test_plan_then_renew(trace, capsys) -> None:
+    pytest.importorskip("yaml")
+    out = trace / "plan.yaml"
+    common = ["--ranks", "3", "--slots", "11", "--batch", "50", "--experts", "8"]
+    assert main(["balance", "plan", "--stats", str(trace / "one.npy"), "--out", str(out), *common]) == 0
+    old = read_plan(out, 3, 8)
+    assert list(old.placements) == [0, 1, 2]
+    assert old.of(0).rank_offsets == (0, 4, 8, 11)
+    new = trace / "new.yaml"
+    arguments = ["--stats", str(trace / "two.npy"), "--from", str(out), "--max-moves", "2", "--out", str(new)]
+    assert main(["balance", "plan", *arguments, *common]) == 0
+    said = capsys.readouterr().out
+    assert "before: " in said
+    for layer in range(3):
+        assert (
+            sum(
+                a != b for a, b in zip(old.of(layer).slots, read_plan(new, 3, 8).of(layer).slots, strict=True)
+            )
+            <= 2
+        )
+
+
+def test_replay_compares_policies(trace, capsys) -> None:
+    out = trace / "replay.json"
+    policies = "none,deepseek,tensorrt_llm,even,balanced,online"
+    arguments = ["--trace", str(trace / "one.npy"), "--trace", str(trace / "two.npy"), "--policy", policies]
+    rest = ["--ranks", "2,4", "--slots", "12", "--batch", "50", "--json", str(out)]
+    assert main(["balance", "replay", *arguments, *rest]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["policy"] for row in rows] == policies.split(",") * 2
+    mean = {(row["ranks"], row["policy"]): np.mean(row["imbalance"]) for row in rows}
+    for ranks in (2, 4):
+        assert mean[ranks, "balanced"] < mean[ranks, "none"]
+        assert mean[ranks, "online"] <= mean[ranks, "balanced"] + 1e-9
+    for row in rows:
+        assert np.sum(row["loads"], axis=2) == pytest.approx(100)
+        moves = row["policy"] == "online" and row["ranks"] == 4
+        assert (sum(row["fetched"]) > 0) == moves
+    assert capsys.readouterr().out.count("\n") == 13
+
+
+def test_stability_finds_what_is_stable(trace, capsys) -> None:
+    traces = ["--trace", str(trace / "one.npy"), "--trace", str(trace / "two.npy")]
+    assert main(["balance", "stability", *traces, "--batch", "50"]) == 0
+    said = capsys.readouterr().out
+    assert "decay that predicts best 1" in said
+    assert f"{trace / 'one.npy'}: 1.000 " in said
+
+
+def test_record_from_a_run_and_from_a_trace(tmp_path, trace) -> None:
+    steps = [{"step": n, "loss": 1.0, "expert_load": [[n, 2.0], [3.0, 4.0]]} for n in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    assert main(["balance", "record", "--run", str(tmp_path), "--out", str(tmp_path / "stats")]) == 0
+    assert read_history(tmp_path / "stats").counts_ILE.tolist() == [[[n, 2], [3, 4]] for n in range(3)]
+    arguments = ["--run", str(trace / "one.npy"), "--batch", "100", "--out", str(tmp_path / "again")]
+    assert main(["balance", "record", *arguments]) == 0
+    assert read_history(tmp_path / "again").counts_ILE.sum() == 400 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "--stats", "no.npy", "--ranks", "2", "--slots", "8", "--out", "p.yaml"], "does not exist"),
+        (["replay", "--trace", "one.npy", "--batch", "50", "--policy", "best"], "use one of none"),
+        (["replay", "--trace", "one.npy", "--batch", "50", "--train", "0"], "leaves none to plan from"),
+        (["replay", "--trace", "one.npy", "--batch", "50", "--ranks", "four"], "give whole numbers"),
+        (["record", "--run", ".", "--out", "stats"], "holds no lines"),
+    ],
+)
+def test_mistakes_are_one_sentence(trace, monkeypatch, capsys, arguments, says) -> None:
+    monkeypatch.chdir(trace)
+    with pytest.raises(SystemExit) as left:
+        main(["balance", *arguments])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
