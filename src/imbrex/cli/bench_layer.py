@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return _be_a_rank(args)
     args.board = tempfile.mkdtemp(prefix="imbrex-bench-")
     words = ["bench", "layer", *words_of(args)]
-    code = launch(words, num_ranks=args.ranks, board=Path(args.board), hint=HINT)
+    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=HINT)
     if not code:
         # After a failure the ranks' tracebacks stay there.
         shutil.rmtree(args.board)
