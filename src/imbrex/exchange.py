@@ -8,6 +8,7 @@ crosses the wire, and the token's rank adds the partial sums in rank order: the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Spli
 from imbrex.crossings import Crossings, Geometry
 from imbrex.handshake import DTYPES, agree
 from imbrex.observe import Observer
-from imbrex.placement import split_evenly
+from imbrex.placement import make_split, split_evenly
 from imbrex.transport import make as make_transport
 
 
@@ -31,7 +32,8 @@ class Exchange:
         `r // tensor_parallel`. `None` is one process alone.
     transport, codec: a name or an object; see `imbrex.transport` and `imbrex.codec`. `auto` picks, and
         `transport_reason` says why.
-    split: which replica takes which choice. alignment: rows of a slot are padded to a multiple of it.
+    split: which replica takes which choice, a name in `imbrex.placement.SPLITS` or a function.
+    alignment: rows of a slot are padded to a multiple of it.
     rows_per_slot: from the tokens of the group to the rows that every slot is padded to instead.
     timeout: seconds until a wait for a peer ends in `RankLostError` (`IMBREX_TIMEOUT_S`, 60).
     observer, layer: who is told what happens, and under which number.
@@ -49,7 +51,7 @@ class Exchange:
         tensor_parallel: int = 1,
         transport: str | Transport = "auto",
         codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
-        split: Split = split_evenly,
+        split: str | Split = split_evenly,
         alignment: int = 1,
         rows_per_slot: Callable[[int], int] | None = None,
         timeout: float | None = None,
@@ -67,7 +69,7 @@ class Exchange:
             tensor_parallel=tensor_parallel,
             hidden_size=hidden_size,
             top_k=top_k,
-            split=split,
+            split=make_split(split),
             alignment=alignment,
             rows_per_slot=rows_per_slot,
         )
@@ -106,6 +108,7 @@ class Exchange:
             "top_k": geometry.top_k,
             "the number of experts": geometry.placement.num_experts,
             "the placement": repr(geometry.placement),
+            "the split": getattr(geometry.split, "__name__", type(geometry.split).__name__),
             "tensor_parallel": geometry.tensor_parallel,
             "the transport": self.transport.name,
             "the codecs": " ".join(codec.name for codec in codecs),
@@ -124,6 +127,23 @@ class Exchange:
     @property
     def layer(self) -> int:
         return self._crossings.layer
+
+    def relocate(self, placement: Placement | None = None, split: Split | None = None) -> None:
+        """From the next dispatch on, experts live at `placement` and `split` chooses replicas. What was
+        dispatched before is combined and differentiated as it was planned. Every rank must call it between
+        the same two dispatches, with weights that are already there.
+
+        Raises ValueError where the placement has other experts, or other slots per rank.
+        """
+        old = self.geometry.placement
+        new = old if placement is None else placement
+        if (new.num_experts, new.rank_offsets) != (old.num_experts, old.rank_offsets):
+            raise ValueError(
+                f"Exchange: from {old.num_experts} experts in slots {old.rank_offsets} to {new.num_experts} in "
+                f"{new.rank_offsets}; a placement of another shape needs a new exchange"
+            )
+        self.geometry = replace(self.geometry, placement=new, split=split or self.geometry.split)
+        self._crossings.geometry = self.geometry
 
     def problem_with(self, x: Tensor) -> bool:
         """Whether tokens [..., D] have a wrong width, dtype or device."""

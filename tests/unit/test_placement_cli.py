@@ -61,7 +61,7 @@ def test_replay_compares_policies(trace, capsys) -> None:
         assert mean[ranks, "balanced"] < mean[ranks, "none"]
         assert mean[ranks, "online"] <= mean[ranks, "balanced"] + 1e-9
     for row in rows:
-        assert np.sum(row["loads"], axis=2) == pytest.approx(100)
+        assert np.allclose(np.sum(row["loads"], axis=2), 100, atol=0.05)
         moves = row["policy"] == "online" and row["ranks"] == 4
         assert (sum(row["fetched"]) > 0) == moves
     assert capsys.readouterr().out.count("\n") == 13
