@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.nn.parallel import DistributedDataParallel
 
+from imbrex.experts import Experts
 from imbrex.layer import MoELayer
 
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -131,7 +132,9 @@ def layouts(model: nn.Module) -> dict[str, Layout]:
 
 
 def _layout(layer: MoELayer, name: str, parameter: Tensor) -> Layout:
-    experts = layer.experts
+    experts: nn.Module = layer.experts
+    if not isinstance(experts, Experts):
+        return _layout_of_callers(layer, name, parameter)
     shape = [layer.config.num_experts, *parameter.shape[1:]]
     dim = SHARDED_DIM.get(name, 1)
     if name in SHARDED_DIM:
@@ -146,6 +149,19 @@ def _layout(layer: MoELayer, name: str, parameter: Tensor) -> Layout:
     # The bias added after the tensor ranks' sum is used, and so trained, on the first of them alone.
     writes = name in SHARDED_DIM or experts.shard.rank == 0
     return Layout(shape=tuple(shape), experts=experts.expert_ids, dim=dim, runs=runs, writes=writes)
+
+
+def _layout_of_callers(layer: MoELayer, name: str, parameter: Tensor) -> Layout:
+    """Experts of the caller's: one row of every parameter for each slot, all of it on this rank."""
+    slots = layer.placement.local(layer.ranks.expert_rank)
+    if parameter.dim() < 2 or parameter.shape[0] != len(slots) or layer.ranks.tensor_size > 1:
+        raise ValueError(
+            f"checkpoint: experts.{name} of {type(layer.experts).__name__} is {list(parameter.shape)} for "
+            f"{len(slots)} slots and {layer.ranks.tensor_size} tensor ranks; a caller's experts can be saved "
+            "if every parameter is [slots, ...] and tensor_parallel is 1"
+        )
+    shape = (layer.config.num_experts, *parameter.shape[1:])
+    return Layout(shape=shape, experts=slots, dim=1, runs=((0, 0, shape[1]),), writes=True)
 
 
 def _unwrapped(model: nn.Module, name: str) -> str:

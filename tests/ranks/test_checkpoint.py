@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import imbrex
 from imbrex import checkpoint
+from imbrex.experts import Experts
 from imbrex.gates import Gate
 from imbrex.placement import from_slots
 from tests.ranks.pool import Ranks
@@ -83,7 +84,8 @@ def steps(ranks: Ranks, model: nn.Module, optimizer, first: int, number: int) ->
 def logical_experts(model: nn.Module) -> dict[tuple[str, int, int], torch.Tensor]:
     """Expert parameters of this rank by name, expert and piece of F. The down bias is the first piece's."""
     (layer,) = [m for m in model.modules() if isinstance(m, imbrex.MoELayer)]
-    experts = layer.experts
+    experts: nn.Module = layer.experts
+    assert isinstance(experts, Experts)
     return {
         (name, expert, experts.shard.rank): parameter[slot].detach().clone()
         for name, parameter in experts.named_parameters()

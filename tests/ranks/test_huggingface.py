@@ -38,7 +38,7 @@ def block_of_one(ranks: Ranks, tensor: int, slots):
     group = ranks.group if ranks.world_size > 1 else None
     layer = imbrex.MoELayer(moe_config(SETTINGS), group, tensor_parallel=tensor, placement=placement)
     load_block(layer, weights)
-    held = layer.experts.down_proj.numel()
+    held = sum(p.numel() for name, p in layer.named_parameters() if name == "experts.down_proj")
     return layer(x_TD.chunk(ranks.world_size)[ranks.rank]).detach(), held
 
 

@@ -8,6 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import imbrex
 from imbrex import checkpoint
@@ -131,6 +133,32 @@ def test_other_formats_and_optimizers_are_refused(tmp_path):
     (path / checkpoint.MARK).write_text(json.dumps(mark | {"format": 99}))
     with pytest.raises(ValueError, match="format 99, this version reads 1"):
         checkpoint.load(path, model)
+
+
+class Scaled(nn.Module):
+    """Experts of a caller's that multiply by a number for each slot and column."""
+
+    applies_weights = False
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(shape))
+
+    def forward(self, dispatched):
+        return dispatched.rows_RD * self.scale.repeat_interleave(dispatched.counts_e, 0)
+
+
+def test_a_callers_experts(tmp_path):
+    first, second = (imbrex.MoELayer(CONFIG, experts=Scaled(3, 6)) for _ in range(2))
+    path = checkpoint.save(tmp_path, first, None, 1)
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata["model.experts.scale"]
+    assert isinstance(stored, TensorStorageMetadata)
+    assert len(stored.chunks) == 3
+    checkpoint.load(path, second)
+    x_TD = torch.randn(4, 6)
+    assert torch.equal(first(x_TD), second(x_TD))
+    with pytest.raises(ValueError, match=r"experts\.scale of Scaled is \[1, 6\] for 3 slots"):
+        checkpoint.save(tmp_path, imbrex.MoELayer(CONFIG, experts=Scaled(1, 6)), None, 2)
 
 
 def test_a_place_that_cannot_be_written(tmp_path):

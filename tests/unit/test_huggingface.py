@@ -23,6 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import imbrex
 from imbrex.adapters.huggingface import SafetensorsFolder, block_prefix, load_block, moe_config
+from imbrex.experts import Experts
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -92,6 +93,12 @@ def one_by_one(state, names):
     return found
 
 
+def own_experts(layer: imbrex.MoELayer) -> Experts:
+    experts: torch.nn.Module = layer.experts
+    assert isinstance(experts, Experts)
+    return experts
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_the_block(family):
     block, config = block_of(family)
@@ -152,13 +159,14 @@ def test_only_what_lives_here_is_read():
             return super().__getitem__(name)
 
     layer = imbrex.MoELayer(moe_config(config))
-    layer.experts.expert_ids = (4, 1, -1, -1, -1, -1)
-    before = layer.experts.down_proj[2:].detach().clone()
+    experts = own_experts(layer)
+    experts.expert_ids = (4, 1, -1, -1, -1, -1)
+    before = experts.down_proj[2:].detach().clone()
     load_block(layer, Watched(one_by_one(block.state_dict(), ("w1", "w3", "w2"))))
     assert {name.split(".")[1] for name in read if name.startswith("experts.")} == {"1", "4"}
-    assert torch.equal(layer.experts.down_proj[0], block.experts.down_proj[4])
-    assert torch.equal(layer.experts.down_proj[1], block.experts.down_proj[1])
-    assert torch.equal(layer.experts.down_proj[2:], before)
+    assert torch.equal(experts.down_proj[0], block.experts.down_proj[4])
+    assert torch.equal(experts.down_proj[1], block.experts.down_proj[1])
+    assert torch.equal(experts.down_proj[2:], before)
 
 
 def test_float8_weights_are_expanded(tmp_path):
@@ -179,9 +187,9 @@ def test_float8_weights_are_expanded(tmp_path):
     )
     layer = imbrex.MoELayer(moe_config(config))
     load_block(layer, SafetensorsFolder(tmp_path), "model.layers.3.mlp.")
-    assert torch.equal(layer.experts.gate_up_proj[5, :160], by_hand)
+    assert torch.equal(own_experts(layer).gate_up_proj[5, :160], by_hand)
     want = block.state_dict()["experts.gate_up_proj"]
-    assert torch.equal(layer.experts.gate_up_proj[4], want[4])
+    assert torch.equal(own_experts(layer).gate_up_proj[4], want[4])
 
 
 def test_jitter_of_the_input_is_left_out_with_a_warning():

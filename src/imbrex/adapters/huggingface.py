@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from imbrex import Gate, MoEConfig, MoELayer, SharedExperts
+from imbrex.experts import Experts
 from imbrex.gates import Groups
 
 FP8_BLOCK = 128
@@ -105,9 +106,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
 
 def _load_experts(layer: MoELayer, block: _Block) -> None:
-    experts = layer.experts
-    if experts.down_proj_bias is not None or experts.activation != "swiglu":
-        raise ValueError("load_block: these blocks have SwiGLU experts without bias; build the layer so")
+    experts: nn.Module = layer.experts
+    if not isinstance(experts, Experts) or layer.config.bias or layer.config.activation != "swiglu":
+        raise ValueError(
+            "load_block: these blocks have SwiGLU experts without bias; build the layer from "
+            "moe_config(hf_config), with its own experts"
+        )
     read = _fused(block) if "experts.gate_up_proj" in block else _one_by_one(block)
     wide, width = layer.config.intermediate_size, layer.config.hidden_size
     for slot, expert in enumerate(experts.expert_ids):
