@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,8 @@ class MoELayer(nn.Module):
     tensor_parallel: ranks that share an expert, each with a piece of its width F; divides the group.
     data_group: the ranks that hold the same experts in other expert-parallel groups.
     transport, codec, schedule, experts: a name or the caller's object; `auto` picks, and `reasons` says why.
+        Experts of the caller's are a module that keeps the contract `imbrex.contracts.Experts`, built for
+        this rank's slots.
     losses: coefficients of the auxiliary losses, which `imbrex.aux_loss(model)` collects.
     placement: where the experts live (default: contiguous). split: which replica takes which choice.
     observer, layer: who is told what happens, and under which number. timeout: as in `Exchange`.
@@ -90,7 +93,7 @@ class MoELayer(nn.Module):
         transport: str | Transport = "auto",
         codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
         schedule: str | Strategy = "serial",
-        experts: str = "auto",
+        experts: str | nn.Module = "auto",
         losses: AuxLosses | None = None,
         placement: Placement | None = None,
         split: Split = split_evenly,
@@ -130,16 +133,20 @@ class MoELayer(nn.Module):
             batch=GlobalBatch(self.token_groups),
             **kind,
         )
-        self.experts = Experts(
-            self.placement.local(self.ranks.expert_rank),
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            bias=config.bias,
-            shard=Shard(rank=self.ranks.tensor_rank, size=self.ranks.tensor_size),
-            implementation=experts,
-            seed=self.ranks.agree_on_seed(),
-            **kind,
+        self.experts = (
+            cast("Experts", experts)
+            if isinstance(experts, nn.Module)
+            else Experts(
+                self.placement.local(self.ranks.expert_rank),
+                config.hidden_size,
+                config.intermediate_size,
+                activation=config.activation,
+                bias=config.bias,
+                shard=Shard(rank=self.ranks.tensor_rank, size=self.ranks.tensor_size),
+                implementation=experts,
+                seed=self.ranks.agree_on_seed(),
+                **kind,
+            )
         )
         self._add_shared(config, kind)
         self.routing: Routing | None = None
@@ -171,7 +178,9 @@ class MoELayer(nn.Module):
         transport, experts = self.exchange.transport, self.experts
         return {
             "transport": f"{transport.name}: {self.exchange.transport_reason}",
-            "experts": f"{experts.implementation}: {experts.implementation_reason}",
+            "experts": f"{experts.implementation}: {experts.implementation_reason}"
+            if isinstance(experts, Experts)
+            else f"{type(experts).__name__}: given by the caller",
         }
 
     def close(self) -> None:

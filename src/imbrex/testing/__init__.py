@@ -2,6 +2,17 @@
 
 from imbrex.testing.codecs import CodecReport, check_codec
 from imbrex.testing.conformity import ConformityError
+from imbrex.testing.experts import check_experts
 from imbrex.testing.oracle import dense, round_trip, wired
+from imbrex.testing.transports import check_transport
 
-__all__ = ["CodecReport", "ConformityError", "check_codec", "dense", "round_trip", "wired"]
+__all__ = [
+    "CodecReport",
+    "ConformityError",
+    "check_codec",
+    "check_experts",
+    "check_transport",
+    "dense",
+    "round_trip",
+    "wired",
+]

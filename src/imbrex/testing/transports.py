@@ -1,0 +1,152 @@
+"""Does a transport keep its contract?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex import transport as transports
+from imbrex.contracts import Traffic, Transport
+from imbrex.testing.conformity import ConformityError, require
+
+TOKENS = (5, 0, 17, 1)
+"""Tokens of every rank in turn."""
+KINDS = ("nothing", "everything", "random", "to the last rank", "one row")
+
+
+def check_transport(
+    transport: str | Transport,
+    group: dist.ProcessGroup | None,
+    *,
+    widths: tuple[int, ...] = (1, 7, 64),
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> None:
+    """Check a transport of `group`, by name or the object. Call it on every rank of the group.
+
+    Counts reach every rank; every row arrives, byte for byte, at the ranks that want it, by source rank, then
+    token, and comes back in the order it was sent; for rows of odd widths, ranks without tokens, traffic to
+    one rank only and none at all; twice the same; with two moves under way at once; and nothing that it is
+    given changes. A replicated transport sums and moves nothing.
+
+    Raises ConformityError on every rank, with what does not hold on the first rank that found it.
+    """
+    made, _ = transports.make(transport, group, num_ranks=_size(group), top_k=1)
+    check = _Check(made, group, torch.device(device), seed)
+    check.together("counts", check.counts)
+    if made.replicated:
+        check.together("sums", check.sums)
+        return
+    for kind in KINDS:
+        for width in widths:
+            for way, rows in (("out", check.rows_out), ("back", check.rows_back)):
+                check.together(f"{kind}, rows of {width} bytes {way}", partial(rows, kind, width))
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+class _Check:
+    def __init__(
+        self, transport: Transport, group: dist.ProcessGroup | None, device: torch.device, seed: int
+    ) -> None:
+        self.transport, self.group, self.device, self.seed = transport, group, device, seed
+        self.world, self.rank = _size(group), 0 if group is None else dist.get_rank(group)
+
+    def together(self, what: str, check) -> None:
+        """Run a check, then tell every rank, so that no rank waits for one that has left."""
+        found = None
+        try:
+            check()
+        except ConformityError as error:
+            found = f"{self.transport.name}: {what}: {error}"
+        told = [found]
+        if self.group is not None:
+            told = [None] * self.world
+            dist.all_gather_object(told, found, group=self.group)
+        for rank, text in enumerate(told):
+            require(text is None, f"rank {rank}: {text}")
+
+    def counts(self) -> None:
+        for length in (1, 5):
+            mine = torch.arange(length, device=self.device) - 3 * self.rank + (1 << 40)
+            gathered = self.transport.exchange_counts(mine)
+            wanted = torch.arange(length) - 3 * torch.arange(self.world)[:, None] + (1 << 40)
+            require(gathered.device.type == "cpu", "the counts of all ranks are not on the host")
+            require(torch.equal(gathered, wanted), f"counts {gathered.tolist()} instead of {wanted.tolist()}")
+
+    def sums(self) -> None:
+        partial_TD = torch.full((3, 5), self.rank + 1.0, device=self.device)
+        summed = self.transport.all_reduce(partial_TD)
+        require(bool((partial_TD == self.rank + 1).all()), "summing changed what it was given")
+        require(bool((summed == self.world * (self.world + 1) / 2).all()), f"summed to {summed[0, 0].item()}")
+
+    def rows_out(self, kind: str, width: int) -> None:
+        wanted = [self._wanted(kind, rank) for rank in range(self.world)]
+        sent_TB = self._content(self.rank, torch.arange(len(wanted[self.rank])), 0, width)
+        expected = [
+            self._content(source, wanted[source][:, self.rank].nonzero()[:, 0], 0, width)
+            for source in range(self.world)
+        ]
+        self._move(self.transport.begin_move, sent_TB, self._traffic(wanted), torch.cat(expected))
+
+    def rows_back(self, kind: str, width: int) -> None:
+        wanted = [self._wanted(kind, rank) for rank in range(self.world)]
+
+        def written(reader: int, source: int) -> Tensor:
+            """What `reader` writes to send back for the tokens it had from `source`."""
+            return self._content(reader, wanted[source][:, reader].nonzero()[:, 0], source + 1, width)
+
+        returned_MB = torch.cat([written(self.rank, source) for source in range(self.world)])
+        expected = torch.cat([written(reader, self.rank) for reader in range(self.world)])
+        self._move(self.transport.begin_move_back, returned_MB, self._traffic(wanted), expected)
+
+    def _traffic(self, wanted: list[Tensor]) -> Traffic:
+        counts_WW = torch.stack([w.sum(0) for w in wanted])
+        return Traffic(
+            sent_tokens_N=wanted[self.rank].T.nonzero()[:, 1].to(self.device),
+            splits_2W=torch.stack([counts_WW[self.rank], counts_WW[:, self.rank]]),
+        )
+
+    def _move(self, begin, encoded: Tensor, traffic: Traffic, expected: Tensor) -> None:
+        encoded = encoded.to(self.device)
+        kept = encoded.clone()
+        under_way = begin(encoded, traffic), begin(encoded, traffic)
+        # on the host: both are waited for first, for a rank that stops between them would keep the others
+        arrived = [pending.finish().cpu() for pending in under_way]
+        for number, moved in enumerate(arrived):
+            shape, wanted = list(moved.shape), list(expected.shape)
+            require(moved.dtype == torch.uint8, f"they arrive as {moved.dtype}")
+            require(shape == wanted, f"they arrive as {shape} instead of {wanted}")
+            wrong = (moved != expected).any(1).nonzero().flatten().tolist()
+            require(not wrong, f"row {wrong[:1]} is not what was sent (move {number + 1} of 2)")
+        require(torch.equal(kept, encoded), "the move changed what it was given")
+
+    def _wanted(self, kind: str, rank: int) -> Tensor:
+        """Which tokens of `rank` go to which other ranks, bool [T, W]."""
+        tokens = TOKENS[rank % len(TOKENS)]
+        drawn = torch.Generator().manual_seed(self.seed + rank)
+        wanted = torch.rand(tokens, self.world, generator=drawn) < 0.4
+        if kind == "nothing":
+            wanted[:] = False
+        elif kind == "everything" or self.transport.broadcasts:
+            wanted[:] = True
+        elif kind == "to the last rank":
+            wanted[:] = torch.arange(self.world) == self.world - 1
+        elif kind == "one row":
+            wanted[:] = False
+            wanted[:1, 0] = rank == self.world - 1 or rank == 2
+        if self.transport.broadcasts:
+            wanted[:] = True
+        wanted[:, rank] = False
+        return wanted
+
+    def _content(self, source: int, tokens: Tensor, way: int, width: int) -> Tensor:
+        """Bytes that say where a row comes from: uint8 [tokens, width]."""
+        column = torch.arange(width)
+        values = (tokens[:, None] + 1) * 31 + source * 57 + way * 101 + column * (7 + source + way)
+        return (values % 251).to(torch.uint8)
