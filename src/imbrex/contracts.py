@@ -94,17 +94,13 @@ class Plan:
 class Handle:
     """What `combine` and the backward need of a dispatch; a compiled graph can hold it.
 
-    The pool of a rank is its own T tokens followed by the M rows received, by source rank, then token.
     weights_R: float32; the routing weight of every row, 0 for padding. Differentiable.
-    source_R: int64; pool row that a row was copied from, `-1` for padding.
-    position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
+    state: what the crossings that made it know of the rows; theirs alone.
     num_tokens: T.
     """
 
     weights_R: Tensor
-    source_R: Tensor
-    position_PK: Tensor
-    traffic: Traffic
+    state: tuple[Tensor, ...]
     num_tokens: int
 
 

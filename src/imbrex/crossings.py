@@ -9,8 +9,9 @@ The gradient of combine runs the upper line with dy, that of dispatch the lower 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +50,20 @@ class Geometry:
         return min(self.top_k, len(self.local_slots))
 
 
+def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
+    """source_R, position_PK and traffic from the state of a `Handle`.
+
+    The pool of a rank is its own T tokens followed by the M rows received, by source rank, then token.
+    source_R: int64; pool row that a row was copied from, `-1` for padding.
+    position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
+    """
+    source_R, position_PK, sent_tokens_N, splits_2W = state
+    return source_R, position_PK, Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
+
+
 class Crossings:
-    """State of an exchange that its operators reach by `key`. A ticket names a crossing begun earlier."""
+    """What the operators of an exchange do, over a transport that moves rows. They find it by `key`; a
+    ticket names a crossing begun earlier."""
 
     def __init__(
         self,
@@ -164,12 +177,16 @@ class Crossings:
             labels = [made.slot_TK.int(), made.position_TK.int(), weights_TK]
             return made, self.start_out([x_TD, *labels], self.wire.dispatch, x_TD.dtype, made.traffic)
 
+    def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
+        """The shapes of `State`, for the compiler. `size` makes sizes that only the run knows."""
+        source_R = ids_TK.new_empty(rows)
+        position_PK = ids_TK.new_empty(size(), ids_TK.shape[1])
+        return [source_R, position_PK, ids_TK.new_empty(size()), torch.empty(2, self.world_size).long()]
+
     def run_dispatch(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, ticket: int
-    ) -> tuple[Tensor, ...]:
-        made, pending = (
-            self.begun.pop(ticket) if ticket >= 0 else self.start_dispatch(x_TD, weights_TK, ids_TK)
-        )
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        made, pending = self.begun.pop(ticket, None) or self.start_dispatch(x_TD, weights_TK, ids_TK)
         with self.observer.span("dispatch", layer=self.layer):
             received = pending.finish()
             width, top_k = x_TD.shape[1], ids_TK.shape[1]
@@ -184,28 +201,20 @@ class Crossings:
             )
             rows_RD = rows.expand([x_TD, foreign], source_R)
         self.observer.count("rows", made.num_rows, layer=self.layer)
-        traffic = made.traffic
-        return (
-            rows_RD,
-            weights_R,
-            made.counts_e,
-            source_R,
-            position_PK,
-            traffic.sent_tokens_N,
-            traffic.splits_2W,
-        )
+        state = [source_R, position_PK, made.traffic.sent_tokens_N, made.traffic.splits_2W]
+        return rows_RD, weights_R, made.counts_e, state
 
     def run_dispatch_backward(
-        self, d_rows_RD: Tensor, d_weights_R: Tensor, position_PK: Tensor, traffic: Traffic, num_tokens: int
+        self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int
     ) -> tuple[Tensor, Tensor]:
+        _, position_PK, traffic = read_state(state)
         with self.observer.span("dispatch_backward", layer=self.layer):
             partial_PD = rows.reduce(d_rows_RD, position_PK, None, self.geometry.most_rows)
             d_weights_PK = rows.pick_scalars(d_weights_R, position_PK)
             codec, dtype = self.wire.dispatch_backward, d_rows_RD.dtype
             if self.transport.replicated:
-                return self.transport.all_reduce(partial_PD.to(dtype)), self.transport.all_reduce(
-                    d_weights_PK
-                )
+                d_x_TD = self.transport.all_reduce(partial_PD.to(dtype))
+                return d_x_TD, self.transport.all_reduce(d_weights_PK)
             foreign = [partial_PD[num_tokens:], d_weights_PK[num_tokens:]]
             received = self.start_back(foreign, codec, dtype, traffic).finish()
             nbytes = codec.nbytes(partial_PD.shape[1], dtype)
@@ -215,52 +224,44 @@ class Crossings:
             return d_x_TD.to(dtype), self._sum_home(d_weights_PK[:num_tokens], d_weights, traffic)
 
     def start_combine(
-        self,
-        rows_RD: Tensor,
-        weights_R: Tensor | None,
-        position_PK: Tensor,
-        traffic: Traffic,
-        num_tokens: int,
+        self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int
     ) -> tuple[Tensor, Pending | None]:
         """The partial sums, and the crossing of those of other ranks' tokens."""
+        _, position_PK, traffic = read_state(state)
         with self.observer.span("combine", layer=self.layer):
             partial_PD = rows.reduce(rows_RD, position_PK, weights_R, self.geometry.most_rows)
             if self.transport.replicated:
                 return partial_PD, None
             foreign = [partial_PD[num_tokens:]]
-            return partial_PD[:num_tokens], self.start_back(
-                foreign, self.wire.combine, rows_RD.dtype, traffic
-            )
+            crossing = self.start_back(foreign, self.wire.combine, rows_RD.dtype, traffic)
+            return partial_PD[:num_tokens], crossing
 
     def run_combine(
         self,
         rows_RD: Tensor,
         weights_R: Tensor | None,
         addend_TD: Tensor | None,
-        position_PK: Tensor,
-        traffic: Traffic,
+        state: Sequence[Tensor],
         num_tokens: int,
         ticket: int,
     ) -> Tensor:
-        own_TD, pending = (
-            self.begun.pop(ticket)
-            if ticket >= 0
-            else self.start_combine(rows_RD, weights_R, position_PK, traffic, num_tokens)
-        )
+        started = self.begun.pop(ticket, None)
+        own_TD, pending = started or self.start_combine(rows_RD, weights_R, state, num_tokens)
         with self.observer.span("combine", layer=self.layer):
             dtype = rows_RD.dtype
             if pending is None:
                 y_TD = self.transport.all_reduce(own_TD.to(dtype)).float()
             else:
                 sent_back = self.wire.combine.decode(pending.finish(), own_TD.shape[1], dtype)
-                y_TD = self._sum_home(own_TD, sent_back, traffic)
+                y_TD = self._sum_home(own_TD, sent_back, read_state(state)[2])
             if addend_TD is not None:
                 y_TD = y_TD + addend_TD.float()
             return y_TD.to(dtype)
 
     def run_combine_backward(
-        self, d_y_TD: Tensor, rows_RD: Tensor, weights_R: Tensor | None, source_R: Tensor, traffic: Traffic
+        self, d_y_TD: Tensor, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
+        source_R, _, traffic = read_state(state)
         with self.observer.span("combine_backward", layer=self.layer):
             pool = [d_y_TD]
             if not self.transport.replicated:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from imbrex import ops
 from imbrex.codec import check_bytes, make_wire
-from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Traffic, Transport, Wire
+from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
 from imbrex.crossings import Crossings, Geometry
 from imbrex.handshake import DTYPES, agree
 from imbrex.observe import Observer
@@ -181,16 +181,10 @@ class Exchange:
         ):
             # An operator refuses tensors of several devices before its body can tell the other ranks.
             self._crossings.handshake(x_TD, routing)
-        rows_RD, weights_R, counts_e, source_R, position_PK, sent, splits = ops.dispatch(
+        rows_RD, weights_R, counts_e, state = ops.dispatch(
             x_TD, routing.weights_TK, routing.ids_TK, self._crossings.key, ticket
         )
-        handle = Handle(
-            weights_R=weights_R,
-            source_R=source_R,
-            position_PK=position_PK,
-            traffic=Traffic(sent_tokens_N=sent, splits_2W=splits),
-            num_tokens=x_TD.shape[0],
-        )
+        handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0])
         return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle)
 
     def combine(
@@ -207,9 +201,7 @@ class Exchange:
         """Start a combine; its `finish(addend)` gives what `combine` gives. Not inside a compiled graph."""
         weights_R = None if weighted else handle.weights_R
         with torch.no_grad():
-            started = self._crossings.start_combine(
-                rows_RD, weights_R, handle.position_PK, handle.traffic, handle.num_tokens
-            )
+            started = self._crossings.start_combine(rows_RD, weights_R, handle.state, handle.num_tokens)
         return BegunCombine(self, rows_RD, handle, weighted, self._crossings.begin(*started))
 
     def _combine(
@@ -219,10 +211,7 @@ class Exchange:
             rows_RD,
             None if weighted else handle.weights_R,
             addend,
-            handle.source_R,
-            handle.position_PK,
-            handle.traffic.sent_tokens_N,
-            handle.traffic.splits_2W,
+            handle.state,
             handle.num_tokens,
             self._crossings.key,
             ticket,

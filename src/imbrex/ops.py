@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.library import custom_op, get_ctx
 
 from imbrex import waiting
-from imbrex.contracts import Traffic
 from imbrex.grouped import run_grouped_mm, run_grouped_wgrad
 
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -48,58 +47,45 @@ def owner_of(key: int) -> Any:
 @custom_op("imbrex::dispatch", mutates_args=())
 def dispatch(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, ticket: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """rows_RD, weights_R, counts_e, source_R, position_PK, sent_tokens_N, splits_2W. See `Exchange`."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """rows_RD, weights_R, counts_e, and the state that the other operators want. See `Exchange`."""
     return owner_of(key).run_dispatch(x_TD, weights_TK, ids_TK, ticket)
 
 
 @dispatch.register_fake
 def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, ticket: int):
-    owner = owner_of(key)
-    rows, pool, sent = (get_ctx().new_dynamic_size() for _ in range(3))
+    owner, size = owner_of(key), get_ctx().new_dynamic_size
+    rows = size()
     return (
         x_TD.new_empty(rows, x_TD.shape[1]),
         weights_TK.new_empty(rows),
         ids_TK.new_empty(owner.num_local_slots),
-        ids_TK.new_empty(rows),
-        ids_TK.new_empty(pool, ids_TK.shape[1]),
-        ids_TK.new_empty(sent),
-        torch.empty(2, owner.world_size, dtype=torch.int64),
+        owner.fake_state(ids_TK, rows, size),
     )
 
 
 @custom_op("imbrex::dispatch_backward", mutates_args=())
 def dispatch_backward(
-    d_rows_RD: Tensor,
-    d_weights_R: Tensor,
-    position_PK: Tensor,
-    sent_tokens_N: Tensor,
-    splits_2W: Tensor,
-    num_tokens: int,
-    key: int,
+    d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int, top_k: int, key: int
 ) -> tuple[Tensor, Tensor]:
     """d_x_TD, d_weights_TK."""
-    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
-    return owner_of(key).run_dispatch_backward(d_rows_RD, d_weights_R, position_PK, traffic, num_tokens)
+    return owner_of(key).run_dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens)
 
 
 @dispatch_backward.register_fake
-def _(d_rows_RD, d_weights_R, position_PK, sent_tokens_N, splits_2W, num_tokens, key):
-    return (
-        d_rows_RD.new_empty(num_tokens, d_rows_RD.shape[1]),
-        d_weights_R.new_empty(num_tokens, position_PK.shape[1]),
-    )
+def _(d_rows_RD, d_weights_R, state, num_tokens, top_k, key):
+    return d_rows_RD.new_empty(num_tokens, d_rows_RD.shape[1]), d_weights_R.new_empty(num_tokens, top_k)
 
 
 def _dispatch_setup(ctx, inputs, output):
-    x_TD, _weights, _ids, ctx.key, _ticket = inputs
-    ctx.num_tokens = x_TD.shape[0]
-    ctx.save_for_backward(*output[4:7])
+    _x, weights_TK, _ids, ctx.key, _ticket = inputs
+    ctx.shape = weights_TK.shape
+    ctx.save_for_backward(*output[3])
 
 
 def _dispatch_backward(ctx, d_rows_RD, d_weights_R, *_):
     d_x_TD, d_weights_TK = dispatch_backward(
-        d_rows_RD, d_weights_R, *ctx.saved_tensors, ctx.num_tokens, ctx.key
+        d_rows_RD, d_weights_R, list(ctx.saved_tensors), *ctx.shape, ctx.key
     )
     return d_x_TD, d_weights_TK, None, None, None
 
@@ -112,56 +98,45 @@ def combine(
     rows_RD: Tensor,
     weights_R: Tensor | None,
     addend_TD: Tensor | None,
-    source_R: Tensor,
-    position_PK: Tensor,
-    sent_tokens_N: Tensor,
-    splits_2W: Tensor,
+    state: Sequence[Tensor],
     num_tokens: int,
     key: int,
     ticket: int,
 ) -> Tensor:
     """y_TD, the rows of every token summed, times `weights_R` where given."""
-    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
-    return owner_of(key).run_combine(rows_RD, weights_R, addend_TD, position_PK, traffic, num_tokens, ticket)
+    return owner_of(key).run_combine(rows_RD, weights_R, addend_TD, state, num_tokens, ticket)
 
 
 @combine.register_fake
-def _(
-    rows_RD, weights_R, addend_TD, source_R, position_PK, sent_tokens_N, splits_2W, num_tokens, key, ticket
-):
+def _(rows_RD, weights_R, addend_TD, state, num_tokens, key, ticket):
     return rows_RD.new_empty(num_tokens, rows_RD.shape[1])
 
 
 @custom_op("imbrex::combine_backward", mutates_args=())
 def combine_backward(
-    d_y_TD: Tensor,
-    rows_RD: Tensor,
-    weights_R: Tensor | None,
-    source_R: Tensor,
-    sent_tokens_N: Tensor,
-    splits_2W: Tensor,
-    key: int,
+    d_y_TD: Tensor, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], key: int
 ) -> tuple[Tensor, Tensor]:
     """d_rows_RD, d_weights_R (zeros without weights)."""
-    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
-    return owner_of(key).run_combine_backward(d_y_TD, rows_RD, weights_R, source_R, traffic)
+    return owner_of(key).run_combine_backward(d_y_TD, rows_RD, weights_R, state)
 
 
 @combine_backward.register_fake
-def _(d_y_TD, rows_RD, weights_R, source_R, sent_tokens_N, splits_2W, key):
+def _(d_y_TD, rows_RD, weights_R, state, key):
     return torch.empty_like(rows_RD), rows_RD.new_empty(rows_RD.shape[0], dtype=torch.float32)
 
 
 def _combine_setup(ctx, inputs, output):
-    rows_RD, weights_R, addend, source_R, _position, sent, splits, _tokens, ctx.key, _ticket = inputs
+    rows_RD, weights_R, addend, state, _tokens, ctx.key, _ticket = inputs
     ctx.has_addend, ctx.has_weights = addend is not None, weights_R is not None
-    ctx.save_for_backward(rows_RD, weights_R, source_R, sent, splits)
+    ctx.num_state = len(state)
+    ctx.save_for_backward(rows_RD, weights_R, *state)
 
 
 def _combine_backward(ctx, d_y_TD):
-    d_rows_RD, d_weights_R = combine_backward(d_y_TD, *ctx.saved_tensors, ctx.key)
-    d_weights = d_weights_R if ctx.has_weights else None
-    return d_rows_RD, d_weights, d_y_TD if ctx.has_addend else None, *[None] * 7
+    rows_RD, weights_R, *state = ctx.saved_tensors
+    d_rows_RD, d_weights_R = combine_backward(d_y_TD, rows_RD, weights_R, state, ctx.key)
+    d_weights, d_addend = d_weights_R if ctx.has_weights else None, d_y_TD if ctx.has_addend else None
+    return d_rows_RD, d_weights, d_addend, [None] * ctx.num_state, None, None, None
 
 
 combine.register_autograd(_combine_backward, setup_context=_combine_setup)

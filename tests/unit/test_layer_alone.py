@@ -131,8 +131,9 @@ def test_operators_obey_torchs_rules(op: str) -> None:
     key = exchange._crossings.key
     inputs = (x, weights, ids, key, -1)
     if op == "combine":
-        rows, weights_R, _, *rest = (t.detach() for t in ops.dispatch(*inputs))
-        inputs = (rows.requires_grad_(), weights_R.requires_grad_(), None, *rest, 5, key, -1)
+        rows, weights_R, _, state = ops.dispatch(*inputs)
+        rows, weights_R = (t.detach().requires_grad_() for t in (rows, weights_R))
+        inputs = (rows, weights_R, None, state, 5, key, -1)
     torch.library.opcheck(getattr(ops, op), inputs, test_utils=("test_schema", "test_faketensor"))
     if op == "dispatch":
         outputs = ops.dispatch(*inputs)
