@@ -10,7 +10,8 @@ from torch import Tensor
 from imbrex.kernels.experts_ffn import ffn, supports
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
-from imbrex.kernels.experts_tiling import gemm_variants
+from imbrex.kernels.experts_tiling import gemm_choices
+from imbrex.kernels.experts_tokens import ffn_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -26,11 +27,8 @@ CASES = {
     "many rows": ([700, 512, 3, 900], 2048, 1024),
     "half tiles": ([129, 200], 192, 384),
 }
-TILINGS = sorted({tiling for _, _, tiling, _ in gemm_variants()}, key=str)
-
-WGRAD_TILINGS = sorted(
-    {tiling for layout, _, tiling, _ in gemm_variants() if layout is Layout.WGRAD}, key=str
-)
+TILINGS = sorted({choice.tiling for choice in gemm_choices()}, key=str)
+WGRAD_TILINGS = sorted({c.tiling for c in gemm_choices() if c.layout is Layout.WGRAD}, key=str)
 
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -127,9 +125,7 @@ def test_gradient_of_rows(case, tiling: Tiling) -> None:
     check_rows(out, per_expert(counts, d_out, b))
 
 
-@pytest.mark.parametrize(
-    "tiling", sorted({t for layout, _, t, _ in gemm_variants() if layout is Layout.WGRAD}, key=str), ids=str
-)
+@pytest.mark.parametrize("tiling", WGRAD_TILINGS, ids=str)
 def test_gradient_of_weights(case, tiling: Tiling) -> None:
     counts, a, b = case
     groups, rows = groups_of(counts), sum(counts)
@@ -228,6 +224,26 @@ def test_gather_and_sum_are_exact() -> None:
         part = rows[position[:, k].clamp_min(0)].float() * weights[:, k, None]
         reference += torch.where(position[:, k, None] >= 0, part, 0.0)
     assert error(sum_rows(rows, position, weights), reference) < LIMIT
+
+
+def test_tokens_to_weighted_sums() -> None:
+    torch.manual_seed(6)
+    tokens, choices, experts, width, inner = 300, 3, 5, 256, 136
+    x, gate_up = draw(tokens, width), draw(experts, 2 * inner, width, scale=1 / 16)
+    down, weights = draw(experts, width, inner, scale=1 / 12), torch.rand(tokens, choices, device=CUDA)
+    ids = torch.rand(tokens, experts, device=CUDA).argsort(1)[:, :choices]
+    order = ids.flatten().argsort(stable=True)
+    position = torch.empty_like(order)
+    position[order] = torch.arange(order.numel(), device=CUDA)
+    counts = torch.bincount(ids.flatten(), minlength=experts)
+    found = ffn_tokens(x, gate_up, down, counts, order // choices, position.view(tokens, choices), weights)
+    rows = x[order // choices].double()
+    flat = weights.flatten()[order].double()
+    exact = reference_ffn(counts.tolist(), rows, gate_up.double(), down.double(), flat)
+    reference = torch.zeros(tokens, width, device=CUDA, dtype=torch.float64).index_add(
+        0, order // choices, exact
+    )
+    assert error(found, reference) < 5e-3
 
 
 def test_what_is_not_supported_is_said() -> None:

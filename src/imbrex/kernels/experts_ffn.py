@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, gemm_variant, launch_gemm
-from imbrex.kernels.experts_glue import Groups, glue_variants, plan_groups, swiglu_backward
-from imbrex.kernels.experts_tiling import choose_tiling, gemm_variants
+from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
+from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant, unavailable
 
 # Plain dispatcher registrations: `custom_op` adds host time to every call.
 _library = Library("imbrex_experts", "DEF")
 _library.define(
     "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor counts_e, Tensor? weights_R, bool keep)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "ffn_backward(Tensor d_y_RD, Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor counts_e,"
+    "ffn_backward(Tensor d_y_RD, Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor plan,"
     " Tensor? weights_R, Tensor gate_up_RG, bool need_rows, bool need_weights)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
@@ -85,22 +85,37 @@ def run_ffn(
     counts_e: Tensor,
     weights_R: Tensor | None,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """y_RD, and gate_up_RG where kept (else empty)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y_RD; gate_up_RG where kept (else empty); the plan of the groups, for the backward."""
     groups, rows_RD = plan_groups(counts_e), rows_RD.contiguous()
     gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
+    y_RD = run_experts(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG if keep else None)
+    return y_RD, gate_up_RG, groups.plan
+
+
+def run_experts(
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    groups: Groups,
+    weights_R: Tensor | None = None,
+    gate_up_RG: Tensor | None = None,
+) -> Tensor:
+    """y_RD, and gate and up into `gate_up_RG` where given."""
     act_RF = rows_RD.new_empty(rows_RD.shape[0], down_eDF.shape[2])
     y_RD = torch.empty_like(rows_RD)
     if rows_RD.shape[0]:
-        up = Epilogue.SWIGLU_KEEP if keep else Epilogue.SWIGLU
-        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, gate_up=gate_up_RG if keep else None)
+        up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, gate_up=gate_up_RG)
         down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
         _gemm(Layout.FORWARD, act_RF, down_eDF, groups, y_RD, down, weights=weights_R)
-    return y_RD, gate_up_RG
+    return y_RD
 
 
 def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
-    return torch.empty_like(rows_RD), rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
+    gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
+    plan = counts_e.new_empty(COUNTERS + counts_e.shape[0], dtype=torch.int32)
+    return torch.empty_like(rows_RD), gate_up_RG, plan
 
 
 def run_ffn_backward(
@@ -108,14 +123,14 @@ def run_ffn_backward(
     rows_RD: Tensor,
     gate_up_eGD: Tensor,
     down_eDF: Tensor,
-    counts_e: Tensor,
+    plan: Tensor,
     weights_R: Tensor | None,
     gate_up_RG: Tensor,
     need_rows: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed."""
-    rows, groups = rows_RD.shape[0], plan_groups(counts_e)
+    rows, groups = rows_RD.shape[0], Groups(plan=plan)
     d_y_RD, rows_RD = d_y_RD.contiguous(), rows_RD.contiguous()
     d_rows_RD = torch.empty_like(rows_RD) if need_rows else rows_RD.new_empty(0)
     if rows == 0:
@@ -141,7 +156,7 @@ def run_ffn_backward(
 
 
 def _fake_ffn_backward(
-    d_y_RD, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, gate_up_RG, need_rows, need_weights
+    d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, need_rows, need_weights
 ):
     return (
         torch.empty_like(rows_RD) if need_rows else rows_RD.new_empty(0),
@@ -152,11 +167,16 @@ def _fake_ffn_backward(
 
 
 def _setup(ctx, inputs, output):
-    rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, _keep = inputs
-    ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, output[1])
+    rows_RD, gate_up_eGD, down_eDF, _counts, weights_R, _keep = inputs
+    _y, gate_up_RG, plan = output
+    ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
+    ctx.mark_non_differentiable(gate_up_RG, plan)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, d_y_RD, _d_gate_up_RG):
+def _backward(ctx, d_y_RD, *_):
+    if d_y_RD is None:
+        return (None,) * 6
     rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
     needs_weight_gradients = gate_up or down
     d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts.ffn_backward(
@@ -208,4 +228,5 @@ def _gemm(
 
 def shipped_variants() -> list[Variant]:
     """Every kernel that `ffn` and its backward can launch."""
-    return [*glue_variants(), *(gemm_variant(*choice) for choice in gemm_variants())]
+    gemms = [gemm_variant(c.layout, c.epilogue, c.tiling, c.wide) for c in gemm_choices()]
+    return [*glue_variants(), *gemms]

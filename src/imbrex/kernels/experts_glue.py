@@ -17,12 +17,23 @@ _BLOCKS_PER_SM = 8
 _UNIT = 8  # bf16 values in 16 bytes
 
 
+COUNTERS = 4
+"""int32 zeros that tile schedulers count in, in front of the ends."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Where the rows of every expert end (int32 [e]), and the zeros that tile schedulers count in."""
+    """Where the rows of every expert end. `plan`: int32 [COUNTERS + e] on the device."""
 
-    ends_e: Tensor
-    counter: Tensor
+    plan: Tensor
+
+    @property
+    def ends_e(self) -> Tensor:
+        return self.plan[COUNTERS:]
+
+    @property
+    def counter(self) -> Tensor:
+        return self.plan[:2]
 
 
 def glue_variants() -> list[Variant]:
@@ -42,11 +53,11 @@ def _blocks(device: torch.device) -> int:
 def plan_groups(counts_e: Tensor) -> Groups:
     """int64 [e] rows of every expert to their ends; one small kernel, nothing on the host."""
     device, experts = counts_e.device, counts_e.numel()
-    buffer = torch.empty(4 + experts, dtype=torch.int32, device=device)
+    plan = torch.empty(COUNTERS + experts, dtype=torch.int32, device=device)
     _kernel("plan_groups", device).launch(
-        grid=1, block=32, args=[counts_e.contiguous(), buffer[4:], buffer, experts, 4]
+        grid=1, block=32, args=[counts_e.contiguous(), plan[COUNTERS:], plan, experts, COUNTERS]
     )
-    return Groups(ends_e=buffer[4:], counter=buffer[:2])
+    return Groups(plan=plan)
 
 
 def swiglu_backward(

@@ -1,15 +1,17 @@
 """Which tile a grouped GEMM gets: a small measured model. Every choice gives the same numbers.
 
-A product's time is taken as waves of tiles over the SMs, times the cost of a tile in units of a full 128 x 256
-one (measured on an H200 at 4 to 1024 rows an expert). Where tiles are plentiful the largest wins; with few rows
-or few experts the smaller ones fill the SMs. Example: 2 experts of 64 rows, 4096 columns: 32 tiles of 128 x 256
-keep 32 of 132 SMs busy for 1.0; 128 tiles of 64 x 128 all of them for 0.4 (measured 140 and 67 us).
+A product's time is taken as waves of tiles over the SMs, times the cost of a tile in units of a full one of
+128 x 256 (measured on an H200 at 4 to 1024 rows an expert). Where tiles are plentiful the largest wins; with
+few rows or few experts the smaller ones fill the SMs. Example: 2 experts of 64 rows, 4096 columns: 32 tiles
+of 128 x 256 keep 32 of 132 SMs busy for 1.0, 128 tiles of 64 x 128 all of them for 0.4 (measured 140, 67 us).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from dataclasses import dataclass
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling
 
@@ -24,7 +26,7 @@ OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
 
 _COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.58, SMALL: 0.4}
 _TAIL_COST = 0.65
-"""A tile whose second group has no rows, over a full one."""
+"""The last tile of an expert where its second group has no rows, over a full one."""
 _LARGE_GRADIENT = 8 << 20
 """Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
 
@@ -46,17 +48,29 @@ def choose_tiling(
 def _waves(tiling: Tiling, rows: int, experts: int, columns: int, sms: int) -> float:
     high = math.ceil(rows / tiling.block_m)
     cost = _COSTS[tiling]
-    if tiling.groups == 2 and 0 < rows % tiling.block_m <= 64:
+    if tiling.groups == 2 and high > 1 and 0 < rows % tiling.block_m <= 64:
         cost *= (high - 1 + _TAIL_COST) / high
     return math.ceil(experts * high * math.ceil(columns / tiling.block_n) / sms) * cost
 
 
-def gemm_variants() -> list[tuple[Layout, Epilogue, Tiling, bool]]:
-    """Everything `choose_tiling` can ask for, and whether operands are loaded in wide boxes."""
-    pairs = [
-        *((Layout.FORWARD, epilogue, tiling) for epilogue in Epilogue for tiling in _COSTS),
-        *((Layout.DGRAD, Epilogue.PLAIN, tiling) for tiling in _COSTS),
-        *((Layout.WGRAD, Epilogue.PLAIN, tiling) for tiling in (SHARED, OWN)),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One kernel; `wide` as in gemm.cu."""
+
+    layout: Layout
+    epilogue: Epilogue
+    tiling: Tiling
+    wide: bool = False
+
+
+def gemm_choices() -> list[Choice]:
+    """Everything that `choose_tiling` can ask for."""
+    found = [
+        Choice(layout=Layout.FORWARD, epilogue=epilogue, tiling=tiling)
+        for epilogue in Epilogue
+        for tiling in _COSTS
     ]
-    widths = {Layout.FORWARD: (False,), Layout.DGRAD: (True, False), Layout.WGRAD: (True, False)}
-    return [(*pair, wide) for pair in pairs for wide in widths[pair[0]]]
+    for layout, tilings in ((Layout.DGRAD, tuple(_COSTS)), (Layout.WGRAD, (SHARED, OWN))):
+        for tiling, wide in itertools.product(tilings, (True, False)):
+            found.append(Choice(layout=layout, epilogue=Epilogue.PLAIN, tiling=tiling, wide=wide))
+    return found

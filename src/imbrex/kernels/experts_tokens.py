@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imbrex.kernels.experts_ffn import run_ffn
+from imbrex.kernels.experts_ffn import run_experts
 from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
 
 
@@ -23,7 +23,10 @@ def ffn_tokens(
 
     source_R: int64, token of every expert-major row; position_TK: int64, row of every choice, `-1` where it
     is not computed here. No gradients.
+
+    The rows are copied into expert order first. A first GEMM that gathered them itself (cp.async by three warps)
+    was slower by more than the copy costs: 329 us against 309 (Qwen3, 16384 rows).
     """
-    rows_RD = gather_rows(x_TD, source_R, plan_groups(counts_e).ends_e)
-    y_RD, _ = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, None, False)
-    return sum_rows(y_RD, position_TK, weights_TK)
+    groups = plan_groups(counts_e)
+    rows_RD = gather_rows(x_TD.contiguous(), source_R, groups.ends_e)
+    return sum_rows(run_experts(rows_RD, gate_up_eGD, down_eDF, groups), position_TK, weights_TK)

@@ -250,6 +250,7 @@ class Kernel:
         self.device = device
         compiled = compile_variant(variant)
         self.resources = compiled.resources
+        self._context = cuda_ok(driver.cuCtxGetCurrent(), "finding the device's context")
         self._library = cuda_ok(
             driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), f"loading {variant}"
         )
@@ -286,13 +287,18 @@ class Kernel:
             handle = stream if isinstance(stream, int) else stream.cuda_stream
         values, pointers = _pack(args)
         sizes = (grid, 1, 1) if isinstance(grid, int) else grid
-        if cluster == 1 and not cooperative:  # the plain call costs the host half as much
-            (code,) = driver.cuLaunchKernel(
-                self._function, *sizes, block, 1, 1, smem, handle, ctypes.addressof(pointers), 0
-            )
-        else:
+
+        def queue() -> Any:
+            where = ctypes.addressof(pointers)
+            if cluster == 1 and not cooperative:  # the plain call costs the host half as much
+                return driver.cuLaunchKernel(self._function, *sizes, block, 1, 1, smem, handle, where, 0)[0]
             config = _configuration(sizes, block, smem, handle, _attributes(cluster, cooperative))
-            (code,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
+            return driver.cuLaunchKernelEx(config, self._function, where, 0)[0]
+
+        code = queue()
+        if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread new to CUDA
+            cuda_ok(driver.cuCtxSetCurrent(self._context), "entering the device's context")
+            code = queue()
         del values
         if int(code) != 0:
             shape = f"grid {grid}, block {block}, {smem} bytes of shared memory"

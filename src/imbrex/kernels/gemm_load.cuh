@@ -1,0 +1,69 @@
+// The producer of the grouped GEMM: which tile comes next, and its operands into shared memory.
+#pragma once
+#include "gemm_shape.cuh"
+
+__device__ __forceinline__ void load_step(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, u32 stage,
+                                          const Tile& tile, int k, int k_left) {
+    const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
+    const int v = least(kWgrad ? k_left : tile.rows, kWgrad ? kBlockK : kBlockM);
+    if constexpr (!kWgrad) {
+        ptx::mbarrier_expect(full, kBytesA + kBytesB);
+        ptx::tma_load_3d(a, map_a, full, k, kBlockM - v, tile.row + v);
+    }
+    if constexpr (kSwiglu) {
+        ptx::tma_load_3d(b, map_b, full, k, tile.column, 2 * tile.expert);
+        ptx::tma_load_3d(b + kBytesB / 2, map_b, full, k, tile.column, 2 * tile.expert + 1);
+    } else if constexpr (kForward) {
+        ptx::tma_load_3d(b, map_b, full, k, tile.column, tile.expert);
+    } else if constexpr (WIDE && kDgrad) {
+        ptx::tma_load_4d(b, map_b, full, 0, k, tile.column / 64, tile.expert);
+    } else if constexpr (WIDE) {
+        ptx::mbarrier_expect(full, kBytesA + kBytesB);
+        ptx::tma_load_4d(a, map_a, full, 0, kBlockK - v, k + v, tile.row / 64);
+        ptx::tma_load_4d(b, map_b, full, 0, kBlockK - v, k + v, tile.column / 64);
+    } else if constexpr (kDgrad) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 64; ++i) ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, k, tile.expert);
+    } else {
+        const int panels_a = least((tile.rows + 63) / 64, kTileBlocks), panels_b = least((tile.columns + 63) / 64, kBlockN / 64);
+        ptx::mbarrier_expect(full, (panels_a + panels_b) * kPanel);
+#pragma unroll 1
+        for (int i = 0; i < panels_a; ++i) ptx::tma_load_3d(a + i * kPanel, map_a, full, tile.row + 64 * i, kBlockK - v, k + v);
+#pragma unroll 1
+        for (int i = 0; i < panels_b; ++i) ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, kBlockK - v, k + v);
+    }
+}
+
+// The producer thread. counter[0]: tiles drawn beyond the first of each block; counter[1]: blocks that are done, the
+// last of which sets both back to 0 for the next launch.
+__device__ __forceinline__ void produce(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, Order order,
+                                        const int* ends, int k, u32* counter) {
+    u32 patience = ptx::kPatience, position = 0, index = 0;
+    Tile tile;
+    Ring ring(0);
+    int number = blockIdx.x;
+    for (int stops = 0; stops < (PINGPONG ? GROUPS : 1); ++index) {
+        const u32 slot = index % kSlots;
+        ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (index / kSlots & 1) ^ 1, patience);
+        if (stops > 0 || !order.seek(number, tile)) {
+            shared.slots[slot].steps = -1;
+            ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+            ++stops;
+            continue;
+        }
+        const int next = gridDim.x + atomicAdd(counter, 1);
+        const int k_begin = kWgrad && tile.expert > 0 ? ends[tile.expert - 1] : 0;
+        const int k_count = kWgrad ? ends[tile.expert] - k_begin : k;
+        const int steps = (k_count + kBlockK - 1) / kBlockK;
+        shared.slots[slot] = Slot{tile.expert, tile.row, tile.rows, tile.column, tile.columns, steps, position, 0};
+        ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step, ring.next()) {
+            ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
+            load_step(map_a, map_b, shared, ring.stage, tile, k_begin + step * kBlockK, k_count - step * kBlockK);
+        }
+        position += steps;
+        number = next;
+    }
+    if (atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
+}

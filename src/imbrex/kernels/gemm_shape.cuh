@@ -1,0 +1,43 @@
+// What the parts of the grouped GEMM share: sizes from the defines (see gemm.cu), shared memory, the ring of stages.
+#pragma once
+#include "ptx.cuh"
+#include "gemm_scheduler.cuh"
+
+constexpr int kTileBlocks = PINGPONG ? BLOCKS_M : GROUPS;  // 64-row blocks of a tile
+constexpr int kBlockM = 64 * kTileBlocks;
+constexpr int kBlockN = BLOCK_N;
+constexpr int kBlockK = 64;
+constexpr bool kForward = LAYOUT == 0, kDgrad = LAYOUT == 1, kWgrad = LAYOUT == 2;
+constexpr bool kSwiglu = EPILOGUE == 1 || EPILOGUE == 2;
+constexpr u32 kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
+constexpr u32 kPanel = 64 * 64 * 2;  // 64 rows of 128 bytes
+constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = GROUPS == 2 ? 224 : 240;
+constexpr int kSlots = 4;
+static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one block of rows each");
+
+using Order = Schedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;
+
+// What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles.
+struct __align__(16) Slot {
+    int expert, row, rows, column, columns, steps;
+    u32 position;
+    int unused;
+};
+
+struct Shared {
+    u32 a, b, staging, full, empty, slot_full, slot_empty;
+    Slot* slots;
+    __device__ __forceinline__ u32 a_of(u32 stage) const { return a + stage * kBytesA; }
+    __device__ __forceinline__ u32 b_of(u32 stage) const { return b + stage * kBytesB; }
+};
+
+struct Ring {
+    u32 stage, phase;
+    __device__ __forceinline__ explicit Ring(u32 position) : stage(position % STAGES), phase(position / STAGES & 1) {}
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+__device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
