@@ -11,6 +11,7 @@
 
 constexpr int kMaxRanks = 64;
 constexpr int kMaxBlocks = 132;
+constexpr int kWords = 72;
 
 enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kMove = 4, kKinds = 5 };
 enum Phase { kPeerStarted = 1, kIdsArrived = 2, kRowsArrived = 3, kRowsStaged = 4, kRowsReduced = 5, kOwnBlocks = 6, kOffsetArrived = 7 };
@@ -28,6 +29,7 @@ struct Control {
     u32 started[8][kMaxRanks];
     u64 offset[kMaxRanks];  // epoch << 32 | first row of mine among the rows of that peer
     u32 arrived[8][kMaxRanks][kMaxBlocks];
+    u32 words[8][kMaxBlocks][kWords];  // between the warps of a block; in global memory, since racecheck knows no atomics
 };
 
 // By value into every kernel. Mirrored by `exchange_layout.py`.
@@ -163,14 +165,15 @@ __device__ inline bool wait_stage(const Call& call, u32 barrier, u32 parity) {
     return true;
 }
 
-// All blocks of this rank have come here `times` times in this call. All threads; false on failure.
-__device__ inline bool own_blocks(const Call& call, u32 times_per_call, u32 time) {
+// All blocks of this rank have come here; a call has `steps_per_call` steps of arrival, of which this is number `to`, and the
+// last one was number `from`. All threads; false on failure.
+__device__ inline bool own_blocks(const Call& call, u32 steps_per_call, u32 from, u32 to) {
     bool fine = true;
     __syncthreads();
     if (call.group->blocks > 1 && threadIdx.x == 0) {
-        ptx::add_acq_rel_gpu(&call.own->barrier, 1);
+        ptx::add_acq_rel_gpu(&call.own->barrier, to - from);
         const u32 blocks = static_cast<u32>(call.group->blocks);
-        const u32 goal = ((call.epoch - 1) * times_per_call + time) * blocks;
+        const u32 goal = ((call.epoch - 1) * steps_per_call + to) * blocks;
         fine = wait_flag(call, &call.own->barrier, goal, kOwnBlocks, call.me);
     }
     return __syncthreads_and(fine) != 0;

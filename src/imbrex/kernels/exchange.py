@@ -31,7 +31,7 @@ from imbrex.kernels import jit
 from imbrex.kernels.heap import Heap
 
 MOVER_THREADS = 128
-SUM_THREADS = 352
+SUM_THREADS = 640
 ROUTE_THREADS = 1024
 
 
@@ -137,7 +137,7 @@ class NvlinkExchange:
             *map(_address, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
             *(self.layout.ids, self.layout.counts, self.layout.tokens),
             *(ids.shape[-2], s.max_tokens, s.choices, s.experts, s.most_slots, s.alignment),
-            *(s.row_capacity, s.token_capacity),
+            *(s.row_capacity, s.token_capacity, self.placement.has_replicas),
         )
         self._launch(ROUTE, "route", self._route_blocks, ROUTE_THREADS, self._route_shared, args)
         return routed

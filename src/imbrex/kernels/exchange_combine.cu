@@ -171,11 +171,10 @@ __device__ inline u32 list_compact(const Call& call, const SumRing& ring, const 
 extern "C" __global__ void __launch_bounds__(kSumThreads, 1) combine_rows(const __grid_constant__ Group group,
                                                                           const __grid_constant__ Combine combine) {
     const Call call = begin_call(group, kCombine);
-    const SumRing ring = make_sum_ring(combine.row_bytes, combine.piece_bytes, combine.num_slots, combine.choices + group.ranks);
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+    // warps: lister, publisher, a loader for each half, then summing warps, turn about
+    const int warp = static_cast<int>(threadIdx.x) / 32, half = warp % kHalves;
+    const SumRing ring = make_sum_ring(call, half, combine.row_bytes, combine.piece_bytes, combine.num_slots, combine.choices + group.ranks);
     if (warp == 0) {
-        load_pieces(call, ring);
-    } else if (warp == 1) {
         const CombineView view = view_of(call, combine);
         const int lane = static_cast<int>(ptx::lane_id());
         if (call.block == 0) tell_started(call, lane);
@@ -184,11 +183,13 @@ extern "C" __global__ void __launch_bounds__(kSumThreads, 1) combine_rows(const 
             number = combine.rows ? list_expert_major(call, ring, combine, view) : list_compact(call, ring, combine, view);
         SumHead* end = open_sums(call, ring, number);
         close_sums(ring, end, number, -1, -1, false);
-        if (lane == 0) ptx::store_release_block(ring.listed, *ring.listed | kLast);
-    } else if (warp == 2) {
+        if (lane == 0) ptx::store_release_block(ring.listed, ptx::load_acquire_block(ring.listed) | kLast);
+    } else if (warp == 1) {
         if (ptx::lane_id() == 0) publish_sums(call, ring, group.reduced_flags);
+    } else if (warp < 2 + kHalves) {
+        load_pieces(call, ring);
     } else {
-        sum_rows(call, ring, warp - 3);
+        sum_rows(call, ring, (warp - 2 - kHalves) / kHalves);
     }
     end_call(call);
 }

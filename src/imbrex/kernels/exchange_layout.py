@@ -36,7 +36,7 @@ PHASES = (
 )
 PEER_GAVE_UP = "a peer gave up"
 CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
-CONTROL_BYTES = 274_432
+CONTROL_BYTES = 577_536
 CHUNK = 128
 SHARED_BYTES = 227 * 1024
 
@@ -66,7 +66,7 @@ Route = _struct(
     "Route",
     "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row counts totals all_tokens",
     "ids_at counts_at tokens_at",
-    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity",
+    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity replicated",
 )
 Push = _struct(
     "Push",
@@ -182,13 +182,13 @@ def mover_shared(row_bytes: int, targets: int) -> tuple[int, int]:
 
 
 def summer_shared(row_bytes: int, max_rows: int) -> tuple[int, int, int]:
-    """Piece bytes, slots and bytes of shared memory of the combine kernel for sums of at most `max_rows` rows."""
+    """Piece bytes, slots of a half and bytes of shared memory of the combine kernel for sums of at most `max_rows` rows."""
     weights, pointers = (-(-size * max_rows // 16) * 16 for size in (4, 8))
-    fixed = 1024 + 4 * (16 + 16 * (16 + pointers + weights)) + 32 * (32 + weights) + 128
+    fixed = 1024 + 4 * (16 + 16 * (16 + pointers + weights)) + 2 * 16 * (32 + weights) + 128
     for pieces in range(1, 1 + row_bytes // 16):
         piece = -(-row_bytes // pieces // 16) * 16
-        slots = (SHARED_BYTES - fixed) // piece
-        if piece <= 4800 and slots >= 2 * max_rows:
-            slots = min(slots, 192)
-            return piece, slots, fixed + slots * piece
+        slots = (SHARED_BYTES - fixed) // piece // 2
+        if piece <= 4800 and slots >= max_rows + 4:
+            slots = min(slots, 96)
+            return piece, slots, fixed + 2 * slots * piece
     raise ValueError(f"exchange: sums of {max_rows} rows do not fit shared memory")

@@ -54,7 +54,7 @@ __device__ inline void list_push(const Call& call, const Ring& ring, const Push&
 extern "C" __global__ void __launch_bounds__(kMoverThreads, 1) push_rows(const __grid_constant__ Group group,
                                                                          const __grid_constant__ Push push) {
     const Call call = begin_call(group, kPush);
-    const Ring ring = make_ring(push.row_bytes, push.stages, group.ranks);
+    const Ring ring = make_ring(call, push.row_bytes, push.stages, group.ranks);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
     if (warp == 1 && ptx::lane_id() == 0) {

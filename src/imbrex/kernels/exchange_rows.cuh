@@ -56,7 +56,7 @@ __device__ __forceinline__ ItemHead* item_of(const Ring& ring, SegmentHead* segm
 __device__ __forceinline__ u8** targets_of(ItemHead* item) { return reinterpret_cast<u8**>(item + 1); }
 
 // Shared memory: 1 KB of barriers, the segments, then slots at a multiple of 128. All threads; ends in a barrier.
-__device__ inline Ring make_ring(int row_bytes, int stages, int max_targets) {
+__device__ inline Ring make_ring(const Call& call, int row_bytes, int stages, int max_targets) {
     u8* shared = ptx::shared_memory();
     Ring ring;
     const u32 base = ptx::smem_u32(shared);
@@ -64,7 +64,7 @@ __device__ inline Ring make_ring(int row_bytes, int stages, int max_targets) {
     ring.segment_empty = base + 8 * kSegments;
     ring.slot_full = base + 16 * kSegments;
     ring.slot_empty = ring.slot_full + 8 * stages;
-    ring.complete = reinterpret_cast<u32*>(shared + 1024 - 16);
+    ring.complete = call.own->words[call.kind][call.block];
     ring.segments = shared + 1024;
     ring.stages = stages;
     ring.row_bytes = row_bytes;
@@ -80,7 +80,7 @@ __device__ inline Ring make_ring(int row_bytes, int stages, int max_targets) {
             ptx::mbarrier_init(ring.slot_full + 8 * i, 1);
             ptx::mbarrier_init(ring.slot_empty + 8 * i, 1);
         }
-        *ring.complete = 0;
+        ptx::store_release_block(ring.complete, 0);
         ptx::fence_barrier_init();
         ptx::fence_async_shared();
     }

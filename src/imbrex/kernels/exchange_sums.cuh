@@ -6,8 +6,9 @@
 //
 // A row crosses shared memory in pieces. An entry is one piece of all rows of an item: consecutive slots of a ring, one
 // barrier, one summing warp, which so has hundreds of independent instructions between two waits. The loader copies
-// what that warp needs into the entry, so a listed segment is free as soon as it is loaded. A single loading thread
-// bounded the kernel at 0.5 us an entry; the lanes of its warp each load a row.
+// what that warp needs into the entry, so a listed segment is free as soon as it is loaded. Loading bounds the kernel (a
+// single thread took 0.5 us an entry, a warp with a row a lane 0.38 us): a block has two halves, each with a
+// loader, a ring and summing warps of its own, which take every other item.
 //
 // A segment may ask to be published: when its last entry is written, a flag is set at every peer.
 #pragma once
@@ -15,12 +16,13 @@
 
 constexpr int kSegments = 4;
 constexpr int kSegmentItems = 16;
-constexpr int kSummingWarps = 8;
+constexpr int kHalves = 2;
+constexpr int kSummingWarps = 8;  // of a half
 // A multiple of the warps, so that a warp always meets the same barriers: one that met another warp's could run a phase
 // ahead of it and take the phase before last for the next.
-constexpr int kEntries = 4 * kSummingWarps;
-constexpr int kCounters = 64;  // of segments whose entries are in flight: more than kEntries + kSegments
-constexpr int kSumThreads = 32 * (3 + kSummingWarps);
+constexpr int kEntries = 2 * kSummingWarps;
+constexpr int kCounters = 64;  // of segments whose entries are in flight: more than kHalves * kEntries + kSegments
+constexpr int kSumThreads = 32 * (2 + kHalves * (1 + kSummingWarps));
 constexpr int kColumns = 4;  // 16-byte columns a lane sums at once
 constexpr u32 kLast = 1u << 31;
 
@@ -31,7 +33,8 @@ struct SumRing {
     u8* entries;
     u32* counters;  // [kCounters]; entries of a segment to publish that are not yet written
     u32* listed;    // segments to publish, so far; kLast with the last
-    int num_slots;
+    int half;
+    int num_slots;  // of the half
     int piece_bytes;
     int row_bytes;
     int max_rows;
@@ -77,34 +80,37 @@ __device__ __forceinline__ Entry* entry_of(const SumRing& ring, u32 number) {
 }
 __device__ __forceinline__ float* weights_of(Entry* entry) { return reinterpret_cast<float*>(entry + 1); }
 
-// Shared memory: 1 KB of barriers and counters, segments, entries, then slots at a multiple of 128. All threads.
-__device__ inline SumRing make_sum_ring(int row_bytes, int piece_bytes, int num_slots, int max_rows) {
+// Shared memory: 1 KB of barriers, segments, entries of both halves, then their slots at a multiple of 128. All threads.
+__device__ inline SumRing make_sum_ring(const Call& call, int half, int row_bytes, int piece_bytes, int num_slots, int max_rows) {
     u8* shared = ptx::shared_memory();
     const u32 base = ptx::smem_u32(shared);
     SumRing ring;
     ring.segment_full = base;
     ring.segment_empty = base + 8 * kSegments;
-    ring.entry_full = base + 16 * kSegments;
+    ring.entry_full = base + 16 * kSegments + 16 * kEntries * half;
     ring.entry_empty = ring.entry_full + 8 * kEntries;
-    ring.counters = reinterpret_cast<u32*>(shared + 16 * kSegments + 16 * kEntries);
+    ring.counters = call.own->words[call.kind][call.block];
     ring.listed = ring.counters + kCounters;
     ring.segments = shared + 1024;
+    ring.half = half;
     ring.num_slots = num_slots;
     ring.piece_bytes = piece_bytes;
     ring.row_bytes = row_bytes;
     ring.max_rows = max_rows;
-    ring.entries = ring.segments + kSegments * segment_bytes(ring);
-    ring.slots = (base + 1024 + kSegments * segment_bytes(ring) + kEntries * entry_bytes(ring) + 127) / 128 * 128;
+    ring.entries = ring.segments + kSegments * segment_bytes(ring) + half * kEntries * entry_bytes(ring);
+    ring.slots = (base + 1024 + kSegments * segment_bytes(ring) + kHalves * kEntries * entry_bytes(ring) + 127) / 128 * 128;
+    ring.slots += half * num_slots * piece_bytes;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSegments; ++i) {
             ptx::mbarrier_init(ring.segment_full + 8 * i, 32);  // the lanes of the lister
-            ptx::mbarrier_init(ring.segment_empty + 8 * i, 32);
+            ptx::mbarrier_init(ring.segment_empty + 8 * i, 32 * kHalves);
         }
-        for (int i = 0; i < kEntries; ++i) {
-            ptx::mbarrier_init(ring.entry_full + 8 * i, 1);
-            ptx::mbarrier_init(ring.entry_empty + 8 * i, 32);  // the lanes of the summing warp
+        for (int i = 0; i < kHalves * kEntries; ++i) {
+            const u32 pair = base + 16 * kSegments + 16 * kEntries * (i / kEntries) + 8 * (i % kEntries);
+            ptx::mbarrier_init(pair, 1);
+            ptx::mbarrier_init(pair + 8 * kEntries, 32);  // the lanes of the summing warp
         }
-        *ring.listed = 0;
+        ptx::store_release_block(ring.listed, 0);
         ptx::fence_barrier_init();
         ptx::fence_async_shared();
     }
@@ -175,7 +181,7 @@ __device__ inline void load_pieces(const Call& call, const SumRing& ring) {
         SumHead* segment = sum_segment(ring, number);
         const int count = segment->count, counter = segment->counter;
         if (count < 0) return end_entries(call, ring, loader);
-        for (int i = 0; i < count; ++i) {
+        for (int i = ring.half; i < count; i += kHalves) {
             SumItem* item = sum_item(ring, segment, i);
             u8* target = item->target;
             const int rows = item->rows;

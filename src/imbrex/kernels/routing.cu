@@ -14,7 +14,8 @@ constexpr int kChunk = 128;
 constexpr int kRouteThreads = 1024;
 constexpr int kPerToken = kRouteThreads / kChunk;  // threads that share a token's choices
 constexpr int kBatch = 8;                          // loads in flight per thread
-constexpr u32 kOwnBarriers = 2;
+constexpr int kFetch = 4;                          // pairs of loads; more would spill
+constexpr u32 kSteps = 2;  // in which the blocks of a rank meet
 constexpr u16 kNone = 0xffff;
 
 struct Route {
@@ -42,6 +43,7 @@ struct Route {
     int alignment;
     int row_capacity;
     int token_capacity;
+    int replicated;  // whether some expert has more than one slot
 };
 
 struct Chunk {
@@ -96,13 +98,12 @@ __device__ inline Scratch carve(const Call& call, const Route& route) {
     return s;
 }
 
+// Bits of a mask before `token`.
 __device__ __forceinline__ int below(const u32* mask, int token) {
-    const int word = token >> 5;
-    int count = __popc(mask[word] & ((1u << (token & 31)) - 1));
-#pragma unroll
-    for (int i = 0; i < 3; ++i)
-        if (i < word) count += __popc(mask[i]);
-    return count;
+    const uint4 words = *reinterpret_cast<const uint4*>(mask);
+    const u32 word = token >> 5, part = (1u << (token & 31)) - 1;
+    return __popc(words.x & (word == 0 ? part : ~0u)) + __popc(words.y & (word == 1 ? part : word > 1 ? ~0u : 0u)) +
+           __popc(words.z & (word == 2 ? part : word > 2 ? ~0u : 0u)) + __popc(words.w & (word == 3 ? part : 0u));
 }
 
 __device__ __forceinline__ int held(const u32* mask) { return __popc(mask[0]) + __popc(mask[1]) + __popc(mask[2]) + __popc(mask[3]); }
@@ -194,21 +195,28 @@ __device__ inline void fetch_choices(const Call& call, const Route& route, const
     const int per = kChunk * route.choices;
     for (int i = static_cast<int>(threadIdx.x); i < per; i += kRouteThreads) {
         const int token = i / route.choices;
-        for (int c = 0; c < s.chunks; c += kBatch) {
-            int id[kBatch];
-            float weight[kBatch];
+        for (int c = 0; c < s.chunks; c += kFetch) {
+            int id[kFetch];
+            float weight[kFetch];
+            u32 valid = 0;
 #pragma unroll
-            for (int u = 0; u < kBatch; ++u) {
-                id[u] = -1;
-                weight[u] = 0.0f;
-                if (c + u < s.chunks && token < s.chunk[c + u].tokens) {
-                    const i64 at = static_cast<i64>(s.chunk[c + u].at) * route.choices + i;
-                    id[u] = ids[at];
-                    weight[u] = given[at];
-                }
+            for (int u = 0; u < kFetch; ++u) {
+                // no branch around a load: they all leave before the first comes back
+                const Chunk chunk = s.chunk[min(c + u, s.chunks - 1)];
+                const bool here = c + u < s.chunks && token < chunk.tokens;
+                const int at = here ? chunk.at * route.choices + i : 0;
+                id[u] = ids[at];
+                weight[u] = given[at];
+                valid |= static_cast<u32>(here) << u;
             }
 #pragma unroll
-            for (int u = 0; u < kBatch; ++u) {
+            for (int u = 0; u < kFetch; ++u)
+                if (!(valid >> u & 1)) {
+                    id[u] = -1;
+                    weight[u] = 0.0f;
+                }
+#pragma unroll
+            for (int u = 0; u < kFetch; ++u) {
                 if (c + u >= s.chunks) continue;
                 if (id[u] < -1 || id[u] >= route.experts) give_up(call, kBadIds, kIdsArrived, s.chunk[c + u].source);
                 s.ids[(c + u) * per + i] = id[u] < 0 || id[u] >= route.experts ? kNone : static_cast<u16>(id[u]);
@@ -229,12 +237,15 @@ __device__ __forceinline__ void for_choices(const Route& route, const Scratch& s
         for (int c = 0; c < s.chunks; ++c) each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
 }
 
+// Masks of experts; those of ranks too, where an expert has one slot everywhere.
 __device__ inline void mark_experts(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks;
     bool repeated = false;
     for_choices(route, s, [&](int c, int token, int, int expert) {
         if (expert == kNone) return;
         const u32 bit = 1u << (token & 31);
         repeated |= (atomicOr(&s.mask[(c * route.experts + expert) * 4 + (token >> 5)], bit) & bit) != 0;
+        if (!route.replicated) atomicOr(&s.rank_mask[(c * ranks + (s.home[expert] >> 16)) * 4 + (token >> 5)], bit);
     });
     if (repeated) give_up(call, kBadIds, kIdsArrived, call.me);
     __syncthreads();
@@ -248,18 +259,16 @@ __device__ inline void scan_chunks(const Scratch& s, const int* columns, int wid
         for (int j = 0; j < s.per_source; j += kBatch) {
             int value[kBatch];
 #pragma unroll
-            for (int u = 0; u < kBatch; ++u)
-                value[u] = j + u < s.per_source ? columns[(source * s.per_source + j + u) * width + column] : 0;
+            for (int u = 0; u < kBatch; ++u) value[u] = columns[(source * s.per_source + min(j + u, s.per_source - 1)) * width + column];
 #pragma unroll
             for (int u = 0; u < kBatch; ++u) {
                 const int mine = source * s.per_source + j + u - s.first;
                 if (j + u < s.per_source && mine >= 0 && mine < s.chunks) before[mine * width + column] = sum;
-                sum += value[u];
+                sum += j + u < s.per_source ? value[u] : 0;
             }
         }
         total[x] = sum;
     }
-    __syncthreads();
 }
 
 // Replica `number` of `replicas` takes how many of `count` choices of rank `source`: placement.split.split_evenly.
@@ -301,6 +310,10 @@ __device__ inline void mark_ranks(const Call& call, const Route& route, const Sc
     __syncthreads();
 }
 
+__device__ inline void give_ranks(const Scratch& s, int ranks, int* columns) {
+    for (int i = static_cast<int>(threadIdx.x); i < s.chunks * ranks; i += kRouteThreads) columns[s.first * ranks + i] = held(&s.rank_mask[4 * i]);
+}
+
 // Rows of every local slot, and where every source's begin.
 __device__ inline void place_slots(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks, first = route.rank_offsets[call.me], slots = route.rank_offsets[call.me + 1] - first;
@@ -308,9 +321,10 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
     for (int x = thread; x < route.most_slots; x += kRouteThreads) s.slot_rows[x] = 0;
     __syncthreads();
     for (int e = thread; e < route.experts; e += kRouteThreads) {
-        const int begin = route.first_replica[e], replicas = route.first_replica[e + 1] - begin;
+        const int home = s.home[e];
+        const int begin = home < 0 ? route.first_replica[e] : 0, replicas = home < 0 ? route.first_replica[e + 1] - begin : 1;
         for (int number = 0; number < replicas; ++number) {
-            const int slot = route.replica_slots[begin + number] - first;
+            const int slot = (home < 0 ? route.replica_slots[begin + number] : home & 0xffff) - first;
             if (slot < 0 || slot >= slots) continue;
             int sum = 0;
             for (int source = 0; source < ranks; ++source) {
@@ -323,6 +337,7 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
     __syncthreads();
     for (int slot = thread; slot < slots; slot += kRouteThreads) {
         int start = 0;
+#pragma unroll 8
         for (int i = 0; i < slot; ++i) start += s.slot_rows[i];
         for (int source = 0; source < ranks; ++source) s.slot_base[source * route.most_slots + slot] += start;
     }
@@ -386,6 +401,7 @@ __device__ inline void write_totals(const Call& call, const Route& route, const 
     for (int i = thread; i < ranks; i += kRouteThreads) all_tokens[i] = tokens[i];
     if (thread != 0) return;
     int rows = 0, received = 0;
+#pragma unroll 8
     for (int i = 0; i < route.most_slots; ++i) rows += s.slot_rows[i];
     for (int p = 0; p < ranks; ++p)
         if (p != call.me) received += s.rank_total[p * ranks + call.me];
@@ -413,17 +429,20 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
         fetch_choices(call, route, s);
         mark_experts(call, route, s);
         for (int i = thread; i < s.chunks * route.experts; i += kRouteThreads) columns[s.first * route.experts + i] = held(&s.mask[4 * i]);
-        fine = own_blocks(call, kOwnBarriers, 1);
+        if (!route.replicated) give_ranks(s, ranks, rank_columns);
+        fine = own_blocks(call, kSteps, 0, route.replicated ? 1 : kSteps);
     }
-    if (fine) {
-        scan_chunks(s, columns, route.experts, ranks, s.before, s.total);
+    if (fine) scan_chunks(s, columns, route.experts, ranks, s.before, s.total);
+    if (fine && route.replicated) {
+        __syncthreads();
         mark_ranks(call, route, s);
-        for (int i = thread; i < s.chunks * ranks; i += kRouteThreads) rank_columns[s.first * ranks + i] = held(&s.rank_mask[4 * i]);
-        place_slots(call, route, s);
-        fine = own_blocks(call, kOwnBarriers, 2);
+        give_ranks(s, ranks, rank_columns);
+        fine = own_blocks(call, kSteps, 1, kSteps);
     }
     if (fine) {
         scan_chunks(s, rank_columns, ranks, ranks, s.rank_before, s.rank_total);
+        __syncthreads();
+        place_slots(call, route, s);
         place_sources(s, ranks);
         write_positions(call, route, s);
         write_rows(call, route, s);
