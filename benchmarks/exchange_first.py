@@ -1,6 +1,6 @@
 """The first experiment: what the link, the copy engine and a GEMM beside them allow. Prints a table.
 
-    PYTHONPATH=src python3 benchmarks/exchange_first.py [RANKS] [alone]
+PYTHONPATH=src python3 benchmarks/exchange_first.py [RANKS] [alone]
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from benchmarks.exchange_ranks import Clock, run_ranks
 from benchmarks.exchange_setup import Job, check, draw, open_exchange
 
 
-def spans(main: Callable[[], Any], beside: Callable[[], Any] | None, stream: torch.cuda.Stream) -> tuple[float, float]:
+def spans(
+    main: Callable[[], Any], beside: Callable[[], Any] | None, stream: torch.cuda.Stream
+) -> tuple[float, float]:
     """Microseconds of `main` on this stream and of `beside` on the other, both started together."""
     a, b, c, d = (torch.cuda.Event(enable_timing=True) for _ in range(4))
     torch.cuda.synchronize()
@@ -59,19 +61,24 @@ def beside_gemm(rank: int, job: Job, exchange: Any, routed: Any, x: Tensor) -> l
         return lambda: [exchange.push(x, routed, n) for _ in range(18)] and None
 
     lines = []
-    for name, load in [("nothing", None), ("copy engine", engine), *((f"push, {n} SMs", sm(n)) for n in (4, 8, 16))]:
+    for name, load in [
+        ("nothing", None),
+        ("copy engine", engine),
+        *((f"push, {n} SMs", sm(n)) for n in (4, 8, 16)),
+    ]:
         spans(gemms, load, stream)
         gemm, other = spans(gemms, load, stream)
         alone = spans(lambda: None, load, stream)[1] if load else 0.0
-        lines.append(f"6 GEMMs beside {name}: {gemm:.0f} us; 18 exchanges beside them {other:.0f} us, alone {alone:.0f} us")
+        lines.append(
+            f"6 GEMMs beside {name}: {gemm:.0f} us; 18 exchanges beside them {other:.0f} us, alone {alone:.0f} us"
+        )
     return lines
 
 
 def peer_views(exchange: Any, peers: list[int], nbytes: int) -> list[Tensor]:
     handle = exchange.heap._handle
     return [
-        handle.get_buffer(p, (nbytes,), torch.uint8, storage_offset=exchange.layout.received)
-        for p in peers
+        handle.get_buffer(p, (nbytes,), torch.uint8, storage_offset=exchange.layout.received) for p in peers
     ]
 
 
@@ -134,7 +141,9 @@ def work(rank: int, world: int, beside: bool) -> list[str]:
     for n in (4, 8, 16):
         note(f"combine compact {n} SMs", lambda n=n: exchange.combine_compact(x, routed, num_sms=n), wire)
     for n in (8, 16, 24, 32):
-        note(f"combine {n} SMs", lambda n=n: exchange.combine(rows, routed, num_sms=n, num_tokens=job.T), wire)
+        note(
+            f"combine {n} SMs", lambda n=n: exchange.combine(rows, routed, num_sms=n, num_tokens=job.T), wire
+        )
     if beside:
         lines += beside_gemm(rank, job, exchange, routed, x)
     exchange.check(synchronize=True)

@@ -16,7 +16,10 @@ import torch.multiprocessing as mp
 
 # Multicast objects can hold the fabric of a shared host; nothing here needs them.
 os.environ.update(
-    NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1", CUDA_MODULE_LOADING="EAGER"
+    NCCL_NVLS_ENABLE="0",
+    TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
+    NVSHMEM_DISABLE_NVLS="1",
+    CUDA_MODULE_LOADING="EAGER",
 )
 
 

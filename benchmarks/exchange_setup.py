@@ -28,7 +28,15 @@ class Job:
 
     @property
     def case(self) -> dict[str, int | str]:
-        return {"T": self.T, "D": self.D, "K": self.K, "E": self.E, "W": self.W, "dtype": "bf16", "routing": self.routing}
+        return {
+            "T": self.T,
+            "D": self.D,
+            "K": self.K,
+            "E": self.E,
+            "W": self.W,
+            "dtype": "bf16",
+            "routing": self.routing,
+        }
 
 
 def draw(job: Job, rank: int) -> tuple[Tensor, Tensor, Tensor]:

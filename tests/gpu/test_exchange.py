@@ -13,7 +13,9 @@ pytestmark = pytest.mark.gpu
 
 CASES = {
     "two ranks": Case(placement=contiguous(16, 2), tokens=(200, 200), choices=4, width=2048),
-    "four ranks, ragged": Case(placement=contiguous(32, 4), tokens=(170, 0, 5, 333), choices=8, alignment=64, width=7168),
+    "four ranks, ragged": Case(
+        placement=contiguous(32, 4), tokens=(170, 0, 5, 333), choices=8, alignment=64, width=7168
+    ),
     "eight ranks": Case(placement=contiguous(64, 8), tokens=(90,) * 8, choices=6, width=1024, alignment=16),
     "one rank": Case(placement=contiguous(4, 1), tokens=(99,), choices=2),
     "replicas and a spare": Case(
@@ -38,7 +40,8 @@ def test_many_calls_on_rotating_buffers() -> None:
     for seed in range(40):
         case = Case(
             placement=contiguous(16, 4),
-            tokens=tuple(torch.randint(0, 60, (3,), generator=torch.Generator().manual_seed(seed)).tolist()) + (60,),
+            tokens=tuple(torch.randint(0, 60, (3,), generator=torch.Generator().manual_seed(seed)).tolist())
+            + (60,),
             choices=3,
             width=256,
             seed=seed,
@@ -64,7 +67,9 @@ def test_a_captured_call_follows_new_routing() -> None:
     with torch.cuda.graph(graph):
         captured = step()
     for seed in range(1, 6):
-        fresh = make_inputs(Case(placement=case.placement, tokens=case.tokens, choices=4, width=512, seed=seed), "cuda")
+        fresh = make_inputs(
+            Case(placement=case.placement, tokens=case.tokens, choices=4, width=512, seed=seed), "cuda"
+        )
         for name in ("ids_WTK", "weights_WTK", "x_WTD"):
             getattr(static, name).copy_(getattr(fresh, name))
         graph.replay()
@@ -80,7 +85,9 @@ def test_a_missing_rank_ends_in_one_exception() -> None:
     exchange.local_ranks = 3
     inputs = make_inputs(case, "cuda")
     exchange.route(inputs.ids_WTK[:3], inputs.weights_WTK[:3], inputs.tokens_W[:3])
-    with pytest.raises(ExchangeError, match=r"rank \d in route call 1 .*timed out, waiting for expert ids of rank 3"):
+    with pytest.raises(
+        ExchangeError, match=r"rank \d in route call 1 .*timed out, waiting for expert ids of rank 3"
+    ):
         exchange.check(synchronize=True)
     with pytest.raises(ExchangeError):
         exchange.route(inputs.ids_WTK[:3], inputs.weights_WTK[:3], inputs.tokens_W[:3])

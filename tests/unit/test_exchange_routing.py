@@ -21,7 +21,9 @@ CASES = {
     "replicas and a spare": Case(
         placement=from_slots([[0, 1, 2], [2, 3, -1], [0, 2, 4, 5]], 6), tokens=(40, 3, 21), choices=3
     ),
-    "all to the last experts": Case(placement=contiguous(8, 4), tokens=(15, 15, 15, 15), choices=2, skew=100.0),
+    "all to the last experts": Case(
+        placement=contiguous(8, 4), tokens=(15, 15, 15, 15), choices=2, skew=100.0
+    ),
     "nothing at all": Case(placement=contiguous(4, 2), tokens=(6, 6), choices=2, drop=1.1),
     "long rows": Case(placement=contiguous(4, 2), tokens=(7, 9), choices=4, width=9000),
     "several routing blocks": Case(

@@ -102,7 +102,7 @@ class NvlinkExchange:
         self._calls = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
         self._kernels = {variant: load(variant, self.device) for variant in shipped_variants()}
-        self._route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks)
+        self.route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks)
         pinned = self.device.type == "cuda"
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
         self._tables = _placement_tables(placement, self.device)
@@ -139,7 +139,7 @@ class NvlinkExchange:
             *(ids.shape[-2], s.max_tokens, s.choices, s.experts, s.most_slots, s.alignment),
             *(s.row_capacity, s.token_capacity, self.placement.has_replicas),
         )
-        self._launch(ROUTE, "route", self._route_blocks, ROUTE_THREADS, self._route_shared, args)
+        self._launch(ROUTE, "route", self.route_blocks, ROUTE_THREADS, self._route_shared, args)
         return routed
 
     def push(self, x: Tensor, routed: Routed, num_sms: int = 8, tokens: Tensor | None = None) -> Tensor:

@@ -1,0 +1,181 @@
+"""Dispatch and combine among the GPUs of one host, against NCCL doing the same job to the same layout.
+
+    PYTHONPATH=src python3 -m benchmarks.exchange [RANKS]      # writes benchmarks/results/exchange.json
+
+A row is a full call (`full_call` true: from ids and tokens to finished rows, routing included) or the copy alone. `wire_gbps` counts
+the bytes of deduplicated rows that a rank receives from others, over the median; `logical_gbps` also those that it
+keeps. Rows of the own rank stay in place in compact layouts, ours and the rivals'.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.exchange_ranks import Clock, run_ranks
+from benchmarks.exchange_rivals import AllToAll, GatherScatter
+from benchmarks.exchange_setup import Job, check, draw, open_exchange
+from imbrex.cli.results import describe_run, write_results
+
+QUESTION = "How fast do dispatch and combine cross NVLink, and on how many SMs?"
+RESULTS = "benchmarks/results/exchange.json"
+
+
+class Rows:
+    """Rows of one job, timed on all ranks."""
+
+    def __init__(self, job: Job, rank: int, clock: Clock) -> None:
+        self.job, self.rank, self.clock = job, rank, clock
+        self.rows: list[dict[str, Any]] = []
+        self.received = self.kept = 0
+
+    def time(self, op: str, impl: str, layout: str, call: Callable[[], Any], **more: Any) -> None:
+        timing = self.clock(call)
+        row = {
+            "op": op,
+            "impl": impl,
+            "case": {**self.job.case, "layout": layout},
+            "median_us": round(timing.median_us, 1),
+            "min_us": round(timing.min_us, 1),
+            "max_us": round(timing.max_us, 1),
+            "n": timing.n,
+            "wire_gbps": round(self.received / timing.median_us / 1e3, 1),
+            "logical_gbps": round((self.received + self.kept) / timing.median_us / 1e3, 1),
+            "host_syncs": 0,
+            "full_call": True,
+            **more,
+        }
+        self.rows.append(row)
+        if self.rank == 0:
+            print(
+                f"{op} {impl} {layout} {more}: {row['median_us']} us, wire {row['wire_gbps']} GB/s",
+                flush=True,
+            )
+
+
+def ours(rows: Rows, sweep: tuple[int, ...]) -> None:
+    job, rank = rows.job, rows.rank
+    exchange = open_exchange(job)
+    check(job, exchange, rank)
+    x, ids, weights = draw(job, rank)
+    routed = exchange.route(ids, weights)
+    out = exchange.pull(x, routed, 24)
+    exchange.check(synchronize=True)
+    rows.received = int(routed.totals_L4[0, 1]) * 2 * job.D
+    rows.kept = int((routed.send_row_LTW[0, :, rank] >= 0).sum()) * 2 * job.D
+    rows.time("route", "imbrex", "both", lambda: exchange.route(ids, weights), num_sms=exchange.route_blocks)
+    for n in sweep:
+        rows.time(
+            "dispatch",
+            "imbrex",
+            "compact",
+            lambda n=n: exchange.push(x, routed, n),
+            num_sms=n,
+            full_call=False,
+        )
+        rows.time(
+            "dispatch",
+            "imbrex",
+            "expert",
+            lambda n=n: exchange.pull(x, routed, n, out),
+            num_sms=n,
+            full_call=False,
+        )
+        rows.time(
+            "combine",
+            "imbrex",
+            "compact",
+            lambda n=n: exchange.combine_compact(x, routed, num_sms=n),
+            num_sms=n,
+        )
+        rows.time(
+            "combine",
+            "imbrex",
+            "expert",
+            lambda n=n: exchange.combine(out, routed, num_sms=n, num_tokens=job.T),
+            num_sms=n,
+        )
+    rows.time(
+        "dispatch", "imbrex", "compact", lambda: exchange.push(x, exchange.route(ids, weights), 8), num_sms=8
+    )
+    rows.time(
+        "dispatch",
+        "imbrex",
+        "expert",
+        lambda: exchange.pull(x, exchange.route(ids, weights), 24, out),
+        num_sms=24,
+    )
+    exchange.check(synchronize=True)
+    exchange.close()
+
+
+def rivals(rows: Rows) -> None:
+    job, rank = rows.job, rows.rank
+    x, ids, weights = draw(job, rank)
+    for rival in (AllToAll(job, rank), GatherScatter(job, rank)):
+        for layout in ("compact", "expert"):
+            expert = layout == "expert"
+            moved = rival.dispatch(x, ids, weights, expert)
+            rows.time(
+                "dispatch",
+                rival.name,
+                layout,
+                lambda rival=rival, expert=expert: rival.dispatch(x, ids, weights, expert),
+                host_syncs=rival.host_syncs,
+            )
+            given = moved.rows_RD if moved.rows_RD is not None else moved.pool_PD
+            own = None if expert else x
+            rows.time(
+                "combine",
+                rival.name,
+                layout,
+                lambda rival=rival, given=given, own=own, moved=moved: rival.combine(given, own, moved),
+            )
+            del moved, given
+
+
+def ceilings(rank: int, world: int, clock: Clock) -> dict[str, float]:
+    """Every token to every rank: the push without anything to decide."""
+    job = Job(T=8192, D=7168, K=world, E=world, W=world, slack=2.0)
+    exchange = open_exchange(job, expert=False)
+    x, _, weights = draw(job, rank)
+    ids = torch.arange(world, device="cuda").expand(job.T, world).contiguous()
+    routed = exchange.route(ids, weights)
+    nbytes = (world - 1) * job.T * 2 * job.D
+    best = min(clock(lambda n=n: exchange.push(x, routed, n)).median_us for n in (8, 16, 32))
+    exchange.check(synchronize=True)
+    exchange.close()
+    return {"push_gbps": round(nbytes / best / 1e3, 1)}
+
+
+def work(rank: int, world: int, quick: bool) -> dict[str, Any]:
+    clock = Clock(n=20)
+    limits = ceilings(rank, world, clock)
+    found = []
+    jobs = [Job(T=4096, D=7168, K=8, E=256, W=world)]
+    if not quick:
+        jobs.append(Job(T=4096, D=7168, K=8, E=256, W=world, routing="zipf"))
+        if world >= 4:  # the article's: two experts a rank
+            jobs.append(Job(T=4096, D=8192, K=8, E=2 * world, W=world))
+    for job in jobs:
+        rows = Rows(job, rank, clock)
+        ours(rows, (1, 2, 4, 8, 16, 24, 32) if job.routing == "uniform" and not quick else (8, 16, 24, 32))
+        rivals(rows)
+        found += rows.rows
+        torch.cuda.empty_cache()
+    return {"ceilings": limits, "rows": found}
+
+
+def main(arguments: list[str]) -> None:
+    world = next((int(a) for a in arguments if a.isdigit()), torch.cuda.device_count())
+    answer = run_ranks(work, world, "quick" in arguments)
+    run = describe_run(f"python3 -m benchmarks.exchange {' '.join(arguments)}".strip(), answer["ceilings"])
+    write_results(RESULTS, QUESTION, run, answer["rows"])
+    print(f"{len(answer['rows'])} rows in {RESULTS}; ceilings {answer['ceilings']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
