@@ -61,6 +61,11 @@ def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
     return source_R, position_PK, Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
 
 
+def write(values: list[Tensor], codec: Codec, dtype: torch.dtype) -> Tensor:
+    """Rows, float32 or `dtype`, encoded, with the bytes of further columns behind each."""
+    return torch.cat([codec.encode(values[0], dtype), *map(as_bytes, values[1:])], 1)
+
+
 class Crossings:
     """What the operators of an exchange do, over a transport that moves rows. They find it by `key`; a
     ticket names a crossing begun earlier."""
@@ -93,6 +98,18 @@ class Crossings:
 
     def handshake(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Tell every rank the state of the input and the choices per expert: int64 [W, HEADER + E]."""
+        return self.handshakes([(x_TD, routing)])[0]
+
+    def handshakes(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Tensor]:
+        """Those of several dispatches in one message."""
+        gathered = self.transport.exchange_counts(torch.cat([self._message(*part) for part in parts]))
+        self.observer.count("host_syncs", 1, layer=self.layer)
+        by_part = list(gathered.chunk(len(parts), 1))
+        for message in by_part:
+            check_headers(message[:, :HEADER], self.transport.replicated)
+        return by_part
+
+    def _message(self, x_TD: Tensor, routing: Routing) -> Tensor:
         replicated, geometry = self.transport.replicated, self.geometry
         num_experts, ids_TK = geometry.placement.num_experts, routing.ids_TK
         problem = find_problem(
@@ -102,38 +119,47 @@ class Crossings:
         header = write_header(problem, x_TD, ids_TK, self.calls, replicated)
         fine = not problem[0]
         counts_E = plan.count_choices(ids_TK, num_experts) if fine else torch.zeros(num_experts).long()
-        gathered = self.transport.exchange_counts(torch.cat([header, counts_E]))
-        self.observer.count("host_syncs", 1, layer=self.layer)
-        check_headers(gathered[:, :HEADER], replicated)
-        return gathered
+        return torch.cat([header, counts_E])
 
-    def make_plan(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Plan:
-        """Exchange counts, choose replicas, place every row. One host synchronisation on a GPU, two with
-        replicas: which token goes to which rank is known only when the replicas are."""
+    def make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
+        """Exchange counts, choose replicas, place every row, for one dispatch or for several at once. Two
+        host synchronisations on a GPU: which token goes to which rank is known only when the replicas are."""
+        slots, splits, wanted = [], [], []
+        gathered = self.handshakes(parts)
+        for (_, routing), counts in zip(parts, gathered, strict=True):
+            split_WS = self._split(counts)
+            slot_TK = plan.choose_slots(routing.ids_TK, split_WS[self.geometry.rank], self.geometry.placement)
+            slots.append(slot_TK)
+            splits.append(split_WS)
+            wanted.append(self._wanted(slot_TK))
+        return [
+            plan.make_plan(
+                slot_TK,
+                wanted_TW,
+                split_WS,
+                rows_WW,
+                self.geometry.placement,
+                self.geometry.rank,
+                tensor_size=self.geometry.tensor_parallel,
+                alignment=self.geometry.alignment,
+                rows_per_slot=self._rows_per_slot(counts),
+            )
+            for slot_TK, wanted_TW, split_WS, rows_WW, counts in zip(
+                slots, wanted, splits, self._exchange_sizes(wanted), gathered, strict=True
+            )
+        ]
+
+    def _split(self, gathered: Tensor) -> Tensor:
+        """Choices of every rank for every slot, from the messages of all ranks."""
         geometry, replicated = self.geometry, self.transport.replicated
         placement, world = geometry.placement, self.world_size
-        gathered = self.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
         counts_WE = gathered[:, HEADER:]
         self.observer.count("expert_load", counts_WE[geometry.rank], layer=self.layer)
-        if replicated:
-            split_WS = torch.zeros(world, placement.num_slots, dtype=torch.int64)
-            split_WS[geometry.rank] = geometry.split(counts_WE[:1], placement)[0]
-        else:
-            split_WS = geometry.split(counts_WE, placement)
-        slot_TK = plan.choose_slots(ids_TK, split_WS[geometry.rank], placement)
-        wanted_TW = self._wanted(slot_TK)
-        rows_WW = self._exchange_sizes(wanted_TW)
-        return plan.make_plan(
-            slot_TK,
-            wanted_TW,
-            split_WS,
-            rows_WW,
-            placement,
-            geometry.rank,
-            tensor_size=geometry.tensor_parallel,
-            alignment=geometry.alignment,
-            rows_per_slot=self._rows_per_slot(gathered),
-        )
+        if not replicated:
+            return geometry.split(counts_WE, placement)
+        split_WS = torch.zeros(world, placement.num_slots, dtype=torch.int64)
+        split_WS[geometry.rank] = geometry.split(counts_WE[:1], placement)[0]
+        return split_WS
 
     def _rows_per_slot(self, gathered: Tensor) -> int | None:
         if self.geometry.rows_per_slot is None:
@@ -148,21 +174,22 @@ class Crossings:
             return torch.full((slot_TK.shape[0], self.world_size), fill, device=slot_TK.device)
         return plan.ranks_wanted(slot_TK, geometry.placement, geometry.tensor_parallel)
 
-    def _exchange_sizes(self, wanted_TW: Tensor) -> Tensor:
-        """Rows that every rank sends to every other, int64 [W, W] on the host."""
-        if self.transport.replicated or self.world_size == 1:
-            return torch.zeros(self.world_size, self.world_size, dtype=torch.int64)
+    def _exchange_sizes(self, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """Rows that every rank sends to every other, int64 [W, W] on the host, of every dispatch."""
+        world = self.world_size
+        if self.transport.replicated or world == 1:
+            return [torch.zeros(world, world, dtype=torch.int64) for _ in wanted]
         self.observer.count("host_syncs", 1, layer=self.layer)
-        return self.transport.exchange_counts(wanted_TW.sum(0)).fill_diagonal_(0)
+        gathered = self.transport.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
+        return [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(wanted), 1)]
 
-    def start_out(self, values: list[Tensor], codec: Codec, dtype: torch.dtype, traffic: Traffic) -> Pending:
-        """Send rows, float32 or `dtype`, with the bytes of further columns behind each, to who wants them."""
-        encoded = [codec.encode(values[0], dtype), *map(as_bytes, values[1:])]
-        return self._observed(self.transport.begin_move, torch.cat(encoded, 1), traffic, 0)
+    def begin_out(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
+        """Send rows, one a token, to who wants them."""
+        return self._observed(self.transport.begin_move, encoded_TB, traffic, 0)
 
-    def start_back(self, values: list[Tensor], codec: Codec, dtype: torch.dtype, traffic: Traffic) -> Pending:
-        encoded = [codec.encode(values[0], dtype), *map(as_bytes, values[1:])]
-        return self._observed(self.transport.begin_move_back, torch.cat(encoded, 1), traffic, 1)
+    def begin_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
+        """Send rows, one a row received, to where their tokens live."""
+        return self._observed(self.transport.begin_move_back, encoded_MB, traffic, 1)
 
     def _observed(self, begin, encoded: Tensor, traffic: Traffic, way: int) -> Pending:
         if self.observer.enabled:
@@ -172,10 +199,15 @@ class Crossings:
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Plan, Pending]:
         with self.observer.span("plan", layer=self.layer):
-            made = self.make_plan(x_TD, weights_TK, ids_TK)
+            routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+            made = self.make_plans([(x_TD, routing)])[0]
         with self.observer.span("dispatch", layer=self.layer):
-            labels = [made.slot_TK.int(), made.position_TK.int(), weights_TK]
-            return made, self.start_out([x_TD, *labels], self.wire.dispatch, x_TD.dtype, made.traffic)
+            return made, self.begin_out(self.write_dispatch(made, x_TD, weights_TK), made.traffic)
+
+    def write_dispatch(self, made: Plan, x_TD: Tensor, weights_TK: Tensor) -> Tensor:
+        """Tokens as they cross, with slots, positions and weights of their choices behind them."""
+        labels = [made.slot_TK.int(), made.position_TK.int(), weights_TK]
+        return write([x_TD, *labels], self.wire.dispatch, x_TD.dtype)
 
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
         """The shapes of `State`, for the compiler. `size` makes sizes that only the run knows."""
@@ -188,18 +220,23 @@ class Crossings:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         made, pending = self.begun.pop(ticket, None) or self.start_dispatch(x_TD, weights_TK, ids_TK)
         with self.observer.span("dispatch", layer=self.layer):
-            received = pending.finish()
-            width, top_k = x_TD.shape[1], ids_TK.shape[1]
-            nbytes = self.wire.dispatch.nbytes(width, x_TD.dtype)
-            foreign = self.wire.dispatch.decode(received[:, :nbytes], width, x_TD.dtype)
-            labels = received[:, nbytes:].unflatten(1, (3, 4 * top_k))
-            slot = torch.cat([made.slot_TK, from_bytes(labels[:, 0], top_k, torch.int32).long()])
-            position = torch.cat([made.position_TK, from_bytes(labels[:, 1], top_k, torch.int32).long()])
-            weights = torch.cat([weights_TK, from_bytes(labels[:, 2], top_k, torch.float32)])
-            source_R, position_PK, weights_R = rows.index_rows(
-                slot, position, weights, self.geometry.local_slots, made.num_rows
-            )
-            rows_RD = rows.expand([x_TD, foreign], source_R)
+            return self.read_dispatch(made, pending.finish(), x_TD, weights_TK)
+
+    def read_dispatch(
+        self, made: Plan, received: Tensor, x_TD: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """From what arrived to rows, weights, counts and state."""
+        width, top_k = x_TD.shape[1], weights_TK.shape[1]
+        nbytes = self.wire.dispatch.nbytes(width, x_TD.dtype)
+        foreign = self.wire.dispatch.decode(received[:, :nbytes], width, x_TD.dtype)
+        labels = received[:, nbytes:].unflatten(1, (3, 4 * top_k))
+        slot = torch.cat([made.slot_TK, from_bytes(labels[:, 0], top_k, torch.int32).long()])
+        position = torch.cat([made.position_TK, from_bytes(labels[:, 1], top_k, torch.int32).long()])
+        weights = torch.cat([weights_TK, from_bytes(labels[:, 2], top_k, torch.float32)])
+        source_R, position_PK, weights_R = rows.index_rows(
+            slot, position, weights, self.geometry.local_slots, made.num_rows
+        )
+        rows_RD = rows.expand([x_TD, foreign], source_R)
         self.observer.count("rows", made.num_rows, layer=self.layer)
         state = [source_R, position_PK, made.traffic.sent_tokens_N, made.traffic.splits_2W]
         return rows_RD, weights_R, made.counts_e, state
@@ -207,34 +244,56 @@ class Crossings:
     def run_dispatch_backward(
         self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        _, position_PK, traffic = read_state(state)
+        traffic = read_state(state)[2]
         with self.observer.span("dispatch_backward", layer=self.layer):
-            partial_PD = rows.reduce(d_rows_RD, position_PK, None, self.geometry.most_rows)
-            d_weights_PK = rows.pick_scalars(d_weights_R, position_PK)
-            codec, dtype = self.wire.dispatch_backward, d_rows_RD.dtype
-            if self.transport.replicated:
-                d_x_TD = self.transport.all_reduce(partial_PD.to(dtype))
-                return d_x_TD, self.transport.all_reduce(d_weights_PK)
-            foreign = [partial_PD[num_tokens:], d_weights_PK[num_tokens:]]
-            received = self.start_back(foreign, codec, dtype, traffic).finish()
-            nbytes = codec.nbytes(partial_PD.shape[1], dtype)
-            d_x = codec.decode(received[:, :nbytes], partial_PD.shape[1], dtype)
-            d_weights = from_bytes(received[:, nbytes:], d_weights_PK.shape[1], torch.float32)
-            d_x_TD = self._sum_home(partial_PD[:num_tokens], d_x, traffic)
-            return d_x_TD.to(dtype), self._sum_home(d_weights_PK[:num_tokens], d_weights, traffic)
+            own, encoded = self.write_dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens)
+            received = None if encoded is None else self.begin_back(encoded, traffic).finish()
+            return self.read_dispatch_backward(own, received, state, d_rows_RD.dtype)
+
+    def write_dispatch_backward(
+        self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """Summed gradients of the own tokens and of their weights, and those of others as they cross."""
+        partial_PD = rows.reduce(d_rows_RD, read_state(state)[1], None, self.geometry.most_rows)
+        d_weights_PK = rows.pick_scalars(d_weights_R, read_state(state)[1])
+        if self.transport.replicated:
+            return (partial_PD, d_weights_PK), None
+        foreign = [partial_PD[num_tokens:], d_weights_PK[num_tokens:]]
+        encoded = write(foreign, self.wire.dispatch_backward, d_rows_RD.dtype)
+        return (partial_PD[:num_tokens], d_weights_PK[:num_tokens]), encoded
+
+    def read_dispatch_backward(
+        self,
+        own: tuple[Tensor, Tensor],
+        received: Tensor | None,
+        state: Sequence[Tensor],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        if received is None:
+            d_x_TD = self.transport.all_reduce(own[0].to(dtype))
+            return d_x_TD, self.transport.all_reduce(own[1])
+        codec, width, traffic = self.wire.dispatch_backward, own[0].shape[1], read_state(state)[2]
+        nbytes = codec.nbytes(width, dtype)
+        d_x = codec.decode(received[:, :nbytes], width, dtype)
+        d_weights = from_bytes(received[:, nbytes:], own[1].shape[1], torch.float32)
+        return self._sum_home(own[0], d_x, traffic).to(dtype), self._sum_home(own[1], d_weights, traffic)
 
     def start_combine(
         self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int
     ) -> tuple[Tensor, Pending | None]:
         """The partial sums, and the crossing of those of other ranks' tokens."""
-        _, position_PK, traffic = read_state(state)
         with self.observer.span("combine", layer=self.layer):
-            partial_PD = rows.reduce(rows_RD, position_PK, weights_R, self.geometry.most_rows)
-            if self.transport.replicated:
-                return partial_PD, None
-            foreign = [partial_PD[num_tokens:]]
-            crossing = self.start_back(foreign, self.wire.combine, rows_RD.dtype, traffic)
-            return partial_PD[:num_tokens], crossing
+            own_TD, encoded = self.write_combine(rows_RD, weights_R, state, num_tokens)
+            return own_TD, None if encoded is None else self.begin_back(encoded, read_state(state)[2])
+
+    def write_combine(
+        self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The partial sums of the own tokens, and those of others as they cross."""
+        partial_PD = rows.reduce(rows_RD, read_state(state)[1], weights_R, self.geometry.most_rows)
+        if self.transport.replicated:
+            return partial_PD, None
+        return partial_PD[:num_tokens], write([partial_PD[num_tokens:]], self.wire.combine, rows_RD.dtype)
 
     def run_combine(
         self,
@@ -248,32 +307,60 @@ class Crossings:
         started = self.begun.pop(ticket, None)
         own_TD, pending = started or self.start_combine(rows_RD, weights_R, state, num_tokens)
         with self.observer.span("combine", layer=self.layer):
-            dtype = rows_RD.dtype
-            if pending is None:
-                y_TD = self.transport.all_reduce(own_TD.to(dtype)).float()
-            else:
-                sent_back = self.wire.combine.decode(pending.finish(), own_TD.shape[1], dtype)
-                y_TD = self._sum_home(own_TD, sent_back, read_state(state)[2])
-            if addend_TD is not None:
-                y_TD = y_TD + addend_TD.float()
-            return y_TD.to(dtype)
+            received = None if pending is None else pending.finish()
+            return self.read_combine(own_TD, received, addend_TD, state, rows_RD.dtype)
+
+    def read_combine(
+        self,
+        own_TD: Tensor,
+        received: Tensor | None,
+        addend_TD: Tensor | None,
+        state: Sequence[Tensor],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Sums over ranks, and of the addend, as they leave the layer."""
+        if received is None:
+            y_TD = self.transport.all_reduce(own_TD.to(dtype)).float()
+        else:
+            sent_back = self.wire.combine.decode(received, own_TD.shape[1], dtype)
+            y_TD = self._sum_home(own_TD, sent_back, read_state(state)[2])
+        if addend_TD is not None:
+            y_TD = y_TD + addend_TD.float()
+        return y_TD.to(dtype)
 
     def run_combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        source_R, _, traffic = read_state(state)
         with self.observer.span("combine_backward", layer=self.layer):
-            pool = [d_y_TD]
-            if not self.transport.replicated:
-                codec = self.wire.combine_backward
-                received = self.start_out([d_y_TD], codec, d_y_TD.dtype, traffic).finish()
-                pool.append(codec.decode(received, d_y_TD.shape[1], d_y_TD.dtype))
-            d_y_RD = rows.expand(pool, source_R)
-            if weights_R is None:
-                return d_y_RD, torch.zeros(len(source_R), device=d_y_RD.device)
-            # Padding rows of an expert with a bias are not zero, and may be anything on a device.
-            products = torch.where(source_R[:, None] < 0, 0.0, rows_RD.float() * d_y_RD.float())
-            return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), products.sum(1)
+            encoded = self.write_combine_backward(d_y_TD)
+            traffic = read_state(state)[2]
+            received = None if encoded is None else self.begin_out(encoded, traffic).finish()
+            return self.read_combine_backward(received, d_y_TD, rows_RD, weights_R, state)
+
+    def write_combine_backward(self, d_y_TD: Tensor) -> Tensor | None:
+        """The outputs' gradients as they cross."""
+        if self.transport.replicated:
+            return None
+        return write([d_y_TD], self.wire.combine_backward, d_y_TD.dtype)
+
+    def read_combine_backward(
+        self,
+        received: Tensor | None,
+        d_y_TD: Tensor,
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        state: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the rows and of their weights."""
+        pool, source_R = [d_y_TD], read_state(state)[0]
+        if received is not None:
+            pool.append(self.wire.combine_backward.decode(received, d_y_TD.shape[1], d_y_TD.dtype))
+        d_y_RD = rows.expand(pool, source_R)
+        if weights_R is None:
+            return d_y_RD, torch.zeros(len(source_R), device=d_y_RD.device)
+        # Padding rows of an expert with a bias are not zero, and may be anything on a device.
+        products = torch.where(source_R[:, None] < 0, 0.0, rows_RD.float() * d_y_RD.float())
+        return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), products.sum(1)
 
     def _sum_home(self, own: Tensor, sent_back: Tensor, traffic: Traffic) -> Tensor:
         sizes = traffic.splits_2W[0].tolist()

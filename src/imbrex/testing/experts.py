@@ -62,10 +62,7 @@ def make_dispatched(
     rows_RD: Tensor, weights_R: Tensor, counts: Sequence[int], device: torch.device | str = "cpu"
 ) -> Dispatched:
     """Rows as if dispatched, each its own token of this one rank."""
-    index = torch.arange(rows_RD.shape[0], device=device)
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    state = (index, index[:, None], nothing, torch.zeros(2, 1, dtype=torch.int64))
-    handle = Handle(weights_R=weights_R, state=state, num_tokens=rows_RD.shape[0])
+    handle = Handle(weights_R=weights_R, state=(), num_tokens=rows_RD.shape[0])
     return Dispatched(rows_RD=rows_RD, counts_e=torch.tensor(counts, device=device), handle=handle)
 
 
