@@ -18,9 +18,11 @@ from imbrex import ops
 from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
 from imbrex.crossings import Crossings, Geometry
+from imbrex.crossings_nvlink import NvlinkCrossings, unfit
 from imbrex.handshake import DTYPES, agree
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
+from imbrex.transport import Nvlink
 from imbrex.transport import make as make_transport
 
 
@@ -74,10 +76,16 @@ class Exchange:
             rows_per_slot=rows_per_slot,
         )
         self._check()
-        self._crossings = Crossings(
-            self.geometry, self.transport, self.wire, self.world_size, observer or Observer(), layer
-        )
+        self._crossings = self._make_crossings(observer or Observer(), layer)
         agree(self.transport, self._settings(layer), "Exchange")
+
+    def _make_crossings(self, observer: Observer, layer: int) -> Crossings | NvlinkCrossings:
+        if isinstance(self.transport, Nvlink):
+            reason = unfit(self.geometry, self.wire)
+            if reason is not None:
+                raise ValueError(f"Exchange: transport 'nvlink' cannot serve it: {reason}; use 'alltoall'")
+            return NvlinkCrossings(self.geometry, self.transport, observer, layer)
+        return Crossings(self.geometry, self.transport, self.wire, self.world_size, observer, layer)
 
     def _check(self) -> None:
         geometry = self.geometry
@@ -135,12 +143,16 @@ class Exchange:
 
         Raises ValueError where the placement has other experts, or other slots per rank.
         """
+        if isinstance(self._crossings, NvlinkCrossings):
+            raise ValueError(
+                "Exchange: the NVLink kernels keep their placement; use transport='alltoall' to relocate"
+            )
         old = self.geometry.placement
         new = old if placement is None else placement
         if (new.num_experts, new.rank_offsets) != (old.num_experts, old.rank_offsets):
             raise ValueError(
-                f"Exchange: from {old.num_experts} experts in slots {old.rank_offsets} to {new.num_experts} in "
-                f"{new.rank_offsets}; a placement of another shape needs a new exchange"
+                f"Exchange: from {old.num_experts} experts in slots {old.rank_offsets} to {new.num_experts} "
+                f"in {new.rank_offsets}; a placement of another shape needs a new exchange"
             )
         self.geometry = replace(self.geometry, placement=new, split=split or self.geometry.split)
         self._crossings.geometry = self.geometry

@@ -10,12 +10,14 @@ from imbrex.contracts import Transport
 from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
+from imbrex.transport.nvlink import Nvlink
 from imbrex.waiting import RankLostError
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "alltoall": AllToAll,
     "allgather": AllGather,
     "allreduce": AllReduce,
+    "nvlink": Nvlink.of,
 }
 
 BROADCAST_FROM = 0.8
@@ -53,4 +55,4 @@ def make(
     return TRANSPORTS[name](group, timeout=timeout), reason
 
 
-__all__ = ["TRANSPORTS", "AllGather", "AllReduce", "AllToAll", "RankLostError", "make", "pick"]
+__all__ = ["TRANSPORTS", "AllGather", "AllReduce", "AllToAll", "Nvlink", "RankLostError", "make", "pick"]

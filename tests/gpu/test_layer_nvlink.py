@@ -1,0 +1,135 @@
+"""The layer over the NVLink kernels, one process a GPU, against the oracle and against all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.capacity import Capacity
+from tests.poison import real_empty
+from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
+from tests.ranks.pool import Pool, Ranks
+from tests.ranks.test_layer import largest_error, relative
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NVLink needs two GPUs"),
+]
+CONFIG = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=12, top_k=3)
+NVLINK = Case(config=CONFIG, dtype=torch.bfloat16, tokens=(70, 0, 33, 128), options={"transport": "nvlink"})
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Pool]:
+    ranks = Pool(torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
+    yield ranks
+    ranks.close()
+
+
+def worlds() -> list[int]:
+    return [w for w in (2, 4) if w <= torch.cuda.device_count()]
+
+
+@pytest.mark.parametrize("experts", ["grouped", "kernels"])
+@pytest.mark.parametrize("world", worlds())
+def test_outputs_and_all_gradients_twice_the_same_bits(nccl: Pool, world: int, experts: str) -> None:
+    case = replace(NVLINK, options={"transport": "nvlink", "experts": experts})
+    results, again = (nccl.run(world, run_layer, case) for _ in range(2))
+    errors = largest_error(case, world, results)
+    assert max(errors.values()) < 0.03, errors
+    for first, second in zip(results, again, strict=True):
+        assert torch.equal(first["y"], second["y"])
+        for name, grad in first["grads"].items():
+            assert torch.equal(grad, second["grads"][name]), name
+
+
+@pytest.mark.parametrize("world", worlds())
+def test_the_same_bits_as_all_to_all(nccl: Pool, world: int) -> None:
+    """Both round a partial sum once to cross, and sum in the same order."""
+    ours = nccl.run(world, run_layer, NVLINK)
+    theirs = nccl.run(world, run_layer, replace(NVLINK, options={"transport": "alltoall"}))
+    for first, second in zip(ours, theirs, strict=True):
+        assert relative(first["y"], second["y"]) < 2e-3
+        assert relative(first["x_grad"], second["x_grad"]) < 4e-3
+
+
+def test_dropped_choices_and_shared_experts(nccl: Pool) -> None:
+    gate = imbrex.Gate(capacity=Capacity(factor=0.7))
+    config = imbrex.MoEConfig(
+        hidden_size=256,
+        intermediate_size=128,
+        num_experts=12,
+        top_k=3,
+        gate=gate,
+        activation="gelu",
+        bias=True,
+    )
+    case = replace(NVLINK, config=config)
+    world = worlds()[-1]
+    results = nccl.run(world, run_layer, case)
+    assert sum(int((~r["kept"]).sum()) for r in results) > 0
+    errors = largest_error(case, world, results)
+    assert max(errors.values()) < 0.03, errors
+
+
+def run_many(ranks: Ranks, case: Case, calls: int) -> float:
+    """Two layers that share a heap, called in turn with changing numbers of tokens, beside all-to-all."""
+    layers = [make_layer(case, ranks.group, ranks.device) for _ in range(2)]
+    other = make_layer(replace(case, options={"transport": "alltoall"}), ranks.group, ranks.device)
+    assert layers[0].exchange.transport is layers[1].exchange.transport
+    worst = 0.0
+    layers[0](tokens_of(replace(case, tokens=(128,)), ranks.rank).to(ranks.device))
+    for call in range(calls):
+        tokens = tuple(
+            int(t) for t in torch.randint(0, 128, (4,), generator=torch.Generator().manual_seed(call))
+        )
+        x_TD = tokens_of(replace(case, tokens=tokens), ranks.rank).to(ranks.device)
+        y_TD, truth = layers[call % 2](x_TD), other(x_TD)
+        if y_TD.numel():
+            worst = max(worst, relative(y_TD, truth))
+    return worst
+
+
+def test_many_calls_of_two_layers(nccl: Pool) -> None:
+    assert max(nccl.run(worlds()[-1], run_many, NVLINK, 60)) < 4e-3
+
+
+def run_compiled(ranks: Ranks, case: Case) -> float:
+    layer = make_layer(case, ranks.group, ranks.device)
+    x_TD = tokens_of(case, ranks.rank).to(ranks.device)
+    with real_empty():
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+        grads: list[Any] = []
+        for run in (layer, compiled):
+            x = x_TD.clone().requires_grad_()
+            y = run(x)
+            (y.float() * coefficients(y)).sum().backward()
+            grads.append((y.detach(), x.grad))
+    return max(relative(b, a) for a, b in zip(*grads, strict=True))
+
+
+def test_one_compiled_graph(nccl: Pool) -> None:
+    case = replace(NVLINK, tokens=(70, 5, 33, 128))
+    assert max(nccl.run(worlds()[-1], run_compiled, case)) < 1e-3
+
+
+def run_wrong(ranks: Ranks, case: Case) -> str:
+    layer = make_layer(case, ranks.group, ranks.device)
+    try:
+        layer(torch.randn(4, 256 + 8 * ranks.rank, device=ranks.device).bfloat16())
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_wrong_width_stops_every_rank_at_the_first_call(nccl: Pool) -> None:
+    config = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=3)
+    answers = nccl.run(2, run_wrong, replace(NVLINK, config=config))
+    assert answers[1] == "dispatch: on rank 1, x has 2 dimensions and last size 264; give tokens [T, 256]"
+    assert answers[0] == "dispatch: rank 1 was given tokens that cannot be dispatched"
