@@ -138,6 +138,20 @@ def test_gradient_of_weights(case, tiling: Tiling) -> None:
     assert error(out, reference) < LIMIT
 
 
+@pytest.mark.parametrize("tiling", WGRAD_TILINGS, ids=str)
+@pytest.mark.parametrize("rows", [1, 64, 130, 256])
+def test_gradients_of_short_sums(tiling: Tiling, rows: int) -> None:
+    """Many tiles a block, each of fewer steps than the ring has stages."""
+    torch.manual_seed(7)
+    counts = [rows] * 16
+    d_out, x = draw(16 * rows, 1024), draw(16 * rows, 2048)
+    groups, out = groups_of(counts), poisoned(16, 1024, 2048)
+    for _ in range(5):
+        launch_gemm(Layout.WGRAD, d_out, x, groups.ends_e, out, groups.counter, tiling=tiling)
+    pieces = zip(d_out.float().split(counts), x.float().split(counts), strict=True)
+    assert error(out, torch.stack([d.T @ x for d, x in pieces])) < LIMIT
+
+
 def reference_ffn(counts: list[int], rows, gate_up, down, weights):
     act = []
     for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):

@@ -61,6 +61,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
             ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
         }
     }
+    if (PINGPONG && leader) ptx::mbarrier_arrive(shared.order + 8 * (1 - threadIdx.x / 128));
     if constexpr (kBlocks > 0) {
         ptx::wgmma_wait<0>();
         if (tile.steps > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);
@@ -86,6 +87,9 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
             for (int m = 0; m < BLOCKS_M; ++m)
 #pragma unroll
                 for (int i = 0; i < kBlockN / 2; ++i) d[m][i] = 0.f;
+        // In turn: a wait for a stage tells a fill from the one before by one bit, so nobody may wait for a later fill
+        // while an earlier one is under way (tiles of fewer than STAGES steps; loads may land out of order).
+        if (PINGPONG && index > 0) ptx::mbarrier_wait(shared.order + 8 * group, (index - 1) / 2 & 1, patience);
         const int rows = tile.rows - 64 * first_block;
         if (rows <= 0)
             multiply_tile<0>(d, shared, 0, tile, patience);
@@ -109,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                  const int* segments, int count, int rows, int columns, int k, const float* weights, u32* counter) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
-    __shared__ u64 barriers[2 * STAGES + 2 * kSlots];
+    __shared__ u64 barriers[2 * STAGES + 2 * kSlots + 2];
     Shared shared;
     shared.a = (ptx::smem_u32(memory) + 1023) & ~1023u;
     shared.b = shared.a + STAGES * kBytesA;
@@ -118,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     shared.empty = shared.full + STAGES * 8;
     shared.slot_full = shared.empty + STAGES * 8;
     shared.slot_empty = shared.slot_full + kSlots * 8;
+    shared.order = shared.slot_empty + kSlots * 8;
     shared.slots = slots;
     if (threadIdx.x == 0) {
         constexpr int kReaders = PINGPONG ? 4 : 4 * GROUPS;  // warps that read a stage or a slot
@@ -129,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             ptx::mbarrier_init(shared.slot_full + 8 * i, 1);
             ptx::mbarrier_init(shared.slot_empty + 8 * i, kReaders);
         }
+        for (int i = 0; i < 2; ++i) ptx::mbarrier_init(shared.order + 8 * i, 4);
         ptx::fence_barrier_init();
         ptx::prefetch_map(&map_a);
         ptx::prefetch_map(&map_b);

@@ -26,7 +26,7 @@ struct __align__(16) Slot {
 };
 
 struct Shared {
-    u32 a, b, staging, full, empty, slot_full, slot_empty;
+    u32 a, b, staging, full, empty, slot_full, slot_empty, order;
     Slot* slots;
     __device__ __forceinline__ u32 a_of(u32 stage) const { return a + stage * kBytesA; }
     __device__ __forceinline__ u32 b_of(u32 stage) const { return b + stage * kBytesB; }

@@ -250,7 +250,6 @@ class Kernel:
         self.device = device
         compiled = compile_variant(variant)
         self.resources = compiled.resources
-        self._context = cuda_ok(driver.cuCtxGetCurrent(), "finding the device's context")
         self._library = cuda_ok(
             driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), f"loading {variant}"
         )
@@ -296,8 +295,8 @@ class Kernel:
             return driver.cuLaunchKernelEx(config, self._function, where, 0)[0]
 
         code = queue()
-        if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread new to CUDA
-            cuda_ok(driver.cuCtxSetCurrent(self._context), "entering the device's context")
+        if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            enter_context(self.device)
             code = queue()
         del values
         if int(code) != 0:
@@ -360,9 +359,21 @@ def _pack(args: Sequence[Any]) -> tuple[Any, Any]:
 
 
 @functools.cache
+def _primary_context(device: int) -> Any:
+    driver = cuda_binding("driver")
+    return cuda_ok(driver.cuDevicePrimaryCtxRetain(device), f"entering the context of device {device}")
+
+
+def enter_context(device: int) -> None:
+    """Make torch's context of `device` current: a thread of autograd's that has not used CUDA yet has none."""
+    torch.cuda.init()
+    cuda_ok(cuda_binding("driver").cuCtxSetCurrent(_primary_context(device)), "entering a device's context")
+
+
+@functools.cache
 def _load(variant: Variant, device: int) -> Kernel:
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device).query()  # makes the primary context current on this thread
+        enter_context(device)
         return Kernel(variant, device)
 
 

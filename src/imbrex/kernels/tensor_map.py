@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from imbrex.kernels.jit import ByValue, cuda_binding, cuda_ok
+from imbrex.kernels.jit import ByValue, cuda_binding, cuda_ok, enter_context
 
 _ELEMENTS = {
     torch.bfloat16: "BFLOAT16",
@@ -42,6 +42,8 @@ def tensor_map(
         )
     driver = cuda_binding("driver")
     element = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_ELEMENTS[dtype]}")
+    if not int(cuda_ok(driver.cuCtxGetCurrent(), "finding the context")):
+        enter_context(torch.cuda.current_device())
     encoded = cuda_ok(
         driver.cuTensorMapEncodeTiled(
             element,
