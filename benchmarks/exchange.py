@@ -151,30 +151,31 @@ def ceilings(rank: int, world: int, clock: Clock) -> dict[str, float]:
     return {"push_gbps": round(nbytes / best / 1e3, 1)}
 
 
-def work(rank: int, world: int, quick: bool) -> dict[str, Any]:
+def work(rank: int, world: int, arguments: list[str]) -> int:
+    quick = "quick" in arguments
     clock = Clock(n=20)
     limits = ceilings(rank, world, clock)
-    found = []
+    run = describe_run(f"python3 -m benchmarks.exchange {' '.join(arguments)}".strip(), limits)
+    found: list[dict[str, Any]] = []
     jobs = [Job(T=4096, D=7168, K=8, E=256, W=world)]
     if not quick:
-        jobs.append(Job(T=4096, D=7168, K=8, E=256, W=world, routing="zipf"))
         if world >= 4:  # the article's: two experts a rank
             jobs.append(Job(T=4096, D=8192, K=8, E=2 * world, W=world))
+        jobs.append(Job(T=4096, D=7168, K=8, E=256, W=world, routing="zipf"))
     for job in jobs:
         rows = Rows(job, rank, clock)
-        ours(rows, (1, 2, 4, 8, 16, 24, 32) if job.routing == "uniform" and not quick else (8, 16, 24, 32))
+        ours(rows, (1, 2, 4, 8, 16, 24, 32) if job.E < 256 else (8, 16, 24, 32))
         rivals(rows)
         found += rows.rows
         torch.cuda.empty_cache()
-    return {"ceilings": limits, "rows": found}
+        if rank == 0:
+            write_results(RESULTS, QUESTION, run, found)
+    return len(found)
 
 
 def main(arguments: list[str]) -> None:
     world = next((int(a) for a in arguments if a.isdigit()), torch.cuda.device_count())
-    answer = run_ranks(work, world, "quick" in arguments)
-    run = describe_run(f"python3 -m benchmarks.exchange {' '.join(arguments)}".strip(), answer["ceilings"])
-    write_results(RESULTS, QUESTION, run, answer["rows"])
-    print(f"{len(answer['rows'])} rows in {RESULTS}; ceilings {answer['ceilings']}")
+    print(f"{run_ranks(work, world, arguments)} rows in {RESULTS}")
 
 
 if __name__ == "__main__":

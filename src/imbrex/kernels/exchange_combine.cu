@@ -10,7 +10,7 @@
 // u = bf16(.25 t + .25 s); rank 0 writes bf16(u + .5 r).
 #include "exchange_sums.cuh"
 
-constexpr int kLead = 2;
+constexpr int kLead = 5;   // the lister runs two groups ahead of the sums, and a flag takes part of a third
 constexpr int kBatch = 8;  // loads in flight per lane
 
 struct Combine {
@@ -43,6 +43,8 @@ struct CombineView {
     const int* tokens;
     i64 buffer;
     int per_group;
+    int source, tokens_there;  // whose tokens this lane lists for reducing
+    int tokens_here;
 };
 
 __device__ inline CombineView view_of(const Call& call, const Combine& combine) {
@@ -54,6 +56,9 @@ __device__ inline CombineView view_of(const Call& call, const Combine& combine) 
     view.tokens = combine.tokens + call.local * ranks;
     view.buffer = combine.reduced_at + combine.buffer * combine.buffer_bytes;
     view.per_group = ranks < 16 ? 16 / ranks : 1;
+    view.source = (call.me + static_cast<int>(ptx::lane_id())) % ranks;
+    view.tokens_there = view.tokens[view.source];
+    view.tokens_here = view.tokens[call.me];
     return view;
 }
 
@@ -83,9 +88,9 @@ __device__ inline void list_reducing(const Call& call, const SumRing& ring, cons
     SumHead* segment = open_sums(call, ring, number);
     SumItem* item = sum_item(ring, segment, min(lane, kSegmentItems - 1));
     bool listed = false;
-    const int source = (call.me + lane) % ranks, token = g * view.per_group + lane / ranks;
+    const int source = view.source, token = g * view.per_group + lane / ranks;
     if (lane < kSegmentItems) item->target = nullptr;
-    if (lane < view.per_group * ranks && source != call.me && token < view.tokens[source]) {
+    if (lane < view.per_group * ranks && source != call.me && token < view.tokens_there) {
         const i64 at = view.tokens_at + static_cast<i64>(source) * combine.max_tokens + token;
         const int row = combine.recv_row[at];
         if (row >= 0) {
@@ -101,14 +106,20 @@ __device__ inline void list_home(const Call& call, const SumRing& ring, const Co
     const Group& group = *call.group;
     const i64 x_at = call.local * combine.x_stride + static_cast<i64>(token) * combine.row_bytes;
     int rows = 0;
-    for (int p = 0; p < group.ranks; ++p) {
-        const int row = view.send_row[static_cast<i64>(token) * group.ranks + p];
-        if (row < 0) continue;
-        if (p == call.me && combine.rows) {
-            rows = append_own(ring, combine, view, item, view.tokens_at + static_cast<i64>(call.me) * combine.max_tokens + token, rows);
-        } else {
-            weights_of(ring, item)[rows] = 1.0f;
-            rows_of(item)[rows++] = p == call.me ? combine.own + x_at : group.heap[p] + view.buffer + static_cast<i64>(row) * combine.row_bytes;
+    for (int first = 0; first < group.ranks; first += kBatch) {
+        int row[kBatch];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) row[u] = first + u < group.ranks ? view.send_row[static_cast<i64>(token) * group.ranks + first + u] : -1;
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            const int p = first + u;
+            if (row[u] < 0) continue;
+            if (p == call.me && combine.rows) {
+                rows = append_own(ring, combine, view, item, view.tokens_at + static_cast<i64>(call.me) * combine.max_tokens + token, rows);
+            } else {
+                weights_of(ring, item)[rows] = 1.0f;
+                rows_of(item)[rows++] = p == call.me ? combine.own + x_at : group.heap[p] + view.buffer + static_cast<i64>(row[u]) * combine.row_bytes;
+            }
         }
     }
     if (combine.addend) {
@@ -126,7 +137,7 @@ __device__ inline void list_summing(const Call& call, const SumRing& ring, const
     SumHead* segment = open_sums(call, ring, number);
     SumItem* item = sum_item(ring, segment, min(lane, kSegmentItems - 1));
     const int token = first + lane * step;
-    const bool listed = lane < count && token < view.tokens[call.me];
+    const bool listed = lane < count && token < view.tokens_here;
     if (listed)
         list_home(call, ring, combine, view, item, token);
     else if (lane < kSegmentItems)
@@ -163,7 +174,7 @@ __device__ inline u32 list_compact(const Call& call, const SumRing& ring, const 
     const int lane = static_cast<int>(ptx::lane_id()), blocks = call.group->blocks;
     u32 number = 0;
     if (!wait_credit(call, lane, 1)) return number;  // every peer has begun this call: its rows are there
-    for (int first = call.block; first < view.tokens[call.me]; first += kSegmentItems * blocks)
+    for (int first = call.block; first < view.tokens_here; first += kSegmentItems * blocks)
         list_summing(call, ring, combine, view, first, blocks, kSegmentItems, number++);
     return number;
 }

@@ -138,6 +138,7 @@ __device__ inline void load_entry(const SumRing& ring, Loader& loader, u8* targe
     const int lane = static_cast<int>(ptx::lane_id());
     const u32 full = ring.entry_full + 8 * (loader.entry % kEntries);
     Entry* entry = entry_of(ring, loader.entry);
+    __syncwarp();  // all lanes have read what this entry held before
     if (lane < rows) weights_of(entry)[lane] = weight;
     if (lane == 0) {
         entry->target = target;
@@ -160,6 +161,7 @@ __device__ inline void end_entries(const Call& call, const SumRing& ring, Loader
     for (int i = 0; i < kSummingWarps; ++i) {
         if (!make_room(call, ring, loader, 0)) return;
         Entry* entry = entry_of(ring, loader.entry);
+        __syncwarp();
         if (ptx::lane_id() == 0) {
             entry->target = nullptr;
             entry->rows = 0;
