@@ -12,6 +12,7 @@
 
 constexpr int kLead = 5;   // the lister runs two groups ahead of the sums, and a flag takes part of a third
 constexpr int kBatch = 8;  // loads in flight per lane
+constexpr int kFew = 4;    // the same where 8 would spill
 
 struct Combine {
     const u8* rows;        // expert-major [ranks of the launch, rows, row_bytes]; or null: compact
@@ -106,12 +107,12 @@ __device__ inline void list_home(const Call& call, const SumRing& ring, const Co
     const Group& group = *call.group;
     const i64 x_at = call.local * combine.x_stride + static_cast<i64>(token) * combine.row_bytes;
     int rows = 0;
-    for (int first = 0; first < group.ranks; first += kBatch) {
-        int row[kBatch];
+    for (int first = 0; first < group.ranks; first += kFew) {
+        int row[kFew];
 #pragma unroll
-        for (int u = 0; u < kBatch; ++u) row[u] = first + u < group.ranks ? view.send_row[static_cast<i64>(token) * group.ranks + first + u] : -1;
+        for (int u = 0; u < kFew; ++u) row[u] = first + u < group.ranks ? view.send_row[static_cast<i64>(token) * group.ranks + first + u] : -1;
 #pragma unroll
-        for (int u = 0; u < kBatch; ++u) {
+        for (int u = 0; u < kFew; ++u) {
             const int p = first + u;
             if (row[u] < 0) continue;
             if (p == call.me && combine.rows) {
