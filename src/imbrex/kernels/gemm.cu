@@ -18,14 +18,24 @@
 //                 group 1 |== tile 0 ==|store|== tile 1 ==|store|                |............|== tile 1 ==|store|
 // A 64-row block past the end of its expert is not multiplied (the tail of an expert then costs half a tile).
 //
-// Drawing the tiles matters where experts end raggedly: blocks that walk a fixed sequence drift apart, and row tiles
-// that share a panel of B then read it from HBM at different times.
-//
 // Ragged ends without touching a row that is not the expert's: the descriptor has three dimensions (column, y < H,
 // z <= R), rows and z both one row apart, and its base lies H rows before the tensor. A box of H rows at
-// (y, z) = (H - v, row + v) covers rows row .. row + v - 1 and nothing else, since y ends at H: loads give zeros
-// for the others and stores skip them. A box that is outside altogether must not be asked for: the copy engine then
-// touches the base (an illegal address where nothing is mapped before the tensor; seen on an H200). H = 128, row = 258, v = 42: y = 86 .. 127 are z + y - H = 258 .. 299.
+// (y, z) = (H - v, row + v) covers rows row .. row + v - 1 and nothing else, since y ends at H: loads give zeros for
+// the others and stores skip them. H = 128, row = 258, v = 42: y = 86 .. 127 are z + y - H = 258 .. 299.
+// A box that is outside altogether must not be asked for: the copy engine then touches the base, an illegal address
+// where nothing is mapped before the tensor.
+//
+// Measured on an H200 (TFLOP/s; dense 8192^3 of the same minute in brackets, it falls from 800 to 640 with the heat):
+//   128 x 256 shared beats 128 x 128 ping-pong, 128 x 192 and 3 stages with 64 KiB of staging in every forward and
+//   dgrad: Qwen2 down 689, 653, 662, 663 (789); DeepSeek-V3 down 729, 687, 705, 692 (776). torch: 626 and 693.
+//   Tiles drawn from a counter, against block + n * grid: nothing where experts are equal (660), 466 -> 594 where rows
+//   are drawn at random (DeepSeek-V3 gate and up). Blocks on a fixed walk drift apart, and the row tiles that share a
+//   panel of B then read it from HBM at different times.
+//   One TMA a 64-wide panel, 6 a step: wgrad 582 (Qwen2 down); one for all panels: 630; torch 564 (805).
+//   GROUP_M 4, 8, 16: within 1 %. Ping-pong wins wgrad of large outputs by 3 %, where stores weigh most.
+// Rejected: returning from a consumer when a wait runs out of patience (the divergent exit makes ptxas serialise every
+// wgmma: C7518, hence `patience`); one arrival a group instead of one a warp to free a stage (another warp may still
+// read); gathering A's rows with cp.async (329 us against 309 with a copy first, Qwen3, 16384 rows, whole FFN).
 #include "gemm_load.cuh"
 #include "gemm_store.cuh"
 

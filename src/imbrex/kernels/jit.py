@@ -365,7 +365,7 @@ def _primary_context(device: int) -> Any:
 
 
 def enter_context(device: int) -> None:
-    """Make torch's context of `device` current: a thread of autograd's that has not used CUDA yet has none."""
+    """Make torch's context of `device` current: a thread of autograd's new to CUDA has none."""
     torch.cuda.init()
     cuda_ok(cuda_binding("driver").cuCtxSetCurrent(_primary_context(device)), "entering a device's context")
 
