@@ -37,7 +37,7 @@ ROOM_OF = {
         "router": "gates losses capacity global_batch sparsemixer",
         "plan": "rows handshake",
         "ops": "grouped",
-        "exchange": "crossings",
+        "exchange": "crossings crossings_nvlink",
         "layer": "ranks",
         "checkpoint": "logical_tensors",
     }.items()

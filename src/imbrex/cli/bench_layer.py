@@ -145,6 +145,8 @@ def _be_a_rank(args: argparse.Namespace) -> int:
     if code:
         # A peer is gone: what waits for it in a destructor would wait for ever.
         os._exit(code)
+    if args.board is None and rank == 0:
+        shutil.rmtree(board_at, ignore_errors=True)
     return 0
 
 

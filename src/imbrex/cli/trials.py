@@ -35,6 +35,8 @@ from imbrex.transport import TRANSPORTS
 TOKENS, WIDTH, EXPERTS, TOP_K, RANKS = 12, 128, 4, 2, 2
 TOLERANCE = 1e-5
 BF16_TOLERANCE = 3e-2
+UNFIT = "not for this machine"
+"""How a problem begins where a transport refuses the ranks it is built on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +110,13 @@ def _tokens(rank: int) -> Tensor:
     return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 + rank))
 
 
-def _experts(implementation: str, device: torch.device) -> Experts:
+def _dtype(device: torch.device) -> torch.dtype:
     """float32 on processors, bfloat16 on GPUs: what each is used with."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    here = {"device": device, "dtype": dtype}
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _experts(implementation: str, device: torch.device) -> Experts:
+    here: dict[str, Any] = {"device": device, "dtype": _dtype(device)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         ids = tuple(range(EXPERTS))
@@ -173,6 +178,9 @@ def try_transports(device: str, timeout_s: float) -> list[Finding]:
     for name in TRANSPORTS:
         said = [answer.get(name, answer.get("", "no answer")) for answer in answers]
         problem = next((text for text in said if text), "")
+        if device == "cpu" and problem.startswith(UNFIT):
+            # A transport for GPUs only is no fault of the processor.
+            continue
         backend = "gloo" if device == "cpu" else "NCCL"
         found.append(_finding("transport", name, device, problem, f"{RANKS} ranks over {backend}"))
     return found
@@ -234,16 +242,21 @@ def _try_transport(name: str, rank: int, device: torch.device, timeout_s: float)
 def _crossing(name: str, rank: int, device: torch.device, timeout_s: float) -> str:
     placement = contiguous(EXPERTS, RANKS)
     group: Any = dist.group.WORLD
-    exchange = Exchange(placement, WIDTH, TOP_K, group=group, transport=name, timeout=timeout_s)
+    try:
+        exchange = Exchange(placement, WIDTH, TOP_K, group=group, transport=name, timeout=timeout_s)
+    except ValueError as error:
+        return f"{UNFIT}: {_one_line(error)}"
     who = 0 if exchange.transport.replicated else rank
     routing, x_TD = _routing(who), _tokens(who)
     on_device = Routing(ids_TK=routing.ids_TK.to(device), weights_TK=routing.weights_TK.to(device))
-    dispatched = exchange.dispatch(x_TD.to(device), on_device)
-    factors_e = torch.tensor(placement.local(rank), device=device, dtype=torch.float32) + 1
-    factors_R = factors_e.repeat_interleave(dispatched.counts_e.to(device))
-    rows_RD = dispatched.rows_RD[: factors_R.numel()] * factors_R[:, None]
-    y_TD = exchange.combine(rows_RD, dispatched.handle)
+    dtype = _dtype(device)
+    dispatched = exchange.dispatch(x_TD.to(device, dtype), on_device)
+    factors_e = torch.tensor(placement.local(rank), device=device, dtype=dtype) + 1
+    factors = factors_e.repeat_interleave(dispatched.counts_e.to(device))
+    factors_R = dispatched.rows_RD.new_ones(dispatched.rows_RD.shape[0])
+    factors_R[: factors.numel()] = factors
+    y_TD = exchange.combine(dispatched.rows_RD * factors_R[:, None], dispatched.handle)
     exchange.close()
     wanted_TD = (routing.weights_TK * (routing.ids_TK + 1)).sum(1, keepdim=True) * x_TD
-    _close(y_TD, wanted_TD)
+    _close(y_TD, wanted_TD, TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE)
     return ""
