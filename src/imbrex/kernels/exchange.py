@@ -214,7 +214,7 @@ class NvlinkExchange:
         s = self.shape
         buffer, lag = self._next_buffer("combine")
         piece, slots, shared = lay.summer_shared(2 * width, s.choices + s.ranks)
-        size = (num_tokens or s.max_tokens, width)
+        size = (s.max_tokens if num_tokens is None else num_tokens, width)
         size = (self.local_ranks, *size) if self.local_ranks > 1 else size
         out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
         args = lay.Combine(
