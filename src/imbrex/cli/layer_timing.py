@@ -178,7 +178,9 @@ class Bench:
                 y_TD = strategy.run(x_TD, routing, exchange, experts, None)
             if self.args.backward:
                 y_TD.backward(dy_TD)
-            return y_TD.detach()
+                assert x_TD.grad is not None
+                return torch.stack([y_TD.detach(), x_TD.grad])
+            return y_TD.detach()[None]
 
         self.calls[name] = call
 
@@ -200,21 +202,24 @@ class Bench:
         return [1e3 * t for t in (whole_ms, *(folded[phase] for phase in (*PHASES, "rest")))], float(nbytes)
 
     def _oracle_output(self, output: Tensor | None) -> Tensor:
-        """The oracle's answer to all tokens, in the order of ranks, on every rank."""
+        """The oracle's y and, with a backward, dx of all tokens, in the order of ranks, on every rank."""
         answer = output
         if answer is None:
-            answer = torch.zeros(self.tokens, self.shape.hidden_size, dtype=self.dtype, device=self.device)
+            answers = 2 if self.args.backward else 1
+            shape = answers, self.tokens, self.shape.hidden_size
+            answer = torch.zeros(shape, dtype=self.dtype, device=self.device)
         dist.broadcast(answer, 0)
         return answer
 
     def _error(self, name: str, output: Tensor | None, wanted: Tensor) -> float:
-        """Largest difference from the oracle over the oracle's largest value, over all ranks."""
+        """Largest difference from the oracle's y or dx over its largest value there, over all ranks."""
         difference = torch.zeros((), device=self.device)
         if output is not None:
             begin = self._tokens_before(self.parts[name].start)
-            own = wanted[begin : begin + output.shape[0]]
-            if output.shape[0]:
-                difference = (output.float() - own.float()).abs().max() / wanted.float().abs().max()
+            own = wanted[:, begin : begin + output.shape[1]]
+            if output.shape[1]:
+                largest = wanted.float().abs().amax((1, 2))
+                difference = ((output.float() - own.float()).abs().amax((1, 2)) / largest).max()
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         return float(difference)
 
