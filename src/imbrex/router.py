@@ -51,6 +51,12 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
         self.reset_parameters()
 
+    @staticmethod
+    def project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
+        """Logits [T, E] of float32 tokens, `num_sequences` of equal length. An instance may be given another
+        function of the same result, for instance one that sums its gradient in another order."""
+        return F.linear(x_TD, weight_ED)
+
     @property
     def is_collective(self) -> bool:
         """Whether a call communicates over `batch`."""
@@ -79,7 +85,7 @@ class Router(nn.Module):
         """
         self._check(x_TD, num_sequences, kept_TK)
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = F.linear(x_TD.float(), self.weight.float())
+            logits_TE = self.project(x_TD.float(), self.weight.float(), num_sequences)
             logits_TE, probability_TE, ids_TK, weights_TK = self._choose(logits_TE)
             losses = auxiliary_losses(
                 logits_TE,

@@ -66,7 +66,16 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
         timeout_s=args.timeout,
         observer=recorder,
     ).to(device)
-    trainer = Trainer(model, corpus, recipe, factors, rank=rank, device=device, observer=recorder)
+    trainer = Trainer(
+        model,
+        corpus,
+        recipe,
+        factors,
+        rank=rank,
+        device=device,
+        timeout_s=args.timeout,
+        observer=recorder,
+    )
     first_step, saving = _checkpoints(args, trainer, host_group)
     end = min(recipe.steps, args.stop_after or recipe.steps)
     with Progress(first_step=first_step, steps=end) as progress:

@@ -40,7 +40,8 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     death.forget(board)
     os.environ[_LAUNCHED] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
+    # One thread a rank, as torchrun: with another number sums take another order, and curves part.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config = LaunchConfig(
         min_nodes=1,
@@ -73,10 +74,6 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: 
             # A rank that ended early may have left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
     return 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _interrupted(hint: str) -> int:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imbrex.models import by_sequence
+
 VOCABULARY = 256
 
 
@@ -44,9 +46,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, turn_SC: Tensor) -> Tensor:
         B, S, D = x_BSD.shape
-        q, k, v = self.qkv(x_BSD).view(B, S, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        qkv = by_sequence.linear(x_BSD, self.qkv.weight)
+        q, k, v = qkv.view(B, S, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         y_BHSC = F.scaled_dot_product_attention(_turned(q, turn_SC), _turned(k, turn_SC), v, is_causal=True)
-        return self.out(y_BHSC.transpose(1, 2).reshape(B, S, D))
+        return by_sequence.linear(y_BHSC.transpose(1, 2).reshape(B, S, D), self.out.weight)
 
 
 def _turned(x_BHSC: Tensor, turn_SC: Tensor) -> Tensor:
@@ -60,9 +63,9 @@ class Block(nn.Module):
 
     def __init__(self, config: BytesLMConfig, moe: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.attention_norm = by_sequence.RMSNorm(config.hidden_size)
         self.attention = Attention(config)
-        self.moe_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.moe_norm = by_sequence.RMSNorm(config.hidden_size)
         self.moe = moe
 
     def forward(self, x_BSD: Tensor, turn_SC: Tensor) -> Tensor:
@@ -80,8 +83,11 @@ class BytesLM(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, make_moe(i)) for i in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.norm = by_sequence.RMSNorm(config.hidden_size)
+        # Not the embedding's weight: a gradient of two uses would depend on the number of ranks.
+        self.head = nn.Linear(config.hidden_size, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.2)
+        nn.init.normal_(self.head.weight, std=0.02)
         for block in self.blocks:
             assert isinstance(block, Block)
             nn.init.normal_(block.attention.qkv.weight, std=1 / math.sqrt(config.hidden_size))
@@ -91,10 +97,10 @@ class BytesLM(nn.Module):
         self.register_buffer("turn_SC", _turns(config), persistent=False)
 
     def forward(self, bytes_BS: Tensor) -> Tensor:
-        x_BSD = self.embedding(bytes_BS)
+        x_BSD = by_sequence.embed(bytes_BS, self.embedding.weight)
         for block in self.blocks:
             x_BSD = block(x_BSD, self.turn_SC)
-        return F.linear(self.norm(x_BSD), self.embedding.weight)
+        return by_sequence.linear(self.norm(x_BSD), self.head.weight)
 
 
 def _turns(config: BytesLMConfig) -> Tensor:

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import imbrex
+from imbrex.models import by_sequence
 from imbrex.models.bytes_lm import BytesLM, BytesLMConfig
 from imbrex.models.corpus import Corpus
-from imbrex.models.ranks import Factors, make_groups
+from imbrex.models.ranks import Factors, make_groups, new_group
 from imbrex.observe import Observer
 
 
@@ -66,7 +67,7 @@ def make_model(
     )
 
     def make_moe(index: int) -> nn.Module:
-        return imbrex.MoELayer(
+        layer = imbrex.MoELayer(
             config,
             group=shares,
             tensor_parallel=factors.tensor,
@@ -78,6 +79,8 @@ def make_model(
             layer=index,
             timeout=timeout_s,
         )
+        layer.gate.project = _project
+        return layer
 
     torch.manual_seed(recipe.seed)
     dense = BytesLMConfig(
@@ -101,6 +104,7 @@ class Trainer:
         *,
         rank: int,
         device: torch.device,
+        timeout_s: float,
         observer: Observer,
     ) -> None:
         self.model, self.corpus, self.recipe, self.factors = model, corpus, recipe, factors
@@ -109,6 +113,7 @@ class Trainer:
         experts = {id(parameter) for parameter in imbrex.expert_parameters(model)}
         self._experts = [p for p in model.parameters() if id(p) in experts]
         self._dense = [p for p in model.parameters() if id(p) not in experts]
+        self._group = new_group(None, timeout_s) if factors.num_ranks > 1 else None
         self._held_out = corpus.held_out_batches(8, batch=recipe.batch, length=recipe.length)
 
     def step(self, step: int) -> Tensor:
@@ -127,7 +132,8 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
         with observer.span("gradients"):
-            imbrex.sync_gradients(self.model)
+            imbrex.sync_gradients(self.model, dense=False)
+            by_sequence.average(self._dense, parts=self.factors.token_ranks, group=self._group)
             self._clip()
         with observer.span("optimizer"):
             self.optimizer.step()
@@ -150,19 +156,25 @@ class Trainer:
 
     def _nats(self, bytes_BS: Tensor) -> Tensor:
         logits_BSV = self.model(bytes_BS[:, :-1])
-        return F.cross_entropy(logits_BSV.flatten(0, 1), bytes_BS[:, 1:].flatten(), reduction="sum")
+        nats = F.cross_entropy(logits_BSV.flatten(0, 1), bytes_BS[:, 1:].flatten(), reduction="none")
+        return nats.view(len(bytes_BS), -1).sum(1).double().sum()
 
     def _clip(self) -> None:
         """Scale all gradients to a global norm of at most `clip`; every expert counts once."""
         squares = torch.stack([_square(self._dense, self.device), _square(self._experts, self.device)])
         experts = squares[1].clone()
         if self.factors.num_ranks > 1:
-            dist.all_reduce(experts)
+            dist.all_reduce(experts, group=self._group)
         norm = (squares[0] + experts / self.factors.data).sqrt()
         scale = (self.recipe.clip / (norm + 1e-6)).clamp(max=1.0).float()
         for parameter in (*self._dense, *self._experts):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
+
+
+def _project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
+    """The gate's logits [T, E]; its gradient is summed sequence by sequence."""
+    return by_sequence.linear(x_TD.unflatten(0, (num_sequences, -1)), weight_ED).flatten(0, 1)
 
 
 def _square(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
