@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import overlap
+from imbrex.balancer import OnlineBalancer
 from imbrex.contracts import Codec, Placement, Routing, Split, Strategy, Transport, Wire
 from imbrex.exchange import Exchange
 from imbrex.experts import Activation, Experts, Shard, SharedExpert
@@ -75,7 +76,8 @@ class MoELayer(nn.Module):
         Experts of the caller's are a module that keeps the contract `imbrex.contracts.Experts`, built for
         this rank's slots.
     losses: coefficients of the auxiliary losses, which `imbrex.aux_loss(model)` collects.
-    placement: where the experts live (default: contiguous). split: which replica takes which choice.
+    placement: where the experts live (default: contiguous). split: which replica takes which choice: `even`,
+        `balanced`, `nearest` or a function. balancer: renews the placement while the model runs.
     observer, layer: who is told what happens, and under which number. timeout: as in `Exchange`.
 
     Losses and expert capacity are over the tokens of all ranks. What is differentiated is the sum of all
@@ -96,7 +98,8 @@ class MoELayer(nn.Module):
         experts: str | nn.Module = "auto",
         losses: AuxLosses | None = None,
         placement: Placement | None = None,
-        split: Split = split_evenly,
+        split: str | Split = split_evenly,
+        balancer: OnlineBalancer | None = None,
         observer: Observer | None = None,
         layer: int = 0,
         timeout: float | None = None,
@@ -133,23 +136,11 @@ class MoELayer(nn.Module):
             batch=GlobalBatch(self.token_groups),
             **kind,
         )
-        self.experts = (
-            cast("Experts", experts)
-            if isinstance(experts, nn.Module)
-            else Experts(
-                self.placement.local(self.ranks.expert_rank),
-                config.hidden_size,
-                config.intermediate_size,
-                activation=config.activation,
-                bias=config.bias,
-                shard=Shard(rank=self.ranks.tensor_rank, size=self.ranks.tensor_size),
-                implementation=experts,
-                seed=self.ranks.agree_on_seed(),
-                **kind,
-            )
-        )
+        self.experts = self._make_experts(experts, kind)
         self._add_shared(config, kind)
         self.routing: Routing | None = None
+        if balancer is not None:
+            balancer.attach(self)
 
     def forward(self, x: Tensor, *, kept_TK: Tensor | None = None) -> Tensor:
         """x [..., D] to y of the same shape and dtype. Of [B, S, D], the B sequences count for the
@@ -186,6 +177,22 @@ class MoELayer(nn.Module):
     def close(self) -> None:
         """Free what the exchange holds. The layer cannot be used afterwards."""
         self.exchange.close()
+
+    def _make_experts(self, experts: str | nn.Module, kind: dict) -> Experts:
+        if isinstance(experts, nn.Module):
+            return cast("Experts", experts)
+        config, ranks = self.config, self.ranks
+        return Experts(
+            self.placement.local(ranks.expert_rank),
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            bias=config.bias,
+            shard=Shard(rank=ranks.tensor_rank, size=ranks.tensor_size),
+            implementation=experts,
+            seed=ranks.agree_on_seed(),
+            **kind,
+        )
 
     def _add_shared(self, config: MoEConfig, kind: dict) -> None:
         self.shared_expert = self.shared_expert_gate = None

@@ -1,0 +1,63 @@
+"""What belongs to an expert and moves with it: its rows of parameters, buffers and optimizer state."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def slot_tensors(experts: nn.Module, num_slots: int) -> dict[str, Tensor]:
+    """Parameters and buffers (scales of quantised weights, say) by name, all [e, ...].
+
+    Raises ValueError where one is not one row a slot: nobody could tell what of it to move.
+    """
+    found: dict[str, Tensor] = {name: p.data for name, p in experts.named_parameters()}
+    found |= dict(experts.named_buffers())
+    for name, tensor in found.items():
+        if tensor.dim() < 1 or tensor.shape[0] != num_slots or not tensor.is_contiguous():
+            raise ValueError(
+                f"balancer: {name} of the experts has shape {list(tensor.shape)}, not one contiguous row for "
+                f"each of the {num_slots} slots; this layer's experts cannot be moved"
+            )
+    return found
+
+
+def optimizer_tensors(experts: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state of the experts, by name, each [e, ...] like its parameter.
+
+    Single numbers (a step count) are the same for all experts and stay.
+    Raises ValueError where a state is neither: it mixes experts, and could not follow one of them.
+    """
+    found = {}
+    for name, parameter in experts.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() == 1:
+                continue
+            if value.shape != parameter.shape or not value.is_contiguous():
+                raise ValueError(
+                    f"balancer: {type(optimizer).__name__} keeps {key} of {name} as {list(value.shape)}, not "
+                    f"like the parameter {list(parameter.shape)}; it cannot follow an expert. Use an "
+                    "optimizer with state per value, or balance in inference only"
+                )
+            found[f"{name}.{key}"] = value
+    return found
+
+
+def row_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of one expert."""
+    return sum(t[0].numel() * t.element_size() for t in tensors if t.shape[0])
+
+
+def signature(tensors: dict[str, Tensor]) -> int:
+    """A number that differs where ranks would move different things."""
+    text = ";".join(f"{name}:{tuple(t.shape[1:])}:{t.dtype}" for name, t in sorted(tensors.items()))
+    return zlib.crc32(text.encode())
+
+
+def as_row(tensor: Tensor, slot: int) -> Tensor:
+    """The bytes of a slot, uint8, without a copy."""
+    return tensor[slot].reshape(-1).view(torch.uint8)

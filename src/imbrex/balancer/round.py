@@ -1,0 +1,78 @@
+"""One migration from its opening to its verdict, and the votes about it."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex.balancer.channel import Channel
+from imbrex.balancer.migration import Change
+from imbrex.balancer.protocol import Standing, Vote
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Migrated:
+    """What a finished migration brought. arrived: rows by (layer, slot). seconds: planning and moving."""
+
+    changes: Sequence[Change]
+    arrived: Mapping[tuple[int, int], Sequence[Tensor]]
+    seconds: float
+
+
+class Round:
+    """An open migration: planned and moved by `future`, in the background."""
+
+    def __init__(self, number: int, future: Future[Migrated]) -> None:
+        self.number, self.future, self.standing = number, future, Standing()
+
+    @property
+    def vote(self) -> Vote:
+        if not self.future.done():
+            return Vote.MOVING
+        return Vote.READY if self.future.exception() is None else Vote.FAILED
+
+    @property
+    def checksum(self) -> int:
+        """Of the placements planned, once ready: ranks that planned differently must not switch."""
+        if self.vote != Vote.READY:
+            return 0
+        text = repr([(c.layer, c.new.slots) for c in self.future.result().changes])
+        return zlib.crc32(text.encode()) + 1
+
+
+def migrate(
+    plan: Callable[[], list[Change]],
+    move: Callable[[Sequence[Change]], Mapping[tuple[int, int], Sequence[Tensor]]],
+) -> Migrated:
+    """Plan, then move. Runs in the background."""
+    begin = time.perf_counter()
+    changes = plan()
+    arrived = move(changes) if changes else {}
+    return Migrated(changes=changes, arrived=arrived, seconds=time.perf_counter() - begin)
+
+
+class Ballots:
+    """An all-gather of a few numbers, begun in one step and read in the next."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._work: dist.Work | None = None
+        self._gathered = torch.empty(0, 0, dtype=torch.int64)
+
+    def cast(self, *numbers: int) -> None:
+        """Say this rank's numbers to all."""
+        self._gathered, self._work = self.channel.gather(torch.tensor(numbers, dtype=torch.int64))
+
+    def read(self) -> list[list[int]]:
+        """What every rank said, by rank. Raises RankLostError where one said nothing in time."""
+        self.channel.finish("votes", self._work)
+        self._work = None
+        # on the host: gloo gathers there
+        return self._gathered.tolist()

@@ -1,0 +1,240 @@
+"""What ranks do in the balancer's tests: layers whose popular experts change, with and without a balancer."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import imbrex
+from imbrex.balancer import Mover, OnlineBalancer, Pace
+from imbrex.placement import from_slots
+from tests.ranks.pool import Ranks
+
+SEED = 77
+EAGER = Pace(layer_updates_per_iter=2, threshold=0.0, window=2, decay=0.5, max_moves=8, proposals=60)
+
+
+def first_slots(world: int, experts: int) -> list[list[int]]:
+    """Experts in order, and one replica a rank: of the expert at the same place one rank on."""
+    per_rank = experts // world
+    return [
+        [*range(rank * per_rank, (rank + 1) * per_rank), ((rank + 1) % world) * per_rank]
+        for rank in range(world)
+    ]
+
+
+class Model(nn.Module):
+    """Layers one after the other, residual."""
+
+    def __init__(
+        self, ranks: Ranks, balancer, config: imbrex.MoEConfig, num_layers: int, **options: Any
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        tensor = options.get("tensor_parallel", 1)
+        placement = from_slots(
+            first_slots(ranks.world_size // tensor, config.num_experts), config.num_experts
+        )
+        self.layers = nn.ModuleList(
+            imbrex.MoELayer(
+                config, ranks.group, placement=placement, balancer=balancer, layer=3 + n, **options
+            )
+            for n in range(num_layers)
+        )
+
+    def forward(self, x_TD):
+        for layer in self.layers:
+            x_TD = x_TD + layer(x_TD)
+        return x_TD
+
+
+def tokens(rank: int, iteration: int, width: int, *, turn: int = 8) -> torch.Tensor:
+    """Tokens around a direction that turns every few iterations, so that the popular experts change."""
+    drawn = torch.Generator().manual_seed(SEED + 1000 * iteration + rank)
+    turned = torch.Generator().manual_seed(iteration // turn)
+    centre = torch.randn(width, generator=turned)
+    return centre + torch.randn(6 + rank % 3, width, generator=drawn)
+
+
+def infer(
+    ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, options: dict[str, Any]
+) -> dict:
+    """Outputs of every iteration, and what the balancer did."""
+    balancer = None if pace is None else OnlineBalancer(pace, timeout=20)
+    model = Model(ranks, balancer, config, 2, **options).eval()
+    outputs, switched = [], 0
+    source = 0 if options.get("transport") == "allreduce" else ranks.rank
+    for iteration in range(iterations):
+        with torch.no_grad():
+            outputs.append(model(tokens(source, iteration, config.hidden_size)))
+        if balancer is not None:
+            switched += len(balancer.step())
+    found = {"outputs": outputs, "switched": switched, "placements": [x.placement for x in model.layers]}
+    if balancer is not None:
+        balancer.settle()
+        found |= {"tally": dict(balancer.tally.values), "metrics": balancer.metrics()}
+        balancer.close()
+    return found
+
+
+def train(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, adam: bool) -> dict:
+    """Outputs of a training run: AdamW in float64, as it blows rounding up, or SGD with momentum in float32."""
+    balancer = None if pace is None else OnlineBalancer(pace, timeout=20)
+    dtype = torch.float64 if adam else torch.float32
+    model = Model(ranks, balancer, config, 2, dtype=dtype)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if adam
+        else torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    )
+    if balancer is not None:
+        balancer.optimizer = optimizer
+    outputs, switched = [], 0
+    for iteration in range(iterations):
+        y_TD = model(tokens(ranks.rank, iteration, config.hidden_size).to(dtype))
+        (y_TD**2).mean().backward()
+        imbrex.sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(y_TD.detach())
+        if balancer is not None:
+            switched += len(balancer.step())
+    if balancer is not None:
+        balancer.close()
+    return {"outputs": outputs, "switched": switched}
+
+
+class WholeExperts(nn.Module):
+    """Linear experts with weights -1, 0, 1: sums of whole tokens are exact in any order."""
+
+    applies_weights = False
+
+    def __init__(self, expert_ids: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        drawn = [torch.Generator().manual_seed(e) for e in expert_ids]
+        rows = [torch.randint(-1, 2, (width, width), generator=g) for g in drawn]
+        self.weight = nn.Parameter(torch.stack(rows).float())
+
+    def forward(self, dispatched):
+        rows = dispatched.rows_RD.split(dispatched.counts_e.tolist())
+        return torch.cat([r @ w for r, w in zip(rows, self.weight, strict=True)])
+
+
+class EighthsGate(nn.Module):
+    """A router whose weights are multiples of 1/8."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.losses, self.is_collective = gate, gate.losses, gate.is_collective
+
+    def forward(self, *arguments, **options):
+        routing = self.gate(*arguments, **options)
+        return replace(routing, weights_TK=(routing.weights_TK * 8).round() / 8)
+
+
+def infer_exactly(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None) -> dict:
+    """Layers that each see the same whole tokens, all rebalanced in every step, as in training."""
+    balancer = None if pace is None else OnlineBalancer(pace, timeout=20)
+    slots = from_slots(first_slots(ranks.world_size, config.num_experts), config.num_experts)
+    layers = []
+    for number in range(4):
+        torch.manual_seed(SEED + number)
+        experts = WholeExperts(slots.local(ranks.rank), config.hidden_size)
+        layer = imbrex.MoELayer(
+            config, ranks.group, placement=slots, balancer=balancer, layer=number, experts=experts
+        )
+        setattr(layer, "gate", EighthsGate(layer.gate))  # noqa: B010 (not the type declared)
+        layers.append(layer)
+    if balancer is not None:
+        balancer.optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()])
+    outputs, switched = [], 0
+    for iteration in range(iterations):
+        x_TD = (4 * tokens(ranks.rank, iteration, config.hidden_size, turn=1)).round()
+        with torch.no_grad():
+            outputs.append(torch.stack([layer(x_TD) for layer in layers]))
+        switched += 0 if balancer is None else len(balancer.step())
+    if balancer is not None:
+        balancer.settle()
+    return {"outputs": outputs, "switched": switched}
+
+
+class Unlucky(Mover):
+    """Rank 1's migrations fail, die or take their time, by their number."""
+
+    failing: tuple[int, ...] = ()
+    deadly: tuple[int, ...] = ()
+    slow_s = 0.0
+
+    def move(self, number, changes):
+        unlucky = self.peers.expert_rank == 1
+        if unlucky and number in self.deadly:
+            os._exit(1)
+        arrived = super().move(number, changes)
+        if unlucky:
+            time.sleep(self.slow_s)
+            if number in self.failing:
+                raise ConnectionError("cut off")
+        return arrived
+
+
+def infer_unlucky(
+    ranks: Ranks, config: imbrex.MoEConfig, iterations: int, patience: int, luck: dict[str, Any]
+) -> dict:
+    """As `infer`; placements before every iteration, and the layers switched after it."""
+    balancer = OnlineBalancer(EAGER, timeout=20, mover=type("Mover", (Unlucky,), luck), patience=patience)
+    model = Model(ranks, balancer, config, 2).eval()
+    outputs, switched, placements = [], [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for iteration in range(iterations):
+            placements.append([layer.placement for layer in model.layers])
+            with torch.no_grad():
+                outputs.append(model(tokens(ranks.rank, iteration, config.hidden_size)))
+            # Time for a migration to end, as a larger model would take.
+            time.sleep(0.01)
+            switched.append(balancer.step())
+        balancer.settle()
+    said = [str(w.message) for w in caught if "balancer" in str(w.message)]
+    found = {"outputs": outputs, "switched": switched, "placements": placements, "said": said}
+    return found | {"stopped": balancer.stopped_because, "tally": dict(balancer.tally.values)}
+
+
+def complain(ranks: Ranks, case: str) -> str:
+    """What a balancer says about something it cannot do."""
+    config = imbrex.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+
+    def layer(balancer, **options):
+        return imbrex.MoELayer(config, ranks.group, balancer=balancer, **options)
+
+    def train_with(balancer, optimizer):
+        made = layer(balancer)
+        balancer.optimizer = None if optimizer is None else optimizer(made.parameters())
+        made(torch.randn(4, 8)).sum().backward()
+        imbrex.sync_gradients(made)
+        if balancer.optimizer is not None:
+            balancer.optimizer.step()
+        balancer.step()
+
+    def odd_experts():
+        experts = WholeExperts((0, 1), 8)
+        experts.register_buffer("shared", torch.zeros(3))
+        layer(OnlineBalancer(), experts=experts)
+
+    cases = {
+        "bytes": lambda: layer(OnlineBalancer(max_bytes_per_iter=100)),
+        "pace": lambda: layer(OnlineBalancer(Pace(decay=0.5 + 0.1 * ranks.rank))),
+        "no optimizer": lambda: train_with(OnlineBalancer(), None),
+        "adafactor": lambda: train_with(OnlineBalancer(), torch.optim.Adafactor),
+        "experts": odd_experts,
+    }
+    try:
+        cases[case]()
+    except ValueError as error:
+        return str(error)
+    return ""

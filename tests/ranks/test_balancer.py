@@ -1,0 +1,121 @@
+"""Weights move all the time, and nothing that the layers compute changes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import imbrex
+from tests.ranks.balancer_jobs import EAGER, complain, infer, infer_exactly, infer_unlucky, train
+from tests.ranks.pool import Pool, RankError
+
+CONFIG = imbrex.MoEConfig(hidden_size=12, intermediate_size=8, num_experts=16, top_k=3)
+
+
+def largest_difference(ours: list[dict], theirs: list[dict]) -> float:
+    return max(
+        float((a - b).abs().max())
+        for one, two in zip(ours, theirs, strict=True)
+        for a, b in zip(one["outputs"], two["outputs"], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {}),
+        (4, {"tensor_parallel": 2}),
+        (8, {}),
+        (4, {"transport": "allgather"}),
+        (2, {"transport": "allreduce"}),
+    ],
+)
+def test_inference_is_the_same_while_weights_move(pool: Pool, world: int, options: dict) -> None:
+    moving = pool.run(world, infer, CONFIG, 16, EAGER, options)
+    still = pool.run(world, infer, CONFIG, 16, None, options)
+    assert moving[0]["switched"] >= 5
+    assert largest_difference(moving, still) <= 1e-5
+    for found in moving:
+        assert found["placements"] == moving[0]["placements"]
+        assert found["tally"]["switches"] == found["switched"] == moving[0]["switched"]
+    assert sum(found["tally"]["bytes_moved"] for found in moving) > 0
+
+
+@pytest.mark.parametrize(("world", "adam"), [(8, False), (4, True)])
+def test_training_is_the_same_while_experts_and_optimizer_state_move(
+    pool: Pool, world: int, adam: bool
+) -> None:
+    moving = pool.run(world, train, CONFIG, 12, EAGER, adam)
+    still = pool.run(world, train, CONFIG, 12, None, adam)
+    assert moving[0]["switched"] >= 10
+    assert largest_difference(moving, still) <= 1e-5
+
+
+def test_five_hundred_switches_change_no_bit(pool: Pool) -> None:
+    pace = replace(EAGER, layer_updates_per_iter=4, window=1)
+    moving = pool.run(4, infer_exactly, CONFIG, 140, pace)
+    still = pool.run(4, infer_exactly, CONFIG, 140, None)
+    assert moving[0]["switched"] >= 500
+    assert largest_difference(moving, still) == 0
+
+
+def test_a_slow_rank_is_waited_for(pool: Pool) -> None:
+    slow = pool.run(4, infer_unlucky, CONFIG, 24, 256, {"slow_s": 0.04})
+    still = pool.run(4, infer, CONFIG, 24, None, {})
+    assert largest_difference(slow, still) <= 1e-5
+    assert sum(map(len, slow[0]["switched"])) >= 2
+    assert all(found["switched"] == slow[0]["switched"] for found in slow)
+    assert slow[0]["tally"]["drops"] <= 1
+
+
+def test_late_migrations_are_dropped_and_reported(pool: Pool) -> None:
+    late = pool.run(4, infer_unlucky, CONFIG, 30, 1, {"slow_s": 0.05})
+    still = pool.run(4, infer, CONFIG, 30, None, {})
+    assert largest_difference(late, still) <= 1e-5
+    for found in late:
+        assert found["placements"][0] == found["placements"][-1]
+        assert "failed or were late" in found["stopped"]
+        assert [text for text in found["said"] if "has stopped" in text]
+        assert found["tally"]["stopped"] == 1
+
+
+def test_a_migration_cut_off_leaves_the_placement_whole(pool: Pool) -> None:
+    cut = pool.run(4, infer_unlucky, CONFIG, 20, 256, {"failing": (1, 2)})
+    still = pool.run(4, infer, CONFIG, 20, None, {})
+    assert largest_difference(cut, still) <= 1e-5
+    for found in cut:
+        assert found["placements"] == cut[0]["placements"]
+        assert found["tally"]["drops"] >= 2
+        assert not found["stopped"]
+        assert found["switched"] == cut[0]["switched"]
+    changes = [n for n, layers in enumerate(cut[0]["switched"]) if layers]
+    assert changes
+    assert max(changes) > min(changes)
+
+
+def test_a_rank_that_dies_moving_is_noticed_by_all() -> None:
+    pool = Pool(3, timeout_s=30)
+    with pytest.raises(RankError) as caught:
+        pool.run(2, infer_unlucky, CONFIG, 200, 256, {"deadly": (2,)})
+    text = str(caught.value)
+    assert "rank 1 of 2:\ndied" in text
+    assert re.search(r"RankLostError: rank 0 lost its peers", text)
+    assert "ranks without an answer: []" in text
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("bytes", "allow at least one expert a layer"),
+        ("pace", "ranks disagree about the pace: rank 1"),
+        ("no optimizer", "its optimizer's state must follow"),
+        ("adafactor", "it cannot follow an expert"),
+        ("experts", "not one contiguous row for each of the 2 slots"),
+    ],
+)
+def test_what_cannot_be_balanced_says_so_on_every_rank(pool: Pool, case: str, says: str) -> None:
+    for text in pool.run(2, complain, case):
+        assert says in text, text
