@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from imbrex.contracts import Strategy
-from imbrex.overlap.serial import Serial
+import re
+from collections.abc import Callable
 
-STRATEGIES = {"serial": Serial}
+from imbrex.contracts import Strategy
+from imbrex.overlap.pipelined import Pipelined, split_by_source
+from imbrex.overlap.schedulers import SCHEDULERS, register
+from imbrex.overlap.serial import Serial
+from imbrex.overlap.tasks import Kind, Order, Task, Times, makespan, tasks
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "serial": Serial,
+    "pipelined": Pipelined,
+    "megatron": lambda: Pipelined("sequential", 1, name="megatron"),
+    "fastermoe": lambda: Pipelined("optsche", 2, split=split_by_source, name="fastermoe"),
+    "tutel": lambda: Pipelined("stage-major", 2, name="tutel"),
+}
+"""The last three order our own tasks as other systems do: emulations."""
 
 
 def make(strategy: str | Strategy) -> Strategy:
-    """A strategy by name, or the object itself. Raises ValueError that lists the names known."""
+    """A strategy by name, or the object itself. `optsche-4` is the scheduler `optsche` with 4 chunks; without
+    a number, 2. Raises ValueError that lists the names known."""
     if not isinstance(strategy, str):
         return strategy
-    if strategy not in STRATEGIES:
-        raise ValueError(f"schedule: {strategy!r} is not known; use one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[strategy]()
+    if strategy in STRATEGIES:
+        return STRATEGIES[strategy]()
+    match = re.fullmatch(r"(.+?)(?:-(\d+))?", strategy)
+    if match and match[1] in SCHEDULERS:
+        return Pipelined(match[1], int(match[2] or 2))
+    known = ", ".join([*STRATEGIES, *SCHEDULERS])
+    raise ValueError(
+        f"schedule: {strategy!r} is not known; use one of {known}, with a degree as in optsche-4"
+    )
 
 
-__all__ = ["STRATEGIES", "Serial", "make"]
+__all__ = [
+    "SCHEDULERS",
+    "STRATEGIES",
+    "Kind",
+    "Order",
+    "Pipelined",
+    "Serial",
+    "Task",
+    "Times",
+    "make",
+    "makespan",
+    "register",
+    "tasks",
+]

@@ -1,0 +1,203 @@
+"""Tokens in chunks: the moves of one chunk under way while another is computed."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from imbrex.contracts import Experts, Routing
+from imbrex.crossings import Crossings
+from imbrex.exchange import Exchange
+from imbrex.overlap import schedulers
+from imbrex.overlap.chunks import Backward, Forward
+from imbrex.overlap.engine import execute
+from imbrex.overlap.schedulers import Scheduler
+from imbrex.overlap.serial import Serial
+from imbrex.overlap.tasks import Order, check, tasks
+
+Split = Callable[[int, int, int, int], Sequence[int]]
+"""Tokens of every chunk, from the tokens of a rank, the degree, the rank and the number of ranks."""
+
+
+def split_evenly(num_tokens: int, degree: int, rank: int, num_ranks: int) -> list[int]:
+    """As even as it goes: 5 tokens in 3 chunks are 2, 2 and 1. A chunk may have none."""
+    small, extra = divmod(num_tokens, degree)
+    return [small + (chunk < extra) for chunk in range(degree)]
+
+
+def split_by_source(num_tokens: int, degree: int, rank: int, num_ranks: int) -> list[int]:
+    """All tokens of a rank in one chunk, by groups of neighbouring ranks: FasterMoE's pieces."""
+    group = rank * degree // num_ranks
+    return [num_tokens * (chunk == group) for chunk in range(degree)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """What is run: the same on all ranks."""
+
+    forward: Order
+    backward: Order
+
+    @property
+    def degree(self) -> int:
+        return self.forward.degree
+
+
+class Pipelined:
+    """Chunks of tokens in the order of a scheduler, forward and backward; the numbers of `serial`.
+
+    scheduler: a name in `imbrex.overlap.SCHEDULERS` or a function from times to an `Order`. degree: chunks.
+    split: how many tokens every chunk has. times: seconds of the tasks forward and backward, as a profile
+        gives them; without, all tasks count alike.
+
+    Ranks compare their orders before the first exchange. Inside a compiled graph, and where the rows are
+    moved by kernels of their own, the layer runs serially. Gradients of gradients are not there.
+    """
+
+    def __init__(
+        self,
+        scheduler: str | Scheduler = "optsche",
+        degree: int = 2,
+        *,
+        split: Split = split_evenly,
+        times: tuple[Any, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        if degree < 1:
+            raise ValueError(f"schedule: {degree} chunks; use at least 1")
+        self.scheduler = find(scheduler)
+        self.degree, self.split, self.times = degree, split, times
+        label = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "scheduler")
+        self.name = name or f"{label}-{degree}"
+        self._agreed: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._orders: Orders | None = None
+
+    def orders(self) -> Orders:
+        """The orders that run, made once. Raises ValueError where the scheduler's cannot run."""
+        if self._orders is None:
+            even = dict.fromkeys(tasks(self.degree), 1.0)
+            forward, backward = self.times or (even, even)
+            found = Orders(forward=self.scheduler(forward), backward=self.scheduler(backward))
+            check(found.forward, self.degree)
+            check(found.backward, self.degree)
+            self._orders = found
+        return self._orders
+
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        exchange: Exchange,
+        experts: Experts,
+        addend: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        crossings = exchange._crossings
+        if torch.compiler.is_compiling() or not isinstance(crossings, Crossings):
+            return Serial().run(x_TD, routing, exchange, experts, addend)
+        # The message of a layer that runs serially, so that one rank's wrong input is heard by all.
+        crossings.handshake(x_TD, routing)
+        orders = self._agree(exchange)
+        added = None if addend is None else addend()
+        geometry = exchange.geometry
+        # Where the tokens are the same on every rank, so must be their chunks.
+        split = split_evenly if exchange.transport.replicated else self.split
+        sizes = split(x_TD.shape[0], orders.degree, geometry.rank, exchange.world_size)
+        parameters = tuple(parameters_of(experts))
+        call = _Call(crossings=crossings, experts=experts, ids_TK=routing.ids_TK, orders=orders, sizes=sizes)
+        return _Run.apply(call, x_TD, routing.weights_TK, added, *parameters)
+
+    def _agree(self, exchange: Exchange) -> Orders:
+        """The orders, compared once an exchange: ranks that start their moves in other orders would wait for
+        each other forever."""
+        if exchange in self._agreed:
+            return self.orders()
+        problem, found = "", None
+        try:
+            found = self.orders()
+        except ValueError as error:
+            problem = str(error)
+        print_of = (
+            0 if found is None else zlib.crc32(repr((found.forward.moves, found.backward.moves)).encode())
+        )
+        message = torch.tensor([bool(problem), self.degree, print_of])
+        gathered = exchange._crossings.transport.exchange_counts(message)
+        if problem:
+            raise ValueError(problem)
+        for rank, (wrong, degree, theirs) in enumerate(gathered.tolist()):
+            if wrong:
+                raise ValueError(
+                    f"schedule: rank {rank} has an order that cannot run; its own error says why"
+                )
+            if (degree, theirs) != (self.degree, print_of):
+                raise ValueError(
+                    f"schedule: rank {rank} moves {degree} chunks in another order than this rank its "
+                    f"{self.degree}; give every rank the same schedule, made from the same times"
+                )
+        self._agreed.add(exchange)
+        assert found is not None
+        return found
+
+
+def find(scheduler: str | Scheduler) -> Scheduler:
+    """A scheduler by name, or the function itself. Raises ValueError that lists the names known."""
+    if not isinstance(scheduler, str):
+        return scheduler
+    if scheduler not in schedulers.SCHEDULERS:
+        known = ", ".join(schedulers.SCHEDULERS)
+        raise ValueError(f"schedule: {scheduler!r} is not a scheduler; use one of {known}, or a function")
+    return schedulers.SCHEDULERS[scheduler]
+
+
+def parameters_of(experts: Experts) -> list[Tensor]:
+    """What of the experts is trained: `experts.parameters()`, where it has that."""
+    every: Callable[[], Iterable[Tensor]] | None = getattr(experts, "parameters", None)
+    return [] if every is None else [p for p in every() if p.requires_grad]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    crossings: Crossings
+    experts: Experts
+    ids_TK: Tensor
+    orders: Orders
+    sizes: Sequence[int]
+
+
+class _Run(torch.autograd.Function):
+    """All chunks at once, so that the backward has its own order. The parameters are inputs: each gets one
+    gradient a layer, however many chunks there are."""
+
+    @staticmethod
+    def forward(ctx, call: _Call, x_TD: Tensor, weights_TK: Tensor, addend_TD: Tensor | None, *parameters):
+        keep = any(ctx.needs_input_grad)
+        routing = Routing(ids_TK=call.ids_TK, weights_TK=weights_TK)
+        work = Forward(call.crossings, call.experts, x_TD, routing, addend_TD, call.sizes, keep=keep)
+        execute(call.orders.forward, work)
+        if keep:
+            ctx.work, ctx.orders, ctx.parameters = work, call.orders, parameters
+        return work.y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.work is None:
+            raise RuntimeError("a pipelined layer goes backward once; run its forward again")
+        (d_y_TD,) = grads
+        needed = ctx.needs_input_grad[4:]
+        work = Backward(ctx.work, d_y_TD.contiguous(), ctx.parameters, needed)
+        execute(ctx.orders.backward, work)
+        ctx.work = None
+        found = iter(work.d_parameters)
+        d_parameters = [next(found) if need else None for need in needed]
+        d_addend = d_y_TD if ctx.needs_input_grad[3] else None
+        return None, work.d_x_TD, work.d_weights_TK, d_addend, *d_parameters
+
+
+__all__ = ["Orders", "Pipelined", "find", "split_by_source", "split_evenly"]
