@@ -43,7 +43,7 @@ def one(tmp_path_factory):
 
 
 def test_the_losses_do_not_depend_on_the_number_of_ranks(one, four):
-    assert losses(one)[-1] < losses(one)[0] - 0.5, "it learns"
+    assert losses(one)[-1] < losses(one)[0] - 0.2, "it learns"
     assert losses(four) == pytest.approx(losses(one), abs=1e-6), "measured: equal to the bit"
     assert records(four)[-1]["held_out_loss"] == pytest.approx(records(one)[-1]["held_out_loss"], abs=1e-4)
 
