@@ -1,0 +1,184 @@
+// What the grouped GEMM needs on top of cuda_on_cpu.h: tiled copies through tensor maps, wgmma, stmatrix.
+//
+// Adversarial like the header below it: the 16-byte pieces of a tiled load land one by one at random later times, a
+// product reads its operands when it is issued or only when it is waited for, at random. Memory is checked: a piece that
+// lies in no tensor that the test has named fails, and so does a box that lies outside its tensor altogether while the
+// descriptor's base is in no tensor (the copy engine then touches the base).
+#pragma once
+#include "cuda_on_cpu.h"
+
+#include <array>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#define __align__(bytes) alignas(bytes)
+#define gridDim (Index{static_cast<unsigned>(emu::machine->blocks.size())})
+inline u32 atomicAdd(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+
+// As the tests write it: sizes in elements of 2 bytes, innermost first; strides in bytes, that of the innermost left out.
+struct TensorMap {
+    u8* base;
+    i64 rank;
+    i64 sizes[4];
+    i64 strides[3];
+    int box[4];
+};
+
+namespace emu {
+
+inline std::vector<std::pair<u8*, u8*>> tensors;
+inline bool known(const u8* at, i64 bytes = 1) {
+    for (auto [begin, end] : tensors)
+        if (at >= begin && at + bytes <= end) return true;
+    return false;
+}
+inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
+alignas(16) inline const u8 zeros[16] = {};
+
+// Calls `piece(shared address, global address or null)` for all 16-byte pieces of a box.
+template <class Piece>
+void walk(const TensorMap& map, u32 shared, std::array<int, 4> at, Piece piece) {
+    if (shared % 1024) fail("a swizzled box is not aligned to 1024 bytes");
+    if (map.box[0] * 2 != 128) fail("a swizzled box is not 128 bytes wide");
+    for (int d = 0; d < map.rank; ++d)
+        if ((at[d] >= map.sizes[d] || at[d] + map.box[d] <= 0) && !known(map.base)) fail("a box outside its tensor");
+    u32 line = 0;
+    for (int w = 0; w < map.box[3]; ++w)
+        for (int z = 0; z < map.box[2]; ++z)
+            for (int y = 0; y < map.box[1]; ++y, ++line)
+                for (int x = 0; x < 64; x += 8) {
+                    const i64 position[4] = {at[0] + x, at[1] + y, at[2] + z, at[3] + w};
+                    u8* global = map.base + position[0] * 2;
+                    bool inside = position[0] >= 0 && position[0] < map.sizes[0];
+                    for (int d = 1; d < map.rank; ++d) {
+                        inside = inside && position[d] >= 0 && position[d] < map.sizes[d];
+                        global += position[d] * map.strides[d - 1];
+                    }
+                    if (inside && !known(global, 16)) fail("a piece of a box lies in no tensor");
+                    piece(swizzled(shared + line * 128 + x * 2), inside ? global : nullptr);
+                }
+}
+
+struct Product {
+    float* d;
+    int columns;
+    u64 a, b;
+    bool add, trans_a, trans_b;
+};
+
+inline float element(u64 operand, bool transposed, int mn, int k) {
+    const u32 start = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
+    const u32 offset = transposed ? mn / 64 * leading + k / 8 * group + k % 8 * 128 + mn % 64 * 2 : mn / 8 * group + mn % 8 * 128 + k * 2;
+    u16 bits;
+    std::memcpy(&bits, self().block->shared + swizzled(start + offset), 2);
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+inline void multiply(const Product& p) {
+    const int warp = self().thread / 32 % 4, lane = self().thread % 32;
+    float a[2][16];
+    for (int half = 0; half < 2; ++half)
+        for (int k = 0; k < 16; ++k) a[half][k] = element(p.a, p.trans_a, 16 * warp + lane / 4 + 8 * half, k);
+    for (int i = 0; i < p.columns / 8; ++i)
+        for (int odd = 0; odd < 2; ++odd) {
+            float sum[2] = {};
+            for (int k = 0; k < 16; ++k) {
+                const float b = element(p.b, p.trans_b, 8 * i + 2 * (lane % 4) + odd, k);
+                sum[0] += a[0][k] * b, sum[1] += a[1][k] * b;
+            }
+            for (int half = 0; half < 2; ++half) {
+                float& d = p.d[4 * i + 2 * half + odd];
+                d = p.add ? d + sum[half] : sum[half];
+            }
+        }
+}
+
+// Products of a thread, by commit group; the last group is the open one.
+inline std::map<const Fiber*, std::deque<std::vector<Product>>> products;
+inline std::map<std::pair<const Block*, unsigned>, std::array<u32, 32>> rows_of_warp;
+
+template <class... A, size_t... I>
+void spread(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
+    kernel(*static_cast<std::remove_const_t<A>*>(args[I])...);
+}
+template <class... A>
+void call_all(void (*kernel)(A...), void** args) {
+    spread(kernel, args, std::index_sequence_for<A...>{});
+}
+
+}  // namespace emu
+
+extern "C" inline void forget_tensors() { emu::tensors.clear(); }
+extern "C" inline void name_tensor(u8* begin, i64 bytes) { emu::tensors.push_back({begin, begin + bytes}); }
+
+namespace ptx {
+
+constexpr u32 kPatience = 1;
+template <int> void more_registers() {}
+template <int> void fewer_registers() {}
+inline void prefetch_map(const TensorMap*) {}
+inline void mbarrier_wait(u32 barrier, u32 parity, u32&) {
+    while (!mbarrier_try(barrier, parity)) {}
+}
+
+inline void tiled_load(u32 target, const TensorMap* map, u32 barrier, std::array<int, 4> at) {
+    emu::walk(*map, target, at, [&](u32 shared, const u8* global) {
+        emu::machine->loads.push_back({shared_memory() + shared, global ? global : emu::zeros, 16, barrier_at(barrier), {}});
+    });
+}
+inline void tma_load_3d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z) {
+    tiled_load(target, map, barrier, {x, y, z, 0});
+}
+inline void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
+    tiled_load(target, map, barrier, {x, y, z, w});
+}
+inline void tiled_store(const TensorMap* map, u32 source, std::array<int, 4> at) {
+    emu::walk(*map, source, at, [&](u32 shared, u8* global) {
+        if (global) emu::self().open.push_back({global, shared_memory() + shared, 16, nullptr, {}});
+    });
+}
+inline void tma_store_3d(const TensorMap* map, u32 source, int x, int y, int z) { tiled_store(map, source, {x, y, z, 0}); }
+inline void tma_store_4d(const TensorMap* map, u32 source, int x, int y, int z, int w) { tiled_store(map, source, {x, y, z, w}); }
+
+inline u64 wgmma_operand(u32 address, u32 leading) {
+    return 1ull << 62 | u64(1024 >> 4) << 32 | u64(leading >> 4) << 16 | (address & 0x3ffffu) >> 4;
+}
+inline void wgmma_fence() {
+    auto& groups = emu::products[&emu::self()];
+    if (groups.empty()) groups.emplace_back();
+}
+inline void wgmma_commit() { emu::products[&emu::self()].emplace_back(); }
+template <int kPending>
+void wgmma_wait() {
+    auto& groups = emu::products[&emu::self()];
+    while (static_cast<int>(groups.size()) > kPending + 1) {
+        for (auto& product : groups.front()) emu::multiply(product);
+        groups.pop_front();
+    }
+}
+template <int kN, int kTransA, int kTransB>
+void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
+    auto& groups = emu::products[&emu::self()];
+    if (groups.empty()) emu::fail("wgmma without wgmma_fence");
+    const emu::Product product{d, kN, a, b, add != 0, kTransA != 0, kTransB != 0};
+    bool first = true;
+    for (auto& group : groups) first = first && group.empty();
+    if (first && emu::machine->random() % 2)
+        emu::multiply(product);
+    else
+        groups.back().push_back(product);
+}
+
+inline void store_matrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    auto& rows = emu::rows_of_warp[{emu::self().block, emu::self().thread / 32}];
+    const u32 lane = emu::self().thread % 32, words[4] = {m0, m1, m2, m3};
+    rows[lane] = address;
+    __syncwarp();
+    for (u32 m = 0; m < 4; ++m) std::memcpy(shared_memory() + rows[8 * m + lane / 4] + lane % 4 * 4, &words[m], 4);
+    __syncwarp();
+}
+
+}  // namespace ptx

@@ -1,0 +1,173 @@
+"""The grouped GEMM's kernel source, run on the CPU: indices, ragged ends, ring and turns, against fp64."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED
+from tests.emulated.gemm import emulate
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
+LIMIT = 3e-3  # of ||out - ref|| / ||ref||: bf16 rounds by 2^-9 at most
+TAIL = 5
+COUNTS = [130, 0, 1, 70]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=torch.bfloat16)
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return float((found.double() - reference).norm() / reference.norm())
+
+
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+
+
+def rows_of(counts: list[int], width: int) -> Tensor:
+    """Rows past the counts are NaN: one that is read shows."""
+    rows = draw(sum(counts) + TAIL, width)
+    rows[sum(counts) :] = float("nan")
+    return rows
+
+
+def per_expert(counts: list[int], rows: Tensor, weight: Tensor) -> Tensor:
+    pieces = rows[: sum(counts)].double().split(counts)
+    return torch.cat([piece @ w.double() for piece, w in zip(pieces, weight, strict=True)])
+
+
+def check_rows(out: Tensor, reference: Tensor) -> None:
+    assert error(out[: reference.shape[0]], reference) < LIMIT
+    assert out[reference.shape[0] :].isnan().all()
+
+
+@pytest.mark.parametrize(("tiling", "width"), [(SHARED, 136), (LOW, 64)], ids=["shared", "low"])
+def test_forward_keeps_gate_and_up(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, width: int) -> None:
+    torch.manual_seed(0)
+    a, b, counter = (
+        rows_of(COUNTS, width),
+        draw(len(COUNTS), 2 * 144, width),
+        torch.zeros(2, dtype=torch.int32),
+    )
+    act, gate_up = poisoned(a.shape[0], 144), poisoned(a.shape[0], 288)
+    emulate(monkeypatch, [a, b, act, gate_up], blocks=2)
+    launch_gemm(
+        Layout.FORWARD,
+        a,
+        b,
+        ends_of(COUNTS),
+        act,
+        counter,
+        tiling=tiling,
+        epilogue=Epilogue.SWIGLU_KEEP,
+        gate_up=gate_up,
+    )
+    reference = per_expert(COUNTS, a, b.mT)
+    gate, up = reference.chunk(2, 1)
+    check_rows(gate_up, reference)
+    check_rows(act, F.silu(gate) * up)
+    assert counter.tolist() == [0, 0]
+
+
+def test_segments_give_the_order_and_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two column slices over all experts, the second one first; rows weighted."""
+    torch.manual_seed(1)
+    a, b, weights = rows_of(COUNTS, 64), draw(len(COUNTS), 256, 64), torch.rand(sum(COUNTS) + TAIL)
+    out, ends = poisoned(a.shape[0], 256), [0, *accumulate(COUNTS)]
+    slices = [(e, ends[e], ends[e + 1], c, c + 128) for c in (128, 0) for e in range(len(COUNTS))]
+    emulate(monkeypatch, [a, b, out], blocks=2)
+    launch_gemm(
+        Layout.FORWARD,
+        a,
+        b,
+        ends_of(COUNTS),
+        out,
+        torch.zeros(2, dtype=torch.int32),
+        tiling=NARROW,
+        epilogue=Epilogue.WEIGHTED,
+        weights_R=weights,
+        segments=torch.tensor(slices, dtype=torch.int32),
+    )
+    check_rows(out, per_expert(COUNTS, a, b.mT) * weights[: sum(COUNTS), None].double())
+
+
+@pytest.mark.parametrize("columns", [128, 136], ids=["wide", "narrow"])
+def test_gradient_of_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    torch.manual_seed(2)
+    d_out, b = rows_of(COUNTS, 72), draw(len(COUNTS), 72, columns)
+    out = poisoned(d_out.shape[0], columns)
+    emulate(monkeypatch, [d_out, b, out], blocks=2)
+    launch_gemm(
+        Layout.DGRAD, d_out, b, ends_of(COUNTS), out, torch.zeros(2, dtype=torch.int32), tiling=NARROW
+    )
+    check_rows(out, per_expert(COUNTS, d_out, b))
+
+
+def weight_gradient(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, columns: int, edits=()) -> float:
+    """Error of one weight gradient; tiles of 3, 0, 1 and 2 steps, several a block."""
+    torch.manual_seed(3)
+    d_out, x = rows_of(COUNTS, 192), rows_of(COUNTS, columns)
+    out = poisoned(len(COUNTS), 192, columns)
+    emulate(monkeypatch, [d_out, x, out], blocks=1, edits=edits)
+    launch_gemm(
+        Layout.WGRAD, d_out, x, ends_of(COUNTS), out, torch.zeros(2, dtype=torch.int32), tiling=tiling
+    )
+    pieces = zip(d_out[:-TAIL].double().split(COUNTS), x[:-TAIL].double().split(COUNTS), strict=True)
+    assert not out.isnan().any()
+    return error(out, torch.stack([d.T @ x for d, x in pieces]))
+
+
+@pytest.mark.parametrize(("tiling", "columns"), [(SHARED, 136), (OWN, 192)], ids=["narrow", "ping-pong"])
+def test_gradient_of_weights(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, columns: int) -> None:
+    assert weight_gradient(monkeypatch, tiling, columns) < LIMIT
+
+
+FAULTS = {
+    "groups without turns": (
+        "if (PINGPONG && index > 0) ptx::mbarrier_wait(shared.order",
+        "if (false) ptx::mbarrier_wait(shared.order",
+        "AssertionError",
+    ),
+    "boxes outside their tensor": (
+        "panels_b = least((tile.columns + 63) / 64, kBlockN / 64)",
+        "panels_b = kBlockN / 64",
+        "a box outside its tensor",
+    ),
+    "a stage freed before its product": (
+        "ptx::wgmma_wait<1>();",
+        "",
+        "AssertionError",
+    ),
+}
+"""What went wrong once, or could: the text of the kernel, the fault in its place, and how it shows."""
+
+
+def run_with(fault: str) -> None:
+    tiling, columns = (OWN, 192) if "turns" in fault else (SHARED, 136)
+    with pytest.MonkeyPatch.context() as patch:
+        assert weight_gradient(patch, tiling, columns, (FAULTS[fault][:2],)) < LIMIT
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_faults_are_caught(fault: str) -> None:
+    """In a process of its own, since the emulator ends the process where it finds one."""
+    code = f"from tests.unit.test_grouped_gemm_emulated import run_with; run_with({fault!r})"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode != 0
+    assert FAULTS[fault][2] in ran.stderr, ran.stderr[-500:]
