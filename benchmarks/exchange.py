@@ -2,8 +2,10 @@
 
     PYTHONPATH=src python3 -m benchmarks.exchange [RANKS]      # writes benchmarks/results/exchange.json
 
-A row is a full call (`full_call` true: from ids and tokens to finished rows, routing included) or the copy alone. `wire_gbps` counts
-the bytes of deduplicated rows that a rank receives from others, over the median; `logical_gbps` also those that it
+A row is a full call (`full_call` true: from ids and tokens to finished rows, routing included) or the copy
+alone. `wire_gbps` counts
+the bytes of deduplicated rows that a rank receives from others, over the median; `logical_gbps` also those
+that it
 keeps. Rows of the own rank stay in place in compact layouts, ours and the rivals'.
 """
 
@@ -11,13 +13,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-
 from benchmarks.exchange_ranks import Clock, run_ranks
 from benchmarks.exchange_rivals import AllToAll, GatherScatter
 from benchmarks.exchange_setup import Job, check, draw, open_exchange
+
 from imbrex.cli.results import describe_run, write_results
 
 QUESTION = "How fast do dispatch and combine cross NVLink, and on how many SMs?"
@@ -66,48 +69,23 @@ def ours(rows: Rows, sweep: tuple[int, ...]) -> None:
     exchange.check(synchronize=True)
     rows.received = int(routed.totals_L4[0, 1]) * 2 * job.D
     rows.kept = int((routed.send_row_LTW[0, :, rank] >= 0).sum()) * 2 * job.D
+    calls: dict[tuple[str, str], Callable[[int], Any]] = {
+        ("dispatch", "compact"): lambda n: exchange.push(x, routed, n),
+        ("dispatch", "expert"): lambda n: exchange.pull(x, routed, n, out),
+        ("combine", "compact"): lambda n: exchange.combine_compact(x, routed, num_sms=n),
+        ("combine", "expert"): lambda n: exchange.combine(out, routed, num_sms=n, num_tokens=job.T),
+    }
     rows.time("route", "imbrex", "both", lambda: exchange.route(ids, weights), num_sms=exchange.route_blocks)
-    for n in sweep:
-        rows.time(
-            "dispatch",
-            "imbrex",
-            "compact",
-            lambda n=n: exchange.push(x, routed, n),
-            num_sms=n,
-            full_call=False,
-        )
-        rows.time(
-            "dispatch",
-            "imbrex",
-            "expert",
-            lambda n=n: exchange.pull(x, routed, n, out),
-            num_sms=n,
-            full_call=False,
-        )
-        rows.time(
-            "combine",
-            "imbrex",
-            "compact",
-            lambda n=n: exchange.combine_compact(x, routed, num_sms=n),
-            num_sms=n,
-        )
-        rows.time(
-            "combine",
-            "imbrex",
-            "expert",
-            lambda n=n: exchange.combine(out, routed, num_sms=n, num_tokens=job.T),
-            num_sms=n,
-        )
-    rows.time(
-        "dispatch", "imbrex", "compact", lambda: exchange.push(x, exchange.route(ids, weights), 8), num_sms=8
-    )
-    rows.time(
-        "dispatch",
-        "imbrex",
-        "expert",
-        lambda: exchange.pull(x, exchange.route(ids, weights), 24, out),
-        num_sms=24,
-    )
+    for (op, layout), call in calls.items():
+        for n in sweep:
+            whole = op == "combine"
+            rows.time(op, "imbrex", layout, partial(call, n), num_sms=n, full_call=whole)
+    full: dict[str, Callable[[], Any]] = {
+        "compact": lambda: exchange.push(x, exchange.route(ids, weights), 8),
+        "expert": lambda: exchange.pull(x, exchange.route(ids, weights), 24, out),
+    }
+    for layout, whole in full.items():
+        rows.time("dispatch", "imbrex", layout, whole, num_sms=8 if layout == "compact" else 24)
     exchange.check(synchronize=True)
     exchange.close()
 
@@ -119,22 +97,12 @@ def rivals(rows: Rows) -> None:
         for layout in ("compact", "expert"):
             expert = layout == "expert"
             moved = rival.dispatch(x, ids, weights, expert)
-            rows.time(
-                "dispatch",
-                rival.name,
-                layout,
-                lambda rival=rival, expert=expert: rival.dispatch(x, ids, weights, expert),
-                host_syncs=rival.host_syncs,
-            )
             given = moved.rows_RD if moved.rows_RD is not None else moved.pool_PD
-            own = None if expert else x
-            rows.time(
-                "combine",
-                rival.name,
-                layout,
-                lambda rival=rival, given=given, own=own, moved=moved: rival.combine(given, own, moved),
-            )
-            del moved, given
+            dispatch = partial(rival.dispatch, x, ids, weights, expert)
+            combine = partial(rival.combine, given, None if expert else x, moved)
+            rows.time("dispatch", rival.name, layout, dispatch, host_syncs=rival.host_syncs)
+            rows.time("combine", rival.name, layout, combine)
+            del moved, given, combine
 
 
 def ceilings(rank: int, world: int, clock: Clock) -> dict[str, float]:

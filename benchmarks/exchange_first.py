@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from benchmarks.exchange_ranks import Clock, run_ranks
 from benchmarks.exchange_setup import Job, check, draw, open_exchange
+from torch import Tensor
 
 
 def spans(
@@ -57,8 +56,8 @@ def beside_gemm(rank: int, job: Job, exchange: Any, routed: Any, x: Tensor) -> l
                     target.copy_(part, non_blocking=True)
             torch.cuda.current_stream().wait_stream(lane)
 
-    def sm(n: int) -> Callable[[], None]:
-        return lambda: [exchange.push(x, routed, n) for _ in range(18)] and None
+    def sm(n: int) -> Callable[[], Any]:
+        return lambda: [exchange.push(x, routed, n) for _ in range(18)]
 
     lines = []
     for name, load in [
@@ -70,7 +69,8 @@ def beside_gemm(rank: int, job: Job, exchange: Any, routed: Any, x: Tensor) -> l
         gemm, other = spans(gemms, load, stream)
         alone = spans(lambda: None, load, stream)[1] if load else 0.0
         lines.append(
-            f"6 GEMMs beside {name}: {gemm:.0f} us; 18 exchanges beside them {other:.0f} us, alone {alone:.0f} us"
+            f"6 GEMMs beside {name}: {gemm:.0f} us; 18 exchanges beside them {other:.0f} us, alone "
+            f"{alone:.0f} us"
         )
     return lines
 
@@ -82,32 +82,35 @@ def peer_views(exchange: Any, peers: list[int], nbytes: int) -> list[Tensor]:
     ]
 
 
+def small_calls(job: Job, rank: int, exchange: Any, sms: int) -> str:
+    """Microseconds of each kernel, ten calls in a CUDA graph."""
+    x, ids, weights = draw(job, rank)
+    routed = exchange.route(ids, weights)
+    rows = exchange.pull(x, routed, sms)
+    calls: dict[str, Callable[[], Any]] = {
+        "route": lambda: exchange.route(ids, weights),
+        "push": lambda: exchange.push(x, routed, sms),
+        "pull": lambda: exchange.pull(x, routed, sms),
+        "combine": lambda: exchange.combine(rows, routed, num_sms=sms, num_tokens=job.T),
+    }
+    took = []
+    for name, call in calls.items():
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                call()
+        took.append(f"{name} {Clock(n=10)(graph.replay).median_us / 10:.1f}")
+    return ", ".join(took) + " us"
+
+
 def small(rank: int, world: int) -> list[str]:
     lines = []
     for tokens in (1, 16, 128):
         job = Job(T=tokens, D=7168, K=8, E=256, W=world, slack=4.0)
         exchange = open_exchange(job)
         check(job, exchange, rank)
-        x, ids, weights = draw(job, rank)
-        for sms in (1, 8, 24):
-            routed = exchange.route(ids, weights)
-            rows = exchange.pull(x, routed, sms)
-            calls = {
-                "route": lambda: exchange.route(ids, weights),
-                "push": lambda: exchange.push(x, routed, sms),
-                "pull": lambda: exchange.pull(x, routed, sms),
-                "combine": lambda: exchange.combine(rows, routed, num_sms=sms, num_tokens=tokens),
-            }
-            took = []
-            for name, call in calls.items():
-                graph = torch.cuda.CUDAGraph()
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph):
-                    for _ in range(10):
-                        call()
-                timing = Clock(n=10)(graph.replay)
-                took.append(f"{name} {timing.median_us / 10:.1f}")
-            lines.append(f"T={tokens}, {sms} SMs, us a call in a graph of ten: " + ", ".join(took))
+        lines += [f"T={tokens}, {sms} SMs: {small_calls(job, rank, exchange, sms)}" for sms in (1, 8, 24)]
         exchange.check(synchronize=True)
     return lines
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 # Multicast objects can hold the fabric of a shared host; nothing here needs them.
 os.environ.update(
@@ -36,15 +36,18 @@ class Timing:
 def run_ranks(work: Callable[..., Any], world: int, *args: Any) -> Any:
     """Run `work(rank, world, *args)` on `world` GPUs; returns what rank 0 returned (torch.save-able)."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (work, world, folder, args), nprocs=world, join=True)  # type: ignore[no-untyped-call]
+        spawn(_enter, (work, world, folder, args), nprocs=world, join=True)
         return torch.load(Path(folder) / "answer", weights_only=False)
 
 
 def _enter(rank: int, work: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group(
-        "nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank)
+        "nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        device_id=torch.device("cuda", rank),
     )
     answer = work(rank, world, *args)
     if rank == 0:
@@ -55,7 +58,9 @@ def _enter(rank: int, work: Callable[..., Any], world: int, folder: str, args: t
 
 
 class Clock:
-    """CUDA events around a call, ranks aligned by a tiny all-reduce, the cache flushed, the launches queued ahead."""
+    """CUDA events around a call, ranks aligned by a tiny all-reduce, the cache flushed, the launches queued
+    ahead.
+    """
 
     def __init__(self, n: int = 20, warm: int = 3) -> None:
         self.n, self.warm = n, warm

@@ -1,6 +1,8 @@
-"""The same job by NCCL collectives, to the same layout: what a user would write without the exchange's kernels.
+"""The same job by NCCL collectives, to the same layout: what a user would write without the exchange's
+kernels.
 
-Both know nothing beforehand: ids and weights cross too, counts reach the host where all-to-all needs them there. Rows of a slot
+Both know nothing beforehand: ids and weights cross too, counts reach the host where all-to-all needs them
+    there. Rows of a slot
 are ordered as ours, by source rank and token; padding is left out, which favours them.
 """
 
@@ -10,14 +12,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from benchmarks.exchange_setup import Job, gather
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """pool_PD: compact rows (all tokens for AllGather). rows_RD: expert-major, or None. source_R: pool row of a row."""
+    """pool_PD: compact rows (all tokens for AllGather). rows_RD: expert-major, or None. source_R: pool row
+    of a row.
+    """
 
     pool_PD: Tensor
     rows_RD: Tensor | None
@@ -29,7 +32,9 @@ class Moved:
 
 
 class AllToAll:
-    """One uneven all-to-all of rows, one of ids and weights; a token once to a rank. Host synchronisations: 2."""
+    """One uneven all-to-all of rows, one of ids and weights; a token once to a rank. Host synchronisations:
+    2.
+    """
 
     name = "nccl-a2a"
     host_syncs = 2
@@ -134,7 +139,9 @@ class GatherScatter:
         )
 
     def combine(self, rows: Tensor, own: Tensor | None, moved: Moved) -> Tensor:
-        """From expert-major `rows`; or, with `own`, from `rows` that are already sums of all tokens, in place."""
+        """From expert-major `rows`; or, with `own`, from `rows` that are already sums of all tokens, in
+        place.
+        """
         if own is None:
             sums = torch.zeros(len(moved.pool_PD), rows.shape[1], device=rows.device)
             sums.index_add_(0, moved.source_R, rows * moved.weights_R[:, None])

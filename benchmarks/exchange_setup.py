@@ -58,7 +58,7 @@ def open_exchange(job: Job, *, compact: bool = True, expert: bool = True) -> Nvl
     group = dist.group.WORLD
     assert group is not None
     local = job.E // job.W
-    worst = job.W * job.T * min(job.K, local)
+    worst = job.W * job.T * min(job.K, local) + 128 * local
     rows = worst if job.routing != "uniform" else min(worst, int(job.T * job.K * job.slack) + 128 * local)
     shape = lay.Shape(
         ranks=job.W,

@@ -34,10 +34,11 @@ def _library(variant: jit.Variant) -> Any:
         for name, source in sources.items():
             body = f'#include "{HEADER}"\n' if name in REPLACED else source
             (folder / name).write_text(body)
+        run = f"emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({variant.entry}, args); }})"
+        takes = "int grid, int block, int smem, unsigned seed, double limit, void** args"
         (folder / "main.cpp").write_text(
             f'#include "{HEADER}"\n#include "{variant.source}"\n'
-            'extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, void** args) {\n'
-            f"    return emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({variant.entry}, args); }});\n}}\n"
+            f'extern "C" int emulate({takes}) {{ return {run}; }}\n'
         )
         flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", *defines]
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as out:
@@ -52,7 +53,7 @@ def _library(variant: jit.Variant) -> Any:
 
 
 class EmulatedKernel:
-    """Stands in for `jit.Kernel`. `seed` decides every interleaving; a run that hangs fails after `limit` seconds."""
+    """Stands in for `jit.Kernel`. `seed` decides every interleaving; a hang fails after `limit` s."""
 
     seed = 0
     limit = 60.0

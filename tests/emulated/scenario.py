@@ -1,4 +1,6 @@
-"""One random exchange among virtual ranks, compared with `imbrex.plan` (positions) and with sums in the same order."""
+"""One random exchange among virtual ranks, compared with `imbrex.plan` (positions) and with sums in the
+same order.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +88,7 @@ def make_plans(case: Case, inputs: Inputs) -> list[Plan]:
     rows = torch.stack([one.sum(0) for one in wanted])
     rows.fill_diagonal_(0)
     return [
-        oracle.make_plan(
-            slots[r], wanted[r], split, rows, case.placement, r, alignment=case.alignment
-        )
+        oracle.make_plan(slots[r], wanted[r], split, rows, case.placement, r, alignment=case.alignment)
         for r in range(case.ranks)
     ]
 
@@ -158,7 +158,9 @@ def weighted_sum(rows_MD: Tensor, weights_M: Tensor) -> Tensor:
 
 
 def combined(case: Case, plans: list[Plan], inputs: Inputs, rows_WRD: list[Tensor], weighted: bool) -> Tensor:
-    """bf16 [W, T, D]: sums on the other ranks, rounded to bf16, and the own rows, in the order of the ranks."""
+    """bf16 [W, T, D]: sums on the other ranks, rounded to bf16, and the own rows, in the order of the
+    ranks.
+    """
     offsets = case.placement.rank_offsets
     weights = inputs.weights_WTK.cpu()
     out = torch.zeros(case.ranks, max(case.tokens), case.width)
@@ -199,32 +201,37 @@ def check_exchange(
     for me in range(case.ranks):
         want = compact_rows(case, plans, inputs, me)
         assert torch.equal(received[me, : len(want)].cpu(), want)
-        expert_rows.append(
-            rows_at(
-                case,
-                plans,
-                me,
-                lambda source: inputs.x_WTD[source, : case.tokens[source], None]
-                .cpu()
-                .expand(-1, case.choices, -1),
-            )
-        )
+        x = [inputs.x_WTD[s, :t, None].cpu().expand(-1, case.choices, -1) for s, t in enumerate(case.tokens)]
+        expert_rows.append(rows_at(case, plans, me, x.__getitem__))
         filled = rows_at(
-            case, plans, me, lambda source: torch.ones(case.tokens[source], case.choices, dtype=torch.bool)
+            case, plans, me, lambda s: torch.ones(case.tokens[s], case.choices, dtype=torch.bool)
         )
         assert torch.equal(rows[me, : len(filled)].cpu()[filled], expert_rows[me][filled])
+    check_combine(case, plans, exchange, inputs, routed, torch.full_like(rows, float("nan")), sms)
+    check_compact_combine(case, plans, exchange, inputs, routed, device, sms)
 
-    outputs = [torch.randn(r.shape, generator=torch.Generator().manual_seed(me)).bfloat16() for me, r in enumerate(expert_rows)]
-    given = torch.full_like(rows, float("nan"))
-    for me, output in enumerate(outputs):
-        given[me, : len(output)] = output.to(device)
+
+def check_combine(
+    case: Case,
+    plans: list[Plan],
+    exchange: NvlinkExchange,
+    inputs: Inputs,
+    routed: Routed,
+    given: Tensor,
+    sms: int,
+) -> None:
+    """Random rows in `given`, summed with and without the gate weights."""
+    outputs = []
+    for me, plan in enumerate(plans):
+        make = torch.Generator().manual_seed(me)
+        outputs.append(torch.randn(max(plan.num_rows, 1), case.width, generator=make).bfloat16())
+        given[me, : len(outputs[me])] = outputs[me].to(given.device)
     for weighted in (True, False):
         y = exchange.combine(given, routed, weighted=weighted, num_sms=sms).view(inputs.x_WTD.shape)
         exchange.check(synchronize=True)
         want = combined(case, plans, inputs, outputs, weighted)
         for me, tokens in enumerate(case.tokens):
             assert torch.equal(y[me, :tokens].cpu(), want[me, :tokens])
-    check_compact_combine(case, plans, exchange, inputs, routed, device, sms)
 
 
 def check_compact_combine(

@@ -38,10 +38,10 @@ def test_exchange(name: str) -> None:
 def test_many_calls_on_rotating_buffers() -> None:
     exchange = None
     for seed in range(40):
+        make = torch.Generator().manual_seed(seed)
         case = Case(
             placement=contiguous(16, 4),
-            tokens=tuple(torch.randint(0, 60, (3,), generator=torch.Generator().manual_seed(seed)).tolist())
-            + (60,),
+            tokens=(*torch.randint(0, 60, (3,), generator=make).tolist(), 60),
             choices=3,
             width=256,
             seed=seed,

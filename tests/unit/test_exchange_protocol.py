@@ -1,13 +1,15 @@
 """The flag protocol of the exchange as programs over shared words, every interleaving explored.
 
-racecheck sees one block's shared memory; what ranks tell each other by flags is checked here. A program is a list of steps:
+racecheck sees one block's shared memory; what ranks tell each other by flags is checked here. A program is
+a list of steps:
 
     set word value      a flag, or the start of a call
     wait word value     until the word has reached it
     write buffer call   the rows of a call
     read buffer call    fails unless exactly those rows are there
 
-One list a thread; `explore` runs all orders, and says whether a read can meet other rows or the programs can wait for ever.
+One list a thread; `explore` runs all orders, and says whether a read can meet other rows or the programs
+can wait for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Deadlock(AssertionError):
 
 
 def explore(programs: list[Program]) -> int:
-    """Run every interleaving; the number of states. Raises WrongRows or Deadlock with where the threads stood."""
+    """Run every interleaving; the number of states. Raises WrongRows or Deadlock with where the threads
+    stood.
+    """
     words = sorted({step[1] for program in programs for step in program})
     index = {word: i for i, word in enumerate(words)}
     steps = [[(kind, index[word], value) for kind, word, value in program] for program in programs]
@@ -60,7 +64,9 @@ def others(ranks: int, me: int) -> list[int]:
 
 
 def push(ranks: int, calls: int, buffers: int, lag: int, *, early_flag: bool = False) -> list[Program]:
-    """`exchange_push.cu`: rows into the peers' buffers, then a flag; the rows are used until the next call begins."""
+    """`exchange_push.cu`: rows into the peers' buffers, then a flag; the rows are used until the next call
+    begins.
+    """
     programs = []
     for me in range(ranks):
         program: Program = []
@@ -86,7 +92,8 @@ def pull(
 ) -> list[Program]:
     """`exchange_pull.cu`, and `exchange_combine.cu` with reducing for staging: a lister and a storer a rank.
 
-    The lister lists the staging of group g, then waits for the peers' group g - lead and lists the pulling. The storer
+    The lister lists the staging of group g, then waits for the peers' group g - lead and lists the pulling.
+    The storer
     publishes a staged group when it takes the next segment or, with `flush`, when there is none to take.
     """
     programs = []

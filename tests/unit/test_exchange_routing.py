@@ -1,4 +1,6 @@
-"""The exchange kernels on virtual ranks, emulated on the CPU: positions, dispatched rows and sums to the bit."""
+"""The exchange kernels on virtual ranks, emulated on the CPU: positions, dispatched rows and sums to the
+bit.
+"""
 
 from __future__ import annotations
 

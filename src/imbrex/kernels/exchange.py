@@ -1,17 +1,22 @@
 """The NVLink exchange: routing, dispatch and combine by kernels that write and read the peers' memory.
 
     exchange = NvlinkExchange(heap_of, placement, shape)      # collective, once; reused by every layer
-    routed = exchange.route(ids_TK, weights_TK)               # positions of every row; no host synchronisation
+    # positions of every row; no host synchronisation
+    routed = exchange.route(ids_TK, weights_TK)
     rows_RD = exchange.pull(x_TD, routed)                     # expert-major rows, normal memory
     rows_MD = exchange.push(x_TD, routed)                     # or compact rows, a lease on the heap
     y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
 
-Who writes what and who waits for whom stands in `exchange_layout.py` and at the head of each `.cu` file. Nothing can
-wait in a circle: a kernel first does what needs no peer (its choices, its staging, its own reductions), each piece of that
+Who writes what and who waits for whom stands in `exchange_layout.py` and at the head of each `.cu` file.
+Nothing can
+wait in a circle: a kernel first does what needs no peer (its choices, its staging, its own reductions),
+    each piece of that
 before the first piece that needs a peer's; all blocks of a launch are resident, one to an SM.
 
-Every rank makes the same calls in the same order with the same number of SMs. The waits are bounded: a rank that waits longer than
-`timeout` seconds stores what it missed, tells its peers and leaves; then `check()`, and every later call, raises
+Every rank makes the same calls in the same order with the same number of SMs. The waits are bounded: a rank
+that waits longer than
+`timeout` seconds stores what it missed, tells its peers and leaves; then `check()`, and every later call,
+raises
 `ExchangeError` on all of them, and the exchange is not usable again.
 """
 
@@ -43,12 +48,15 @@ class ExchangeError(RuntimeError):
 class Routed:
     """Positions of every row. L is the number of ranks in this process (1, except for virtual ranks).
 
-    position_LWTK: int32; expert-major row, on this rank, of every choice of every rank's tokens; -1: not here.
+    position_LWTK: int32; expert-major row, on this rank, of every choice of every rank's tokens; -1: not
+        here.
     weights_LWTK: float32; the gate weights of every rank's tokens.
     recv_row_LWT: int32; compact row received for a token of another rank; -1: none.
-    send_row_LTW: int32; the row of an own token at every rank, -1: not sent; own column 0 where a choice is local.
+    send_row_LTW: int32; the row of an own token at every rank, -1: not sent; own column 0 where a choice is
+        local.
     counts_Le: int32; rows of every local slot, padding included.
-    totals_L4: int32; expert-major rows R, rows received M, 1 on overflow (then rows past the capacity are dropped), 0.
+    totals_L4: int32; expert-major rows R, rows received M, 1 on overflow (then rows past the capacity are
+        dropped), 0.
     tokens_LW: int32; tokens of every rank.
     """
 
@@ -99,7 +107,7 @@ class NvlinkExchange:
         self.device = self.heap.local.device
         self.local_ranks = self.heap.local.shape[0]
         self.timeout = timeout
-        self._calls = dict.fromkeys(lay.KINDS, 0)
+        self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
         self._kernels = {variant: load(variant, self.device) for variant in shipped_variants()}
         self.route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks)
@@ -108,11 +116,14 @@ class NvlinkExchange:
         self._tables = _placement_tables(placement, self.device)
 
     def route(self, ids: Tensor, weights: Tensor, tokens: Tensor | None = None) -> Routed:
-        """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens` int32 [L]."""
+        """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
+        int32 [L].
+        """
         s, lead = self.shape, (self.local_ranks, self.shape.ranks)
         if tokens is None and (ids.shape[-1] != s.choices or ids.shape[-2] > s.max_tokens):
             raise ValueError(
-                f"exchange: ids of shape {tuple(ids.shape)}; this exchange was made for at most {s.max_tokens} tokens "
+                f"exchange: ids of shape {tuple(ids.shape)}; this exchange was made for at most "
+                f"{s.max_tokens} tokens "
                 f"of {s.choices} choices"
             )
         ids, weights = ids.contiguous(), weights.contiguous()
@@ -157,7 +168,9 @@ class NvlinkExchange:
         return self._rows(self.layout.received, buffer, x)
 
     def pull(self, x: Tensor, routed: Routed, num_sms: int = 24, out: Tensor | None = None) -> Tensor:
-        """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are not written."""
+        """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are
+        not written.
+        """
         row_bytes = self._row_bytes(x)
         stages, shared = lay.mover_shared(row_bytes, self.shape.choices)
         buffer, lag = self._next_buffer("pull")
@@ -191,13 +204,17 @@ class NvlinkExchange:
         return self._combine(rows, None, rows.shape[-1], routed, weights, addend, num_sms, num_tokens)
 
     def reduced_rows(self, width: int) -> Tensor:
-        """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the heap."""
+        """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the
+        heap.
+        """
         return self._rows(self.layout.reduced, self._next_buffer("combine", peek=True)[0], width)
 
     def combine_compact(
         self, own: Tensor, routed: Routed, *, addend: Tensor | None = None, num_sms: int = 8
     ) -> Tensor:
-        """Sums that stand in `reduced_rows()` to bf16 [T, D]. own: bf16, the sums of the own tokens, shaped as the result."""
+        """Sums that stand in `reduced_rows()` to bf16 [T, D]. own: bf16, the sums of the own tokens, shaped
+        as the result.
+        """
         return self._combine(None, own, own.shape[-1], routed, None, addend, num_sms, own.shape[-2])
 
     def _combine(
@@ -228,18 +245,23 @@ class NvlinkExchange:
         return out
 
     def check(self, *, synchronize: bool = False) -> None:
-        """Raise `ExchangeError` if a call has failed; without `synchronize`, only calls known to have ended count."""
+        """Raise `ExchangeError` if a call has failed; without `synchronize`, only calls known to have ended
+        count.
+        """
         if synchronize and self.device.type == "cuda":
             # host sync: asked for
             torch.cuda.synchronize(self.device)
+        # on the host: pinned memory that the kernels write
         failures = [status for status in self._status.tolist() if status[0]]
         if not failures:
             return
         cause = min(failures, key=lambda status: status[0] == lay.CODES.index(lay.PEER_GAVE_UP))
         code, rank, peer, kind, phase, epoch, block = cause[:7]
         raise ExchangeError(
-            f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch} (block {block}): {lay.CODES[code]}, waiting for "
-            f"{lay.PHASES[phase]} of rank {peer} (time-out {self.timeout} s); close this exchange and make a new one"
+            f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch} (block {block}): {lay.CODES[code]}, "
+            f"waiting for "
+            f"{lay.PHASES[phase]} of rank {peer} (time-out {self.timeout} s); close this exchange and make "
+            f"a new one"
         )
 
     def close(self) -> None:
@@ -275,7 +297,8 @@ class NvlinkExchange:
         )
 
     def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
-        """The buffer of the next call and how many calls ago it was last used; a captured call keeps its buffer, so
+        """The buffer of the next call and how many calls ago it was last used; a captured call keeps its
+        buffer, so
         from the first capture on that may have been the call before."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:
             self._captured = True
@@ -290,7 +313,8 @@ class NvlinkExchange:
         nbytes = x.shape[-1] * x.element_size()
         if nbytes % 16 or nbytes > self.shape.row_bytes:
             raise ValueError(
-                f"exchange: rows of {nbytes} bytes; they must be a multiple of 16, at most {self.shape.row_bytes}: pad them"
+                f"exchange: rows of {nbytes} bytes; they must be a multiple of 16, at most "
+                f"{self.shape.row_bytes}: pad them"
             )
         return nbytes
 
@@ -314,7 +338,8 @@ def _address(tensor: Tensor | None) -> int:
 def _check_shape(placement: Placement, shape: lay.Shape) -> None:
     if placement.num_ranks != shape.ranks or placement.num_experts != shape.experts:
         raise ValueError(
-            f"exchange: a placement of {placement.num_experts} experts on {placement.num_ranks} ranks for a shape of "
+            f"exchange: a placement of {placement.num_experts} experts on {placement.num_ranks} ranks for "
+            f"a shape of "
             f"{shape.experts} experts on {shape.ranks}"
         )
     if shape.ranks > 16 or shape.choices > 32 or shape.row_bytes % 16:

@@ -1,8 +1,10 @@
-"""The heap of an exchange and the structs its kernels take, as they are in `exchange.cuh` and the `.cu` files.
+"""The heap of an exchange and the structs its kernels take, as they are in `exchange.cuh` and the `.cu`
+files.
 
 What is where, in the heap of every rank (one symmetric allocation, sized once for the worst case):
 
-    control         status, epochs, flags of peers          written by peers (flags) and by this rank (the rest)
+    control         status, epochs, flags of peers          written by peers (flags) and by this rank (the
+    rest)
     staged flags    u32 [W, groups]                         peer w has staged group g of its tokens
     reduced flags   u32 [W, groups]                         peer w has reduced group g of this rank's tokens
     choices         int32 and float32 [2, W, T, K]          ids and gate weights of every rank, two calls deep
@@ -12,7 +14,8 @@ What is where, in the heap of every rank (one symmetric allocation, sized once f
     reduced         [buffers, token capacity, row]          sums of this rank's experts' rows, pulled by peers
 
 Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
-A buffer is written again only when every peer has begun a later call of the same kind ("credit"), which, with two
+A buffer is written again only when every peer has begun a later call of the same kind ("credit"), which,
+with two
 buffers, it nearly always has: no barrier stands in the way of the data.
 """
 
@@ -64,7 +67,8 @@ def _struct(name: str, pointers: str, offsets: str, numbers: str) -> type[ctypes
 
 Route = _struct(
     "Route",
-    "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row counts totals all_tokens",
+    "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row "
+    "counts totals all_tokens",
     "ids_at counts_at tokens_at",
     "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity replicated",
 )
@@ -94,7 +98,8 @@ class Shape:
 
     max_tokens: T, most tokens of a rank. row_bytes: most bytes of a row, a multiple of 16.
     most_slots: local slots of the fullest rank. token_capacity: rows a rank can receive (compact).
-    row_capacity: expert-major rows a rank can hold, padding included. alignment: rows of a slot are a multiple.
+    row_capacity: expert-major rows a rank can hold, padding included. alignment: rows of a slot are a
+        multiple.
     """
 
     ranks: int
@@ -153,7 +158,9 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
 
 
 def route_blocks(shape: Shape, wanted: int) -> tuple[int, int]:
-    """Blocks of the routing kernel and its shared memory: `wanted` blocks, or more where their masks do not fit."""
+    """Blocks of the routing kernel and its shared memory: `wanted` blocks, or more where their masks do not
+    fit.
+    """
     chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
     fewest = -(-chunks // 4)  # four chunks are quicker than meeting another block
     for blocks in range(min(wanted, fewest), MAX_BLOCKS + 1):
@@ -164,7 +171,8 @@ def route_blocks(shape: Shape, wanted: int) -> tuple[int, int]:
         if 4 * words <= SHARED_BYTES:
             return blocks, 4 * words
     raise ValueError(
-        f"exchange: {shape.ranks} ranks x {shape.max_tokens} tokens and {shape.experts} experts do not fit the routing "
+        f"exchange: {shape.ranks} ranks x {shape.max_tokens} tokens and {shape.experts} experts do not fit "
+        f"the routing "
         f"kernel's shared memory; use fewer tokens a call"
     )
 
@@ -182,7 +190,9 @@ def mover_shared(row_bytes: int, targets: int) -> tuple[int, int]:
 
 
 def summer_shared(row_bytes: int, max_rows: int) -> tuple[int, int, int]:
-    """Piece bytes, slots of a half and bytes of shared memory of the combine kernel for sums of at most `max_rows` rows."""
+    """Piece bytes, slots of a half and bytes of shared memory of the combine kernel for sums of at most
+    `max_rows` rows.
+    """
     weights, pointers = (-(-size * max_rows // 16) * 16 for size in (4, 8))
     fixed = 1024 + 4 * (16 + 16 * (16 + pointers + weights)) + 2 * 16 * (32 + weights) + 128
     for pieces in range(1, 1 + row_bytes // 16):

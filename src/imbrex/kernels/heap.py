@@ -1,7 +1,8 @@
 """Memory that every rank can address: the only file that touches torch's symmetric memory.
 
 CUDA back end, one host, no multicast (a multicast object can hold the fabric of a shared host; the kernels
-need none). `VirtualHeap` is the same for W ranks in one process on one device, which is how the kernels are tested.
+need none). `VirtualHeap` is the same for W ranks in one process on one device, which is how the kernels are
+tested.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 class Heap(Protocol):
     """nbytes of zeroed memory for every rank.
 
-    bases: address of every rank's part, valid on this device. first: the first rank that lives in this process.
+    bases: address of every rank's part, valid on this device. first: the first rank that lives in this
+        process.
     local: uint8 [ranks in this process, nbytes].
     """
 

@@ -9,8 +9,6 @@ __device__ __forceinline__ u8* shared_memory() {
     return dynamic_shared;
 }
 
-// ---------------------------------------------------------------- flags between GPUs and between blocks
-
 __device__ __forceinline__ u32 load_acquire_sys(const u32* word) {
     u32 value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
@@ -89,8 +87,6 @@ __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
     return done != 0;
 }
 
-// ---------------------------------------------------------------- 1-D bulk copies; one thread, 16-byte multiples
-
 // Completes `bytes` on `barrier`.
 __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
@@ -103,8 +99,6 @@ __device__ __forceinline__ void bulk_store(void* target, u32 source, u32 bytes) 
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
                  : "memory");
 }
-
-// ---------------------------------------------------------------- 16-byte accesses
 
 __device__ __forceinline__ uint4 load_shared(u32 address) {
     uint4 v;

@@ -9,7 +9,7 @@ import importlib
 
 from imbrex.kernels.jit import Variant
 
-FAMILIES: tuple[str, ...] = ("imbrex.kernels.experts_ffn",)
+FAMILIES: tuple[str, ...] = ("imbrex.kernels.experts_ffn", "imbrex.kernels.exchange")
 
 
 def shipped_variants() -> list[Variant]:

@@ -1,0 +1,105 @@
+// What the routing kernel takes, and its shared memory.
+#pragma once
+#include "exchange.cuh"
+
+constexpr int kChunk = 128;
+constexpr int kRouteThreads = 1024;
+constexpr int kPerToken = kRouteThreads / kChunk;  // threads that share a token's choices
+constexpr int kBatch = 8;                          // loads in flight per thread
+constexpr int kFetch = 4;                          // pairs of loads; more would spill
+constexpr u32 kSteps = 2;  // in which the blocks of a rank meet
+constexpr u16 kNone = 0xffff;
+
+struct Route {
+    const i64* ids;        // [ranks of the launch, max_tokens, K]
+    const float* weights;  // the same
+    const int* tokens;     // [..] or null
+    const int* first_replica;  // [E + 1]; an expert's slots are replica_slots[first .. next), ascending
+    const int* replica_slots;
+    const int* rank_offsets;  // [W + 1]
+    int* position;            // [.., W, max_tokens, K]
+    float* all_weights;       // [.., W, max_tokens, K]
+    int* recv_row;            // [.., W, max_tokens]
+    int* send_row;            // [.., max_tokens, W]
+    int* counts;              // [.., most_slots]; rows of every local slot, padding included
+    int* totals;              // [.., 4]: expert-major rows, rows received, overflow, 0
+    int* all_tokens;          // [.., W]; tokens of every rank
+    i64 ids_at;               // offset in a heap: int32 [2, W, max_tokens * K], then as many floats
+    i64 counts_at;            // offset in a heap: scratch of this rank alone, int32 [chunks, E], then [chunks, W]
+    i64 tokens_at;            // offset in a heap: int32 [2, W]
+    int num_tokens;
+    int max_tokens;
+    int choices;
+    int experts;
+    int most_slots;
+    int alignment;
+    int row_capacity;
+    int token_capacity;
+    int replicated;  // whether some expert has more than one slot
+};
+
+struct Chunk {
+    int source, first, tokens;  // rank, first token, valid tokens (0..128)
+    int at;                     // (source * max_tokens + first)
+};
+
+struct Scratch {
+    Chunk* chunk;      // [chunks of the block]
+    u32* mask;         // [.., E, 4]
+    u32* rank_mask;    // [.., W, 4]
+    int* before;       // [.., E]; choices of the expert in earlier chunks of the source
+    int* total;        // [W, E]
+    int* rank_before;  // [.., W]
+    int* rank_total;   // [W, W]
+    int* base;         // [W, W]; first compact row on rank `column` of the tokens of rank `row`
+    int* slot_base;    // [W, most_slots]; row of the first choice of a source in a local slot
+    int* slot_rows;    // [most_slots]
+    int* home;         // [E]; rank << 16 | slot of an expert that has one slot, else -1
+    u16* ids;          // [.., kChunk, K]
+    int chunks;        // of this block
+    int first;         // its first chunk
+    int per_source;    // chunks of a source
+};
+
+__device__ inline Scratch carve(const Call& call, const Route& route) {
+    const int ranks = call.group->ranks, experts = route.experts;
+    Scratch s;
+    s.per_source = (route.max_tokens + kChunk - 1) / kChunk;
+    const int all = s.per_source * ranks;
+    const int per_block = (all + call.group->blocks - 1) / call.group->blocks;
+    s.first = call.block * per_block;
+    s.chunks = max(0, min(per_block, all - s.first));
+    u8* at = ptx::shared_memory();
+    const auto take = [&at](int words) {
+        u8* start = at;
+        at += 4 * words;
+        return start;
+    };
+    s.chunk = reinterpret_cast<Chunk*>(take(4 * per_block));
+    s.mask = reinterpret_cast<u32*>(take(per_block * experts * 4));
+    s.rank_mask = reinterpret_cast<u32*>(take(per_block * ranks * 4));
+    s.before = reinterpret_cast<int*>(take(per_block * experts));
+    s.total = reinterpret_cast<int*>(take(ranks * experts));
+    s.rank_before = reinterpret_cast<int*>(take(per_block * ranks));
+    s.rank_total = reinterpret_cast<int*>(take(ranks * ranks));
+    s.base = reinterpret_cast<int*>(take(ranks * ranks));
+    s.slot_base = reinterpret_cast<int*>(take(ranks * route.most_slots));
+    s.slot_rows = reinterpret_cast<int*>(take(route.most_slots));
+    s.home = reinterpret_cast<int*>(take(experts));
+    s.ids = reinterpret_cast<u16*>(at);
+    return s;
+}
+
+// Bits of a mask before `token`.
+__device__ __forceinline__ int below(const u32* mask, int token) {
+    const uint4 words = *reinterpret_cast<const uint4*>(mask);
+    const u32 word = token >> 5, part = (1u << (token & 31)) - 1;
+    return __popc(words.x & (word == 0 ? part : ~0u)) + __popc(words.y & (word == 1 ? part : word > 1 ? ~0u : 0u)) +
+           __popc(words.z & (word == 2 ? part : word > 2 ? ~0u : 0u)) + __popc(words.w & (word == 3 ? part : 0u));
+}
+
+__device__ __forceinline__ int held(const u32* mask) { return __popc(mask[0]) + __popc(mask[1]) + __popc(mask[2]) + __popc(mask[3]); }
+
+__device__ __forceinline__ i64 parity_at(const Call& call, const Route& route) {
+    return static_cast<i64>(call.epoch & 1) * call.group->ranks * route.max_tokens * route.choices;
+}
