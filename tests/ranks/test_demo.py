@@ -77,7 +77,16 @@ def test_the_trace_has_every_rank_and_phase(four):
     events = json.loads((four / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {0, 1, 2, 3}
-    names = {"route", "plan", "dispatch", "experts", "combine", "dispatch_backward", "combine_backward"}
+    names = {
+        "route",
+        "plan",
+        "dispatch",
+        "experts",
+        "combine",
+        "dispatch_backward",
+        "experts_backward",
+        "combine_backward",
+    }
     for rank in range(4):
         of_rank = [event for event in spans if event["pid"] == rank]
         assert names <= {event["name"] for event in of_rank}

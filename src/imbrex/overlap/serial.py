@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
-from imbrex.contracts import Experts, Routing
+from imbrex.contracts import Dispatched, Experts, Routing
 from imbrex.exchange import Exchange
+from imbrex.observe import bracket_backward
 
 
 class Serial:
@@ -25,6 +27,20 @@ class Serial:
     ) -> Tensor:
         dispatched = exchange.dispatch(x_TD, routing)
         with exchange.observer.span("experts", layer=exchange.layer):
-            rows_RD = experts(dispatched)
+            rows_RD = _computed(dispatched, exchange, experts)
             added = None if addend is None else addend()
         return exchange.combine(rows_RD, dispatched.handle, added, weighted=experts.applies_weights)
+
+
+def _computed(dispatched: Dispatched, exchange: Exchange, experts: Experts) -> Tensor:
+    """The experts' rows; where someone listens, their backward is a span too."""
+    observer = exchange.observer
+    if not observer.enabled:
+        return experts(dispatched)
+    return bracket_backward(
+        observer,
+        "experts_backward",
+        lambda rows_RD: experts(replace(dispatched, rows_RD=rows_RD)),
+        dispatched.rows_RD,
+        layer=exchange.layer,
+    )
