@@ -50,10 +50,10 @@ def _library(variant: jit.Variant, dynamic: int, edits: tuple[Edit, ...]) -> Any
             f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n'
             'extern "C" void forget() { forget_tensors(); }\n'
             'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
-            'extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, void** args)\n{\n'
+            'extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, void** a)\n{\n'
             "    emu::products.clear();\n    emu::rows_of_warp.clear();\n"
             "    return emu::run(grid, block, smem, seed, limit,"
-            f" [=] {{ emu::call_all({variant.entry}, args); }});\n}}\n"
+            f" [=] {{ emu::call_all({variant.entry}, a); }});\n}}\n"
         )
         flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-DkStatic={dynamic}"]
         flags += [f"-D{name}={value}" for name, value in variant.defines]
