@@ -45,12 +45,13 @@ class Rows:
             "min_us": round(timing.min_us, 1),
             "max_us": round(timing.max_us, 1),
             "n": timing.n,
-            "wire_gbps": round(self.received / timing.median_us / 1e3, 1),
-            "logical_gbps": round((self.received + self.kept) / timing.median_us / 1e3, 1),
             "host_syncs": 0,
             "full_call": True,
             **more,
         }
+        if op != "route":
+            row["wire_gbps"] = round(self.received / timing.median_us / 1e3, 1)
+            row["logical_gbps"] = round((self.received + self.kept) / timing.median_us / 1e3, 1)
         self.rows.append(row)
         if self.rank == 0:
             print(
