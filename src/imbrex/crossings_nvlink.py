@@ -76,6 +76,7 @@ class NvlinkCrossings:
                 self.kernels(0).route(bad_TK, torch.zeros(bad_TK.shape, device="cuda"))
         else:
             told = self.transport.exchange_counts(torch.tensor([int(problem is not None)]))
+            # on the host: counts are told there
             wrong = told.flatten().nonzero().flatten().tolist()
             if wrong and problem is None:
                 raise ValueError(f"dispatch: rank {wrong[0]} was given tokens that cannot be dispatched")

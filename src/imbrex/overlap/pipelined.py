@@ -130,6 +130,8 @@ class Pipelined:
         gathered = exchange._crossings.transport.exchange_counts(message)
         if problem:
             raise ValueError(problem)
+        # on the host: counts are told there
+        # on the host: counts of all ranks are
         for rank, (wrong, degree, theirs) in enumerate(gathered.tolist()):
             if wrong:
                 raise ValueError(

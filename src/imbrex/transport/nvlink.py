@@ -85,6 +85,7 @@ class Nvlink(Collective):
             return mine or f"rank {int(told[:, 1].nonzero()[0])} of the group cannot run it"
         if (told[:, 0] != told[0, 0]).any():
             return "the ranks are on several hosts"
+        # on the host: counts are told there
         peers = [device for device in told[:, 2].tolist() if device != torch.cuda.current_device()]
         unreachable = [
             d for d in peers if not torch.cuda.can_device_access_peer(torch.cuda.current_device(), d)
