@@ -1,0 +1,27 @@
+"""The doors for programs written for DeepEP: its legacy `Buffer` and NVIDIA's `HybridEPBuffer`.
+
+    import imbrex.adapters.deep_ep
+    imbrex.adapters.deep_ep.install()      # then `import deep_ep` finds this
+    from deep_ep import Buffer, HybridEPBuffer
+
+They run wherever the group communicates: gloo on CPUs, NCCL on GPUs.
+"""
+
+from imbrex.adapters.deep_ep.absent import ElasticBuffer
+from imbrex.adapters.deep_ep.config import Config
+from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
+from imbrex.adapters.deep_ep.hybrid import HybridEPBuffer, indices_to_map
+from imbrex.adapters.deep_ep.installing import install
+from imbrex.adapters.deep_ep.legacy import Buffer, topk_idx_t
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "indices_to_map",
+    "install",
+    "topk_idx_t",
+]

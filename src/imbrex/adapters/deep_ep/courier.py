@@ -1,0 +1,169 @@
+"""Rows out to the ranks that want them, once each, and sums of rows back home: what both buffers are made of.
+
+Rows are received by source rank, then token, the own rank's in their place, so that their order depends on
+the routing alone. Example, two ranks: tokens 0 and 2 of rank 0 and tokens 0 and 1 of rank 1 want rank 1. It
+receives four rows, (0, 0), (0, 2), (1, 0), (1, 1), of which the first two crossed; bringing home gives rank 0
+two sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex import rows
+from imbrex.codec.cast import as_bytes, from_bytes
+from imbrex.contracts import Traffic, Transport
+from imbrex.transport import make as make_transport
+
+TEXT_BYTES = 240
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """Who sends what to whom in one dispatch, seen from one rank.
+
+    traffic: rows that cross. own_tokens_O: int64; own tokens that stay.
+    rows_W: rows received from every rank, the own one included. before: of them, those of lower ranks.
+    num_tokens: T.
+    """
+
+    traffic: Traffic
+    own_tokens_O: Tensor
+    rows_W: tuple[int, ...]
+    before: int
+    num_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows_W)
+
+
+def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
+    """wanted_TW: bool; which ranks a token must reach. rows_WW: host int64; rows every rank sends to every
+    other, the diagonal included."""
+    splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
+    splits_2W[:, rank] = 0
+    others = wanted_TW.clone()
+    others[:, rank] = False
+    sent = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
+    own = torch.nonzero_static(wanted_TW[:, rank], size=int(rows_WW[rank, rank]))[:, 0].clone()
+    # on the host: counts came with the message
+    received = rows_WW[:, rank].tolist()
+    return Route(
+        traffic=Traffic(sent_tokens_N=sent, splits_2W=splits_2W),
+        own_tokens_O=own,
+        rows_W=tuple(received),
+        before=sum(received[:rank]),
+        num_tokens=wanted_TW.shape[0],
+    )
+
+
+class Courier:
+    """Carries rows over a transport for one buffer; `who` stands in its errors.
+
+    transport: a name in `imbrex.transport.TRANSPORTS` or an object, which sends a token where it is wanted.
+    """
+
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Transport) -> None:
+        self.who = who
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.transport, _ = make_transport(transport, group, num_ranks=self.world_size, top_k=1)
+        if self.transport.replicated or self.transport.broadcasts:
+            raise ValueError(
+                f"{who}: the {self.transport.name} transport takes no routing by rank; use 'alltoall'"
+            )
+
+    def wrong_device(self, *tensors: Tensor | None) -> str:
+        """What is wrong with the devices of a call's tensors, or nothing."""
+        given = {tensor.device for tensor in tensors if tensor is not None}
+        right = self.world_size == 1 or all(d.type == self.transport.device.type for d in given)
+        if len(given) == 1 and right:
+            return ""
+        where = ", ".join(sorted(map(str, given)))
+        return f"tensors are on {where}; the group takes them on {self.transport.device.type}"
+
+    def settle(
+        self, call: str, problem: str, wanted_TW: Tensor, extra: Tensor | int, settings: Mapping[str, int]
+    ) -> tuple[Tensor, list[int]]:
+        """Tell every rank what this one is about to send: rows_WW, host int64, and everybody's `extra`.
+
+        problem: what is wrong with this rank's input, or nothing; then the rest is not looked at.
+        settings: what must be the same on every rank, at most one int64 each.
+
+        Raises ValueError on every rank where one has a problem or settings differ.
+        """
+        head = torch.tensor([bool(problem), *settings.values()])
+        tail = torch.zeros(1 + self.world_size, dtype=torch.int64)
+        if not problem:
+            extra = torch.as_tensor(extra, device=wanted_TW.device).long().view(1)
+            head, tail = head.to(wanted_TW.device), torch.cat([extra, wanted_TW.sum(0)])
+        gathered = self.transport.exchange_counts(torch.cat([head, tail]))
+        # on the host: the message has been received
+        heads = gathered.tolist()
+        if any(head[0] for head in heads):
+            self._raise_problems(call, problem)
+        for place, name in enumerate(settings, 1):
+            for rank, head in enumerate(heads):
+                if head[place] != heads[0][place]:
+                    raise ValueError(
+                        f"{self.who}.{call}: ranks disagree about {name}: {heads[0][place]} on rank 0, "
+                        f"{head[place]} on rank {rank}; give every rank the same kind of input"
+                    )
+        return gathered[:, -self.world_size :], [head[len(settings) + 1] for head in heads]
+
+    def _raise_problems(self, call: str, problem: str) -> None:
+        text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
+        # on the host: text
+        told = self.transport.exchange_counts(torch.tensor(list(text))).tolist()
+        found = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(told)]
+        rank, said = next((rank, said) for rank, said in found if said)
+        raise ValueError(f"{self.who}.{call}: on rank {rank}, {said}")
+
+    def carry(self, columns: Sequence[Tensor], route: Route) -> list[Tensor]:
+        """Columns of a token [T, ...] to columns of the rows received [N, ...], of any dtype, as bytes."""
+        encoded_TB = torch.cat([as_bytes(column) for column in columns], 1)
+        crossed = self.transport.begin_move(encoded_TB, route.traffic).finish()
+        own = encoded_TB[route.own_tokens_O]
+        return _cut(torch.cat([crossed[: route.before], own, crossed[route.before :]]), columns)
+
+    def bring_home(
+        self, columns: Sequence[Tensor], dtypes: Sequence[torch.dtype], route: Route
+    ) -> list[Tensor]:
+        """Columns of rows received [N, ...] summed over a token's ranks, in rank order: float32 [T, ...].
+
+        dtypes: how a column crosses. What is summed on the own rank is not rounded.
+        """
+        stop = route.before + len(route.own_tokens_O)
+        crossing = [
+            torch.cat([column[: route.before], column[stop : route.num_rows]]).to(dtype)
+            for column, dtype in zip(columns, dtypes, strict=True)
+        ]
+        encoded = torch.cat([as_bytes(column) for column in crossing], 1)
+        back = self.transport.begin_move_back(encoded, route.traffic).finish()
+        sizes = route.traffic.splits_2W[0].tolist()
+        summed = []
+        for column, part in zip(columns, _cut(back, crossing), strict=True):
+            own = torch.zeros(route.num_tokens, column.shape[1], device=column.device)
+            own[route.own_tokens_O] = column[route.before : stop].float()
+            summed.append(rows.sum_home(own, part, route.traffic.sent_tokens_N, sizes, self.rank))
+        return summed
+
+
+def _cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
+    """The columns that are written side by side in rows of bytes; `columns` tell their widths and dtypes."""
+    sizes = [column.shape[1] * column.dtype.itemsize for column in columns]
+    parts = encoded_NB.split(sizes, 1)
+    return [from_bytes(part, c.shape[1], c.dtype) for part, c in zip(parts, columns, strict=True)]
+
+
+def pad_rows(rows_ND: Tensor, size: int, fill: float = 0) -> Tensor:
+    """Rows followed by rows of `fill` up to `size`."""
+    if size <= rows_ND.shape[0]:
+        return rows_ND
+    return torch.cat([rows_ND, rows_ND.new_full((size - rows_ND.shape[0], *rows_ND.shape[1:]), fill)])

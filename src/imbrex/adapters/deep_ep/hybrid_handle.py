@@ -1,0 +1,99 @@
+"""What passes between the calls of a `HybridEPBuffer`: configuration, handle, rows on arrival."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.adapters.deep_ep.choices import Choices, spread_choices
+from imbrex.adapters.deep_ep.courier import Route
+from imbrex.adapters.deep_ep.permuted import Permutation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferConfig:
+    """What a program reads back of a buffer. Nothing is sized by it."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+    num_of_ranks_per_node: int
+    num_of_nodes: int = 1
+    use_fp8: bool = False
+    pad_multiple: int = 1
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_of_experts_per_rank * self.num_of_ranks_per_node
+
+    def local(self, rank: int) -> range:
+        """Experts of a rank."""
+        first = rank * self.num_of_experts_per_rank
+        return range(first, first + self.num_of_experts_per_rank)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What a dispatch leaves for the calls that follow it.
+
+    choices: of the own tokens. ids_NK: int64; experts of the rows received, `None` until they are.
+    permutation: of a permuted dispatch.
+    """
+
+    route: Route
+    choices: Choices
+    config: BufferConfig
+    ids_NK: Tensor | None = None
+    permutation: Permutation | None = None
+
+    def spread(self, weights_NK: Tensor) -> Tensor:
+        """Weights of the choices of the rows received, where their experts stand: float32 [N, E]."""
+        assert self.ids_NK is not None
+        received = Choices(ids_TK=self.ids_NK, weights_TK=weights_NK)
+        return spread_choices(received, self.config.num_experts)
+
+
+class HybridHandle(tuple):
+    """What `combine` and a cached dispatch need: seven fields, or eleven of a permuted dispatch, where
+    Hybrid-EP
+    has them: [3] rows received int32 [1], [4] bool [N, e], [5] or [8] tokens, [6] or [9] the configuration,
+    [7] counts of the local experts, [10] = [-1] the overflow flag int32 [1]. Those that only its kernels read
+    are None.
+    """
+
+    kept: Kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrived:
+    """Rows received, compact: values, weights of their choices, scales, and what the handle keeps."""
+
+    rows_ND: Tensor
+    weights_NK: Tensor | None
+    scales_NS: Tensor | None
+    kept: Kept
+
+
+def make_handle(kept: Kept, rank: int) -> HybridHandle:
+    assert kept.ids_NK is not None
+    local = kept.config.local(rank)
+    local_map_NE = kept.spread((kept.ids_NK >= 0).float())[:, local.start : local.stop].bool()
+    num_rows = torch.tensor([kept.route.num_rows], dtype=torch.int32, device=kept.ids_NK.device)
+    fields: tuple[Any, ...] = (None, None, None, num_rows, local_map_NE)
+    if kept.permutation is None:
+        fields = (*fields, kept.route.num_tokens, kept.config)
+    else:
+        counts_e, flag = kept.permutation.counts_e, kept.permutation.overflow
+        fields = (*fields, None, None, counts_e, kept.route.num_tokens, kept.config, flag)
+    handle = HybridHandle(fields)
+    handle.kept = kept
+    return handle
+
+
+def read_handle(handle: tuple | None, call: str) -> Kept:
+    if not isinstance(handle, HybridHandle):
+        raise ValueError(f"deep_ep.HybridEPBuffer.{call}: pass the handle that a dispatch returned, whole")
+    return handle.kept

@@ -1,0 +1,363 @@
+"""DeepEP's first interface, `Buffer`: a token goes once to every rank that hosts one of its experts, and the
+rows that come back are summed. Semantics: deepseek-ai/DeepEP, `deep_ep/buffers/legacy.py`, intranode."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex import plan
+from imbrex.adapters.deep_ep import absent, events
+from imbrex.adapters.deep_ep.config import Config, tuned
+from imbrex.adapters.deep_ep.courier import Courier, Route, make_route, pad_rows
+from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
+from imbrex.contracts import Transport
+from imbrex.placement import contiguous
+
+Rows = Tensor | tuple[Tensor, Tensor]
+Previous = EventOverlap | EventHandle | None
+topk_idx_t = torch.int64
+"""The dtype of ids, under the name that programs look up."""
+
+
+class DispatchHandle(tuple):
+    """What `combine` and a cached dispatch need: six tensors, in DeepEP's order and with one channel.
+
+    rank_prefix_matrix int32 [W, W]: rows that ranks 0..i send to rank j. channel_prefix_matrix int32 [W, 1]:
+    rows sent to every rank. recv_channel_prefix_matrix int32 [W, 1]: zeros. recv_src_idx int32 [N]: token of
+    every row on its source rank. is_token_in_rank bool [T, W]. send_head int32 [T, W]: place among the rows
+    for a rank, or -1.
+    """
+
+    route: Route
+
+
+def make_handle(
+    wanted_TW: Tensor, rows_WW: Tensor, route: Route, sources_N: Tensor, rank: int
+) -> DispatchHandle:
+    device = wanted_TW.device
+    heads = torch.where(wanted_TW, wanted_TW.cumsum(0) - 1, -1)
+    sent = rows_WW[rank][:, None].int().to(device)
+    prefix = rows_WW.cumsum(0).int().to(device)
+    handle = DispatchHandle((prefix, sent, torch.zeros_like(sent), sources_N, wanted_TW, heads.int()))
+    handle.route = route
+    return handle
+
+
+class Buffer(absent.Calls):
+    """Dispatch and combine over the ranks of `group`, with DeepEP's arguments and returns.
+
+    group: `None` is one process alone. num_nvl_bytes, num_rdma_bytes: kept, nothing of that size is
+        allocated.
+    transport: a name or an object of imbrex; it decides how rows move, and on which device.
+
+    Calls run on the caller's stream and nothing is differentiated, as in DeepEP. Rows are received by source
+    rank, then token. Raises ValueError on every rank where one rank's dispatch is wrong, RankLostError where
+    a rank does not answer within `IMBREX_TIMEOUT_S`.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        transport: str | Transport = "alltoall",
+    ) -> None:
+        if low_latency_mode:
+            absent.refuse("Buffer(low_latency_mode=True)", absent.LOW_LATENCY)
+        if comm is not None:
+            absent.refuse(
+                "Buffer(comm=...)", "ranks are those of a torch.distributed group; pass it as group"
+            )
+        self._courier = Courier("deep_ep.Buffer", group, transport)
+        self.group = group
+        self.rank, self.group_size = self._courier.rank, self._courier.world_size
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode = False
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+
+    def destroy(self) -> None:
+        """Nothing is held. Raises ValueError without `explicitly_destroy=True`, as DeepEP does."""
+        if not self.explicitly_destroy:
+            raise ValueError(
+                "deep_ep.Buffer.destroy: construct the buffer with explicitly_destroy=True to destroy it"
+            )
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether fp8 rows can be dispatched; here they are bytes, on any device."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Put `new_num_sms`, even, into the configurations made from now on."""
+        if new_num_sms <= 0 or new_num_sms % 2:
+            raise ValueError(f"deep_ep.Buffer.set_num_sms: {new_num_sms} SMs; give an even number above 0")
+        if new_num_sms != Buffer.num_sms:
+            warnings.warn(
+                "deep_ep.Buffer.set_num_sms: transports over torch.distributed take no SM count", stacklevel=2
+            )
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The point that the current stream has reached."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        return tuned(Buffer.num_sms, num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        return tuned(Buffer.num_sms, num_ranks)
+
+    def get_comm_stream(self) -> torch.Stream | None:
+        """The stream that calls run on, which is the caller's; `None` where the GPU is not in use."""
+        return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @torch.no_grad()
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: Previous = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
+        """Which ranks want which tokens. No communication, no host synchronisation.
+
+        topk_idx: int64 [T, K]; -1 drops a choice. Rank r owns the experts r * E / W to (r + 1) * E / W.
+        Returns tokens per rank int32 [W], None, choices per expert int32 [E], bool [T, W], and the event.
+        """
+        events.begin(previous_event)
+        call = "deep_ep.Buffer.get_dispatch_layout"
+        if topk_idx.dim() != 2 or topk_idx.dtype != torch.int64:
+            raise ValueError(f"{call}: {topk_idx.dtype} {list(topk_idx.shape)}; give topk_idx int64 [T, K]")
+        if num_experts < 1 or num_experts % self.group_size:
+            raise ValueError(f"{call}: {num_experts} experts on {self.group_size} ranks; give a multiple")
+        if topk_idx.device.type == "cpu" and bool(((topk_idx < -1) | (topk_idx >= num_experts)).any()):
+            raise ValueError(f"{call}: ids outside [-1, {num_experts}); -1 drops a choice")
+        placement = contiguous(num_experts, self.group_size)
+        wanted_TW = plan.ranks_wanted(topk_idx, placement, 1)
+        per_expert = plan.count_choices(topk_idx, num_experts).int()
+        return wanted_TW.sum(0).int(), None, per_expert, wanted_TW, events.end(async_finish)
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Rows,
+        handle: tuple | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: Previous = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int] | None, tuple | None, EventOverlap]:
+        """Tokens to the ranks that want them.
+
+        x: [T, D] of any dtype, or values and scales, both [T, ...]; they move as bytes. With `handle` of an
+            earlier dispatch the same tokens go the same way, nothing but `x` moves, and the middle of the
+            return is None.
+        num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank: from `get_dispatch_layout`.
+        topk_idx, topk_weights: int64 and float32 [T, K], or neither.
+        expert_alignment: counts per expert are rounded up to a multiple of it; rows are not.
+        num_worst_tokens: rows to return whatever arrives; the further ones are zero, with -1 as choices.
+            Saves the exchange of counts per expert. The rows themselves still need a host synchronisation.
+
+        Returns received x [N, D] (or the pair), local expert of every choice int64 [N, K], -1 elsewhere, its
+        weight float32, 0 elsewhere, counts of the local experts (list, empty with `num_worst_tokens`),
+        handle, event.
+        """
+        events.begin(previous_event)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise ValueError(
+                    "deep_ep.Buffer.dispatch: a handle and a routing; give topk_idx without a handle"
+                )
+            received = self._dispatch_again(x, handle)
+            return received, None, None, None, None, events.end(async_finish)
+        layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+        problem = self._find_problem(x, layout, topk_idx, topk_weights)
+        received = self._dispatch(
+            problem, x, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens
+        )
+        return *received, events.end(async_finish)
+
+    def _find_problem(
+        self,
+        x: Rows,
+        layout: tuple[Tensor | None, Tensor | None, Tensor | None],
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+    ) -> str:
+        per_rank, wanted_TW, per_expert = layout
+        parts = x if isinstance(x, tuple) else (x,)
+        if any(part.dim() != 2 or part.shape[0] != parts[0].shape[0] for part in parts):
+            return f"x is {[list(part.shape) for part in parts]}; give [T, D], or values and scales [T, S]"
+        if per_rank is None or wanted_TW is None or per_expert is None:
+            return "a part of the layout is missing; pass what get_dispatch_layout returned"
+        tokens, world = parts[0].shape[0], self.group_size
+        if wanted_TW.shape != (tokens, world) or wanted_TW.dtype != torch.bool or per_rank.shape != (world,):
+            return f"a layout of {list(wanted_TW.shape)} for {tokens} tokens on {world} ranks; lay out these"
+        if per_expert.dim() != 1 or per_expert.numel() % world:
+            return f"counts of {list(per_expert.shape)} experts on {world} ranks; give [E] with E a multiple"
+        if (topk_idx is None) != (topk_weights is None):
+            return "topk_idx without topk_weights, or the reverse; give both or neither"
+        if topk_idx is not None and topk_weights is not None:
+            if topk_idx.dim() != 2 or topk_idx.shape[0] != tokens or topk_idx.shape != topk_weights.shape:
+                shapes = list(topk_idx.shape), list(topk_weights.shape)
+                return f"topk_idx and topk_weights are {shapes[0]} and {shapes[1]}; give [{tokens}, K]"
+            if topk_idx.dtype != torch.int64 or topk_weights.dtype != torch.float32:
+                return f"topk_idx {topk_idx.dtype}, topk_weights {topk_weights.dtype}; give int64 and float32"
+        if wrong := self._courier.wrong_device(*parts, *layout, topk_idx, topk_weights):
+            return wrong
+        # Values cost a host synchronisation on a GPU.
+        if wanted_TW.device.type == "cpu" and not torch.equal(wanted_TW.sum(0), per_rank.long()):
+            return (
+                "num_tokens_per_rank does not count is_token_in_rank; pass what get_dispatch_layout returned"
+            )
+        return ""
+
+    def _dispatch(
+        self,
+        problem: str,
+        x: Rows,
+        layout: tuple[Tensor | None, Tensor | None, Tensor | None],
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        alignment: int,
+        worst: int,
+    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int], DispatchHandle]:
+        _, wanted_TW, per_expert = layout
+        columns = list(x) if isinstance(x, tuple) else [x]
+        values = len(columns)
+        if problem or wanted_TW is None or per_expert is None:
+            columns, topk_idx = [], None
+            wanted_TW = per_expert = torch.zeros(0, dtype=torch.int64)
+        if topk_idx is not None and topk_weights is not None:
+            columns += [topk_idx.int(), topk_weights]
+        settings = {
+            "the number of experts": per_expert.numel(),
+            "the number of choices": -1 if topk_idx is None else topk_idx.shape[1],
+            "the bytes of a row": sum(column.shape[1] * column.dtype.itemsize for column in columns),
+            "whether num_worst_tokens is given": worst > 0,
+        }
+        rows_WW, most_W = self._courier.settle("dispatch", problem, wanted_TW, worst, settings)
+        _check_worst(rows_WW, most_W)
+        counts = [] if worst else self._count_experts(per_expert, alignment)
+        route = make_route(wanted_TW, rows_WW, self.rank)
+        sources = torch.arange(route.num_tokens, dtype=torch.int32, device=wanted_TW.device)[:, None]
+        arrived = self._courier.carry([*columns, sources], route)
+        handle_sources = pad_rows(arrived[-1][:, 0], worst, -1)
+        handle = make_handle(wanted_TW, rows_WW, route, handle_sources, self.rank)
+        received_x = _like(x, [pad_rows(part, worst) for part in arrived[:values]])
+        if topk_idx is None:
+            return received_x, None, None, counts, handle
+        ids_NK, weights_NK = self._make_local(arrived[values], arrived[values + 1], per_expert.numel())
+        return received_x, pad_rows(ids_NK, worst, -1), pad_rows(weights_NK, worst), counts, handle
+
+    def _make_local(self, ids_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        per_rank = num_experts // self.group_size
+        local = ids_NK.long() - self.rank * per_rank
+        here = (local >= 0) & (local < per_rank) & (ids_NK >= 0)
+        return torch.where(here, local, -1), torch.where(here, weights_NK, 0.0)
+
+    def _count_experts(self, per_expert: Tensor, alignment: int) -> list[int]:
+        counts_WE = self._courier.transport.exchange_counts(per_expert.long())
+        mine = counts_WE.sum(0).view(self.group_size, -1)[self.rank]
+        # on the host: counts were exchanged
+        return ((mine + alignment - 1) // alignment * alignment).tolist()
+
+    def _dispatch_again(self, x: Rows, handle: tuple) -> Rows:
+        route = self._route_of(handle)
+        columns = list(x) if isinstance(x, tuple) else [x]
+        if any(part.dim() != 2 or part.shape[0] != route.num_tokens for part in columns):
+            raise ValueError(
+                f"deep_ep.Buffer.dispatch: x is {[list(part.shape) for part in columns]}, the handle is of "
+                f"{route.num_tokens} tokens; dispatch as many again"
+            )
+        arrived = self._courier.carry(columns, route)
+        return _like(x, [pad_rows(part, handle[3].shape[0]) for part in arrived])
+
+    def _route_of(self, handle: tuple) -> Route:
+        """The route of a dispatch, made anew where a program kept only the handle's tensors."""
+        if isinstance(handle, DispatchHandle):
+            return handle.route
+        # host sync: only for a handle that was taken apart
+        prefix = handle[0].cpu().long()
+        return make_route(handle[4], prefix.diff(dim=0, prepend=torch.zeros_like(prefix[:1])), self.rank)
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: Tensor,
+        handle: tuple,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: Previous = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """The plain sum of a token's rows over ranks, in rank order, in float32; weights are not applied.
+
+        x: [N, D] as received. topk_weights: float32 [N, K]; summed in the same way. bias: one or two [T, D],
+        added. Returns [T, D] in x's dtype, float32 [T, K] or None, event. A wrong input is a ValueError on
+        its rank alone.
+        """
+        events.begin(previous_event)
+        route = self._route_of(handle)
+        columns, dtypes = [x], [x.dtype]
+        if topk_weights is not None:
+            columns.append(topk_weights)
+            dtypes.append(torch.float32)
+        size = handle[3].shape[0]
+        if any(column.dim() != 2 or column.shape[0] != size for column in columns):
+            shapes = [list(column.shape) for column in columns]
+            raise ValueError(
+                f"deep_ep.Buffer.combine: {shapes} for {size} rows received; give a row for each"
+            )
+        if not x.is_floating_point() or x.dtype.itemsize == 1:
+            raise ValueError(f"deep_ep.Buffer.combine: x is {x.dtype}; give bfloat16, float16 or float32")
+        summed = self._courier.bring_home(columns, dtypes, route)
+        for term in (bias,) if isinstance(bias, Tensor) else bias or ():
+            summed[0] += term.float()
+        weights = None if topk_weights is None else summed[1]
+        return summed[0].to(x.dtype), weights, events.end(async_finish)
+
+
+def _like(x: Rows, parts: list[Tensor]) -> Rows:
+    return (parts[0], parts[1]) if isinstance(x, tuple) else parts[0]
+
+
+def _check_worst(rows_WW: Tensor, most_W: list[int]) -> None:
+    # on the host: counts came with the message
+    for rank, (received, most) in enumerate(zip(rows_WW.sum(0).tolist(), most_W, strict=True)):
+        if 0 < most < received:
+            raise ValueError(
+                f"deep_ep.Buffer.dispatch: rank {rank} receives {received} tokens, more than "
+                f"num_worst_tokens, {most}; give the tokens of all ranks together"
+            )

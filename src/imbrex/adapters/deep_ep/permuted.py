@@ -1,0 +1,90 @@
+"""Between compact rows received, a token once, and expert-major rows, a token once per local expert.
+
+Example: two local experts, padded to a multiple of 2; three rows received want [0, 1], [1], [0]. Expert 0 has
+the rows 0 and 2, expert 1 the rows 0 and 1: rows [0, 2, 0, 1], counts [2, 2]. With a budget of 2 rows, expert
+1 gets nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from imbrex import plan, rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Permutation:
+    """Where the choices of the rows received stand.
+
+    position_NK: int64; expert-major row of a choice, -1 where it is another rank's or was dropped.
+    counts_e: int64; rows of every local expert, padding included, none past the P rows.
+    overflow: int32 [1]; not 0 where rows were dropped for want of room. num_rows: P.
+    """
+
+    position_NK: Tensor
+    counts_e: Tensor
+    overflow: Tensor
+    num_rows: int
+
+    def resize(self, num_rows: int) -> Permutation:
+        """The same rows with room for `num_rows`; what was dropped stays dropped."""
+        ends = self.counts_e.cumsum(0)
+        fits = self.position_NK < num_rows
+        return Permutation(
+            position_NK=torch.where(fits, self.position_NK, -1),
+            counts_e=torch.minimum(self.counts_e, (num_rows - ends + self.counts_e).clamp(min=0)),
+            overflow=self.overflow | (ends[-1:] > num_rows).int(),
+            num_rows=num_rows,
+        )
+
+    def _index(self, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
+        slot_NK = torch.where(self.position_NK < 0, -1, 0)
+        source_R, _, weights_R = rows.index_rows(
+            slot_NK, self.position_NK, weights_NK, range(1), self.num_rows
+        )
+        return source_R, weights_R
+
+    def expand(self, rows_ND: Tensor) -> Tensor:
+        """Rows received to expert-major rows, padding zero; any dtype."""
+        source_R, _ = self._index(torch.zeros(self.position_NK.shape, device=rows_ND.device))
+        # torch does not index fp8.
+        values = rows_ND.view(torch.uint8) if rows_ND.dtype.itemsize == 1 else rows_ND
+        return rows.expand([values], source_R).view(rows_ND.dtype)
+
+    def expand_choices(self, weights_NK: Tensor) -> Tensor:
+        """The weight of every expert-major row, 0 for padding: float32 [P]."""
+        return self._index(weights_NK)[1]
+
+    def reduce(self, rows_RD: Tensor) -> Tensor:
+        """Expert-major rows summed for every row received, in float32, in ascending row order: [N, D]."""
+        most = min(self.position_NK.shape[1], len(self.counts_e))
+        return rows.reduce(rows_RD, self.position_NK, None, most)
+
+    def pick(self, values_R: Tensor) -> Tensor:
+        """The value of every choice's row, 0 where there is none: float32 [N, K]."""
+        return rows.pick_scalars(values_R, self.position_NK)
+
+
+def make_permutation(ids_NK: Tensor, local: range, pad_multiple: int, budget: int | None) -> Permutation:
+    """ids_NK: global experts of the rows received, -1 for none. local: those of this rank.
+    budget: P; without one P is what is needed, which the host reads."""
+    here = (ids_NK >= local.start) & (ids_NK < local.stop)
+    slot_NK = torch.where(here, ids_NK - local.start, -1)
+    counts_e = plan.count_choices(slot_NK, len(local))
+    counts_e = (counts_e + pad_multiple - 1) // pad_multiple * pad_multiple
+    starts_e = counts_e.cumsum(0) - counts_e
+    flat = slot_NK.flatten()
+    position = starts_e[flat.clamp(min=0)] + plan.order_within(flat, len(local))
+    if budget is None:
+        # host sync: the size of what is returned
+        budget = int(counts_e.sum().item())
+    whole = Permutation(
+        position_NK=torch.where(flat < 0, -1, position).view_as(slot_NK),
+        counts_e=counts_e,
+        overflow=torch.zeros(1, dtype=torch.int32, device=ids_NK.device),
+        num_rows=budget,
+    )
+    return whole.resize(budget)
