@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from imbrex.contracts import Strategy
+from imbrex.overlap.auto import Auto
 from imbrex.overlap.pipelined import Pipelined, split_by_source
 from imbrex.overlap.schedulers import SCHEDULERS, register
 from imbrex.overlap.serial import Serial
@@ -13,6 +14,7 @@ from imbrex.overlap.tasks import Kind, Order, Task, Times, makespan, tasks
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "serial": Serial,
+    "auto": Auto,
     "pipelined": Pipelined,
     "megatron": lambda: Pipelined("sequential", 1, name="megatron"),
     "fastermoe": lambda: Pipelined("optsche", 2, split=split_by_source, name="fastermoe"),
@@ -40,6 +42,7 @@ def make(strategy: str | Strategy) -> Strategy:
 __all__ = [
     "SCHEDULERS",
     "STRATEGIES",
+    "Auto",
     "Kind",
     "Order",
     "Pipelined",

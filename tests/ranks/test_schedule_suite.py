@@ -1,0 +1,151 @@
+"""The conformity suite of schedules, and the profile that `auto` decides by."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task
+from imbrex.overlap.auto import choose, predict
+from imbrex.overlap.profile import Profile
+from imbrex.testing import ConformityError, check_schedule
+from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
+from tests.ranks.pool import Pool, Ranks
+from tests.ranks.test_layer import SMALL, relative
+
+
+def run_check(ranks: Ranks, schedule: Any) -> str:
+    try:
+        check_schedule(schedule() if isinstance(schedule, type) else schedule, ranks.group)
+    except ConformityError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULERS, "serial", "fastermoe"])
+def test_contract(pool: Pool, schedule: str) -> None:
+    assert pool.run(4, run_check, schedule) == [""] * 4
+
+
+class ForgetsTheAddend(Serial):
+    name = "forgets"
+
+    def run(self, x_TD, routing, exchange, experts, addend):
+        return super().run(x_TD, routing, exchange, experts, None) + (0 if addend is None else 0 * addend())
+
+
+class Detaches(Serial):
+    name = "detaches"
+
+    def run(self, x_TD, routing, exchange, experts, addend):
+        plain = imbrex.Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK.detach())
+        return super().run(x_TD, plain, exchange, experts, addend)
+
+
+def moody(times) -> Order:
+    found = SCHEDULERS["optsche"](times)
+    first = next(iter(times))
+    return found if first.chunk == 0 else Order(compute=found.compute, moves=found.moves[:-1])
+
+
+def moves_first(times) -> Order:
+    found = SCHEDULERS["optsche"](times)
+    last = Task(kind=Kind.move_back, chunk=0)
+    return Order(compute=found.compute, moves=(last, *(t for t in found.moves if t != last)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        (ForgetsTheAddend, "rank 0: forgets, 7 tokens: outputs differ from those of serial"),
+        (Detaches, "rank 0: detaches, 7 tokens: gradients of weights differ"),
+        (
+            moody,
+            "1 chunks: move_back of chunk 0 is missing|2 chunks: .* missing|another order for the same times",
+        ),
+        (moves_first, "1 chunks: schedule: .*has a cycle"),
+    ],
+)
+def test_a_schedule_that_breaks_the_contract_is_found(pool: Pool, schedule: Any, says: str) -> None:
+    found = pool.run(4, run_check, schedule)
+    assert len(set(found)) == 1
+    assert re.search(says, found[0]), found[0]
+
+
+def synthetic(compute: float, move: float, start: float) -> Profile:
+    """Tasks that take `start` and a share of `compute` or `move` seconds at 1000 tokens."""
+    points = {
+        kind.name: [(n, start + (move if "move" in kind.name else compute) * n / 1000) for n in (125, 1000)]
+        for kind in Kind
+        if kind != Kind.weights
+    }
+    return Profile(tokens=1000, forward=points | {"plan": [(1, 0.0), (8, 0.0)]}, backward=points)
+
+
+def test_more_chunks_where_starting_is_cheap() -> None:
+    assert choose(synthetic(1.0, 1.0, 3.0)).degree == 1
+    assert choose(synthetic(1.0, 1.0, 0.001)).degree == 8
+    alone = predict(synthetic(1.0, 2.5, 0.0), "sequential", 4)
+    assert (alone.forward, alone.backward) == (pytest.approx(10.0), pytest.approx(10.0))
+    best = choose(synthetic(1.0, 2.5, 0.0))
+    # The processor is busy for 5 seconds and so is the network; the best of 8 chunks is not far above.
+    assert 5.0 < best.forward < 6.5
+
+
+def test_a_profile_is_kept(tmp_path: Path) -> None:
+    made = synthetic(1.0, 2.0, 0.1)
+    made.save(tmp_path / "profile.json")
+    again = Profile.load(tmp_path / "profile.json")
+    assert again.times([250, 250]) == made.times([250, 250])
+    (tmp_path / "profile.json").write_text('{"tokens": 3}')
+    with pytest.raises(ValueError, match=r"profile\.json is not a profile \('forward'\); measure it again"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def run_auto(ranks: Ranks, path: str) -> tuple[Any, ...]:
+    case = Case(config=SMALL, tokens=(64,), options={"transport": "alltoall"})
+    plain = run_layer(ranks, case)
+    schedule = Auto(path, degrees=(1, 2))
+    layer = make_layer(
+        Case(config=SMALL, tokens=(64,), options={"transport": "alltoall", "schedule": schedule}), ranks.group
+    )
+    x_TD = tokens_of(case, ranks.rank).requires_grad_()
+    y_TD = layer(x_TD)
+    (y_TD * coefficients(y_TD)).sum().backward()
+    assert x_TD.grad is not None
+    error = max(relative(y_TD.detach(), plain["y"]), relative(x_TD.grad, plain["x_grad"]))
+    for name, parameter in layer.named_parameters():
+        if parameter.grad is not None:
+            error = max(error, relative(parameter.grad, plain["grads"][name]))
+    return error, schedule.choices[layer.exchange]
+
+
+def test_auto_measures_once_and_every_rank_decides_alike(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "profile.json")
+    first = pool.run(4, run_auto, path)
+    stamp = Path(path).stat().st_mtime_ns
+    second = pool.run(4, run_auto, path)
+    assert Path(path).stat().st_mtime_ns == stamp
+    for error, choice in (*first, *second):
+        assert error < 1e-5
+        assert choice == first[0][1]
+        assert choice.forward > 0 < choice.backward
+
+
+def test_a_measurement_leaves_no_gradients(pool: Pool) -> None:
+    assert torch.tensor(pool.run(2, run_measurement)).all()
+
+
+def run_measurement(ranks: Ranks) -> bool:
+    case = Case(
+        config=SMALL, tokens=(16,), options={"transport": "alltoall", "schedule": Auto(degrees=(1, 2))}
+    )
+    layer = make_layer(case, ranks.group)
+    with torch.no_grad():
+        layer(tokens_of(case, ranks.rank))
+    return all(p.grad is None for p in layer.parameters())
