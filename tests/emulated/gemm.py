@@ -50,7 +50,8 @@ def _library(variant: jit.Variant, dynamic: int, edits: tuple[Edit, ...]) -> Any
             f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n'
             'extern "C" void forget() { forget_tensors(); }\n'
             'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
-            'extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, void** a)\n{\n'
+            'extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, void** a) '
+            "{\n"
             "    emu::products.clear();\n    emu::rows_of_warp.clear();\n"
             "    return emu::run(grid, block, smem, seed, limit,"
             f" [=] {{ emu::call_all({variant.entry}, a); }});\n}}\n"
