@@ -93,4 +93,4 @@ def test_a_rank_that_hangs_is_named_within_the_time_out(children, tmp_path):
     assert took_s < 3 * TIMEOUT_S
     (sentence,) = complaints(stderr)
     assert f"rank 1 (pid {victim.pid} on " in sentence
-    assert f"was silent for {TIMEOUT_S} s in step " in sentence
+    assert f"did not answer for {TIMEOUT_S} s in step " in sentence

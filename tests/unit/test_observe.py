@@ -128,10 +128,10 @@ with recorder.span("dispatch", layer=2):
         assert process.stdout.readline() == "inside\n"
         (phase,) = read_board(tmp_path)
         assert phase.alive
-        assert find_dead([phase], stale_s=5) == ()
+        assert find_dead([phase]) == ()
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    (dead,) = find_dead(read_board(tmp_path), stale_s=5)
+    (dead,) = find_dead(read_board(tmp_path))
     assert (dead.rank, dead.pid, dead.step, dead.layer, dead.name) == (3, process.pid, 41, 2, "dispatch")
     assert str(dead) == "step 41, layer 2, phase dispatch"
 

@@ -124,7 +124,7 @@ def _report(exit_codes: dict[int, int], reaped: set[int], board: Path, timeout_s
         complain(f"rank {rank} was killed by signal {number} before it began; {hint}")
         return EXIT_FAILED
     if silent and cause is not None and cause.kind == death.LOST:
-        complain(f"{death.death_sentence(silent, how=f'was silent for {timeout_s:g} s')}; {hint}")
+        complain(f"{death.death_sentence(silent, how=death.silence(timeout_s))}; {hint}")
         return EXIT_FAILED
     if cause is not None and cause.kind == death.REFUSED:
         complain(cause.sentence)
@@ -189,7 +189,7 @@ class Rank:
         if self.launched:
             return
         if sentence is None:
-            sentence = death.find_lost(self.board, num_ranks=self.num_ranks, stale_s=self.timeout_s) or own
+            sentence = death.find_lost(self.board, num_ranks=self.num_ranks, timeout_s=self.timeout_s) or own
             death.leave_note(self.board, self.rank, death.LOST, sentence)
         told = any(note.kind != death.LOST for note in death.read_notes(self.board))
         if not told and death.speaker(self.board, self.num_ranks) in (self.rank, None):

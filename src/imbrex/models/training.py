@@ -38,7 +38,7 @@ class Recipe:
     batch: int = 16
     length: int = 128
     seed: int = 0
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     clip: float = 1.0
 
     def rate(self, step: int) -> float:

@@ -119,13 +119,7 @@ def read_board(directory: str | os.PathLike[str]) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def find_dead(phases: Iterable[Phase], *, stale_s: float) -> tuple[Phase, ...]:
-    """Ranks whose process is gone, or, on other hosts, whose record is older than the newest by `stale_s`."""
-    phases = tuple(phases)
-    newest = max((phase.wall_s for phase in phases), default=0.0)
-    return tuple(
-        phase
-        for phase in phases
-        if phase.name != "done"
-        and (phase.alive is False or (phase.alive is None and newest - phase.wall_s > stale_s))
-    )
+def find_dead(phases: Iterable[Phase]) -> tuple[Phase, ...]:
+    """Ranks of this host whose process is gone before it was done. The age of a record says nothing: what is
+    mapped reaches other hosts late, and a rank may compute for long."""
+    return tuple(phase for phase in phases if phase.name != "done" and phase.alive is False)

@@ -64,27 +64,32 @@ def death_sentence(dead: Sequence[Phase], *, how: str = "died") -> str:
     return f"{ranks}, and the run cannot go on without it"
 
 
+def silence(timeout_s: float) -> str:
+    """What a rank did that is not known to be dead."""
+    return f"did not answer for {timeout_s:g} s"
+
+
 def find_lost(
-    directory: str | os.PathLike[str], *, num_ranks: int, stale_s: float, patience_s: float = 1.0
+    directory: str | os.PathLike[str], *, num_ranks: int, timeout_s: float, patience_s: float = 1.0
 ) -> str | None:
     """The sentence for a run that lost a rank, as far as this host can tell; `None` if it cannot.
 
-    A rank whose process is gone without a note is dead. If there is none after `patience_s`, ranks that left
-    no note although others say that they lost a peer were silent.
+    A rank of this host whose process is gone without a note is dead. If there is none after `patience_s`,
+    ranks that left no note although others say that they lost a peer did not answer.
     """
     until = time.monotonic() + patience_s
     while True:
         phases = [phase for phase in read_board(directory) if phase.rank < num_ranks]
         noted = {note.rank for note in read_notes(directory)}
         unnoted = [phase for phase in phases if phase.rank not in noted and phase.name != "done"]
-        if dead := find_dead(unnoted, stale_s=stale_s):
+        if dead := find_dead(unnoted):
             return death_sentence(dead)
         if time.monotonic() > until:
             break
         time.sleep(0.05)
     silent = [phase for phase in unnoted if phase.pid != os.getpid()]
     if silent and noted:
-        return death_sentence(silent, how=f"was silent for {stale_s:g} s")
+        return death_sentence(silent, how=silence(timeout_s))
     return None
 
 
@@ -152,7 +157,7 @@ class Watch:
     def _end(self, otherwise: str) -> None:
         patience_s = 0.2
         sentence = find_lost(
-            self._directory, num_ranks=self._num_ranks, stale_s=self._timeout_s, patience_s=patience_s
+            self._directory, num_ranks=self._num_ranks, timeout_s=self._timeout_s, patience_s=patience_s
         )
         self._ended(sentence or f"rank {self._rank} {otherwise}")
         os._exit(_EXIT_TERMINATED)
