@@ -84,12 +84,11 @@ def infer(
 
 
 def train(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, adam: bool) -> dict:
-    """Outputs of a training run: AdamW in float64, as it blows rounding up, or SGD with momentum in float32."""
+    """Outputs of a training run: AdamW with an epsilon that keeps it from blowing rounding up, or SGD."""
     balancer = None if pace is None else OnlineBalancer(pace, timeout=20)
-    dtype = torch.float64 if adam else torch.float32
-    model = Model(ranks, balancer, config, 2, dtype=dtype)
+    model = Model(ranks, balancer, config, 2)
     optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
         if adam
         else torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     )
@@ -97,7 +96,7 @@ def train(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | 
         balancer.optimizer = optimizer
     outputs, switched = [], 0
     for iteration in range(iterations):
-        y_TD = model(tokens(ranks.rank, iteration, config.hidden_size).to(dtype))
+        y_TD = model(tokens(ranks.rank, iteration, config.hidden_size))
         (y_TD**2).mean().backward()
         imbrex.sync_gradients(model)
         optimizer.step()

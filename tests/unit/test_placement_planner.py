@@ -143,6 +143,17 @@ def test_a_whole_model_in_a_second() -> None:
     assert placements == plan_layers(load, 32, 288)
 
 
+def test_a_fullest_rank_that_gains_what_it_loses_ends_the_search() -> None:
+    """The fullest rank may hold both the expert that gets a replica and the one that loses it."""
+    loads = [
+        [168, 0, 370, 160, 113, 351, 422, 228, 475, 38, 0, 208, 152, 186, 185, 1],
+        [97, 96, 116, 141, 55, 21, 3, 302, 486, 46, 81, 20, 51, 1, 38, 12],
+        [139, 61, 88, 164, 253, 95, 48, 208, 4, 807, 0, 1625, 8, 562, 81, 319],
+    ]
+    placements = plan_layers(loads, 4, 20)
+    assert max(imbalance(load, p) for load, p in zip(loads, placements, strict=True)) < 0.05
+
+
 def test_slots_need_not_divide() -> None:
     draw = np.random.default_rng(3)
     load = draw.gamma(0.6, size=13) * 100

@@ -75,6 +75,8 @@ def best_replacement(load_E: Floats, held_WE: Held, loads_W: Floats, fullest: in
     own = load_E[gainers] / (counts_E[gainers] + 1) - share_E[slot_experts][:, None]
     change[rows[:, None], np.arange(len(gainers)), slot_ranks[:, None]] = own
     after = np.where(change != 0, loads_W + change, -np.inf)
+    # It may hold both experts, and gain from one what it loses to the other.
+    after[:, :, fullest] = loads_W[fullest] + change[:, :, fullest]
     worst = after.max(2)
     worst[held_WE[slot_ranks][:, gainers] | (slot_experts[:, None] == gainers)] = np.inf
     slot, gainer = divmod(int(worst.argmin()), len(gainers))

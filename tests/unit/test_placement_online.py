@@ -1,0 +1,144 @@
+"""What the online balancer decides: turns, thresholds, bounds, and that it follows a drift."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from imbrex.balancer.tally import Tally, balancedness, exposition
+from imbrex.placement import LoadHistory, Target, from_slots, plan_history, plan_layers
+from imbrex.placement.moves import fetches
+from imbrex.placement.online import LoadWindow, OnlinePlanner, Pace, layers_due, predicted, renew
+from imbrex.placement.planner import to_held
+from imbrex.placement.replay import join, replay
+from imbrex.placement.stability import between, stability
+
+
+def test_a_cycle_goes_through_all_layers_once() -> None:
+    assert [layers_due(i, 5, 2) for i in range(4)] == [[0, 3], [1, 4], [2], [0, 3]]
+    for layers, per_iteration in ((58, 2), (7, 3), (4, 9)):
+        cycle = -(-layers // per_iteration)
+        seen = [layer for i in range(cycle) for layer in layers_due(i, layers, per_iteration)]
+        assert sorted(seen) == list(range(layers))
+        assert all(len(layers_due(i, layers, per_iteration)) <= per_iteration for i in range(cycle))
+    assert layers_due(3, 5, 0) == []
+
+
+def drifting(seed: int = 0, iterations: int = 24) -> list[LoadHistory]:
+    """Two tasks that like other experts: 3 layers, 16 experts."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(2):
+        popularity = draw.gamma(0.5, size=(3, 16)) * 60
+        counts = draw.poisson(popularity, size=(iterations, 3, 16)).astype(np.int64)
+        found.append(LoadHistory(counts_ILE=counts, layers=(0, 1, 2)))
+    return found
+
+
+@pytest.mark.parametrize("split", ["balanced", "even"])
+def test_a_balanced_layer_is_left_alone_and_moves_are_bounded(split: str) -> None:
+    first, second = drifting()
+    placement = plan_history(first, Target(num_ranks=4, slots=20, split=split))[0]
+    now, later = (h.counts_ILE[:, 0].astype(float) for h in (first, second))
+    pace = Pace(split=split, max_moves=3, threshold=0.05)
+    assert renew(now, placement, pace) is None
+    new = renew(later, placement, pace)
+    assert new is not None
+    assert 1 <= len(fetches(placement, new)) <= 3
+    gain = predicted(later, to_held(placement), split) - predicted(later, to_held(new), split)
+    assert gain >= 0.025
+    assert renew(later, placement, Pace(split=split, threshold=10.0)) is None
+
+
+def test_window_forgets_and_weighs() -> None:
+    window = LoadWindow(2, Pace(window=2, decay=0.5))
+    for counts in ([9, 9], [0, 0], [4, 0], [0, 6]):
+        window.add(np.array(counts))
+    assert window.recent_HE().tolist() == [[2, 0], [0, 6]]
+    for wrong in ([1, 2, 3], [1, -1]):
+        with pytest.raises(ValueError, match="give 2 numbers from 0 up"):
+            window.add(np.array(wrong))
+
+
+def test_online_follows_a_drift_and_a_stale_plan_does_not() -> None:
+    first, second = drifting()
+    everything = join([first, second])
+    pace = Pace(layer_updates_per_iter=1, max_moves=6, window=4, decay=0.5)
+    stale, online = (
+        replay(first.window(0, 6), everything, policy, 4, 20, pace=pace) for policy in ("balanced", "online")
+    )
+    settled = slice(24 + 6, 48)
+    assert stale.imbalance_IL[settled].mean() > 0.15
+    assert online.imbalance_IL[settled].mean() < 0.02
+    assert online.fetched_I.max() <= 6
+    assert stale.fetched_I.sum() == 0
+
+
+def test_planner_is_the_same_on_every_rank() -> None:
+    first, second = drifting()
+    placements = plan_layers(first.load(), 4, 20)
+    runs = []
+    for _ in range(2):
+        planner = OnlinePlanner(placements, Pace(layer_updates_per_iter=2))
+        for counts_LE in second.counts_ILE[:8]:
+            planner.step(counts_LE)
+        runs.append(planner.placements)
+    assert runs[0] == runs[1] != placements
+
+
+def test_stability_knows_the_decay() -> None:
+    first, second = drifting()
+    steady = stability(first)
+    assert steady.best_decay == 1.0
+    assert steady.correlation_L.min() > 0.9
+    jumps = np.stack([h.counts_ILE[i] for i in range(12) for h in (first, second)])
+    assert stability(LoadHistory(counts_ILE=jumps, layers=(0, 1, 2))).correlation_L.mean() < 0.5
+    table = between([first, second])
+    assert table.diagonal() == pytest.approx(1)
+    assert table[0, 1] < 0.5
+    with pytest.raises(ValueError, match="no neighbour"):
+        stability(first.window(0, 1))
+
+
+def test_balancedness_is_over_ranks() -> None:
+    assert balancedness([5, 5, 5, 5]) == 1
+    assert balancedness([8, 0]) == 0.5
+    assert balancedness([1, 2, 3]) == pytest.approx(2 / 3)
+    assert balancedness([0, 0]) == 1
+
+
+def test_prometheus_text() -> None:
+    tally = Tally()
+    tally.add(switches=3, bytes_moved=1000)
+    text = exposition(tally, {3: [8, 0], 4: [1, 1]}, {3: 0.75})
+    assert "imbrex_balancer_switches_total 3\n" in text
+    assert 'imbrex_balancedness{layer="3"} 0.5\n' in text
+    assert 'imbrex_balancedness{layer="4"} 1\n' in text
+    assert 'imbrex_balancedness_predicted{layer="3"} 0.75\n' in text
+    for line in text.splitlines():
+        assert line.startswith(("# HELP ", "# TYPE ", "imbrex_"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window": 0}, "window is 0; use 1 or more"),
+        ({"decay": 0.0}, "decay 0.0"),
+        ({"threshold": float("nan")}, "threshold nan"),
+        ({"split": "nearest"}, "use balanced or even"),
+    ],
+)
+def test_a_pace_that_makes_no_sense(options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Pace(**options)
+
+
+def test_replay_refuses_other_models() -> None:
+    first, _ = drifting()
+    other = LoadHistory(counts_ILE=first.counts_ILE[:, :2], layers=(0, 1))
+    with pytest.raises(ValueError, match="different layers or experts"):
+        replay(first, other, "none", 4, 16)
+    with pytest.raises(ValueError, match="different layers or experts"):
+        join([first, other])
+    with pytest.raises(ValueError, match="no slot"):
+        from_slots([[0], [0]], 2)
