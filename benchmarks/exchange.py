@@ -91,6 +91,23 @@ def ours(rows: Rows, sweep: tuple[int, ...]) -> None:
     exchange.close()
 
 
+def teams(rows: Rows, sweep: tuple[int, ...]) -> None:
+    """Combine with four warps to a piece of a row instead of one."""
+    job, rank = rows.job, rows.rank
+    exchange = open_exchange(job, compact=False, combine_team=4)
+    check(job, exchange, rank)
+    x, ids, weights = draw(job, rank)
+    routed = exchange.route(ids, weights)
+    out = exchange.pull(x, routed, 24)
+    for n in sweep:
+        compact = partial(exchange.combine_compact, x, routed, num_sms=n)
+        expert = partial(exchange.combine, out, routed, num_sms=n, num_tokens=job.T)
+        rows.time("combine", "imbrex-team4", "compact", compact, num_sms=n)
+        rows.time("combine", "imbrex-team4", "expert", expert, num_sms=n)
+    exchange.check(synchronize=True)
+    exchange.close()
+
+
 def rivals(rows: Rows) -> None:
     job, rank = rows.job, rows.rank
     x, ids, weights = draw(job, rank)
@@ -134,6 +151,8 @@ def work(rank: int, world: int, arguments: list[str]) -> int:
     for job in jobs:
         rows = Rows(job, rank, clock)
         ours(rows, (1, 2, 4, 8, 16, 24, 32) if job.E < 256 else (8, 16, 24, 32))
+        if job.routing == "uniform":
+            teams(rows, (8, 16, 24))
         rivals(rows)
         found += rows.rows
         torch.cuda.empty_cache()

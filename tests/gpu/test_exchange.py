@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -27,10 +31,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("team", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_exchange(name: str) -> None:
+def test_exchange(name: str, team: int) -> None:
     case = CASES[name]
-    exchange = make_exchange(case, "cuda", timeout=10.0, route_blocks=3)
+    exchange = make_exchange(case, "cuda", timeout=10.0, route_blocks=3, combine_team=team)
     for sms in (1, 5, 8):
         check_exchange(case, exchange, "cuda", sms=sms)
 
@@ -101,3 +106,26 @@ def test_wrong_ids_end_in_one_exception() -> None:
     exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
     with pytest.raises(ExchangeError, match="expert ids out of range or repeated"):
         exchange.check(synchronize=True)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.timeout(200)
+def test_compute_sanitizer_finds_nothing(tool: str) -> None:
+    """The same tests once more, under the tool; it sees one GPU's memory, so virtual ranks show it the peers'
+    too."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not installed")
+    tests = [
+        f"{__file__}::{name}"
+        for name in ("test_a_captured_call_follows_new_routing", "test_exchange[two ranks-1]")
+    ]
+    ran = subprocess.run(
+        [
+            *("compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"),
+            *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", *tests),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]

@@ -42,6 +42,12 @@ def test_exchange(name: str) -> None:
     check_exchange(case, exchange)
 
 
+@pytest.mark.parametrize("name", ["four ranks, ragged", "long rows", "all to the last experts"])
+def test_exchange_summed_by_teams(name: str) -> None:
+    case = CASES[name]
+    check_exchange(case, make_exchange(case, load=kernel.load, timeout=20.0, combine_team=4))
+
+
 def test_many_calls_on_rotating_buffers() -> None:
     exchange = None
     for seed in range(8):

@@ -70,13 +70,16 @@ class Routed:
 
 
 def shipped_variants() -> list[jit.Variant]:
-    return [ROUTE, PUSH, PULL, COMBINE]
+    return [ROUTE, PUSH, PULL, COMBINE[1], COMBINE[4]]
 
 
 ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
 PUSH = jit.Variant(source="exchange_push.cu", entry="push_rows")
 PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")
-COMBINE = jit.Variant(source="exchange_combine.cu", entry="combine_rows")
+COMBINE = {
+    team: jit.Variant(source="exchange_combine.cu", entry="combine_rows", defines=(("TEAM_WARPS", team),))
+    for team in (1, 4)
+}
 
 
 class NvlinkExchange:
@@ -84,6 +87,7 @@ class NvlinkExchange:
 
     make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
     compact, expert: which layouts of rows to keep room for. timeout: seconds.
+    combine_team: warps that sum one piece of a row together, 1 or 4.
     load: `jit.load`, or what stands in for it.
     """
 
@@ -97,6 +101,7 @@ class NvlinkExchange:
         expert: bool = True,
         timeout: float = 60.0,
         route_blocks: int = 8,
+        combine_team: int = 1,
         load: Callable[..., Any] = jit.load,
     ) -> None:
         _check_shape(placement, shape)
@@ -109,7 +114,9 @@ class NvlinkExchange:
         self.timeout = timeout
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
-        self._kernels = {variant: load(variant, self.device) for variant in shipped_variants()}
+        self._combine_team = combine_team
+        variants = (ROUTE, PUSH, PULL, COMBINE[combine_team])
+        self._kernels = {variant: load(variant, self.device) for variant in variants}
         self.route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks)
         pinned = self.device.type == "cuda"
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
@@ -230,7 +237,7 @@ class NvlinkExchange:
     ) -> Tensor:
         s = self.shape
         buffer, lag = self._next_buffer("combine")
-        piece, slots, shared = lay.summer_shared(2 * width, s.choices + s.ranks)
+        piece, slots, shared = lay.summer_shared(2 * width, s.choices + s.ranks, self._combine_team)
         size = (s.max_tokens if num_tokens is None else num_tokens, width)
         size = (self.local_ranks, *size) if self.local_ranks > 1 else size
         out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
@@ -241,7 +248,7 @@ class NvlinkExchange:
             *(rows[0].nbytes if rows is not None else 0, out[0].nbytes if out.dim() == 3 else 0),
             *(s.max_tokens, s.choices, 2 * width, piece, slots, buffer, lag),
         )
-        self._launch(COMBINE, "combine", num_sms, SUM_THREADS, shared, args)
+        self._launch(COMBINE[self._combine_team], "combine", num_sms, SUM_THREADS, shared, args)
         return out
 
     def check(self, *, synchronize: bool = False) -> None:

@@ -189,7 +189,7 @@ def mover_shared(row_bytes: int, targets: int) -> tuple[int, int]:
     return stages, fixed + stages * slot
 
 
-def summer_shared(row_bytes: int, max_rows: int) -> tuple[int, int, int]:
+def summer_shared(row_bytes: int, max_rows: int, team: int = 1) -> tuple[int, int, int]:
     """Piece bytes, slots of a half and bytes of shared memory of the combine kernel for sums of at most
     `max_rows` rows.
     """
@@ -198,7 +198,7 @@ def summer_shared(row_bytes: int, max_rows: int) -> tuple[int, int, int]:
     for pieces in range(1, 1 + row_bytes // 16):
         piece = -(-row_bytes // pieces // 16) * 16
         slots = (SHARED_BYTES - fixed) // piece // 2
-        if piece <= 4800 and slots >= max_rows + 4:
+        if piece <= (4800 if team == 1 else 7168) and slots >= max_rows + 1:
             slots = min(slots, 96)
             return piece, slots, fixed + 2 * slots * piece
     raise ValueError(f"exchange: sums of {max_rows} rows do not fit shared memory")

@@ -5,8 +5,8 @@
 // one fused multiply-add each, so the same bits every run.
 //
 // A row crosses shared memory in pieces. An entry is one piece of all rows of an item: consecutive slots of a ring, one
-// barrier, one summing warp, which so has hundreds of independent instructions between two waits. The loader copies
-// what that warp needs into the entry, so a listed segment is free as soon as it is loaded. Loading bounds the kernel (a
+// barrier, one team of summing warps, each with many independent instructions between two waits. The loader copies
+// what they need into the entry, so a listed segment is free as soon as it is loaded. Loading bounds the kernel (a
 // single thread took 0.5 us an entry, a warp with a row a lane 0.38 us): a block has two halves, each with a
 // loader, a ring and summing warps of its own, which take every other item.
 //
@@ -18,7 +18,12 @@ constexpr int kSegments = 4;
 constexpr int kSegmentItems = 16;
 constexpr int kHalves = 2;
 constexpr int kSummingWarps = 8;  // of a half
-// A multiple of the warps, so that a warp always meets the same barriers: one that met another warp's could run a phase
+#ifndef TEAM_WARPS
+#define TEAM_WARPS 1
+#endif
+constexpr int kTeamWarps = TEAM_WARPS;  // that sum one entry together
+constexpr int kTeams = kSummingWarps / kTeamWarps;
+// A multiple of the teams, so that a warp always meets the same barriers: one that met another warp's could run a phase
 // ahead of it and take the phase before last for the next.
 constexpr int kEntries = 2 * kSummingWarps;
 constexpr int kCounters = 64;  // of segments whose entries are in flight: more than kHalves * kEntries + kSegments
@@ -31,7 +36,7 @@ struct SumRing {
     u32 slots;
     u8* segments;
     u8* entries;
-    u32* counters;  // [kCounters]; entries of a segment to publish that are not yet written
+    u32* counters;  // [kCounters]; warps' shares of a segment to publish that are not yet written
     u32* listed;    // segments to publish, so far; kLast with the last
     int half;
     int num_slots;  // of the half
@@ -108,7 +113,7 @@ __device__ inline SumRing make_sum_ring(const Call& call, int half, int row_byte
         for (int i = 0; i < kHalves * kEntries; ++i) {
             const u32 pair = base + 16 * kSegments + 16 * kEntries * (i / kEntries) + 8 * (i % kEntries);
             ptx::mbarrier_init(pair, 1);
-            ptx::mbarrier_init(pair + 8 * kEntries, 32);  // the lanes of the summing warp
+            ptx::mbarrier_init(pair + 8 * kEntries, 32 * kTeamWarps);
         }
         ptx::store_release_block(ring.listed, 0);
         ptx::fence_barrier_init();
@@ -158,7 +163,7 @@ __device__ inline void load_entry(const SumRing& ring, Loader& loader, u8* targe
 }
 
 __device__ inline void end_entries(const Call& call, const SumRing& ring, Loader& loader) {
-    for (int i = 0; i < kSummingWarps; ++i) {
+    for (int i = 0; i < kTeams; ++i) {
         if (!make_room(call, ring, loader, 0)) return;
         Entry* entry = entry_of(ring, loader.entry);
         __syncwarp();
@@ -209,12 +214,13 @@ __device__ __forceinline__ void add_eight(float (&sum)[8], uint4 value, float we
     }
 }
 
-// One warp, all of an entry; columns `first`, `first` + 32, ... (16 bytes each) of lane `first`.
-__device__ inline void sum_entry(const SumRing& ring, Entry* entry, int lane) {
+// Columns (16 bytes each) `thread`, `thread` + kStep, ... of an entry; `thread` counts in the team.
+__device__ inline void sum_entry(const SumRing& ring, Entry* entry, int thread) {
+    constexpr int kStep = 32 * kTeamWarps;
     const int columns = entry->bytes / 16, rows = entry->rows, slot = entry->slot;
     const float* weights = weights_of(entry);
     uint4* target = reinterpret_cast<uint4*>(entry->target);
-    for (int first = lane; first < columns; first += 32 * kColumns) {
+    for (int first = thread; first < columns; first += kStep * kColumns) {
         float sum[kColumns][8] = {};
         for (int j = 0; j < rows; ++j) {
             const int at = slot + j < ring.num_slots ? slot + j : slot + j - ring.num_slots;
@@ -223,15 +229,15 @@ __device__ inline void sum_entry(const SumRing& ring, Entry* entry, int lane) {
             uint4 value[kColumns];
 #pragma unroll
             for (int q = 0; q < kColumns; ++q)
-                if (first + 32 * q < columns) value[q] = ptx::load_shared(from + 512 * q);
+                if (first + kStep * q < columns) value[q] = ptx::load_shared(from + 16 * kStep * q);
 #pragma unroll
             for (int q = 0; q < kColumns; ++q)
-                if (first + 32 * q < columns) add_eight(sum[q], value[q], weight);
+                if (first + kStep * q < columns) add_eight(sum[q], value[q], weight);
         }
 #pragma unroll
         for (int q = 0; q < kColumns; ++q)
-            if (first + 32 * q < columns)
-                target[first + 32 * q] = {ptx::pack_bf16(sum[q][0], sum[q][1]), ptx::pack_bf16(sum[q][2], sum[q][3]),
+            if (first + kStep * q < columns)
+                target[first + kStep * q] = {ptx::pack_bf16(sum[q][0], sum[q][1]), ptx::pack_bf16(sum[q][2], sum[q][3]),
                                           ptx::pack_bf16(sum[q][4], sum[q][5]), ptx::pack_bf16(sum[q][6], sum[q][7])};
     }
 }
@@ -256,16 +262,16 @@ __device__ inline void publish_sums(const Call& call, const SumRing& ring, i64 f
     }
 }
 
-// A summing warp has the entries warp, warp + kSummingWarps, ...
+// A team has the entries team, team + kTeams, ...
 __device__ inline void sum_rows(const Call& call, const SumRing& ring, int warp) {
     const int lane = static_cast<int>(ptx::lane_id());
-    for (u32 number = warp;; number += kSummingWarps) {
+    for (u32 number = warp / kTeamWarps;; number += kTeams) {
         const u32 at = number % kEntries;
         if (!wait_stage(call, ring.entry_full + 8 * at, (number / kEntries) & 1)) return;
         Entry* entry = entry_of(ring, number);
         if (entry->target == nullptr) return;
         const int counter = entry->counter;
-        sum_entry(ring, entry, lane);
+        sum_entry(ring, entry, warp % kTeamWarps * 32 + lane);
         ptx::mbarrier_arrive(ring.entry_empty + 8 * at);
         if (counter < 0) continue;
         __syncwarp();
@@ -285,7 +291,8 @@ __device__ inline void close_sums(const SumRing& ring, SumHead* segment, u32 num
         segment->count = count;
         segment->counter = publish < 0 ? -1 : publish % kCounters;
         if (publish >= 0) {
-            ring.counters[publish % kCounters] = items * ((ring.row_bytes + ring.piece_bytes - 1) / ring.piece_bytes);
+            ring.counters[publish % kCounters] =
+                items * kTeamWarps * ((ring.row_bytes + ring.piece_bytes - 1) / ring.piece_bytes);
             ptx::store_release_block(ring.listed, publish + 1);
         }
     }
