@@ -37,10 +37,12 @@ class Rows:
 
     def time(self, op: str, impl: str, layout: str, call: Callable[[], Any], **more: Any) -> None:
         timing = self.clock(call)
+        dtype = more.pop("dtype", "bf16")
+        share = 1.0 if dtype == "bf16" else (1 + 4 / 128) / 2  # of the bytes of bf16
         row = {
             "op": op,
             "impl": impl,
-            "case": {**self.job.case, "layout": layout},
+            "case": {**self.job.case, "layout": layout, "dtype": dtype},
             "median_us": round(timing.median_us, 1),
             "min_us": round(timing.min_us, 1),
             "max_us": round(timing.max_us, 1),
@@ -50,8 +52,8 @@ class Rows:
             **more,
         }
         if op != "route":
-            row["wire_gbps"] = round(self.received / timing.median_us / 1e3, 1)
-            row["logical_gbps"] = round((self.received + self.kept) / timing.median_us / 1e3, 1)
+            row["wire_gbps"] = round(self.received * share / timing.median_us / 1e3, 1)
+            row["logical_gbps"] = round((self.received + self.kept) * share / timing.median_us / 1e3, 1)
         self.rows.append(row)
         if self.rank == 0:
             print(
@@ -81,6 +83,9 @@ def ours(rows: Rows, sweep: tuple[int, ...]) -> None:
         for n in sweep:
             whole = op == "combine"
             rows.time(op, "imbrex", layout, partial(call, n), num_sms=n, full_call=whole)
+    for n in sweep:
+        quantised = partial(exchange.push, x, routed, n, quantise=True)
+        rows.time("dispatch", "imbrex", "compact", quantised, num_sms=n, full_call=False, dtype="fp8")
     full: dict[str, Callable[[], Any]] = {
         "compact": lambda: exchange.push(x, exchange.route(ids, weights), 8),
         "expert": lambda: exchange.pull(x, exchange.route(ids, weights), 24, out),

@@ -50,6 +50,7 @@ struct Block {
     std::vector<Rendezvous> warps;
     std::vector<u32> votes;
     std::vector<int> words;
+    std::vector<u32> exchanged;
 };
 
 struct Fiber {
@@ -185,6 +186,7 @@ inline int run(int grid, int block, int smem, unsigned seed, double limit, std::
         made.warps.resize((block + 31) / 32);
         made.votes.resize((block + 31) / 32);
         made.words.resize((block + 31) / 32);
+        made.exchanged.resize((block + 31) / 32 * 32);
         for (int t = 0; t < block; ++t) {
             now.fibers.push_back(std::make_unique<Fiber>());
             Fiber& fiber = *now.fibers.back();
@@ -262,9 +264,20 @@ inline int __shfl_sync(u32, int value, int lane) {
     __syncwarp();
     return result;
 }
+inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
+    emu::Block& block = *emu::self().block;
+    u32* words = block.exchanged.data() + emu::self().thread / 32 * 32;
+    words[emu::self().thread % 32] = value;
+    __syncwarp();
+    const u32 result = words[(emu::self().thread % 32) ^ mask];
+    __syncwarp();
+    return result;
+}
 inline u32 atomicSub(u32* word, u32 value) { u32 before = *word; *word -= value; return before; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 atomicOr(u32* word, u32 bits) { u32 before = *word; *word |= bits; return before; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float __uint_as_float(u32 bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline u32 __float_as_uint(float f) { u32 bits; std::memcpy(&bits, &f, 4); return bits; }
@@ -347,6 +360,19 @@ inline u32 round_bf16(float f) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+// Round to nearest even on the grid of e4m3: 2^-9 below 2^-6, else 3 bits of mantissa; 448 is the largest.
+inline u32 round_e4m3(float f) {
+    const u32 sign = std::signbit(f) ? 0x80 : 0;
+    const float x = std::fabs(f);
+    if (std::isnan(f)) return 0x7f;
+    if (x >= 464.0f) return sign | 0x7e;
+    int exponent = x < 0x1p-6f ? -6 : std::ilogb(x);
+    long units = std::lrint(std::ldexp(x, 3 - exponent));
+    if (units == 16) units = 8, ++exponent;
+    if (exponent == 8 && units > 14) units = 14;
+    return sign | (units < 8 ? static_cast<u32>(units) : static_cast<u32>((exponent + 7) << 3 | (units - 8)));
+}
+inline u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
 inline float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
 inline float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from imbrex import plan as oracle
+from imbrex.codec.fp8 import Fp8
 from imbrex.contracts import Placement, Plan
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels.exchange import NvlinkExchange, Routed
@@ -255,3 +256,27 @@ def check_compact_combine(
         times = oracle.ranks_wanted(plans[me].slot_TK, case.placement, 1).sum(1)
         x = inputs.x_WTD[me, :tokens].cpu().float()
         assert torch.equal(y[me, :tokens].cpu(), ((times[:, None] - 1) * x).bfloat16())
+
+
+def check_quantised(
+    case: Case, exchange: NvlinkExchange, device: torch.device | str = "cpu", sms: int = 2
+) -> None:
+    """Rows that cross as fp8 are what the codec writes, bit for bit; awkward values among them."""
+    inputs = make_inputs(case, device)
+    blocks = inputs.x_WTD.view(case.ranks, -1, case.width // 128, 128)
+    blocks.mul_(
+        10.0 ** torch.arange(-20, 20).float()[torch.arange(blocks.shape[1]) % 40, None, None].to(device)
+    )
+    blocks[:, 0, 0] = 0
+    blocks[:, 0, 1] *= -0.0
+    blocks[:, 0, 2, 5] = float("inf")
+    blocks[:, 0, 3, 7] = float("nan")
+    blocks[:, 1, 0, :64] = 0
+    blocks[:, 1, 1] = 2.0**-130
+    plans = make_plans(case, inputs)
+    routed = exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
+    received = exchange.push(inputs.x_WTD, routed, num_sms=sms, tokens=inputs.tokens_W, quantise=True)
+    exchange.check(synchronize=True)
+    for me in range(case.ranks):
+        want = Fp8.e4m3().encode(compact_rows(case, plans, inputs, me), torch.bfloat16)
+        assert torch.equal(received[me, : len(want)].cpu(), want)

@@ -11,7 +11,7 @@ import torch
 
 from imbrex.kernels.exchange import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
-from tests.emulated.scenario import Case, check_exchange, make_exchange, make_inputs
+from tests.emulated.scenario import Case, check_exchange, check_quantised, make_exchange, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +38,13 @@ def test_exchange(name: str, team: int) -> None:
     exchange = make_exchange(case, "cuda", timeout=10.0, route_blocks=3, combine_team=team)
     for sms in (1, 5, 8):
         check_exchange(case, exchange, "cuda", sms=sms)
+
+
+@pytest.mark.parametrize("width", [512, 7168, 10240])
+def test_rows_cross_as_fp8(width: int) -> None:
+    case = Case(placement=contiguous(16, 4), tokens=(150, 90, 0, 47), choices=4, width=width, drop=0.0)
+    for sms in (1, 8):
+        check_quantised(case, make_exchange(case, "cuda", timeout=10.0), "cuda", sms)
 
 
 def test_many_calls_on_rotating_buffers() -> None:

@@ -11,7 +11,13 @@ import pytest
 from imbrex.kernels.exchange import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated import kernel
-from tests.emulated.scenario import Case, check_exchange, make_exchange, make_inputs
+from tests.emulated.scenario import (
+    Case,
+    check_exchange,
+    check_quantised,
+    make_exchange,
+    make_inputs,
+)
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 
@@ -46,6 +52,12 @@ def test_exchange(name: str) -> None:
 def test_exchange_summed_by_teams(name: str) -> None:
     case = CASES[name]
     check_exchange(case, make_exchange(case, load=kernel.load, timeout=20.0, combine_team=4))
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(512, (45, 44, 0)), (1536, (50, 3, 9)), (10240, (4, 4, 2))])
+def test_rows_cross_as_fp8(width: int, tokens: tuple[int, ...]) -> None:
+    case = Case(placement=contiguous(6, 3), tokens=tokens, choices=3, width=width, drop=0.0)
+    check_quantised(case, make_exchange(case, load=kernel.load, timeout=20.0))
 
 
 def test_many_calls_on_rotating_buffers() -> None:

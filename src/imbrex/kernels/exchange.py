@@ -70,11 +70,16 @@ class Routed:
 
 
 def shipped_variants() -> list[jit.Variant]:
-    return [ROUTE, PUSH, PULL, COMBINE[1], COMBINE[4]]
+    return [ROUTE, *PUSH.values(), PULL, *COMBINE.values()]
 
 
 ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
-PUSH = jit.Variant(source="exchange_push.cu", entry="push_rows")
+PUSH = {
+    quantise: jit.Variant(
+        source="exchange_push.cu", entry="push_rows", defines=(("QUANTISE", int(quantise)),)
+    )
+    for quantise in (False, True)
+}
 PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")
 COMBINE = {
     team: jit.Variant(source="exchange_combine.cu", entry="combine_rows", defines=(("TEAM_WARPS", team),))
@@ -115,7 +120,7 @@ class NvlinkExchange:
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
         self._combine_team = combine_team
-        variants = (ROUTE, PUSH, PULL, COMBINE[combine_team])
+        variants = (ROUTE, *PUSH.values(), PULL, COMBINE[combine_team])
         self._kernels = {variant: load(variant, self.device) for variant in variants}
         self.route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks)
         pinned = self.device.type == "cuda"
@@ -160,19 +165,35 @@ class NvlinkExchange:
         self._launch(ROUTE, "route", self.route_blocks, ROUTE_THREADS, self._route_shared, args)
         return routed
 
-    def push(self, x: Tensor, routed: Routed, num_sms: int = 8, tokens: Tensor | None = None) -> Tensor:
-        """Tokens to compact rows, in the heap: [L, token_capacity, D]; a lease until the next `push`."""
+    def push(
+        self,
+        x: Tensor,
+        routed: Routed,
+        num_sms: int = 8,
+        tokens: Tensor | None = None,
+        *,
+        quantise: bool = False,
+    ) -> Tensor:
+        """Tokens to compact rows, in the heap: [L, token_capacity, D]; a lease until the next `push`.
+
+        quantise: bf16 tokens cross as rows of the `fp8` codec, uint8 [L, token_capacity, D + D / 32], to the
+        bit what it encodes. D is a multiple of 512.
+        """
         row_bytes = self._row_bytes(x)
-        stages, shared = lay.mover_shared(row_bytes, self.shape.ranks)
+        wire_bytes = lay.fp8_bytes(x.shape[-1]) if quantise else row_bytes
+        assert not quantise or x.dtype == torch.bfloat16
+        stages, shared = lay.mover_shared(row_bytes, self.shape.ranks, quantise=quantise)
         buffer, lag = self._next_buffer("push")
         args = lay.Push(
             *map(_address, (x, routed.send_row_LTW, tokens)),
             *(self.layout.received, self._buffer_bytes(self.shape.token_capacity)),
             x[0].nbytes if x.dim() == 3 else 0,
-            *(x.shape[-2], self.shape.max_tokens, row_bytes, stages, buffer, lag),
+            *(x.shape[-2], self.shape.max_tokens, row_bytes, wire_bytes, stages, buffer, lag),
         )
-        self._launch(PUSH, "push", num_sms, MOVER_THREADS, shared, args)
-        return self._rows(self.layout.received, buffer, x)
+        threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise
+        self._launch(PUSH[quantise], "push", num_sms, threads, shared, args)
+        dtype, width = (torch.uint8, wire_bytes) if quantise else (x.dtype, x.shape[-1])
+        return self._rows(self.layout.received, buffer, width, dtype)
 
     def pull(self, x: Tensor, routed: Routed, num_sms: int = 24, out: Tensor | None = None) -> Tensor:
         """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are
@@ -325,17 +346,11 @@ class NvlinkExchange:
             )
         return nbytes
 
-    def _rows(self, offset: int, buffer: int, like: Tensor | int) -> Tensor:
-        s = self.shape
-        dtype = torch.bfloat16 if isinstance(like, int) else like.dtype
-        width = like if isinstance(like, int) else like.shape[-1]
-        start = offset + buffer * self._buffer_bytes(s.token_capacity)
-        nbytes = s.token_capacity * width * dtype.itemsize
-        return (
-            self.heap.local[:, start : start + nbytes]
-            .view(dtype)
-            .view(self.local_ranks, s.token_capacity, width)
-        )
+    def _rows(self, offset: int, buffer: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        rows = self.shape.token_capacity
+        start = offset + buffer * self._buffer_bytes(rows)
+        part = self.heap.local[:, start : start + rows * width * dtype.itemsize]
+        return part.view(dtype).view(self.local_ranks, rows, width)
 
 
 def _address(tensor: Tensor | None) -> int:

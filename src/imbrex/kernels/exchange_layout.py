@@ -76,7 +76,7 @@ Push = _struct(
     "Push",
     "x send_row tokens",
     "rows_at buffer_bytes x_stride",
-    "num_tokens max_tokens row_bytes stages buffer lag",
+    "num_tokens max_tokens row_bytes wire_bytes stages buffer lag",
 )
 Pull = _struct(
     "Pull",
@@ -177,16 +177,30 @@ def route_blocks(shape: Shape, wanted: int) -> tuple[int, int]:
     )
 
 
-def mover_shared(row_bytes: int, targets: int) -> tuple[int, int]:
-    """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each."""
+QUANTISERS = 7
+
+
+def mover_shared(row_bytes: int, targets: int, *, quantise: bool = False) -> tuple[int, int]:
+    """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each.
+
+    quantise: with warps between, each of which keeps the scales of a row; they divide the stages.
+    """
     fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128
+    fixed += QUANTISERS * 4 * (row_bytes // 256) if quantise else 0
     slot = -(-row_bytes // 128) * 128
-    stages = min((SHARED_BYTES - fixed) // slot, 48)
+    stages = (SHARED_BYTES - fixed) // slot
+    stages = min(stages // QUANTISERS * QUANTISERS, 35) if quantise else min(stages, 48)
     if stages < 6:
-        raise ValueError(
-            f"exchange: rows of {row_bytes} bytes are too long; at most {(SHARED_BYTES - fixed) // 6}"
-        )
+        most = (SHARED_BYTES - fixed) // (QUANTISERS if quantise else 6)
+        raise ValueError(f"exchange: rows of {row_bytes} bytes are too long; at most {most}")
     return stages, fixed + stages * slot
+
+
+def fp8_bytes(width: int) -> int:
+    """Bytes of a row of the fp8 codec, or ValueError where the kernel cannot write it."""
+    if width % 512:
+        raise ValueError(f"exchange: fp8 rows of {width} values; the kernel writes multiples of 512")
+    return width + width // 32
 
 
 def summer_shared(row_bytes: int, max_rows: int, team: int = 1) -> tuple[int, int, int]:

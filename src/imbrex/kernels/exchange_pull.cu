@@ -124,7 +124,7 @@ __device__ inline void list_all(const Call& call, const Ring& ring, const Pull& 
 extern "C" __global__ void __launch_bounds__(kMoverThreads, 1) pull_rows(const __grid_constant__ Group group,
                                                                          const __grid_constant__ Pull pull) {
     const Call call = begin_call(group, kPull);
-    const Ring ring = make_ring(call, pull.row_bytes, pull.stages, pull.choices);
+    const Ring ring = make_ring(call, pull.row_bytes, pull.row_bytes, pull.stages, pull.choices);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
     if (warp == 1 && ptx::lane_id() == 0) store_rows(call, ring);

@@ -2,7 +2,15 @@
 //
 // Example, 2 ranks: tokens of rank 0 with send_row_TW [[0, -1], [-1, 0], [1, 1]] -- tokens 1 and 2 become rows 0 and 1 of
 // rank 1's buffer; column 0 is the own rank and is ignored here.
-#include "exchange_rows.cuh"
+//
+// With QUANTISE, rows are bf16 here and cross as rows of the fp8 codec; a token is quantised once for all ranks.
+#include "exchange_quantise.cuh"
+
+#ifndef QUANTISE
+#define QUANTISE 0
+#endif
+constexpr int kBetween = QUANTISE ? kQuantisers : 0;
+constexpr int kPushThreads = kMoverThreads + 32 * kBetween;
 
 struct Push {
     const u8* x;           // [ranks of the launch, max_tokens, row_bytes]
@@ -14,6 +22,7 @@ struct Push {
     int num_tokens;        // where `tokens` is null
     int max_tokens;
     int row_bytes;
+    int wire_bytes;  // of a row at the peers
     int stages;
     int buffer;  // which of the buffers
     int lag;     // calls since that buffer was used, at least
@@ -41,7 +50,7 @@ __device__ inline void list_push(const Call& call, const Ring& ring, const Push&
                 const int step = i + turn < group.ranks ? i + turn : i + turn - group.ranks + 1;
                 const int p = call.me + step < group.ranks ? call.me + step : call.me + step - group.ranks;
                 const int row = send_row[static_cast<i64>(token) * group.ranks + p];
-                if (row >= 0) targets_of(item)[targets++] = group.heap[p] + buffer + static_cast<i64>(row) * push.row_bytes;
+                if (row >= 0) targets_of(item)[targets++] = group.heap[p] + buffer + static_cast<i64>(row) * push.wire_bytes;
             }
         }
         item->targets = targets;
@@ -51,10 +60,11 @@ __device__ inline void list_push(const Call& call, const Ring& ring, const Push&
     close_segment(ring, segment_of(ring, number), number, 0, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(kMoverThreads, 1) push_rows(const __grid_constant__ Group group,
+extern "C" __global__ void __launch_bounds__(kPushThreads, 1) push_rows(const __grid_constant__ Group group,
                                                                          const __grid_constant__ Push push) {
     const Call call = begin_call(group, kPush);
-    const Ring ring = make_ring(call, push.row_bytes, push.stages, group.ranks);
+    const int scales = push.row_bytes / 2 / kBlock;  // of a row
+    const Ring ring = make_ring(call, push.row_bytes, push.wire_bytes, push.stages, group.ranks, kBetween, 4 * scales * kBetween);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
     if (warp == 1 && ptx::lane_id() == 0) {
@@ -65,5 +75,9 @@ extern "C" __global__ void __launch_bounds__(kMoverThreads, 1) push_rows(const _
         }
     }
     if (warp == 2) list_push(call, ring, push);
+    if (warp >= 4) {
+        float* own = reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + (warp - 4) * scales;
+        quantise_rows(call, ring, warp - 4, own);
+    }
     end_call(call);
 }

@@ -24,12 +24,14 @@ constexpr u32 kLast = 1u << 31;  // no more will be published
 
 struct Ring {
     u32 segment_full, segment_empty, slot_full, slot_empty;  // shared addresses of arrays of barriers
+    u32 slot_loaded;  // slot_full, unless warps stand between loader and storer
     u32 slots;                                               // shared address of the first slot
     u8* segments;
     u32* complete;  // segments to publish whose stores are complete, kLast with the last
     int stages;
     int slot_bytes;
-    int row_bytes;
+    int row_bytes;   // loaded
+    int wire_bytes;  // stored
     int max_targets;
 };
 
@@ -55,8 +57,9 @@ __device__ __forceinline__ ItemHead* item_of(const Ring& ring, SegmentHead* segm
 }
 __device__ __forceinline__ u8** targets_of(ItemHead* item) { return reinterpret_cast<u8**>(item + 1); }
 
-// Shared memory: 1 KB of barriers, the segments, then slots at a multiple of 128. All threads; ends in a barrier.
-__device__ inline Ring make_ring(const Call& call, int row_bytes, int stages, int max_targets) {
+// Shared memory: 1 KB of barriers, the segments, `extra` bytes, then slots at a multiple of 128. All threads; ends in a
+// barrier. `between`: warps that change rows after the loader; the storer then waits for one of them.
+__device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes, int stages, int max_targets, int between = 0, int extra = 0) {
     u8* shared = ptx::shared_memory();
     Ring ring;
     const u32 base = ptx::smem_u32(shared);
@@ -64,20 +67,23 @@ __device__ inline Ring make_ring(const Call& call, int row_bytes, int stages, in
     ring.segment_empty = base + 8 * kSegments;
     ring.slot_full = base + 16 * kSegments;
     ring.slot_empty = ring.slot_full + 8 * stages;
+    ring.slot_loaded = between ? ring.slot_empty + 8 * stages : ring.slot_full;
     ring.complete = call.own->words[call.kind][call.block];
     ring.segments = shared + 1024;
     ring.stages = stages;
     ring.row_bytes = row_bytes;
+    ring.wire_bytes = wire_bytes;
     ring.slot_bytes = (row_bytes + 127) / 128 * 128;
     ring.max_targets = max_targets;
-    ring.slots = (base + 1024 + kSegments * segment_stride(ring) + 127) / 128 * 128;
+    ring.slots = (base + 1024 + kSegments * segment_stride(ring) + extra + 127) / 128 * 128;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSegments; ++i) {
             ptx::mbarrier_init(ring.segment_full + 8 * i, 32);    // the lanes of the lister
-            ptx::mbarrier_init(ring.segment_empty + 8 * i, 2);  // loader and storer
+            ptx::mbarrier_init(ring.segment_empty + 8 * i, 2 + 32 * between);  // loader and storer
         }
         for (int i = 0; i < stages; ++i) {
-            ptx::mbarrier_init(ring.slot_full + 8 * i, 1);
+            ptx::mbarrier_init(ring.slot_loaded + 8 * i, 1);
+            if (between) ptx::mbarrier_init(ring.slot_full + 8 * i, 32);
             ptx::mbarrier_init(ring.slot_empty + 8 * i, 1);
         }
         ptx::store_release_block(ring.complete, 0);
@@ -101,7 +107,7 @@ __device__ inline void load_rows(const Call& call, const Ring& ring) {
             ItemHead* item = item_of(ring, segment, i);
             if (item->targets == 0) continue;
             if (loaded++ >= static_cast<u32>(ring.stages) && !wait_stage(call, ring.slot_empty + 8 * slot, (round & 1) ^ 1)) return;
-            const u32 full = ring.slot_full + 8 * slot;
+            const u32 full = ring.slot_loaded + 8 * slot;
             ptx::mbarrier_expect(full, ring.row_bytes);
             ptx::bulk_load(ring.slots + slot * ring.slot_bytes, item->source, ring.row_bytes, full);
             if (++slot == static_cast<u32>(ring.stages)) {
@@ -161,7 +167,7 @@ __device__ inline void store_rows(const Call& call, const Ring& ring) {
             const int targets = item->targets;
             if (targets == 0) continue;
             if (!wait_stage(call, ring.slot_full + 8 * slot, round & 1)) break;
-            for (int j = 0; j < targets; ++j) ptx::bulk_store(targets_of(item)[j], ring.slots + slot * ring.slot_bytes, ring.row_bytes);
+            for (int j = 0; j < targets; ++j) ptx::bulk_store(targets_of(item)[j], ring.slots + slot * ring.slot_bytes, ring.wire_bytes);
             ptx::bulk_commit();
             if (++slot == static_cast<u32>(ring.stages)) {
                 slot = 0;

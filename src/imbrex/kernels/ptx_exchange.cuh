@@ -110,6 +110,13 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// Two floats to e4m3, round to nearest even, saturating; `low` in the low byte.
+__device__ __forceinline__ u32 pack_e4m3(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 // Lets a spinning warp give way to the others of its SM.
 __device__ __forceinline__ void pause() { __nanosleep(32); }
 
