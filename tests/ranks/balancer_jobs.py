@@ -65,8 +65,10 @@ def tokens(rank: int, iteration: int, width: int, *, turn: int = 8) -> torch.Ten
 def infer(
     ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, options: dict[str, Any]
 ) -> dict:
-    """Outputs of every iteration, and what the balancer did."""
-    balancer = None if pace is None else OnlineBalancer(pace, timeout=20)
+    """Outputs of every iteration, and what the balancer did. options: of the layers, and `journal`."""
+    journal = options.pop("journal", None)
+    journal = journal if ranks.rank == 0 else None
+    balancer = None if pace is None else OnlineBalancer(pace, timeout=20, journal=journal)
     model = Model(ranks, balancer, config, 2, **options).eval()
     outputs, switched = [], 0
     source = 0 if options.get("transport") == "allreduce" else ranks.rank

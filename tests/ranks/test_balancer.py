@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 
 import imbrex
+from imbrex.cli import main
+from imbrex.placement import read_history
 from tests.ranks.balancer_jobs import EAGER, complain, infer, infer_exactly, infer_unlucky, train
 from tests.ranks.pool import Pool, RankError
 
@@ -43,6 +46,31 @@ def test_inference_is_the_same_while_weights_move(pool: Pool, world: int, option
     assert sum(found["tally"]["bytes_moved"] for found in moving) > 0
 
 
+def test_the_journal_tells_what_happened(pool: Pool, tmp_path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    found = pool.run(4, infer, CONFIG, 16, EAGER, {"journal": str(journal)})
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    choices = CONFIG.top_k * sum(6 + rank % 3 for rank in range(4))
+    assert len(lines) == 16
+    assert sum(len(line["switched"]) for line in lines) == found[0]["switched"]
+    for line in lines:
+        assert line["layers"] == [3, 4]
+        for name in ("loads", "expert_load"):
+            assert [sum(row) for row in line[name]] == [choices, choices]
+        sources = [sum(row) for row in line["crossings"]]
+        assert sources == [2 * CONFIG.top_k * (6 + rank % 3) for rank in range(4)]
+    assert "imbrex_balancer_stopped 0" in found[0]["metrics"]
+    assert 'imbrex_balancedness{layer="3"}' in found[0]["metrics"]
+    assert main(["balance", "report", "--journal", str(journal), "--out", str(tmp_path / "r.html")]) == 0
+    text = (tmp_path / "r.html").read_text()
+    assert text.count("<h2>") == 6
+    assert f"<td>new placements</td><td>{found[0]['switched']}</td>" in text
+    assert main(["balance", "record", "--run", str(journal), "--out", str(tmp_path / "stats")]) == 0
+    history = read_history(tmp_path / "stats")
+    assert history.layers == (3, 4)
+    assert history.counts_ILE.tolist() == [line["expert_load"] for line in lines]
+
+
 @pytest.mark.parametrize(("world", "adam"), [(8, False), (4, True)])
 def test_training_is_the_same_while_experts_and_optimizer_state_move(
     pool: Pool, world: int, adam: bool
@@ -55,8 +83,8 @@ def test_training_is_the_same_while_experts_and_optimizer_state_move(
 
 def test_five_hundred_switches_change_no_bit(pool: Pool) -> None:
     pace = replace(EAGER, layer_updates_per_iter=4, window=1)
-    moving = pool.run(4, infer_exactly, CONFIG, 140, pace)
-    still = pool.run(4, infer_exactly, CONFIG, 140, None)
+    moving = pool.run(4, infer_exactly, CONFIG, 130, pace)
+    still = pool.run(4, infer_exactly, CONFIG, 130, None)
     assert moving[0]["switched"] >= 500
     assert largest_difference(moving, still) == 0
 

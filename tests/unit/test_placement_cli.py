@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +55,7 @@ def test_replay_compares_policies(trace, capsys) -> None:
     policies = "none,deepseek,tensorrt_llm,even,balanced,online"
     arguments = ["--trace", str(trace / "one.npy"), "--trace", str(trace / "two.npy"), "--policy", policies]
     rest = ["--ranks", "2,4", "--slots", "12", "--batch", "50", "--json", str(out)]
+    rest += ["--html", str(trace / "replay.html")]
     assert main(["balance", "replay", *arguments, *rest]) == 0
     rows = json.loads(out.read_text())
     assert [row["policy"] for row in rows] == policies.split(",") * 2
@@ -65,6 +68,9 @@ def test_replay_compares_policies(trace, capsys) -> None:
         moves = row["policy"] == "online" and row["ranks"] == 4
         assert (sum(row["fetched"]) > 0) == moves
     assert capsys.readouterr().out.count("\n") == 13
+    text = (trace / "replay.html").read_text()
+    assert "Layer and rank, without" in text
+    assert "<td>policy</td><td>online: as balanced, renewed while it runs</td>" in text
 
 
 def test_stability_finds_what_is_stable(trace, capsys) -> None:
@@ -93,6 +99,7 @@ def test_record_from_a_run_and_from_a_trace(tmp_path, trace) -> None:
         (["replay", "--trace", "one.npy", "--batch", "50", "--train", "0"], "leaves none to plan from"),
         (["replay", "--trace", "one.npy", "--batch", "50", "--ranks", "four"], "give whole numbers"),
         (["record", "--run", ".", "--out", "stats"], "holds no lines"),
+        (["report", "--journal", "one.npy", "--out", "r.html"], "no whole journal"),
     ],
 )
 def test_mistakes_are_one_sentence(trace, monkeypatch, capsys, arguments, says) -> None:
@@ -103,3 +110,11 @@ def test_mistakes_are_one_sentence(trace, monkeypatch, capsys, arguments, says) 
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_the_code_of_the_page_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs/placement.md"
+    found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(found) == 3
+    for code in found:
+        exec(compile(code, page.name, "exec"), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 import zlib
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from imbrex import waiting
 from imbrex.balancer.channel import Channel, common_number
+from imbrex.balancer.journal import append
 from imbrex.balancer.migration import Change, Mover, Peers
 from imbrex.balancer.payload import optimizer_tensors, row_bytes, signature
 from imbrex.balancer.protocol import Verdict, Vote, judge
@@ -33,7 +35,8 @@ class OnlineBalancer:
     patience: steps after which a migration still under way is not used. most_failures: migrations in a row
         that may fail until the balancer stops, with a warning. max_bytes_per_iter: bytes of weights that all
         ranks together may fetch in an iteration. timeout: seconds, as in `Exchange`.
-    mover: moves the weights; see `imbrex.balancer.Mover`.
+    mover: moves the weights; see `imbrex.balancer.Mover`. journal: file to which every step adds a line, for
+        `imbrex balance report` and `record`; give it on one rank.
 
     Call `step()` on every rank after every iteration: after the forward, or after `optimizer.step()`. In
     inference weights move in the background, and placements change inside a later `step`; in training, where
@@ -51,6 +54,7 @@ class OnlineBalancer:
         max_bytes_per_iter: int | None = None,
         timeout: float | None = None,
         mover: Callable[[Peers], Mover] = Mover,
+        journal: str | os.PathLike[str] | None = None,
     ) -> None:
         self.pace, self.optimizer = pace or Pace(), optimizer
         self.patience, self.most_failures, self.max_bytes_per_iter = (
@@ -62,7 +66,7 @@ class OnlineBalancer:
         self.tally = Tally()
         self.seats: list[Seat] = []
         self.stopped_because = ""
-        self._make_mover = mover
+        self._make_mover, self._journal = mover, journal
         self._group: dist.ProcessGroup | None = None
         self._round: Round | None = None
         self._rounds = self._failures = 0
@@ -121,6 +125,8 @@ class OnlineBalancer:
             if training:
                 switched += self._conclude()
         self.tally.add(iterations=1, seconds_exposed=time.perf_counter() - begin)
+        if self._journal is not None:
+            append(self._journal, self.seats, self.tally, switched)
         return switched
 
     def settle(self) -> None:

@@ -32,8 +32,9 @@ class Seat:
         self.layer, self.pace, self.split = layer, pace, split
         self.window = LoadWindow(layer.placement.num_experts, pace)
         self.counts_E = np.zeros(layer.placement.num_experts, dtype=np.int64)
-        self.loads_W = np.zeros(layer.placement.num_ranks, dtype=np.int64)
-        self.last_loads_W = self.loads_W
+        num_ranks = layer.placement.num_ranks
+        self.crossings_WW = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+        self.last_counts_E, self.last_crossings_WW = self.counts_E, self.crossings_WW
         self.predicted = 0.0
         layer.exchange.relocate(split=self.listen)
 
@@ -55,15 +56,22 @@ class Seat:
         # on the host: the exchange gathers counts there
         self.counts_E += counts_WE.sum(0).cpu().numpy()
         # on the host: as above
-        total_S = split_WS.sum(0).cpu().numpy()
-        ends = np.concatenate([[0], np.cumsum(total_S)])[list(placement.rank_offsets)]
-        self.loads_W = self.loads_W + np.diff(ends)
+        ends_WS = np.pad(np.cumsum(split_WS.cpu().numpy(), 1), ((0, 0), (1, 0)))
+        rows_WW = np.diff(ends_WS[:, list(placement.rank_offsets)])
+        per_rank = max(len(rows_WW) // placement.num_ranks, 1)
+        # Tensor ranks count for their expert rank; one row, where all ranks have the same tokens, for rank 0.
+        np.add.at(self.crossings_WW, np.arange(len(rows_WW)) // per_rank, rows_WW)
         return split_WS
 
     def end_iteration(self) -> None:
         self.window.add(self.counts_E)
-        self.last_loads_W = self.loads_W
-        self.counts_E, self.loads_W = np.zeros_like(self.counts_E), np.zeros_like(self.loads_W)
+        self.last_counts_E, self.last_crossings_WW = self.counts_E, self.crossings_WW
+        self.counts_E, self.crossings_WW = np.zeros_like(self.counts_E), np.zeros_like(self.crossings_WW)
+
+    @property
+    def last_loads_W(self) -> np.ndarray:
+        """Choices that every rank computed in the last iteration."""
+        return self.last_crossings_WW.sum(0)
 
     def switch(self, change: Change, arrived) -> int:
         """Write the weights that arrived and use the placement from the next forward on; bytes written."""

@@ -22,7 +22,7 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 def record(args: argparse.Namespace) -> int:
     path = Path(args.run_input)
     path = path / METRICS if (path / METRICS).exists() else path
-    history = read_metrics(path) if path.name == METRICS else load_input(args.run_input, args)
+    history = read_metrics(path) if _has_loads(path) else load_input(args.run_input, args)
     write_history(args.out, history)
     print(
         f"{args.out}: {history.num_iterations} iterations, {len(history.layers)} layers, "
@@ -31,13 +31,22 @@ def record(args: argparse.Namespace) -> int:
     return 0
 
 
+def _has_loads(path: Path) -> bool:
+    """Whether it is a run's metrics or a balancer's journal; other JSON lines are Megatron's."""
+    if path.suffix != ".jsonl" or not path.exists():
+        return False
+    with path.open(encoding="utf-8") as file:
+        return path.name == METRICS or '"expert_load"' in file.readline()
+
+
 def read_metrics(path: Path) -> LoadHistory:
     """`expert_load` [L, E] of every step of a run. Raises ValueError, one sentence, where it is not there."""
-    loads = []
+    loads, layers = [], None
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
             if "expert_load" in entry:
+                layers = entry.get("layers")
                 loads.append(np.rint(np.array(entry["expert_load"], dtype=np.float64)).astype(np.int64))
     except (OSError, ValueError) as error:
         raise ValueError(f"record: {path} cannot be read ({error})") from None
@@ -45,4 +54,4 @@ def read_metrics(path: Path) -> LoadHistory:
         raise ValueError(
             f"record: {path} has no expert_load [layers, experts] in its steps; run the demo anew"
         )
-    return LoadHistory(counts_ILE=np.stack(loads), layers=tuple(range(loads[0].shape[0])))
+    return LoadHistory(counts_ILE=np.stack(loads), layers=tuple(layers or range(loads[0].shape[0])))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import numpy as np
 
 from imbrex.cli.balance_input import add_input, load_input
+from imbrex.cli.balance_report import Story, write_story
 from imbrex.placement.history import LoadHistory
 from imbrex.placement.online import Pace
 from imbrex.placement.replay import POLICIES, Replay, join
@@ -27,6 +29,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--updates", type=int, default=1, help="layers an iteration, of online (1)")
     parser.add_argument("--json", metavar="FILE", help="write imbalance and loads of every iteration")
+    parser.add_argument("--html", metavar="FILE", help="write a report: the last policy against the first")
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -34,7 +37,7 @@ def replay(args: argparse.Namespace) -> int:
     train, test = _divide(histories, args.train)
     ranks = _numbers("--ranks", args.ranks)
     pace = Pace(layer_updates_per_iter=args.updates)
-    rows = []
+    rows, stories = [], []
     print(f"{'ranks':>5} {'slots':>6} {'policy':<13} {'mean':>8} {'p90':>8} {'worst':>8} {'fetches':>8}")
     for num_ranks in ranks:
         slots = _numbers("--slots", args.slots) if args.slots else [train.num_experts + 2 * num_ranks]
@@ -43,9 +46,12 @@ def replay(args: argparse.Namespace) -> int:
                 found = score(train, test, policy, num_ranks, num_slots, pace=pace)
                 _print(num_ranks, num_slots, found)
                 rows.append(_row(num_ranks, num_slots, found))
+                stories.append(_story(test, num_ranks, num_slots, found))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(rows, file)
+    if args.html:
+        write_story(Path(args.html), "Replay", stories[-1], before=stories[0])
     return 0
 
 
@@ -97,6 +103,21 @@ def _print(num_ranks: int, num_slots: int, found: Replay) -> None:
     print(
         f"{num_ranks:>5} {num_slots:>6} {found.policy:<13} {by_iteration.mean():>8.4f} "
         f"{np.quantile(by_iteration, 0.9):>8.4f} {found.imbalance_IL.max():>8.4f} {found.fetched_I.sum():>8}"
+    )
+
+
+def _story(test: LoadHistory, num_ranks: int, num_slots: int, found: Replay) -> Story:
+    return Story(
+        layers=test.layers,
+        loads_ILW=found.loads_ILW,
+        counts_ILE=test.counts_ILE.astype(np.float64),
+        switched=[(i, 0) for i in np.flatnonzero(found.fetched_I).tolist()],
+        facts={
+            "policy": f"{found.policy}: {POLICIES[found.policy]}",
+            "ranks, slots": f"{num_ranks}, {num_slots}",
+            "mean imbalance": f"{found.imbalance_IL.mean():.4f}",
+            "experts fetched": str(found.fetched_I.sum()),
+        },
     )
 
 
