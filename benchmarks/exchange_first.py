@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmarks.exchange_ranks import Clock, run_ranks
-from benchmarks.exchange_setup import Job, check, draw, open_exchange
 from torch import Tensor
+
+from imbrex.cli.exchange_clock import Clock, run_ranks
+from imbrex.cli.exchange_job import Job, check, draw, open_exchange
 
 
 def spans(

@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-# Multicast objects can hold the fabric of a shared host; nothing here needs them.
-os.environ.update(
-    NCCL_NVLS_ENABLE="0",
-    TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
-    NVSHMEM_DISABLE_NVLS="1",
-    CUDA_MODULE_LOADING="EAGER",
-)
+from imbrex.observe.clock import device_microseconds
+
+# Multicast objects can hold the fabric of a shared host, and nothing here needs them; a module that loads late
+# may wait for a kernel that waits for it.
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "CUDA_MODULE_LOADING": "EAGER",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Timing:
 
 def run_ranks(work: Callable[..., Any], world: int, *args: Any) -> Any:
     """Run `work(rank, world, *args)` on `world` GPUs; returns what rank 0 returned (torch.save-able)."""
+    os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         spawn(_enter, (work, world, folder, args), nprocs=world, join=True)
         return torch.load(Path(folder) / "answer", weights_only=False)
@@ -58,9 +62,7 @@ def _enter(rank: int, work: Callable[..., Any], world: int, folder: str, args: t
 
 
 class Clock:
-    """CUDA events around a call, ranks aligned by a tiny all-reduce, the cache flushed, the launches queued
-    ahead.
-    """
+    """A call on the GPU's clock: ranks aligned by a tiny all-reduce, cache flushed, launches queued ahead."""
 
     def __init__(self, n: int = 20, warm: int = 3) -> None:
         self.n, self.warm = n, warm
@@ -70,16 +72,9 @@ class Clock:
     def __call__(self, call: Callable[[], Any]) -> Timing:
         spans = []
         for _ in range(self.warm + self.n):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._flush.zero_()
-            torch.cuda._sleep(200_000)
-            dist.all_reduce(self._align)
-            start.record()
-            call()
-            end.record()
-            spans.append((start, end))
-        torch.cuda.synchronize()
-        times = torch.tensor([a.elapsed_time(b) * 1e3 for a, b in spans[self.warm :]], device="cuda")
+            spans.append(device_microseconds(call, align=lambda: dist.all_reduce(self._align)))
+        times = torch.tensor(spans[self.warm :], device="cuda")
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         sample = times.tolist()
         return Timing(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from benchmarks.exchange_setup import Job, gather
 from torch import Tensor
+
+from imbrex.cli.exchange_job import Job, gather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
