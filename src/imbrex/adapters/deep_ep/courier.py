@@ -18,6 +18,7 @@ from torch import Tensor
 from imbrex import rows
 from imbrex.codec.cast import as_bytes, from_bytes
 from imbrex.contracts import Traffic, Transport
+from imbrex.transport import Nvlink
 from imbrex.transport import make as make_transport
 
 TEXT_BYTES = 240
@@ -74,9 +75,10 @@ class Courier:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.transport, _ = make_transport(transport, group, num_ranks=self.world_size, top_k=1)
-        if self.transport.replicated or self.transport.broadcasts:
+        if not _takes_routes(self.transport):
             raise ValueError(
-                f"{who}: the {self.transport.name} transport takes no routing by rank; use 'alltoall'"
+                f"{who}: the {self.transport.name} transport does not carry given rows to given ranks alone; "
+                "use 'alltoall'"
             )
 
     def wrong_device(self, *tensors: Tensor | None) -> str:
@@ -153,6 +155,12 @@ class Courier:
             own[route.own_tokens_O] = column[route.before : stop].float()
             summed.append(rows.sum_home(own, part, route.traffic.sent_tokens_N, sizes, self.rank))
         return summed
+
+
+def _takes_routes(transport: Transport) -> bool:
+    """Whether it needs no more than a `Traffic` of splits, and delivers what that says and nothing else."""
+    everywhere = transport.replicated or transport.broadcasts
+    return not everywhere and not isinstance(transport, Nvlink) and not hasattr(transport, "count_nodes")
 
 
 def _cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:

@@ -197,7 +197,8 @@ class HybridEPBuffer:
             `num_permuted_tokens`, a multiple of `pad_multiple`.
 
         Returns rows [P, D], probabilities float32 [P] or None, scales [P, S] or None, rows of every local
-        expert (int64, padding included, none past P), and a handle of eleven fields.
+        expert (int64, padding included, none past P; on the host, unless the routing came with
+        `non_blocking`), and a handle of eleven fields.
         """
         if num_of_experts is None and num_of_experts_per_rank is not None:
             num_of_experts = num_of_experts_per_rank * self.group_size
@@ -215,10 +216,9 @@ class HybridEPBuffer:
         arrived = self._arrive(
             "dispatch_with_permute", given, num_of_experts, handle, pad_multiple or 1, problem
         )
-        permutation = self._permute(arrived.kept, budget)
+        permutation = self._permute(arrived.kept, budget, on_host=not non_blocking)
         made = make_handle(replace(arrived.kept, permutation=permutation), self.rank)
-        # host sync: asked for by non_blocking=False
-        counts_e = permutation.counts_e if non_blocking else permutation.counts_e.cpu()
+        counts_e = permutation.counts_e if permutation.on_host_e is None else permutation.on_host_e
         return *_expand(arrived, permutation), counts_e, made
 
     @torch.no_grad()
@@ -278,11 +278,12 @@ class HybridEPBuffer:
         config = self.update_template_config(width, tokens, local, pad_multiple)
         return arrive(self._courier, call, given, config, problem)
 
-    def _permute(self, kept: Kept, budget: int | None) -> Permutation:
+    def _permute(self, kept: Kept, budget: int | None, *, on_host: bool) -> Permutation:
         if kept.permutation is not None:
             return kept.permutation if budget is None else kept.permutation.resize(budget)
         assert kept.ids_NK is not None
-        return make_permutation(kept.ids_NK, kept.config.local(self.rank), kept.config.pad_multiple, budget)
+        local, pad = kept.config.local(self.rank), kept.config.pad_multiple
+        return make_permutation(kept.ids_NK, local, pad, budget, on_host=on_host)
 
 
 def _expand(arrived: Arrived, permutation: Permutation) -> tuple[Tensor, Tensor | None, Tensor | None]:

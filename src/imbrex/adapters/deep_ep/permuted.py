@@ -22,22 +22,24 @@ class Permutation:
     position_NK: int64; expert-major row of a choice, -1 where it is another rank's or was dropped.
     counts_e: int64; rows of every local expert, padding included, none past the P rows.
     overflow: int32 [1]; not 0 where rows were dropped for want of room. num_rows: P.
+    on_host_e: `counts_e` on the host, where a program asked for it there.
     """
 
     position_NK: Tensor
     counts_e: Tensor
     overflow: Tensor
     num_rows: int
+    on_host_e: Tensor | None = None
 
     def resize(self, num_rows: int) -> Permutation:
         """The same rows with room for `num_rows`; what was dropped stays dropped."""
-        ends = self.counts_e.cumsum(0)
         fits = self.position_NK < num_rows
         return Permutation(
             position_NK=torch.where(fits, self.position_NK, -1),
-            counts_e=torch.minimum(self.counts_e, (num_rows - ends + self.counts_e).clamp(min=0)),
-            overflow=self.overflow | (ends[-1:] > num_rows).int(),
+            counts_e=_clip(self.counts_e, num_rows),
+            overflow=self.overflow | (self.counts_e.sum() > num_rows).int(),
             num_rows=num_rows,
+            on_host_e=None if self.on_host_e is None else _clip(self.on_host_e, num_rows),
         )
 
     def _index(self, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,9 +70,11 @@ class Permutation:
         return rows.pick_scalars(values_R, self.position_NK)
 
 
-def make_permutation(ids_NK: Tensor, local: range, pad_multiple: int, budget: int | None) -> Permutation:
+def make_permutation(
+    ids_NK: Tensor, local: range, pad_multiple: int, budget: int | None, *, on_host: bool
+) -> Permutation:
     """ids_NK: global experts of the rows received, -1 for none. local: those of this rank.
-    budget: P; without one P is what is needed, which the host reads."""
+    budget: P; without one P is what is needed. on_host: whether the counts are wanted there."""
     here = (ids_NK >= local.start) & (ids_NK < local.stop)
     slot_NK = torch.where(here, ids_NK - local.start, -1)
     counts_e = plan.count_choices(slot_NK, len(local))
@@ -78,13 +82,24 @@ def make_permutation(ids_NK: Tensor, local: range, pad_multiple: int, budget: in
     starts_e = counts_e.cumsum(0) - counts_e
     flat = slot_NK.flatten()
     position = starts_e[flat.clamp(min=0)] + plan.order_within(flat, len(local))
+    on_host_e = None
+    if on_host or budget is None:
+        # host sync: the size of what is returned, and the counts for a program that wants them on the host
+        on_host_e = counts_e.cpu()
     if budget is None:
-        # host sync: the size of what is returned
-        budget = int(counts_e.sum().item())
+        assert on_host_e is not None
+        budget = int(on_host_e.sum())
     whole = Permutation(
         position_NK=torch.where(flat < 0, -1, position).view_as(slot_NK),
         counts_e=counts_e,
         overflow=torch.zeros(1, dtype=torch.int32, device=ids_NK.device),
         num_rows=budget,
+        on_host_e=on_host_e,
     )
     return whole.resize(budget)
+
+
+def _clip(counts_e: Tensor, num_rows: int) -> Tensor:
+    """Counts of rows one after the other that end at `num_rows`."""
+    starts_e = counts_e.cumsum(0) - counts_e
+    return torch.minimum(counts_e, (num_rows - starts_e).clamp(min=0))

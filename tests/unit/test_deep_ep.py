@@ -1,0 +1,222 @@
+"""The doors for DeepEP's programs that need no ranks: registration, refusals, settings, events."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from imbrex.adapters import deep_ep
+from imbrex.adapters.deep_ep.permuted import make_permutation
+
+INSTALL = """
+import importlib, importlib.util, sys, types
+import imbrex.adapters.deep_ep as doors
+assert importlib.util.find_spec("deep_ep") is None, "the test is for a machine without DeepEP"
+for name in ("deep_ep", "deep_ep_cpp"):
+    sys.modules[name] = types.ModuleType(name)
+    before = dict(sys.modules)
+    try:
+        doors.install()
+    except RuntimeError as error:
+        print(error)
+    assert sys.modules == before
+    del sys.modules[name]
+doors.install()
+doors.install()
+from deep_ep import Buffer, Config, ElasticBuffer, EventOverlap, HybridEPBuffer, topk_idx_t
+from deep_ep.hybrid_ep_buffer import indices_to_map
+from deep_ep.utils import EventHandle
+import deep_ep.utils
+assert importlib.util.find_spec("deep_ep") is not None
+assert importlib.import_module("deep_ep") is deep_ep
+assert (Buffer, HybridEPBuffer) == (doors.Buffer, doors.HybridEPBuffer)
+assert deep_ep.utils.EventOverlap is EventOverlap is doors.EventOverlap
+assert deep_ep.hybrid_ep_buffer.indices_to_map is doors.indices_to_map
+"""
+
+
+def test_installed_modules_are_found_and_real_ones_are_left_alone() -> None:
+    ran = subprocess.run([sys.executable, "-c", INSTALL], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    for line, name in zip(ran.stdout.splitlines(), ("deep_ep", "deep_ep_cpp"), strict=True):
+        assert f"another {name} is already imported; call install() before" in line
+
+
+LOW_LATENCY = (
+    "get_low_latency_rdma_size_hint",
+    "clean_low_latency_buffer",
+    "low_latency_dispatch",
+    "low_latency_combine",
+    "low_latency_update_mask_buffer",
+    "low_latency_query_mask_buffer",
+    "low_latency_clean_mask_buffer",
+    "get_next_low_latency_combine_buffer",
+)
+ABSENT = [(name, "low-latency mode is a protocol of its own") for name in LOW_LATENCY]
+ABSENT += [(name, "RDMA through NVSHMEM") for name in ("internode_dispatch", "internode_combine")]
+ABSENT += [("get_local_buffer_tensor", "no communication buffer to look into")]
+
+
+@pytest.mark.parametrize(("name", "reason"), ABSENT)
+def test_calls_that_are_not_offered_say_why(name: str, reason: str) -> None:
+    buffer = deep_ep.Buffer(None)
+    with pytest.raises(NotImplementedError, match=rf"Buffer\.{name} is not offered: .*{reason}"):
+        getattr(buffer, name)(1, 2, key=3)
+
+
+def test_modes_that_are_not_offered_say_why() -> None:
+    with pytest.raises(NotImplementedError, match="low-latency mode is a protocol of its own"):
+        deep_ep.Buffer(None, low_latency_mode=True)
+    with pytest.raises(NotImplementedError, match=r"torch\.distributed group"):
+        deep_ep.Buffer(None, comm=object())
+    for call in (
+        deep_ep.ElasticBuffer,
+        deep_ep.ElasticBuffer.get_buffer_size_hint,
+        deep_ep.ElasticBuffer.capture,
+    ):
+        with pytest.raises(NotImplementedError, match="it is the interface of DeepEP V2"):
+            call()
+
+
+@pytest.mark.parametrize("transport", ["allgather", "allreduce"])
+def test_a_transport_without_a_routing_by_rank_is_refused(transport: str) -> None:
+    for make in (
+        lambda: deep_ep.Buffer(None, transport=transport),
+        lambda: deep_ep.HybridEPBuffer(None, 8, 4, 2, transport=transport),
+    ):
+        with pytest.raises(ValueError, match=f"the {transport} transport does not carry given rows"):
+            make()
+
+
+@pytest.fixture
+def _twenty_sms():
+    yield
+    deep_ep.Buffer.num_sms = 20
+
+
+@pytest.mark.usefixtures("_twenty_sms")
+def test_sms_go_into_the_configurations() -> None:
+    assert deep_ep.Buffer.get_dispatch_config(4) == deep_ep.Config(20)
+    with pytest.warns(UserWarning, match="take no SM count"):
+        deep_ep.Buffer.set_num_sms(24)
+    assert deep_ep.Buffer.get_dispatch_config(3).num_sms == 24
+    assert deep_ep.Buffer.get_combine_config(1).num_sms == 24
+    for wrong in (0, 7):
+        with pytest.raises(ValueError, match="give an even number above 0"):
+            deep_ep.Buffer.set_num_sms(wrong)
+    with pytest.raises(ValueError, match="a group of 0 ranks"):
+        deep_ep.Buffer.get_dispatch_config(0)
+
+
+def test_size_hints_grow_with_the_rows_and_ranks() -> None:
+    config = deep_ep.Config(20, 8, 256)
+    # 10 channels of 256 rows for each of 4 ranks
+    assert config.get_nvl_buffer_size_hint(14336, 4) == 10 * 4 * 256 * (14336 + 512)
+    assert config.get_nvl_buffer_size_hint(14336, 8) == 2 * config.get_nvl_buffer_size_hint(14336, 4)
+    assert config.get_rdma_buffer_size_hint(14336, 8) == 0
+    buffer = deep_ep.Buffer(None, 10, 20)
+    assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.group_size) == (10, 20, 1)
+
+
+class Recorded:
+    """Stands for a handle on a GPU."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def current_stream_wait(self) -> None:
+        self.waits += 1
+
+
+def test_events_are_waited_for_where_programs_wait() -> None:
+    event = Recorded()
+    overlap = deep_ep.EventOverlap(event)  # pyright: ignore[reportArgumentType]
+    overlap.current_stream_wait()
+    assert event.waits == 1
+    with overlap as inside:
+        assert inside.event is event
+        assert event.waits == 1
+    assert event.waits == 2
+    buffer = deep_ep.Buffer(None)
+    ids_TK = torch.tensor([[0], [-1]])
+    per_rank, _, per_expert, in_rank, after = buffer.get_dispatch_layout(
+        ids_TK, 2, overlap, async_finish=True
+    )
+    assert isinstance(after.event, deep_ep.EventHandle)
+    assert event.waits == 3
+    rows, *_, handle, after = buffer.dispatch(
+        torch.ones(2, 4),
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        previous_event=overlap,
+    )
+    assert after.event is None
+    assert isinstance(rows, torch.Tensor)
+    assert handle is not None
+    summed, _, after = buffer.combine(rows, handle, previous_event=overlap, async_finish=True)
+    assert summed.tolist() == [[1.0] * 4, [0.0] * 4]
+    after.current_stream_wait(release_handle=True)
+    assert (event.waits, after.event) == (5, None)
+    deep_ep.EventOverlap().current_stream_wait()
+
+
+def test_destroy_wants_to_be_announced() -> None:
+    deep_ep.Buffer(None, explicitly_destroy=True).destroy()
+    with pytest.raises(ValueError, match="explicitly_destroy=True"):
+        deep_ep.Buffer(None).destroy()
+
+
+def test_ids_to_a_map() -> None:
+    ids_TK, weights_TK = torch.tensor([[2, 0], [-1, 1], [-1, -1]]), torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+    map_TE, probs_TE = deep_ep.indices_to_map(ids_TK, weights_TK, 3, 3)
+    assert map_TE.tolist() == [[True, False, True], [False, True, False], [False] * 3]
+    assert probs_TE is not None
+    assert probs_TE.tolist() == [[2, 0, 1], [0, 4, 0], [0, 0, 0]]
+    assert deep_ep.indices_to_map(ids_TK, None, 3, 3)[1] is None
+
+
+def test_the_permutation_of_its_docstring() -> None:
+    ids_NK = torch.tensor([[4, 5], [5, -1], [2, 4]])
+    whole = make_permutation(ids_NK, range(4, 6), 2, None, on_host=True)
+    rows = whole.expand(torch.tensor([[0.0], [1], [2]]))
+    assert rows.flatten().tolist() == [0, 2, 0, 1]
+    assert whole.counts_e.tolist() == [2, 2]
+    assert whole.reduce(rows).flatten().tolist() == [0, 1, 2]
+    short = make_permutation(ids_NK, range(4, 6), 2, 2, on_host=False)
+    assert (short.counts_e.tolist(), short.num_rows, short.overflow.item()) == ([2, 0], 2, 1)
+    assert short.position_NK.tolist() == [[0, -1], [-1, -1], [-1, 1]]
+
+
+def test_the_configuration_of_a_hybrid_buffer_grows() -> None:
+    buffer = deep_ep.HybridEPBuffer(None, 8, 4, 2)
+    assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank == 4
+    config = buffer.update_template_config(num_of_tokens_per_rank=2, pad_multiple=16)
+    assert (config.max_num_of_tokens_per_rank, config.pad_multiple) == (2, 16)
+    buffer.dispatch(torch.ones(6, 8), topk_idx=torch.zeros(6, 1).long())
+    grown = buffer.configurer.buffer_config
+    assert (grown.max_num_of_tokens_per_rank, grown.hidden_dim, grown.num_of_experts_per_rank) == (6, 8, 2)
+    names = "group rank group_size local_rank node_rank num_of_nodes runtime"
+    assert all(hasattr(buffer, name) for name in names.split())
+    buffer.empty_jit_cache()
+
+
+def test_a_hybrid_handle_must_be_whole_and_fit() -> None:
+    buffer = deep_ep.HybridEPBuffer(None, 8, 4, 2)
+    x_TD, ids_TK = torch.ones(3, 8), torch.tensor([[0], [1], [1]])
+    rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x_TD, topk_idx=ids_TK)
+    calls = {
+        "pass the handle that a dispatch returned, whole": lambda: buffer.combine(x_TD, handle=tuple(handle)),
+        "2 tokens for a handle of 3": lambda: buffer.dispatch(x_TD[:2], handle=handle),
+        "new probabilities as probs": lambda: buffer.dispatch(x_TD, topk_idx=ids_TK, handle=handle),
+        "give [P, D] with the P rows": lambda: buffer.combine_with_unpermute(hidden=rows[1:], handle=handle),
+        "[2, 8] for 3 rows received": lambda: buffer.combine(x_TD[:2], handle=handle),
+        "give bfloat16, float16": lambda: buffer.combine_with_unpermute(hidden=rows.byte(), handle=handle),
+    }
+    for says, call in calls.items():
+        with pytest.raises(ValueError, match="HybridEPBuffer") as error:
+            call()
+        assert says in str(error.value)
