@@ -16,8 +16,8 @@ from torch.multiprocessing.spawn import spawn
 
 from imbrex.observe.clock import device_microseconds
 
-# Multicast objects can hold the fabric of a shared host, and nothing here needs them; a module that loads late
-# may wait for a kernel that waits for it.
+# Multicast objects can hold the fabric of a shared host, and nothing here needs them; a module that loads
+# late may wait for a kernel that waits for it.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
