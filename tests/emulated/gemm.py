@@ -1,4 +1,4 @@
-"""The package's grouped GEMM, compiled for the CPU by g++ and run by fibers (`tensor_cores_on_cpu.h`)."""
+"""The package's expert kernels, compiled for the CPU by g++ and run by fibers (`tensor_cores_on_cpu.h`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.kernels import experts_gemm, jit
+from imbrex.kernels import experts_gemm, experts_glue, jit
 
 HEADERS = [Path(__file__).with_name(name) for name in ("cuda_on_cpu.h", "tensor_cores_on_cpu.h")]
 SHARED = {
@@ -27,18 +27,33 @@ SHARED = {
 }
 """A fiber's block has one piece of shared memory; what the kernel declares as static lies behind the rest."""
 STATIC_BYTES = 1024
-Edit = tuple[str, str]
+Edits = tuple[tuple[str, str], ...]
+
+
+def _entries(variant: jit.Variant) -> tuple[str, ...]:
+    """The kernels of a file that are compiled together."""
+    return experts_glue.KERNELS if variant.source == experts_glue.SOURCE else (variant.entry,)
+
+
+def _entry_point(entry: str) -> str:
+    return (
+        f'extern "C" int emulate_{entry}(int grid, int block, int smem, unsigned seed, double limit, '
+        "void** a) {\n    emu::products.clear();\n    emu::rows_of_warp.clear();\n"
+        f"    return emu::run(grid, block, smem, seed, limit, [=] {{ emu::call_all({entry}, a); }});\n}}\n"
+    )
 
 
 @functools.cache
-def _library(variant: jit.Variant, dynamic: int, edits: tuple[Edit, ...]) -> Any:
+def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
     sources = dict(jit.sources_of(variant))
-    for old, new in [*SHARED.items(), *edits]:
+    for old, new in [*(SHARED.items() if variant.source == "gemm.cu" else ()), *edits]:
         places = [name for name, source in sources.items() if old in source]
         assert len(places) == 1, f"the kernel says {old!r} in {places}, not in one place"
         sources[places[0]] = sources[places[0]].replace(old, new)
     sources["ptx.cuh"] = f'#include "{HEADERS[1]}"\n'
-    text = str([header.read_text() for header in HEADERS]) + str(sorted(sources.items())) + str(variant)
+    text = (
+        str([header.read_text() for header in HEADERS]) + str(sorted(sources.items())) + str(variant.defines)
+    )
     digest = hashlib.sha256(f"{text}{dynamic}".encode()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / "imbrex-emulated" / digest
     built = folder / "kernel.so"
@@ -50,13 +65,9 @@ def _library(variant: jit.Variant, dynamic: int, edits: tuple[Edit, ...]) -> Any
             f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n'
             'extern "C" void forget() { forget_tensors(); }\n'
             'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
-            'extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, void** a) '
-            "{\n"
-            "    emu::products.clear();\n    emu::rows_of_warp.clear();\n"
-            "    return emu::run(grid, block, smem, seed, limit,"
-            f" [=] {{ emu::call_all({variant.entry}, a); }});\n}}\n"
+            + "".join(map(_entry_point, _entries(variant)))
         )
-        flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-DkStatic={dynamic}"]
+        flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-DkStatic={dynamic}"]
         flags += [f"-D{name}={value}" for name, value in variant.defines]
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as out:
             command = ["g++", *flags, "-o", out.name, str(folder / "main.cpp")]
@@ -82,22 +93,25 @@ def pack_map(
     return jit.ByValue(struct.pack("<qq7q4i", address, rank, *numbers, *box, *[1] * fill))
 
 
-class EmulatedGemm:
-    """Stands in for `jit.Kernel`; every launch has its own interleaving. It may touch `tensors` only."""
+class EmulatedKernel:
+    """Stands in for `jit.Kernel`; every launch has its own interleaving and may touch `tensors` only."""
 
     def __init__(
-        self, variant: jit.Variant, smem: int, tensors: Sequence[Tensor], edits: tuple[Edit, ...]
+        self, variant: jit.Variant, smem: int, tensors: Sequence[Tensor] | None, edits: Edits
     ) -> None:
-        self._library, self._smem, self._tensors, self.seed = _library(variant, smem, edits), smem, tensors, 0
+        self._library, self._tensors, self.seed = _library(variant, smem, edits), tensors, 0
+        self._emulate = getattr(self._library, f"emulate_{variant.entry}")
 
-    def launch(self, *, grid: int, block: int, args: Sequence[Any], smem: int) -> None:
+    def launch(self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0) -> None:
         self._library.forget()
-        for tensor in self._tensors:
-            begin = ctypes.c_void_p(tensor.data_ptr())
-            self._library.name(begin, ctypes.c_int64(tensor.numel() * tensor.element_size()))
+        ranges = [(0, 2**62)]
+        if self._tensors is not None:
+            ranges = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in self._tensors]
+        for begin, size in ranges:
+            self._library.name(ctypes.c_void_p(begin), ctypes.c_int64(size))
         slots, addresses = jit._pack(args)
         self.seed += 1
-        late = self._library.emulate(
+        late = self._emulate(
             grid, block, smem + STATIC_BYTES, ctypes.c_uint(self.seed), ctypes.c_double(60.0), addresses
         )
         del slots
@@ -105,15 +119,20 @@ class EmulatedGemm:
 
 
 def emulate(
-    monkeypatch: Any, tensors: Sequence[Tensor], *, blocks: int, edits: tuple[Edit, ...] = ()
+    monkeypatch: Any, tensors: Sequence[Tensor] | None = None, *, blocks: int, edits: Edits = ()
 ) -> None:
-    """Let `launch_gemm` run on the CPU, with `blocks` blocks, on `tensors`."""
+    """Let `launch_gemm` and the glue run on the CPU, with `blocks` blocks, on `tensors` or any memory."""
 
-    def kernel(
+    def gemm(
         layout: Any, epilogue: Any, tiling: Any, wide: bool, device: int
-    ) -> tuple[EmulatedGemm, int, int]:
+    ) -> tuple[EmulatedKernel, int, int]:
         variant = experts_gemm.gemm_variant(layout, epilogue, tiling, wide)
-        return EmulatedGemm(variant, tiling.smem, tensors, edits), tiling.smem, blocks
+        return EmulatedKernel(variant, tiling.smem, tensors, edits), tiling.smem, blocks
 
-    monkeypatch.setattr(experts_gemm, "_gemm_kernel", kernel)
+    def glue(entry: str, device: torch.device) -> EmulatedKernel:
+        return EmulatedKernel(jit.Variant(source=experts_glue.SOURCE, entry=entry), 0, tensors, ())
+
+    monkeypatch.setattr(experts_gemm, "_gemm_kernel", gemm)
     monkeypatch.setattr(experts_gemm, "tensor_map", pack_map)
+    monkeypatch.setattr(experts_glue, "_kernel", glue)
+    monkeypatch.setattr(experts_glue, "_blocks", lambda device: blocks)

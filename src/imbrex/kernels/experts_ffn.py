@@ -88,6 +88,8 @@ def run_ffn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_RD; gate_up_RG where kept (else empty); the plan of the groups, for the backward."""
     groups, rows_RD = plan_groups(counts_e), rows_RD.contiguous()
+    gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
+    weights_R = None if weights_R is None else weights_R.contiguous()
     gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
     y_RD = run_experts(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG if keep else None)
     return y_RD, gate_up_RG, groups.plan
@@ -103,8 +105,8 @@ def run_experts(
 ) -> Tensor:
     """y_RD, and gate and up into `gate_up_RG` where given."""
     act_RF = rows_RD.new_empty(rows_RD.shape[0], down_eDF.shape[2])
-    y_RD = torch.empty_like(rows_RD)
-    if rows_RD.shape[0]:
+    y_RD = rows_RD.new_empty(rows_RD.shape)
+    if rows_RD.shape[0] and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
         _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, gate_up=gate_up_RG)
         down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
@@ -115,7 +117,7 @@ def run_experts(
 def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
     gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
     plan = counts_e.new_empty(COUNTERS + counts_e.shape[0], dtype=torch.int32)
-    return torch.empty_like(rows_RD), gate_up_RG, plan
+    return rows_RD.new_empty(rows_RD.shape), gate_up_RG, plan
 
 
 def run_ffn_backward(
@@ -132,21 +134,26 @@ def run_ffn_backward(
     """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed."""
     rows, groups = rows_RD.shape[0], Groups(plan=plan)
     d_y_RD, rows_RD = d_y_RD.contiguous(), rows_RD.contiguous()
-    d_rows_RD = torch.empty_like(rows_RD) if need_rows else rows_RD.new_empty(0)
-    if rows == 0:
+    gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
+    d_rows_RD = rows_RD.new_empty(rows_RD.shape if need_rows else 0)
+    if rows == 0 or not down_eDF.shape[0]:
         d_gate_up_eGD = gate_up_eGD.new_zeros(gate_up_eGD.shape if need_weights else 0)
         d_down_eDF = down_eDF.new_zeros(down_eDF.shape if need_weights else 0)
-        return d_rows_RD, d_gate_up_eGD, d_down_eDF, rows_RD.new_empty(0, dtype=torch.float32)
+        return d_rows_RD, d_gate_up_eGD, d_down_eDF, rows_RD.new_empty(rows, dtype=torch.float32)
     if gate_up_RG.shape[0] == 0:
         gate_up_RG = rows_RD.new_empty(rows, gate_up_eGD.shape[1])
         _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
     d_act_RF = rows_RD.new_empty(rows, down_eDF.shape[2])
     _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF)
+    weights_R = None if weights_R is None else weights_R.contiguous()
     d_gate_up_RG, act_RF, d_weights_R = swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e)
-    d_gate_up_eGD = gate_up_eGD.new_empty(gate_up_eGD.shape if need_weights else 0)
+    del d_act_RF  # each piece goes before the next is made: the peak is the backward's
     d_down_eDF = down_eDF.new_empty(down_eDF.shape if need_weights else 0)
     if need_weights:
         _gemm(Layout.WGRAD, d_y_RD, act_RF, groups, d_down_eDF)
+    del act_RF
+    d_gate_up_eGD = gate_up_eGD.new_empty(gate_up_eGD.shape if need_weights else 0)
+    if need_weights:
         _gemm(Layout.WGRAD, d_gate_up_RG, rows_RD, groups, d_gate_up_eGD)
     if need_rows:
         _gemm(Layout.DGRAD, d_gate_up_RG, gate_up_eGD, groups, d_rows_RD)
@@ -159,9 +166,9 @@ def _fake_ffn_backward(
     d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, need_rows, need_weights
 ):
     return (
-        torch.empty_like(rows_RD) if need_rows else rows_RD.new_empty(0),
-        torch.empty_like(gate_up_eGD) if need_weights else gate_up_eGD.new_empty(0),
-        torch.empty_like(down_eDF) if need_weights else down_eDF.new_empty(0),
+        rows_RD.new_empty(rows_RD.shape if need_rows else 0),
+        gate_up_eGD.new_empty(gate_up_eGD.shape if need_weights else 0),
+        down_eDF.new_empty(down_eDF.shape if need_weights else 0),
         rows_RD.new_empty(0 if weights_R is None else rows_RD.shape[0], dtype=torch.float32),
     )
 

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from imbrex.kernels.experts_ffn import run_ffn, run_ffn_backward
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED
+from imbrex.kernels.experts_tokens import ffn_tokens
 from tests.emulated.gemm import emulate
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
@@ -136,6 +138,52 @@ def test_gradient_of_weights(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, co
     assert weight_gradient(monkeypatch, tiling, columns) < LIMIT
 
 
+def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of a training step: a contiguous copy is made of weights that are not."""
+    torch.manual_seed(4)
+    counts, width, inner = [70, 0, 3], 64, 128
+    rows = sum(counts)
+    x, d_y = rows_of(counts, width), rows_of(counts, width)
+    gate_up = draw(3, width, 2 * inner).mT / width**0.5
+    down, weights = draw(3, width, inner) / inner**0.5, torch.rand(rows + TAIL)
+    emulate(monkeypatch, blocks=1)
+    y, kept, plan = run_ffn(x, gate_up, down, torch.tensor(counts), weights, True)
+    found = run_ffn_backward(d_y, x, gate_up, down, plan, weights, kept, True, True)
+    exact = [t.detach().double().requires_grad_() for t in (x[:rows], gate_up, down, weights[:rows])]
+    expected = torch.autograd.grad(reference_ffn(counts, *exact), exact, d_y[:rows].double())
+    assert error(y[:rows], reference_ffn(counts, *exact).detach()) < 5e-3
+    for name, one, other in zip(("x", "gate_up", "down", "weights"), found, expected, strict=True):
+        cut = rows if name in ("x", "weights") else 3
+        assert error(one[:cut], other) < 1e-2, name
+
+
+def reference_ffn(counts: list[int], rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+    outputs = []
+    for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):
+        gate_R, up_R = (piece @ up.T).chunk(2, 1)
+        outputs.append((F.silu(gate_R) * up_R) @ out.T)
+    return torch.cat(outputs) * weights[:, None]
+
+
+def test_tokens_to_weighted_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    tokens, width, inner = 40, 64, 64
+    x, gate_up, down = draw(tokens, width), draw(2, 2 * inner, width) / 8, draw(2, width, inner) / 8
+    weights, ids = torch.rand(tokens, 2), torch.arange(2).repeat(tokens, 1)
+    order = ids.flatten().argsort(stable=True)
+    position = torch.empty_like(order)
+    position[order] = torch.arange(order.numel())
+    position = position.view(tokens, 2)
+    position[::3, 1] = -1
+    weights[::3, 1] = 0.0
+    emulate(monkeypatch, blocks=1)
+    found = ffn_tokens(x, gate_up, down, torch.tensor([tokens, tokens]), order // 2, position, weights)
+    args = x[order // 2].double(), gate_up.double(), down.double(), weights.flatten()[order].double()
+    reference = torch.zeros(tokens, width, dtype=torch.float64)
+    reference.index_add_(0, order // 2, reference_ffn([tokens, tokens], *args))
+    assert error(found, reference) < 5e-3
+
+
 FAULTS = {
     "groups without turns": (
         "if (PINGPONG && index > 0) ptx::mbarrier_wait(shared.order",
@@ -165,7 +213,7 @@ def run_with(fault: str) -> None:
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_faults_are_caught(fault: str) -> None:
     """In a process of its own, since the emulator ends the process where it finds one."""
-    code = f"from tests.unit.test_grouped_gemm_emulated import run_with; run_with({fault!r})"
+    code = f"from tests.unit.test_expert_kernels_emulated import run_with; run_with({fault!r})"
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
     )
