@@ -17,11 +17,12 @@ def append(
 ) -> None:
     """Add the step that has just ended.
 
-    layers: numbers. expert_load [L, E]: choices of all ranks. loads [L, W]: choices computed. crossings
-    [W, W]: choices of a rank's tokens by the rank that computed them, over all layers. switched: layers that have a
-    new placement from here on. predicted [L]: the balancedness that their plan promised, 0 before the first.
-    Then the tally.
+    layers: numbers. expert_load [L, E]: choices of all ranks. loads [L, W]: choices computed.
+    crossings [W, W]: choices of a rank's tokens by the rank that computed them, over all layers.
+    switched: layers that have a new placement from here on. predicted [L]: the balancedness that their plan
+    promised, 0 before the first. Then the tally.
     """
+    # on the host: counts are numpy arrays there
     line = {
         "step": int(tally.values["iterations"]) - 1,
         "layers": [seat.number for seat in seats],

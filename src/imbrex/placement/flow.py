@@ -8,12 +8,15 @@ for optimal semi-matchings, Harvey, Ladner, Lovasz and Tamir 2006; here in bulk)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
+from imbrex.placement.packing import Ints
 
 
 def split_balanced(counts_WE: Tensor, placement: Placement) -> Tensor:
@@ -26,8 +29,8 @@ def split_balanced(counts_WE: Tensor, placement: Placement) -> Tensor:
     5 + 2 rows and rank 1 as many, while equal shares of 9, 4 and 1 for them would be 8.5 and 5.5.
     """
     # host sync: the split is decided on the host; counts live there already on every current transport
-    counts = counts_WE.tolist()
-    return torch.tensor(spread_choices(counts, placement), dtype=torch.int64).to(counts_WE.device)
+    counts = counts_WE.cpu().numpy()
+    return torch.from_numpy(spread_choices(counts, placement)).to(counts_WE.device)
 
 
 def split_nearest(counts_WE: Tensor, placement: Placement) -> Tensor:
@@ -36,29 +39,58 @@ def split_nearest(counts_WE: Tensor, placement: Placement) -> Tensor:
     Shapes and devices as in `split_balanced`.
     """
     # host sync: the split is decided on the host; counts live there already on every current transport
-    counts = counts_WE.tolist()
-    slots_of, rank_of = replicas(placement)
-    rows = [[0] * placement.num_slots for _ in counts]
-    for expert, slots in enumerate(slots_of):
-        for source, row in enumerate(counts):
-            near = [s for s in slots if rank_of[s] == home(source, len(counts), placement.num_ranks)]
-            for place, slot in enumerate(near or slots):
-                number = len(near or slots)
-                begin, end = (row[expert] * (place + n) // number for n in (0, 1))
-                rows[source][slot] = end - begin
-    return torch.tensor(rows, dtype=torch.int64).to(counts_WE.device)
+    counts = counts_WE.cpu().numpy()
+    layout = layout_of(placement)
+    rows = layout.fixed_rows(counts)
+    homes = [home(source, len(counts), placement.num_ranks) for source in range(len(counts))]
+    for expert, slots in layout.several:
+        number = len(slots)
+        for source, wanted in enumerate(counts[:, expert].tolist()):
+            near = next((slot for slot in slots if layout.rank_of[slot] == homes[source]), None)
+            if near is not None:
+                rows[source, near] = wanted
+                continue
+            for place, slot in enumerate(slots):
+                rows[source, slot] = wanted * (place + 1) // number - wanted * place // number
+    return torch.from_numpy(rows).to(counts_WE.device)
 
 
-def replicas(placement: Placement) -> tuple[list[list[int]], list[int]]:
-    """Slots of every expert, and the rank that owns every slot."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A placement as the splits need it. fixed_slots, fixed_experts: of experts with one replica.
+    several: the others, with their slots. rank_of: the rank that owns a slot."""
+
+    num_slots: int
+    num_ranks: int
+    fixed_slots: Ints
+    fixed_experts: Ints
+    several: tuple[tuple[int, tuple[int, ...]], ...]
+    rank_of: tuple[int, ...]
+
+    def fixed_rows(self, counts_WE: Ints) -> Ints:
+        """Choices by slot, int64 [W, S], of experts with one replica; 0 for the others."""
+        rows = np.zeros((len(counts_WE), self.num_slots), dtype=np.int64)
+        rows[:, self.fixed_slots] = counts_WE[:, self.fixed_experts]
+        return rows
+
+
+@lru_cache(maxsize=1024)
+def layout_of(placement: Placement) -> Layout:
+    """Kept for the placements in use: one for each layer."""
     slots_of: list[list[int]] = [[] for _ in range(placement.num_experts)]
-    rank_of = []
-    for rank in range(placement.num_ranks):
-        rank_of += [rank] * (placement.rank_offsets[rank + 1] - placement.rank_offsets[rank])
     for slot, expert in enumerate(placement.slots):
         if expert >= 0:
             slots_of[expert].append(slot)
-    return slots_of, rank_of
+    alone = [expert for expert, slots in enumerate(slots_of) if len(slots) == 1]
+    rank_of = np.repeat(np.arange(placement.num_ranks), np.diff(placement.rank_offsets))
+    return Layout(
+        num_slots=placement.num_slots,
+        num_ranks=placement.num_ranks,
+        fixed_slots=np.array([slots_of[expert][0] for expert in alone], dtype=np.int64),
+        fixed_experts=np.array(alone, dtype=np.int64),
+        several=tuple((e, tuple(slots)) for e, slots in enumerate(slots_of) if len(slots) > 1),
+        rank_of=tuple(rank_of.tolist()),
+    )
 
 
 def home(source: int, num_sources: int, num_ranks: int) -> int:
@@ -124,58 +156,53 @@ def _push(
     loads[end] += amount
 
 
-def spread_choices(counts: Sequence[Sequence[int]], placement: Placement) -> list[list[int]]:
-    """`split_balanced` on lists: choices of every source for every slot."""
-    slots_of, rank_of = replicas(placement)
-    num_sources, num_ranks = len(counts), placement.num_ranks
-    rows = [[0] * placement.num_slots for _ in counts]
-    loads = [0] * num_ranks
-    several, takes = [], []
-    for expert, slots in enumerate(slots_of):
-        if len(slots) == 1:
-            for row, of_source in zip(rows, counts, strict=True):
-                row[slots[0]] = of_source[expert]
-                loads[rank_of[slots[0]]] += of_source[expert]
-            continue
-        several.append(expert)
-        takes.append(_stay_home(expert, slots, counts, rank_of, num_ranks))
+def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
+    """`split_balanced` on arrays: int64 [W, E] to int64 [W, S]."""
+    layout, num_sources = layout_of(placement), len(counts_WE)
+    rows = layout.fixed_rows(counts_WE)
+    per_slot = rows.sum(0)
+    ends = np.concatenate([[0], np.cumsum(per_slot)])[list(placement.rank_offsets)]
+    loads = np.diff(ends).tolist()
+    homes = [home(source, num_sources, layout.num_ranks) for source in range(num_sources)]
+    wanted = [counts_WE[:, expert].tolist() for expert, _ in layout.several]
+    takes = [
+        _stay_home(of_source, homes, [layout.rank_of[slot] for slot in slots])
+        for of_source, (_, slots) in zip(wanted, layout.several, strict=True)
+    ]
     for taken in takes:
         for rank, amount in taken.items():
             loads[rank] += amount
     even_out(loads, takes)
-    for expert, taken in zip(several, takes, strict=True):
-        wanted = [of_source[expert] for of_source in counts]
-        slot_on = {rank_of[slot]: slot for slot in slots_of[expert]}
-        left = {slot_on[rank]: amount for rank, amount in taken.items()}
+    for of_source, taken, (_, slots) in zip(wanted, takes, layout.several, strict=True):
+        slot_on = {layout.rank_of[slot]: slot for slot in slots}
+        for source, at in enumerate(homes):
+            if at in taken:
+                _assign(rows, of_source, taken, source, at, slot_on)
         for source in range(num_sources):
-            slot = slot_on.get(home(source, num_sources, num_ranks))
-            if slot is not None:
-                _assign(rows, wanted, left, source, slot)
-        for source in range(num_sources):
-            for slot in left:
-                _assign(rows, wanted, left, source, slot)
+            for rank in taken:
+                _assign(rows, of_source, taken, source, rank, slot_on)
     return rows
 
 
-def _stay_home(
-    expert: int, slots: list[int], counts: Sequence[Sequence[int]], rank_of: list[int], num_ranks: int
-) -> dict[int, int]:
+def _stay_home(of_source: list[int], homes: list[int], ranks: list[int]) -> dict[int, int]:
     """Tokens that each rank of a replicated expert takes at first: its own, and an even share of the rest."""
-    taken = {rank_of[slot]: 0 for slot in slots}
+    taken = dict.fromkeys(ranks, 0)
     rest = 0
-    for source, of_source in enumerate(counts):
-        at = home(source, len(counts), num_ranks)
+    for amount, at in zip(of_source, homes, strict=True):
         if at in taken:
-            taken[at] += of_source[expert]
+            taken[at] += amount
         else:
-            rest += of_source[expert]
-    for place, rank in enumerate(taken):
-        taken[rank] += rest * (place + 1) // len(taken) - rest * place // len(taken)
+            rest += amount
+    for place, rank in enumerate(ranks):
+        taken[rank] += rest * (place + 1) // len(ranks) - rest * place // len(ranks)
     return taken
 
 
-def _assign(rows: list[list[int]], wanted: list[int], left: dict[int, int], source: int, slot: int) -> None:
-    amount = min(wanted[source], left[slot])
-    rows[source][slot] += amount
-    wanted[source] -= amount
-    left[slot] -= amount
+def _assign(
+    rows: Ints, wanted: list[int], left: dict[int, int], source: int, rank: int, slot_on: dict[int, int]
+) -> None:
+    amount = min(wanted[source], left[rank])
+    if amount:
+        rows[source, slot_on[rank]] += amount
+        wanted[source] -= amount
+        left[rank] -= amount

@@ -81,11 +81,10 @@ def imbalance_of(loads_ILW: Floats) -> Floats:
     return np.where(mean > 0, loads_ILW.max(-1) / np.where(mean > 0, mean, 1) - 1, 0.0)
 
 
-def balanced_loads(counts_E: Ints, placement: Placement) -> list[int]:
-    """Choices that every rank computes under the balanced split."""
-    row = spread_choices([counts_E.tolist()], placement)[0]
-    offsets = placement.rank_offsets
-    return [sum(row[offsets[r] : offsets[r + 1]]) for r in range(placement.num_ranks)]
+def balanced_loads(counts_E: Ints, placement: Placement) -> Ints:
+    """Choices that every rank computes under the balanced split, int64 [W]."""
+    ends = np.concatenate([[0], np.cumsum(spread_choices(counts_E[None], placement)[0])])
+    return np.diff(ends[list(placement.rank_offsets)])
 
 
 def _shares(load_E: Floats, policy: str, num_ranks: int, slots: int) -> Floats:
