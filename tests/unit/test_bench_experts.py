@@ -1,0 +1,72 @@
+"""`imbrex bench experts` without a GPU: what it refuses, and how it turns times into rates."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+
+from imbrex.cli import bench_experts
+from imbrex.cli.experts_timing import COPY_BYTES, DENSE_SIDE, Work
+from imbrex.cli.shapes import MODELS
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench_experts.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def work(counts: list[int], width: int, inner: int) -> Work:
+    rows, experts = sum(counts), len(counts)
+    counts_e = torch.tensor(counts)
+    return Work(
+        x_TD=torch.empty(rows, width),
+        gate_up_eGD=torch.empty(experts, 2 * inner, width),
+        down_eDF=torch.empty(experts, width, inner),
+        counts_e=counts_e,
+        ends_e=counts_e.cumsum(0),
+        source_R=torch.arange(rows),
+        position_TK=torch.arange(rows).view(-1, 1),
+        weights_TK=torch.ones(rows, 1),
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="states what happens without a GPU")
+def test_without_a_gpu_it_says_why() -> None:
+    with pytest.raises(ValueError, match="bench experts: imbrex kernels need an NVIDIA GPU"):
+        bench_experts.measure(parse())
+
+
+def test_rates_by_hand() -> None:
+    """10 rows of D = 8, F = 4: 6 * 10 * 32 = 1920 operations forward; the dense product 2 * 8192^3."""
+    small = work([10, 0], 8, 4)
+    dense_us = 2 * DENSE_SIDE**3 / 800e6
+    assert bench_experts.rates("ffn", None, small, 1e-3, dense_us) == {
+        "tflops": 1.9,
+        "limit_tflops": 800.0,
+        "share": 0.002,
+    }
+    assert bench_experts.rates("ffn_training", None, small, 1e-3, dense_us)["tflops"] == 5.8
+    down = bench_experts.rates("grouped_gemm", "down", small, 1e-4, dense_us)
+    gate_up = bench_experts.rates("grouped_gemm", "gate_up", small, 1e-4, dense_us)
+    assert (down["tflops"], gate_up["tflops"]) == (6.4, 12.8)
+
+
+def test_decode_counts_the_weights_of_experts_with_rows() -> None:
+    """One of two experts: 2 bytes * 3 matrices * 512 * 256 = 786432 bytes in 1 us."""
+    small = work([10, 0], 512, 256)
+    found = bench_experts.rates("decode", None, small, 1.0, 2 * COPY_BYTES / 4e6)
+    assert found == {"tbps": 0.786, "limit_tbps": 4.0, "share": 0.197}
+
+
+def test_experts_of_one_rank() -> None:
+    assert bench_experts.experts_of(MODELS["deepseek-v3"], 4) == 64
+    with pytest.raises(ValueError, match="--ranks 3 does not divide 256"):
+        bench_experts.experts_of(MODELS["deepseek-v3"], 3)
+
+
+def test_the_command_can_be_read_back() -> None:
+    args = parse("--model=qwen2-moe", "--rows=64,128", "--ops=decode", "--details", "-n=5")
+    assert parse(*bench_experts.words_of(args)) == args
