@@ -67,7 +67,8 @@ class Traffic:
     """Which rows cross, seen from one rank. The rows of the own rank stay in place and are not counted.
 
     sent_tokens_N: int64; token of every row that leaves, by destination rank, then token.
-    splits_2W: int64 on the host; rows sent to every rank, and rows received from every rank.
+    splits_2W: int64 on the host; rows sent to every rank, and rows received from every rank. For transports
+        with `count_nodes` more rows follow: see `plan.splits_with_nodes`.
     """
 
     sent_tokens_N: Tensor

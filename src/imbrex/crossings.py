@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from imbrex import ops, plan, rows
-from imbrex.codec.cast import as_bytes, from_bytes
+from imbrex.codec.cast import from_bytes
+from imbrex.codec.columns import add_encoded, write
 from imbrex.contracts import Codec, Pending, Placement, Plan, Routing, Split, Traffic, Transport, Wire
 from imbrex.handshake import HEADER, TOKENS, check_headers, find_problem, write_header
 from imbrex.observe import Observer
@@ -59,11 +61,6 @@ def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
     """
     source_R, position_PK, sent_tokens_N, splits_2W = state
     return source_R, position_PK, Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
-
-
-def write(values: list[Tensor], codec: Codec, dtype: torch.dtype) -> Tensor:
-    """Rows, float32 or `dtype`, encoded, with the bytes of further columns behind each."""
-    return torch.cat([codec.encode(values[0], dtype), *map(as_bytes, values[1:])], 1)
 
 
 class Crossings:
@@ -132,7 +129,7 @@ class Crossings:
             slots.append(slot_TK)
             splits.append(split_WS)
             wanted.append(self._wanted(slot_TK))
-        return [
+        plans = [
             plan.make_plan(
                 slot_TK,
                 wanted_TW,
@@ -148,6 +145,7 @@ class Crossings:
                 slots, wanted, splits, self._exchange_sizes(wanted), gathered, strict=True
             )
         ]
+        return self._with_nodes(plans, wanted)
 
     def _split(self, gathered: Tensor) -> Tensor:
         """Choices of every rank for every slot, from the messages of all ranks."""
@@ -183,13 +181,34 @@ class Crossings:
         gathered = self.transport.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
         return [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(wanted), 1)]
 
+    def _with_nodes(self, plans: list[Plan], wanted: Sequence[Tensor]) -> list[Plan]:
+        """For transports that relay: splits as `plan.splits_with_nodes` has them."""
+        count = getattr(self.transport, "count_nodes", None)
+        if count is None or self.world_size == 1:
+            return plans
+        messages = []
+        for made, wanted_TW in zip(plans, wanted, strict=True):
+            others = wanted_TW.clone()
+            others[:, self.geometry.rank] = False
+            messages += [made.traffic.splits_2W[0].to(others.device), count(others)]
+        gathered = self.transport.exchange_counts(torch.cat(messages)).chunk(len(plans), 1)
+        found = []
+        for made, counts in zip(plans, gathered, strict=True):
+            rows_WW, nodes_WW = counts.chunk(2, 1)
+            splits = plan.splits_with_nodes(rows_WW, nodes_WW, self.geometry.rank)
+            found.append(replace(made, traffic=replace(made.traffic, splits_2W=splits)))
+        return found
+
     def begin_out(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         """Send rows, one a token, to who wants them."""
         return self._observed(self.transport.begin_move, encoded_TB, traffic, 0)
 
-    def begin_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
-        """Send rows, one a row received, to where their tokens live."""
-        return self._observed(self.transport.begin_move_back, encoded_MB, traffic, 1)
+    def begin_back(self, encoded_MB: Tensor, traffic: Traffic, codec: Codec, dtype: torch.dtype) -> Pending:
+        """Send rows, one a row received, to where their tokens live. Some transports add rows on the way."""
+        begin: Any = self.transport.begin_move_back
+        if getattr(self.transport, "adds_on_the_way", False):
+            begin = partial(begin, add=partial(add_encoded, codec, self.geometry.hidden_size, dtype))
+        return self._observed(begin, encoded_MB, traffic, 1)
 
     def _observed(self, begin, encoded: Tensor, traffic: Traffic, way: int) -> Pending:
         if self.observer.enabled:
@@ -213,7 +232,10 @@ class Crossings:
         """The shapes of `State`, for the compiler. `size` makes sizes that only the run knows."""
         source_R = ids_TK.new_empty(rows)
         position_PK = ids_TK.new_empty(size(), ids_TK.shape[1])
-        return [source_R, position_PK, ids_TK.new_empty(size()), torch.empty(2, self.world_size).long()]
+        splits = torch.empty(2, self.world_size).long()
+        if hasattr(self.transport, "count_nodes") and self.world_size > 1:
+            splits = torch.empty(2 + 2 * self.world_size, self.world_size).long()
+        return [source_R, position_PK, ids_TK.new_empty(size()), splits]
 
     def run_dispatch(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, ticket: int
@@ -247,8 +269,9 @@ class Crossings:
         traffic = read_state(state)[2]
         with self.observer.span("dispatch_backward", layer=self.layer):
             own, encoded = self.write_dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens)
-            received = None if encoded is None else self.begin_back(encoded, traffic).finish()
-            return self.read_dispatch_backward(own, received, state, d_rows_RD.dtype)
+            codec, dtype = self.wire.dispatch_backward, d_rows_RD.dtype
+            received = None if encoded is None else self.begin_back(encoded, traffic, codec, dtype).finish()
+            return self.read_dispatch_backward(own, received, state, dtype)
 
     def write_dispatch_backward(
         self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int
@@ -284,7 +307,10 @@ class Crossings:
         """The partial sums, and the crossing of those of other ranks' tokens."""
         with self.observer.span("combine", layer=self.layer):
             own_TD, encoded = self.write_combine(rows_RD, weights_R, state, num_tokens)
-            return own_TD, None if encoded is None else self.begin_back(encoded, read_state(state)[2])
+            if encoded is None:
+                return own_TD, None
+            traffic = read_state(state)[2]
+            return own_TD, self.begin_back(encoded, traffic, self.wire.combine, rows_RD.dtype)
 
     def write_combine(
         self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int

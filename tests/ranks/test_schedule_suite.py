@@ -89,7 +89,7 @@ def synthetic(compute: float, move: float, start: float) -> Profile:
 
 def test_more_chunks_where_starting_is_cheap() -> None:
     assert choose(synthetic(1.0, 1.0, 3.0)).degree == 1
-    assert choose(synthetic(1.0, 1.0, 0.001)).degree == 8
+    assert choose(synthetic(1.0, 2.5, 0.001)).degree == 8
     alone = predict(synthetic(1.0, 2.5, 0.0), "sequential", 4)
     assert (alone.forward, alone.backward) == (pytest.approx(10.0), pytest.approx(10.0))
     best = choose(synthetic(1.0, 2.5, 0.0))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Dispatched, Experts, Handle, Pending, Plan, Routing
+from imbrex.contracts import Codec, Dispatched, Experts, Handle, Pending, Plan, Routing
 from imbrex.crossings import Crossings, read_state
 
 
@@ -96,7 +96,7 @@ class Forward:
             )
 
     def move_back(self, chunk: int) -> Pending | None:
-        return _begin_back(self.crossings, self.chunks[chunk])
+        return _begin_back(self.crossings, self.chunks[chunk], self.crossings.wire.combine, self.x_TD.dtype)
 
     def decode_back(self, chunk: int, received: Tensor | None) -> None:
         c = self.chunks[chunk]
@@ -181,7 +181,8 @@ class Backward:
             c.own, c.encoded = self.crossings.write_dispatch_backward(*d_rows, c.state, tokens)
 
     def move_back(self, chunk: int) -> Pending | None:
-        return _begin_back(self.crossings, self.forward.chunks[chunk])
+        codec = self.crossings.wire.dispatch_backward
+        return _begin_back(self.crossings, self.forward.chunks[chunk], codec, self.d_y_TD.dtype)
 
     def decode_back(self, chunk: int, received: Tensor | None) -> None:
         c = self.forward.chunks[chunk]
@@ -192,6 +193,8 @@ class Backward:
         c.own, self.d_rows[chunk] = None, None
 
 
-def _begin_back(crossings: Crossings, c: Chunk) -> Pending | None:
+def _begin_back(crossings: Crossings, c: Chunk, codec: Codec, dtype: torch.dtype) -> Pending | None:
     encoded, c.encoded = c.encoded, None
-    return None if encoded is None else crossings.begin_back(encoded, read_state(c.state)[2])
+    if encoded is None:
+        return None
+    return crossings.begin_back(encoded, read_state(c.state)[2], codec, dtype)

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import transport as transports
+from imbrex.codec.cast import as_bytes, from_bytes
 from imbrex.contracts import Traffic, Transport
+from imbrex.plan import splits_with_nodes
 from imbrex.testing.conformity import ConformityError, require
 
 TOKENS = (5, 0, 17, 1)
@@ -101,16 +103,43 @@ class _Check:
             """What `reader` writes to send back for the tokens it had from `source`."""
             return self._content(reader, wanted[source][:, reader].nonzero()[:, 0], source + 1, width)
 
+        if getattr(self.transport, "adds_on_the_way", False):
+            self._sums_back(wanted, width)
+            return
         returned_MB = torch.cat([written(self.rank, source) for source in range(self.world)])
         expected = torch.cat([written(reader, self.rank) for reader in range(self.world)])
         self._move(self.transport.begin_move_back, returned_MB, self._traffic(wanted), expected)
 
+    def _sums_back(self, wanted: list[Tensor], width: int) -> None:
+        """Where rows may be added on the way, only their sums for each token are known: of whole numbers, so
+        that they are exact."""
+
+        def written(reader: int, source: int) -> Tensor:
+            tokens = wanted[source][:, reader].nonzero()[:, 0]
+            return (tokens[:, None] * 7 + reader * 3 + torch.arange(width)).float()
+
+        returned = torch.cat([written(self.rank, source) for source in range(self.world)])
+        traffic = self._traffic(wanted)
+        moved = self.transport.begin_move_back(as_bytes(returned.to(self.device)), traffic).finish().cpu()
+        sent = traffic.sent_tokens_N.cpu()
+        require(len(moved) == len(sent), f"{len(moved)} rows come back for {len(sent)} sent")
+        shape = len(wanted[self.rank]), width
+        sums = torch.zeros(shape).index_add_(0, sent, from_bytes(moved, width, torch.float32))
+        expected = torch.zeros(shape)
+        for reader in range(self.world):
+            rows = written(reader, self.rank)
+            expected.index_add_(0, wanted[self.rank][:, reader].nonzero()[:, 0], rows)
+        wrong = (sums != expected).any(1).nonzero().flatten().tolist()
+        require(not wrong, f"the sum of what came back for token {wrong[:1]} is not that of what was sent")
+
     def _traffic(self, wanted: list[Tensor]) -> Traffic:
         counts_WW = torch.stack([w.sum(0) for w in wanted])
-        return Traffic(
-            sent_tokens_N=wanted[self.rank].T.nonzero()[:, 1].to(self.device),
-            splits_2W=torch.stack([counts_WW[self.rank], counts_WW[:, self.rank]]),
-        )
+        splits = torch.stack([counts_WW[self.rank], counts_WW[:, self.rank]])
+        count_nodes = getattr(self.transport, "count_nodes", None)
+        if count_nodes is not None:
+            splits = splits_with_nodes(counts_WW, torch.stack([*map(count_nodes, wanted)]), self.rank)
+        sent = wanted[self.rank].T.nonzero()[:, 1].to(self.device)
+        return Traffic(sent_tokens_N=sent, splits_2W=splits)
 
     def _move(self, begin, encoded: Tensor, traffic: Traffic, expected: Tensor) -> None:
         encoded = encoded.to(self.device)

@@ -10,7 +10,9 @@ from imbrex.contracts import Transport
 from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
+from imbrex.transport.hierarchical import Hierarchical
 from imbrex.transport.nvlink import Nvlink
+from imbrex.transport.twolevel import Pipe, TwoLevel
 from imbrex.waiting import RankLostError
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
@@ -18,6 +20,9 @@ TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "allgather": AllGather,
     "allreduce": AllReduce,
     "nvlink": Nvlink.of,
+    "2dh": TwoLevel,
+    "pipe": Pipe,
+    "hierarchical": Hierarchical,
 }
 
 BROADCAST_FROM = 0.8
@@ -55,4 +60,16 @@ def make(
     return TRANSPORTS[name](group, timeout=timeout), reason
 
 
-__all__ = ["TRANSPORTS", "AllGather", "AllReduce", "AllToAll", "Nvlink", "RankLostError", "make", "pick"]
+__all__ = [
+    "TRANSPORTS",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Hierarchical",
+    "Nvlink",
+    "Pipe",
+    "RankLostError",
+    "TwoLevel",
+    "make",
+    "pick",
+]
