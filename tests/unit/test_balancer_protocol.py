@@ -70,10 +70,11 @@ def advance(state: State, n: int, rules: Judge, patience: int, iterations: int) 
             return [put(state, n, opened)]
         need = len(rank.ballots)
         ready = [r for r in state if len(r.ballots) >= need]
-        if len(ready) < len(state) and rules is not hasty:
+        if len(ready) < len(state):
             gone = any(r.at in (LOST, DEAD) and len(r.ballots) < need for r in state)
             return [put(state, n, replace(rank, at=LOST))] if gone else []
-        verdict, standing = rules([r.ballots[need - 1] for r in ready], rank.standing, patience)
+        votes = [r.move if rules is peeking else r.ballots[need - 1] for r in state]
+        verdict, standing = rules(votes, rank.standing, patience)
         if verdict == Verdict.WAIT:
             return [put(state, n, replace(rank, at=VOTES, standing=standing))]
         if verdict == Verdict.SWITCH:
@@ -172,8 +173,8 @@ def late_is_switched(votes, standing, patience):
     return Verdict.SWITCH, Standing()
 
 
-def hasty(votes, standing, patience):
-    """Wrong: `advance` gives it the votes that are there, without waiting for the others."""
+def peeking(votes, standing, patience):
+    """Wrong: `advance` gives it how far the migrations are now, which ranks see at different moments."""
     return judge(votes, standing, patience)
 
 
@@ -183,7 +184,7 @@ def hasty(votes, standing, patience):
         (own_vote_decides, "weights are used that have not arrived"),
         (failures_are_forgotten, "weights are used that have not arrived"),
         (late_is_switched, "weights are used that have not arrived"),
-        (hasty, "slots are written while a migration may read them"),
+        (peeking, "two ranks compute one iteration under different placements"),
     ],
 )
 def test_the_model_finds_wrong_rules(wrong: Judge, breach: str) -> None:
