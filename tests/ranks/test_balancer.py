@@ -106,6 +106,7 @@ def test_late_migrations_are_dropped_and_reported(pool: Pool) -> None:
         assert found["placements"][0] == found["placements"][-1]
         assert "failed or were late" in found["stopped"]
         assert [text for text in found["said"] if "has stopped" in text]
+        assert [text for text in found["said"] if re.search(r"ranks \[.*1.*\] have been moving", text)]
         assert found["tally"]["stopped"] == 1
 
 

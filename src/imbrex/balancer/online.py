@@ -257,13 +257,26 @@ class OnlineBalancer:
         verdict, standing = judge(votes, standing, self.patience)
         self._round.standing = standing
         if verdict == Verdict.WAIT:
+            if standing.age == self.patience:
+                self._report_late(votes)
             return []
+        self.tally.set(late=0)
         ended, self._round = self._round, None
         if verdict == Verdict.DROP:
             self._drop(ended, votes, wanted=void)
             return []
         self._failures = 0
         return self._switch(ended)
+
+    def _report_late(self, votes: list[Vote]) -> None:
+        moving = [rank for rank, vote in enumerate(votes) if vote == Vote.MOVING]
+        self.tally.set(late=1)
+        warnings.warn(
+            f"imbrex's online balancer: ranks {moving} have been moving weights for {self.patience} steps; "
+            "what they bring will not be used, and nothing else moves until they end",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     @torch.no_grad()
     def _switch(self, ended: Round) -> list[int]:

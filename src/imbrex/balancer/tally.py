@@ -13,6 +13,7 @@ NAMES = {
     "bytes_moved": "bytes written into this rank's slots",
     "seconds_hidden": "planning and moving while layers computed",
     "seconds_exposed": "inside step: waiting for votes, writing slots, moving in training",
+    "late": "1 while a migration is past its patience",
     "stopped": "1 where the balancer has given up",
 }
 
@@ -26,6 +27,9 @@ class Tally:
     def add(self, **amounts: float) -> None:
         for name, amount in amounts.items():
             self.values[name] += amount
+
+    def set(self, **values: float) -> None:
+        self.values.update(values)
 
 
 def balancedness(loads_W: Sequence[float]) -> float:
@@ -44,7 +48,7 @@ def exposition(
     """
     lines = []
     for name, value in tally.values.items():
-        kind = "gauge" if name == "stopped" else "counter"
+        kind = "gauge" if name in ("late", "stopped") else "counter"
         full = f"imbrex_balancer_{name}" + ("_total" if kind == "counter" else "")
         lines += [f"# HELP {full} {NAMES[name]}", f"# TYPE {full} {kind}", f"{full} {value:g}"]
     actual = {layer: balancedness(loads) for layer, loads in loads_LW.items()}
