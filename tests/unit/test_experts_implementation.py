@@ -1,0 +1,68 @@
+"""Which implementation computes the experts, and why."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from imbrex import experts
+from imbrex.contracts import Dispatched
+from imbrex.experts import Experts, pick_implementation
+
+
+@pytest.fixture
+def kernels_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "unavailable", lambda: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="states what happens without a GPU")
+def test_without_a_gpu_auto_is_grouped_and_kernels_warns() -> None:
+    name, reason = pick_implementation("auto")
+    assert name == "grouped"
+    assert "need an NVIDIA GPU" in reason
+    with pytest.warns(UserWarning, match="grouped products instead of kernels: .*need an NVIDIA GPU"):
+        assert pick_implementation("kernels")[0] == "grouped"
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_auto_takes_the_kernels_where_they_run() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pick_implementation("auto")[0] == "kernels"
+        assert pick_implementation("kernels") == ("kernels", "asked for")
+    assert pick_implementation("loop") == ("loop", "asked for")
+
+
+@pytest.mark.usefixtures("kernels_available")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activation": "gelu"}, "not gelu"),
+        ({"bias": True}, "no biases"),
+        ({"intermediate_size": 12}, "16 and 12"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_grouped_with_the_reason(options: dict, reason: str) -> None:
+    made = Experts((0,), 16, options.pop("intermediate_size", 24), **options)
+    assert made.implementation == "grouped"
+    assert reason in made.implementation_reason
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_the_width_that_counts_is_the_shards() -> None:
+    made = Experts((0,), 16, 24, shard=experts.Shard(rank=0, size=2))
+    assert "16 and 12" in made.implementation_reason
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_rows_elsewhere_go_through_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU tensor in experts that would use the kernels: same numbers as the loop."""
+    counts = torch.tensor([3, 1])
+    rows = Dispatched(rows_RD=torch.randn(4, 16), counts_e=counts, handle=None)  # type: ignore[arg-type]
+    made = Experts((0, 1), 16, 24)
+    assert made.implementation == "kernels"
+    monkeypatch.setattr(experts, "ffn", lambda *_: pytest.fail("the kernels got rows on the CPU"))
+    loop = Experts((0, 1), 16, 24, implementation="loop")
+    assert torch.allclose(made(rows), loop(rows), atol=1e-6)
