@@ -191,6 +191,42 @@ def test_the_permutation_of_its_docstring() -> None:
     assert short.position_NK.tolist() == [[0, -1], [-1, -1], [-1, 1]]
 
 
+def test_a_cached_dispatch_may_have_another_budget() -> None:
+    buffer = deep_ep.HybridEPBuffer(None, 2, 4, 2)
+    x_TD, ids_TK = torch.tensor([[1.0, 2], [3, 4], [5, 6]]), torch.tensor([[1, 0], [1, -1], [0, 1]])
+    *_, counts, handle = buffer.dispatch_with_permute(hidden=x_TD, topk_idx=ids_TK)
+    assert counts.tolist() == [2, 3]
+    for budget, rows, counts, flag in ((7, [1, 5, 1, 3, 5, 0, 0], [2, 3], 0), (3, [1, 5, 1], [2, 1], 1)):
+        again = buffer.dispatch_with_permute(hidden=x_TD, handle=handle, num_permuted_tokens=budget)
+        assert again[0][:, 0].tolist() == rows
+        assert (again[3].tolist(), again[4][10].item()) == (counts, flag)
+        assert again[4][7].tolist() == counts
+    grown = buffer.dispatch_with_permute(hidden=x_TD, handle=again[4], num_permuted_tokens=5)
+    assert grown[0][:, 0].tolist() == [1, 5, 1, 0, 0]
+    summed, _ = buffer.combine_with_unpermute(hidden=grown[0], handle=grown[4])
+    assert summed[:, 0].tolist() == [2, 0, 5]
+
+
+def test_a_probability_without_a_choice_is_not_carried() -> None:
+    buffer = deep_ep.HybridEPBuffer(None, 2, 4, 2)
+    map_TE = torch.tensor([[True, False], [False, False], [True, True]])
+    probs_TE = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+    rows, probs, _, _, handle = buffer.dispatch_with_permute(
+        hidden=torch.ones(3, 2), routing_map=map_TE, probs=probs_TE
+    )
+    assert probs is not None
+    assert probs.tolist() == [1, 5, 6]
+    again = buffer.dispatch_with_permute(hidden=torch.ones(3, 2), probs=10 * probs_TE, handle=handle)
+    assert again[1] is not None
+    assert again[1].tolist() == [10, 50, 60]
+    compact = buffer.dispatch(torch.ones(3, 2), probs=probs_TE, handle=handle)[1]
+    assert compact is not None
+    assert compact.tolist() == [[1, 0], [5, 6]]
+    d_probs = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)[1]
+    assert d_probs is not None
+    assert d_probs.tolist() == [[1, 0], [0, 0], [5, 6]]
+
+
 def test_the_configuration_of_a_hybrid_buffer_grows() -> None:
     buffer = deep_ep.HybridEPBuffer(None, 8, 4, 2)
     assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank == 4

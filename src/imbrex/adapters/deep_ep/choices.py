@@ -10,8 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """ids_TK: int64, experts of a token in ascending order, then -1. weights_TK: float32, 0 for -1, or
-    None."""
+    """ids_TK: int64, experts of a token in ascending order, then -1. weights_TK: float32, or None; those of
+    -1 are not read."""
 
     ids_TK: Tensor
     weights_TK: Tensor | None
@@ -36,9 +36,7 @@ def pack_choices(map_TE: Tensor, probs_TE: Tensor | None, most: int) -> Choices:
     order_TK = torch.argsort((~map_TE).to(torch.uint8), dim=1, stable=True)[:, :most]
     chosen_TK = map_TE.gather(1, order_TK)
     ids_TK = torch.where(chosen_TK, order_TK, -1)
-    if probs_TE is None:
-        return Choices(ids_TK=ids_TK, weights_TK=None)
-    return Choices(ids_TK=ids_TK, weights_TK=torch.where(chosen_TK, probs_TE.gather(1, order_TK), 0.0))
+    return Choices(ids_TK=ids_TK, weights_TK=None if probs_TE is None else probs_TE.gather(1, order_TK))
 
 
 def spread_choices(choices: Choices, num_experts: int) -> Tensor:

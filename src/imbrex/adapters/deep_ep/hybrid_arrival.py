@@ -60,7 +60,7 @@ def arrive_again(courier: Courier, call: str, given: Given, handle: tuple) -> Ar
         )
     ids_TK, weights_TK = kept.choices.ids_TK, None
     if given.probs_TE is not None:
-        weights_TK = torch.where(ids_TK < 0, 0.0, given.probs_TE.gather(1, ids_TK.clamp(min=0)))
+        weights_TK = given.probs_TE.gather(1, ids_TK.clamp(min=0))
     return _carry(courier, given, replace(kept, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK)))
 
 

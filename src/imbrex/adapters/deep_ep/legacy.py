@@ -282,7 +282,7 @@ class Buffer(absent.Calls):
     def _make_local(self, ids_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         per_rank = num_experts // self.group_size
         local = ids_NK.long() - self.rank * per_rank
-        here = (local >= 0) & (local < per_rank) & (ids_NK >= 0)
+        here = (local >= 0) & (local < per_rank)
         return torch.where(here, local, -1), torch.where(here, weights_NK, 0.0)
 
     def _count_experts(self, per_expert: Tensor, alignment: int) -> list[int]:
