@@ -11,6 +11,7 @@ from typing import NoReturn
 COMMANDS = {
     "demo": "train a small byte-level language model with expert parallelism and write a report",
     "doctor": "say what works on this machine, and why the rest does not",
+    "netlab": "run a command on a two-tier network of namespaces on this machine",
     "bench": "time the layer's phases, transports side by side",
     "balance": "plan where experts live, replay policies on recorded loads",
 }

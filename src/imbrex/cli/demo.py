@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from imbrex.cli.launch import is_worker, launch
+from imbrex.cli.launch import EXIT_REFUSED, is_worker, launch
 
 SHAPE = {"hidden": 128, "layers": 3, "heads": 4, "experts": 8, "top_k": 2, "expert_width": 192}
 DEFAULTS: dict[str, Any] = {
@@ -82,8 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 where a rank was lost or failed, 2 where the input was refused."""
     worker = is_worker()
-    settle(args, worker=worker)
-    check(args)
+    try:
+        settle(args, worker=worker)
+        check(args)
+    except ValueError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # The first rank of the host says the same.
+            return EXIT_REFUSED
+        raise
     if worker:
         from imbrex.cli.demo_rank import work
 

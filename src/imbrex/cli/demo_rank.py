@@ -51,11 +51,11 @@ def work(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
+    corpus = load_corpus(args.data, length=args.length)
     device = _join(args)
     recorder = Recorder(rank=rank, device=device, board=board, keep_spans=20_000)
     shape, recipe = _asked(args)
     factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
-    corpus = load_corpus(args.data, length=args.length)
     host_group = new_group(None, args.timeout, backend="gloo") if args.ranks > 1 else None
     model = make_model(
         shape,
@@ -77,13 +77,16 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
         observer=recorder,
     )
     first_step, saving = _checkpoints(args, trainer, host_group)
+    # Whoever was slow to come up is here now; from the first step on the time-out counts.
+    dist.barrier()
     end = min(recipe.steps, args.stop_after or recipe.steps)
     with Progress(first_step=first_step, steps=end) as progress:
         run = Run(trainer, shape, recorder, Path(args.out), host_group=host_group, progress=progress)
         run.train(first_step, end, saving)
     recorder.phase("report")
-    references = corpus.reference_losses() if rank == 0 else {}
-    summary = run.report(_facts(args, factors, corpus.name, model), references)
+    summary = run.report(
+        _facts(args, factors, corpus.name, model), corpus.reference_losses() if rank == 0 else {}
+    )
     recorder.phase("done")
     if summary is not None:
         demo.say(_closing(summary, Path(args.out)))

@@ -35,29 +35,18 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: 
     `hint`.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # torchrun's own words on a failure; ours say more. Its loggers each have a level of their own.
+    logging.disable(logging.ERROR)
     death.forget(board)
     os.environ[_LAUNCHED] = "1"
     # One thread a rank, as torchrun: with another number sums take another order, and curves part.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id="imbrex",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.1,
-        shutdown_timeout=5,
-    )
     reaper = _Reaper(board)
     try:
-        elastic_launch(config, sys.executable)("-m", "imbrex", *arguments)
+        elastic_launch(_config(num_ranks), sys.executable)("-m", "imbrex", *arguments)
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         return _report(exit_codes, reaper.ended, board, timeout_s, hint)
@@ -70,10 +59,28 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: 
         return _interrupted(hint)
     finally:
         reaper.close()
+        logging.disable(logging.NOTSET)
         if sys.stdout.isatty():
             # A rank that ended early may have left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
     return 0
+
+
+def _config(num_ranks: int):
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id="imbrex",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=5,
+    )
 
 
 def _interrupted(hint: str) -> int:
@@ -217,4 +224,4 @@ def _line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:300]}"
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text[:300]}"
