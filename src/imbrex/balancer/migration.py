@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,4 +103,13 @@ def land(change: Change, arrived: Mapping[tuple[int, int], Sequence[Tensor]], ex
         for tensor, row in zip(change.tensors.values(), arrived[change.layer, fetch.slot], strict=True):
             as_row(tensor, fetch.slot - first).copy_(row)
             written += row.numel()
+    if written:
+        settle_device(change.tensors.values())
     return written
+
+
+def settle_device(tensors: Iterable[Tensor]) -> None:
+    """Wait for what this thread has queued that writes them: migrations read them from another thread."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        # host sync: only where weights have just been written, and in training before they move
+        torch.cuda.current_stream(device).synchronize()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from imbrex import waiting
 from imbrex.balancer.channel import Channel, common_number
 from imbrex.balancer.journal import append
-from imbrex.balancer.migration import Change, Mover, Peers
+from imbrex.balancer.migration import Change, Mover, Peers, settle_device
 from imbrex.balancer.payload import optimizer_tensors, row_bytes, signature
 from imbrex.balancer.protocol import Verdict, Vote, judge
 from imbrex.balancer.round import Ballots, Round, migrate
@@ -206,6 +206,7 @@ class OnlineBalancer:
             assert self.optimizer is not None
             for at in due:
                 payloads[at] |= optimizer_tensors(self.seats[at].layer.experts, self.optimizer)
+                settle_device(payloads[at].values())
             self._agree(
                 "the optimizer's state", zlib.crc32(repr([signature(p) for p in payloads.values()]).encode())
             )
