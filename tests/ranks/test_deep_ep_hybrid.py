@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from imbrex.adapters.deep_ep import HybridEPBuffer, indices_to_map
+from imbrex.adapters.deep_ep import Buffer, HybridEPBuffer, indices_to_map
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_deep_ep import TOKENS, D, E, draw, expect
 
@@ -164,6 +164,51 @@ def test_expert_major_rows(pool: Pool, world: int, tokens: tuple[int, ...], budg
         assert torch.equal(found["sum"][1], spread(torch.where(still, ids_TK, -1), weights_TK, E))
         assert found["alone"] is None
         assert found["kept"][1:] == (len(x_TD), D, width)
+
+
+SHAPES = [
+    # ranks, experts, choices, width, dtype, whether all tokens want one expert
+    (8, 8, 5, 7, torch.bfloat16, False),
+    (4, 12, 1, 1, torch.float16, False),
+    (2, 6, 6, 33, torch.float32, False),
+    (8, 40, 3, 5, torch.bfloat16, True),
+]
+
+
+def run_shape(ranks: Ranks, experts: int, top_k: int, width: int, dtype: torch.dtype, one: bool) -> None:
+    """Every token comes back once from each of its ranks, or of its choices."""
+    drawn = torch.Generator().manual_seed(ranks.rank)
+    tokens = 13 * ranks.rank % 11
+    x_TD = torch.randint(-3, 4, (tokens, width), generator=drawn).to(dtype)
+    ids_TK = torch.rand(tokens, experts, generator=drawn).argsort(1)[:, :top_k]
+    ids_TK[torch.rand(tokens, top_k, generator=drawn) < 0.3] = -1
+    if one:
+        ids_TK[:], ids_TK[:, 1:2] = -1, experts // 2
+    per_rank = experts // ranks.world_size
+    ranks_T = torch.tensor([len({i // per_rank for i in ids if i >= 0}) for ids in ids_TK.tolist()])
+    legacy: Any = Buffer(ranks.group)
+    layout = legacy.get_dispatch_layout(ids_TK, experts)
+    rows, _, _, counts, handle, _ = legacy.dispatch(
+        x_TD,
+        num_tokens_per_rank=layout[0],
+        num_tokens_per_expert=layout[2],
+        is_token_in_rank=layout[3],
+        topk_idx=ids_TK,
+        topk_weights=torch.ones(tokens, top_k),
+    )
+    assert torch.equal(legacy.combine(rows, handle)[0], x_TD * ranks_T.view(-1, 1).to(dtype))
+    hybrid = HybridEPBuffer(ranks.group, width, tokens, per_rank)
+    rows, _, _, padded, handle = hybrid.dispatch_with_permute(hidden=x_TD, topk_idx=ids_TK, pad_multiple=3)
+    assert padded.tolist() == [(count + 2) // 3 * 3 for count in counts]
+    summed, _ = hybrid.combine_with_unpermute(hidden=rows, handle=handle)
+    assert torch.equal(summed, x_TD * (ids_TK >= 0).sum(1)[:, None].to(dtype))
+
+
+@pytest.mark.parametrize(("world", "experts", "top_k", "width", "dtype", "one"), SHAPES)
+def test_any_shape(
+    pool: Pool, world: int, experts: int, top_k: int, width: int, dtype: torch.dtype, one: bool
+) -> None:
+    pool.run(world, run_shape, experts, top_k, width, dtype, one)
 
 
 def run_bad(ranks: Ranks, kind: str) -> tuple[str, list[int]]:

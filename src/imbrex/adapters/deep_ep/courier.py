@@ -174,4 +174,7 @@ def pad_rows(rows_ND: Tensor, size: int, fill: float = 0) -> Tensor:
     """Rows followed by rows of `fill` up to `size`."""
     if size <= rows_ND.shape[0]:
         return rows_ND
-    return torch.cat([rows_ND, rows_ND.new_full((size - rows_ND.shape[0], *rows_ND.shape[1:]), fill)])
+    # torch has few operations for fp8; its zeros are zero bytes.
+    values = rows_ND.view(torch.uint8) if rows_ND.dtype.itemsize == 1 else rows_ND
+    further = values.new_full((size - len(values), *values.shape[1:]), fill)
+    return torch.cat([values, further]).view(rows_ND.dtype)
