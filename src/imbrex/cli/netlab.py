@@ -1,0 +1,191 @@
+"""`imbrex netlab run --nodes 2 --ranks-per-node 4 --inter 1gbit -- train.py`: two tiers on one machine.
+
+Every node is a network namespace with one link to a switch, which a token bucket limits in both directions.
+Nothing is attached to the host's network and there is no default route. It all lives in a mount and network
+namespace of one `unshare`d process: when that ends, however it ends, the kernel removes everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+GRACE_S = 2.0
+"""How long the other ranks may still speak when one has failed."""
+INSIDE = "IMBREX_NETLAB_INSIDE"
+RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
+SUBNET = "198.18.7"
+"""Of the range for benchmarks, RFC 2544; it exists in the namespaces only."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    run_parser = actions.add_parser("run", help="start a command as every rank, with torchrun's environment")
+    run_parser.add_argument("--nodes", type=int, default=2)
+    run_parser.add_argument("--ranks-per-node", type=int, default=2)
+    run_parser.add_argument("--inter", default="1gbit", metavar="RATE", help="between nodes, as tc writes it")
+    run_parser.add_argument("--intra", default="none", metavar="RATE", help="inside a node; none is no limit")
+    run_parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="end everything after")
+    run_parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The largest exit code of the ranks; 124 after the time-out."""
+    command = list(args.command)
+    while command[:1] == ["--"]:
+        command.pop(0)
+    check(args, command)
+    if os.environ.get(INSIDE) != "1":
+        return _enter(args, command)
+    build(args)
+    return _start(args, command)
+
+
+def check(args: argparse.Namespace, command: list[str]) -> None:
+    """Raise ValueError for what cannot be built."""
+    if not command:
+        raise ValueError("netlab: no command; give one after --, as in: netlab run -- train.py --steps 10")
+    if not 1 <= args.nodes <= 64 or args.ranks_per_node < 1:
+        raise ValueError(f"netlab: {args.nodes} nodes of {args.ranks_per_node} ranks; use 1 to 64 nodes")
+    for name in ("inter", "intra"):
+        rate = getattr(args, name)
+        if rate != "none" and not RATE.fullmatch(rate):
+            raise ValueError(f"netlab: --{name} {rate!r} is not a rate; use e.g. 1gbit, 200mbit or none")
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    if missing:
+        raise ValueError(f"netlab: {' and '.join(missing)} not found; install iproute2 and util-linux")
+
+
+def _enter(args: argparse.Namespace, command: list[str]) -> int:
+    """Run this command again in namespaces of its own, as root or as anybody with user namespaces."""
+    unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid() != 0:
+        unshare += ["--user", "--map-root-user"]
+    probe = subprocess.run([*unshare, "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        why = probe.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise ValueError(
+            f"netlab: namespaces cannot be made ({why[0]}); be root, or let users make them "
+            "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0)"
+        )
+    words = [sys.executable, "-m", "imbrex", "netlab", "run", *_options(args), "--", *command]
+    process = subprocess.Popen(
+        [*unshare, *words], env=os.environ | {INSIDE: "1"}, preexec_fn=_end_with_parent
+    )
+    previous = signal.signal(signal.SIGTERM, lambda *_: process.kill())
+    try:
+        return process.wait(args.timeout)
+    except subprocess.TimeoutExpired:
+        print(f"imbrex: netlab: not done after {args.timeout:g} s", file=sys.stderr)
+        return 124
+    finally:
+        # The process is its namespace's first: with it everything inside ends, links included.
+        process.kill()
+        process.wait()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _options(args: argparse.Namespace) -> list[str]:
+    names = ("nodes", "ranks_per_node", "inter", "intra", "timeout")
+    return [word for n in names for word in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
+
+
+def build(args: argparse.Namespace) -> None:
+    """Namespaces n0, n1, ... and a switch; each node's link limited on its way out and in."""
+    _run("mount", "-t", "tmpfs", "none", "/run")
+    Path("/run/netns").mkdir()
+    for line in plan(args.nodes, args.inter, args.intra):
+        _run(*line.split())
+
+
+def plan(nodes: int, inter: str, intra: str) -> list[str]:
+    """The commands that make the network.
+
+    A bucket of 256 KiB: with 64 KiB a link loses packets when both directions are full; messages below half a
+    megabyte go faster than the rate.
+    """
+    bucket = "burst 256kb limit 64mb"
+    lines = ["ip link set lo up", "ip link add br0 type bridge", "ip link set br0 up"]
+    for n in range(nodes):
+        lines += [
+            f"ip netns add n{n}",
+            f"ip -n n{n} link set lo up",
+            f"ip link add eth0 netns n{n} type veth peer name p{n}",
+            f"ip -n n{n} addr add {SUBNET}.{n + 1}/24 dev eth0",
+            f"ip -n n{n} link set eth0 up",
+            f"ip link set p{n} master br0",
+            f"ip link set p{n} up",
+            f"ip netns exec n{n} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0",
+        ]
+        if inter != "none":
+            lines += [
+                f"tc -n n{n} qdisc add dev eth0 root tbf rate {inter} {bucket}",
+                f"tc qdisc add dev p{n} root tbf rate {inter} {bucket}",
+            ]
+        if intra != "none":
+            lines.append(f"tc -n n{n} qdisc add dev lo root tbf rate {intra} burst 512kb limit 64mb")
+    return lines
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"netlab: `{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
+
+
+def _start(args: argparse.Namespace, command: list[str]) -> int:
+    """A process a rank, with the environment that torchrun would give it. When one fails, the others end.
+
+    Not torchrun itself: after a failure its agents wait minutes for each other.
+    """
+    if command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    processes = []
+    for rank in range(args.nodes * args.ranks_per_node):
+        node, local = divmod(rank, args.ranks_per_node)
+        environment = rank_environment(args, rank, local, node)
+        processes.append(subprocess.Popen(["ip", "netns", "exec", f"n{node}", *command], env=environment))
+    worst, waiting = 0, list(processes)
+    while waiting:
+        for process in list(waiting):
+            try:
+                code = process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+            waiting.remove(process)
+            worst = max(worst, code if code >= 0 else 128 - code)
+            if code:
+                time.sleep(GRACE_S)
+                for other in waiting:
+                    other.kill()
+    return worst
+
+
+def rank_environment(args: argparse.Namespace, rank: int, local: int, node: int) -> dict[str, str]:
+    ours = {
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "GROUP_RANK": node,
+        "WORLD_SIZE": args.nodes * args.ranks_per_node,
+        "LOCAL_WORLD_SIZE": args.ranks_per_node,
+        "MASTER_ADDR": f"{SUBNET}.1",
+        "MASTER_PORT": 29511,
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }
+    inherited = {name: value for name, value in os.environ.items() if name != INSIDE}
+    return {"OMP_NUM_THREADS": "1"} | inherited | {name: str(value) for name, value in ours.items()}

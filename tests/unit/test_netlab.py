@@ -1,0 +1,128 @@
+"""The two-tier network: what is built, that a command runs on it, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from imbrex.cli import main, netlab
+
+SAY = """
+import os, socket, sys, time
+here = os.environ
+names = {line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line}
+with open(sys.argv[1] + "/" + here["RANK"], "w") as out:
+    out.write(f"{here['WORLD_SIZE']} {here['LOCAL_WORLD_SIZE']} {here['MASTER_ADDR']} {sorted(names)}")
+time.sleep(float(sys.argv[2]))
+sys.exit(3 if len(sys.argv) > 3 and here["RANK"] == "1" else 0)
+"""
+
+
+def can_make_namespaces() -> bool:
+    if any(shutil.which(tool) is None for tool in ("ip", "tc", "unshare")):
+        return False
+    flags = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    probe = ["unshare", "--net", "--mount", "--pid", "--fork", *flags, "ip", "link", "add", "type", "veth"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+needs_namespaces = pytest.mark.skipif(not can_make_namespaces(), reason="no right to make namespaces")
+
+
+def command(tmp_path: Path, *words: str) -> list[str]:
+    (tmp_path / "say.py").write_text(SAY)
+    (tmp_path / "out").mkdir()
+    here = [sys.executable, "-m", "imbrex", "netlab", "run", "--nodes", "2", "--ranks-per-node", "1"]
+    return [*here, "--inter", "200mbit", "--", str(tmp_path / "say.py"), str(tmp_path / "out"), *words]
+
+
+@needs_namespaces
+def test_a_command_runs_on_every_node_and_its_failure_is_ours(tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path, "0", "fail"), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 3, done.stderr
+    for rank in "01":
+        said = (tmp_path / "out" / rank).read_text()
+        assert said.startswith("2 1 198.18.7.1 ")
+        # Nothing of the host's network is there.
+        assert said.endswith("['eth0', 'lo']")
+
+
+@needs_namespaces
+def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(command(tmp_path, "600"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 90
+    while len(list((tmp_path / "out").iterdir())) < 2 and time.monotonic() < end:
+        time.sleep(0.2)
+    assert len(list((tmp_path / "out").iterdir())) == 2
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    end = time.monotonic() + 10
+    while alive(str(tmp_path)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert alive(str(tmp_path)) == []
+
+
+def alive(word: str) -> list[int]:
+    """Processes with `word` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if word in line and "say.py" in line:
+                found.append(int(entry.name))
+    return found
+
+
+def test_the_network_that_is_built() -> None:
+    lines = netlab.plan(2, "1gbit", "10gbit")
+    limited = [line for line in lines if "qdisc" in line]
+    assert [line for line in limited if "rate 1gbit" in line] == [
+        "tc -n n0 qdisc add dev eth0 root tbf rate 1gbit burst 256kb limit 64mb",
+        "tc qdisc add dev p0 root tbf rate 1gbit burst 256kb limit 64mb",
+        "tc -n n1 qdisc add dev eth0 root tbf rate 1gbit burst 256kb limit 64mb",
+        "tc qdisc add dev p1 root tbf rate 1gbit burst 256kb limit 64mb",
+    ]
+    assert len([line for line in limited if "dev lo root tbf rate 10gbit" in line]) == 2
+    assert not any("default" in line or "route" in line for line in lines)
+    assert not any("qdisc" in line for line in netlab.plan(3, "none", "none"))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--inter", "fast", "--", "x.py"], "--inter 'fast' is not a rate; use e.g. 1gbit"),
+        (["--nodes", "0", "--", "x.py"], "0 nodes of 2 ranks; use 1 to 64 nodes"),
+        ([], "no command; give one after --"),
+    ],
+)
+def test_what_cannot_be_built(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["netlab", "run", *words])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_without_the_right_to_make_namespaces(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    refused = subprocess.CompletedProcess([], 1, "", "unshare: unshare failed: Operation not permitted\n")
+    monkeypatch.setattr(netlab.subprocess, "run", lambda *_, **__: refused)
+    monkeypatch.setattr(netlab.shutil, "which", lambda tool: tool)
+    with pytest.raises(SystemExit):
+        main(["netlab", "run", "--", "x.py"])
+    assert (
+        "cannot be made (unshare: unshare failed: Operation not permitted); be root"
+        in capsys.readouterr().err
+    )
+    monkeypatch.setattr(netlab.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(SystemExit):
+        main(["netlab", "run", "--", "x.py"])
+    assert "netlab: tc not found; install iproute2" in capsys.readouterr().err
