@@ -92,6 +92,7 @@ def small_calls(job: Job, rank: int, exchange: Any, sms: int) -> str:
         "route": lambda: exchange.route(ids, weights),
         "push": lambda: exchange.push(x, routed, sms),
         "pull": lambda: exchange.pull(x, routed, sms),
+        "dispatch in one": lambda: exchange.dispatch_small(x, ids, weights, sms),
         "combine": lambda: exchange.combine(rows, routed, num_sms=sms, num_tokens=job.T),
     }
     took = []

@@ -280,3 +280,25 @@ def check_quantised(
     for me in range(case.ranks):
         want = Fp8.e4m3().encode(compact_rows(case, plans, inputs, me), torch.bfloat16)
         assert torch.equal(received[me, : len(want)].cpu(), want)
+
+
+def check_small(
+    case: Case, exchange: NvlinkExchange, device: torch.device | str = "cpu", sms: int = 2
+) -> None:
+    """Dispatch in one kernel and the combine of its rows: positions and bits of the two kernels."""
+    inputs = make_inputs(case, device)
+    plans = make_plans(case, inputs)
+    rows, routed = exchange.dispatch_small(
+        inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
+    )
+    exchange.check(synchronize=True)
+    check_positions(case, plans, routed)
+    for me in range(case.ranks):
+        x = [inputs.x_WTD[s, :t, None].cpu().expand(-1, case.choices, -1) for s, t in enumerate(case.tokens)]
+        filled = rows_at(
+            case, plans, me, lambda s: torch.ones(case.tokens[s], case.choices, dtype=torch.bool)
+        )
+        assert torch.equal(
+            rows[me, : len(filled)].cpu()[filled], rows_at(case, plans, me, x.__getitem__)[filled]
+        )
+    check_combine(case, plans, exchange, inputs, routed, torch.full_like(rows, float("nan")), sms)

@@ -5,13 +5,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from imbrex.kernels.exchange import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
-from tests.emulated.scenario import Case, check_exchange, check_quantised, make_exchange, make_inputs
+from tests.emulated.scenario import (
+    Case,
+    check_exchange,
+    check_quantised,
+    check_small,
+    make_exchange,
+    make_inputs,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +53,16 @@ def test_rows_cross_as_fp8(width: int) -> None:
     case = Case(placement=contiguous(16, 4), tokens=(150, 90, 0, 47), choices=4, width=width, drop=0.0)
     for sms in (1, 8):
         check_quantised(case, make_exchange(case, "cuda", timeout=10.0), "cuda", sms)
+
+
+@pytest.mark.parametrize(
+    "name", ["two ranks", "four ranks, ragged", "replicas and a spare", "nothing at all"]
+)
+def test_small_dispatch(name: str) -> None:
+    case = CASES[name]
+    exchange = make_exchange(case, "cuda", timeout=10.0)
+    for seed in range(6):
+        check_small(replace(case, seed=seed), exchange, "cuda", sms=1 + 3 * seed)
 
 
 def test_many_calls_on_rotating_buffers() -> None:

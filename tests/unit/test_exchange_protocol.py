@@ -164,3 +164,24 @@ def test_staging_without_credit_overwrites_what_a_peer_pulls() -> None:
 def test_publishing_only_with_the_next_segment_can_wait_for_ever() -> None:
     with pytest.raises(Deadlock):
         explore(pull(2, 1, groups=2, lead=0, buffers=1, lag=1, flush=False))
+
+
+def small(ranks: int, calls: int, buffers: int) -> list[Program]:
+    """`exchange_small.cu`: no credit; nobody leaves a call before all have begun it."""
+    programs = []
+    for me in range(ranks):
+        program: Program = []
+        for call in range(1, calls + 1):
+            program.append(("write", f"staged {me} {call % buffers}", call))
+            program += [("set", f"given {p}<{me}", call) for p in others(ranks, me)]
+            program += [("wait", f"given {me}<{p}", call) for p in others(ranks, me)]
+            program += [("read", f"staged {p} {call % buffers}", call) for p in others(ranks, me)]
+        programs.append(program)
+    return programs
+
+
+def test_small_needs_two_buffers_and_no_credit() -> None:
+    assert explore(small(2, 6, buffers=2)) > 50
+    assert explore(small(3, 3, buffers=2)) > 1000
+    with pytest.raises(WrongRows):
+        explore(small(2, 3, buffers=1))

@@ -15,6 +15,7 @@ from tests.emulated.scenario import (
     Case,
     check_exchange,
     check_quantised,
+    check_small,
     make_exchange,
     make_inputs,
 )
@@ -52,6 +53,14 @@ def test_exchange(name: str) -> None:
 def test_exchange_summed_by_teams(name: str) -> None:
     case = CASES[name]
     check_exchange(case, make_exchange(case, load=kernel.load, timeout=20.0, combine_team=4))
+
+
+@pytest.mark.parametrize("name", ["four ranks, ragged", "replicas and a spare", "two chunks", "one rank"])
+def test_small_dispatch(name: str) -> None:
+    case = CASES[name]
+    exchange = make_exchange(case, load=kernel.load, timeout=20.0)
+    for seed in range(2):
+        check_small(replace(case, seed=seed), exchange, sms=1 + seed)
 
 
 @pytest.mark.parametrize(("width", "tokens"), [(512, (45, 44, 0)), (1536, (50, 3, 9)), (10240, (4, 4, 2))])

@@ -12,8 +12,9 @@
 constexpr int kMaxRanks = 64;
 constexpr int kMaxBlocks = 132;
 constexpr int kWords = 72;
+constexpr int kBatch = 8;  // loads that a thread has in flight: no branch stands around one
 
-enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kMove = 4, kKinds = 5 };
+enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kSmall = 4, kKinds = 5 };
 enum Phase { kPeerStarted = 1, kIdsArrived = 2, kRowsArrived = 3, kRowsStaged = 4, kRowsReduced = 5, kOwnBlocks = 6, kOffsetArrived = 7 };
 enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4 };
 

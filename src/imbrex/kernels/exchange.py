@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from imbrex.contracts import Placement
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit
 from imbrex.kernels.heap import Heap
+from imbrex.kernels.routed import Routed, placement_tables
 
 MOVER_THREADS = 128
 SUM_THREADS = 640
@@ -44,33 +44,8 @@ class ExchangeError(RuntimeError):
     """A wait ran out or a peer gave up: says who missed what. The exchange cannot be used again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routed:
-    """Positions of every row. L is the number of ranks in this process (1, except for virtual ranks).
-
-    position_LWTK: int32; expert-major row, on this rank, of every choice of every rank's tokens; -1: not
-        here.
-    weights_LWTK: float32; the gate weights of every rank's tokens.
-    recv_row_LWT: int32; compact row received for a token of another rank; -1: none.
-    send_row_LTW: int32; the row of an own token at every rank, -1: not sent; own column 0 where a choice is
-        local.
-    counts_Le: int32; rows of every local slot, padding included.
-    totals_L4: int32; expert-major rows R, rows received M, 1 on overflow (then rows past the capacity are
-        dropped), 0.
-    tokens_LW: int32; tokens of every rank.
-    """
-
-    position_LWTK: Tensor
-    weights_LWTK: Tensor
-    recv_row_LWT: Tensor
-    send_row_LTW: Tensor
-    counts_Le: Tensor
-    totals_L4: Tensor
-    tokens_LW: Tensor
-
-
 def shipped_variants() -> list[jit.Variant]:
-    return [ROUTE, *PUSH.values(), PULL, *COMBINE.values()]
+    return [ROUTE, *PUSH.values(), PULL, SMALL, *COMBINE.values()]
 
 
 ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
@@ -80,6 +55,7 @@ PUSH = {
     )
     for quantise in (False, True)
 }
+SMALL = jit.Variant(source="exchange_small.cu", entry="dispatch_small")
 PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")
 COMBINE = {
     team: jit.Variant(source="exchange_combine.cu", entry="combine_rows", defines=(("TEAM_WARPS", team),))
@@ -120,50 +96,62 @@ class NvlinkExchange:
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
         self._combine_team = combine_team
-        variants = (ROUTE, *PUSH.values(), PULL, COMBINE[combine_team])
+        variants = (ROUTE, *PUSH.values(), PULL, SMALL, COMBINE[combine_team])
         self._kernels = {variant: load(variant, self.device) for variant in variants}
         self.route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks)
         pinned = self.device.type == "cuda"
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
-        self._tables = _placement_tables(placement, self.device)
+        self._tables = placement_tables(placement, self.device)
 
     def route(self, ids: Tensor, weights: Tensor, tokens: Tensor | None = None) -> Routed:
         """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
         int32 [L].
         """
-        s, lead = self.shape, (self.local_ranks, self.shape.ranks)
-        if tokens is None and (ids.shape[-1] != s.choices or ids.shape[-2] > s.max_tokens):
-            raise ValueError(
-                f"exchange: ids of shape {tuple(ids.shape)}; this exchange was made for at most "
-                f"{s.max_tokens} tokens "
-                f"of {s.choices} choices"
-            )
         ids, weights = ids.contiguous(), weights.contiguous()
-        assert ids.dtype == torch.int64
-        assert weights.dtype == torch.float32
+        routed = self._empty_routed(self.shape.max_tokens)
+        at = self.layout.ids, self.layout.counts, self.layout.tokens
+        args = self._route_args(ids, weights, tokens, routed, at)
+        self._launch(ROUTE, "route", self.route_blocks, ROUTE_THREADS, self._route_shared, args)
+        return routed
+
+    def _empty_routed(self, max_tokens: int) -> Routed:
+        s, lead = self.shape, (self.local_ranks, self.shape.ranks)
 
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
 
-        routed = Routed(
-            position_LWTK=empty(*lead, s.max_tokens, s.choices),
-            weights_LWTK=empty(*lead, s.max_tokens, s.choices, dtype=torch.float32),
-            recv_row_LWT=empty(*lead, s.max_tokens),
-            send_row_LTW=empty(self.local_ranks, s.max_tokens, s.ranks),
+        return Routed(
+            position_LWTK=empty(*lead, max_tokens, s.choices),
+            weights_LWTK=empty(*lead, max_tokens, s.choices, dtype=torch.float32),
+            recv_row_LWT=empty(*lead, max_tokens),
+            send_row_LTW=empty(self.local_ranks, max_tokens, s.ranks),
             counts_Le=empty(self.local_ranks, s.most_slots),
             totals_L4=empty(self.local_ranks, 4),
             tokens_LW=empty(*lead),
         )
-        args = lay.Route(
+
+    def _route_args(
+        self, ids: Tensor, weights: Tensor, tokens: Tensor | None, routed: Routed, at: tuple[int, int, int]
+    ) -> ctypes.Structure:
+        """`at`: where ids, scratch and token counts lie in the heap."""
+        s, most = self.shape, routed.position_LWTK.shape[2]
+        if tokens is None and (ids.shape[-1] != s.choices or ids.shape[-2] > most):
+            raise ValueError(
+                f"exchange: ids of shape {tuple(ids.shape)}; here there is room for at most {most} tokens of "
+                f"{s.choices} choices"
+            )
+        assert ids.dtype == torch.int64
+        assert weights.dtype == torch.float32
+        assert ids.is_contiguous()
+        assert weights.is_contiguous()
+        return lay.Route(
             *map(_address, (ids, weights, tokens, *self._tables)),
             *map(_address, (routed.position_LWTK, routed.weights_LWTK, routed.recv_row_LWT)),
             *map(_address, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
-            *(self.layout.ids, self.layout.counts, self.layout.tokens),
-            *(ids.shape[-2], s.max_tokens, s.choices, s.experts, s.most_slots, s.alignment),
+            *at,
+            *(ids.shape[-2], most, s.choices, s.experts, s.most_slots, s.alignment),
             *(s.row_capacity, s.token_capacity, self.placement.has_replicas),
         )
-        self._launch(ROUTE, "route", self.route_blocks, ROUTE_THREADS, self._route_shared, args)
-        return routed
 
     def push(
         self,
@@ -214,6 +202,39 @@ class NvlinkExchange:
         self._launch(PULL, "pull", num_sms, MOVER_THREADS, shared, args)
         return out
 
+    def dispatch_small(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_sms: int = 24,
+        tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Routed]:
+        """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
+
+        Arguments as there. A captured call follows new ids and tokens at every replay.
+        """
+        row_bytes, few = self._row_bytes(x), min(self.shape.max_tokens, lay.SMALL_TOKENS)
+        routed = self._empty_routed(few)
+        out = torch.empty(
+            (self.local_ranks, self.shape.row_capacity, x.shape[-1]), dtype=x.dtype, device=self.device
+        )
+        stages, shared = lay.mover_shared(row_bytes, self.shape.choices)
+        chunks = self.shape.ranks * -(-few // lay.CHUNK)
+        at = self.layout.small_ids, self.layout.small_counts, self.layout.small_tokens
+        pull = lay.Pull(
+            *map(_address, (x, out, routed.position_LWTK, routed.tokens_LW)),
+            *(self.layout.small_staged, few * self.shape.row_bytes),
+            *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
+            *(few, self.shape.choices, row_bytes, stages, 0, 1),
+        )
+        args = lay.Small(
+            self._route_args(ids, weights, tokens, routed, at), pull, lay.small_counts(self.shape)
+        )
+        shared = max(shared, lay.route_shared(self.shape, chunks))
+        self._launch(SMALL, "small", num_sms, ROUTE_THREADS, shared, args)
+        return out, routed
+
     def combine(
         self,
         rows: Tensor,
@@ -256,10 +277,10 @@ class NvlinkExchange:
         num_sms: int,
         num_tokens: int | None,
     ) -> Tensor:
-        s = self.shape
+        s, most = self.shape, routed.position_LWTK.shape[2]
         buffer, lag = self._next_buffer("combine")
         piece, slots, shared = lay.summer_shared(2 * width, s.choices + s.ranks, self._combine_team)
-        size = (s.max_tokens if num_tokens is None else num_tokens, width)
+        size = (most if num_tokens is None else num_tokens, width)
         size = (self.local_ranks, *size) if self.local_ranks > 1 else size
         out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
         args = lay.Combine(
@@ -267,7 +288,7 @@ class NvlinkExchange:
             *map(_address, (routed.recv_row_LWT, routed.send_row_LTW, routed.tokens_LW)),
             *(self.layout.reduced, self._buffer_bytes(s.token_capacity)),
             *(rows[0].nbytes if rows is not None else 0, out[0].nbytes if out.dim() == 3 else 0),
-            *(s.max_tokens, s.choices, 2 * width, piece, slots, buffer, lag),
+            *(most, s.choices, 2 * width, piece, slots, buffer, lag),
         )
         self._launch(COMBINE[self._combine_team], "combine", num_sms, SUM_THREADS, shared, args)
         return out
@@ -366,20 +387,3 @@ def _check_shape(placement: Placement, shape: lay.Shape) -> None:
         )
     if shape.ranks > 16 or shape.choices > 32 or shape.row_bytes % 16:
         raise ValueError("exchange: at most 16 ranks, 32 choices a token, and rows of a multiple of 16 bytes")
-
-
-def _placement_tables(placement: Placement, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """first_replica [E + 1], replica_slots, rank_offsets [W + 1]; int32."""
-    by_expert: list[list[int]] = [[] for _ in range(placement.num_experts)]
-    for slot, expert in enumerate(placement.slots):
-        if expert >= 0:
-            by_expert[expert].append(slot)
-    first = [0]
-    for slots in by_expert:
-        first.append(first[-1] + len(slots))
-    flat = [slot for slots in by_expert for slot in slots]
-    first_replica, slots, offsets = (
-        torch.tensor(values, dtype=torch.int32, device=device)
-        for values in (first, flat, placement.rank_offsets)
-    )
-    return first_replica, slots, offsets

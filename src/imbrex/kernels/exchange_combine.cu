@@ -11,7 +11,6 @@
 #include "exchange_sums.cuh"
 
 constexpr int kLead = 5;   // the lister runs two groups ahead of the sums, and a flag takes part of a third
-constexpr int kBatch = 8;  // loads in flight per lane
 constexpr int kFew = 4;    // the same where 8 would spill
 
 struct Combine {

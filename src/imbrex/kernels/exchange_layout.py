@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 MAX_RANKS = 64
 MAX_BLOCKS = 132
-KINDS = ("route", "push", "pull", "combine", "move")
+KINDS = ("route", "push", "pull", "combine", "small")
 PHASES = (
     "",
     "start of the call",
@@ -92,6 +92,14 @@ Combine = _struct(
 )
 
 
+class Small(ctypes.Structure):
+    _fields_ = (("route", Route), ("pull", Pull), ("block_counts", ctypes.c_int64))
+
+
+SMALL_TOKENS = 512
+"""Most tokens of a rank in a small dispatch; a heap whose calls may be larger has room for these besides."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """What an exchange is sized for.
@@ -127,6 +135,10 @@ class Layout:
     received: int
     staged: int
     reduced: int
+    small_ids: int
+    small_tokens: int
+    small_counts: int
+    small_staged: int
     nbytes: int
 
 
@@ -139,7 +151,7 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         start, at = at, at + (nbytes + 1023) // 1024 * 1024
         return start
 
-    ranks, tokens = shape.ranks, shape.max_tokens
+    ranks, tokens, few = shape.ranks, shape.max_tokens, min(shape.max_tokens, SMALL_TOKENS)
     flags = -(-tokens // max(1, 16 // ranks)) + 1
     chunks = ranks * -(-tokens // CHUNK)
     rows = shape.buffers * shape.token_capacity * shape.row_bytes
@@ -153,8 +165,25 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         received=take(rows if compact else 0),
         staged=take(shape.buffers * tokens * shape.row_bytes if expert else 0),
         reduced=take(rows),
+        small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
+        small_tokens=take(4 * 2 * ranks),
+        small_counts=take(MAX_BLOCKS * small_counts(shape) if expert else 0),
+        small_staged=take(2 * few * shape.row_bytes if expert else 0),
         nbytes=at,
     )
+
+
+def small_counts(shape: Shape) -> int:
+    """Bytes of routing scratch of a block that routes a small batch alone."""
+    chunks = shape.ranks * -(-min(shape.max_tokens, SMALL_TOKENS) // CHUNK)
+    return 4 * chunks * (shape.experts + shape.ranks)
+
+
+def route_shared(shape: Shape, chunks: int) -> int:
+    """Shared memory of a routing block that has `chunks` chunks."""
+    words = chunks * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * shape.choices // 2)
+    words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
+    return 4 * (words + shape.most_slots + shape.experts)
 
 
 def route_blocks(shape: Shape, wanted: int) -> tuple[int, int]:
@@ -164,12 +193,9 @@ def route_blocks(shape: Shape, wanted: int) -> tuple[int, int]:
     chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
     fewest = -(-chunks // 4)  # four chunks are quicker than meeting another block
     for blocks in range(min(wanted, fewest), MAX_BLOCKS + 1):
-        mine = -(-chunks // blocks)
-        words = mine * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * shape.choices // 2)
-        words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
-        words += shape.most_slots + shape.experts
-        if 4 * words <= SHARED_BYTES:
-            return blocks, 4 * words
+        nbytes = route_shared(shape, -(-chunks // blocks))
+        if nbytes <= SHARED_BYTES:
+            return blocks, nbytes
     raise ValueError(
         f"exchange: {shape.ranks} ranks x {shape.max_tokens} tokens and {shape.experts} experts do not fit "
         f"the routing "

@@ -5,7 +5,6 @@
 constexpr int kChunk = 128;
 constexpr int kRouteThreads = 1024;
 constexpr int kPerToken = kRouteThreads / kChunk;  // threads that share a token's choices
-constexpr int kBatch = 8;                          // loads in flight per thread
 constexpr int kFetch = 4;                          // pairs of loads; more would spill
 constexpr u32 kSteps = 2;  // in which the blocks of a rank meet
 constexpr u16 kNone = 0xffff;
@@ -61,13 +60,14 @@ struct Scratch {
     int per_source;    // chunks of a source
 };
 
-__device__ inline Scratch carve(const Call& call, const Route& route) {
+// Of block `block` among `blocks` that share the chunks.
+__device__ inline Scratch carve(const Call& call, const Route& route, int block, int blocks) {
     const int ranks = call.group->ranks, experts = route.experts;
     Scratch s;
     s.per_source = (route.max_tokens + kChunk - 1) / kChunk;
     const int all = s.per_source * ranks;
-    const int per_block = (all + call.group->blocks - 1) / call.group->blocks;
-    s.first = call.block * per_block;
+    const int per_block = (all + blocks - 1) / blocks;
+    s.first = block * per_block;
     s.chunks = max(0, min(per_block, all - s.first));
     u8* at = ptx::shared_memory();
     const auto take = [&at](int words) {

@@ -1,0 +1,309 @@
+// The steps of the routing kernel; see routing.cu.
+#pragma once
+#include "routing_scratch.cuh"
+
+// My ids and weights into every heap.
+__device__ inline void give_choices(const Call& call, const Route& route) {
+    const Group& group = *call.group;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int tokens = route.tokens ? route.tokens[call.local] : route.num_tokens;
+    const i64 all = static_cast<i64>(group.ranks) * route.max_tokens * route.choices;
+    const i64 mine = static_cast<i64>(route.max_tokens) * route.choices;
+    const i64* ids = route.ids + call.local * mine;
+    const float* weights = route.weights + call.local * mine;
+    const int count = tokens * route.choices, step = group.blocks * kRouteThreads;
+    for (int first = call.block * kRouteThreads + thread; first < count; first += 4 * step) {
+        int id[4];
+        float weight[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u)
+            if (first + u * step < count) {
+                id[u] = static_cast<int>(ids[first + u * step]);
+                weight[u] = weights[first + u * step];
+            }
+        for (int p = 0; p < group.ranks; ++p) {
+            int* there = reinterpret_cast<int*>(group.heap[p] + route.ids_at) + parity_at(call, route) + call.me * mine + first;
+#pragma unroll
+            for (int u = 0; u < 4; ++u)
+                if (first + u * step < count) {
+                    there[u * step] = id[u];
+                    reinterpret_cast<float*>(there)[u * step + 2 * all] = weight[u];
+                }
+        }
+    }
+    if (call.block == 0 && thread < group.ranks)
+        reinterpret_cast<int*>(group.heap[thread] + route.tokens_at)[(call.epoch & 1) * group.ranks + call.me] = tokens;
+}
+
+// What this block has given is there: one flag per block at every rank, the own included. All threads.
+__device__ inline void tell_given(const Call& call) {
+    const int thread = static_cast<int>(threadIdx.x);
+    __syncthreads();
+    if (thread < call.group->ranks) {
+        ptx::fence_sys();
+        ptx::store_relaxed_sys(&control_of(*call.group, thread)->arrived[call.kind][call.me][call.block], call.epoch);
+    }
+}
+
+__device__ inline bool take_choices(const Call& call) {
+    const int words = call.group->ranks * call.group->blocks;
+    bool fine = true;
+    for (int i = static_cast<int>(threadIdx.x); i < words; i += kRouteThreads) {
+        const int p = i / call.group->blocks;
+        fine = fine && wait_flag(call, &call.own->arrived[call.kind][p][i % call.group->blocks], call.epoch, kIdsArrived, p);
+    }
+    return __syncthreads_and(fine) != 0;
+}
+
+// Tables that need nobody: what the chunks are, where experts with one slot live; masks cleared.
+__device__ inline void prepare(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < s.chunks * route.experts * 4; i += kRouteThreads) s.mask[i] = 0;
+    for (int i = thread; i < s.chunks * ranks * 4; i += kRouteThreads) s.rank_mask[i] = 0;
+    for (int e = thread; e < route.experts; e += kRouteThreads) {
+        const int first = route.first_replica[e];
+        int home = -1;
+        if (route.first_replica[e + 1] - first == 1) {
+            const int slot = route.replica_slots[first];
+            int rank = 0;
+            while (rank + 1 < ranks && slot >= route.rank_offsets[rank + 1]) ++rank;
+            home = rank << 16 | slot;
+        }
+        s.home[e] = home;
+    }
+}
+
+__device__ inline void cut_chunks(const Route& route, const Scratch& s, const int* tokens) {
+    for (int i = static_cast<int>(threadIdx.x); i < s.chunks; i += kRouteThreads) {
+        const int source = (s.first + i) / s.per_source, first = (s.first + i - source * s.per_source) * kChunk;
+        s.chunk[i] = {source, first, max(0, min(kChunk, tokens[source] - first)), source * route.max_tokens + first};
+    }
+    __syncthreads();
+}
+
+// The block's ids into shared memory, all sources' weights out.
+__device__ inline void fetch_choices(const Call& call, const Route& route, const Scratch& s) {
+    const i64 all = static_cast<i64>(call.group->ranks) * route.max_tokens * route.choices;
+    const int* ids = reinterpret_cast<const int*>(call.group->heap[call.me] + route.ids_at) + parity_at(call, route);
+    const float* given = reinterpret_cast<const float*>(ids) + 2 * all;
+    float* weights = route.all_weights + call.local * all;
+    const int per = kChunk * route.choices;
+    for (int i = static_cast<int>(threadIdx.x); i < per; i += kRouteThreads) {
+        const int token = i / route.choices;
+        for (int c = 0; c < s.chunks; c += kFetch) {
+            int id[kFetch];
+            float weight[kFetch];
+            u32 valid = 0;
+#pragma unroll
+            for (int u = 0; u < kFetch; ++u) {
+                // no branch around a load: they all leave before the first comes back
+                const Chunk chunk = s.chunk[min(c + u, s.chunks - 1)];
+                const bool here = c + u < s.chunks && token < chunk.tokens;
+                const int at = here ? chunk.at * route.choices + i : 0;
+                id[u] = ids[at];
+                weight[u] = given[at];
+                valid |= static_cast<u32>(here) << u;
+            }
+#pragma unroll
+            for (int u = 0; u < kFetch; ++u)
+                if (!(valid >> u & 1)) {
+                    id[u] = -1;
+                    weight[u] = 0.0f;
+                }
+#pragma unroll
+            for (int u = 0; u < kFetch; ++u) {
+                if (c + u >= s.chunks) continue;
+                if (id[u] < -1 || id[u] >= route.experts) give_up(call, kBadIds, kIdsArrived, s.chunk[c + u].source);
+                s.ids[(c + u) * per + i] = id[u] < 0 || id[u] >= route.experts ? kNone : static_cast<u16>(id[u]);
+                if (s.chunk[c + u].first + token < route.max_tokens)
+                    weights[static_cast<i64>(s.chunk[c + u].at) * route.choices + i] = weight[u];
+            }
+        }
+    }
+    __syncthreads();
+}
+
+// Calls `each(chunk, token in chunk, choice, expert)` for the block's choices, spread over its threads.
+template <class Each>
+__device__ __forceinline__ void for_choices(const Route& route, const Scratch& s, Each each) {
+    const int token = static_cast<int>(threadIdx.x) / kPerToken, lane = static_cast<int>(threadIdx.x) % kPerToken;
+    for (int k = lane; k < route.choices; k += kPerToken)
+#pragma unroll 4
+        for (int c = 0; c < s.chunks; ++c) each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
+}
+
+// Masks of experts; those of ranks too, where an expert has one slot everywhere.
+__device__ inline void mark_experts(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks;
+    bool repeated = false;
+    for_choices(route, s, [&](int c, int token, int, int expert) {
+        if (expert == kNone) return;
+        const u32 bit = 1u << (token & 31);
+        repeated |= (atomicOr(&s.mask[(c * route.experts + expert) * 4 + (token >> 5)], bit) & bit) != 0;
+        if (!route.replicated) atomicOr(&s.rank_mask[(c * ranks + (s.home[expert] >> 16)) * 4 + (token >> 5)], bit);
+    });
+    if (repeated) give_up(call, kBadIds, kIdsArrived, call.me);
+    __syncthreads();
+}
+
+// Prefixes over the chunks of every source, of columns [chunks][width] that all blocks of this rank have written.
+__device__ inline void scan_chunks(const Scratch& s, const int* columns, int width, int ranks, int* before, int* total) {
+    for (int x = static_cast<int>(threadIdx.x); x < ranks * width; x += kRouteThreads) {
+        const int source = x / width, column = x - source * width;
+        int sum = 0;
+        for (int j = 0; j < s.per_source; j += kBatch) {
+            int value[kBatch];
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u) value[u] = columns[(source * s.per_source + min(j + u, s.per_source - 1)) * width + column];
+#pragma unroll
+            for (int u = 0; u < kBatch; ++u) {
+                const int mine = source * s.per_source + j + u - s.first;
+                if (j + u < s.per_source && mine >= 0 && mine < s.chunks) before[mine * width + column] = sum;
+                sum += j + u < s.per_source ? value[u] : 0;
+            }
+        }
+        total[x] = sum;
+    }
+}
+
+// Replica `number` of `replicas` takes how many of `count` choices of rank `source`: placement.split.split_evenly.
+__device__ __forceinline__ int share_of(int count, int replicas, int number, int source) {
+    if (replicas == 1) return count;
+    const int turn = ((number - source) % replicas + replicas) % replicas;
+    return count / replicas + (turn < count % replicas);
+}
+
+// rank << 16 | slot of the `nth` choice of `expert` on rank `source`; `nth` becomes its number within that slot.
+__device__ inline int home_of(const Route& route, const Scratch& s, int ranks, int source, int expert, int& nth) {
+    if (s.home[expert] >= 0) return s.home[expert];
+    const int first = route.first_replica[expert], replicas = route.first_replica[expert + 1] - first;
+    const int count = s.total[source * route.experts + expert];
+    int number = 0;
+    for (; number + 1 < replicas; ++number) {
+        const int share = share_of(count, replicas, number, source);
+        if (nth < share) break;
+        nth -= share;
+    }
+    const int slot = route.replica_slots[first + number];
+    int rank = 0;
+    while (rank + 1 < ranks && slot >= route.rank_offsets[rank + 1]) ++rank;
+    return rank << 16 | slot;
+}
+
+__device__ __forceinline__ int nth_choice(const Route& route, const Scratch& s, int c, int token, int expert) {
+    return s.before[c * route.experts + expert] + below(&s.mask[(c * route.experts + expert) * 4], token);
+}
+
+__device__ inline void mark_ranks(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks;
+    for_choices(route, s, [&](int c, int token, int, int expert) {
+        if (expert == kNone) return;
+        int nth = s.home[expert] < 0 ? nth_choice(route, s, c, token, expert) : 0;
+        const int rank = home_of(route, s, ranks, s.chunk[c].source, expert, nth) >> 16;
+        atomicOr(&s.rank_mask[(c * ranks + rank) * 4 + (token >> 5)], 1u << (token & 31));
+    });
+    __syncthreads();
+}
+
+__device__ inline void give_ranks(const Scratch& s, int ranks, int* columns) {
+    for (int i = static_cast<int>(threadIdx.x); i < s.chunks * ranks; i += kRouteThreads) columns[s.first * ranks + i] = held(&s.rank_mask[4 * i]);
+}
+
+// Rows of every local slot, and where every source's begin.
+__device__ inline void place_slots(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks, first = route.rank_offsets[call.me], slots = route.rank_offsets[call.me + 1] - first;
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int x = thread; x < route.most_slots; x += kRouteThreads) s.slot_rows[x] = 0;
+    __syncthreads();
+    for (int e = thread; e < route.experts; e += kRouteThreads) {
+        const int home = s.home[e];
+        const int begin = home < 0 ? route.first_replica[e] : 0, replicas = home < 0 ? route.first_replica[e + 1] - begin : 1;
+        for (int number = 0; number < replicas; ++number) {
+            const int slot = (home < 0 ? route.replica_slots[begin + number] : home & 0xffff) - first;
+            if (slot < 0 || slot >= slots) continue;
+            int sum = 0;
+            for (int source = 0; source < ranks; ++source) {
+                s.slot_base[source * route.most_slots + slot] = sum;
+                sum += share_of(s.total[source * route.experts + e], replicas, number, source);
+            }
+            s.slot_rows[slot] = (sum + route.alignment - 1) / route.alignment * route.alignment;
+        }
+    }
+    __syncthreads();
+    for (int slot = thread; slot < slots; slot += kRouteThreads) {
+        int start = 0;
+#pragma unroll 8
+        for (int i = 0; i < slot; ++i) start += s.slot_rows[i];
+        for (int source = 0; source < ranks; ++source) s.slot_base[source * route.most_slots + slot] += start;
+    }
+    __syncthreads();
+}
+
+__device__ inline void write_positions(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks, first = route.rank_offsets[call.me];
+    int* position = route.position + static_cast<i64>(call.local) * ranks * route.max_tokens * route.choices;
+    for_choices(route, s, [&](int c, int token, int k, int expert) {
+        if (s.chunk[c].first + token >= route.max_tokens) return;
+        int row = -1;
+        if (expert != kNone) {
+            int nth = nth_choice(route, s, c, token, expert);
+            const int home = home_of(route, s, ranks, s.chunk[c].source, expert, nth);
+            if (home >> 16 == call.me) row = s.slot_base[s.chunk[c].source * route.most_slots + (home & 0xffff) - first] + nth;
+            if (row >= route.row_capacity) row = -1;
+        }
+        position[(static_cast<i64>(s.chunk[c].at) + token) * route.choices + k] = row;
+    });
+}
+
+// First compact row on every rank of the tokens of every source.
+__device__ inline void place_sources(const Scratch& s, int ranks) {
+    for (int x = static_cast<int>(threadIdx.x); x < ranks * ranks; x += kRouteThreads) {
+        const int source = x / ranks, to = x - source * ranks;
+        int sum = 0;
+        for (int p = 0; p < source; ++p)
+            if (p != to) sum += s.rank_total[p * ranks + to];
+        s.base[x] = sum;
+    }
+    __syncthreads();
+}
+
+__device__ inline void write_rows(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks, me = call.me;
+    int* recv_row = route.recv_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
+    int* send_row = route.send_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
+    for (int x = static_cast<int>(threadIdx.x); x < s.chunks * kChunk; x += kRouteThreads) {
+        const int c = x / kChunk, in_chunk = x % kChunk, source = s.chunk[c].source, token = s.chunk[c].first + in_chunk;
+        if (token >= route.max_tokens) continue;
+        for (int p = 0; p < ranks; ++p) {
+            if (source != me && p != me) continue;
+            const u32* mask = &s.rank_mask[(c * ranks + p) * 4];
+            const bool goes = (mask[in_chunk >> 5] >> (in_chunk & 31)) & 1;
+            int row = -1;
+            if (goes) row = source == p ? 0 : s.base[source * ranks + p] + s.rank_before[c * ranks + p] + below(mask, in_chunk);
+            if (row >= route.token_capacity) row = -1;
+            if (p == me) recv_row[static_cast<i64>(source) * route.max_tokens + token] = source == me ? -1 : row;
+            if (source == me) send_row[static_cast<i64>(token) * ranks + p] = row;
+        }
+    }
+}
+
+__device__ inline void write_totals(const Call& call, const Route& route, const Scratch& s, const int* tokens) {
+    const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
+    int* counts = route.counts + call.local * route.most_slots;
+    int* totals = route.totals + call.local * 4;
+    int* all_tokens = route.all_tokens + call.local * ranks;
+    for (int i = thread; i < route.most_slots; i += kRouteThreads) counts[i] = s.slot_rows[i];
+    for (int i = thread; i < ranks; i += kRouteThreads) all_tokens[i] = tokens[i];
+    if (thread != 0) return;
+    int rows = 0, received = 0;
+#pragma unroll 8
+    for (int i = 0; i < route.most_slots; ++i) rows += s.slot_rows[i];
+    for (int p = 0; p < ranks; ++p)
+        if (p != call.me) received += s.rank_total[p * ranks + call.me];
+    const bool overflow = rows > route.row_capacity || received > route.token_capacity;
+    totals[0] = rows;
+    totals[1] = received;
+    totals[2] = overflow;
+    totals[3] = 0;
+    if (overflow) call.own->overflows += 1;
+}
