@@ -42,9 +42,7 @@ def run_on_nodes(ranks: Ranks, case: Case, name: str, per_node: int) -> dict[str
 
 
 @pytest.mark.parametrize("schedule", ["serial", "optsche-3"])
-@pytest.mark.parametrize(
-    ("world", "per_node", "tensor"), [(4, 2, 1), (8, 4, 2)]
-)
+@pytest.mark.parametrize(("world", "per_node", "tensor"), [(4, 2, 1), (8, 4, 2)])
 @pytest.mark.parametrize("name", KINDS)
 def test_oracle(pool: Pool, name: str, world: int, per_node: int, tensor: int, schedule: str) -> None:
     case = Case(config=SMALL, tensor_parallel=tensor, options={"schedule": schedule})

@@ -51,6 +51,7 @@ class TwoLevel(AllToAll):
         first is waited for."""
         if self.world_size == 1:
             return Done(rows)
+        # on the host: the counts that were exchanged
         nodes, counts = self.nodes, counts_WW.tolist()
         ours = {divmod(d, nodes.size): counts[self.rank][d] for d in range(self.world_size)}
         by_place = [(n, p) for p in range(nodes.size) for n in range(nodes.num_nodes)]
