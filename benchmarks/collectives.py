@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import imbrex
 from imbrex.cli.results import describe_run, write_results
+from imbrex.crossings import Crossings
 from imbrex.placement import contiguous
 
 QUESTION = "Which exchange is fastest between nodes?"
@@ -39,7 +40,7 @@ def main() -> None:
     ids_TK = torch.rand(args.tokens, args.experts, generator=drawn).argsort(1)[:, : args.top_k].contiguous()
     weights_TK = torch.full(ids_TK.shape, 1 / args.top_k)
     routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in exchanges}
+    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in exchanges}
     outputs = {}
     with torch.no_grad():
         for number in range(args.rounds + 1):
@@ -48,7 +49,7 @@ def main() -> None:
                 there = exchange.dispatch(x_TD, routing)
                 middle = time.perf_counter()
                 outputs[name] = exchange.combine(there.rows_RD, there.handle)
-                took = middle - begin, time.perf_counter() - middle
+                took = middle - begin, time.perf_counter() - middle, move_only(exchange, x_TD, routing)
                 slowest = exchange.transport.exchange_counts(torch.tensor([int(1e9 * s) for s in took]))
                 if number:
                     seconds[name].append(tuple(1e-9 * s for s in slowest.max(0).values.tolist()))
@@ -56,6 +57,17 @@ def main() -> None:
         assert torch.allclose(y_TD, x_TD, atol=1e-4), name
     if group.rank() == 0:
         report(args, seconds, group.size())
+
+
+def move_only(exchange: imbrex.Exchange, x_TD: torch.Tensor, routing: imbrex.Routing) -> float:
+    """Seconds of the rows' way out alone, planned and written before."""
+    crossings = exchange._crossings
+    assert isinstance(crossings, Crossings)
+    made = crossings.make_plans([(x_TD, routing)])[0]
+    encoded = crossings.write_dispatch(made, x_TD, routing.weights_TK)
+    begin = _together(exchange)
+    crossings.begin_out(encoded, made.traffic).finish()
+    return time.perf_counter() - begin
 
 
 def _together(exchange: imbrex.Exchange) -> float:
@@ -76,19 +88,20 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def report(args: argparse.Namespace, seconds: dict[str, list[tuple[float, float]]], world: int) -> None:
+def report(args: argparse.Namespace, seconds: dict[str, list[tuple[float, ...]]], world: int) -> None:
     case = {"W": world, "T": args.tokens, "D": args.width, "E": args.experts, "K": args.top_k}
     case |= {"bytes": args.tokens * args.width * 4, "network": args.network}
     rows = []
     for name, rounds in seconds.items():
-        out, back = (statistics.median(part) for part in zip(*rounds, strict=True))
-        sys.stdout.write(f"{name:13} out {1e3 * out:7.1f} ms, back {1e3 * back:7.1f} ms\n")
-        for op, part in (("dispatch", 0), ("combine", 1), ("exchange", None)):
-            times = [1e6 * (sum(r) if part is None else r[part]) for r in rounds]
+        out, back, move = (1e3 * statistics.median(part) for part in zip(*rounds, strict=True))
+        sys.stdout.write(f"{name:13} out {out:7.1f} ms, back {back:7.1f} ms; the move out {move:7.1f} ms\n")
+        for op, part in (("dispatch", 0), ("combine", 1), ("move", 2), ("exchange", None)):
+            times = [1e6 * (sum(r[:2]) if part is None else r[part]) for r in rounds]
             measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
             rows.append({"op": op, "impl": NAMES.get(name, name), "case": case, **measured, "n": len(times)})
     if args.out:
-        command = "imbrex netlab run ... -- benchmarks/collectives.py " + " ".join(sys.argv[1:])
+        words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
+        command = "imbrex netlab run ... -- benchmarks/collectives.py " + " ".join(words)
         write_results(args.out, QUESTION, describe_run(command), rows)
 
 

@@ -118,33 +118,32 @@ def report(args: argparse.Namespace, rows: dict[str, list], profile: Profile, wo
         "tasks alone, ms: " + ", ".join(f"{t.kind.name} {1e3 * s:.1f}" for t, s in alone.items()) + "\n"
     )
     sys.stdout.write(f"chosen by prediction: {choose(profile)}\n")
-    written = []
+    written: list[dict] = []
     for name, rounds in rows.items():
         forward, backward = (statistics.median(part) for part in zip(*rounds, strict=True))
         scheduler, _, degree = name.rpartition("-")
         guess = predict(profile, scheduler, int(degree)) if scheduler in overlap.SCHEDULERS else None
         said = f", predicted {1e3 * guess.forward:.1f} and {1e3 * guess.backward:.1f}" if guess else ""
         sys.stdout.write(f"{name:12} forward {1e3 * forward:7.1f} ms, backward {1e3 * backward:7.1f}{said}\n")
-        for op, part, chance in (
-            ("forward", 0, guess and guess.forward),
-            ("backward", 1, guess and guess.backward),
-        ):
-            times = [1e6 * r[part] for r in rounds]
-            written.append(
-                {
-                    "op": op,
-                    "impl": name,
-                    "case": case,
-                    "median_us": statistics.median(times),
-                    "min_us": min(times),
-                    "max_us": max(times),
-                    "n": len(times),
-                    "predicted_us": None if chance is None else 1e6 * chance,
-                }
-            )
+        chances = (None, None) if guess is None else (guess.forward, guess.backward)
+        written += rows_of(name, case, rounds, chances)
     if args.out:
-        command = "imbrex netlab run ... -- benchmarks/schedule.py " + " ".join(sys.argv[1:])
+        words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
+        command = "imbrex netlab run ... -- benchmarks/schedule.py " + " ".join(words)
         write_results(args.out, QUESTION, describe_run(command), written)
+
+
+def rows_of(name: str, case: dict, rounds: list, chances: tuple[float | None, float | None]) -> list[dict]:
+    """Rows of a results file, forward and backward, with the predicted seconds where there are any."""
+    found = []
+    for op, part, chance in (("forward", 0, chances[0]), ("backward", 1, chances[1])):
+        times = [1e6 * r[part] for r in rounds]
+        measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+        predicted = None if chance is None else 1e6 * chance
+        found.append(
+            {"op": op, "impl": name, "case": case, **measured, "n": len(times), "predicted_us": predicted}
+        )
+    return found
 
 
 if __name__ == "__main__":
