@@ -82,3 +82,11 @@ def test_the_first_failure_explains_more_than_a_lost_peer(tmp_path):
     assert [note.rank for note in death.read_notes(tmp_path)] == [0]
     death.forget(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_of_all_tells_the_user_once_a_run(tmp_path):
+    assert [death.may_speak(tmp_path) for _ in range(3)] == [True, False, False]
+    death.forget(tmp_path, 1)
+    assert not death.may_speak(tmp_path)
+    death.forget(tmp_path, 0)
+    assert death.may_speak(tmp_path)

@@ -199,12 +199,15 @@ class Rank:
             sentence = death.find_lost(self.board, num_ranks=self.num_ranks, timeout_s=self.timeout_s) or own
             death.leave_note(self.board, self.rank, death.LOST, sentence)
         told = any(note.kind != death.LOST for note in death.read_notes(self.board))
-        if not told and death.speaker(self.board, self.num_ranks) in (self.rank, None):
+        speaker = death.speaker(self.board, self.num_ranks)
+        # The lowest rank alive speaks; it may be gone before another looks, and its watch may see it too.
+        if not told and speaker in (self.rank, None) and death.may_speak(self.board):
             complain(f"{sentence}; {self.hint}")
 
     def _end(self, kind: str, sentence: str, *, speaks: bool) -> None:
         death.leave_note(self.board, self.rank, kind, sentence)
         if speaks and not self.launched:
+            death.may_speak(self.board)
             complain(sentence if kind == death.REFUSED else f"{sentence}; {self.hint}")
 
 

@@ -23,6 +23,7 @@ from imbrex.observe.board import Phase, find_dead, read_board
 LOST, FAILED, REFUSED = "lost", "failed", "refused"
 """Kinds of a note: a peer was lost; this rank failed; the input was refused, on every rank alike."""
 
+_SPOKEN = "spoken"
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
@@ -53,9 +54,20 @@ def read_notes(directory: str | os.PathLike[str]) -> tuple[Note, ...]:
 
 
 def forget(directory: str | os.PathLike[str], rank: int | None = None) -> None:
-    """Remove what an earlier run left in `directory`, of `rank` or of all."""
+    """Remove what an earlier run left in `directory`, of `rank` or of all. Rank 0 forgets who spoke."""
     for path in Path(directory).glob("rank-*" if rank is None else f"rank-{rank:05d}.*"):
         path.unlink(missing_ok=True)
+    if not rank:
+        (Path(directory) / _SPOKEN).unlink(missing_ok=True)
+
+
+def may_speak(directory: str | os.PathLike[str]) -> bool:
+    """Whether nobody who shares `directory` has told the user yet: true for the first who asks, once."""
+    try:
+        (Path(directory) / _SPOKEN).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def death_sentence(dead: Sequence[Phase], *, how: str = "died") -> str:
