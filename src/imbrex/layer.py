@@ -154,6 +154,8 @@ class MoELayer(nn.Module):
         with observer.span("route", layer=number):
             num_sequences = x.shape[0] if x.dim() == 3 else 1
             routing = self.gate(x_TD, num_sequences=num_sequences, kept_TK=kept_TK)
+        if observer.enabled and routing.kept_TK is not None:
+            observer.count("drops", (~routing.kept_TK).sum(), layer=number)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         y_TD = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
         self.routing = routing
