@@ -1,7 +1,7 @@
 """A pool of living gloo ranks: started once a test session, then given one function after another.
 
-The ranks are forked from a server that has torch loaded, so that eight of them start in seconds. It has loaded
-torch's compiler as well, which every first call of an operator wants.
+The ranks are forked from a server that has torch loaded, so that eight of them start in seconds, and its
+compiler too, which the first call of an operator wants.
 """
 
 from __future__ import annotations
