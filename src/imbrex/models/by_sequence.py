@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imbrex import waiting
+
 
 def tree_sum(x: Tensor) -> Tensor:
     """Sum over the first dimension, neighbours first. [0, ...] gives zeros."""
@@ -106,7 +108,7 @@ def average(parameters: Iterable[nn.Parameter], *, parts: int, group: dist.Proce
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
     gathered = flat.new_empty(group.size(), flat.numel())
-    dist.all_gather_into_tensor(gathered.flatten(), flat, group=group)
+    waiting.all_gather_single(gathered.flatten(), flat, group=group)
     mean = tree_sum(gathered[:: group.size() // parts]) / parts
     for grad, piece in zip(grads, mean.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(piece.view_as(grad))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex import waiting
 from imbrex.models.training import Recipe, Shape, Trainer
 from imbrex.observe import PHASES, Recorder, Span, fold, merge_traces, trace_events
 from imbrex.observe.report import communicating_share, write_report
@@ -139,7 +140,7 @@ class Run:
         if self.host_group is None:
             return vector[None]
         gathered = vector.new_empty(self.num_ranks * vector.numel())
-        dist.all_gather_into_tensor(gathered, vector.contiguous(), group=self.host_group)
+        waiting.all_gather_single(gathered, vector.contiguous(), group=self.host_group)
         return gathered.view(self.num_ranks, -1)
 
     def report(self, facts: Mapping[str, Any], references: Mapping[str, float]) -> dict[str, Any] | None:
