@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -183,16 +183,14 @@ def _group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
-def _collective(result: Tensor, begin: Callable[[], dist.Work | None]) -> None:
-    timeout_s = waiting.timeout_seconds()
-    waiting.finish("route", waiting.start("route", begin, timeout_s), timeout_s, on_host=not result.is_cuda)
-
-
 @custom_op("imbrex::sum_over_ranks", mutates_args=())
 def sum_over_ranks(x: Tensor, group_name: str, group_size: int) -> Tensor:
     """The sum of `x` over the ranks of a group. Its gradient: see `GlobalBatch`."""
     total = x.clone(memory_format=torch.contiguous_format)
-    _collective(total, lambda: dist.all_reduce(total, group=_group(group_name), async_op=True))
+    group = _group(group_name)
+    waiting.run(
+        "route", lambda: dist.all_reduce(total, group=group, async_op=True), on_host=not total.is_cuda
+    )
     return total
 
 
@@ -227,7 +225,11 @@ def gather_over_ranks(x: Tensor, group_name: str, group_size: int) -> Tensor:
     """`x` [...] of every rank of a group as [group_size, ...]. Not differentiable."""
     gathered = x.new_empty(group_size * x.numel())
     flat, group = x.flatten(), _group(group_name)
-    _collective(gathered, lambda: waiting.all_gather_single(gathered, flat, group=group, async_op=True))
+
+    def begin():
+        return waiting.all_gather_single(gathered, flat, group=group, async_op=True)
+
+    waiting.run("route", begin, on_host=not x.is_cuda)
     return gathered.view(group_size, *x.shape)
 
 

@@ -113,6 +113,4 @@ def _average(parameters: list[nn.Parameter], layer: MoELayer) -> None:
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> None:
-    limit = waiting.timeout_seconds()
-    work = waiting.start("gradients", lambda: dist.all_reduce(x, group=group, async_op=True), limit)
-    waiting.finish("gradients", work, limit, on_host=not x.is_cuda)
+    waiting.run("gradients", lambda: dist.all_reduce(x, group=group, async_op=True), on_host=not x.is_cuda)

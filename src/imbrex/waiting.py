@@ -54,6 +54,12 @@ def finish(what: str, work: dist.Work | None, timeout_s: float, *, on_host: bool
         raise _lost(what, timeout_s, error) from error
 
 
+def run(what: str, begin: Callable[[], dist.Work | None], *, on_host: bool) -> None:
+    """Begin a collective and wait for it, under the time-out of the environment."""
+    timeout_s = timeout_seconds()
+    finish(what, start(what, begin, timeout_s), timeout_s, on_host=on_host)
+
+
 def _lost(what: str, timeout_s: float, error: RuntimeError) -> RankLostError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
