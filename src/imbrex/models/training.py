@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,7 @@ def make_model(
     factors: Factors,
     *,
     transport: str,
-    codec: str,
+    codec: str | Mapping[str, str],
     timeout_s: float,
     observer: Observer,
 ) -> BytesLM:

@@ -1,0 +1,107 @@
+"""Many small trainings side by side: teams of ranks that take the next one from a list."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from imbrex.models.corpus import Corpus, load_corpus
+from imbrex.reproduce.training import RANKS, Size, train
+
+Task = tuple[str, int]
+"""A variant and a seed."""
+
+
+def train_all(
+    tasks: Sequence[Task],
+    *,
+    files: Sequence[str],
+    size: Size,
+    teams: int,
+    stop_after_s: float = 1e9,
+    folder: str | None = None,
+) -> list[dict[str, Any]]:
+    """Train every (variant, seed) with `teams` teams of `RANKS` processes of one thread each.
+
+    files: text to train on; none is the standard library's source. No task is begun after `stop_after_s`;
+    tasks that were not begun are missing in the results. folder: keep every result there as it comes.
+    """
+    # Processes that join on one host need no other interface, and a host may lack a name of its own.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    taken = mp.get_context("spawn").Value("i", 0)
+    with tempfile.TemporaryDirectory(prefix="imbrex-") as meeting:
+        kept = Path(folder or meeting)
+        kept.mkdir(parents=True, exist_ok=True)
+        more = (taken, list(tasks), list(files), size, Path(meeting), kept, time.time() + stop_after_s)
+        mp.spawn(_member, args=more, nprocs=min(teams, len(tasks)) * RANKS)
+        return [
+            json.loads(path.read_text())
+            for path in (kept / f"{number:04d}.json" for number in range(len(tasks)))
+            if path.exists()
+        ]
+
+
+def _member(
+    process: int,
+    taken: Synchronized,
+    tasks: list[Task],
+    files: list[str],
+    size: Size,
+    meeting: Path,
+    kept: Path,
+    stop_at: float,
+) -> None:
+    torch.set_num_threads(1)
+    team, rank = divmod(process, RANKS)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}/team-{team}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=size.timeout_s),
+    )
+    corpus = load_corpus(files, length=size.recipe.length)
+    while (number := _take(taken, len(tasks), stop_at, rank)) >= 0:
+        variant, seed = tasks[number]
+        result = train(variant, seed, corpus, size)
+        if rank == 0:
+            _tell(variant, seed, result)
+            row = {"variant": variant, "seed": seed, "text": _text(corpus), **result}
+            (kept / f"{number:04d}.json").write_text(json.dumps(row))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _take(taken: Synchronized, count: int, stop_at: float, rank: int) -> int:
+    """The next task of this team, the same on its ranks; -1 when there is none."""
+    number = torch.tensor([-1])
+    if rank == 0 and time.time() < stop_at:
+        with taken.get_lock():
+            if taken.value < count:
+                number[0] = taken.value
+                taken.value += 1
+    dist.broadcast(number, 0)
+    return int(number)
+
+
+def _text(corpus: Corpus) -> str:
+    return f"{corpus.name}: {len(corpus.train):,} bytes, {len(corpus.held_out):,} held out"
+
+
+def _tell(variant: str, seed: int, result: dict[str, Any]) -> None:
+    nats, seconds = result["held_out_nats"], result["seconds"]
+    sys.stdout.write(f"{variant:28} seed {seed}: {nats:.4f} nats a byte held out, {seconds:.0f} s\n")
+    sys.stdout.flush()
