@@ -90,7 +90,7 @@ def test_the_ten_lines_run_and_are_ten(tmp_path: Path) -> None:
     assert len(statements) <= 10
     (tmp_path / "ten_lines.py").write_text(code)
     assert "torchrun --nproc-per-node 2 ten_lines.py" in README
-    ran = run(torchrun("--nproc-per-node", "2", "ten_lines.py"), tmp_path)
+    ran = run(torchrun("--master-port", str(free_port()), "--nproc-per-node", "2", "ten_lines.py"), tmp_path)
     assert ran.stdout.count("expert_parallel=2") == 2
     assert ran.stdout.count("asked for") + ran.stdout.count("a token wants") >= 2
 
