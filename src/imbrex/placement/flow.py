@@ -3,13 +3,17 @@
 Tokens of an expert flow to any of the ranks that hold it. From the fullest rank, tokens are pushed along a
 path of shared experts to the emptiest rank that can be reached, until nothing reachable is two below it.
 What is reachable then holds tokens that cannot leave it, so no split has a lower fullest rank (the argument
-for optimal semi-matchings, Harvey, Ladner, Lovasz and Tamir 2006; here in bulk).
+for optimal semi-matchings, Harvey, Ladner, Lovasz and Tamir 2006; here in bulk: a hop between two ranks
+takes what all experts they share can give, and a push settles a rank at the mean of those reached).
+`kernels/split.cuh` does the same on a GPU, to the last integer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import permutations
 
 import numpy as np
 import torch
@@ -58,7 +62,11 @@ def split_nearest(counts_WE: Tensor, placement: Placement) -> Tensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """A placement as the splits need it. fixed_slots, fixed_experts: of experts with one replica.
-    several: the others, with their slots. rank_of: the rank that owns a slot."""
+    several: the others, with their slots. rank_of: the rank that owns a slot.
+
+    J numbers the slots in `several`, expert by expert. hops: of every two ranks that share experts, as
+    `from * num_ranks + to`, the slots J that give and those that take. cells: hop and slot J that gives.
+    """
 
     num_slots: int
     num_ranks: int
@@ -66,6 +74,8 @@ class Layout:
     fixed_experts: Ints
     several: tuple[tuple[int, tuple[int, ...]], ...]
     rank_of: tuple[int, ...]
+    hops: Mapping[int, tuple[Ints, Ints]]
+    cells: tuple[Ints, Ints]
 
     def fixed_rows(self, counts_WE: Ints) -> Ints:
         """Choices by slot, int64 [W, S], of experts with one replica; 0 for the others."""
@@ -82,15 +92,35 @@ def layout_of(placement: Placement) -> Layout:
         if expert >= 0:
             slots_of[expert].append(slot)
     alone = [expert for expert, slots in enumerate(slots_of) if len(slots) == 1]
-    rank_of = np.repeat(np.arange(placement.num_ranks), np.diff(placement.rank_offsets))
+    several = tuple((e, tuple(slots)) for e, slots in enumerate(slots_of) if len(slots) > 1)
+    rank_of = np.repeat(np.arange(placement.num_ranks), np.diff(placement.rank_offsets)).tolist()
+    hops = _hops(several, rank_of, placement.num_ranks)
+    cells = [np.full(len(gives), hop) for hop, (gives, _) in hops.items()]
+    givers = [gives for gives, _ in hops.values()]
+    empty = np.zeros(0, dtype=np.int64)
     return Layout(
         num_slots=placement.num_slots,
         num_ranks=placement.num_ranks,
         fixed_slots=np.array([slots_of[expert][0] for expert in alone], dtype=np.int64),
         fixed_experts=np.array(alone, dtype=np.int64),
-        several=tuple((e, tuple(slots)) for e, slots in enumerate(slots_of) if len(slots) > 1),
-        rank_of=tuple(rank_of.tolist()),
+        several=several,
+        rank_of=tuple(rank_of),
+        hops=hops,
+        cells=(np.concatenate([empty, *cells]), np.concatenate([empty, *givers])),
     )
+
+
+def _hops(
+    several: Sequence[tuple[int, tuple[int, ...]]], rank_of: Sequence[int], num_ranks: int
+) -> dict[int, tuple[Ints, Ints]]:
+    found: dict[int, list[tuple[int, int]]] = {}
+    first = 0
+    for _, slots in several:
+        for gives, takes in permutations(range(len(slots)), 2):
+            hop = rank_of[slots[gives]] * num_ranks + rank_of[slots[takes]]
+            found.setdefault(hop, []).append((first + gives, first + takes))
+        first += len(slots)
+    return {hop: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for hop, pairs in found.items()}
 
 
 def home(source: int, num_sources: int, num_ranks: int) -> int:
@@ -98,62 +128,60 @@ def home(source: int, num_sources: int, num_ranks: int) -> int:
     return -1 if num_sources < num_ranks else source * num_ranks // num_sources
 
 
-def even_out(loads: list[int], takes: list[dict[int, int]]) -> None:
-    """Push tokens until the fullest rank is as low as can be. In place.
+def even_out(loads: list[int], takes_J: Ints, layout: Layout) -> int:
+    """Push tokens until the fullest rank is as low as can be, in place; the pushes it took.
 
-    loads: tokens of every rank. takes: of every replicated expert, the tokens that each of its ranks takes.
+    loads: tokens of every rank. takes_J: tokens that each slot of the replicated experts takes.
     """
-    experts_on: list[list[int]] = [[] for _ in loads]
-    for expert, taken in enumerate(takes):
-        for rank in taken:
-            experts_on[rank].append(expert)
-    settled = False
-    while not settled:
-        fullest = max(range(len(loads)), key=loads.__getitem__)
-        reached = _reach(fullest, takes, experts_on)
-        emptiest = min(reached, key=lambda rank: (loads[rank], rank))
-        settled = loads[fullest] - loads[emptiest] < 2
-        if not settled:
-            _push(fullest, emptiest, reached, loads, takes)
+    ranks, pushes = len(loads), 0
+    cells, givers = layout.cells
+    while True:
+        flow = np.bincount(cells, takes_J[givers], ranks * ranks).astype(np.int64).tolist()
+        fullest = max(range(ranks), key=loads.__getitem__)
+        before = _reach(fullest, flow, ranks)
+        emptiest = min(before, key=lambda rank: (loads[rank], rank))
+        if loads[fullest] - loads[emptiest] < 2:
+            return pushes
+        pushes += 1
+        amount, at = _surplus(loads, fullest, emptiest, list(before)), emptiest
+        while at != fullest:
+            amount = min(amount, flow[before[at] * ranks + at])
+            at = before[at]
+        loads[fullest] -= amount
+        loads[emptiest] += amount
+        at = emptiest
+        while at != fullest:
+            _shift(takes_J, *layout.hops[before[at] * ranks + at], amount)
+            at = before[at]
 
 
-def _reach(
-    start: int, takes: list[dict[int, int]], experts_on: list[list[int]]
-) -> dict[int, tuple[int, int]]:
-    """Ranks that tokens of `start` can be pushed to: (rank before it on the path, expert that moves)."""
-    reached = {start: (-1, -1)}
-    queue = [start]
-    for rank in queue:
-        for expert in experts_on[rank]:
-            if not takes[expert][rank]:
-                continue
-            for other in takes[expert]:
-                if other not in reached:
-                    reached[other] = (rank, expert)
-                    queue.append(other)
-    return reached
+def _reach(start: int, flow: list[int], ranks: int) -> dict[int, int]:
+    """Ranks that tokens of `start` can be pushed to, each with the rank before it on a shortest path."""
+    before, level = {start: -1}, [start]
+    while level:
+        found = {}
+        for rank in sorted(level):
+            for other in range(ranks):
+                if flow[rank * ranks + other] and other not in before and other not in found:
+                    found[other] = rank
+        before |= found
+        level = list(found)
+    return before
 
 
-def _push(
-    start: int,
-    end: int,
-    reached: dict[int, tuple[int, int]],
-    loads: list[int],
-    takes: list[dict[int, int]],
-) -> None:
-    path, at = [], end
-    while at != start:
-        before, expert = reached[at]
-        path.append((before, at, expert))
-        at = before
-    amount = (loads[start] - loads[end]) // 2
-    for source, _, expert in path:
-        amount = min(amount, takes[expert][source])
-    for source, target, expert in path:
-        takes[expert][source] -= amount
-        takes[expert][target] += amount
-    loads[start] -= amount
-    loads[end] += amount
+def _surplus(loads: list[int], fullest: int, emptiest: int, reached: list[int]) -> int:
+    """What brings one end to the mean of the ranks reached, else half of what lies between the ends."""
+    total = sum(loads[rank] for rank in reached)
+    over, under = loads[fullest] - -(-total // len(reached)), total // len(reached) - loads[emptiest]
+    return min(over, under) or (loads[fullest] - loads[emptiest]) // 2
+
+
+def _shift(takes_J: Ints, gives: Ints, gets: Ints, amount: int) -> None:
+    """Move tokens over one hop; the experts shared give in their order."""
+    held = takes_J[gives]
+    given = np.clip(amount - (np.cumsum(held) - held), 0, held)
+    takes_J[gives] -= given
+    takes_J[gets] += given
 
 
 def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
@@ -165,15 +193,21 @@ def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
     loads = np.diff(ends).tolist()
     homes = [home(source, num_sources, layout.num_ranks) for source in range(num_sources)]
     wanted = [counts_WE[:, expert].tolist() for expert, _ in layout.several]
-    takes = [
-        _stay_home(of_source, homes, [layout.rank_of[slot] for slot in slots])
-        for of_source, (_, slots) in zip(wanted, layout.several, strict=True)
-    ]
-    for taken in takes:
-        for rank, amount in taken.items():
-            loads[rank] += amount
-    even_out(loads, takes)
-    for of_source, taken, (_, slots) in zip(wanted, takes, layout.several, strict=True):
+    takes_J = np.array(
+        [
+            amount
+            for of_source, (_, slots) in zip(wanted, layout.several, strict=True)
+            for amount in _stay_home(of_source, homes, [layout.rank_of[slot] for slot in slots])
+        ],
+        dtype=np.int64,
+    )
+    flat = [slot for _, slots in layout.several for slot in slots]
+    for slot, amount in zip(flat, takes_J.tolist(), strict=True):
+        loads[layout.rank_of[slot]] += amount
+    even_out(loads, takes_J, layout)
+    left = iter(takes_J.tolist())
+    for of_source, (_, slots) in zip(wanted, layout.several, strict=True):
+        taken = {layout.rank_of[slot]: next(left) for slot in slots}
         slot_on = {layout.rank_of[slot]: slot for slot in slots}
         for source, at in enumerate(homes):
             if at in taken:
@@ -184,7 +218,7 @@ def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
     return rows
 
 
-def _stay_home(of_source: list[int], homes: list[int], ranks: list[int]) -> dict[int, int]:
+def _stay_home(of_source: list[int], homes: list[int], ranks: list[int]) -> list[int]:
     """Tokens that each rank of a replicated expert takes at first: its own, and an even share of the rest."""
     taken = dict.fromkeys(ranks, 0)
     rest = 0
@@ -195,7 +229,7 @@ def _stay_home(of_source: list[int], homes: list[int], ranks: list[int]) -> dict
             rest += amount
     for place, rank in enumerate(ranks):
         taken[rank] += rest * (place + 1) // len(ranks) - rest * place // len(ranks)
-    return taken
+    return list(taken.values())
 
 
 def _assign(
