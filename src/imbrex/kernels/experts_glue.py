@@ -1,4 +1,8 @@
-"""The memory-bound pieces around the expert GEMMs, on the host's side of `experts_glue.cu`."""
+"""The memory-bound pieces around the expert GEMMs, on the host's side of `experts_glue.cu`.
+
+All are persistent blocks that loop to a count on the device: their time follows the rows that there are, not
+the rows that there is room for. Rows past the last of `ends_e` are neither read nor written.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor
 from imbrex.kernels.jit import Kernel, Variant, load
 
 SOURCE = "experts_glue.cu"
-KERNELS = ("plan_groups", "swiglu_backward", "gather_rows", "sum_rows")
+KERNELS = ("plan_groups", "swiglu", "swiglu_backward", "gather_rows", "weigh_rows", "sum_rows")
 _THREADS = 256
 _BLOCKS_PER_SM = 8
 _UNIT = 8  # bf16 values in 16 bytes
@@ -60,51 +64,71 @@ def plan_groups(counts_e: Tensor) -> Groups:
     return Groups(plan=plan)
 
 
+def swiglu(gate_up_RG: Tensor, weights_R: Tensor | None, ends_e: Tensor) -> Tensor:
+    """silu(gate) * up of every row, times its weight (float32) where given: [R, F] bf16 from [R, 2F]."""
+    act_RF = gate_up_RG.new_empty(gate_up_RG.shape[0], gate_up_RG.shape[1] // 2)
+    _launch("swiglu", gate_up_RG, weights_R, ends_e, ends_e.numel(), act_RF.shape[1] // _UNIT, act_RF)
+    return act_RF
+
+
 def swiglu_backward(
-    d_act_RF: Tensor, gate_up_RG: Tensor, weights_R: Tensor | None, ends_e: Tensor
+    d_act_RF: Tensor, gate_up_RG: Tensor, weights_R: Tensor | None, ends_e: Tensor, *, keep: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """d_gate_up [R, 2F], act [R, F] times the weights, d_weights [R] float32 (`None` without weights)."""
+    """d_gate_up [R, 2F]; act [R, F] times the weights (empty without `keep`); d_weights [R] float32 (`None`
+    without weights)."""
     rows, width = d_act_RF.shape
-    d_gate_up_RG, act_RF = torch.empty_like(gate_up_RG), torch.empty_like(d_act_RF)
-    d_weights_R = (
-        None if weights_R is None else torch.empty(rows, dtype=torch.float32, device=d_act_RF.device)
-    )
-    _kernel("swiglu_backward", d_act_RF.device).launch(
-        grid=_blocks(d_act_RF.device),
-        block=_THREADS,
-        args=[
-            d_act_RF,
-            gate_up_RG,
-            weights_R,
-            ends_e,
-            ends_e.numel(),
-            width // _UNIT,
-            d_gate_up_RG,
-            act_RF,
-            d_weights_R,
-        ],
-    )
+    d_gate_up_RG, act_RF = torch.empty_like(gate_up_RG), d_act_RF.new_empty(rows if keep else 0, width)
+    d_weights_R = None if weights_R is None else d_act_RF.new_empty(rows, dtype=torch.float32)
+    count = ends_e, ends_e.numel(), width // _UNIT
+    kept = act_RF if keep else None
+    _launch("swiglu_backward", d_act_RF, gate_up_RG, weights_R, *count, d_gate_up_RG, kept, d_weights_R)
     return d_gate_up_RG, act_RF, d_weights_R
 
 
-def gather_rows(x_TD: Tensor, index_R: Tensor, ends_e: Tensor) -> Tensor:
-    """Expert-major copies: row r is `x_TD[index_R[r]]`; rows past the last end are not written."""
+def gather_rows(x_TD: Tensor, index_R: Tensor, ends_e: Tensor, choices: int = 1) -> Tensor:
+    """Expert-major copies: row r is `x_TD[index_R[r] // choices]`."""
     rows_RD = x_TD.new_empty(index_R.numel(), x_TD.shape[1])
-    _kernel("gather_rows", x_TD.device).launch(
-        grid=_blocks(x_TD.device),
-        block=_THREADS,
-        args=[x_TD, index_R, ends_e, ends_e.numel(), x_TD.shape[1] // _UNIT, rows_RD],
-    )
+    count = ends_e, ends_e.numel(), x_TD.shape[1] // _UNIT
+    _launch("gather_rows", x_TD, index_R, choices, *count, rows_RD)
     return rows_RD
 
 
-def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """y_TD: every token's rows, times their weights, summed in fp32 in order of k; position -1 adds none."""
+def weigh_rows(
+    d_y: Tensor,
+    rows_RD: Tensor,
+    weights: Tensor | None,
+    ends_e: Tensor,
+    choice_R: Tensor | None = None,
+    choices: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of a weighted sum of rows: d_rows [R, D], and float32 d_weights (`None` without weights).
+
+    choice_R: int64; row r is choice k of token t, t * choices + k, and reads d_y [T, D] there; weights and
+    d_weights are [T, K], 0 where no row has a choice. Without it d_y is [R, D], and weights and d_weights [R]
+    go by row, unset past the last one.
+    """
+    d_rows_RD, d_weights = torch.empty_like(rows_RD), None
+    if weights is not None:
+        d_weights = torch.empty_like(weights) if choice_R is None else torch.zeros_like(weights)
+    where = rows_RD, weights, ends_e, ends_e.numel(), rows_RD.shape[1] // _UNIT
+    _launch("weigh_rows", d_y, choice_R, choices, *where, d_rows_RD, d_weights)
+    return d_rows_RD, d_weights
+
+
+def sum_rows(
+    rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None, count: Tensor | None = None
+) -> Tensor:
+    """y_TD: every token's rows, times their weights, summed in fp32 in order of k; position -1 adds none.
+
+    count: int32 [1] on the device; tokens from it on are neither read nor written.
+    """
     tokens, choices = position_TK.shape
     y_TD = rows_RD.new_empty(tokens, rows_RD.shape[1])
-    _kernel("sum_rows", rows_RD.device).launch(
-        grid=_blocks(rows_RD.device),
-        block=_THREADS,
-        args=[rows_RD, position_TK, weights_TK, tokens, choices, rows_RD.shape[1] // _UNIT, y_TD],
-    )
+    sizes = tokens, choices, rows_RD.shape[1] // _UNIT
+    _launch("sum_rows", rows_RD, position_TK, weights_TK, count, *sizes, y_TD)
     return y_TD
+
+
+def _launch(entry: str, first: Tensor, *others: Tensor | int | None) -> None:
+    device = first.device
+    _kernel(entry, device).launch(grid=_blocks(device), block=_THREADS, args=[first, *others])
