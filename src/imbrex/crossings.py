@@ -355,7 +355,7 @@ class Crossings:
         return y_TD.to(dtype)
 
     def run_combine_backward(
-        self, d_y_TD: Tensor, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor]
+        self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         with self.observer.span("combine_backward", layer=self.layer):
             encoded = self.write_combine_backward(d_y_TD)
@@ -373,17 +373,17 @@ class Crossings:
         self,
         received: Tensor | None,
         d_y_TD: Tensor,
-        rows_RD: Tensor,
-        weights_R: Tensor | None,
+        rows_RD: Tensor | None,
+        weights_R: Tensor,
         state: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the rows and of their weights."""
+        """Gradients of the rows and of their weights. Without rows these were weighted before."""
         pool, source_R = [d_y_TD], read_state(state)[0]
         if received is not None:
             pool.append(self.wire.combine_backward.decode(received, d_y_TD.shape[1], d_y_TD.dtype))
         d_y_RD = rows.expand(pool, source_R)
-        if weights_R is None:
-            return d_y_RD, torch.zeros(len(source_R), device=d_y_RD.device)
+        if rows_RD is None:
+            return d_y_RD, weights_R.new_empty(0)
         # Padding rows of an expert with a bias are not zero, and may be anything on a device.
         products = torch.where(source_R[:, None] < 0, 0.0, rows_RD.float() * d_y_RD.float())
         return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), products.sum(1)

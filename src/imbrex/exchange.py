@@ -221,12 +221,13 @@ class Exchange:
     ) -> Tensor:
         return ops.combine(
             rows_RD,
-            None if weighted else handle.weights_R,
+            handle.weights_R,
             addend,
             handle.state,
             handle.num_tokens,
             self._crossings.key,
             ticket,
+            weighted,
         )
 
     def close(self) -> None:

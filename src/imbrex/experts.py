@@ -49,8 +49,6 @@ class Experts(nn.Module):
     [e, F, D]); down_proj [e, D, F]; gate_up_proj_bias [e, 2F], down_proj_bias [e, D].
     """
 
-    applies_weights = False
-
     def __init__(
         self,
         expert_ids: tuple[int, ...],
@@ -127,11 +125,22 @@ class Experts(nn.Module):
         return torch.cat([self.shard.take(half, 0) for half in halves])
 
     def forward(self, dispatched: Dispatched) -> Tensor:
-        """rows_RD of the dispatch's dtype. Rows past the counts are unset."""
-        rows_RD, counts_e = dispatched.rows_RD, dispatched.counts_e
-        if self.implementation == "kernels" and rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16:
-            gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
-            return ffn(rows_RD, gate_up, down, counts_e)
+        """rows_RD of the dispatch's dtype, times `handle.weights_R` where `applies_weights`. Rows past the
+        counts are unset."""
+        rows_RD, weights_R = dispatched.rows_RD, dispatched.handle.weights_R
+        if self.implementation != "kernels":
+            return self._by_products(rows_RD, dispatched.counts_e)
+        if not rows_RD.is_cuda or rows_RD.dtype != torch.bfloat16:
+            return self._by_products(rows_RD, dispatched.counts_e) * weights_R[:, None].to(rows_RD.dtype)
+        gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
+        return ffn(rows_RD, gate_up, down, dispatched.counts_e, weights_R=weights_R)
+
+    @property
+    def applies_weights(self) -> bool:
+        """The kernels scale their last product's sums, and find the weights' gradient on their way back."""
+        return self.implementation == "kernels"
+
+    def _by_products(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         product = _loop_product if self.implementation == "loop" else _grouped_product
         up_RF = product(rows_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_e)
         # Tensor ranks sum their outputs, so only the first adds the bias.

@@ -96,47 +96,50 @@ dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 @custom_op("imbrex::combine", mutates_args=())
 def combine(
     rows_RD: Tensor,
-    weights_R: Tensor | None,
+    weights_R: Tensor,
     addend_TD: Tensor | None,
     state: Sequence[Tensor],
     num_tokens: int,
     key: int,
     ticket: int,
+    weighted: bool,
 ) -> Tensor:
-    """y_TD, the rows of every token summed, times `weights_R` where given."""
-    return owner_of(key).run_combine(rows_RD, weights_R, addend_TD, state, num_tokens, ticket)
+    """y_TD, the rows of every token summed, times `weights_R` unless they are `weighted` already."""
+    weights = None if weighted else weights_R
+    return owner_of(key).run_combine(rows_RD, weights, addend_TD, state, num_tokens, ticket)
 
 
 @combine.register_fake
-def _(rows_RD, weights_R, addend_TD, state, num_tokens, key, ticket):
+def _(rows_RD, weights_R, addend_TD, state, num_tokens, key, ticket, weighted):
     return rows_RD.new_empty(num_tokens, rows_RD.shape[1])
 
 
 @custom_op("imbrex::combine_backward", mutates_args=())
 def combine_backward(
-    d_y_TD: Tensor, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], key: int
+    d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor], key: int
 ) -> tuple[Tensor, Tensor]:
-    """d_rows_RD, d_weights_R (zeros without weights)."""
+    """d_rows_RD, d_weights_R. Without `rows_RD` they were weighted before, and d_weights_R is empty."""
     return owner_of(key).run_combine_backward(d_y_TD, rows_RD, weights_R, state)
 
 
 @combine_backward.register_fake
 def _(d_y_TD, rows_RD, weights_R, state, key):
-    return torch.empty_like(rows_RD), rows_RD.new_empty(rows_RD.shape[0], dtype=torch.float32)
+    d_weights_R = weights_R.new_empty(weights_R.shape[0] if rows_RD is not None else 0)
+    return d_y_TD.new_empty(weights_R.shape[0], d_y_TD.shape[1]), d_weights_R
 
 
 def _combine_setup(ctx, inputs, output):
-    rows_RD, weights_R, addend, state, _tokens, ctx.key, _ticket = inputs
-    ctx.has_addend, ctx.has_weights = addend is not None, weights_R is not None
-    ctx.num_state = len(state)
-    ctx.save_for_backward(rows_RD, weights_R, *state)
+    rows_RD, weights_R, addend, state, _tokens, ctx.key, _ticket, ctx.weighted = inputs
+    ctx.has_addend, ctx.num_state = addend is not None, len(state)
+    # Rows that were weighted before are not needed again, and they are the largest tensor of a layer.
+    ctx.save_for_backward(None if ctx.weighted else rows_RD, weights_R, *state)
 
 
 def _combine_backward(ctx, d_y_TD):
     rows_RD, weights_R, *state = ctx.saved_tensors
     d_rows_RD, d_weights_R = combine_backward(d_y_TD, rows_RD, weights_R, state, ctx.key)
-    d_weights, d_addend = d_weights_R if ctx.has_weights else None, d_y_TD if ctx.has_addend else None
-    return d_rows_RD, d_weights, d_addend, [None] * ctx.num_state, None, None, None
+    d_weights, d_addend = None if ctx.weighted else d_weights_R, d_y_TD if ctx.has_addend else None
+    return d_rows_RD, d_weights, d_addend, [None] * ctx.num_state, None, None, None, None
 
 
 combine.register_autograd(_combine_backward, setup_context=_combine_setup)

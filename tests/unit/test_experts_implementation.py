@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from imbrex import experts
-from imbrex.contracts import Dispatched
+from imbrex.contracts import Dispatched, Handle
 from imbrex.experts import Experts, pick_implementation
 
 
@@ -58,11 +58,15 @@ def test_the_width_that_counts_is_the_shards() -> None:
 
 @pytest.mark.usefixtures("kernels_available")
 def test_rows_elsewhere_go_through_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU tensor in experts that would use the kernels: same numbers as the loop."""
-    counts = torch.tensor([3, 1])
-    rows = Dispatched(rows_RD=torch.randn(4, 16), counts_e=counts, handle=None)  # type: ignore[arg-type]
+    """A CPU tensor in experts that would use the kernels: the loop's numbers, times the weights of the rows
+    as from the kernels."""
+    counts, weights_R = torch.tensor([3, 1]), torch.tensor([0.5, 1.0, 2.0, -1.0])
+    handle = Handle(weights_R=weights_R, state=(), num_tokens=4)
+    rows = Dispatched(rows_RD=torch.randn(4, 16), counts_e=counts, handle=handle)
     made = Experts((0, 1), 16, 24)
     assert made.implementation == "kernels"
-    monkeypatch.setattr(experts, "ffn", lambda *_: pytest.fail("the kernels got rows on the CPU"))
+    monkeypatch.setattr(experts, "ffn", lambda *_, **__: pytest.fail("the kernels got rows on the CPU"))
     loop = Experts((0, 1), 16, 24, implementation="loop")
-    assert torch.allclose(made(rows), loop(rows), atol=1e-6)
+    assert made.applies_weights
+    assert not loop.applies_weights
+    assert torch.allclose(made(rows), loop(rows) * weights_R[:, None], atol=1e-6)

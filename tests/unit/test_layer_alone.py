@@ -133,7 +133,7 @@ def test_operators_obey_torchs_rules(op: str) -> None:
     if op == "combine":
         rows, weights_R, _, state = ops.dispatch(*inputs)
         rows, weights_R = (t.detach().requires_grad_() for t in (rows, weights_R))
-        inputs = (rows, weights_R, None, state, 5, key, -1)
+        inputs = (rows, weights_R, None, state, 5, key, -1, False)
     torch.library.opcheck(getattr(ops, op), inputs, test_utils=("test_schema", "test_faketensor"))
     if op == "dispatch":
         outputs = ops.dispatch(*inputs)

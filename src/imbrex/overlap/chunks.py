@@ -142,10 +142,11 @@ class Backward:
     def decode_out(self, chunk: int, received: Tensor | None) -> None:
         c = self.forward.chunks[chunk]
         assert c.out_RD is not None
+        assert c.weights_R is not None
         with self.crossings.observer.span("combine_backward", layer=self.crossings.layer):
-            weights = None if self.forward.layer_experts.applies_weights else c.weights_R
+            out_RD = None if self.forward.layer_experts.applies_weights else c.out_RD.detach()
             self.d_rows[chunk] = self.crossings.read_combine_backward(
-                received, self.d_y_TD[c.tokens], c.out_RD.detach(), weights, c.state
+                received, self.d_y_TD[c.tokens], out_RD, c.weights_R, c.state
             )
 
     def experts(self, chunk: int) -> None:
@@ -165,7 +166,7 @@ class Backward:
         d_rows = torch.zeros_like(c.rows_RD) if d_rows is None else d_rows
         if c.weights_R.requires_grad:
             given = found.pop(0)
-            d_weights_R = d_weights_R if given is None else given
+            d_weights_R = torch.zeros_like(c.weights_R) if given is None else given
         for place, grad in enumerate(found):
             before = self.d_parameters[place]
             if grad is not None:
