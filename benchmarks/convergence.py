@@ -1,6 +1,6 @@
 """Does a codec change what a model learns? The same language model with each, seed by seed.
 
-    python -m benchmarks.convergence --data tinyshakespeare.txt --teams 8 --out benchmarks/results/convergence.json
+    python -m benchmarks.convergence --data shakespeare.txt --teams 8 --out benchmarks/results/convergence.json
 
 Rows cross between two gloo ranks, encoded forward and backward; see `imbrex/reproduce/training.py`.
 """

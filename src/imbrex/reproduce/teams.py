@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from imbrex.models.corpus import Corpus, load_corpus
 from imbrex.reproduce.training import RANKS, Size, train
@@ -41,12 +42,12 @@ def train_all(
     # Processes that join on one host need no other interface, and a host may lack a name of its own.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"
-    taken = mp.get_context("spawn").Value("i", 0)
+    taken = multiprocessing.get_context("spawn").Value("i", 0)
     with tempfile.TemporaryDirectory(prefix="imbrex-") as meeting:
         kept = Path(folder or meeting)
         kept.mkdir(parents=True, exist_ok=True)
         more = (taken, list(tasks), list(files), size, Path(meeting), kept, time.time() + stop_after_s)
-        mp.spawn(_member, args=more, nprocs=min(teams, len(tasks)) * RANKS)
+        spawn(_member, args=more, nprocs=min(teams, len(tasks)) * RANKS)
         return [
             json.loads(path.read_text())
             for path in (kept / f"{number:04d}.json" for number in range(len(tasks)))
