@@ -24,7 +24,9 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
 struct Index { unsigned x; };
 using std::max;
 using std::min;
@@ -228,6 +230,10 @@ inline int run(int grid, int block, int smem, unsigned seed, double limit, std::
     return 0;
 }
 
+template <class A>
+void call(void (*kernel)(A), void** args) {
+    kernel(*static_cast<std::remove_const_t<A>*>(args[0]));
+}
 template <class A, class B>
 void call(void (*kernel)(A, B), void** args) {
     kernel(*static_cast<std::remove_const_t<A>*>(args[0]), *static_cast<std::remove_const_t<B>*>(args[1]));
@@ -273,11 +279,25 @@ inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
     __syncwarp();
     return result;
 }
+inline int __shfl_up_sync(u32, int value, int step) {
+    emu::Block& block = *emu::self().block;
+    const int lane = static_cast<int>(emu::self().thread % 32);
+    u32* words = block.exchanged.data() + emu::self().thread / 32 * 32;
+    words[lane] = static_cast<u32>(value);
+    __syncwarp();
+    const int result = static_cast<int>(words[max(lane - step, 0)]);
+    __syncwarp();
+    return lane < step ? value : result;
+}
+inline int atomicAdd(int* word, int value) { int before = *word; *word += value; return before; }
+inline int __ffs(u32 v) { return __builtin_ffs(static_cast<int>(v)); }
 inline u32 atomicSub(u32* word, u32 value) { u32 before = *word; *word -= value; return before; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 atomicOr(u32* word, u32 bits) { u32 before = *word; *word |= bits; return before; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float __uint_as_float(u32 bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline u32 __float_as_uint(float f) { u32 bits; std::memcpy(&bits, &f, 4); return bits; }
@@ -351,6 +371,21 @@ void bulk_wait() {
     }
 }
 
+template <int kOffset = 0>
+uint4 load_once(const void* from, bool wanted) {
+    uint4 v{};
+    if (wanted) std::memcpy(&v, static_cast<const u8*>(from) + kOffset, 16);
+    return v;
+}
+template <int kOffset, int kScaleOffset>
+uint4 load_coded(const void* from, const void* scale, bool wanted) {
+    uint4 v{};
+    if (!wanted) return v;
+    std::memcpy(&v, static_cast<const u8*>(from) + kOffset, 8);
+    std::memcpy(&v.z, static_cast<const u8*>(scale) + kScaleOffset, 4);
+    return v;
+}
+
 inline uint4 load_shared(u32 address) { uint4 v; std::memcpy(&v, shared_memory() + address, 16); return v; }
 inline void store_shared(u32 address, uint4 v) { std::memcpy(shared_memory() + address, &v, 16); }
 
@@ -373,6 +408,16 @@ inline u32 round_e4m3(float f) {
     return sign | (units < 8 ? static_cast<u32>(units) : static_cast<u32>((exponent + 7) << 3 | (units - 8)));
 }
 inline u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
+inline float value_e4m3(u32 bits) {
+    const float sign = bits & 0x80 ? -1.0f : 1.0f;
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return std::nanf("");
+    return sign * std::ldexp(static_cast<float>(exponent ? 8 + mantissa : mantissa), (exponent ? exponent : 1) - 10);
+}
+inline void unpack_e4m3(u32 packed, float& low, float& high) {
+    low = value_e4m3(packed & 0xff);
+    high = value_e4m3(packed >> 8 & 0xff);
+}
 inline float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
 inline float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 

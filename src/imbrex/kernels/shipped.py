@@ -9,7 +9,11 @@ import importlib
 
 from imbrex.kernels.jit import Variant
 
-FAMILIES: tuple[str, ...] = ("imbrex.kernels.experts_ffn", "imbrex.kernels.exchange")
+FAMILIES: tuple[str, ...] = (
+    "imbrex.kernels.experts_ffn",
+    "imbrex.kernels.exchange",
+    "imbrex.kernels.split",
+)
 
 
 def shipped_variants() -> list[Variant]:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
+from imbrex.kernels import unavailable
+from imbrex.kernels.split import MOST_RANKS, SplitKernel
 from imbrex.placement.packing import Ints
 
 
@@ -32,9 +34,20 @@ def split_balanced(counts_WE: Tensor, placement: Placement) -> Tensor:
     Example: 2 ranks, [[0, 1], [0, 2]], expert 0 wanted 10 times, 1 and 2 twice each: rank 0 computes
     5 + 2 rows and rank 1 as many, while equal shares of 9, 4 and 1 for them would be 8.5 and 5.5.
     """
-    # host sync: the split is decided on the host; counts live there already on every current transport
+    kernel = kernel_for(placement, counts_WE.device) if counts_WE.is_cuda else None
+    if kernel is not None:
+        return kernel(counts_WE)
+    # host sync: none where the counts are on the host
     counts = counts_WE.cpu().numpy()
     return torch.from_numpy(spread_choices(counts, placement)).to(counts_WE.device)
+
+
+@lru_cache(maxsize=1024)
+def kernel_for(placement: Placement, device: torch.device) -> SplitKernel | None:
+    """The kernel, where the device runs it."""
+    if placement.num_ranks > MOST_RANKS or unavailable(device.index) is not None:
+        return None
+    return SplitKernel(placement, device)
 
 
 def split_nearest(counts_WE: Tensor, placement: Placement) -> Tensor:
@@ -42,7 +55,7 @@ def split_nearest(counts_WE: Tensor, placement: Placement) -> Tensor:
 
     Shapes and devices as in `split_balanced`.
     """
-    # host sync: the split is decided on the host; counts live there already on every current transport
+    # host sync: none where the counts are on the host
     counts = counts_WE.cpu().numpy()
     layout = layout_of(placement)
     rows = layout.fixed_rows(counts)
