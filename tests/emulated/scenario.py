@@ -158,9 +158,20 @@ def weighted_sum(rows_MD: Tensor, weights_M: Tensor) -> Tensor:
     return total
 
 
-def combined(case: Case, plans: list[Plan], inputs: Inputs, rows_WRD: list[Tensor], weighted: bool) -> Tensor:
-    """bf16 [W, T, D]: sums on the other ranks, rounded to bf16, and the own rows, in the order of the
-    ranks.
+def through_wire(partial_D: Tensor, wire: str) -> Tensor:
+    """A rank's sum as it arrives: bf16, or that as a row of the fp8 codec."""
+    rounded = partial_D.bfloat16()
+    if wire == "bf16":
+        return rounded
+    codec = Fp8.e4m3()
+    return codec.decode(codec.encode(rounded[None], torch.bfloat16), len(rounded), torch.float32)[0]
+
+
+def combined(
+    case: Case, plans: list[Plan], inputs: Inputs, rows_WRD: list[Tensor], weighted: bool, wire: str = "bf16"
+) -> Tensor:
+    """float32 [W, T, D]: sums on the other ranks as the wire rounds them, and the own rows, in the order of
+    the ranks.
     """
     offsets = case.placement.rank_offsets
     weights = inputs.weights_WTK.cpu()
@@ -178,11 +189,13 @@ def combined(case: Case, plans: list[Plan], inputs: Inputs, rows_WRD: list[Tenso
                     rows += mine.unbind(0)
                     gates += gate.unbind(0)
                 else:
-                    rows.append(weighted_sum(mine, gate).bfloat16())
+                    rows.append(through_wire(weighted_sum(mine, gate), wire))
                     gates.append(torch.tensor(1.0))
             if rows:
-                out[home, token] = weighted_sum(torch.stack(rows), torch.stack(gates))
-    return out.bfloat16()
+                out[home, token] = weighted_sum(
+                    torch.stack([row.float() for row in rows]), torch.stack(gates)
+                )
+    return out
 
 
 def check_exchange(
@@ -227,12 +240,14 @@ def check_combine(
         make = torch.Generator().manual_seed(me)
         outputs.append(torch.randn(max(plan.num_rows, 1), case.width, generator=make).bfloat16())
         given[me, : len(outputs[me])] = outputs[me].to(given.device)
-    for weighted in (True, False):
-        y = exchange.combine(given, routed, weighted=weighted, num_sms=sms).view(inputs.x_WTD.shape)
+    wires = ["bf16", "bf16"] + ["fp8"] * (case.width % 256 == 0)
+    for weighted, wire in zip((True, False, True), wires, strict=False):
+        dtype = torch.bfloat16 if weighted else torch.float32
+        y = exchange.combine(given, routed, weighted=weighted, num_sms=sms, wire=wire, out_dtype=dtype)
         exchange.check(synchronize=True)
-        want = combined(case, plans, inputs, outputs, weighted)
+        want = combined(case, plans, inputs, outputs, weighted, wire).to(dtype)
         for me, tokens in enumerate(case.tokens):
-            assert torch.equal(y[me, :tokens].cpu(), want[me, :tokens])
+            assert torch.equal(y.view(want.shape)[me, :tokens].cpu(), want[me, :tokens])
 
 
 def check_compact_combine(

@@ -40,15 +40,15 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@given(case=cases(), sms=st.integers(1, 3), team=st.sampled_from([1, 4]))
+@given(case=cases(), sms=st.integers(1, 3))
 @settings(
     max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_any_shape(case: Case, sms: int, team: int) -> None:
-    exchange = make_exchange(case, load=kernel.load, timeout=30.0, combine_team=team)
+def test_any_shape(case: Case, sms: int) -> None:
+    exchange = make_exchange(case, load=kernel.load, timeout=30.0)
     check_exchange(case, exchange, sms=sms)
 
 

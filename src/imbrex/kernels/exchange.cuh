@@ -14,7 +14,7 @@ constexpr int kMaxBlocks = 132;
 constexpr int kWords = 72;
 constexpr int kBatch = 8;  // loads that a thread has in flight: no branch stands around one
 
-enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kSmall = 4, kKinds = 5 };
+enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kSmall = 4, kGather = 5, kKinds = 6 };
 enum Phase { kPeerStarted = 1, kIdsArrived = 2, kRowsArrived = 3, kRowsStaged = 4, kRowsReduced = 5, kOwnBlocks = 6, kOffsetArrived = 7 };
 enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4 };
 
@@ -27,6 +27,7 @@ struct Control {
     u32 unused;
     u32 epoch[8];    // per kind, calls completed
     u32 tickets[8];  // per kind, blocks that have left the current call
+    u32 drawn[8][2];  // per kind, pieces of work that warps have drawn in the current call, of two bags
     u32 started[8][kMaxRanks];
     u64 offset[kMaxRanks];  // epoch << 32 | first row of mine among the rows of that peer
     u32 arrived[8][kMaxRanks][kMaxBlocks];
@@ -83,6 +84,7 @@ __device__ __forceinline__ void end_call(const Call& call) {
         const u32 left = ptx::add_acq_rel_gpu(&call.own->tickets[call.kind], 1);
         if (left + 1 == static_cast<u32>(call.group->blocks)) {
             call.own->tickets[call.kind] = 0;
+            call.own->drawn[call.kind][0] = call.own->drawn[call.kind][1] = 0;
             call.own->epoch[call.kind] = call.epoch;
         }
     }

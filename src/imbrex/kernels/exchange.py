@@ -36,7 +36,8 @@ from imbrex.kernels.heap import Heap
 from imbrex.kernels.routed import Routed, placement_tables
 
 MOVER_THREADS = 128
-SUM_THREADS = 640
+REDUCE_THREADS = 32 * lay.REDUCE_WARPS
+GATHER_THREADS = 480
 ROUTE_THREADS = 1024
 
 
@@ -45,7 +46,7 @@ class ExchangeError(RuntimeError):
 
 
 def shipped_variants() -> list[jit.Variant]:
-    return [ROUTE, *PUSH.values(), PULL, SMALL, *COMBINE.values()]
+    return [ROUTE, *PUSH.values(), PULL, SMALL, *REDUCE.values(), GATHER]
 
 
 ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
@@ -57,18 +58,19 @@ PUSH = {
 }
 SMALL = jit.Variant(source="exchange_small.cu", entry="dispatch_small")
 PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")
-COMBINE = {
-    team: jit.Variant(source="exchange_combine.cu", entry="combine_rows", defines=(("TEAM_WARPS", team),))
-    for team in (1, 4)
+REDUCE = {
+    fp8: jit.Variant(source="exchange_reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))
+    for fp8 in (False, True)
 }
+GATHER = jit.Variant(source="exchange_gather.cu", entry="gather_sums")
 
 
 class NvlinkExchange:
     """One exchange over the ranks of one host.
 
     make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
+    balanced: replicas are chosen by the loads of each batch, as `split_balanced`; else in equal parts.
     compact, expert: which layouts of rows to keep room for. timeout: seconds.
-    combine_team: warps that sum one piece of a row together, 1 or 4.
     load: `jit.load`, or what stands in for it.
     """
 
@@ -78,16 +80,19 @@ class NvlinkExchange:
         placement: Placement,
         shape: lay.Shape,
         *,
+        balanced: bool = False,
         compact: bool = True,
         expert: bool = True,
         timeout: float = 60.0,
         route_blocks: int = 8,
-        combine_team: int = 1,
         load: Callable[..., Any] = jit.load,
     ) -> None:
         _check_shape(placement, shape)
         self.shape = shape
         self.placement = placement
+        # where replicas may come to be: those of a placement that this one moves to, too
+        self._spare = max(placement.num_slots - placement.num_experts, 0)
+        self._room = self._spare if balanced else 0
         self.layout = lay.layout(shape, compact=compact, expert=expert)
         self.heap = make_heap(self.layout.nbytes)
         self.device = self.heap.local.device
@@ -95,22 +100,23 @@ class NvlinkExchange:
         self.timeout = timeout
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
-        self._combine_team = combine_team
-        variants = (ROUTE, *PUSH.values(), PULL, SMALL, COMBINE[combine_team])
+        variants = shipped_variants()
         self._kernels = {variant: load(variant, self.device) for variant in variants}
-        self.route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks)
+        self.route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks, self._room)
         pinned = self.device.type == "cuda"
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
         self._tables = placement_tables(placement, self.device)
 
-    def route(self, ids: Tensor, weights: Tensor, tokens: Tensor | None = None) -> Routed:
+    def route(
+        self, ids: Tensor, weights: Tensor, tokens: Tensor | None = None, tally: Tensor | None = None
+    ) -> Routed:
         """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
-        int32 [L].
+        int32 [L]. tally: int32 [L, W, S]; choices of every rank for every slot are added to it.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = self._empty_routed(self.shape.max_tokens)
         at = self.layout.ids, self.layout.counts, self.layout.tokens
-        args = self._route_args(ids, weights, tokens, routed, at)
+        args = self._route_args(ids, weights, tokens, routed, at, tally)
         self._launch(ROUTE, "route", self.route_blocks, ROUTE_THREADS, self._route_shared, args)
         return routed
 
@@ -131,7 +137,13 @@ class NvlinkExchange:
         )
 
     def _route_args(
-        self, ids: Tensor, weights: Tensor, tokens: Tensor | None, routed: Routed, at: tuple[int, int, int]
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        tokens: Tensor | None,
+        routed: Routed,
+        at: tuple[int, int, int],
+        tally: Tensor | None,
     ) -> ctypes.Structure:
         """`at`: where ids, scratch and token counts lie in the heap."""
         s, most = self.shape, routed.position_LWTK.shape[2]
@@ -148,9 +160,9 @@ class NvlinkExchange:
             *map(_address, (ids, weights, tokens, *self._tables)),
             *map(_address, (routed.position_LWTK, routed.weights_LWTK, routed.recv_row_LWT)),
             *map(_address, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
-            *at,
+            *(_address(tally), *at),
             *(ids.shape[-2], most, s.choices, s.experts, s.most_slots, s.alignment),
-            *(s.row_capacity, s.token_capacity, self.placement.has_replicas),
+            *(s.row_capacity, s.token_capacity, self._spare > 0, self.placement.num_slots, self._room),
         )
 
     def push(
@@ -209,6 +221,7 @@ class NvlinkExchange:
         weights: Tensor,
         num_sms: int = 24,
         tokens: Tensor | None = None,
+        tally: Tensor | None = None,
     ) -> tuple[Tensor, Routed]:
         """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
 
@@ -229,9 +242,9 @@ class NvlinkExchange:
             *(few, self.shape.choices, row_bytes, stages, 0, 1),
         )
         args = lay.Small(
-            self._route_args(ids, weights, tokens, routed, at), pull, lay.small_counts(self.shape)
+            self._route_args(ids, weights, tokens, routed, at, tally), pull, lay.small_counts(self.shape)
         )
-        shared = max(shared, lay.route_shared(self.shape, chunks))
+        shared = max(shared, lay.route_shared(self.shape, chunks, self._room))
         self._launch(SMALL, "small", num_sms, ROUTE_THREADS, shared, args)
         return out, routed
 
@@ -244,54 +257,74 @@ class NvlinkExchange:
         addend: Tensor | None = None,
         num_sms: int = 24,
         num_tokens: int | None = None,
+        wire: str = "bf16",
+        out_dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        """Expert-major bf16 rows [L, row_capacity, D] to bf16 [T, D] ([L, max_tokens, D] with virtual ranks).
+        """Expert-major bf16 rows [L, row_capacity, D] to [T, D] ([L, max_tokens, D] with virtual ranks).
 
-        weighted: multiply by the gate weights. addend: bf16, shaped as the result, joins the sum last.
+        weighted: multiply by the gate weights. addend: bf16, shaped as the result, joins the sum last (the
+        shared experts' output). wire: "bf16", or "fp8": a rank's sums cross as rows of the `fp8` codec; D is
+        then a multiple of 256. out_dtype: bfloat16 or float32.
         """
-        weights = routed.weights_LWTK if weighted else None
-        return self._combine(rows, None, rows.shape[-1], routed, weights, addend, num_sms, num_tokens)
+        s, width, most = self.shape, rows.shape[-1], routed.position_LWTK.shape[2]
+        if wire not in ("bf16", "fp8") or (wire == "fp8" and width % 256):
+            raise ValueError(f"exchange: wire {wire!r} for {width} values; bf16, or fp8 for multiples of 256")
+        self._next_buffer("combine")
+        pieces = lay.combine_pieces(most)
+        out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
+        args = lay.Reduce(
+            *map(_address, (rows, addend, out, routed.position_LWTK)),
+            *map(_address, (routed.weights_LWTK if weighted else None, routed.recv_row_LWT)),
+            *map(_address, (routed.send_row_LTW, routed.tokens_LW)),
+            *(self.layout.partials, (s.ranks - 1) * s.max_tokens * s.row_bytes, rows[0].nbytes),
+            *self._strides(addend, out),
+            *(most, s.choices, 2 * width, width + width // 32 if wire == "fp8" else 2 * width),
+            *(*pieces, out_dtype == torch.float32),
+        )
+        variant = REDUCE[wire == "fp8"]
+        self._launch(variant, "combine", num_sms, REDUCE_THREADS, lay.REDUCE_SHARED, args)
+        return out
 
     def reduced_rows(self, width: int) -> Tensor:
         """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the
         heap.
         """
-        return self._rows(self.layout.reduced, self._next_buffer("combine", peek=True)[0], width)
+        return self._rows(self.layout.reduced, self._next_buffer("gather", peek=True)[0], width)
 
     def combine_compact(
-        self, own: Tensor, routed: Routed, *, addend: Tensor | None = None, num_sms: int = 8
-    ) -> Tensor:
-        """Sums that stand in `reduced_rows()` to bf16 [T, D]. own: bf16, the sums of the own tokens, shaped
-        as the result.
-        """
-        return self._combine(None, own, own.shape[-1], routed, None, addend, num_sms, own.shape[-2])
-
-    def _combine(
         self,
-        rows: Tensor | None,
-        own: Tensor | None,
-        width: int,
+        own: Tensor,
         routed: Routed,
-        weights: Tensor | None,
-        addend: Tensor | None,
-        num_sms: int,
-        num_tokens: int | None,
+        *,
+        addend: Tensor | None = None,
+        num_sms: int = 8,
+        out_dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        s, most = self.shape, routed.position_LWTK.shape[2]
-        buffer, lag = self._next_buffer("combine")
-        piece, slots, shared = lay.summer_shared(2 * width, s.choices + s.ranks, self._combine_team)
-        size = (most if num_tokens is None else num_tokens, width)
-        size = (self.local_ranks, *size) if self.local_ranks > 1 else size
-        out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
-        args = lay.Combine(
-            *map(_address, (rows, own, addend, out, routed.position_LWTK, weights)),
-            *map(_address, (routed.recv_row_LWT, routed.send_row_LTW, routed.tokens_LW)),
-            *(self.layout.reduced, self._buffer_bytes(s.token_capacity)),
-            *(rows[0].nbytes if rows is not None else 0, out[0].nbytes if out.dim() == 3 else 0),
-            *(most, s.choices, 2 * width, piece, slots, buffer, lag),
+        """Sums that stand in `reduced_rows()` to [T, D], T of `own`. own, addend: bf16, shaped as the result;
+        own: the sums of the own tokens.
+        """
+        s, width = self.shape, own.shape[-1]
+        buffer, _ = self._next_buffer("gather")
+        piece, entries, shared = lay.gather_shared(2 * width, s.ranks)
+        out = self._empty_out(own.shape[-2], width, out_dtype)
+        args = lay.Gather(
+            *map(_address, (own, addend, out, routed.send_row_LTW, routed.tokens_LW)),
+            self.layout.reduced + buffer * self._buffer_bytes(s.token_capacity),
+            *self._strides(own, out),
+            *(routed.send_row_LTW.shape[1], 2 * width, piece, entries, out_dtype == torch.float32),
         )
-        self._launch(COMBINE[self._combine_team], "combine", num_sms, SUM_THREADS, shared, args)
+        self._launch(GATHER, "gather", num_sms, GATHER_THREADS, shared, args)
         return out
+
+    def _empty_out(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"exchange: combine to {dtype}; bfloat16 or float32")
+        size = (self.local_ranks, tokens, width) if self.local_ranks > 1 else (tokens, width)
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def _strides(self, x: Tensor | None, out: Tensor) -> tuple[int, int]:
+        """Bytes between the ranks of this launch in `x` and in `out`."""
+        return x[0].nbytes if x is not None and x.dim() == 3 else 0, out[0].nbytes if out.dim() == 3 else 0
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise `ExchangeError` if a call has failed; without `synchronize`, only calls known to have ended

@@ -11,7 +11,8 @@ What is where, in the heap of every rank (one symmetric allocation, sized once f
     scratch         int32                                   of this rank's own routing blocks
     received        [buffers, token capacity, row]          compact rows, pushed by peers
     staged          [buffers, T, row]                       this rank's tokens, pulled by peers
-    reduced         [buffers, token capacity, row]          sums of this rank's experts' rows, pulled by peers
+    reduced         [buffers, token capacity, row]          sums of received rows, given by the caller, pulled by peers
+    partials        [2, W - 1, T, row]                      sums of this rank's tokens, pushed by peers
 
 Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
 A buffer is written again only when every peer has begun a later call of the same kind ("credit"), which,
@@ -24,9 +25,11 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+from imbrex.kernels.split import flow_bytes
+
 MAX_RANKS = 64
 MAX_BLOCKS = 132
-KINDS = ("route", "push", "pull", "combine", "small")
+KINDS = ("route", "push", "pull", "combine", "small", "gather")
 PHASES = (
     "",
     "start of the call",
@@ -68,9 +71,10 @@ def _struct(name: str, pointers: str, offsets: str, numbers: str) -> type[ctypes
 Route = _struct(
     "Route",
     "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row "
-    "counts totals all_tokens",
+    "counts totals all_tokens tally",
     "ids_at counts_at tokens_at",
-    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity replicated",
+    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity replicated "
+    "slots room",
 )
 Push = _struct(
     "Push",
@@ -84,11 +88,17 @@ Pull = _struct(
     "staged_at buffer_bytes x_stride out_stride",
     "max_tokens choices row_bytes stages buffer lag",
 )
-Combine = _struct(
-    "Combine",
-    "rows own addend out position weights recv_row send_row tokens",
-    "reduced_at buffer_bytes rows_stride x_stride",
-    "max_tokens choices row_bytes piece_bytes num_slots buffer lag",
+Reduce = _struct(
+    "Reduce",
+    "rows addend out position weights recv_row send_row tokens",
+    "partials_at buffer_bytes rows_stride x_stride out_stride",
+    "max_tokens choices row_bytes wire_bytes piece_tokens parts reducers out_float",
+)
+Gather = _struct(
+    "Gather",
+    "own addend out send_row tokens",
+    "sums_at x_stride out_stride",
+    "max_tokens row_bytes piece_bytes entries out_float",
 )
 
 
@@ -135,6 +145,7 @@ class Layout:
     received: int
     staged: int
     reduced: int
+    partials: int
     small_ids: int
     small_tokens: int
     small_counts: int
@@ -152,7 +163,7 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         return start
 
     ranks, tokens, few = shape.ranks, shape.max_tokens, min(shape.max_tokens, SMALL_TOKENS)
-    flags = -(-tokens // max(1, 16 // ranks)) + 1
+    flags = max(tokens, SMALL_PARTS * few)
     chunks = ranks * -(-tokens // CHUNK)
     rows = shape.buffers * shape.token_capacity * shape.row_bytes
     return Layout(
@@ -164,7 +175,8 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         counts=take(4 * chunks * (shape.experts + ranks)),
         received=take(rows if compact else 0),
         staged=take(shape.buffers * tokens * shape.row_bytes if expert else 0),
-        reduced=take(rows),
+        reduced=take(rows if compact else 0),
+        partials=take(2 * (ranks - 1) * tokens * shape.row_bytes if expert else 0),
         small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
         small_tokens=take(4 * 2 * ranks),
         small_counts=take(MAX_BLOCKS * small_counts(shape) if expert else 0),
@@ -179,21 +191,23 @@ def small_counts(shape: Shape) -> int:
     return 4 * chunks * (shape.experts + shape.ranks)
 
 
-def route_shared(shape: Shape, chunks: int) -> int:
-    """Shared memory of a routing block that has `chunks` chunks."""
+def route_shared(shape: Shape, chunks: int, room: int = 0) -> int:
+    """Shared memory of a routing block that has `chunks` chunks. room: slots more than experts, where replicas
+    are chosen by load."""
     words = chunks * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * shape.choices // 2)
     words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
-    return 4 * (words + shape.most_slots + shape.experts)
+    flow = flow_bytes(shape.ranks, shape.ranks, room) if room else 0
+    return 4 * (words + shape.most_slots + shape.experts) + flow
 
 
-def route_blocks(shape: Shape, wanted: int) -> tuple[int, int]:
+def route_blocks(shape: Shape, wanted: int, room: int = 0) -> tuple[int, int]:
     """Blocks of the routing kernel and its shared memory: `wanted` blocks, or more where their masks do not
     fit.
     """
     chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
     fewest = -(-chunks // 4)  # four chunks are quicker than meeting another block
     for blocks in range(min(wanted, fewest), MAX_BLOCKS + 1):
-        nbytes = route_shared(shape, -(-chunks // blocks))
+        nbytes = route_shared(shape, -(-chunks // blocks), room)
         if nbytes <= SHARED_BYTES:
             return blocks, nbytes
     raise ValueError(
@@ -229,16 +243,22 @@ def fp8_bytes(width: int) -> int:
     return width + width // 32
 
 
-def summer_shared(row_bytes: int, max_rows: int, team: int = 1) -> tuple[int, int, int]:
-    """Piece bytes, slots of a half and bytes of shared memory of the combine kernel for sums of at most
-    `max_rows` rows.
-    """
-    weights, pointers = (-(-size * max_rows // 16) * 16 for size in (4, 8))
-    fixed = 1024 + 4 * (16 + 16 * (16 + pointers + weights)) + 2 * 16 * (32 + weights) + 128
+SMALL_PARTS = 4
+REDUCE_WARPS = 20
+REDUCE_SHARED = REDUCE_WARPS * 52 * (8 + 4)
+
+
+def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
+    """Tokens that a warp of the combine kernel draws at once, parts of a row, warps that begin by reducing."""
+    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (2, 1, 12)
+
+
+def gather_shared(row_bytes: int, ranks: int) -> tuple[int, int, int]:
+    """Bytes of a piece, entries and bytes of shared memory of the kernel that adds pulled sums."""
+    places = max(1, ranks - 1)
     for pieces in range(1, 1 + row_bytes // 16):
         piece = -(-row_bytes // pieces // 16) * 16
-        slots = (SHARED_BYTES - fixed) // piece // 2
-        if piece <= (4800 if team == 1 else 7168) and slots >= max_rows + 1:
-            slots = min(slots, 96)
-            return piece, slots, fixed + 2 * slots * piece
-    raise ValueError(f"exchange: sums of {max_rows} rows do not fit shared memory")
+        entries = (SHARED_BYTES - 1024) // (piece * places)
+        if entries >= 8:
+            return piece, min(entries, 32), 1024 + min(entries, 32) * piece * places
+    raise AssertionError(f"{ranks} pieces of 16 bytes fit")

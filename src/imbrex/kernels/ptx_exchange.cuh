@@ -110,11 +110,39 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Two floats to e4m3, round to nearest even, saturating; `low` in the low byte.
-__device__ __forceinline__ u32 pack_e4m3(float low, float high) {
-    u16 packed;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
-    return packed;
+// 16 bytes at `from` + kOffset that this thread will not read again; zeros where not `wanted`. No branch, so a batch of them leaves
+// at once, and the offset is part of the instruction, so they share one address.
+template <int kOffset = 0>
+__device__ __forceinline__ uint4 load_once(const void* from, bool wanted) {
+    uint4 v;
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n mov.u32 %3, 0;\n"
+        " @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4 + %6];\n}"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(from), "r"(static_cast<u32>(wanted)), "n"(kOffset)
+        : "memory");
+    return v;
+}
+
+// 8 bytes of e4m3 values and the float at `scale`, both + offset, in the first three words.
+template <int kOffset, int kScaleOffset>
+__device__ __forceinline__ uint4 load_coded(const void* from, const void* scale, bool wanted) {
+    uint4 v;
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n"
+        " @p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%3 + %6];\n @p ld.global.u32 %2, [%4 + %7];\n}"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z)
+        : "l"(from), "l"(scale), "r"(static_cast<u32>(wanted)), "n"(kOffset), "n"(kScaleOffset)
+        : "memory");
+    v.w = 0;
+    return v;
+}
+
+// Two e4m3 values, exactly; `low` of the low byte.
+__device__ __forceinline__ void unpack_e4m3(u32 packed, float& low, float& high) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<u16>(packed)));
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(halves));
 }
 
 // Lets a spinning warp give way to the others of its SM.

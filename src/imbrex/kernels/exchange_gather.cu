@@ -1,0 +1,175 @@
+// Combine from compact rows, each already the sum of its token's rows on one rank: every rank pulls the sums of its own tokens and
+// adds them in the order of the ranks. Nothing is written on the way, so 8 SMs load each byte once.
+//
+// Warp 0 lets the rows of the other ranks come by TMA into a ring of entries: one piece of a token's row from every rank, in the
+// place of that rank. The other warps each add their columns of it, own row and addend straight from memory, which they ask for
+// before they wait. A warp may be an entry ahead of another; an entry is free when all have read it.
+//
+// Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
+#include "exchange_terms.cuh"
+
+constexpr int kAddingWarps = 14;  // 448 threads: two columns each of a row of 7168 values
+constexpr int kGatherThreads = 32 * (1 + kAddingWarps);
+constexpr int kMostEntries = 32;
+constexpr int kHeld = 2;          // columns of a thread that are in flight
+
+struct Gather {
+    const u8* own;        // [ranks of the launch, tokens, row_bytes]
+    const u8* addend;     // the same or null; joins last
+    u8* out;              // bf16 or float32 [.., tokens, D]
+    const int* send_row;  // [.., max_tokens, W]; column of the own rank: at least 0 where a choice is local
+    const int* tokens;    // [.., W]
+    i64 sums_at;          // offset in a heap of the sums of this call
+    i64 x_stride;         // bytes between ranks of the launch
+    i64 out_stride;
+    int max_tokens;
+    int row_bytes;
+    int piece_bytes;
+    int entries;
+    int out_float;
+};
+
+struct Entries {
+    u32 full, empty;  // shared addresses of arrays of barriers
+    u32 slots;
+    int* ranks;  // [entries]; bits of the ranks whose rows count
+    int bytes;   // of an entry
+};
+
+__device__ inline Entries make_entries(const Call& call, const Gather& gather) {
+    u8* shared = ptx::shared_memory();
+    const u32 base = ptx::smem_u32(shared);
+    Entries entries;
+    entries.full = base;
+    entries.empty = base + 8 * kMostEntries;
+    entries.ranks = reinterpret_cast<int*>(shared + 16 * kMostEntries);
+    entries.slots = base + 1024;
+    entries.bytes = max(1, call.group->ranks - 1) * gather.piece_bytes;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < gather.entries; ++i) {
+            ptx::mbarrier_init(entries.full + 8 * i, 1);
+            ptx::mbarrier_init(entries.empty + 8 * i, 32 * kAddingWarps);
+        }
+        ptx::fence_barrier_init();
+        ptx::fence_async_shared();
+    }
+    __syncthreads();
+    return entries;
+}
+
+// Lane i * W + p asks for the row of rank p of the i-th token of a batch.
+__device__ inline void pull_entries(const Call& call, const Gather& gather, const Entries& entries, int tokens) {
+    const Group& group = *call.group;
+    const int lane = static_cast<int>(ptx::lane_id()), ranks = group.ranks, batch = 32 / ranks;
+    const int of = lane / ranks, p = lane % ranks;
+    const int* send_row = gather.send_row + static_cast<i64>(call.local) * gather.max_tokens * ranks;
+    const u8* sums = group.heap[p] + gather.sums_at;
+    const u32 place = p < call.me ? p : p - 1;
+    if (!wait_credit(call, lane, 1)) return;  // every peer has begun this call: its sums are there
+    ptx::fence_async();
+    u32 at = 0, round = 0;
+    for (int first = call.block; first < tokens; first += batch * group.blocks) {
+        const int token = first + of * group.blocks;
+        const bool any = of < batch && token < tokens;
+        const int row = any ? send_row[static_cast<i64>(token) * ranks + p] : -1;
+        const u32 wanted = __ballot_sync(0xffffffffu, row >= 0);
+        const u8* source = sums + static_cast<i64>(row) * gather.row_bytes;
+        for (int i = 0; i < batch && first + i * group.blocks < tokens; ++i) {
+            const u32 bits = wanted >> i * ranks & ((1u << ranks) - 1);
+            const int loads = __popc(bits & ~(1u << call.me));
+            for (int offset = 0; offset < gather.row_bytes; offset += gather.piece_bytes) {
+                const int bytes = min(gather.piece_bytes, gather.row_bytes - offset);
+                if (round > 0 && !wait_stage(call, entries.empty + 8 * at, (round & 1) ^ 1)) return;
+                if (lane == i * ranks) {
+                    entries.ranks[at] = static_cast<int>(bits);
+                    ptx::mbarrier_expect(entries.full + 8 * at, bytes * loads);
+                }
+                __syncwarp();
+                if (of == i && row >= 0 && p != call.me)
+                    ptx::bulk_load(entries.slots + at * entries.bytes + place * gather.piece_bytes, source + offset, bytes, entries.full + 8 * at);
+                if (++at == static_cast<u32>(gather.entries)) {
+                    at = 0;
+                    ++round;
+                }
+            }
+        }
+    }
+}
+
+__device__ inline void store_sum(const Gather& gather, u8* out, i64 column, const float (&sum)[8]) {
+    if (gather.out_float) {
+        reinterpret_cast<float4*>(out)[2 * column] = {sum[0], sum[1], sum[2], sum[3]};
+        reinterpret_cast<float4*>(out)[2 * column + 1] = {sum[4], sum[5], sum[6], sum[7]};
+    } else {
+        reinterpret_cast<uint4*>(out)[column] = pack_eight(sum);
+    }
+}
+
+// The sums of kHeld columns of an entry whose first column is number `start` of the rows.
+__device__ inline void add_entry(const Call& call, const Gather& gather, const Entries& entries, u32 at, u32 parity, i64 start, int columns, bool& fine) {
+    const u8* own = gather.own + call.local * gather.x_stride + 16 * start;
+    const u8* addend = gather.addend + call.local * gather.x_stride + 16 * start;
+    u8* out = gather.out + call.local * gather.out_stride;
+    const int step = 32 * kAddingWarps, mine = static_cast<int>(threadIdx.x) - 32, ranks = call.group->ranks;
+    for (int column = mine; column - mine < columns; column += kHeld * step) {
+        uint4 home[kHeld], added[kHeld];
+#pragma unroll
+        for (int q = 0; q < kHeld; ++q) {
+            const int c = column + q * step;
+            home[q] = ptx::load_once(own + 16 * c, c < columns);
+            added[q] = ptx::load_once(addend + 16 * c, gather.addend && c < columns);
+        }
+        if (column == mine) fine = wait_stage(call, entries.full + 8 * at, parity);
+        if (!fine) return;
+        const int bits = entries.ranks[at];
+        float sum[kHeld][8] = {};
+        u32 slot = entries.slots + at * entries.bytes;
+        for (int p = 0; p < ranks; ++p) {
+            const bool counts = bits >> p & 1;
+#pragma unroll
+            for (int q = 0; q < kHeld; ++q) {
+                const int c = column + q * step;
+                if (counts && c < columns) add_eight(sum[q], p == call.me ? home[q] : ptx::load_shared(slot + 16 * c), 1.0f);
+            }
+            if (p != call.me) slot += gather.piece_bytes;
+        }
+#pragma unroll
+        for (int q = 0; q < kHeld; ++q) {
+            const int c = column + q * step;
+            if (c >= columns) continue;
+            if (gather.addend) add_eight(sum[q], added[q], 1.0f);
+            store_sum(gather, out, start + c, sum[q]);
+        }
+    }
+    if (columns == 0) fine = wait_stage(call, entries.full + 8 * at, parity);
+    ptx::mbarrier_arrive(entries.empty + 8 * at);
+}
+
+__device__ inline void add_entries(const Call& call, const Gather& gather, const Entries& entries, int tokens) {
+    u32 at = 0, round = 0;
+    bool fine = true;
+    for (int token = call.block; token < tokens; token += call.group->blocks)
+        for (int offset = 0; offset < gather.row_bytes; offset += gather.piece_bytes) {
+            const i64 start = (static_cast<i64>(token) * gather.row_bytes + offset) / 16;
+            add_entry(call, gather, entries, at, round & 1, start, min(gather.piece_bytes, gather.row_bytes - offset) / 16, fine);
+            if (!fine) return;
+            if (++at == static_cast<u32>(gather.entries)) {
+                at = 0;
+                ++round;
+            }
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(kGatherThreads, 1) gather_sums(const __grid_constant__ Group group,
+                                                                           const __grid_constant__ Gather gather) {
+    const Call call = begin_call(group, kGather);
+    const Entries entries = make_entries(call, gather);
+    const int tokens = gather.tokens[call.local * group.ranks + call.me];
+    if (threadIdx.x < 32) {
+        if (call.block == 0) tell_started(call, static_cast<int>(ptx::lane_id()));
+        pull_entries(call, gather, entries, tokens);
+    } else {
+        add_entries(call, gather, entries, tokens);
+    }
+    end_call(call);
+}

@@ -1,0 +1,171 @@
+// Combine from expert-major rows: the rows of one token on one expert rank become one sum there, which is stored at the token's
+// home and crosses the wire once; at home the sums of all ranks are added in the order of the ranks.
+//
+// Every warp works alone. It draws a piece of work: some tokens of one home rank, or, once those are drawn and for some warps
+// from the start, some own tokens. Sums are written into the home's heap, at a place known from rank and token, and one
+// flag says that a piece is there. Reducing waits for no peer but the credit and is drawn in the order of the tokens; adding at home
+// waits for flags. So nobody waits in a circle, and the wire, the reducing and the adding overlap.
+//
+// Example, 2 ranks: token 5 of rank 0 has rows r on rank 0 (weight .5) and s, t on rank 1 (weights .25, .25). Rank 1 writes
+// u = bf16(.25 t + .25 s) into rank 0's heap; rank 0 writes bf16(u + .5 r).
+#include "exchange_terms.cuh"
+
+constexpr int kReduceWarps = 20;
+
+struct Reduce {
+    const u8* rows;        // expert-major [ranks of the launch, rows, row_bytes]
+    const u8* addend;      // bf16 [.., tokens, D] or null; joins last
+    u8* out;               // bf16 or float32 [.., tokens, D]
+    const int* position;   // [.., W, max_tokens, K]
+    const float* weights;  // [.., W, max_tokens, K], or null: already applied
+    const int* recv_row;   // [.., W, max_tokens]; at least 0 where a token of that rank has a row here
+    const int* send_row;   // [.., max_tokens, W]; at least 0 where an own token has a row there
+    const int* tokens;     // [.., W]
+    i64 partials_at;       // offset in a heap of the two buffers of sums, [W - 1, max_tokens, wire_bytes]
+    i64 buffer_bytes;
+    i64 rows_stride;       // bytes between ranks of the launch
+    i64 x_stride;          // the same for addend
+    i64 out_stride;
+    int max_tokens;
+    int choices;
+    int row_bytes;
+    int wire_bytes;    // of a sum
+    int piece_tokens;  // tokens that are drawn at once
+    int parts;         // in which a row is cut, each drawn alone
+    int reducers;      // warps of a block that begin by reducing
+    int out_float;
+};
+
+// What a warp draws from; pieces are numbered by group of tokens, then part, then (reducing) home rank.
+struct Bag {
+    u32* drawn;
+    u32 pieces;
+};
+
+struct Piece {
+    int source, group, flag;
+    int first_token, end_token;
+    int first, last;  // columns
+};
+
+__device__ inline int groups_of(const Reduce& reduce, int tokens) { return (tokens + reduce.piece_tokens - 1) / reduce.piece_tokens; }
+
+__device__ inline Piece piece_of(const Reduce& reduce, const int* tokens, int source, u32 rest) {
+    const u32 parts = reduce.parts;
+    const int columns = reduce.row_bytes / 16, wide = (columns + 32 * reduce.parts - 1) / (32 * reduce.parts) * 32;
+    Piece piece;
+    piece.source = source;
+    piece.flag = static_cast<int>(rest);
+    piece.group = static_cast<int>(rest / parts);
+    piece.first_token = piece.group * reduce.piece_tokens;
+    piece.end_token = min(piece.first_token + reduce.piece_tokens, tokens[source]);
+    piece.first = static_cast<int>(rest % parts) * wide;
+    piece.last = min(piece.first + wide, columns);
+    return piece;
+}
+
+__device__ inline u8* partial_at(const Call& call, const Reduce& reduce, int home, int from, int token) {
+    const int slot = from < home ? from : from - 1;
+    const i64 row = static_cast<i64>(slot) * reduce.max_tokens + token;
+    return call.group->heap[home] + reduce.partials_at + (call.epoch & 1) * reduce.buffer_bytes + row * reduce.wire_bytes;
+}
+
+__device__ inline u32 draw(u32* drawn) {
+    int at = 0;
+    if (ptx::lane_id() == 0) at = static_cast<int>(ptx::add_acq_rel_gpu(drawn, 1));
+    return static_cast<u32>(__shfl_sync(0xffffffffu, at, 0));
+}
+
+// The rows of a token on this rank, in the order of its choices.
+__device__ inline int append_rows(const Call& call, const Reduce& reduce, Terms& terms, int count, int source, int token) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    const i64 at = ((static_cast<i64>(call.local) * call.group->ranks + source) * reduce.max_tokens + token) * reduce.choices;
+    const bool any = lane < reduce.choices;
+    const int row = any ? reduce.position[at + lane] : -1;
+    const float weight = any && reduce.weights ? reduce.weights[at + lane] : 1.0f;
+    return append(terms, count, row >= 0, reduce.rows + call.local * reduce.rows_stride + static_cast<i64>(row) * reduce.row_bytes, weight);
+}
+
+__device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Terms& terms, const Piece& piece) {
+    const int columns = reduce.row_bytes / 16;
+    const int* recv_row = reduce.recv_row + (static_cast<i64>(call.local) * call.group->ranks + piece.source) * reduce.max_tokens;
+    for (int token = piece.first_token; token < piece.end_token; ++token) {
+        if (recv_row[token] < 0) continue;
+        const int count = append_rows(call, reduce, terms, 0, piece.source, token);
+        u8* target = partial_at(call, reduce, piece.source, call.me, token);
+        sum_columns(terms, count, Coded{0, count, count}, piece.first, piece.last, columns, [=](int column, const float (&sum)[8], bool inside) {
+            if (WIRE_FP8)
+                store_coded(target, columns, column, sum, inside);
+            else if (inside)
+                reinterpret_cast<uint4*>(target)[column] = pack_eight(sum);
+        });
+    }
+    if (ptx::lane_id() == 0) {
+        ptx::fence_sys();
+        ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced_flags, piece.source, call.me, piece.flag), call.epoch);
+    }
+    __syncwarp();
+}
+
+// The terms of an own token: sums of the ranks before this one, own rows, sums of the ranks behind it, addend.
+__device__ inline int list_home(const Call& call, const Reduce& reduce, Terms& terms, int token, Coded& coded) {
+    const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks;
+    const i64 at = (static_cast<i64>(call.local) * reduce.max_tokens + token) * ranks;
+    const bool sent = lane < ranks && lane != call.me && reduce.send_row[at + min(lane, ranks - 1)] >= 0;
+    const u8* partial = sent ? partial_at(call, reduce, call.me, lane, token) : nullptr;
+    coded.first = append(terms, 0, sent && lane < call.me, partial, 1.0f);
+    coded.last = append_rows(call, reduce, terms, coded.first, call.me, token);
+    coded.end = append(terms, coded.last, sent && lane > call.me, partial, 1.0f);
+    if (!reduce.addend) return coded.end;
+    return append(terms, coded.end, lane == 0, reduce.addend + call.local * reduce.x_stride + static_cast<i64>(token) * reduce.row_bytes, 1.0f);
+}
+
+__device__ inline bool add_piece(const Call& call, const Reduce& reduce, Terms& terms, const Piece& piece) {
+    const Group& group = *call.group;
+    const int columns = reduce.row_bytes / 16, p = static_cast<int>(ptx::lane_id());
+    bool fine = true;
+    if (p < group.ranks && p != call.me) fine = wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, piece.flag), call.epoch, kRowsReduced, p);
+    if (!__all_sync(0xffffffffu, fine)) return false;
+    for (int token = piece.first_token; token < piece.end_token; ++token) {
+        Coded coded;
+        const int count = list_home(call, reduce, terms, token, coded);
+        const bool wide = reduce.out_float != 0;
+        u8* target = reduce.out + call.local * reduce.out_stride + static_cast<i64>(token) * (wide ? 2 : 1) * reduce.row_bytes;
+        sum_columns(terms, count, coded, piece.first, piece.last, columns, [=](int column, const float (&sum)[8], bool inside) {
+            if (!inside) return;
+            if (wide) {
+                reinterpret_cast<float4*>(target)[2 * column] = {sum[0], sum[1], sum[2], sum[3]};
+                reinterpret_cast<float4*>(target)[2 * column + 1] = {sum[4], sum[5], sum[6], sum[7]};
+            } else {
+                reinterpret_cast<uint4*>(target)[column] = pack_eight(sum);
+            }
+        });
+    }
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1) reduce_rows(const __grid_constant__ Group group,
+                                                                              const __grid_constant__ Reduce reduce) {
+    const Call call = begin_call(group, kCombine);
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()), ranks = group.ranks;
+    Terms& terms = reinterpret_cast<Terms*>(ptx::shared_memory())[warp];
+    if (call.block == 0 && warp == 0) tell_started(call, lane);
+    const int* tokens = reduce.tokens + call.local * ranks;
+    u32* drawn = call.own->drawn[call.kind];
+    int most = 0;
+    for (int p = 0; p < ranks; ++p)
+        if (p != call.me) most = max(most, tokens[p]);
+    const u32 others = ranks - 1, reducing = static_cast<u32>(groups_of(reduce, most) * reduce.parts) * others;
+    const u32 adding = static_cast<u32>(groups_of(reduce, tokens[call.me]) * reduce.parts);
+    bool fine = true;
+    if (warp < reduce.reducers) {
+        fine = wait_credit(call, lane, 2);
+        for (u32 i = fine ? draw(&drawn[0]) : reducing; i < reducing; i = draw(&drawn[0])) {
+            const int source = call.me + 1 + static_cast<int>(i % others);
+            reduce_piece(call, reduce, terms, piece_of(reduce, tokens, source < ranks ? source : source - ranks, i / others));
+        }
+    }
+    for (u32 i = fine ? draw(&drawn[1]) : adding; i < adding; i = draw(&drawn[1]))
+        if (!add_piece(call, reduce, terms, piece_of(reduce, tokens, call.me, i))) break;
+    end_call(call);
+}
