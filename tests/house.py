@@ -19,10 +19,10 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "manager", "data", "inf
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "contracts waiting",
+        "contracts waiting lanes",
         "observe kernels cost ops",
         "router plan codec placement",
-        "transport experts lanes",
+        "transport experts",
         "exchange",
         "overlap balancer",
         "layer",

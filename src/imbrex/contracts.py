@@ -68,11 +68,13 @@ class Traffic:
 
     sent_tokens_N: int64; token of every row that leaves, by destination rank, then token.
     splits_2W: int64 on the host; rows sent to every rank, and rows received from every rank. For transports
-        with `count_nodes` more rows follow: see `plan.splits_with_nodes`.
+        that relay more rows follow: see `transport.relay`.
+    relay_XM: uint8, for transports that relay: which ranks of this node want the tokens it passes on.
     """
 
     sent_tokens_N: Tensor
     splits_2W: Tensor
+    relay_XM: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

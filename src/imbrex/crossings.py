@@ -59,8 +59,9 @@ def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
     source_R: int64; pool row that a row was copied from, `-1` for padding.
     position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
     """
-    source_R, position_PK, sent_tokens_N, splits_2W = state
-    return source_R, position_PK, Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W)
+    source_R, position_PK, sent_tokens_N, splits_2W, *relay = state
+    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W, relay_XM=relay[0] if relay else None)
+    return source_R, position_PK, traffic
 
 
 class Crossings:
@@ -129,6 +130,7 @@ class Crossings:
             slots.append(slot_TK)
             splits.append(split_WS)
             wanted.append(self._wanted(slot_TK))
+        sizes = self._exchange_sizes(wanted)
         plans = [
             plan.make_plan(
                 slot_TK,
@@ -141,11 +143,14 @@ class Crossings:
                 alignment=self.geometry.alignment,
                 rows_per_slot=self._rows_per_slot(counts),
             )
-            for slot_TK, wanted_TW, split_WS, rows_WW, counts in zip(
-                slots, wanted, splits, self._exchange_sizes(wanted), gathered, strict=True
+            for slot_TK, wanted_TW, split_WS, (rows_WW, _), counts in zip(
+                slots, wanted, splits, sizes, gathered, strict=True
             )
         ]
-        return self._with_nodes(plans, wanted)
+        relayed = [more for _, more in sizes]
+        return [
+            replace(p, traffic=replace(p.traffic, **more)) for p, more in zip(plans, relayed, strict=True)
+        ]
 
     def _split(self, gathered: Tensor) -> Tensor:
         """Choices of every rank for every slot, from the messages of all ranks."""
@@ -172,32 +177,18 @@ class Crossings:
             return torch.full((slot_TK.shape[0], self.world_size), fill, device=slot_TK.device)
         return plan.ranks_wanted(slot_TK, geometry.placement, geometry.tensor_parallel)
 
-    def _exchange_sizes(self, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Rows that every rank sends to every other, int64 [W, W] on the host, of every dispatch."""
+    def _exchange_sizes(self, wanted: Sequence[Tensor]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Of every dispatch, rows that every rank sends to every other, int64 [W, W] on the host, and what
+        `Traffic` has for transports that relay."""
         world = self.world_size
         if self.transport.replicated or world == 1:
-            return [torch.zeros(world, world, dtype=torch.int64) for _ in wanted]
+            return [(torch.zeros(world, world, dtype=torch.int64), {}) for _ in wanted]
         self.observer.count("host_syncs", 1, layer=self.layer)
+        plan_relays = getattr(self.transport, "plan_relays", None)
+        if plan_relays is not None:
+            return plan_relays(wanted)
         gathered = self.transport.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
-        return [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(wanted), 1)]
-
-    def _with_nodes(self, plans: list[Plan], wanted: Sequence[Tensor]) -> list[Plan]:
-        """For transports that relay: splits as `plan.splits_with_nodes` has them."""
-        count = getattr(self.transport, "count_nodes", None)
-        if count is None or self.world_size == 1:
-            return plans
-        messages = []
-        for made, wanted_TW in zip(plans, wanted, strict=True):
-            others = wanted_TW.clone()
-            others[:, self.geometry.rank] = False
-            messages += [made.traffic.splits_2W[0].to(others.device), count(others)]
-        gathered = self.transport.exchange_counts(torch.cat(messages)).chunk(len(plans), 1)
-        found = []
-        for made, counts in zip(plans, gathered, strict=True):
-            rows_WW, nodes_WW = counts.chunk(2, 1)
-            splits = plan.splits_with_nodes(rows_WW, nodes_WW, self.geometry.rank)
-            found.append(replace(made, traffic=replace(made.traffic, splits_2W=splits)))
-        return found
+        return [(sizes.clone().fill_diagonal_(0), {}) for sizes in gathered.chunk(len(wanted), 1)]
 
     def begin_out(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         """Send rows, one a token, to who wants them."""
@@ -233,9 +224,11 @@ class Crossings:
         source_R = ids_TK.new_empty(rows)
         position_PK = ids_TK.new_empty(size(), ids_TK.shape[1])
         splits = torch.empty(2, self.world_size).long()
-        if hasattr(self.transport, "count_nodes") and self.world_size > 1:
-            splits = torch.empty(2 + 2 * self.world_size, self.world_size).long()
-        return [source_R, position_PK, ids_TK.new_empty(size()), splits]
+        state = [source_R, position_PK, ids_TK.new_empty(size()), splits]
+        if hasattr(self.transport, "plan_relays") and self.world_size > 1:
+            state[3] = torch.empty(size(), self.world_size).long()
+            state.append(ids_TK.new_empty(size(), size(), dtype=torch.uint8))
+        return state
 
     def run_dispatch(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, ticket: int
@@ -260,7 +253,10 @@ class Crossings:
         )
         rows_RD = rows.expand([x_TD, foreign], source_R)
         self.observer.count("rows", made.num_rows, layer=self.layer)
-        state = [source_R, position_PK, made.traffic.sent_tokens_N, made.traffic.splits_2W]
+        traffic = made.traffic
+        state = [source_R, position_PK, traffic.sent_tokens_N, traffic.splits_2W]
+        if traffic.relay_XM is not None:
+            state.append(traffic.relay_XM)
         return rows_RD, weights_R, made.counts_e, state
 
     def run_dispatch_backward(
@@ -389,5 +385,9 @@ class Crossings:
         return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), products.sum(1)
 
     def _sum_home(self, own: Tensor, sent_back: Tensor, traffic: Traffic) -> Tensor:
-        sizes = traffic.splits_2W[0].tolist()
-        return rows.sum_home(own, sent_back, traffic.sent_tokens_N, sizes, self.geometry.rank)
+        home = getattr(self.transport, "home", None)
+        if home is None or self.world_size == 1:
+            tokens_N, sizes = traffic.sent_tokens_N, traffic.splits_2W[0].tolist()
+        else:
+            tokens_N, sizes = home(traffic)
+        return rows.sum_home(own, sent_back, tokens_N, sizes, self.geometry.rank)

@@ -119,9 +119,3 @@ def make_plan(
         counts_e=rows_S[local].clone().to(device),
         num_rows=int(rows_S[local].sum()),
     )
-
-
-def splits_with_nodes(rows_WW: Tensor, nodes_WW: Tensor, rank: int) -> Tensor:
-    """Splits for transports that relay: int64 [2 + 2 W, W]. After the two rows of `Traffic`, the rows that
-    every rank sends to every other, then the tokens of every rank that a node wants, node n in column n."""
-    return torch.cat([rows_WW[rank][None], rows_WW[:, rank][None], rows_WW, nodes_WW])

@@ -8,13 +8,19 @@ import pytest
 
 import imbrex
 from imbrex.testing import ConformityError, check_transport
-from imbrex.transport import AllToAll, Hierarchical, Pipe, TwoLevel
+from imbrex.transport import AllToAll, Hierarchical, Leader, Pipe, Sequential, TwoLevel
 from imbrex.transport.nodes import Nodes
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import SMALL, SPLIT_SLOTS, largest_error
 
-KINDS = {"2dh": TwoLevel, "pipe": Pipe, "hierarchical": Hierarchical}
+KINDS = {
+    "1dh": Leader,
+    "2dh": TwoLevel,
+    "pipe": Pipe,
+    "sequential": Sequential,
+    "hierarchical": Hierarchical,
+}
 
 
 def run_check(ranks: Ranks, name: str, per_node: int) -> str:
@@ -75,6 +81,11 @@ def run_counted(ranks: Ranks, kind: Any) -> list[int]:
             far = [n for rank, n in enumerate(send) if rank // 2 != self.rank // 2]
             sent.append(sum(far) * rows.shape[1])
             return super().scatter_rows(phase, rows, send, receive)
+
+        def post(self, phase, sends, receives):
+            far = [m.rows.numel() for m in sends if m.peer // 2 != self.rank // 2]
+            sent.append(sum(far))
+            return super().post(phase, sends, receives)
 
     made = Counted(ranks.group, **({} if kind is AllToAll else {"ranks_per_node": 2}))
     config = imbrex.MoEConfig(hidden_size=64, intermediate_size=8, num_experts=16, top_k=8)

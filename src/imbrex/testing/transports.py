@@ -11,7 +11,6 @@ from torch import Tensor
 from imbrex import transport as transports
 from imbrex.codec.cast import as_bytes, from_bytes
 from imbrex.contracts import Traffic, Transport
-from imbrex.plan import splits_with_nodes
 from imbrex.testing.conformity import ConformityError, require
 
 TOKENS = (5, 0, 17, 1)
@@ -121,7 +120,7 @@ class _Check:
         returned = torch.cat([written(self.rank, source) for source in range(self.world)])
         traffic = self._traffic(wanted)
         moved = self.transport.begin_move_back(as_bytes(returned.to(self.device)), traffic).finish().cpu()
-        sent = traffic.sent_tokens_N.cpu()
+        sent = self.transport.home(traffic)[0].cpu()  # pyright: ignore[reportAttributeAccessIssue]
         require(len(moved) == len(sent), f"{len(moved)} rows come back for {len(sent)} sent")
         shape = len(wanted[self.rank]), width
         sums = torch.zeros(shape).index_add_(0, sent, from_bytes(moved, width, torch.float32))
@@ -135,11 +134,12 @@ class _Check:
     def _traffic(self, wanted: list[Tensor]) -> Traffic:
         counts_WW = torch.stack([w.sum(0) for w in wanted])
         splits = torch.stack([counts_WW[self.rank], counts_WW[:, self.rank]])
-        count_nodes = getattr(self.transport, "count_nodes", None)
-        if count_nodes is not None:
-            splits = splits_with_nodes(counts_WW, torch.stack([*map(count_nodes, wanted)]), self.rank)
         sent = wanted[self.rank].T.nonzero()[:, 1].to(self.device)
-        return Traffic(sent_tokens_N=sent, splits_2W=splits)
+        plan_relays = getattr(self.transport, "plan_relays", None)
+        if plan_relays is None or self.world == 1:
+            return Traffic(sent_tokens_N=sent, splits_2W=splits)
+        ((_, relayed),) = plan_relays([wanted[self.rank].to(self.device)])
+        return Traffic(sent_tokens_N=sent, **relayed)
 
     def _move(self, begin, encoded: Tensor, traffic: Traffic, expected: Tensor) -> None:
         encoded = encoded.to(self.device)

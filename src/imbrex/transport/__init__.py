@@ -11,8 +11,10 @@ from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.hierarchical import Hierarchical
+from imbrex.transport.leader import Leader
 from imbrex.transport.nvlink import Nvlink
-from imbrex.transport.twolevel import Pipe, TwoLevel
+from imbrex.transport.pipe import Pipe, Sequential
+from imbrex.transport.twolevel import TwoLevel
 from imbrex.waiting import RankLostError
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
@@ -20,8 +22,10 @@ TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "allgather": AllGather,
     "allreduce": AllReduce,
     "nvlink": Nvlink.of,
+    "1dh": Leader,
     "2dh": TwoLevel,
     "pipe": Pipe,
+    "sequential": Sequential,
     "hierarchical": Hierarchical,
 }
 
@@ -66,9 +70,11 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Hierarchical",
+    "Leader",
     "Nvlink",
     "Pipe",
     "RankLostError",
+    "Sequential",
     "TwoLevel",
     "make",
     "pick",

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import waiting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """Rows from or to one rank of the group. The tag tells messages between the same two ranks apart."""
+
+    rows: Tensor
+    peer: int
+    tag: int
 
 
 class Collective:
@@ -38,6 +48,36 @@ class Collective:
         self.finish("plan", work)
         # host sync: the counts decide the sizes of what follows
         return gathered.view(self.world_size, -1).cpu()
+
+    @property
+    def groups_messages(self) -> bool:
+        """Whether messages that may be under way together must be posted together, as NCCL wants it."""
+        return self.device.type == "cuda"
+
+    def post(
+        self, phase: str, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> tuple[list[dist.Work], list[dist.Work]]:
+        """Start messages; empty ones are left out on both sides. gloo matches them by tag, in any order; NCCL
+        by order alone. Returns what to wait for, sends first."""
+        sends, receives = ([m for m in side if m.rows.numel()] for side in (sends, receives))
+        if not self.groups_messages:
+            got = [self._start(phase, dist.irecv, m) for m in receives]
+            return [self._start(phase, dist.isend, m) for m in sends], got
+        sides = (dist.isend, sends), (dist.irecv, receives)
+        ops = [
+            dist.P2POp(op, m.rows, group=self.group, group_peer=m.peer) for op, side in sides for m in side
+        ]
+        if not ops:
+            return [], []
+        works: list[dist.Work] = []
+        self.start(phase, lambda: works.extend(dist.batch_isend_irecv(ops)))
+        return [], works
+
+    def _start(self, phase: str, op: Callable[..., dist.Work | None], m: Message) -> dist.Work:
+        peer = {"group_dst" if op is dist.isend else "group_src": m.peer}
+        work = self.start(phase, lambda: op(m.rows, group=self.group, tag=m.tag, **peer))
+        assert work is not None
+        return work
 
     def start(self, phase: str, begin: Callable[[], dist.Work | None]) -> dist.Work | None:
         return waiting.start(phase, begin, self.timeout_s)

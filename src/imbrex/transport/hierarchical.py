@@ -2,205 +2,306 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Pending, Traffic
-from imbrex.transport.collective import Done
+from imbrex.lanes import Lane
+from imbrex.transport.collective import Done, Message
+from imbrex.transport.relay import Relay
 from imbrex.transport.twolevel import TwoLevel
 
 Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 """Sums encoded rows by target row: (rows, targets) in order, and how many targets there are."""
 
+ACROSS, INSIDE, PASSED_ON = 0, 1, 2
+"""Steps of a crossing, in the tags of its messages."""
+
 
 class Hierarchical(TwoLevel):
     """Deduplicating exchange, as DeepEP's between nodes: rank l of a node talks to ranks l of other nodes.
 
-    Out: a token goes to its counterpart on each node that wants it, with a bit a rank there; that rank passes
-    it on inside its node. Back: ranks hand their partial sums to the token's counterpart on their node, which
-    adds them in rank order and sends one row.
+    Out: a token goes to its counterpart on each node that wants it; that rank passes it on inside its node.
+    Back: ranks hand their partial sums to the token's counterpart on their node, which adds them in rank
+    order and sends one row. A sum on the way is rounded by the codec once more.
 
     Bytes between nodes: one row for every (token, other node) that is wanted, each way. For 2 nodes of 4 and
-    8 of 64 experts that is 1.0 row instead of 2.7 with `alltoall`. A sum on the way is rounded by the codec
-    once more. Only the crossing between nodes on the way out runs beside the caller's computation.
+    8 of 64 experts that is 1.0 row instead of 2.7 with `alltoall`.
+
+    pieces: a power of two. One piece of the tokens is passed on inside the node while the next crosses, and
+    the sums of one cross while the next are added; both steps run beside the caller. Over NCCL everything
+    is one piece: its stream does one thing at a time.
     """
 
     name = "hierarchical"
-    adds_on_the_way = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        ranks_per_node: int | None = None,
+        pieces: int = 4,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(group, ranks_per_node=ranks_per_node, timeout=timeout)
+        if pieces < 1 or pieces & (pieces - 1):
+            raise ValueError(f"transport: {pieces} pieces; use a power of two")
+        self.pieces = 1 if self.groups_messages else pieces
+        self.lane = Lane(self.device)
+        self._calls = itertools.count()
+
+    @property
+    def adds_on_the_way(self) -> bool:
+        return self.world_size > 1
+
+    def marks_for(self, wanted_TW: Tensor) -> list[Tensor]:
+        """For every other node, which of its ranks want each of the tokens that it wants at all."""
+        found = []
+        for node in range(self.nodes.num_nodes):
+            if node != self.node:
+                inside = wanted_TW[:, node * self.nodes.size : (node + 1) * self.nodes.size]
+                found.append(inside[inside.any(1)].to(torch.uint8))
+        return found
+
+    def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
+        others = [n for n in range(self.nodes.num_nodes) if n != self.node]
+        send, receive = [0] * self.world_size, [0] * self.world_size
+        # on the host: counts of all ranks are
+        unique = [c[1].sum(0).tolist() for c in counts]
+        for n in others:
+            peer = self.nodes.rank(n, self.local)
+            send[peer] = sum(table[self.rank][n] for table in unique)
+            receive[peer] = sum(table[peer][self.node] for table in unique)
+        by_call = [self.marks_for(w) for w in wanted]
+        mine = [marks[place] for place in range(len(others)) for marks in by_call]
+        empty = torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device)
+        told = self.scatter_rows("plan", torch.cat([empty, *mine]), send, receive).finish()
+        sizes = [table[self.nodes.rank(n, self.local)][self.node] for n in others for table in unique]
+        blocks = told.split(sizes)
+        return [torch.cat([empty, *blocks[call :: len(counts)]]) for call in range(len(counts))]
+
+    def home(self, traffic: Traffic) -> tuple[Tensor, list[int]]:
+        """The token of every row that comes back, and how many come under which rank."""
+        return self._relay(traffic).home()
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         if self.world_size == 1:
             return Done(encoded_TB[:0])
-        crossing = _Crossing(self, traffic, encoded_TB.shape[0])
-        rows = [encoded_TB[:0]]
-        for n in crossing.others:
-            tokens = crossing.tokens_for(n)
-            rows.append(encoded_TB[tokens])
-        masks = [crossing.mask_for(n) for n in crossing.others]
-        labelled = torch.cat([torch.cat(rows), torch.cat([crossing.no_mask(), *masks])], 1)
-        first = self.scatter_rows("dispatch", labelled, crossing.sent, crossing.received)
-        return _PassedOn(self, crossing, encoded_TB, first)
+        return _Out(self, self._relay(traffic), encoded_TB)
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
-        """`add`: how to sum encoded rows. Without, bytes are taken for float32 values."""
+        """Rows as `home` lists them. `add`: how to sum encoded rows. Without, bytes are taken for float32
+        values."""
         if self.world_size == 1:
             return Done(encoded_MB)
-        crossing = _Crossing(self, traffic, None)
-        masks = torch.cat([crossing.no_mask(), *(crossing.mask_for(n) for n in crossing.others)])
-        told = self.scatter_rows("combine", masks, crossing.sent, crossing.received)
-        inside = self._inside_back(encoded_MB, crossing)
-        return _Summed(self, crossing, add or add_floats, told, inside)
+        return _Back(self, self._relay(traffic), encoded_MB.contiguous(), add or add_floats)
 
-    def _inside_back(self, encoded_MB: Tensor, crossing: _Crossing) -> Pending:
-        """Partial sums to the ranks of this node that brought the tokens."""
-        counts, nodes = crossing.counts, self.nodes
-        by_source = encoded_MB.split([counts[s][self.rank] for s in range(self.world_size)])
-        send, receive, rows = [0] * self.world_size, [0] * self.world_size, [encoded_MB[:0]]
-        for place in range(nodes.size):
-            peer = nodes.rank(self.node, place)
-            for n in range(nodes.num_nodes):
-                rows.append(by_source[nodes.rank(n, place)])
-                send[peer] += counts[nodes.rank(n, place)][self.rank]
-                receive[peer] += counts[nodes.rank(n, self.local)][peer]
-        return self.scatter_rows("combine", torch.cat(rows), send, receive)
+    def _relay(self, traffic: Traffic) -> Relay:
+        return Relay.of(traffic, self.nodes, self.rank)
+
+    def next_call(self) -> int:
+        return next(self._calls)
 
 
 class _Crossing:
-    """Who sends what where, seen from one rank."""
+    """What both ways share: messages posted, and a second step that runs beside the caller."""
 
-    def __init__(self, transport: Hierarchical, traffic: Traffic, num_tokens: int | None) -> None:
-        self.nodes, self.node, self.local = transport.nodes, transport.node, transport.local
-        self.rank, world = transport.rank, transport.world_size
-        # on the host: splits live there
-        table = traffic.splits_2W.tolist()
-        self.counts, self.unique = table[2 : 2 + world], table[2 + world :]
-        sent = traffic.sent_tokens_N
-        # host sync: only where the number of tokens is not known
-        most = int(sent.max()) + 1 if num_tokens is None and len(sent) else num_tokens or 0
-        self.wanted_TW = torch.zeros(most, world, dtype=torch.bool, device=sent.device)
-        self.by_rank = sent.split(self.counts[self.rank])
-        for rank, tokens in enumerate(self.by_rank):
-            self.wanted_TW[tokens, rank] = True
-        self.others = [n for n in range(self.nodes.num_nodes) if n != self.node]
-        self.sent, self.received = [0] * world, [0] * world
-        for n in self.others:
-            peer = self.nodes.rank(n, self.local)
-            self.sent[peer], self.received[peer] = self.unique[self.rank][n], self.unique[peer][self.node]
+    phase = ""
 
-    def ranks_of(self, node: int) -> slice:
-        return slice(node * self.nodes.size, (node + 1) * self.nodes.size)
+    def __init__(self, transport: Hierarchical, relay: Relay) -> None:
+        self.transport, self.relay = transport, relay
+        self.call = transport.next_call() % (1 << 12)
+        self.works: list[dist.Work] = []
+        self.held: list[Message] = []
 
-    def tokens_for(self, node: int) -> Tensor:
-        """Tokens that a node wants, in order."""
-        wanted = self.wanted_TW[:, self.ranks_of(node)].any(1)
-        return torch.nonzero_static(wanted, size=self.unique[self.rank][node])[:, 0]
+    def message(self, rows: Tensor, peer: int, step: int, piece: int = 0, node: int = 0) -> Message:
+        """The tag is unique among messages of the two ranks that can be under way: bits of the call, the
+        step, the piece and the node. The highest bit keeps it apart from the caller's own messages."""
+        tag = 1 << 30 | self.call << 18 | step << 16 | piece % 16 << 12 | node % 4096
+        return Message(rows=rows, peer=peer, tag=tag)
 
-    def mask_for(self, node: int) -> Tensor:
-        """uint8 [tokens, size]: which of the node's ranks want each of those."""
-        return self.wanted_TW[self.tokens_for(node), self.ranks_of(node)].to(torch.uint8)
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
+        """Start messages; the receives are the caller's to wait for, the sends are waited for at the end."""
+        self.held += sends
+        sent, got = self.transport.post(self.phase, sends, receives)
+        self.works += sent
+        return got
 
-    def no_mask(self) -> Tensor:
-        return torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=self.wanted_TW.device)
-
-    def split_received(self, rows: Tensor) -> dict[int, Tensor]:
-        """What the counterparts on other nodes sent, by node."""
-        sizes = [self.received[self.nodes.rank(n, self.local)] for n in self.others]
-        return dict(zip(self.others, rows.split(sizes), strict=True))
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            self.transport.finish(self.phase, work)
 
 
-class _PassedOn:
-    """Tokens on their way to this node; waiting for them passes them on inside it."""
+class _Out(_Crossing):
+    """Tokens on their way to this node, and on inside it."""
 
-    def __init__(
-        self, transport: Hierarchical, crossing: _Crossing, encoded_TB: Tensor, first: Pending
-    ) -> None:
-        self.transport, self.crossing, self.encoded_TB, self.first = transport, crossing, encoded_TB, first
+    phase = "dispatch"
+
+    def __init__(self, transport: Hierarchical, relay: Relay, encoded_TB: Tensor) -> None:
+        super().__init__(transport, relay)
+        world = transport.world_size
+        rows = [relay.rows(source, relay.rank) for source in range(world)]
+        self.out = encoded_TB.new_empty(sum(map(sum, rows)), encoded_TB.shape[1])
+        blocks = self.out.split([sum(r) for r in rows])
+        self.blocks = [block.split(sizes) for block, sizes in zip(blocks, rows, strict=True)]
+        self.arrived = {
+            n: encoded_TB.new_empty(sum(relay.tokens(relay.counterpart(n), relay.node)), self.out.shape[1])
+            for n in relay.others
+        }
+        self.pieces = {
+            n: rows.split(relay.tokens(relay.counterpart(n), relay.node)) for n, rows in self.arrived.items()
+        }
+        self.first = self._cross(encoded_TB, blocks)
+        self.passed = [] if transport.groups_messages else self._receive()
+        self.beside = transport.lane.start(self._pass_on)
+
+    def _cross(self, encoded_TB: Tensor, blocks: Sequence[Tensor]) -> list[list[dist.Work]]:
+        """To the counterparts, piece by piece, and to the ranks of this node. Returns the receives of each
+        piece; those inside the node stand with the last."""
+        relay, message = self.relay, self.message
+        tokens = {n: relay.tokens_for(n).split(relay.tokens(relay.rank, n)) for n in relay.others}
+        received = []
+        inside = [relay.at(p) for p in relay.peers]
+        for piece in relay.pieces:
+            sends, gets = [], []
+            for n in relay.others:
+                peer = relay.counterpart(n)
+                sends.append(message(encoded_TB.index_select(0, tokens[n][piece]), peer, ACROSS, piece))
+                gets.append(message(self.pieces[n][piece], peer, ACROSS, piece))
+            if piece == relay.pieces[-1]:
+                near = [encoded_TB.index_select(0, relay.sent_tokens[peer]) for peer in inside]
+                sends += [message(rows, peer, INSIDE) for rows, peer in zip(near, inside, strict=True)]
+                gets += [message(blocks[peer], peer, INSIDE) for peer in inside]
+            received.append(self.post(sends, gets))
+        return received
+
+    def _places(self, piece: int) -> list[Message]:
+        """Where the rows of a piece that others pass on belong."""
+        relay = self.relay
+        return [
+            self.message(self.blocks[relay.nodes.rank(n, p)][piece], relay.at(p), PASSED_ON, piece, n)
+            for p in relay.peers
+            for n in relay.others
+        ]
+
+    def _receive(self) -> list[dist.Work]:
+        return [work for piece in self.relay.pieces for work in self.post([], self._places(piece))]
+
+    @torch.no_grad()
+    def _pass_on(self) -> None:
+        relay = self.relay
+        marks = {n: relay.marks[n].split([len(rows) for rows in self.pieces[n]]) for n in relay.others}
+        for piece, received in enumerate(self.first):
+            self.wait(received)
+            sends = []
+            for n in relay.others:
+                source = relay.counterpart(n)
+                for place in range(relay.nodes.size):
+                    size = relay.counts[piece][source][relay.at(place)]
+                    chosen = torch.nonzero_static(marks[n][piece][:, place], size=size)[:, 0]
+                    if place == relay.local:
+                        torch.index_select(self.pieces[n][piece], 0, chosen, out=self.blocks[source][piece])
+                        continue
+                    rows = self.pieces[n][piece].index_select(0, chosen)
+                    sends.append(self.message(rows, relay.at(place), PASSED_ON, piece, n))
+            together = self._places(piece) if self.transport.groups_messages else []
+            self.passed += self.post(sends, together)
+        if self.transport.groups_messages:
+            self.wait(self.passed)
 
     def finish(self) -> Tensor:
-        transport, crossing, width = self.transport, self.crossing, self.encoded_TB.shape[1]
-        nodes, world, counts = transport.nodes, transport.world_size, crossing.counts
-        arrived = crossing.split_received(self.first.finish())
-        rows, send, receive = [self.encoded_TB[:0]], [0] * world, [0] * world
-        for place in range(nodes.size):
-            peer = nodes.rank(transport.node, place)
-            for n in range(nodes.num_nodes):
-                source = nodes.rank(n, transport.local)
-                if n == transport.node:
-                    rows.append(self.encoded_TB[crossing.by_rank[peer]])
-                else:
-                    chosen = torch.nonzero_static(arrived[n][:, width + place], size=counts[source][peer])
-                    rows.append(arrived[n][chosen[:, 0], :width])
-                send[peer] += counts[source][peer]
-                receive[peer] += counts[nodes.rank(n, place)][transport.rank]
-        got = transport.scatter_rows("dispatch", torch.cat(rows), send, receive).finish()
-        sizes = [
-            counts[nodes.rank(n, place)][transport.rank]
-            for place in range(nodes.size)
-            for n in range(nodes.num_nodes)
-        ]
-        blocks = got.split(sizes)
-        by_source = [
-            blocks[p * nodes.num_nodes + n] for n in range(nodes.num_nodes) for p in range(nodes.size)
-        ]
-        return torch.cat([got[:0], *by_source])
+        self.beside.finish()
+        self.wait([*self.passed, *self.works])
+        return self.out
 
 
-class _Summed:
-    """Partial sums on their way inside the node; waiting for them adds them and sends one row a token."""
+class _Back(_Crossing):
+    """Partial sums on their way inside the node, and their sums on to where the tokens live."""
 
-    def __init__(
-        self, transport: Hierarchical, crossing: _Crossing, add: Add, told: Pending, inside: Pending
-    ) -> None:
-        self.transport, self.crossing, self.add = transport, crossing, add
-        self.told, self.inside = told, inside
+    phase = "combine"
+
+    def __init__(self, transport: Hierarchical, relay: Relay, encoded_MB: Tensor, add: Add) -> None:
+        super().__init__(transport, relay)
+        self.add, self.encoded = add, encoded_MB
+        world = transport.world_size
+        rows = [relay.rows(source, relay.rank) for source in range(world)]
+        blocks = encoded_MB.split([sum(r) for r in rows])
+        self.mine = [block.split(sizes) for block, sizes in zip(blocks, rows, strict=True)]
+        home = [
+            sum(relay.rows(relay.rank, r)) if r // relay.nodes.size == relay.node
+            else sum(relay.tokens(relay.rank, r // relay.nodes.size)) * (r % relay.nodes.size == 0)
+            for r in range(world)
+        ]  # fmt: skip
+        self.out = encoded_MB.new_empty(sum(home), encoded_MB.shape[1])
+        self.home = self.out.split(home)
+        # Partial sums of the counterparts' tokens, by the rank here that computed them.
+        self.partial: dict[tuple[int, int], Sequence[Tensor]] = {}
+        for n in relay.others:
+            source = relay.counterpart(n)
+            for place in range(relay.nodes.size):
+                sizes = relay.rows(source, relay.at(place))
+                buffer = encoded_MB.new_empty(sum(sizes) * (place != relay.local), encoded_MB.shape[1])
+                theirs = buffer.split(sizes) if place != relay.local else self.mine[source]
+                self.partial[n, place] = theirs
+        self.first = self._gather(blocks)
+        self.came = [] if transport.groups_messages else self.post([], self._sums())
+        self.beside = transport.lane.start(self._send_sums)
+
+    def _gather(self, blocks: Sequence[Tensor]) -> list[list[dist.Work]]:
+        """Partial sums to the ranks of this node that brought the tokens, or whose they are."""
+        relay, message = self.relay, self.message
+        received = []
+        for piece in relay.pieces:
+            sends, gets = [], []
+            for place in relay.peers:
+                peer = relay.at(place)
+                for n in relay.others:
+                    source = relay.nodes.rank(n, place)
+                    sends.append(message(self.mine[source][piece], peer, PASSED_ON, piece, n))
+                    gets.append(message(self.partial[n, place][piece], peer, PASSED_ON, piece, n))
+                if piece == relay.pieces[-1]:
+                    sends.append(message(blocks[peer], peer, INSIDE))
+                    gets.append(message(self.home[peer], peer, INSIDE))
+            received.append(self.post(sends, gets))
+        return received
+
+    def _sums(self) -> list[Message]:
+        relay, found = self.relay, []
+        for n in relay.others:
+            parts = self.home[relay.nodes.rank(n, 0)].split(relay.tokens(relay.rank, n))
+            found += [
+                self.message(part, relay.counterpart(n), ACROSS, piece) for piece, part in enumerate(parts)
+            ]
+        return found
+
+    @torch.no_grad()
+    def _send_sums(self) -> None:
+        relay = self.relay
+        sizes = {n: relay.tokens(relay.counterpart(n), relay.node) for n in relay.others}
+        marks = {n: relay.marks[n].split(sizes[n]) for n in relay.others}
+        for piece, received in enumerate(self.first):
+            self.wait(received)
+            sends = []
+            for n in relay.others:
+                pieces = []
+                for place in range(relay.nodes.size):
+                    rows = self.partial[n, place][piece]
+                    target = torch.nonzero_static(marks[n][piece][:, place], size=len(rows))[:, 0]
+                    pieces.append((rows, target))
+                summed = self.add(pieces, sizes[n][piece])
+                sends.append(self.message(summed, relay.counterpart(n), ACROSS, piece))
+            self.came += self.post(sends, self._sums() if self.transport.groups_messages else [])
+        if self.transport.groups_messages:
+            self.wait(self.came)
 
     def finish(self) -> Tensor:
-        transport, crossing, nodes = self.transport, self.crossing, self.transport.nodes
-        masks = crossing.split_received(self.told.finish())
-        rows = self.inside.finish()
-        blocks = self._by_rank_and_node(rows)
-        sums = [rows[:0]]
-        for n in crossing.others:
-            pieces = []
-            for place in range(nodes.size):
-                block = blocks[place, n]
-                target = torch.nonzero_static(masks[n][:, place], size=len(block))[:, 0]
-                pieces.append((block, target))
-            sums.append(self.add(pieces, len(masks[n])))
-        came = transport.scatter_rows("combine", torch.cat(sums), crossing.received, crossing.sent).finish()
-        return self._by_destination(rows, blocks, came)
-
-    def _by_rank_and_node(self, rows: Tensor) -> dict[tuple[int, int], Tensor]:
-        """Partial sums by the local rank that computed them and the node of their tokens."""
-        nodes, counts = self.transport.nodes, self.crossing.counts
-        keys = [(place, n) for place in range(nodes.size) for n in range(nodes.num_nodes)]
-        sizes = [
-            counts[nodes.rank(n, self.transport.local)][nodes.rank(self.transport.node, place)]
-            for place, n in keys
-        ]
-        return dict(zip(keys, rows.split(sizes), strict=True))
-
-    def _by_destination(self, rows: Tensor, blocks: dict, came: Tensor) -> Tensor:
-        """A row for every row sent: a node's sum stands with the first rank there that had the token, and
-        zero rows with the others."""
-        crossing, transport = self.crossing, self.transport
-        empty = (rows[:0], torch.zeros(0, dtype=torch.int64, device=rows.device))
-        sizes = [crossing.sent[transport.nodes.rank(n, transport.local)] for n in crossing.others]
-        by_node = dict(zip(crossing.others, came.split(sizes), strict=True))
-        found = [rows[:0]]
-        for rank, tokens in enumerate(crossing.by_rank):
-            node, place = divmod(rank, transport.nodes.size)
-            if node == transport.node:
-                found.append(blocks[place, node])
-                continue
-            inside = crossing.ranks_of(node)
-            earlier = crossing.wanted_TW[:, inside][tokens, :place].any(1)
-            index = torch.cumsum(crossing.wanted_TW[:, inside].any(1), 0)[tokens] - 1
-            zeros = self.add([empty], len(tokens))
-            found.append(torch.where(earlier[:, None], zeros, by_node[node][index]))
-        return torch.cat(found)
+        self.beside.finish()
+        self.wait([*self.came, *self.works])
+        return self.out
 
 
 def add_floats(pieces: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:

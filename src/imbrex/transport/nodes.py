@@ -32,12 +32,6 @@ class Nodes:
         return node * self.size + local
 
 
-def count_nodes(wanted_TW: Tensor, nodes: Nodes) -> Tensor:
-    """Tokens that each node wants at least once, int64 [W], node n in place n."""
-    by_node = wanted_TW.unflatten(1, (nodes.num_nodes, nodes.size)).any(2).sum(0)
-    return torch.nn.functional.pad(by_node, [0, wanted_TW.shape[1] - nodes.num_nodes])
-
-
 def reorder(rows: Tensor, sizes: dict[tuple[int, int], int], order: list[tuple[int, int]]) -> Tensor:
     """Blocks of rows, which stand in the order of `sizes`, in another order."""
     parts = dict(zip(sizes, rows.split(list(sizes.values())), strict=True))

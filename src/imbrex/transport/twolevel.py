@@ -11,7 +11,8 @@ from torch import Tensor
 from imbrex.contracts import Pending, Traffic
 from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.collective import Done
-from imbrex.transport.nodes import Nodes, count_nodes, reorder
+from imbrex.transport.nodes import Nodes, reorder
+from imbrex.transport.relay import count_pieces, join_pieces, rows_between, splits_with_pieces
 
 
 class TwoLevel(AllToAll):
@@ -23,6 +24,7 @@ class TwoLevel(AllToAll):
     """
 
     name = "2dh"
+    pieces = 1
 
     def __init__(
         self,
@@ -35,9 +37,25 @@ class TwoLevel(AllToAll):
         self.nodes = Nodes.of(self.world_size, ranks_per_node)
         self.node, self.local = divmod(self.rank, self.nodes.size)
 
-    def count_nodes(self, wanted_TW: Tensor) -> Tensor:
-        """Tokens that each node wants of a rank whose tokens are wanted so; nobody sends to itself."""
-        return count_nodes(wanted_TW, self.nodes)
+    def plan_relays(self, wanted: Sequence[Tensor]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Collective, of several dispatches at once. From the ranks that want this rank's tokens, bool
+        [T, W], itself not counted: rows from every rank to every rank, int64 [W, W] on the host, and the
+        fields that `Traffic` has for transports that relay."""
+        others = [wanted_TW.clone() for wanted_TW in wanted]
+        for wanted_TW in others:
+            wanted_TW[:, self.rank] = False
+        message = torch.stack([count_pieces(wanted_TW, self.nodes, self.pieces) for wanted_TW in others])
+        told = self.exchange_counts(message.flatten()).view(self.world_size, *message.shape)
+        counts = [join_pieces(one.permute(1, 2, 0, 3)) for one in told.unbind(1)]
+        marks = self.tell_marks(others, counts)
+        return [
+            (c[0].sum(0), {"splits_2W": splits_with_pieces(c, self.rank), "relay_XM": m})
+            for c, m in zip(counts, marks, strict=True)
+        ]
+
+    def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
+        """uint8 [tokens that this rank passes on, ranks of a node]: which of them want each; here none."""
+        return [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device) for _ in wanted]
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         rows = encoded_TB[traffic.sent_tokens_N]
@@ -84,55 +102,3 @@ class _Second:
 
     def finish(self) -> Tensor:
         return self.transport.second_step(self.phase, self.first.finish(), *self.rest)
-
-
-class Pipe(AllToAll):
-    """Pipe-A2A (ScheMoE, section 5): what stays inside the node and what leaves it move at the same time, as
-    two all-to-alls. gloo starts all messages of one all-to-all at once anyway, so there it gains nothing."""
-
-    name = "pipe"
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        ranks_per_node: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        super().__init__(group, timeout=timeout)
-        self.nodes = Nodes.of(self.world_size, ranks_per_node)
-
-    def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        if self.world_size == 1:
-            return Done(rows)
-        node = self.rank // self.nodes.size
-        near = [rank // self.nodes.size == node for rank in range(self.world_size)]
-        begun = []
-        parts = rows.split(list(send))
-        # Between nodes first: it takes longer.
-        for inside in (False, True):
-            chosen = [n * (here == inside) for n, here in zip(send, near, strict=True)]
-            arriving = [n * (here == inside) for n, here in zip(receive, near, strict=True)]
-            picked = [rows[:0], *(part for part, here in zip(parts, near, strict=True) if here == inside)]
-            begun.append(super().scatter_rows(phase, torch.cat(picked), chosen, arriving))
-        return _Both(begun, list(receive), near)
-
-
-class _Both:
-    """Two all-to-alls under way; the rows of both by source rank."""
-
-    def __init__(self, begun: list[Pending], receive: list[int], near: list[bool]) -> None:
-        self.begun, self.receive, self.near = begun, receive, near
-
-    def finish(self) -> Tensor:
-        halves = [pending.finish() for pending in self.begun]
-        parts, taken = [halves[0][:0]], [0, 0]
-        for count, inside in zip(self.receive, self.near, strict=True):
-            parts.append(halves[inside][taken[inside] : taken[inside] + count])
-            taken[inside] += count
-        return torch.cat(parts)
-
-
-def rows_between(traffic: Traffic, world_size: int) -> Tensor:
-    """Rows from every rank to every rank, int64 [W, W]; see `plan.splits_with_nodes`."""
-    return traffic.splits_2W[2 : 2 + world_size]

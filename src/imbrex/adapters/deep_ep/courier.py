@@ -160,7 +160,7 @@ class Courier:
 def _takes_routes(transport: Transport) -> bool:
     """Whether it needs no more than a `Traffic` of splits, and delivers what that says and nothing else."""
     everywhere = transport.replicated or transport.broadcasts
-    return not everywhere and not isinstance(transport, Nvlink) and not hasattr(transport, "count_nodes")
+    return not everywhere and not isinstance(transport, Nvlink) and not hasattr(transport, "plan_relays")
 
 
 def _cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,148 @@
+"""Which rows cross to which node, and to whom they are passed on there: the sizes of every message.
+
+Tokens go in pieces, ranges of the token's number, so that one piece is passed on inside a node while the next
+crosses. Sizes are exchanged once a plan and serve all four crossings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import Traffic
+from imbrex.transport.nodes import Nodes
+
+LEAST_ROWS = 128
+"""Rows that a piece has on the rank that sends most to a node; with fewer, pieces are put together."""
+
+
+def count_pieces(wanted_TW: Tensor, nodes: Nodes, pieces: int) -> Tensor:
+    """int64 [2, pieces, W]: tokens that every rank wants of each piece, and that every node wants at least
+    once, node n in place n. Pieces as `torch.tensor_split` makes them."""
+    found = []
+    for piece_TW in wanted_TW.tensor_split(pieces):
+        by_node = piece_TW.unflatten(1, (nodes.num_nodes, nodes.size)).any(2).sum(0)
+        padded = torch.nn.functional.pad(by_node, [0, wanted_TW.shape[1] - nodes.num_nodes])
+        found.append(torch.stack([piece_TW.sum(0), padded]))
+    return torch.stack(found, 1)
+
+
+def join_pieces(counts_2SWW: Tensor) -> Tensor:
+    """Neighbouring pieces put together until each has enough rows: the same on every rank."""
+    while counts_2SWW.shape[1] > 1:
+        # on the host: counts of all ranks are
+        most = int(counts_2SWW[1].sum(0).max()) if counts_2SWW.numel() else 0
+        if most >= LEAST_ROWS * counts_2SWW.shape[1]:
+            break
+        counts_2SWW = counts_2SWW.unflatten(1, (-1, 2)).sum(2)
+    return counts_2SWW
+
+
+def splits_with_pieces(counts_2SWW: Tensor, rank: int) -> Tensor:
+    """Splits for transports that relay: int64 [2 + 2 S W, W]. After the two rows of `Traffic`, for every
+    piece the rows that every rank sends to every other, then for every piece the tokens of every rank that a
+    node wants, node n in column n."""
+    rows_WW = counts_2SWW[0].sum(0)
+    return torch.cat([rows_WW[rank][None], rows_WW[:, rank][None], counts_2SWW.flatten(0, 2)])
+
+
+def rows_between(traffic: Traffic, world_size: int) -> Tensor:
+    """Rows from every rank to every rank, int64 [W, W]."""
+    return traffic.splits_2W[2:].view(2, -1, world_size, world_size)[0].sum(0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relay:
+    """The messages of one crossing, seen from `rank`.
+
+    counts: rows by piece, source and destination rank. unique: tokens by piece, source rank and node.
+    targets: for every other node, the marks of its tokens that this rank passes on, uint8 [tokens, size]; a
+    one for each rank of this node that wants the token.
+    """
+
+    nodes: Nodes
+    rank: int
+    counts: list[list[list[int]]]
+    unique: list[list[list[int]]]
+    sent_tokens: Sequence[Tensor]
+    marks: dict[int, Tensor]
+
+    @staticmethod
+    def of(traffic: Traffic, nodes: Nodes, rank: int) -> Relay:
+        world = nodes.num_nodes * nodes.size
+        counts, unique = traffic.splits_2W[2:].view(2, -1, world, world).tolist()
+        node, local = divmod(rank, nodes.size)
+        others = [n for n in range(nodes.num_nodes) if n != node]
+        arriving = [sum(piece[nodes.rank(n, local)][node] for piece in unique) for n in others]
+        assert traffic.relay_XM is not None
+        marks = dict(zip(others, traffic.relay_XM.split(arriving), strict=True))
+        sent = traffic.sent_tokens_N.split([sum(p[rank][d] for p in counts) for d in range(world)])
+        return Relay(nodes=nodes, rank=rank, counts=counts, unique=unique, sent_tokens=sent, marks=marks)
+
+    @property
+    def pieces(self) -> range:
+        return range(len(self.counts))
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.nodes.size
+
+    @property
+    def local(self) -> int:
+        return self.rank % self.nodes.size
+
+    @property
+    def others(self) -> list[int]:
+        """The other nodes."""
+        return [n for n in range(self.nodes.num_nodes) if n != self.node]
+
+    @property
+    def peers(self) -> list[int]:
+        """Places of the other ranks of this node."""
+        return [place for place in range(self.nodes.size) if place != self.local]
+
+    def at(self, place: int) -> int:
+        """The rank at a place of this node."""
+        return self.nodes.rank(self.node, place)
+
+    def counterpart(self, node: int) -> int:
+        return self.nodes.rank(node, self.local)
+
+    def rows(self, source: int, target: int) -> list[int]:
+        """Rows from one rank to another, by piece."""
+        return [piece[source][target] for piece in self.counts]
+
+    def tokens(self, source: int, node: int) -> list[int]:
+        """Tokens of a rank that a node wants, by piece."""
+        return [piece[source][node] for piece in self.unique]
+
+    def tokens_for(self, node: int) -> Tensor:
+        """This rank's tokens that another node wants, ascending, each once."""
+        lists = self.sent_tokens[node * self.nodes.size : (node + 1) * self.nodes.size]
+        together = torch.cat(list(lists))
+        most = sum(self.tokens(self.rank, node))
+        if len(together) == most:
+            return together.sort().values
+        ordered = together.sort().values
+        first = torch.ones_like(ordered, dtype=torch.bool)
+        first[1:] = ordered[1:] != ordered[:-1]
+        return ordered[torch.nonzero_static(first, size=most)[:, 0]]
+
+    def home(self) -> tuple[Tensor, list[int]]:
+        """The token of every row that comes back, and the rows by rank: from the ranks of this node each its
+        partial sums, from another node one sum for every token, under its first rank."""
+        tokens, sizes = [], []
+        for rank in range(len(self.sent_tokens)):
+            node, place = divmod(rank, self.nodes.size)
+            if node == self.node:
+                tokens.append(self.sent_tokens[rank])
+            elif place == 0:
+                tokens.append(self.tokens_for(node))
+            sizes.append(len(tokens[-1]) if node == self.node or place == 0 else 0)
+        return torch.cat(tokens), sizes
+
+
+__all__ = ["Relay", "count_pieces", "join_pieces", "rows_between", "splits_with_pieces"]
