@@ -17,12 +17,14 @@ from imbrex.contracts import Placement, Plan
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels.exchange import NvlinkExchange, Routed
 from imbrex.kernels.heap import VirtualHeap
+from imbrex.placement.flow import split_balanced
 from imbrex.placement.split import split_evenly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What a scenario is made of; `tokens`: of every rank; `drop`: share of choices that are -1."""
+    """What a scenario is made of; `tokens`: of every rank; `drop`: share of choices that are -1;
+    `balanced`: replicas by the loads of the batch."""
 
     placement: Placement
     tokens: tuple[int, ...]
@@ -32,6 +34,7 @@ class Case:
     drop: float = 0.1
     skew: float = 0.0
     seed: int = 0
+    balanced: bool = False
 
     @property
     def ranks(self) -> int:
@@ -76,14 +79,20 @@ def make_exchange(case: Case, device: torch.device | str = "cpu", **options: Any
         row_capacity=max(capacity, 1),
         token_capacity=max((ranks - 1) * most, 1),
     )
-    return NvlinkExchange(lambda nbytes: VirtualHeap(ranks, nbytes, device), case.placement, shape, **options)
+    return NvlinkExchange(
+        lambda nbytes: VirtualHeap(ranks, nbytes, device),
+        case.placement,
+        shape,
+        balanced=case.balanced,
+        **options,
+    )
 
 
 def make_plans(case: Case, inputs: Inputs) -> list[Plan]:
     """The plan of every rank, on the CPU, for their actual tokens."""
     ids = [inputs.ids_WTK[r, :t].cpu() for r, t in enumerate(case.tokens)]
     counts = torch.stack([oracle.count_choices(one, case.placement.num_experts) for one in ids])
-    split = split_evenly(counts, case.placement)
+    split = (split_balanced if case.balanced else split_evenly)(counts, case.placement)
     slots = [oracle.choose_slots(one, split[r], case.placement) for r, one in enumerate(ids)]
     wanted = [oracle.ranks_wanted(one, case.placement, 1) for one in slots]
     rows = torch.stack([one.sum(0) for one in wanted])

@@ -45,6 +45,7 @@ __device__ inline void route_alone(const Call& call, const Route& route, const S
     __syncthreads();
     scan_chunks(s, columns, route.experts, ranks, s.before, s.total);
     __syncthreads();
+    if (route.room) balance(call, route, s);
     if (route.replicated) mark_ranks(call, route, s);
     give_ranks(s, ranks, rank_columns);
     __syncthreads();

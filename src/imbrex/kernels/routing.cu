@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
     if (fine) scan_chunks(s, columns, route.experts, ranks, s.before, s.total);
     if (fine && route.replicated) {
         __syncthreads();
+        if (route.room) balance(call, route, s);
         mark_ranks(call, route, s);
         give_ranks(s, ranks, rank_columns);
         fine = own_blocks(call, kSteps, 1, kSteps);

@@ -166,9 +166,20 @@ __device__ inline void scan_chunks(const Scratch& s, const int* columns, int wid
     }
 }
 
-// Replica `number` of `replicas` takes how many of `count` choices of rank `source`: placement.split.split_evenly.
-__device__ __forceinline__ int share_of(int count, int replicas, int number, int source) {
+// All threads, where `room`: replicas by the loads of this batch.
+__device__ inline void balance(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks;
+    const Tables tables{route.first_replica, route.replica_slots, route.rank_offsets, route.experts, ranks, ranks};
+    split_choices(tables, s.flow, kRouteThreads, [&](int source, int expert) { return s.total[source * route.experts + expert]; });
+    for (int i = static_cast<int>(threadIdx.x); i < *s.flow.several; i += kRouteThreads) s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
+    __syncthreads();
+}
+
+// Replica `number` of `replicas` takes how many choices of rank `source`: placement.flow, or placement.split.split_evenly.
+__device__ __forceinline__ int share_of(const Route& route, const Scratch& s, int source, int expert, int replicas, int number) {
+    const int count = s.total[source * route.experts + expert];
     if (replicas == 1) return count;
+    if (route.room) return s.flow.share[source * 2 * route.room - 1 - s.home[expert] + number];
     const int turn = ((number - source) % replicas + replicas) % replicas;
     return count / replicas + (turn < count % replicas);
 }
@@ -177,10 +188,9 @@ __device__ __forceinline__ int share_of(int count, int replicas, int number, int
 __device__ inline int home_of(const Route& route, const Scratch& s, int ranks, int source, int expert, int& nth) {
     if (s.home[expert] >= 0) return s.home[expert];
     const int first = route.first_replica[expert], replicas = route.first_replica[expert + 1] - first;
-    const int count = s.total[source * route.experts + expert];
     int number = 0;
     for (; number + 1 < replicas; ++number) {
-        const int share = share_of(count, replicas, number, source);
+        const int share = share_of(route, s, source, expert, replicas, number);
         if (nth < share) break;
         nth -= share;
     }
@@ -224,7 +234,7 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
             int sum = 0;
             for (int source = 0; source < ranks; ++source) {
                 s.slot_base[source * route.most_slots + slot] = sum;
-                sum += share_of(s.total[source * route.experts + e], replicas, number, source);
+                sum += share_of(route, s, source, e, replicas, number);
             }
             s.slot_rows[slot] = (sum + route.alignment - 1) / route.alignment * route.alignment;
         }
@@ -287,11 +297,24 @@ __device__ inline void write_rows(const Call& call, const Route& route, const Sc
     }
 }
 
+// By one block of a rank: choices of every rank for every slot, added up over calls.
+__device__ inline void add_tally(const Call& call, const Route& route, const Scratch& s) {
+    const int ranks = call.group->ranks;
+    int* tally = route.tally + static_cast<i64>(call.local) * ranks * route.slots;
+    for (int x = static_cast<int>(threadIdx.x); x < ranks * route.experts; x += kRouteThreads) {
+        const int source = x / route.experts, e = x - source * route.experts;
+        const int first = route.first_replica[e], replicas = route.first_replica[e + 1] - first;
+        for (int number = 0; number < replicas; ++number)
+            tally[source * route.slots + route.replica_slots[first + number]] += share_of(route, s, source, e, replicas, number);
+    }
+}
+
 __device__ inline void write_totals(const Call& call, const Route& route, const Scratch& s, const int* tokens) {
     const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
     int* counts = route.counts + call.local * route.most_slots;
     int* totals = route.totals + call.local * 4;
     int* all_tokens = route.all_tokens + call.local * ranks;
+    if (route.tally) add_tally(call, route, s);
     for (int i = thread; i < route.most_slots; i += kRouteThreads) counts[i] = s.slot_rows[i];
     for (int i = thread; i < ranks; i += kRouteThreads) all_tokens[i] = tokens[i];
     if (thread != 0) return;

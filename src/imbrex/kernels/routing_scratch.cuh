@@ -1,6 +1,7 @@
 // What the routing kernel takes, and its shared memory.
 #pragma once
 #include "exchange.cuh"
+#include "split.cuh"
 
 constexpr int kChunk = 128;
 constexpr int kRouteThreads = 1024;
@@ -23,6 +24,7 @@ struct Route {
     int* counts;              // [.., most_slots]; rows of every local slot, padding included
     int* totals;              // [.., 4]: expert-major rows, rows received, overflow, 0
     int* all_tokens;          // [.., W]; tokens of every rank
+    int* tally;               // [.., W, S] or null; choices of every rank for every slot are added to it
     i64 ids_at;               // offset in a heap: int32 [2, W, max_tokens * K], then as many floats
     i64 counts_at;            // offset in a heap: scratch of this rank alone, int32 [chunks, E], then [chunks, W]
     i64 tokens_at;            // offset in a heap: int32 [2, W]
@@ -34,7 +36,9 @@ struct Route {
     int alignment;
     int row_capacity;
     int token_capacity;
-    int replicated;  // whether some expert has more than one slot
+    int replicated;  // whether some expert may have more than one slot
+    int slots;       // S
+    int room;        // S - E where replicas are chosen by this batch's loads (split.cuh), 0: in equal parts
 };
 
 struct Chunk {
@@ -53,7 +57,8 @@ struct Scratch {
     int* base;         // [W, W]; first compact row on rank `column` of the tokens of rank `row`
     int* slot_base;    // [W, most_slots]; row of the first choice of a source in a local slot
     int* slot_rows;    // [most_slots]
-    int* home;         // [E]; rank << 16 | slot of an expert that has one slot, else -1
+    int* home;         // [E]; rank << 16 | slot of an expert that has one slot, else -1 - its first slot in `flow`
+    Flow flow;
     u16* ids;          // [.., kChunk, K]
     int chunks;        // of this block
     int first;         // its first chunk
@@ -86,6 +91,7 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     s.slot_base = reinterpret_cast<int*>(take(ranks * route.most_slots));
     s.slot_rows = reinterpret_cast<int*>(take(route.most_slots));
     s.home = reinterpret_cast<int*>(take(experts));
+    s.flow = carve_flow(take(route.room ? ranks * (ranks + 2) + route.room * (5 + 2 * ranks) + 1 : 0), ranks, ranks, route.room);
     s.ids = reinterpret_cast<u16*>(at);
     return s;
 }
