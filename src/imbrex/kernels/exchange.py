@@ -33,7 +33,7 @@ from imbrex.contracts import Placement
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit
 from imbrex.kernels.heap import Heap
-from imbrex.kernels.routed import Routed, placement_tables
+from imbrex.kernels.routed import Routed, Tables, placement_tables
 
 MOVER_THREADS = 128
 REDUCE_THREADS = 32 * lay.REDUCE_WARPS
@@ -108,15 +108,21 @@ class NvlinkExchange:
         self._tables = placement_tables(placement, self.device)
 
     def route(
-        self, ids: Tensor, weights: Tensor, tokens: Tensor | None = None, tally: Tensor | None = None
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        tokens: Tensor | None = None,
+        tally: Tensor | None = None,
+        tables: Tables | None = None,
     ) -> Routed:
         """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
         int32 [L]. tally: int32 [L, W, S]; choices of every rank for every slot are added to it.
+        tables: of another placement of as many experts in the same slots; layers share a heap.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = self._empty_routed(self.shape.max_tokens)
         at = self.layout.ids, self.layout.counts, self.layout.tokens
-        args = self._route_args(ids, weights, tokens, routed, at, tally)
+        args = self._route_args(ids, weights, tokens, routed, at, tally, tables)
         self._launch(ROUTE, "route", self.route_blocks, ROUTE_THREADS, self._route_shared, args)
         return routed
 
@@ -144,6 +150,7 @@ class NvlinkExchange:
         routed: Routed,
         at: tuple[int, int, int],
         tally: Tensor | None,
+        tables: Tables | None,
     ) -> ctypes.Structure:
         """`at`: where ids, scratch and token counts lie in the heap."""
         s, most = self.shape, routed.position_LWTK.shape[2]
@@ -157,7 +164,7 @@ class NvlinkExchange:
         assert ids.is_contiguous()
         assert weights.is_contiguous()
         return lay.Route(
-            *map(_address, (ids, weights, tokens, *self._tables)),
+            *map(_address, (ids, weights, tokens, *(tables or self._tables))),
             *map(_address, (routed.position_LWTK, routed.weights_LWTK, routed.recv_row_LWT)),
             *map(_address, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
             *(_address(tally), *at),
@@ -188,7 +195,7 @@ class NvlinkExchange:
             *map(_address, (x, routed.send_row_LTW, tokens)),
             *(self.layout.received, self._buffer_bytes(self.shape.token_capacity)),
             x[0].nbytes if x.dim() == 3 else 0,
-            *(x.shape[-2], self.shape.max_tokens, row_bytes, wire_bytes, stages, buffer, lag),
+            *(x.shape[-2], routed.send_row_LTW.shape[1], row_bytes, wire_bytes, stages, buffer, lag),
         )
         threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise
         self._launch(PUSH[quantise], "push", num_sms, threads, shared, args)
@@ -209,7 +216,7 @@ class NvlinkExchange:
             *map(_address, (x, out, routed.position_LWTK, routed.tokens_LW)),
             *(self.layout.staged, self._buffer_bytes(self.shape.max_tokens)),
             *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
-            *(self.shape.max_tokens, self.shape.choices, row_bytes, stages, buffer, lag),
+            *(routed.position_LWTK.shape[2], self.shape.choices, row_bytes, stages, buffer, lag),
         )
         self._launch(PULL, "pull", num_sms, MOVER_THREADS, shared, args)
         return out
@@ -222,6 +229,7 @@ class NvlinkExchange:
         num_sms: int = 24,
         tokens: Tensor | None = None,
         tally: Tensor | None = None,
+        tables: Tables | None = None,
     ) -> tuple[Tensor, Routed]:
         """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
 
@@ -241,9 +249,8 @@ class NvlinkExchange:
             *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
             *(few, self.shape.choices, row_bytes, stages, 0, 1),
         )
-        args = lay.Small(
-            self._route_args(ids, weights, tokens, routed, at, tally), pull, lay.small_counts(self.shape)
-        )
+        route = self._route_args(ids, weights, tokens, routed, at, tally, tables)
+        args = lay.Small(route, pull, lay.small_counts(self.shape))
         shared = max(shared, lay.route_shared(self.shape, chunks, self._room))
         self._launch(SMALL, "small", num_sms, ROUTE_THREADS, shared, args)
         return out, routed
@@ -347,7 +354,10 @@ class NvlinkExchange:
         )
 
     def close(self) -> None:
-        self.heap.close()
+        """Free the heap; collective, unless the exchange has failed: then its peers may be gone."""
+        # on the host: pinned memory that the kernels write
+        failed = any(status[0] for status in self._status.tolist())
+        self.heap.close(together=not failed)
 
     def _launch(
         self,

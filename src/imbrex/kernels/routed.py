@@ -35,7 +35,11 @@ class Routed:
     tokens_LW: Tensor
 
 
-def placement_tables(placement: Placement, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+Tables = tuple[Tensor, Tensor, Tensor]
+"""A placement on the device; see `placement_tables`."""
+
+
+def placement_tables(placement: Placement, device: torch.device) -> Tables:
     """first_replica [E + 1], replica_slots, rank_offsets [W + 1]; int32."""
     by_expert: list[list[int]] = [[] for _ in range(placement.num_experts)]
     for slot, expert in enumerate(placement.slots):
