@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex import waiting
+
 
 class Heap(Protocol):
     """nbytes of zeroed memory for every rank.
@@ -27,7 +29,9 @@ class Heap(Protocol):
     first: int
     local: Tensor
 
-    def close(self) -> None: ...
+    def close(self, *, together: bool = True) -> None:
+        """Free it. together: all ranks do, and wait for each other first; not where one of them is lost."""
+        ...
 
 
 class VirtualHeap:
@@ -40,7 +44,7 @@ class VirtualHeap:
         self.bases = tuple(start + rank * nbytes for rank in range(ranks))
         self.first = 0
 
-    def close(self) -> None:
+    def close(self, *, together: bool = True) -> None:
         self.local = self.local[:0]
 
 
@@ -65,9 +69,21 @@ class SymmetricHeap:
         self.first = handle.rank
         self.local = self._memory[None]
         self._handle = handle
+        self._group = group
         dist.barrier(group)
 
-    def close(self) -> None:
+    def view(self, rank: int, offset: int, nbytes: int) -> Tensor:
+        """Bytes of the part of `rank`: uint8 [nbytes]."""
+        return self._handle.get_buffer(rank, (nbytes,), torch.uint8, storage_offset=offset)
+
+    def close(self, *, together: bool = True) -> None:
+        """Collective, unless not `together`: a peer's kernel may still be reading when this rank's are done.
+
+        Raises RankLostError where a rank does not come within `IMBREX_TIMEOUT_S`.
+        """
+        torch.cuda.synchronize(self._memory.device)
+        if together:
+            waiting.run("close", lambda: dist.barrier(self._group, async_op=True), on_host=True)
         del self._handle
         self._memory = self._memory[:0]
         self.local = self.local[:, :0]
