@@ -3,18 +3,22 @@
     imbrex netlab run --nodes 2 --ranks-per-node 4 --inter 1gbit -- benchmarks/collectives.py
 
 Tokens go out to their ranks and come back, without experts; the median over rounds of the slowest rank, all
-transports in turn within a round.
+transports in turn within a round. `dispatch` and `combine` are whole calls, planning and copies to the experts'
+rows included; `move` and `move_back` are the rows alone, planned and written before.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import imbrex
 from imbrex.cli.results import describe_run, write_results
@@ -23,56 +27,126 @@ from imbrex.placement import contiguous
 
 QUESTION = "Which exchange is fastest between nodes?"
 NAMES = {"alltoall": "copy-per-rank", "hierarchical": "hierarchical-dedup"}
+CHOICES = "copy-per-choice"
+OPS = ("dispatch", "combine", "move", "move_back")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """An exchange and what goes through it."""
+
+    exchange: imbrex.Exchange
+    x_TD: Tensor
+    routing: imbrex.Routing
 
 
 def main() -> None:
     args = parse()
-    dist.init_process_group("gloo")
+    device = start(args)
     group = dist.group.WORLD
     assert group is not None
+    jobs = {name: make_job(args, name, group, device) for name in args.transports.split(",")}
+    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in jobs}
+    with torch.no_grad():
+        for number in range(args.rounds + args.warm_up):
+            for name, job in jobs.items():
+                took = once(job, check=number == 0)
+                told = torch.tensor([int(1e9 * s) for s in took])
+                slowest = job.exchange.transport.exchange_counts(told).max(0).values
+                if number >= args.warm_up:
+                    seconds[name].append(tuple(1e-9 * s for s in slowest.tolist()))
+    crossing = {name: bytes_of(args, name, group.size()) for name in jobs}
+    if group.rank() == 0:
+        report(args, seconds, crossing, group.size())
+    dist.destroy_process_group()
+
+
+def start(args: argparse.Namespace) -> torch.device:
+    """gloo on CPUs, NCCL where there are GPUs."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_GPU"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    return device
+
+
+def make_job(args: argparse.Namespace, name: str, group: dist.ProcessGroup, device: torch.device) -> Job:
+    x_TD, ids_TK = draw(args, group.rank())
+    top_k, transport = args.top_k, name
+    if name == CHOICES:
+        x_TD = x_TD.repeat_interleave(args.top_k, 0)
+        ids_TK, top_k, transport = ids_TK.reshape(-1, 1), 1, "alltoall"
     placement = contiguous(args.experts, group.size())
-    exchanges = {
-        name: imbrex.Exchange(placement, args.width, args.top_k, group=group, transport=name)
-        for name in args.transports.split(",")
-    }
-    drawn = torch.Generator().manual_seed(group.rank())
+    exchange = imbrex.Exchange(placement, args.width, top_k, group=group, transport=transport)
+    weights_TK = torch.full(ids_TK.shape, 1 / top_k, device=device)
+    routing = imbrex.Routing(ids_TK=ids_TK.to(device), weights_TK=weights_TK)
+    return Job(exchange=exchange, x_TD=x_TD.to(device, getattr(torch, args.dtype)), routing=routing)
+
+
+def draw(args: argparse.Namespace, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and choices of a rank, the same wherever they are drawn."""
+    drawn = torch.Generator().manual_seed(rank)
     x_TD = torch.randn(args.tokens, args.width, generator=drawn)
     ids_TK = torch.rand(args.tokens, args.experts, generator=drawn).argsort(1)[:, : args.top_k].contiguous()
-    weights_TK = torch.full(ids_TK.shape, 1 / args.top_k)
-    routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in exchanges}
-    outputs = {}
-    with torch.no_grad():
-        for number in range(args.rounds + 1):
-            for name, exchange in exchanges.items():
-                begin = _together(exchange)
-                there = exchange.dispatch(x_TD, routing)
-                middle = time.perf_counter()
-                outputs[name] = exchange.combine(there.rows_RD, there.handle)
-                took = middle - begin, time.perf_counter() - middle, move_only(exchange, x_TD, routing)
-                slowest = exchange.transport.exchange_counts(torch.tensor([int(1e9 * s) for s in took]))
-                if number:
-                    seconds[name].append(tuple(1e-9 * s for s in slowest.max(0).values.tolist()))
-    for name, y_TD in outputs.items():
-        assert torch.allclose(y_TD, x_TD, atol=1e-4), name
-    if group.rank() == 0:
-        report(args, seconds, group.size())
+    return x_TD, ids_TK
 
 
-def move_only(exchange: imbrex.Exchange, x_TD: torch.Tensor, routing: imbrex.Routing) -> float:
-    """Seconds of the rows' way out alone, planned and written before."""
+def once(job: Job, *, check: bool) -> tuple[float, ...]:
+    """Seconds of a dispatch, a combine, and of the rows' way out and back alone."""
+    exchange, x_TD, routing = job.exchange, job.x_TD, job.routing
+    begin = together(exchange)
+    there = exchange.dispatch(x_TD, routing)
+    middle = now(x_TD)
+    y_TD = exchange.combine(there.rows_RD, there.handle)
+    times = [middle - begin, now(x_TD) - middle]
+    if check:
+        assert torch.allclose(y_TD, x_TD, atol=1e-4 if x_TD.dtype == torch.float32 else 0.1), job
     crossings = exchange._crossings
     assert isinstance(crossings, Crossings)
     made = crossings.make_plans([(x_TD, routing)])[0]
     encoded = crossings.write_dispatch(made, x_TD, routing.weights_TK)
-    begin = _together(exchange)
-    crossings.begin_out(encoded, made.traffic).finish()
-    return time.perf_counter() - begin
+    begin = together(exchange)
+    received = crossings.begin_out(encoded, made.traffic).finish()
+    times.append(now(x_TD) - begin)
+    codec = crossings.wire.combine
+    sums_MB = received[:, : codec.nbytes(x_TD.shape[1], x_TD.dtype)].contiguous()
+    begin = together(exchange)
+    crossings.begin_back(sums_MB, made.traffic, codec, x_TD.dtype).finish()
+    return (*times, now(x_TD) - begin)
 
 
-def _together(exchange: imbrex.Exchange) -> float:
+def together(exchange: imbrex.Exchange) -> float:
     exchange.transport.exchange_counts(torch.zeros(1, dtype=torch.int64))
     return time.perf_counter()
+
+
+def now(x: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def bytes_of(args: argparse.Namespace, name: str, world: int) -> tuple[float, float]:
+    """Mean bytes of rows one way: that a node sends to others, and that a rank would get, once each, with
+    those that stay."""
+    width = args.width * getattr(torch, args.dtype).itemsize
+    size = int(os.environ["LOCAL_WORLD_SIZE"])
+    across = wanted = 0
+    for rank in range(world):
+        target_TK = draw(args, rank)[1] // (args.experts // world)
+        node_TK = target_TK // size
+        far_TK = node_TK != rank // size
+        hits_TW = torch.zeros(args.tokens, world).scatter_(1, target_TK, 1.0)
+        wanted += int(hits_TW.sum())
+        if name == CHOICES:
+            across += int(far_TK.sum())
+            continue
+        by_node = hits_TW.unflatten(1, (-1, size))
+        rows = by_node.amax(2) if name == "hierarchical" else by_node.sum(2)
+        across += int(rows.sum() - rows[:, rank // size].sum())
+    return across * width / (world // size), wanted * width / world
 
 
 def parse() -> argparse.Namespace:
@@ -81,27 +155,52 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--transports", default="alltoall,2dh,pipe,hierarchical")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--transports", default=f"{CHOICES},alltoall,hierarchical")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--network", default="netlab 1gbit")
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--network", default="netlab", help="its name in the result file")
+    parser.add_argument("--rates", default="1gbit between nodes", help="said in the result file")
     parser.add_argument("--out", default=None, help="a results file")
     return parser.parse_args()
 
 
-def report(args: argparse.Namespace, seconds: dict[str, list[tuple[float, ...]]], world: int) -> None:
-    case = {"W": world, "T": args.tokens, "D": args.width, "E": args.experts, "K": args.top_k}
-    case |= {"bytes": args.tokens * args.width * 4, "network": args.network}
+def report(
+    args: argparse.Namespace,
+    seconds: dict[str, list[tuple[float, ...]]],
+    crossing: dict[str, tuple[float, float]],
+    world: int,
+) -> None:
+    size = int(os.environ["LOCAL_WORLD_SIZE"])
+    case = {"nodes": world // size, "ranks_per_node": size, "T": args.tokens, "D": args.width}
+    case |= {"E": args.experts, "K": args.top_k, "network": args.network, "rates": args.rates}
+    case |= {"dtype": args.dtype, "bytes": args.tokens * args.width * getattr(torch, args.dtype).itemsize}
     rows = []
     for name, rounds in seconds.items():
-        out, back, move = (1e3 * statistics.median(part) for part in zip(*rounds, strict=True))
-        sys.stdout.write(f"{name:13} out {out:7.1f} ms, back {back:7.1f} ms; the move out {move:7.1f} ms\n")
-        for op, part in (("dispatch", 0), ("combine", 1), ("move", 2), ("exchange", None)):
-            times = [1e6 * (sum(r[:2]) if part is None else r[part]) for r in rounds]
+        across, wanted = crossing[name]
+        medians = dict(zip(OPS, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+        said = ", ".join(f"{op} {1e3 * s:7.1f}" for op, s in medians.items())
+        rates = {
+            f"{op}_{what}_gbps": 1e-9 * amount / medians[op]
+            for op in ("move", "move_back")
+            for what, amount in (("link", across), ("algorithm", wanted))
+        }
+        sys.stdout.write(f"{name:15} {said} ms; {', '.join(f'{k} {v:.3f}' for k, v in rates.items())}\n")
+        for op in (*OPS, "exchange"):
+            times = [1e6 * (sum(r[:2]) if op == "exchange" else r[OPS.index(op)]) for r in rounds]
             measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
-            rows.append({"op": op, "impl": NAMES.get(name, name), "case": case, **measured, "n": len(times)})
+            both = {
+                k.removeprefix(f"{op}_"): v for k, v in rates.items() if k.split("_l")[0].split("_a")[0] == op
+            }
+            impl = NAMES.get(name, name)
+            rows.append({"op": op, "impl": impl, "case": case, **measured, "n": len(times), **both})
     if args.out:
         words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
-        command = "imbrex netlab run ... -- benchmarks/collectives.py " + " ".join(words)
+        command = (
+            os.environ.get("COMMAND", "imbrex netlab run ... --")
+            + " benchmarks/collectives.py "
+            + " ".join(words)
+        )
         write_results(args.out, QUESTION, describe_run(command), rows)
 
 
