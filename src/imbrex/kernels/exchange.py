@@ -35,7 +35,8 @@ from imbrex.kernels import jit
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routed import Routed, Tables, placement_tables
 
-MOVER_THREADS = 128
+MOVER_THREADS = 96
+PULL_THREADS = MOVER_THREADS + 32 * 8
 REDUCE_THREADS = 32 * lay.REDUCE_WARPS
 GATHER_THREADS = 480
 ROUTE_THREADS = 1024
@@ -69,7 +70,6 @@ class NvlinkExchange:
     """One exchange over the ranks of one host.
 
     make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
-    balanced: replicas are chosen by the loads of each batch, as `split_balanced`; else in equal parts.
     compact, expert: which layouts of rows to keep room for. timeout: seconds.
     load: `jit.load`, or what stands in for it.
     """
@@ -80,7 +80,6 @@ class NvlinkExchange:
         placement: Placement,
         shape: lay.Shape,
         *,
-        balanced: bool = False,
         compact: bool = True,
         expert: bool = True,
         timeout: float = 60.0,
@@ -90,9 +89,8 @@ class NvlinkExchange:
         _check_shape(placement, shape)
         self.shape = shape
         self.placement = placement
-        # where replicas may come to be: those of a placement that this one moves to, too
-        self._spare = max(placement.num_slots - placement.num_experts, 0)
-        self._room = self._spare if balanced else 0
+        # where replicas may come to be, also those of placements that follow
+        self._room = max(placement.num_slots - placement.num_experts, 0)
         self.layout = lay.layout(shape, compact=compact, expert=expert)
         self.heap = make_heap(self.layout.nbytes)
         self.device = self.heap.local.device
@@ -114,15 +112,18 @@ class NvlinkExchange:
         tokens: Tensor | None = None,
         tally: Tensor | None = None,
         tables: Tables | None = None,
+        *,
+        balanced: bool = False,
     ) -> Routed:
         """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
         int32 [L]. tally: int32 [L, W, S]; choices of every rank for every slot are added to it.
         tables: of another placement of as many experts in the same slots; layers share a heap.
+        balanced: replicas are chosen by the loads of this batch, as `split_balanced`; else in equal parts.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = self._empty_routed(self.shape.max_tokens)
         at = self.layout.ids, self.layout.counts, self.layout.tokens
-        args = self._route_args(ids, weights, tokens, routed, at, tally, tables)
+        args = self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced)
         self._launch(ROUTE, "route", self.route_blocks, ROUTE_THREADS, self._route_shared, args)
         return routed
 
@@ -151,6 +152,7 @@ class NvlinkExchange:
         at: tuple[int, int, int],
         tally: Tensor | None,
         tables: Tables | None,
+        balanced: bool,
     ) -> ctypes.Structure:
         """`at`: where ids, scratch and token counts lie in the heap."""
         s, most = self.shape, routed.position_LWTK.shape[2]
@@ -169,7 +171,8 @@ class NvlinkExchange:
             *map(_address, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
             *(_address(tally), *at),
             *(ids.shape[-2], most, s.choices, s.experts, s.most_slots, s.alignment),
-            *(s.row_capacity, s.token_capacity, self._spare > 0, self.placement.num_slots, self._room),
+            *(s.row_capacity, s.token_capacity, self._room > 0, self.placement.num_slots),
+            self._room if balanced else 0,
         )
 
     def push(
@@ -218,7 +221,7 @@ class NvlinkExchange:
             *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
             *(routed.position_LWTK.shape[2], self.shape.choices, row_bytes, stages, buffer, lag),
         )
-        self._launch(PULL, "pull", num_sms, MOVER_THREADS, shared, args)
+        self._launch(PULL, "pull", num_sms, PULL_THREADS, shared, args)
         return out
 
     def dispatch_small(
@@ -230,6 +233,8 @@ class NvlinkExchange:
         tokens: Tensor | None = None,
         tally: Tensor | None = None,
         tables: Tables | None = None,
+        *,
+        balanced: bool = False,
     ) -> tuple[Tensor, Routed]:
         """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
 
@@ -249,7 +254,7 @@ class NvlinkExchange:
             *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
             *(few, self.shape.choices, row_bytes, stages, 0, 1),
         )
-        route = self._route_args(ids, weights, tokens, routed, at, tally, tables)
+        route = self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced)
         args = lay.Small(route, pull, lay.small_counts(self.shape))
         shared = max(shared, lay.route_shared(self.shape, chunks, self._room))
         self._launch(SMALL, "small", num_sms, ROUTE_THREADS, shared, args)

@@ -1,8 +1,10 @@
-// Lists of rows to stage and to pull; see exchange_pull.cu.
+// Staging of tokens, and lists of rows to pull; see exchange_pull.cu.
 #pragma once
 #include "exchange_rows.cuh"
 
-constexpr int kStagingLead = 4;  // the lister runs up to two groups ahead of the stores; less than that stalls it
+constexpr int kStagers = 8;       // warps
+constexpr int kStagersBarrier = 1;
+constexpr int kStaged = 7;        // 16-byte loads that a thread has in flight
 
 struct Pull {
     const u8* x;          // [ranks of the launch, max_tokens, row_bytes]
@@ -45,17 +47,35 @@ __device__ inline PullView view_of(const Call& call, const Pull& pull) {
     return view;
 }
 
-__device__ inline void list_staging(const Call& call, const Ring& ring, const Pull& pull, const PullView& view, int g, u32 number) {
-    const int lane = static_cast<int>(ptx::lane_id());
-    SegmentHead* segment = open_segment(call, ring, number);
-    const int token = g * view.per_group + lane, tokens = __shfl_sync(0xffffffffu, view.tokens_there, 0);
-    if (lane < view.per_group) {
-        ItemHead* item = item_of(ring, segment, lane);
-        item->source = view.x + static_cast<i64>(token) * pull.row_bytes;
-        targets_of(item)[0] = call.group->heap[call.me] + view.buffer + static_cast<i64>(token) * pull.row_bytes;
-        item->targets = token < tokens;
+// Bytes from one place to another, all 16-byte words, by thread `thread` of `threads`.
+__device__ inline void copy_words(u8* to, const u8* from, int words, int thread, int threads) {
+    const uint4* source = reinterpret_cast<const uint4*>(from);
+    uint4* target = reinterpret_cast<uint4*>(to);
+    for (int first = thread; first < words; first += kStaged * threads) {
+        uint4 value[kStaged];
+#pragma unroll
+        for (int u = 0; u < kStaged; ++u) value[u] = ptx::load_once(source + first + u * threads, first + u * threads < words);
+#pragma unroll
+        for (int u = 0; u < kStaged; ++u)
+            if (first + u * threads < words) target[first + u * threads] = value[u];
     }
-    close_segment(ring, segment, number, view.per_group, 1);
+}
+
+// This block's own tokens into the heap, group after group, as fast as it goes: a peer never waits for what we pull.
+__device__ inline void stage_groups(const Call& call, const Pull& pull, const PullView& view, int tokens) {
+    const Group& group = *call.group;
+    const int thread = static_cast<int>(threadIdx.x) - kMoverThreads;
+    if (!wait_credit(call, thread % 32, pull.lag)) return;
+    u8* staged = group.heap[call.me] + view.buffer;
+    for (int g = call.block; g * view.per_group < tokens; g += group.blocks) {
+        const i64 at = static_cast<i64>(g) * view.per_group * pull.row_bytes;
+        copy_words(staged + at, view.x + at, min(view.per_group, tokens - g * view.per_group) * (pull.row_bytes / 16), thread, 32 * kStagers);
+        ptx::named_barrier(kStagersBarrier, 32 * kStagers);
+        if (thread < group.ranks && thread != call.me) {
+            ptx::fence_sys();
+            ptx::store_relaxed_sys(flag_of(group, group.staged_flags, thread, call.me, g), call.epoch);
+        }
+    }
 }
 
 // False when a peer's staging did not come; `wait`: for it.
@@ -85,7 +105,8 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
         }
     }
     item->targets = targets;
+    ptx::fence_async();  // what this lane acquired from a peer, before TMA reads it
     if (!__all_sync(0xffffffffu, fine)) return false;
-    close_segment(ring, segment, number, 32, 0);
+    close_segment(ring, segment, number, 32);
     return true;
 }

@@ -54,10 +54,10 @@ __device__ inline void list_push(const Call& call, const Ring& ring, const Push&
             }
         }
         item->targets = targets;
-        close_segment(ring, segment, number++, 32, 0);
+        close_segment(ring, segment, number++, 32);
     }
     open_segment(call, ring, number);
-    close_segment(ring, segment_of(ring, number), number, 0, 0);
+    close_segment(ring, segment_of(ring, number), number, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(kPushThreads, 1) push_rows(const __grid_constant__ Group group,
@@ -75,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(kPushThreads, 1) push_rows(const __
         }
     }
     if (warp == 2) list_push(call, ring, push);
-    if (warp >= 4) {
-        float* own = reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + (warp - 4) * scales;
-        quantise_rows(call, ring, warp - 4, own);
+    if (warp >= 3) {
+        float* own = reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + (warp - 3) * scales;
+        quantise_rows(call, ring, warp - 3, own);
     }
     end_call(call);
 }

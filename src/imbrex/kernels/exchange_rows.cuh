@@ -1,33 +1,28 @@
 // The row mover: rows of bytes from one address to one or more others, by TMA through a ring in shared memory.
 //
-// A block is an independent channel of four warps (the G2S and S2G warp groups of Hybrid-EP's Figure 2, and two more):
+// A block is an independent channel of three warps (the G2S and S2G warp groups of Hybrid-EP's Figure 2, and one more):
 //   lister  writes segments of up to 32 items (a source address and its target addresses) into shared memory,
 //           and is the only warp that waits for flags of peers;
 //   loader  one thread: source -> ring slot, completing on the slot's `full` barrier;
-//   storer  one thread: ring slot -> every target; a slot is free when its stores have read it;
-//   publisher  one thread: flags at peers. Its system-wide fence would stall the storer for microseconds.
+//   storer  one thread: ring slot -> every target; a slot is free when its stores have read it.
 // No index arithmetic stands in the copy loops: 64-bit divisions there cost a factor of four (measured).
 //
 // Example, 2 slots, items A -> {p, q}, B -> {}, C -> {r}: loads A, C; stores A to p and q, then C to r; B costs nothing.
-//
-// A segment may ask to be published: once its stores are complete, a flag is set at every peer. The storer hands it on
-// after 8 more store groups, or at once when it would otherwise idle; so a peer's wait never depends on our
-// having more to do, and no two ranks can wait for each other.
 #pragma once
 #include "exchange.cuh"
 
 constexpr int kSegments = 4;    // segments in flight
-constexpr int kLag = 4;         // store groups that may still read their slots
-constexpr int kPublishLag = 8;  // store groups after which a segment is published
-constexpr int kMoverThreads = 128;
-constexpr u32 kLast = 1u << 31;  // no more will be published
+#ifndef LAG
+#define LAG 4
+#endif
+constexpr int kLag = LAG;         // store groups that may still read their slots
+constexpr int kMoverThreads = 96;
 
 struct Ring {
     u32 segment_full, segment_empty, slot_full, slot_empty;  // shared addresses of arrays of barriers
     u32 slot_loaded;  // slot_full, unless warps stand between loader and storer
     u32 slots;                                               // shared address of the first slot
     u8* segments;
-    u32* complete;  // segments to publish whose stores are complete, kLast with the last
     int stages;
     int slot_bytes;
     int row_bytes;   // loaded
@@ -36,9 +31,8 @@ struct Ring {
 };
 
 struct SegmentHead {
-    int count;    // items; 0 ends the stream
-    int publish;  // whether peers are told when the stores are complete
-    int unused[2];
+    int count;  // items; 0 ends the stream
+    int unused[3];
 };
 
 struct ItemHead {
@@ -68,7 +62,6 @@ __device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes
     ring.slot_full = base + 16 * kSegments;
     ring.slot_empty = ring.slot_full + 8 * stages;
     ring.slot_loaded = between ? ring.slot_empty + 8 * stages : ring.slot_full;
-    ring.complete = call.own->words[call.kind][call.block];
     ring.segments = shared + 1024;
     ring.stages = stages;
     ring.row_bytes = row_bytes;
@@ -86,7 +79,6 @@ __device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes
             if (between) ptx::mbarrier_init(ring.slot_full + 8 * i, 32);
             ptx::mbarrier_init(ring.slot_empty + 8 * i, 1);
         }
-        ptx::store_release_block(ring.complete, 0);
         ptx::fence_barrier_init();
         ptx::fence_async_shared();
     }
@@ -99,7 +91,6 @@ __device__ inline void load_rows(const Call& call, const Ring& ring) {
     for (u32 number = 0;; ++number) {
         const u32 buffer = number % kSegments;
         if (!wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1)) return;
-        ptx::fence_async();  // what the lister acquired from peers, before TMA reads it
         SegmentHead* segment = segment_of(ring, number);
         const int count = segment->count;
         if (count == 0) return;
@@ -119,46 +110,12 @@ __device__ inline void load_rows(const Call& call, const Ring& ring) {
     }
 }
 
-// Tell every peer of the segments that the storer has completed, in order: number i has flag `block + i * blocks`. One thread.
-__device__ inline void publish_segments(const Call& call, const Ring& ring, i64 flags) {
-    const Group& group = *call.group;
-    u32 published = 0;
-    for (bool last = false; !last;) {
-        const u32 complete = ptx::load_acquire_block(ring.complete);
-        last = (complete & kLast) != 0;
-        if ((complete & ~kLast) == published) {
-            ptx::pause();
-            continue;
-        }
-        ptx::fence_async();
-        ptx::fence_sys();
-        for (; published < (complete & ~kLast); ++published)
-            for (int p = 0; p < group.ranks; ++p)
-                if (p != call.me)
-                    ptx::store_relaxed_sys(flag_of(group, flags, p, call.me, call.block + static_cast<int>(published) * group.blocks), call.epoch);
-    }
-}
-
 // Returns with all stores complete.
 __device__ inline void store_rows(const Call& call, const Ring& ring) {
     u32 stored = 0, slot = 0, round = 0, oldest = 0;
-    u32 complete = 0;
-    bool pending = false;
-    int since = 0;
-    const auto settle = [&] {
-        pending = false;
-        ptx::store_release_block(ring.complete, ++complete);
-    };
     for (u32 number = 0;; ++number) {
         const u32 buffer = number % kSegments;
-        const u32 full = ring.segment_full + 8 * buffer, parity = (number / kSegments) & 1;
-        if (!ptx::mbarrier_test(full, parity)) {
-            if (pending) {
-                ptx::bulk_wait<0>();
-                settle();
-            }
-            if (!wait_stage(call, full, parity)) break;
-        }
+        if (!wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1)) break;
         SegmentHead* segment = segment_of(ring, number);
         const int count = segment->count;
         if (count == 0) break;
@@ -178,23 +135,10 @@ __device__ inline void store_rows(const Call& call, const Ring& ring) {
                 ptx::mbarrier_arrive(ring.slot_empty + 8 * oldest);
                 if (++oldest == static_cast<u32>(ring.stages)) oldest = 0;
             }
-            if (pending && ++since == kPublishLag) {
-                ptx::bulk_wait<kPublishLag>();
-                settle();
-            }
-        }
-        if (segment->publish) {
-            if (pending) {
-                ptx::bulk_wait<0>();
-                settle();
-            }
-            pending = true;
-            since = 0;
         }
         ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
     }
     ptx::bulk_wait<0>();
-    ptx::store_release_block(ring.complete, (complete + pending) | kLast);
 }
 
 // The lister's side, all lanes of its warp. `open` returns the next segment when it is free.
@@ -203,11 +147,8 @@ __device__ inline SegmentHead* open_segment(const Call& call, const Ring& ring, 
     return segment_of(ring, number);
 }
 
-__device__ inline void close_segment(const Ring& ring, SegmentHead* segment, u32 number, int count, int publish) {
-    if (ptx::lane_id() == 0) {
-        segment->count = count;
-        segment->publish = publish;
-    }
+__device__ inline void close_segment(const Ring& ring, SegmentHead* segment, u32 number, int count) {
+    if (ptx::lane_id() == 0) segment->count = count;
     ptx::mbarrier_arrive(ring.segment_full + 8 * (number % kSegments));
     __syncwarp();
 }

@@ -18,21 +18,6 @@ struct Small {
     i64 block_counts;  // bytes of routing scratch of a block
 };
 
-// This block's share of the own tokens, 16 bytes a thread.
-__device__ inline void stage_tokens(const Call& call, const Pull& pull, const u8* x, i64 buffer, int tokens) {
-    const uint4* from = reinterpret_cast<const uint4*>(x);
-    uint4* to = reinterpret_cast<uint4*>(call.group->heap[call.me] + buffer);
-    const int count = tokens * (pull.row_bytes / 16), step = call.group->blocks * kRouteThreads;
-    for (int first = call.block * kRouteThreads + static_cast<int>(threadIdx.x); first < count; first += 4 * step) {
-        uint4 value[4];
-#pragma unroll
-        for (int u = 0; u < 4; ++u) value[u] = from[min(first + u * step, count - 1)];
-#pragma unroll
-        for (int u = 0; u < 4; ++u)
-            if (first + u * step < count) to[first + u * step] = value[u];
-    }
-}
-
 // All threads: every position of this rank, by this block alone.
 __device__ inline void route_alone(const Call& call, const Route& route, const Scratch& s, const int* tokens, i64 block_counts) {
     const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
@@ -65,7 +50,7 @@ __device__ inline void list_small(const Call& call, const Ring& ring, const Pull
     u32 number = 0;
     for (int g = call.block; g < groups; g += call.group->blocks) list_pull(call, ring, pull, view, g, number++, false);
     open_segment(call, ring, number);
-    close_segment(ring, segment_of(ring, number), number, 0, 0);
+    close_segment(ring, segment_of(ring, number), number, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) dispatch_small(const __grid_constant__ Group group,
@@ -77,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) dispatch_small(co
     const i64 buffer = pull.staged_at + (call.epoch & 1) * pull.buffer_bytes;
     const int own_tokens = route.tokens ? route.tokens[call.local] : route.num_tokens;
     give_choices(call, route);
-    stage_tokens(call, pull, pull.x + call.local * pull.x_stride, buffer, own_tokens);
+    const int step = group.blocks * kRouteThreads, mine = call.block * kRouteThreads + static_cast<int>(threadIdx.x);
+    copy_words(group.heap[call.me] + buffer, pull.x + call.local * pull.x_stride, own_tokens * (pull.row_bytes / 16), mine, step);
     tell_given(call);
     prepare(call, route, s);
     if (take_choices(call)) {
