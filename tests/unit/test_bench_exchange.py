@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from imbrex.cli import main
-from imbrex.cli.bench_exchange import jobs_of
+from imbrex.cli.bench_exchange import PARTS, QUICK, attempt
+from imbrex.cli.exchange_job import Job, shape_of
+from imbrex.cli.exchange_rows import FP8_SHARE, describe
+from imbrex.codec import make as make_codec
+from imbrex.kernels import exchange_layout as lay
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where nothing is")
@@ -17,8 +21,57 @@ def test_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_every_case_divides_its_experts() -> None:
-    for world in (1, 2, 4, 8):
-        jobs = jobs_of(world, quick=False)
-        assert all(job.E % world == 0 and job.K <= job.E for job in jobs)
-        assert {job.routing for job in jobs} == {"uniform", "zipf"}
+def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "exchange", "--parts=main,spam"])
+    assert "--parts: 'spam' is not known; use all or some of main, " in capsys.readouterr().err
+    assert set(QUICK) <= set(PARTS)
+
+
+def test_room_for_rows() -> None:
+    """Uniform routing: 1.3 of the mean, 4096 * 8, and 128 a slot. All to one rank: all that could come."""
+    even, one = (
+        shape_of(Job(T=4096, D=7168, K=8, E=256, W=4, routing=name)) for name in ("uniform", "one-rank")
+    )
+    assert even.row_capacity == int(1.3 * 4096 * 8) + 128 * 64
+    assert one.row_capacity == 4 * 4096 * 8 + 128 * 64
+    assert even.token_capacity == one.token_capacity == 3 * 4096
+
+
+def test_a_case_names_its_trace_without_its_folder() -> None:
+    job = Job(T=1, D=1, K=1, E=1, W=1, routing="trace:/somewhere/ids.npz:law_ids:3")
+    assert job.case["routing"] == "trace:ids.npz:law_ids:3"
+
+
+def test_bytes_of_an_fp8_row() -> None:
+    assert make_codec("fp8").nbytes(7168, torch.bfloat16) == 7168 * 2 * FP8_SHARE
+    assert lay.fp8_bytes(7168) == 7168 + 7168 // 32
+
+
+class Noting:
+    """Stands in for `Rows`."""
+
+    def __init__(self) -> None:
+        self.found: list[dict] = []
+
+    def add(self, row: dict) -> None:
+        self.found.append(row)
+
+
+@pytest.mark.parametrize(("left", "reason"), [(5.0, "no room for it"), (-1.0, "no time left")])
+def test_a_part_that_fails_is_a_row_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, left: float, reason: str
+) -> None:
+    rows, calls = Noting(), []
+
+    def part() -> None:
+        calls.append(1)
+        raise ValueError("no room for it\nand more")
+
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda values, device: tensor(values))
+    monkeypatch.setattr("torch.distributed.broadcast", lambda tensor, source: None)
+    attempt("sweep", part, rows, left)  # pyright: ignore[reportArgumentType]
+    assert rows.found == [{"op": "sweep", "impl": "imbrex", "skipped": reason}]
+    assert len(calls) == (left > 0)
+    assert describe(rows.found[0]) == f"sweep imbrex: skipped {reason}"

@@ -2,8 +2,8 @@
 kernels.
 
 Both know nothing beforehand: ids and weights cross too, counts reach the host where all-to-all needs them
-    there. Rows of a slot
-are ordered as ours, by source rank and token; padding is left out, which favours them.
+there. Rows of a slot are ordered as ours, but for the own rank's, which come last; padding is left out, which
+favours them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex import plan
 from imbrex.cli.exchange_job import Job, gather
+from imbrex.placement.layouts import contiguous
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
     """pool_PD: compact rows (all tokens for AllGather). rows_RD: expert-major, or None. source_R: pool row
-    of a row.
-    """
+    of a row. send, receive: rows to and from every rank. tokens_N: own tokens sent."""
 
     pool_PD: Tensor
     rows_RD: Tensor | None
@@ -33,19 +34,16 @@ class Moved:
 
 
 class AllToAll:
-    """One uneven all-to-all of rows, one of ids and weights; a token once to a rank. Host synchronisations:
-    2.
-    """
+    """One uneven all-to-all of rows, one of ids and weights; a token once to a rank."""
 
     name = "nccl-a2a"
-    host_syncs = 2
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.local = job, rank, job.E // job.W
+        self.placement = contiguous(job.E, job.W)
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, expert: bool) -> Moved:
-        wanted = torch.zeros(len(x), self.job.W, dtype=torch.bool, device=x.device)
-        wanted.scatter_(1, ids // self.local, True)
+        wanted = plan.ranks_wanted(ids, self.placement, 1)
         wanted[:, self.rank] = False
         counts = wanted.sum(0)
         there = torch.empty_like(counts)
@@ -102,10 +100,9 @@ class AllToAll:
 
 
 class GatherScatter:
-    """AllGather of tokens, ids and weights; ReduceScatter of the sums. Host synchronisations: 1."""
+    """AllGather of tokens, ids and weights; ReduceScatter of the sums."""
 
     name = "nccl-agrs"
-    host_syncs = 1
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.local = job, rank, job.E // job.W
@@ -140,9 +137,7 @@ class GatherScatter:
         )
 
     def combine(self, rows: Tensor, own: Tensor | None, moved: Moved) -> Tensor:
-        """From expert-major `rows`; or, with `own`, from `rows` that are already sums of all tokens, in
-        place.
-        """
+        """From expert-major `rows`; or, with `own`, from `rows` that are already sums of all tokens."""
         if own is None:
             sums = torch.zeros(len(moved.pool_PD), rows.shape[1], device=rows.device)
             sums.index_add_(0, moved.source_R, rows * moved.weights_R[:, None])
