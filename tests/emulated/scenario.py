@@ -79,13 +79,12 @@ def make_exchange(case: Case, device: torch.device | str = "cpu", **options: Any
         row_capacity=max(capacity, 1),
         token_capacity=max((ranks - 1) * most, 1),
     )
-    return NvlinkExchange(
-        lambda nbytes: VirtualHeap(ranks, nbytes, device),
-        case.placement,
-        shape,
-        balanced=case.balanced,
-        **options,
-    )
+    return NvlinkExchange(lambda nbytes: VirtualHeap(ranks, nbytes, device), case.placement, shape, **options)
+
+
+def route(case: Case, exchange: NvlinkExchange, inputs: Inputs, tally: Tensor | None = None) -> Routed:
+    given = inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W, tally
+    return exchange.route(*given, balanced=case.balanced)
 
 
 def make_plans(case: Case, inputs: Inputs) -> list[Plan]:
@@ -213,7 +212,7 @@ def check_exchange(
     """Route, push, pull, combine once; every row to the bit."""
     inputs = make_inputs(case, device)
     plans = make_plans(case, inputs)
-    routed = exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
+    routed = route(case, exchange, inputs)
     exchange.check(synchronize=True)
     check_positions(case, plans, routed)
 
@@ -298,7 +297,7 @@ def check_quantised(
     blocks[:, 1, 0, :64] = 0
     blocks[:, 1, 1] = 2.0**-130
     plans = make_plans(case, inputs)
-    routed = exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
+    routed = route(case, exchange, inputs)
     received = exchange.push(inputs.x_WTD, routed, num_sms=sms, tokens=inputs.tokens_W, quantise=True)
     exchange.check(synchronize=True)
     for me in range(case.ranks):
@@ -313,7 +312,7 @@ def check_small(
     inputs = make_inputs(case, device)
     plans = make_plans(case, inputs)
     rows, routed = exchange.dispatch_small(
-        inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
+        inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W, balanced=case.balanced
     )
     exchange.check(synchronize=True)
     check_positions(case, plans, routed)

@@ -10,7 +10,7 @@ import torch
 from imbrex import plan as oracle
 from imbrex.placement import from_slots, split_balanced, split_evenly
 from tests.emulated import kernel
-from tests.emulated.scenario import Case, check_exchange, check_small, make_exchange, make_inputs
+from tests.emulated.scenario import Case, check_exchange, check_small, make_exchange, make_inputs, route
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 
@@ -52,7 +52,7 @@ def test_choices_by_slot_are_added_up(balanced: bool) -> None:
     expected_WS = torch.zeros(case.ranks, case.placement.num_slots, dtype=torch.int64)
     for seed in range(2):
         inputs = make_inputs(replace(case, seed=seed))
-        exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W, tally_LWS)
+        route(case, exchange, inputs, tally_LWS)
         exchange.check()
         ids = [inputs.ids_WTK[r, :t] for r, t in enumerate(case.tokens)]
         counts = torch.stack([oracle.count_choices(one, case.placement.num_experts) for one in ids])

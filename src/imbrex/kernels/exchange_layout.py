@@ -192,8 +192,7 @@ def small_counts(shape: Shape) -> int:
 
 
 def route_shared(shape: Shape, chunks: int, room: int = 0) -> int:
-    """Shared memory of a routing block that has `chunks` chunks. room: slots more than experts, where replicas
-    are chosen by load."""
+    """Shared memory of a routing block that has `chunks` chunks. room: slots more than experts."""
     words = chunks * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * shape.choices // 2)
     words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
     flow = flow_bytes(shape.ranks, shape.ranks, room) if room else 0
