@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.kernels import experts_gemm, experts_glue, jit
+from imbrex.kernels import experts_fp8, experts_gemm, experts_glue, jit
 
 HEADERS = [Path(__file__).with_name(name) for name in ("cuda_on_cpu.h", "tensor_cores_on_cpu.h")]
 SHARED = {
@@ -85,12 +85,13 @@ def pack_map(
     swizzle: int = 128,
 ) -> jit.ByValue:
     """Stands in for `tensor_map`."""
-    assert (dtype, swizzle) == (torch.bfloat16, 128)
+    assert dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    assert swizzle == 128
     assert address % 16 == 0
     assert all(stride % 16 == 0 for stride in strides_bytes)
     rank, fill = len(sizes), 4 - len(sizes)
     numbers = [*sizes, *[1] * fill, *strides_bytes, *[0] * fill]
-    return jit.ByValue(struct.pack("<qq7q4i", address, rank, *numbers, *box, *[1] * fill))
+    return jit.ByValue(struct.pack("<3q7q4i", address, rank, dtype.itemsize, *numbers, *box, *[1] * fill))
 
 
 class EmulatedKernel:
@@ -124,14 +125,19 @@ def emulate(
     """Let `launch_gemm` and the glue run on the CPU, with `blocks` blocks, on `tensors` or any memory."""
 
     def gemm(
-        layout: Any, epilogue: Any, tiling: Any, wide: bool, device: int
+        layout: Any, epilogue: Any, tiling: Any, wide: bool, fp8: bool, device: int
     ) -> tuple[EmulatedKernel, int, int]:
-        variant = experts_gemm.gemm_variant(layout, epilogue, tiling, wide)
+        variant = experts_gemm.gemm_variant(layout, epilogue, tiling, wide, fp8)
         return EmulatedKernel(variant, tiling.smem, tensors, edits), tiling.smem, blocks
 
     def glue(entry: str, device: torch.device) -> EmulatedKernel:
         return EmulatedKernel(jit.Variant(source=experts_glue.SOURCE, entry=entry), 0, tensors, ())
 
+    def quantiser(device: torch.device) -> tuple[EmulatedKernel, int]:
+        variant = jit.Variant(source=experts_fp8.SOURCE, entry="quantise_rows")
+        return EmulatedKernel(variant, 0, tensors, ()), blocks
+
+    monkeypatch.setattr(experts_fp8, "_quantiser", quantiser)
     monkeypatch.setattr(experts_gemm, "_gemm_kernel", gemm)
     monkeypatch.setattr(experts_gemm, "tensor_map", pack_map)
     monkeypatch.setattr(experts_glue, "_kernel", glue)

@@ -19,10 +19,10 @@ inline u32 atomicAdd(u32* word, u32 value) { u32 before = *word; *word += value;
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
-// As the tests write it: sizes in elements of 2 bytes, innermost first; strides in bytes, that of the innermost left out.
+// As the tests write it: sizes in elements of `size` bytes, innermost first; strides in bytes, that of the innermost left out.
 struct TensorMap {
     u8* base;
-    i64 rank;
+    i64 rank, size;
     i64 sizes[4];
     i64 strides[3];
     int box[4];
@@ -51,23 +51,23 @@ alignas(16) inline const u8 zeros[16] = {};
 template <class Piece>
 void walk(const TensorMap& map, u32 shared, std::array<int, 4> at, Piece piece) {
     if (shared % 1024) fail("a swizzled box is not aligned to 1024 bytes");
-    if (map.box[0] * 2 != 128) fail("a swizzled box is not 128 bytes wide");
+    if (map.box[0] * map.size != 128) fail("a swizzled box is not 128 bytes wide");
     for (int d = 0; d < map.rank; ++d)
         if ((at[d] >= map.sizes[d] || at[d] + map.box[d] <= 0) && !is_tensor(map.base)) fail("a box outside its tensor");
     u32 line = 0;
     for (int w = 0; w < map.box[3]; ++w)
         for (int z = 0; z < map.box[2]; ++z)
             for (int y = 0; y < map.box[1]; ++y, ++line)
-                for (int x = 0; x < 64; x += 8) {
+                for (int x = 0; x * map.size < 128; x += 16 / map.size) {
                     const i64 position[4] = {at[0] + x, at[1] + y, at[2] + z, at[3] + w};
-                    u8* global = map.base + position[0] * 2;
+                    u8* global = map.base + position[0] * map.size;
                     bool inside = position[0] >= 0 && position[0] < map.sizes[0];
                     for (int d = 1; d < map.rank; ++d) {
                         inside = inside && position[d] >= 0 && position[d] < map.sizes[d];
                         global += position[d] * map.strides[d - 1];
                     }
                     if (inside && !known(global, 16)) fail("a piece of a box lies in no tensor");
-                    piece(swizzled(shared + line * 128 + x * 2), inside ? global : nullptr);
+                    piece(swizzled(shared + line * 128 + x * map.size), inside ? global : nullptr);
                 }
 }
 
@@ -75,8 +75,19 @@ struct Product {
     float* d;
     int columns;
     u64 a, b;
-    bool add, trans_a, trans_b;
+    bool add, trans_a, trans_b, fp8 = false;
 };
+
+inline float from_e4m3(u8 bits) {
+    const int exponent = bits >> 3 & 15, units = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return NAN;
+    const float size = exponent ? std::ldexp(8.f + units, exponent - 10) : std::ldexp(float(units), -9);
+    return bits & 0x80 ? -size : size;
+}
+inline float element_fp8(u64 operand, int mn, int k) {
+    const u32 start = (operand & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
+    return from_e4m3(self().block->shared[swizzled(start + mn / 8 * group + mn % 8 * 128 + k)]);
+}
 
 inline float element(u64 operand, bool transposed, int mn, int k) {
     const u32 start = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
@@ -87,15 +98,19 @@ inline float element(u64 operand, bool transposed, int mn, int k) {
 }
 
 inline void multiply(const Product& p) {
-    const int warp = self().thread / 32 % 4, lane = self().thread % 32;
-    float a[2][16];
+    const int warp = self().thread / 32 % 4, lane = self().thread % 32, depth = p.fp8 ? 32 : 16;
+    float a[2][32];
     for (int half = 0; half < 2; ++half)
-        for (int k = 0; k < 16; ++k) a[half][k] = element(p.a, p.trans_a, 16 * warp + lane / 4 + 8 * half, k);
+        for (int k = 0; k < depth; ++k) {
+            const int row = 16 * warp + lane / 4 + 8 * half;
+            a[half][k] = p.fp8 ? element_fp8(p.a, row, k) : element(p.a, p.trans_a, row, k);
+        }
     for (int i = 0; i < p.columns / 8; ++i)
         for (int odd = 0; odd < 2; ++odd) {
             float sum[2] = {};
-            for (int k = 0; k < 16; ++k) {
-                const float b = element(p.b, p.trans_b, 8 * i + 2 * (lane % 4) + odd, k);
+            for (int k = 0; k < depth; ++k) {
+                const int column = 8 * i + 2 * (lane % 4) + odd;
+                const float b = p.fp8 ? element_fp8(p.b, column, k) : element(p.b, p.trans_b, column, k);
                 sum[0] += a[0][k] * b, sum[1] += a[1][k] * b;
             }
             for (int half = 0; half < 2; ++half) {
@@ -127,10 +142,6 @@ inline u32 exchanged(u32 word, u32 from) {
     const u32 result = words[from % 32];
     __syncwarp();
     return result;
-}
-inline int __shfl_up_sync(u32, int value, int offset) {
-    const int lane = emu::self().thread % 32;
-    return static_cast<int>(exchanged(value, lane < offset ? lane : lane - offset));
 }
 inline float __shfl_xor_sync(u32, float value, int mask) {
     return __uint_as_float(exchanged(__float_as_uint(value), emu::self().thread % 32 ^ mask));
@@ -184,11 +195,9 @@ void wgmma_wait() {
         groups.pop_front();
     }
 }
-template <int kN, int kTransA, int kTransB>
-void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
+inline void queue_product(const emu::Product& product) {
     auto& groups = emu::products[&emu::self()];
     if (groups.empty()) emu::fail("wgmma without wgmma_fence");
-    const emu::Product product{d, kN, a, b, add != 0, kTransA != 0, kTransB != 0};
     bool first = true;
     for (auto& group : groups) first = first && group.empty();
     if (first && emu::machine->random() % 2)
@@ -196,7 +205,18 @@ void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
     else
         groups.back().push_back(product);
 }
+template <int kN, int kTransA, int kTransB>
+void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
+    queue_product({d, kN, a, b, add != 0, kTransA != 0, kTransB != 0});
+}
+inline void wgmma_e4m3(float (&d)[64], u64 a, u64 b, u32 add) { queue_product({d, 128, a, b, add != 0, false, false, true}); }
+template <int kCount>
+void wgmma_results(float (&)[kCount]) {}
 
+inline void store_shared_u16(u32 address, u32 value) {
+    const u16 half = static_cast<u16>(value);
+    std::memcpy(shared_memory() + address, &half, 2);
+}
 inline void store_matrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     auto& rows = emu::rows_of_warp[{emu::self().block, emu::self().thread / 32}];
     const u32 lane = emu::self().thread % 32, words[4] = {m0, m1, m2, m3};

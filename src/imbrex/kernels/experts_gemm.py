@@ -7,6 +7,7 @@ Rows are expert-major; `ends_e` (int32, on the device) holds the end of each exp
 from __future__ import annotations
 
 import functools
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -53,7 +54,27 @@ class Tiling:
         return 1024 + self.stages * 128 * (self.block_m + self.block_n) + self.groups * self.panels * 8192
 
 
-def gemm_variant(layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool = True) -> Variant:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """float32 scales of fp8 operands, one for every 128 values along k: rows [R, K/128], its rows any stride
+    apart; weights [e, N/128, K/128]; `out` [R, F/128], written with SwiGLU's result."""
+
+    rows: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor | None = None
+
+    def argument(self) -> ByValue:
+        out, stride = (0, 0) if self.out is None else (self.out.data_ptr(), self.out.stride(0))
+        row = self.rows.stride(0)
+        return ByValue(struct.pack("<QQQii", self.rows.data_ptr(), self.weights.data_ptr(), out, row, stride))
+
+
+_NO_SCALES = ByValue(bytes(32))
+
+
+def gemm_variant(
+    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool = True, fp8: bool = False
+) -> Variant:
     return Variant(
         source="gemm.cu",
         entry="grouped_gemm",
@@ -68,6 +89,7 @@ def gemm_variant(layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool 
             ("PANELS", tiling.panels),
             ("GROUP_M", tiling.group_m),
             ("WIDE", int(wide and layout is not Layout.FORWARD)),
+            ("FP8", int(fp8)),
         ),
     )
 
@@ -139,11 +161,11 @@ def halves_map(gate_up_RG: torch.Tensor) -> ByValue:
 
 @functools.cache
 def _gemm_kernel(
-    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool, device: int
+    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool, fp8: bool, device: int
 ) -> tuple[Kernel, int, int]:
     """The kernel, its bytes of shared memory, the SMs of the device."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return load(gemm_variant(layout, epilogue, tiling, wide), device), tiling.smem, sms
+    return load(gemm_variant(layout, epilogue, tiling, wide, fp8), device), tiling.smem, sms
 
 
 def _operand_maps(
@@ -154,11 +176,12 @@ def _operand_maps(
         return ragged_panels_map(a, tiling.block_m // 64), ragged_panels_map(b, columns)
     if layout is Layout.WGRAD:
         return ragged_map(a, 64, 64), ragged_map(b, 64, 64)
-    map_a = ragged_map(a, 64, tiling.block_m)
+    line = 128 // a.element_size()
+    map_a = ragged_map(a, line, tiling.block_m)
     if layout is Layout.DGRAD:
         return map_a, stacked_panels_map(b, columns) if wide else stacked_map(b, 64, 64)
     split = 2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1
-    return map_a, stacked_map(b, 64, tiling.block_n // split, split)
+    return map_a, stacked_map(b, line, tiling.block_n // split, split)
 
 
 def launch_gemm(
@@ -173,6 +196,7 @@ def launch_gemm(
     epilogue: Epilogue = Epilogue.PLAIN,
     gate_up: torch.Tensor | None = None,
     weights_R: torch.Tensor | None = None,
+    scales: Scales | None = None,
     segments: torch.Tensor | None = None,
     blocks: int | None = None,
 ) -> None:
@@ -183,13 +207,19 @@ def launch_gemm(
     FORWARD  a [R, K], b [e, N, K], out [R, N] (SwiGLU: b [e, 2F, K], out [R, F], gate_up [R, 2F] if kept)
     DGRAD    a [R, K], b [e, K, N], out [R, N]
     WGRAD    a [R, M], b [R, N],    out [e, M, N]
+
+    With `scales`, a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows may be any multiple
+    of 16 bytes apart); `out` is bf16, and fp8 again with SWIGLU.
     """
+    fp8 = scales is not None
     wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
     map_a, map_b = _operand_maps(layout, a, b, tiling, epilogue, wide)
-    map_out = stacked_map(out, 64, 64) if layout is Layout.WGRAD else ragged_map(out, 64, 64)
+    map_out = (
+        stacked_map(out, 64, 64) if layout is Layout.WGRAD else ragged_map(out, 128 // out.element_size(), 64)
+    )
     map_h = halves_map(gate_up) if gate_up is not None else map_out
     count = ends_e.numel() if segments is None else segments.shape[0]
-    kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, a.get_device())
+    kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, a.get_device())
     kernel.launch(
         grid=blocks or sms,
         block=128 * (tiling.groups + 1),
@@ -207,5 +237,6 @@ def launch_gemm(
             a.shape[-1],
             weights_R,
             counter,
+            _NO_SCALES if scales is None else scales.argument(),
         ],
     )

@@ -25,6 +25,8 @@ OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
 """Each group its own 128 x 128 in turn: stores hide behind the other group's products, at more traffic."""
 
 _COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.58, SMALL: 0.4}
+FP8_TILINGS = (SHARED, LOW)
+"""A tile of 256 columns holds whole blocks of 128, of gate and of up."""
 _TAIL_COST = 0.65
 """The last tile of an expert where its second group has no rows, over a full one."""
 _LARGE_GRADIENT = 8 << 20
@@ -33,7 +35,14 @@ _LARGE_GRADIENT = 8 << 20
 
 @functools.lru_cache(maxsize=1024)
 def choose_tiling(
-    layout: Layout, epilogue: Epilogue, rows: int, experts: int, out: tuple[int, int], sms: int = 132
+    layout: Layout,
+    epilogue: Epilogue,
+    rows: int,
+    experts: int,
+    out: tuple[int, int],
+    *,
+    sms: int = 132,
+    fp8: bool = False,
 ) -> Tiling:
     """`rows`: rows of all experts together, at most (the counts stay on the device); `out`: shape of one
     expert's output, for a weight gradient, else (rows, columns)."""
@@ -42,7 +51,9 @@ def choose_tiling(
     columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
     mean = max(1, rows // experts)
     usual = mean + math.isqrt(mean)  # experts a standard deviation above the mean decide the number of tiles
-    return min(_COSTS, key=lambda tiling: _waves(tiling, usual, experts, columns, sms))
+    return min(
+        FP8_TILINGS if fp8 else _COSTS, key=lambda tiling: _waves(tiling, usual, experts, columns, sms)
+    )
 
 
 def _waves(tiling: Tiling, rows: int, experts: int, columns: int, sms: int) -> float:

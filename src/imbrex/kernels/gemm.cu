@@ -36,6 +36,7 @@
 // Rejected: returning from a consumer when a wait runs out of patience (the divergent exit makes ptxas serialise every
 // wgmma: C7518, hence `patience`); one arrival a group instead of one a warp to free a stage (another warp may still
 // read); gathering A's rows with cp.async (329 us against 309 with a copy first, Qwen3, 16384 rows, whole FFN).
+#include "gemm_fp8.cuh"
 #include "gemm_load.cuh"
 #include "gemm_store.cuh"
 
@@ -67,8 +68,14 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
             ptx::wgmma_wait<1>();
             if (step > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);
             last = ring.stage;
-        } else if (leader) {
-            ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
+        } else {
+            if (leader) ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
+#if TURNS
+            for (int wave = 0; wave < kWaves; ++wave) {
+                ptx::named_barrier(6, 256);
+                ptx::named_barrier_arrive(5, 256);
+            }
+#endif
         }
     }
     if (PINGPONG && leader) ptx::mbarrier_arrive(shared.order + 8 * (1 - threadIdx.x / 128));
@@ -79,10 +86,13 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
 }
 
 __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared,
-                                        const float* weights) {
+                                        const float* weights, const Scales& scales, int columns) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int first_block = PINGPONG ? 0 : group;  // of this group's rows in the tile
     u32 patience = ptx::kPatience;
+#if TURNS
+    if (group == 1) ptx::named_barrier_arrive(5, 256);
+#endif
     Stores stores{shared.staging + group * PANELS * kPanel, group, thread};
     for (u32 index = PINGPONG ? group : 0;; index += PINGPONG ? GROUPS : 1) {
         const u32 slot = index % kSlots;
@@ -103,14 +113,21 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
         const int rows = tile.rows - 64 * first_block;
         if (rows <= 0)
             multiply_tile<0>(d, shared, 0, tile, patience);
+        else if constexpr (FP8)
+            multiply_tile_fp8(d[0], shared, group, tile, scales, columns, patience);
         else if (BLOCKS_M > 1 && rows <= 64)
             multiply_tile<1>(d, shared, 0, tile, patience);
         else
             multiply_tile<BLOCKS_M>(d, shared, first_block * kPanel, tile, patience);
+        if constexpr (FP8 && kSwiglu) {
+            if (rows > 0) store_block_fp8(d[0], map_d, stores, tile, tile.row + 64 * group, least(rows, 64), scales);
+        } else {
 #pragma unroll
-        for (int m = 0; m < BLOCKS_M; ++m)
-            if (rows > 64 * m)
-                store_block(d[m], map_d, map_h, stores, tile, tile.row + 64 * (first_block + m), least(rows - 64 * m, 64), weights);
+            for (int m = 0; m < BLOCKS_M; ++m)
+                if (rows > 64 * m)
+                    store_block(d[m], map_d, map_h, stores, tile, tile.row + 64 * (first_block + m), least(rows - 64 * m, 64),
+                                weights);
+        }
     }
     if (thread == 0) ptx::bulk_wait<0>();
 }
@@ -120,7 +137,8 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h, const int* ends,
-                 const int* segments, int count, int rows, int columns, int k, const float* weights, u32* counter) {
+                 const int* segments, int count, int rows, int columns, int k, const float* weights, u32* counter,
+                 Scales scales) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * STAGES + 2 * kSlots + 2];
@@ -157,6 +175,6 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter);
     } else {
         ptx::more_registers<kConsumerRegisters>();
-        consume(&map_d, &map_h, shared, weights);
+        consume(&map_d, &map_h, shared, weights, scales, columns);
     }
 }

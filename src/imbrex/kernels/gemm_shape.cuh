@@ -6,14 +6,15 @@
 constexpr int kTileBlocks = PINGPONG ? BLOCKS_M : GROUPS;  // 64-row blocks of a tile
 constexpr int kBlockM = 64 * kTileBlocks;
 constexpr int kBlockN = BLOCK_N;
-constexpr int kBlockK = 64;
+constexpr int kBlockK = FP8 ? 128 : 64;  // 128 bytes
 constexpr bool kForward = LAYOUT == 0, kDgrad = LAYOUT == 1, kWgrad = LAYOUT == 2;
 constexpr bool kSwiglu = EPILOGUE == 1 || EPILOGUE == 2;
-constexpr u32 kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
+constexpr u32 kBytesA = kBlockM * 128, kBytesB = kBlockN * 128;
 constexpr u32 kPanel = 64 * 64 * 2;  // 64 rows of 128 bytes
 constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
-constexpr int kProducerRegisters = 56, kConsumerRegisters = GROUPS == 2 ? 224 : 240;
+constexpr int kProducerRegisters = FP8 ? 40 : 56, kConsumerRegisters = GROUPS > 1 ? (FP8 ? 232 : 224) : 240;
 constexpr int kSlots = 4;
+static_assert(!FP8 || (kForward && !PINGPONG && kBlockN % 128 == 0), "fp8: forward, tiles shared by the groups");
 static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one block of rows each");
 
 using Order = Schedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;

@@ -64,6 +64,10 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -248,6 +252,21 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32
                      "%131", "%132");
 }
 
+// The same with e4m3 operands, 64 x 128 x 32, K-major both: d[64] += (or =) A[64 x 32] B[32 x 128].
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], u64 a, u64 b, u32 add) {
+    asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" IMBREX_R0 IMBREX_R1 "}, %64, %65, p, 1, 1;\n}"
+                 : IMBREX_D0 IMBREX_D1
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+// Keeps reads of d behind the wait before it.
+template <int kCount>
+__device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // Section: matrices from registers to shared memory.
 
 // Four 8 x 8 bf16 matrices; lane l gives the address of row l % 8 of matrix l / 8.
@@ -264,6 +283,17 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// Two floats to e4m3, round to nearest even, saturating; `low` in the low byte.
+__device__ __forceinline__ u32 pack_e4m3(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ void store_shared_u16(u32 address, u32 value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(value)) : "memory");
 }
 
 __device__ __forceinline__ float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }

@@ -1,0 +1,193 @@
+"""The experts' feed-forward network in fp8, forward only: half the bytes, twice the rate of the tensor cores.
+
+    weights = quantise_experts(gate_up_eGD, down_eDF)               # once: e4m3 and float32 scales
+    y_RD = ffn_fp8(rows_RD, weights, counts_e)                      # bf16 in, bf16 out
+
+The format is DeepSeek-V3's (technical report, section 3.3): e4m3, one scale for 1 x 128 of the rows and for
+128 x 128 of a weight, sums in float32 taken out of the tensor cores every 128 values. Rows are quantised by
+one kernel, which also puts them into expert order where they are not yet; the activation leaves the first
+product's epilogue as fp8. Rows past the counts are neither read nor written, nothing synchronises with the
+host. Relative error of the output on white noise: 6e-2, against 4e-3 for bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from imbrex.kernels.experts_gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm
+from imbrex.kernels.experts_glue import Groups, plan_groups
+from imbrex.kernels.experts_tiling import FP8_TILINGS, choose_tiling
+from imbrex.kernels.jit import Kernel, Variant, load
+
+BLOCK = 128
+"""Values that share a scale; D and F must be multiples of it."""
+LARGEST = 448.0
+"""Of e4m3."""
+SOURCE = "experts_quantise.cu"
+_library = Library("imbrex_experts_fp8", "DEF")
+_library.define(
+    "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor gate_up_scales, Tensor down_eDF, Tensor down_scales,"
+    " Tensor counts_e, Tensor? weights_R) -> Tensor"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Experts:
+    """gate_up_eGD [e, 2F, D] and down_eDF [e, D, F] in float8_e4m3fn, each with float32 scales
+    [e, rows/128, columns/128]; a weight is about its value times its block's scale."""
+
+    gate_up_eGD: Tensor
+    gate_up_scales: Tensor
+    down_eDF: Tensor
+    down_scales: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.gate_up_eGD, self.gate_up_scales, self.down_eDF, self.down_scales
+
+
+def unfit_for_fp8(width: int, inner: int) -> str | None:
+    """None if D = `width` and F = `inner` can be computed in fp8, else one sentence that says why not."""
+    if width % BLOCK or inner % BLOCK:
+        return f"the fp8 experts need D and F to be multiples of {BLOCK}, not {width} and {inner}"
+    return None
+
+
+@torch.no_grad()
+def quantise_experts(gate_up_eGD: Tensor, down_eDF: Tensor) -> Fp8Experts:
+    """Weights in any floating dtype, on any device, to fp8. Raises ValueError for widths that do not fit."""
+    if (reason := unfit_for_fp8(down_eDF.shape[1], down_eDF.shape[2])) is not None:
+        raise ValueError(f"quantise_experts: {reason}")
+    gate_up, gate_up_scales = quantise_weight(gate_up_eGD)
+    down, down_scales = quantise_weight(down_eDF)
+    return Fp8Experts(
+        gate_up_eGD=gate_up, gate_up_scales=gate_up_scales, down_eDF=down, down_scales=down_scales
+    )
+
+
+def quantise_weight(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:
+    """Values [e, N, K] and scales [e, N/128, K/128]; expert by expert, so that little memory is needed."""
+    experts, rows, columns = weight_eNK.shape
+    values = torch.empty_like(weight_eNK, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    scales = weight_eNK.new_empty(experts, rows // BLOCK, columns // BLOCK, dtype=torch.float32)
+    for weight, value, scale in zip(weight_eNK, values, scales, strict=True):
+        blocks = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        torch.div(blocks.abs().amax((1, 3)), LARGEST, out=scale)
+        tiny = torch.finfo(torch.float32).tiny
+        value.copy_((blocks / scale.clamp_min(tiny)[:, None, :, None]).view(rows, columns))
+    return values, scales
+
+
+def ffn_fp8(
+    rows_RD: Tensor, experts: Fp8Experts, counts_e: Tensor, *, weights_R: Tensor | None = None
+) -> Tensor:
+    """down(silu(gate) * up) of every bf16 row by its expert, times `weights_R` (float32) where given; bf16.
+
+    Rows expert-major, counts_e int64 on the device, as for `ffn`. No gradients.
+    """
+    return torch.ops.imbrex_experts_fp8.ffn(rows_RD, *experts.tensors(), counts_e, weights_R)
+
+
+def run_ffn_fp8(
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    gate_up_scales: Tensor,
+    down_eDF: Tensor,
+    down_scales: Tensor,
+    counts_e: Tensor,
+    weights_R: Tensor | None,
+) -> Tensor:
+    groups = plan_groups(counts_e)
+    experts = Fp8Experts(
+        gate_up_eGD=gate_up_eGD, gate_up_scales=gate_up_scales, down_eDF=down_eDF, down_scales=down_scales
+    )
+    values, scales = quantise_rows(rows_RD.contiguous(), groups)
+    return run_fp8_rows(values, scales, experts, groups, weights_R)
+
+
+def run_fp8_rows(
+    rows_RD: Tensor,
+    scales_RB: Tensor,
+    experts: Fp8Experts,
+    groups: Groups,
+    weights_R: Tensor | None = None,
+) -> Tensor:
+    """From rows that are e4m3 already, with their scales [R, D/128]; either's rows may be any distance apart."""
+    rows, inner = rows_RD.shape[0], experts.down_eDF.shape[2]
+    act_RF = rows_RD.new_empty(rows, inner)
+    act_scales = scales_RB.new_empty(rows, inner // BLOCK)
+    y_RD = torch.empty(rows_RD.shape, dtype=torch.bfloat16, device=rows_RD.device)
+    if rows and experts.down_eDF.shape[0]:
+        up = Scales(rows=scales_RB, weights=experts.gate_up_scales, out=act_scales)
+        _gemm(rows_RD, experts.gate_up_eGD, groups, act_RF, Epilogue.SWIGLU, up)
+        down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
+        scales = Scales(rows=act_scales, weights=experts.down_scales)
+        _gemm(act_RF, experts.down_eDF, groups, y_RD, down, scales, weights_R)
+    return y_RD
+
+
+def quantise_rows(
+    x_TD: Tensor, groups: Groups, index_R: Tensor | None = None, choices: int = 1
+) -> tuple[Tensor, Tensor]:
+    """e4m3 [R, D] and scales [R, D/128] of bf16 rows; of the rows `x_TD[index_R[r] // choices]` where given."""
+    rows, width = x_TD.shape[0] if index_R is None else index_R.numel(), x_TD.shape[1]
+    values = x_TD.new_empty(rows, width, dtype=torch.float8_e4m3fn)
+    scales = x_TD.new_empty(rows, width // BLOCK, dtype=torch.float32)
+    kernel, blocks = _quantiser(x_TD.device)
+    ends_e = groups.ends_e
+    kernel.launch(
+        grid=blocks,
+        block=256,
+        args=[x_TD, index_R, choices, ends_e, ends_e.numel(), width // 8, values, scales],
+    )
+    return values, scales
+
+
+@functools.cache
+def _quantiser(device: torch.device) -> tuple[Kernel, int]:
+    blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    return load(Variant(source=SOURCE, entry="quantise_rows"), device), blocks
+
+
+def _gemm(
+    a: Tensor,
+    b: Tensor,
+    groups: Groups,
+    out: Tensor,
+    epilogue: Epilogue,
+    scales: Scales,
+    weights_R: Tensor | None = None,
+) -> None:
+    ends_e, shape = groups.ends_e, (out.shape[0], out.shape[1])
+    tiling = choose_tiling(Layout.FORWARD, epilogue, a.shape[0], ends_e.numel(), shape, fp8=True)
+    launch_gemm(
+        Layout.FORWARD,
+        a,
+        b,
+        ends_e,
+        out,
+        groups.counter,
+        tiling=tiling,
+        epilogue=epilogue,
+        weights_R=weights_R,
+        scales=scales,
+    )
+
+
+def _fake_ffn(rows_RD, gate_up_eGD, gate_up_scales, down_eDF, down_scales, counts_e, weights_R):
+    return rows_RD.new_empty(rows_RD.shape)
+
+
+_library.impl("ffn", run_ffn_fp8, "CUDA")
+register_fake("imbrex_experts_fp8::ffn", _fake_ffn, lib=_library)
+
+
+def shipped_variants() -> list[Variant]:
+    """Every kernel that `ffn_fp8` can launch."""
+    epilogues = (Epilogue.PLAIN, Epilogue.SWIGLU, Epilogue.WEIGHTED)
+    gemms = [gemm_variant(Layout.FORWARD, e, t, fp8=True) for e in epilogues for t in FP8_TILINGS]
+    return [Variant(source=SOURCE, entry="quantise_rows"), *gemms]

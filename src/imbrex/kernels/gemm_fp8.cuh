@@ -1,0 +1,129 @@
+// The fp8 products of the grouped GEMM: e4m3 operands with a float32 scale for every 1 x 128 of A and 128 x 128 of B
+// (DeepSeek-V3 technical report, section 3.3.2), and SwiGLU whose result leaves as fp8 again.
+//
+// The tensor cores keep 14 bits of an fp8 sum, so the sum over 128 of k is taken to the float32 registers, times its two
+// scales, before the next one starts (section 3.3.2 again). A group has 128 registers a thread of sums (64 x 256) and 64 for
+// the product under way (64 x 128, a "wave"); while one group adds a wave, the other one's multiplies.
+//
+// Example of one value, 4 of k: a = 1 2 -4 0 with scale .5, b = 1 1 1 1 with scale 2: sum -1, times 1, is -1.
+#pragma once
+#include "gemm_shape.cuh"
+#include "gemm_store.cuh"
+
+constexpr int kBlock = 128;  // values that share a scale
+constexpr float kLargest = 448.f;  // of e4m3
+constexpr int kWaves = kBlockN / 128;
+
+// a: [R, stride]; b: [experts, blocks of n, blocks of k]; d: [R, stride of d] (SwiGLU), one for every 1 x 128.
+struct Scales {
+    const float* a;
+    const float* b;
+    float* d;
+    int stride_a, stride_d;
+};
+
+__device__ __forceinline__ void multiply_wave(float (&product)[64], u32 a, u32 b) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBlockK / 32; ++i)
+        ptx::wgmma_e4m3(product, ptx::wgmma_operand(a + 32 * i, kPanel), ptx::wgmma_operand(b + 32 * i, kPanel), i > 0);
+    ptx::wgmma_commit();
+}
+
+// Where the scales of a group's 64 rows and of the waves' columns lie, and those of one step in registers.
+struct StepScales {
+    const float* row[2];
+    const float* column[kWaves];
+    float a[2], b[kWaves];
+
+    __device__ __forceinline__ StepScales(const Scales& scales, const Slot& tile, int first_row, int columns) {
+        const int thread = threadIdx.x % 128, mine = first_row + 16 * (thread / 32) + thread % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            row[i] = scales.a + i64(tile.row + least(mine + 8 * i, tile.rows - 1)) * scales.stride_a;
+        const int blocks_n = columns / kBlock, first = tile.column / kBlock;
+#pragma unroll
+        for (int i = 0; i < kWaves; ++i) {
+            const int block = kSwiglu ? first + i * blocks_n : least(first + i, blocks_n - 1);
+            column[i] = scales.b + (i64(tile.expert) * (kSwiglu ? 2 : 1) * blocks_n + block) * tile.steps;
+        }
+    }
+    __device__ __forceinline__ void load(int step) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) a[i] = row[i][step];
+#pragma unroll
+        for (int i = 0; i < kWaves; ++i) b[i] = column[i][step];
+    }
+};
+
+__device__ __forceinline__ void add_wave(float* sum, const float (&product)[64], float low, float high) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sum[i] += product[i] * (i & 2 ? high : low);
+}
+
+// All steps of one tile for one group that has rows in it.
+__device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const Shared& shared, int group, const Slot& tile,
+                                                  const Scales& scales, int columns, u32& patience) {
+    const bool leader = threadIdx.x % 32 == 0;
+    Ring ring(tile.position);
+    StepScales now(scales, tile, 64 * group, columns);
+    now.load(0);
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) d[i] = 0.f;
+#pragma unroll 1
+    for (int step = 0; step < tile.steps; ++step, ring.next()) {
+        float product[64];
+        const float a[2] = {now.a[0], now.a[1]};
+        float b[kWaves];
+#pragma unroll
+        for (int wave = 0; wave < kWaves; ++wave) b[wave] = now.b[wave];
+        ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
+#pragma unroll
+        for (int wave = 0; wave < kWaves; ++wave) {
+#if TURNS
+            ptx::named_barrier(5 + group, 256);
+#endif
+            multiply_wave(product, shared.a_of(ring.stage) + group * kPanel, shared.b_of(ring.stage) + wave * 2 * kPanel);
+#if TURNS
+            ptx::named_barrier_arrive(6 - group, 256);
+#endif
+            if (wave == 0) now.load(least(step + 1, tile.steps - 1));
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_results(product);
+            if (wave == kWaves - 1 && leader) ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
+            add_wave(d + 64 * wave, product, a[0] * b[wave], a[1] * b[wave]);
+        }
+    }
+}
+
+// SwiGLU of 64 rows x 128 columns, quantised. `row`, `rows` as in store_block.
+__device__ __forceinline__ void store_block_fp8(float (&d)[kBlockN / 2], const TensorMap* map_d, Stores& stores, const Slot& tile,
+                                                int row, int rows, const Scales& scales) {
+    const int warp = stores.thread / 32, lane = stores.thread % 32, mine = 16 * warp + lane / 4;
+    float most[2] = {};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        d[i] = silu(d[i]) * d[64 + i];
+        most[i / 2 % 2] = fmaxf(most[i / 2 % 2], d[i] < 0.f ? -d[i] : d[i]);
+    }
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int offset = 1; offset < 4; offset *= 2)
+            most[half] = fmaxf(most[half], __shfl_xor_sync(0xffffffffu, most[half], offset));
+        inverse[half] = most[half] > 1e-30f ? __fdividef(kLargest, most[half]) : 0.f;
+        if (lane % 4 == 0 && mine + 8 * half < rows)
+            scales.d[i64(row + mine + 8 * half) * scales.stride_d + tile.column / kBlock] = most[half] / kLargest;
+    }
+    const u32 panel = stores.begin();
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 line = mine + 8 * half, unit = (i / 2) ^ (line & 7);
+            ptx::store_shared_u16(panel + line * 128 + unit * 16 + i % 2 * 8 + lane % 4 * 2,
+                                  ptx::pack_e4m3(d[4 * i + 2 * half] * inverse[half], d[4 * i + 2 * half + 1] * inverse[half]));
+        }
+    stores.finish([&] { ptx::tma_store_3d(map_d, panel, tile.column, 64 - rows, row + rows); });
+}

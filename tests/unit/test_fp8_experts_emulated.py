@@ -1,0 +1,112 @@
+"""The fp8 experts' kernels, run on the CPU: scales, ragged ends and quantised SwiGLU, against fp64."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from imbrex.kernels.experts_fp8 import (
+    quantise_experts,
+    quantise_rows,
+    quantise_weight,
+    run_ffn_fp8,
+    run_fp8_rows,
+)
+from imbrex.kernels.experts_glue import plan_groups
+from tests.emulated.gemm import emulate
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
+TAIL = 3
+COUNTS = [70, 0, 1, 130]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return float((found.double() - reference).norm() / reference.norm())
+
+
+def dequantise(values: Tensor, scales: Tensor, high: int) -> Tensor:
+    """fp64 of values whose scales are for `high` x 128 of them."""
+    return values.double() * scales.double().repeat_interleave(128, -1).repeat_interleave(high, -2)
+
+
+def test_weights_keep_three_bits() -> None:
+    weight = draw(2, 256, 384)
+    weight[0, :128, :128] = 0
+    weight[1, 128:, 128:256] *= 1000
+    values, scales = quantise_weight(weight)
+    assert scales.shape == (2, 2, 3)
+    assert (scales[0, 0, 0], values.float().abs().max()) == (0, 448)
+    exact = weight.double()
+    assert ((dequantise(values, scales, 128) - exact).abs() <= exact.abs() / 16 + scales.max() * 2e-3).all()
+
+
+def test_rows_are_quantised_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 2 r of x becomes row r: exact scales, and values within half a step."""
+    torch.manual_seed(0)
+    x, index = draw(20, 384), torch.arange(10) * 2 * 4 + 3
+    x[4] = 0
+    groups = plan(monkeypatch, [4, 5])
+    values, scales = quantise_rows(x, groups, index, 4)
+    wanted = x[::2][:9].double()
+    assert torch.equal(scales[:9], x[::2][:9].float().view(9, 3, 128).abs().amax(2) / 448)
+    assert ((dequantise(values[:9], scales[:9], 1) - wanted).abs() <= wanted.abs() / 16 + 1e-4).all()
+    assert (values[2].float() == 0).all()
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, counts: list[int]):
+    emulate(monkeypatch, blocks=2)
+    return plan_groups(torch.tensor(counts))
+
+
+def reference_ffn(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """With the activation rounded as the kernel rounds it."""
+    outputs, ends = [], list(accumulate(COUNTS))
+    for begin, end, up, out in zip([0, *ends[:-1]], ends, gate_up, down, strict=True):
+        gate_R, up_R = (rows[begin:end] @ up.T).chunk(2, 1)
+        act = (F.silu(gate_R) * up_R).unflatten(1, (out.shape[1] // 128, 128))
+        scale = act.abs().amax(2, keepdim=True).clamp_min(1e-30) / 448
+        act = (act / scale).to(torch.float8_e4m3fn).double() * scale
+        outputs.append(act.flatten(1) @ out.T)
+    return torch.cat(outputs)
+
+
+def test_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against fp64 on the quantised numbers; a value next to a rounding boundary may fall on either side."""
+    torch.manual_seed(1)
+    width, inner = 256, 384
+    groups = plan(monkeypatch, COUNTS)
+    experts = quantise_experts(draw(4, 2 * inner, width) / 16, draw(4, width, inner) / 20)
+    x, weights = draw(sum(COUNTS) + TAIL, width), torch.rand(sum(COUNTS) + TAIL)
+    x[::7] *= 100
+    x[sum(COUNTS) :] = float("nan")
+    values, scales = quantise_rows(x, groups)
+    found = run_fp8_rows(values, scales, experts, groups, weights)[:-TAIL]
+    exact = reference_ffn(
+        dequantise(values[:-TAIL], scales[:-TAIL], 1),
+        dequantise(experts.gate_up_eGD, experts.gate_up_scales, 128),
+        dequantise(experts.down_eDF, experts.down_scales, 128),
+    )
+    assert error(found, exact * weights[:-TAIL, None].double()) < 4e-3
+
+
+def test_near_the_exact_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    emulate(monkeypatch, blocks=1)
+    gate_up, down, x = draw(4, 256, 128) / 11, draw(4, 128, 128) / 11, draw(sum(COUNTS), 128)
+    experts = quantise_experts(gate_up, down)
+    found = run_ffn_fp8(x, *experts.tensors(), torch.tensor(COUNTS), None)
+    assert 2e-2 < error(found, reference_ffn(x.double(), gate_up.double(), down.double())) < 8e-2
+
+
+def test_widths_that_do_not_fit_are_said() -> None:
+    with pytest.raises(ValueError, match="multiples of 128"):
+        quantise_experts(draw(1, 128, 72), draw(1, 72, 64))
