@@ -36,7 +36,7 @@ ROOM_OF = {
     for room, files in {
         "router": "gates losses capacity global_batch sparsemixer",
         "plan": "rows handshake",
-        "ops": "grouped",
+        "ops": "grouped deferred",
         "exchange": "crossings crossings_nvlink",
         "layer": "ranks",
         "checkpoint": "logical_tensors",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op, get_ctx
 
-from imbrex import waiting
+from imbrex import deferred, waiting
 from imbrex.grouped import run_grouped_mm, run_grouped_wgrad
 
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -169,12 +169,16 @@ def _(rows_RK, d_out_RN, counts_e):
 
 def _grouped_setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
+    ctx.deferral = deferred.recording(inputs[1])
 
 
 def _grouped_backward(ctx, d_out_RN):
     rows_RK, weight_eKN, counts_e = ctx.saved_tensors
     need_rows, need_weight, _ = ctx.needs_input_grad
     d_rows = grouped_mm(d_out_RN, weight_eKN.mT, counts_e) if need_rows else None
+    if need_weight and ctx.deferral is not None:
+        ctx.deferral.add(weight_eKN, lambda: grouped_wgrad(rows_RK, d_out_RN, counts_e))
+        return d_rows, None, None
     d_weight = grouped_wgrad(rows_RK, d_out_RN, counts_e) if need_weight else None
     return d_rows, d_weight, None
 

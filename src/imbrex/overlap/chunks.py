@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from imbrex.contracts import Codec, Dispatched, Experts, Handle, Pending, Plan, Routing
 from imbrex.crossings import Crossings, read_state
+from imbrex.deferred import Deferral
 
 
 @dataclass(slots=True)
@@ -26,10 +28,14 @@ class Chunk:
     counts_e: Tensor | None = None
     out_RD: Tensor | None = None
     own: Any = None
+    deferral: Deferral | None = None
 
 
 class Forward:
-    """Outputs of all chunks in `y_TD`. With gradients wanted, every chunk keeps the graph of its experts."""
+    """Outputs of all chunks in `y_TD`. With gradients wanted, every chunk keeps the graph of its experts.
+
+    defer: the backward computes gradients of the parameters in a task of their own.
+    """
 
     def __init__(
         self,
@@ -41,8 +47,10 @@ class Forward:
         sizes: Sequence[int],
         *,
         keep: bool,
+        defer: bool = False,
     ) -> None:
-        self.crossings, self.layer_experts, self.keep = crossings, experts, keep
+        self.crossings, self.layer_experts = crossings, experts
+        self.keep, self.defer = keep, keep and defer
         self.x_TD, self.weights_TK, self.addend_TD = x_TD, routing.weights_TK, addend_TD
         self.y_TD = torch.empty_like(x_TD)
         bounds = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
@@ -84,7 +92,10 @@ class Forward:
             c.rows_RD = c.rows_RD.detach().requires_grad_(self.keep)
             c.weights_R = c.weights_R.detach().requires_grad_(self.keep and weighs)
             handle = Handle(weights_R=c.weights_R, state=tuple(c.state), num_tokens=self._tokens(c))
-            c.out_RD = self.layer_experts(Dispatched(rows_RD=c.rows_RD, counts_e=c.counts_e, handle=handle))
+            dispatched = Dispatched(rows_RD=c.rows_RD, counts_e=c.counts_e, handle=handle)
+            c.deferral = Deferral() if self.defer else None
+            with nullcontext() if c.deferral is None else c.deferral.record():
+                c.out_RD = self.layer_experts(dispatched)
 
     def encode_back(self, chunk: int) -> None:
         c = self.chunks[chunk]
@@ -167,12 +178,23 @@ class Backward:
         if c.weights_R.requires_grad:
             given = found.pop(0)
             d_weights_R = torch.zeros_like(c.weights_R) if given is None else given
-        for place, grad in enumerate(found):
+        self._add(found)
+        self.d_rows[chunk] = d_rows, d_weights_R
+        c.out_RD = c.rows_RD = None
+
+    def weights(self, chunk: int) -> None:
+        """What `experts` has left: of grouped products, the gradients of the weights."""
+        c = self.forward.chunks[chunk]
+        if c.deferral is not None and self.parameters:
+            with self.crossings.observer.span("weights_backward", layer=self.crossings.layer):
+                self._add(c.deferral.gradients(self.parameters))
+        c.deferral = None
+
+    def _add(self, grads: Sequence[Tensor | None]) -> None:
+        for place, grad in enumerate(grads):
             before = self.d_parameters[place]
             if grad is not None:
                 self.d_parameters[place] = grad if before is None else before + grad
-        self.d_rows[chunk] = d_rows, d_weights_R
-        c.out_RD = c.rows_RD = None
 
     def encode_back(self, chunk: int) -> None:
         c, d_rows = self.forward.chunks[chunk], self.d_rows[chunk]

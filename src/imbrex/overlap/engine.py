@@ -13,7 +13,7 @@ Clock = Callable[[Task, Callable[[], Any]], Any]
 
 
 class Work(Protocol):
-    """The steps of all chunks in one direction, forward or backward."""
+    """The steps of all chunks in one direction, forward or backward; the backward has `weights` besides."""
 
     def encode_out(self, chunk: int) -> Any: ...
     def move_out(self, chunk: int) -> Pending | None: ...

@@ -20,7 +20,7 @@ from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute
 from imbrex.overlap.schedulers import Scheduler
 from imbrex.overlap.serial import Serial
-from imbrex.overlap.tasks import Order, check, tasks
+from imbrex.overlap.tasks import Kind, Order, check, tasks
 
 Split = Callable[[int, int, int, int], Sequence[int]]
 """Tokens of every chunk, from the tokens of a rank, the degree, the rank and the number of ranks."""
@@ -49,13 +49,19 @@ class Orders:
     def degree(self) -> int:
         return self.forward.degree
 
+    @property
+    def defer(self) -> bool:
+        """Whether the weights' gradients are tasks of their own; else `experts` computes them."""
+        return any(task.kind == Kind.weights for task in self.backward.compute)
+
 
 class Pipelined:
     """Chunks of tokens in the order of a scheduler, forward and backward; the numbers of `serial`.
 
     scheduler: a name in `imbrex.overlap.SCHEDULERS` or a function from times to an `Order`. degree: chunks.
     split: how many tokens every chunk has. times: seconds of the tasks forward and backward, as a profile
-        gives them; without, all tasks count alike.
+        gives them; without, all tasks count alike. The backward's have `Kind.weights`, the gradients of the
+        weights; an order without them computes these with the experts.
 
     Ranks compare their orders before the first exchange. Inside a compiled graph, and where the rows are
     moved by kernels of their own, the layer runs serially. Gradients of gradients are not there.
@@ -82,11 +88,12 @@ class Pipelined:
     def orders(self) -> Orders:
         """The orders that run, made once. Raises ValueError where the scheduler's cannot run."""
         if self._orders is None:
-            even = dict.fromkeys(tasks(self.degree), 1.0)
-            forward, backward = self.times or (even, even)
+            forward, backward = self.times or (
+                dict.fromkeys(tasks(self.degree, weights=weights), 1.0) for weights in (False, True)
+            )
             found = Orders(forward=self.scheduler(forward), backward=self.scheduler(backward))
             check(found.forward, self.degree)
-            check(found.backward, self.degree)
+            check(found.backward, self.degree, weights=found.defer)
             self._orders = found
         return self._orders
 
@@ -180,7 +187,16 @@ class _Run(torch.autograd.Function):
     def forward(ctx, call: _Call, x_TD: Tensor, weights_TK: Tensor, addend_TD: Tensor | None, *parameters):
         keep = any(ctx.needs_input_grad)
         routing = Routing(ids_TK=call.ids_TK, weights_TK=weights_TK)
-        work = Forward(call.crossings, call.experts, x_TD, routing, addend_TD, call.sizes, keep=keep)
+        work = Forward(
+            call.crossings,
+            call.experts,
+            x_TD,
+            routing,
+            addend_TD,
+            call.sizes,
+            keep=keep,
+            defer=call.orders.defer and any(ctx.needs_input_grad[4:]),
+        )
         execute(call.orders.forward, work)
         if keep:
             ctx.work, ctx.orders, ctx.parameters = work, call.orders, parameters
