@@ -6,6 +6,7 @@ collective without the caller waiting for it, such as passing rows on that have 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 
 THREADS = 2
 """So that work which waits for its rows does not hold up work whose rows are there."""
+
+POLL_S = 1e-4
+"""Between two looks at a mark, in seconds."""
 
 
 class Lane:
@@ -62,4 +66,50 @@ class Begun:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
-__all__ = ["Begun", "Lane"]
+class Mark:
+    """A point in what the caller has queued on a device, on its current stream. On a CPU, the past."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    @property
+    def passed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the device has come here; other threads run meanwhile. TimeoutError after that long."""
+        end = time.monotonic() + timeout_s
+        while not self.passed:
+            if time.monotonic() > end:
+                raise TimeoutError(f"a GPU has not come to a point in its work within {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def hold(self, stream: Any) -> None:
+        """What is queued on `stream` from now on waits for it."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class Aside:
+    """A stream for a thread of its own: its work waits for nothing but the marks that it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, work: Callable[[], None], *after: Mark) -> Mark:
+        """Queue `work` behind `after`; the mark of its end."""
+        if self._stream is None:
+            work()
+            return Mark(self.device)
+        with torch.cuda.stream(self._stream):
+            for mark in after:
+                mark.hold(self._stream)
+            work()
+            return Mark(self.device)
+
+
+__all__ = ["Aside", "Begun", "Lane", "Mark"]
