@@ -1,60 +1,76 @@
-"""What does one MoE layer cost, phase by phase, with each transport? `make gpu-bench NAME=layer`.
+"""How near is one MoE layer to its experts alone, and how far from the same over NCCL?
+`make gpu-bench NAME=layer`.
 
-Runs `imbrex bench layer` for published models on all GPUs of this machine, or for two small shapes without
-any, and puts all rows into one run of the result file.
+Forward, and forward with backward, of four published models and four numbers of tokens on all GPUs of this
+machine. `imbrex bench layer` shows one case by phase, on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import torch
 from ceilings import measure_ceilings
 
+from imbrex.cli.exchange_clock import run_ranks
+from imbrex.cli.layer_race import OPS, OURS, Entry, Race, race
 from imbrex.cli.results import describe_run, write_results
 
 RESULTS = Path(__file__).parent / "results" / "layer.json"
-COMMAND = "make gpu-bench NAME=layer"
-ON_GPUS = [
-    [f"--model={model}", *more]
-    for model in ("mixtral", "qwen2-moe", "phi3.5-moe", "deepseek-v3")
-    for more in (["--tokens=2048,8192,16384"], ["--tokens=8192", "--backward"])
-]
-ON_CPUS = [
-    [f"--model={model}", "--ranks=2", "--scale=32", "--tokens=512", *more]
-    for model in ("mixtral", "qwen2-moe")
-    for more in ([], ["--backward"])
-]
+MODELS = ("mixtral", "qwen2-moe", "phi3.5-moe", "deepseek-v3")
+TOKENS = (2048, 8192, 16384, 32768)
 
 
-def run_case(words: list[str]) -> list[dict]:
-    """The rows of one command."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "case.json"
-        command = [sys.executable, "-m", "imbrex", "bench", "layer", *words, f"--json={file}"]
-        print("imbrex bench layer", *words, flush=True)
-        subprocess.run(command, check=True)
-        return [{k: v for k, v in row.items() if k != "run"} for row in json.loads(file.read_text())["rows"]]
+def profile(rank: int, world: int, entries: list[Entry], folder: str) -> None:
+    """What runs on the GPU in three calls of ours and of the all-to-all, by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as listen
+
+    for entry in entries:
+        runner = Race(entry.model, rank, world)
+        inputs = runner.inputs(entry)
+        for op in entry.ops:
+            for name, call in runner.calls(op, inputs).items():
+                if name not in (OURS, "nccl-a2a"):
+                    continue
+                call()
+                torch.cuda.synchronize()
+                with listen(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as heard:
+                    for _ in range(3):
+                        call()
+                    torch.cuda.synchronize()
+                if rank == 0:
+                    table = heard.key_averages().table(
+                        sort_by="cuda_time_total", row_limit=40, max_name_column_width=60
+                    )
+                    Path(folder, f"{entry.model}-{op}-{name}.txt").write_text(table)
+        runner.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--only", default="", help="run the cases whose command contains this")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--profile", metavar="FOLDER", help="tables of kernels there instead of times")
     args = parser.parse_args()
-    cases = ON_GPUS if torch.cuda.is_available() else ON_CPUS
-    rows = []
-    for words in cases:
-        if args.only in " ".join(words):
-            rows += run_case([*words, f"--repeats={args.repeats}"])
-    command = COMMAND + (f" ARGS='--only {args.only}'" if args.only else "")
-    write_results(args.out, "layer", describe_run(command, measure_ceilings()), rows)
+    world = torch.cuda.device_count()
+    if world < 2:
+        raise SystemExit("benchmarks/layer.py needs two GPUs or more; `imbrex bench layer` runs anywhere")
+    entries = [
+        Entry(model=model, M=int(tokens), ops=tuple(args.ops.split(",")))
+        for model in args.models.split(",")
+        for tokens in args.tokens.split(",")
+    ]
+    if args.profile:
+        run_ranks(profile, world, entries, args.profile)
+        return
+    ceilings = measure_ceilings()
+    rows = run_ranks(race, world, entries, args.repeats)
+    write_results(args.out, "layer", describe_run("make gpu-bench NAME=layer", ceilings), rows)
     print(f"{len(rows)} rows in {args.out}")
 
 

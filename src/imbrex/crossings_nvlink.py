@@ -4,12 +4,18 @@ Dispatch routes on the device and pulls tokens straight into expert-major rows; 
 each rank, and the sums at home. The gradient of combine pulls dy over the same routing, that of dispatch is a
 combine of dx; the gate weights' gradients, four bytes a choice, go home in one all-to-all of equal pieces.
 Rows have the worst-case size; how many there are stands in `counts_e`, and nothing reads past them.
+
+The kernels know experts that live on one rank each, or on several of which one takes a choice, in equal parts
+or by the loads of the batch. What else an exchange asks for is told to them in those words (`Told`): experts
+split over tensor ranks are one expert for each of them, all of which a token wants; a split of the caller's,
+computed on the host, names the slots.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,76 +23,136 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import ops, plan
-from imbrex.contracts import Routing, Wire
+from imbrex.contracts import Placement, Routing, Wire
 from imbrex.crossings import Geometry
 from imbrex.handshake import PROBLEMS, find_problem
 from imbrex.kernels.exchange import NvlinkExchange, Routed
+from imbrex.kernels.gates import collect, spread
+from imbrex.kernels.routed import Tables, placement_tables
 from imbrex.observe import Observer
-from imbrex.placement import split_evenly
-from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink
+from imbrex.placement import SPLITS, split_evenly
+from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
 
 DTYPE = torch.bfloat16
+STATE = tuple(Routed.__dataclass_fields__)
 
 
 def unfit(geometry: Geometry, wire: Wire) -> str | None:
     """None if the kernels serve this exchange, else why not."""
     codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
-    if geometry.tensor_parallel != 1:
-        return "experts are split over tensor ranks"
     if any(codec.name != "identity" for codec in codecs):
         return "rows are encoded"
-    if geometry.split is not split_evenly and geometry.placement.has_replicas:
-        return "its kernels split replicas evenly, and another split was asked for"
     if geometry.rows_per_slot is not None or geometry.alignment != 1:
         return "rows are padded"
-    if geometry.hidden_size * DTYPE.itemsize % ROW_MULTIPLE or geometry.top_k > MOST_CHOICES:
+    choices = geometry.top_k * geometry.tensor_parallel
+    if geometry.hidden_size * DTYPE.itemsize % ROW_MULTIPLE or choices > MOST_CHOICES:
         return f"rows must be multiples of {ROW_MULTIPLE} bytes, choices at most {MOST_CHOICES}"
     return None
+
+
+def write_state(routed: Routed) -> list[Tensor]:
+    """The tensors of `routed`, in the order of its fields."""
+    return [getattr(routed, name) for name in STATE]
+
+
+def read_state(state: Sequence[Tensor]) -> Routed:
+    return Routed(**dict(zip(STATE, state, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """An exchange in the kernels' words.
+
+    placement: over all ranks of the group; expert x (or slot x, where `by_slot`) on tensor rank j is their
+        expert x * copies + j. by_slot: the split is computed on the host, and names slots.
+    balanced: the kernels choose replicas by the loads, else in equal parts.
+    """
+
+    placement: Placement
+    copies: int
+    by_slot: bool
+    balanced: bool
+
+
+def tell(geometry: Geometry) -> Told:
+    """Two expert ranks with slots 0 1 | 2 3 and two tensor ranks: 0 2 | 1 3 | 4 6 | 5 7."""
+    given, copies = geometry.placement, geometry.tensor_parallel
+    balanced = geometry.split is SPLITS["balanced"] and copies == 1
+    by_slot = geometry.split is not split_evenly and not balanced
+    if by_slot:
+        slots = tuple(range(given.num_slots))
+        given = Placement(slots=slots, rank_offsets=given.rank_offsets, num_experts=len(slots))
+    if copies == 1:
+        return Told(placement=given, copies=1, by_slot=by_slot, balanced=balanced)
+    slots, offsets = [], [0]
+    for rank in range(given.num_ranks):
+        for copy in range(copies):
+            slots += [-1 if expert < 0 else expert * copies + copy for expert in given.local(rank)]
+            offsets.append(len(slots))
+    placement = Placement(
+        slots=tuple(slots), rank_offsets=tuple(offsets), num_experts=given.num_experts * copies
+    )
+    return Told(placement=placement, copies=copies, by_slot=by_slot, balanced=balanced)
 
 
 class NvlinkCrossings:
     """What the operators of an exchange do over NVLink. Tokens are bfloat16."""
 
     def __init__(self, geometry: Geometry, transport: Nvlink, observer: Observer, layer: int) -> None:
-        self.geometry, self.transport, self.observer, self.layer = geometry, transport, observer, layer
+        self.transport, self.observer, self.layer = transport, observer, layer
         self.world_size = transport.world_size
-        self.num_local_slots = len(geometry.local_slots)
         self.begun: dict[int, tuple] = {}
         self.tickets = itertools.count()
+        self._tables: Tables | tuple[()] = ()
+        self.geometry = geometry
         self.key = ops.register(self)
 
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    @geometry.setter
+    def geometry(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self.num_local_slots = len(geometry.local_slots)
+        self.told = told = tell(geometry)
+        choices, row_bytes = geometry.top_k * told.copies, geometry.hidden_size * DTYPE.itemsize
+        self.size = Size.of(told.placement, choices, row_bytes)
+        tables = placement_tables(told.placement, self.transport.device)
+        if [t.shape for t in self._tables] == [t.shape for t in tables]:
+            # In place, so that a captured call follows.
+            for old, new in zip(self._tables, tables, strict=True):
+                old.copy_(new)
+        else:
+            self._tables = tables
+
     def device_type(self, x: Tensor) -> str:
-        return "cuda"
+        return self.transport.device.type
 
     def begin(self, *started) -> int:
         ticket = next(self.tickets)
         self.begun[ticket] = started
         return ticket
 
-    def handshake(self, x_TD: Tensor, routing: Routing) -> None:
-        """ValueError where the input is wrong; at the first call on every rank. Later the other ranks'
-        kernels are told by ids that none accepts, and end in `ExchangeError`: without a host synchronisation
-        there is no earlier moment, and the exchange cannot be used again."""
+    def handshake(self, x_TD: Tensor, routing: Routing) -> int:
+        """Most tokens of a rank in this call. ValueError on every rank where one rank's input is wrong."""
         problem = self._problem(x_TD, routing)
-        if self.transport.ready(self.geometry.placement):
-            if problem:
-                bad_TK = torch.full(
-                    (1, self.geometry.top_k), self.geometry.placement.num_experts, device="cuda"
-                )
-                self.kernels(0).route(bad_TK, torch.zeros(bad_TK.shape, device="cuda"))
-        else:
-            told = self.transport.exchange_counts(torch.tensor([int(problem is not None)]))
-            # on the host: counts are told there
-            wrong = told.flatten().nonzero().flatten().tolist()
-            if wrong and problem is None:
-                raise ValueError(f"dispatch: rank {wrong[0]} was given tokens that cannot be dispatched")
+        most, wrong = self.transport.agree_on_call(x_TD.shape[0], fine=problem is None)
         if problem:
             raise ValueError(f"dispatch: on rank {self.geometry.rank}, {problem}")
+        if wrong is not None:
+            raise ValueError(f"dispatch: rank {wrong} was given tokens that cannot be dispatched")
+        return most
 
     def _problem(self, x_TD: Tensor, routing: Routing) -> str | None:
-        geometry, most = self.geometry, self.transport.most_tokens(self.geometry.placement)
+        geometry, most = self.geometry, self.transport.max_tokens
         number, *details = find_problem(
-            x_TD, routing, geometry.hidden_size, geometry.top_k, geometry.placement.num_experts, "cuda"
+            x_TD,
+            routing,
+            geometry.hidden_size,
+            geometry.top_k,
+            geometry.placement.num_experts,
+            self.transport.device.type,
         )
         if number:
             return PROBLEMS[number].format(*details)
@@ -98,23 +164,39 @@ class NvlinkCrossings:
             return f"x has {x_TD.shape[0]} tokens; this exchange was made for {most}: use Nvlink(max_tokens=)"
         return None
 
-    def kernels(self, tokens: int) -> NvlinkExchange:
-        geometry = self.geometry
-        row_bytes = geometry.hidden_size * DTYPE.itemsize
-        return self.transport.exchange_for(geometry.placement, tokens, geometry.top_k, row_bytes)
-
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Routed]:
         """Kernels run in the order of the stream, so begun is as good as done."""
-        self.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
-        kernels, where = self.kernels(x_TD.shape[0]), {"layer": self.layer}
+        most = self.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
+        kernels = self.transport.exchange_for(self.size, self.told.placement, most, self.observer)
+        where = {"layer": self.layer}
         with self.observer.span("plan", **where):
-            routed = kernels.route(ids_TK, weights_TK)
+            routed = kernels.route(
+                *self._choices(ids_TK, weights_TK), tables=self._tables, balanced=self.told.balanced
+            )
         with self.observer.span("dispatch", **where):
             rows_RD = kernels.pull(x_TD.contiguous(), routed, num_sms=self.transport.dispatch_sms)[0]
         if self.observer.enabled:
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
             self.observer.count("expert_load", load_E, **where)
         return rows_RD, routed
+
+    def _choices(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """What every token wants, as the kernels are told."""
+        copies = self.told.copies
+        if self.told.by_slot:
+            ids_TK = self._choose_slots(ids_TK)
+        if copies == 1:
+            return ids_TK, weights_TK
+        copy = torch.arange(copies, device=ids_TK.device)
+        ids_TKC = torch.where(ids_TK[..., None] < 0, -1, ids_TK[..., None] * copies + copy)
+        return ids_TKC.flatten(1), weights_TK.repeat_interleave(copies, 1)
+
+    def _choose_slots(self, ids_TK: Tensor) -> Tensor:
+        geometry = self.geometry
+        counts_E = plan.count_choices(ids_TK, geometry.placement.num_experts)
+        self.observer.count("host_syncs", 1, layer=self.layer)
+        split_WS = geometry.split(self.transport.exchange_counts(counts_E), geometry.placement)
+        return plan.choose_slots(ids_TK, split_WS[geometry.rank], geometry.placement)
 
     def run_dispatch(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, ticket: int
@@ -127,17 +209,17 @@ class NvlinkCrossings:
 
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
         """The shapes of the state, for the compiler."""
-        ranks, most, top_k = self.world_size, size(), ids_TK.shape[1]
+        ranks, most, choices = self.world_size, size(), ids_TK.shape[1] * self.told.copies
 
         def number(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
             return ids_TK.new_empty(shape, dtype=dtype)
 
         return [
-            number(1, ranks, most, top_k),
-            number(1, ranks, most, top_k, dtype=torch.float32),
+            number(1, ranks, most, choices),
+            number(1, ranks, most, choices, dtype=torch.float32),
             number(1, ranks, most),
             number(1, most, ranks),
-            number(1, self.num_local_slots),
+            number(1, self.size.most_slots),
             number(1, 4),
             number(1, ranks),
         ]
@@ -145,18 +227,18 @@ class NvlinkCrossings:
     def run_dispatch_backward(
         self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        routed = Routed(**dict(zip(STATE, state, strict=True)))
+        routed = read_state(state)
         with self.observer.span("dispatch_backward", layer=self.layer):
-            d_x_TD = self._combine(d_rows_RD, routed, None, num_tokens, weighted=False)
-            position_WTK = routed.position_LWTK[0].long()
-            here = torch.where(position_WTK < 0, 0.0, d_weights_R[position_WTK.clamp(min=0)])
-            home = torch.empty_like(here)
+            here_WTK = collect(d_weights_R, routed.position_LWTK[0])
+            home_WTK = torch.empty_like(here_WTK)
             work = self.transport.start(
                 "dispatch_backward",
-                lambda: dist.all_to_all_single(home, here, group=self.transport.group, async_op=True),
+                lambda: dist.all_to_all_single(home_WTK, here_WTK, group=self.transport.group, async_op=True),
             )
+            d_x_TD = self._combine(d_rows_RD, routed, None, num_tokens, weighted=False)
             self.transport.finish("dispatch_backward", work)
-            return d_x_TD, home.sum(0)[:num_tokens]
+            d_weights_TKC = home_WTK.sum(0)[:num_tokens].unflatten(1, (-1, self.told.copies))
+            return d_x_TD, d_weights_TKC.sum(2)
 
     def start_combine(
         self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int
@@ -174,21 +256,25 @@ class NvlinkCrossings:
         ticket: int,
     ) -> Tensor:
         self.begun.pop(ticket, None)
-        routed = Routed(**dict(zip(STATE, state, strict=True)))
+        weighted = weights_R is not None
         with self.observer.span("combine", layer=self.layer):
-            return self._combine(rows_RD, routed, addend_TD, num_tokens, weighted=weights_R is not None)
+            return self._combine(rows_RD, read_state(state), addend_TD, num_tokens, weighted=weighted)
 
     def run_combine_backward(
-        self, d_y_TD: Tensor, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor]
+        self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        routed = Routed(**dict(zip(STATE, state, strict=True)))
         with self.observer.span("combine_backward", layer=self.layer):
-            kernels = self.kernels(d_y_TD.shape[0])
-            d_y_RD = kernels.pull(d_y_TD.contiguous(), routed, num_sms=self.transport.dispatch_sms)[0]
-            if weights_R is None:
-                return d_y_RD, torch.zeros(d_y_RD.shape[0], device=d_y_RD.device)
-            d_weights_R = (rows_RD.float() * d_y_RD.float()).sum(1)
-            return (d_y_RD.float() * weights_R[:, None]).to(DTYPE), d_weights_R
+            d_y_RD = d_y_TD.new_empty(1, weights_R.shape[0], d_y_TD.shape[1])
+            sms = self.transport.dispatch_sms
+            self._kernels.pull(d_y_TD.contiguous(), read_state(state), num_sms=sms, out=d_y_RD)
+            if rows_RD is None:
+                return d_y_RD[0], weights_R.new_empty(0)
+            d_weights_R = (rows_RD.float() * d_y_RD[0].float()).sum(1)
+            return (d_y_RD[0].float() * weights_R[:, None]).to(DTYPE), d_weights_R
+
+    @property
+    def _kernels(self) -> NvlinkExchange:
+        return self.transport.exchange_of(self.size)
 
     def _combine(
         self, rows_RD: Tensor, routed: Routed, addend: Tensor | None, num_tokens: int, *, weighted: bool
@@ -196,21 +282,6 @@ class NvlinkCrossings:
         sms = self.transport.combine_sms
         rows = rows_RD.contiguous()[None]
         added = None if addend is None else addend.contiguous()
-        return self.kernels(num_tokens).combine(
+        return self._kernels.combine(
             rows, routed, weighted=weighted, addend=added, num_sms=sms, num_tokens=num_tokens
         )
-
-
-STATE = tuple(Routed.__dataclass_fields__)
-
-
-def write_state(routed: Routed) -> list[Tensor]:
-    """The tensors of `routed`, in the order of its fields."""
-    return [getattr(routed, name) for name in STATE]
-
-
-def spread(weights_LWTK: Tensor, position_LWTK: Tensor, num_rows: int) -> Tensor:
-    """The gate weight of every row, float32 [num_rows], 0 where no choice has the row."""
-    target = torch.where(position_LWTK < 0, num_rows, position_LWTK).flatten().long()
-    weights_R = torch.zeros(num_rows + 1, device=weights_LWTK.device)
-    return weights_R.scatter_(0, target, weights_LWTK.flatten())[:-1].clone()

@@ -143,10 +143,6 @@ class Exchange:
 
         Raises ValueError where the placement has other experts, or other slots per rank.
         """
-        if isinstance(self._crossings, NvlinkCrossings):
-            raise ValueError(
-                "Exchange: the NVLink kernels keep their placement; use transport='alltoall' to relocate"
-            )
         old = self.geometry.placement
         new = old if placement is None else placement
         if (new.num_experts, new.rank_offsets) != (old.num_experts, old.rank_offsets):

@@ -10,7 +10,8 @@ import torch
 import imbrex
 from imbrex.codec import make_wire
 from imbrex.crossings import Geometry
-from imbrex.crossings_nvlink import spread, unfit
+from imbrex.crossings_nvlink import tell, unfit
+from imbrex.kernels.gates import collect, spread
 from imbrex.placement import contiguous, from_slots, split_evenly
 
 GOOD = Geometry(
@@ -32,14 +33,10 @@ def another_split(counts_WE: torch.Tensor, placement: imbrex.Placement) -> torch
     ("change", "codec", "reason"),
     [
         ({}, "identity", None),
-        ({"tensor_parallel": 2}, "identity", "experts are split over tensor ranks"),
+        ({"tensor_parallel": 2}, "identity", None),
+        ({"tensor_parallel": 17}, "identity", "rows must be multiples of 16 bytes, choices at most 32"),
         ({}, {"combine_backward": "int8"}, "rows are encoded"),
-        ({"split": another_split}, "identity", None),
-        (
-            {"split": another_split, "placement": from_slots([[0, 1], [1, 2]], 3)},
-            "identity",
-            "its kernels split replicas evenly, and another split was asked for",
-        ),
+        ({"split": another_split, "placement": from_slots([[0, 1], [1, 2]], 3)}, "identity", None),
         ({"alignment": 8}, "identity", "rows are padded"),
         ({"rows_per_slot": lambda tokens: tokens}, "identity", "rows are padded"),
         ({"hidden_size": 60}, "identity", "rows must be multiples of 16 bytes, choices at most 32"),
@@ -58,7 +55,20 @@ def test_a_rank_alone_is_told_why() -> None:
 
 
 def test_weights_stand_where_their_rows_are() -> None:
-    """Two ranks' tokens, two choices each: rows 2 and 0 are here; row 1 has no choice and weighs nothing."""
-    position_LWTK = torch.tensor([[[[2, -1]], [[-1, 0]]]], dtype=torch.int32)
-    weights_LWTK = torch.tensor([[[[0.5, 9.0]], [[9.0, 0.25]]]])
-    assert spread(weights_LWTK, position_LWTK, 3).tolist() == [0.25, 0.0, 0.5]
+    """Two ranks' tokens, two choices each: rows 2 and 0 are here."""
+    position_WTK = torch.tensor([[[2, -1]], [[-1, 0]]], dtype=torch.int32)
+    weights_WTK = torch.tensor([[[0.5, 9.0]], [[9.0, 0.25]]])
+    weights_R = spread(weights_WTK, position_WTK, 3)
+    assert weights_R[[0, 2]].tolist() == [0.25, 0.5]
+    assert collect(weights_R, position_WTK).tolist() == [[[0.5, 0.0]], [[0.0, 0.25]]]
+
+
+def test_tensor_ranks_and_slots_in_the_kernels_words() -> None:
+    """Two expert ranks of two slots, two tensor ranks: every expert is one for each tensor rank."""
+    told = tell(replace(GOOD, placement=contiguous(4, 2), tensor_parallel=2))
+    assert told.placement.slots == (0, 2, 1, 3, 4, 6, 5, 7)
+    assert told.placement.rank_offsets == (0, 2, 4, 6, 8)
+    assert (told.placement.num_experts, told.copies, told.by_slot) == (8, 2, False)
+    named = tell(replace(GOOD, split=another_split, placement=from_slots([[0, 1], [1, -1]], 2)))
+    assert named.placement.slots == (0, 1, 2, 3)
+    assert named.by_slot

@@ -40,7 +40,7 @@ Tables = tuple[Tensor, Tensor, Tensor]
 
 
 def placement_tables(placement: Placement, device: torch.device) -> Tables:
-    """first_replica [E + 1], replica_slots, rank_offsets [W + 1]; int32."""
+    """first_replica [E + 1], replica_slots [S], rank_offsets [W + 1]; int32."""
     by_expert: list[list[int]] = [[] for _ in range(placement.num_experts)]
     for slot, expert in enumerate(placement.slots):
         if expert >= 0:
@@ -49,6 +49,7 @@ def placement_tables(placement: Placement, device: torch.device) -> Tables:
     for slots in by_expert:
         first.append(first[-1] + len(slots))
     flat = [slot for slots in by_expert for slot in slots]
+    flat += [-1] * (placement.num_slots - len(flat))
     first_replica, slots, offsets = (
         torch.tensor(values, dtype=torch.int32, device=device)
         for values in (first, flat, placement.rank_offsets)

@@ -13,6 +13,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.experts_ffn",
     "imbrex.kernels.experts_fp8",
     "imbrex.kernels.exchange",
+    "imbrex.kernels.gates",
     "imbrex.kernels.split",
 )
 

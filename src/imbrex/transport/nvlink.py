@@ -8,9 +8,11 @@ name and the same group, share one heap.
 from __future__ import annotations
 
 import socket
+import time
 import weakref
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,11 @@ from torch import Tensor
 
 from imbrex.contracts import Pending, Placement, Traffic
 from imbrex.kernels import exchange_layout as lay
-from imbrex.kernels import unavailable
+from imbrex.kernels import jit, unavailable
 from imbrex.kernels.exchange import NvlinkExchange
-from imbrex.kernels.heap import SymmetricHeap
+from imbrex.kernels.heap import Heap, SymmetricHeap
+from imbrex.observe import Observer
+from imbrex.transport.board import Board
 from imbrex.transport.collective import Collective
 
 MOST_RANKS, MOST_CHOICES, ROW_MULTIPLE = 16, 32, 16
@@ -30,23 +34,54 @@ _shared: weakref.WeakValueDictionary[str, Nvlink] = weakref.WeakValueDictionary(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """What a heap is made for: rows of `row_bytes`, at most `max_tokens` tokens a rank, K choices each."""
+    """What kernels and a heap are made for, besides tokens: every rank's slots, E experts, K choices, rows of
+    `row_bytes`."""
 
-    placement: Placement
-    max_tokens: int
-    top_k: int
+    rank_offsets: tuple[int, ...]
+    experts: int
+    choices: int
     row_bytes: int
+
+    @classmethod
+    def of(cls, placement: Placement, choices: int, row_bytes: int) -> Size:
+        return cls(
+            rank_offsets=placement.rank_offsets,
+            experts=placement.num_experts,
+            choices=choices,
+            row_bytes=row_bytes,
+        )
+
+    @property
+    def most_slots(self) -> int:
+        """Of the fullest rank."""
+        return max(end - begin for begin, end in pairwise(self.rank_offsets))
+
+    def shape(self, max_tokens: int) -> lay.Shape:
+        """With room for any routing of `max_tokens` tokens a rank."""
+        ranks, slots = len(self.rank_offsets) - 1, self.most_slots
+        return lay.Shape(
+            ranks=ranks,
+            max_tokens=max_tokens,
+            choices=self.choices,
+            experts=self.experts,
+            most_slots=slots,
+            row_bytes=self.row_bytes,
+            alignment=1,
+            row_capacity=ranks * max_tokens * min(self.choices, slots),
+            token_capacity=(ranks - 1) * max_tokens,
+        )
 
 
 class Nvlink(Collective):
     """One heap a group and size, shared by all layers.
 
     max_tokens: most tokens of a rank in a call; `None`: the most that any rank has in the first call, rounded
-    up to 64. Later calls with more raise ValueError.
+    up to 64, and more when a call has more (a new heap, which waits for the GPUs).
     dispatch_sms, combine_sms: multiprocessors that each kernel takes.
     """
 
     name = "nvlink"
+    load = staticmethod(jit.load)
 
     def __init__(
         self,
@@ -63,6 +98,7 @@ class Nvlink(Collective):
         reason = self.reason_against()
         if reason is not None:
             raise ValueError(f"transport 'nvlink' does not work here: {reason}; use transport='auto'")
+        self._board = self._open_board()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, *, timeout: float | None = None) -> Nvlink:
@@ -102,49 +138,59 @@ class Nvlink(Collective):
             return "the group does not communicate on GPUs; initialise it with NCCL"
         return unavailable(self.device.index)
 
-    def ready(self, placement: Placement) -> bool:
-        """Whether a heap was made for layers of this placement."""
-        return any(size.placement == placement for size in self._exchanges)
+    def _open_board(self) -> Board:
+        # on the host: counts are told there
+        name = int(self.exchange_counts(torch.tensor([time.time_ns()]))[0])
+        path = Board.make_file(name, self.world_size) if self.rank == 0 else Board.path_of(name)
+        self.exchange_counts(torch.tensor([0]))
+        board = Board(path, self.rank, self.world_size, self.timeout_s)
+        self.exchange_counts(torch.tensor([0]))
+        if self.rank == 0:
+            path.unlink()
+        return board
 
-    def most_tokens(self, placement: Placement) -> int | None:
-        """Most tokens of a rank in a call, once that is known."""
-        return next((s.max_tokens for s in self._exchanges if s.placement == placement), self.max_tokens)
+    def agree_on_call(self, tokens: int, *, fine: bool) -> tuple[int, int | None]:
+        """Most tokens of a rank in this call, and the first rank whose input is wrong. Every rank's host
+        waits for the others to come to the same call; the GPUs are asked for nothing."""
+        words = self._board.tell(tokens << 1 | int(not fine))
+        wrong = next((rank for rank, word in enumerate(words) if word & 1), None)
+        return max(word >> 1 for word in words), wrong
 
-    def exchange_for(self, placement: Placement, tokens: int, top_k: int, row_bytes: int) -> NvlinkExchange:
-        """The kernels and their heap; made at the first call, which is collective and synchronises."""
-        for size, exchange in self._exchanges.items():
-            if (size.placement, size.top_k, size.row_bytes) == (placement, top_k, row_bytes):
-                return exchange
-        most = self.max_tokens
-        if most is None:
-            # host sync: once, to size the heap
-            most = int(self.exchange_counts(torch.tensor([tokens])).max())
-        most = max(1, -(-most // TOKENS_MULTIPLE)) * TOKENS_MULTIPLE
-        size = Size(placement=placement, max_tokens=most, top_k=top_k, row_bytes=row_bytes)
-        self._exchanges[size] = self._make(size)
+    def exchange_of(self, size: Size) -> NvlinkExchange:
+        """The kernels and their heap, as the last dispatch left them."""
         return self._exchanges[size]
 
-    def _make(self, size: Size) -> NvlinkExchange:
-        group, placement = self.group, size.placement
-        assert group is not None
-        slots = max(len(placement.local(rank)) for rank in range(placement.num_ranks))
-        shape = lay.Shape(
-            ranks=self.world_size,
-            max_tokens=size.max_tokens,
-            choices=size.top_k,
-            experts=placement.num_experts,
-            most_slots=slots,
-            row_bytes=size.row_bytes,
-            alignment=1,
-            row_capacity=self.world_size * size.max_tokens * min(size.top_k, slots),
-            token_capacity=(self.world_size - 1) * size.max_tokens,
+    def exchange_for(self, size: Size, placement: Placement, most: int, observer: Observer) -> NvlinkExchange:
+        """Kernels and a heap for `most` tokens of a rank, at `placement`; where there is none with so much
+        room, they are made, which is collective and synchronises."""
+        found = self._exchanges.get(size)
+        if found is None or found.shape.max_tokens < most:
+            observer.count("heaps", 1)
+            found = self._exchanges[size] = self._make(size, placement, most, found)
+        return found
+
+    def _make(
+        self, size: Size, placement: Placement, most: int, old: NvlinkExchange | None
+    ) -> NvlinkExchange:
+        if old is not None:
+            # host sync: once a growth; no rank may still write to the heap that goes
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.exchange_counts(torch.tensor([0]))
+            old.close()
+        most = -(-max(most, self.max_tokens or 1) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
+        return NvlinkExchange(
+            self._make_heap,
+            placement,
+            size.shape(most),
+            compact=False,
+            timeout=self.timeout_s,
+            load=self.load,
         )
-        device = torch.device("cuda", torch.cuda.current_device())
 
-        def make_heap(nbytes: int) -> SymmetricHeap:
-            return SymmetricHeap(group, nbytes, device)
-
-        return NvlinkExchange(make_heap, placement, shape, compact=False, timeout=self.timeout_s)
+    def _make_heap(self, nbytes: int) -> Heap:
+        assert self.group is not None
+        return SymmetricHeap(self.group, nbytes, self.device)
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         raise AssertionError("the NVLink kernels move rows themselves")

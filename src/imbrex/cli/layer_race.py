@@ -1,0 +1,244 @@
+"""imbrex's layer, the same layer over NCCL, and the experts alone, in turns on the GPUs of one host.
+
+Routing is given to all of them; all know it only on the device and only for their own tokens. Times are the
+GPU's, from an idle device and aligned ranks, the host queueing ahead where nothing stops it; each sample is
+the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex.cli.layer_rivals import AllToAll, Ffn, GatherScatter, Weights
+from imbrex.cli.shapes import MODELS, Shape
+from imbrex.cli.skew import make_routing
+from imbrex.contracts import Routing
+from imbrex.exchange import Exchange
+from imbrex.experts import Experts
+from imbrex.observe.clock import device_microseconds
+from imbrex.overlap.serial import Serial
+from imbrex.placement import contiguous
+
+OURS, FLOOR = "imbrex-serial", "floor"
+OPS = ("forward", "forward+backward")
+PAUSE_CYCLES = {"forward": 2_000_000, "forward+backward": 8_000_000}
+"""The host queues a call while the GPU waits: about 1 and 4 ms."""
+CLOSE_ENOUGH = 0.02
+"""Relative error between implementations: bfloat16 rounds at other places."""
+Answers = list[Tensor]
+Call = Callable[[], Answers]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One model and number of tokens over all ranks; `routing` as `--skew` takes it."""
+
+    model: str
+    M: int
+    routing: str = "uniform"
+    ops: tuple[str, ...] = OPS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    x_TD: Tensor
+    d_y_TD: Tensor
+    routing: Routing
+
+
+class Race:
+    """One rank of one model."""
+
+    def __init__(self, model: str, rank: int, world: int) -> None:
+        self.model, self.shape, self.rank, self.world = model, MODELS[model], rank, world
+        self.placement = contiguous(self.shape.num_experts, world)
+        group = dist.group.WORLD
+        self.exchange = Exchange(
+            self.placement, self.shape.hidden_size, self.shape.top_k, group=group, transport="nvlink"
+        )
+        self.experts = self._make_experts()
+        weights = Weights(
+            gate_up_eGD=self.experts.gate_up_proj.detach(), down_eDF=self.experts.down_proj.detach()
+        )
+        self.floor = Ffn(weights)
+        self.rivals = [
+            kind(weights, self.shape.num_experts, world, rank) for kind in (AllToAll, GatherScatter)
+        ]
+
+    def _make_experts(self) -> Experts:
+        shape, slots = self.shape, self.placement.local(self.rank)
+        experts = Experts(
+            slots, shape.hidden_size, shape.intermediate_size, device="meta", dtype=torch.bfloat16
+        ).to_empty(device="cuda")
+        torch.manual_seed(self.rank)
+        for weight in experts.parameters():
+            weight.data.normal_().mul_(weight.shape[2] ** -0.5)
+        return experts
+
+    def inputs(self, entry: Entry) -> Inputs:
+        tokens = entry.M // self.world
+        drawn = make_routing(entry.routing, self.shape, tokens, rank=self.rank)
+        torch.manual_seed(self.rank)
+        x, d_y = (
+            torch.randn(tokens, self.shape.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+        routing = Routing(ids_TK=drawn.ids_TK.cuda(), weights_TK=drawn.weights_TK.cuda())
+        return Inputs(x_TD=x, d_y_TD=d_y, routing=routing)
+
+    def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
+        """What is timed, by implementation; answers: y, then the gradients of x, weights and experts."""
+        training = op == "forward+backward"
+        found: dict[str, Call] = {OURS: self._ours(inputs, training=training)}
+        for rival in self.rivals:
+            found[rival.name] = self._rival(rival, inputs, training=training)
+        found[FLOOR] = self._floor(inputs, training=training)
+        return found
+
+    def _ours(self, inputs: Inputs, *, training: bool) -> Call:
+        x_TD = inputs.x_TD.clone().requires_grad_(training)
+        weights_TK = inputs.routing.weights_TK.clone().requires_grad_(training)
+        routing = Routing(ids_TK=inputs.routing.ids_TK, weights_TK=weights_TK)
+        leaves = [x_TD, weights_TK, self.experts.gate_up_proj, self.experts.down_proj]
+
+        def call() -> Answers:
+            with torch.set_grad_enabled(training):
+                y_TD = Serial().run(x_TD, routing, self.exchange, self.experts, None)
+            if not training:
+                return [y_TD]
+            return [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, inputs.d_y_TD)]
+
+        return call
+
+    def _rival(self, rival: AllToAll | GatherScatter, inputs: Inputs, *, training: bool) -> Call:
+        ids_TK, weights_TK = inputs.routing.ids_TK, inputs.routing.weights_TK
+
+        def call() -> Answers:
+            y_TD = rival.forward(inputs.x_TD, ids_TK, weights_TK, keep=training)
+            return [y_TD, *rival.backward(inputs.d_y_TD)] if training else [y_TD]
+
+        return call
+
+    def _floor(self, inputs: Inputs, *, training: bool) -> Call:
+        """The rows that this rank's experts get, permuted beforehand."""
+        counts_E = torch.bincount(inputs.routing.ids_TK.flatten(), minlength=self.shape.num_experts)
+        dist.all_reduce(counts_E)
+        ends_e = counts_E.chunk(self.world)[self.rank].cumsum(0).to(torch.int32)
+        # host sync: once a case, outside what is timed
+        rows = int(ends_e[-1])
+        rows_RD, d_out_RD = (
+            torch.randn(rows, self.shape.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+
+        def call() -> Answers:
+            out_RD = self.floor.forward(rows_RD, ends_e, keep=training)
+            return [out_RD, *self.floor.backward(d_out_RD)] if training else [out_RD]
+
+        return call
+
+    def check(self, calls: dict[str, Call]) -> float:
+        """The largest relative error between ours and the rivals', over all answers and ranks."""
+        ours, worst = calls[OURS](), 0.0
+        for rival in self.rivals:
+            for mine, theirs in zip(ours, calls[rival.name](), strict=True):
+                error = (mine.float() - theirs.float()).norm() / theirs.float().norm()
+                worst = max(worst, float(error))
+        found = torch.tensor(worst, device="cuda")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        assert float(found) < CLOSE_ENOUGH, f"{self.model}: implementations differ by {float(found):.3g}"
+        return float(found)
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+        self.exchange.transport.close()  # type: ignore[attr-defined]
+        self.exchange.close()
+
+
+def time_in_turns(
+    calls: dict[str, Call], op: str, *, repeats: int, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Microseconds of every call, all of them once a round, the slowest rank's."""
+    align = torch.zeros(1, device="cuda")
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-warmup, repeats):
+        for name, call in calls.items():
+            spent = device_microseconds(call, PAUSE_CYCLES[op], lambda: dist.all_reduce(align))
+            if turn >= 0:
+                taken[name].append(spent)
+    slowest = torch.tensor(list(taken.values()), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(taken, slowest.tolist(), strict=True))
+
+
+def race(rank: int, world: int, entries: list[Entry], repeats: int) -> list[dict[str, Any]]:
+    """The rows of all entries; those of a model stand together."""
+    rows: list[dict[str, Any]] = []
+    for model in dict.fromkeys(entry.model for entry in entries):
+        runner = Race(model, rank, world)
+        for entry in entries:
+            if entry.model == model:
+                rows += run_entry(runner, entry, repeats)
+        runner.close()
+        del runner
+        torch.cuda.empty_cache()
+    return rows
+
+
+def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
+    inputs, rows = runner.inputs(entry), []
+    for op in entry.ops:
+        calls = runner.calls(op, inputs)
+        error = runner.check(calls)
+        taken = time_in_turns(calls, op, repeats=repeats)
+        rows += [row_of(entry, runner, op, name, times, error) for name, times in taken.items()]
+        if runner.rank == 0:
+            print(line_of(entry, op, taken), flush=True)
+    return rows
+
+
+def row_of(
+    entry: Entry, runner: Race, op: str, name: str, times: list[float], error: float
+) -> dict[str, Any]:
+    shape: Shape = runner.shape
+    row = {
+        "op": op,
+        "impl": name,
+        "case": {
+            "model": entry.model,
+            "M": entry.M,
+            "W": runner.world,
+            "D": shape.hidden_size,
+            "F": shape.intermediate_size,
+            "E": shape.num_experts,
+            "K": shape.top_k,
+            "dtype": "bf16",
+            "routing": entry.routing,
+        },
+        "full_call": name != FLOOR,
+        "median_us": round(statistics.median(times), 1),
+        "min_us": round(min(times), 1),
+        "max_us": round(max(times), 1),
+        "n": len(times),
+        "host_syncs": int(name.startswith("nccl")),
+        "note": {
+            OURS: f"experts: {runner.experts.implementation}",
+            FLOOR: "torch's experts, rows permuted",
+        }.get(name, "torch's experts, backward by hand"),
+    }
+    return row | ({"error": error} if name == OURS else {})
+
+
+def line_of(entry: Entry, op: str, taken: dict[str, list[float]]) -> str:
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    ours = medians[OURS]
+    cells = [f"{entry.model:12} M={entry.M:<6} {op:17}"]
+    cells += [f"{name} {us:8.0f}" for name, us in medians.items()]
+    cells += [f"over floor {ours / medians[FLOOR]:.2f}", f"a2a over ours {medians['nccl-a2a'] / ours:.2f}"]
+    return "  ".join(cells)

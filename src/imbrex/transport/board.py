@@ -1,0 +1,68 @@
+"""What the hosts of one machine's ranks tell each other before they launch, in memory that they share.
+
+    board = Board(path, rank, world_size, timeout_s)
+    words_W = board.tell(4096)                # this call's word of every rank; waits for hosts, not GPUs
+
+A word is there within a microsecond of its writing, and no GPU is asked for anything: hosts run ahead of
+their GPUs as before, only not ahead of each other's calls.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from imbrex.waiting import RankLostError
+
+BITS = 32
+"""A word's value takes the lower half of what is stored; the number of the call stands above it."""
+
+
+class Board:
+    """Two words for every rank: a rank that is one call ahead writes the other.
+
+    path: of a file that every rank can map, made by rank 0 before the others open it.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank, self.world_size, self.timeout_s, self.calls = rank, world_size, timeout_s, 0
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 2 * 8 * world_size)
+        self._words_2W = np.frombuffer(self._memory, dtype=np.int64).reshape(2, world_size)
+
+    @staticmethod
+    def make_file(name: int, world_size: int) -> Path:
+        """Zeros for a board; removed by whoever made it once every rank has opened it."""
+        path = Board.path_of(name)
+        path.write_bytes(bytes(2 * 8 * world_size))
+        return path
+
+    @staticmethod
+    def path_of(name: int) -> Path:
+        shared = Path("/dev/shm")
+        return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"imbrex-{name}"
+
+    def tell(self, value: int) -> list[int]:
+        """`value` (0 to 2^32 - 1) of this rank to the values of all ranks in the same call.
+
+        Raises RankLostError where a rank does not make the call within the time-out.
+        """
+        assert 0 <= value < 1 << BITS
+        self.calls += 1
+        words_W = self._words_2W[self.calls % 2]
+        words_W[self.rank] = self.calls << BITS | value
+        start = time.monotonic()
+        while (words_W >> BITS < self.calls).any():
+            time.sleep(0)
+            if time.monotonic() - start > self.timeout_s:
+                late = [rank for rank, word in enumerate(words_W.tolist()) if word >> BITS < self.calls]
+                raise RankLostError(
+                    f"dispatch: ranks {late} did not come to call {self.calls} of the exchange within "
+                    f"{self.timeout_s} s"
+                )
+        return [word & ((1 << BITS) - 1) for word in words_W.tolist()]
