@@ -103,7 +103,7 @@ class NvlinkCrossings:
         self.world_size = transport.world_size
         self.begun: dict[int, tuple] = {}
         self.tickets = itertools.count()
-        self._tables: Tables | tuple[()] = ()
+        self._tables: Tables | None = None
         self.geometry = geometry
         self.key = ops.register(self)
 
@@ -119,7 +119,7 @@ class NvlinkCrossings:
         choices, row_bytes = geometry.top_k * told.copies, geometry.hidden_size * DTYPE.itemsize
         self.size = Size.of(told.placement, choices, row_bytes)
         tables = placement_tables(told.placement, self.transport.device)
-        if [t.shape for t in self._tables] == [t.shape for t in tables]:
+        if self._tables and [t.shape for t in self._tables] == [t.shape for t in tables]:
             # In place, so that a captured call follows.
             for old, new in zip(self._tables, tables, strict=True):
                 old.copy_(new)

@@ -77,6 +77,8 @@ class Experts(nn.Module):
         slots, width = len(expert_ids), intermediate_size // self.shard.size
         unfit = _unfit(activation, bias, hidden_size, width)
         self.implementation, self.implementation_reason = pick_implementation(implementation, unfit)
+        # The kernels scale their last product's sums, and find the weights' gradient on their way back.
+        self.applies_weights = self.implementation == "kernels"
         up_width = 2 * width if activation == "swiglu" else width
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -134,11 +136,6 @@ class Experts(nn.Module):
             return self._by_products(rows_RD, dispatched.counts_e) * weights_R[:, None].to(rows_RD.dtype)
         gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
         return ffn(rows_RD, gate_up, down, dispatched.counts_e, weights_R=weights_R)
-
-    @property
-    def applies_weights(self) -> bool:
-        """The kernels scale their last product's sums, and find the weights' gradient on their way back."""
-        return self.implementation == "kernels"
 
     def _by_products(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         product = _loop_product if self.implementation == "loop" else _grouped_product

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +75,16 @@ class AllToAll:
 
     name = "nccl-a2a"
 
-    def __init__(self, weights: Weights, num_experts: int, world_size: int, rank: int) -> None:
+    def __init__(
+        self, weights: Weights, num_experts: int, world_size: int, rank: int, group: Group = None
+    ) -> None:
         self.ffn, self.num_experts, self.world_size = Ffn(weights), num_experts, world_size
+        self.group = group
         self.kept: tuple[Any, ...] = ()
 
     def _cross(self, rows: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Tensor:
         out = rows.new_empty(sum(out_sizes), rows.shape[1])
-        dist.all_to_all_single(out, rows, out_sizes, in_sizes)
+        dist.all_to_all_single(out, rows, out_sizes, in_sizes, group=self.group)
         return out
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, keep: bool = False) -> Tensor:
@@ -90,7 +94,7 @@ class AllToAll:
         sent_WE = torch.zeros(self.num_experts, dtype=torch.int64, device=flat.device)
         sent_WE.scatter_add_(0, flat, torch.ones_like(flat))
         got_WE = torch.empty_like(sent_WE)
-        dist.all_to_all_single(got_WE, sent_WE)
+        dist.all_to_all_single(got_WE, sent_WE, group=self.group)
         both = torch.stack([sent_WE, got_WE]).view(2, self.world_size, local)
         # host sync: all-to-all takes its splits on the host
         sent, got = both.sum(2).tolist()
@@ -122,21 +126,23 @@ class GatherScatter:
 
     name = "nccl-agrs"
 
-    def __init__(self, weights: Weights, num_experts: int, world_size: int, rank: int) -> None:
-        self.ffn, self.world_size, self.rank = Ffn(weights), world_size, rank
+    def __init__(
+        self, weights: Weights, num_experts: int, world_size: int, rank: int, group: Group = None
+    ) -> None:
+        self.ffn, self.world_size, self.rank, self.group = Ffn(weights), world_size, rank, group
         self.local = num_experts // world_size
         self.kept: tuple[Any, ...] = ()
 
     def _gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.world_size * x.shape[0], x.shape[1])
-        dist.all_gather_into_tensor(out, x)
+        dist.all_gather_into_tensor(out, x, group=self.group)
         return out
 
     def _sum(self, rows_RD: Tensor, source_R: Tensor, tokens: int) -> Tensor:
         sums = torch.zeros(self.world_size * tokens, rows_RD.shape[1], device=rows_RD.device)
         sums.index_add_(0, source_R, rows_RD.float())
         out = rows_RD.new_empty(tokens, rows_RD.shape[1])
-        dist.reduce_scatter_tensor(out, sums.to(rows_RD.dtype))
+        dist.reduce_scatter_tensor(out, sums.to(rows_RD.dtype), group=self.group)
         return out
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, keep: bool = False) -> Tensor:
@@ -162,6 +168,6 @@ class GatherScatter:
         d_weights = torch.zeros(self.world_size * tokens * choices, device=d_y_TD.device)
         d_weights[choice_R] = torch.linalg.vecdot(out_RD, d_y_RD).float()
         d_weights_TK = torch.empty(tokens, choices, device=d_y_TD.device)
-        dist.reduce_scatter_tensor(d_weights_TK.view(-1), d_weights)
+        dist.reduce_scatter_tensor(d_weights_TK.view(-1), d_weights, group=self.group)
         d_rows_RD, d_gate_up, d_down = self.ffn.backward(d_y_RD * weights_R1)
         return self._sum(d_rows_RD, source_R, tokens), d_weights_TK, d_gate_up, d_down
