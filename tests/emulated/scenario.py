@@ -24,7 +24,7 @@ from imbrex.placement.split import split_evenly
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """What a scenario is made of; `tokens`: of every rank; `drop`: share of choices that are -1;
-    `balanced`: replicas by the loads of the batch."""
+    `balanced`: replicas by the loads of the batch; `tensor`: ranks that share every expert."""
 
     placement: Placement
     tokens: tuple[int, ...]
@@ -35,10 +35,16 @@ class Case:
     skew: float = 0.0
     seed: int = 0
     balanced: bool = False
+    tensor: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.placement.num_ranks
+        return self.placement.num_ranks * self.tensor
+
+    def slots_of(self, rank: int) -> tuple[int, int]:
+        """First slot of the rank, and the one behind its last."""
+        owner = rank // self.tensor
+        return self.placement.rank_offsets[owner], self.placement.rank_offsets[owner + 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +84,7 @@ def make_exchange(case: Case, device: torch.device | str = "cpu", **options: Any
         alignment=case.alignment,
         row_capacity=max(capacity, 1),
         token_capacity=max((ranks - 1) * most, 1),
+        tensor=case.tensor,
     )
     return NvlinkExchange(lambda nbytes: VirtualHeap(ranks, nbytes, device), case.placement, shape, **options)
 
@@ -93,11 +100,20 @@ def make_plans(case: Case, inputs: Inputs) -> list[Plan]:
     counts = torch.stack([oracle.count_choices(one, case.placement.num_experts) for one in ids])
     split = (split_balanced if case.balanced else split_evenly)(counts, case.placement)
     slots = [oracle.choose_slots(one, split[r], case.placement) for r, one in enumerate(ids)]
-    wanted = [oracle.ranks_wanted(one, case.placement, 1) for one in slots]
+    wanted = [oracle.ranks_wanted(one, case.placement, case.tensor) for one in slots]
     rows = torch.stack([one.sum(0) for one in wanted])
     rows.fill_diagonal_(0)
     return [
-        oracle.make_plan(slots[r], wanted[r], split, rows, case.placement, r, alignment=case.alignment)
+        oracle.make_plan(
+            slots[r],
+            wanted[r],
+            split,
+            rows,
+            case.placement,
+            r,
+            tensor_size=case.tensor,
+            alignment=case.alignment,
+        )
         for r in range(case.ranks)
     ]
 
@@ -112,9 +128,8 @@ def sent_to(plan: Plan, rank: int) -> Tensor:
 def check_positions(case: Case, plans: list[Plan], routed: Routed) -> None:
     """Every integer the device computed, against the plans."""
     position, recv, send = (t.cpu() for t in (routed.position_LWTK, routed.recv_row_LWT, routed.send_row_LTW))
-    offsets = torch.tensor(case.placement.rank_offsets)
     for me in range(case.ranks):
-        low, high = int(offsets[me]), int(offsets[me + 1])
+        low, high = case.slots_of(me)
         counts = routed.counts_Le[me, : high - low].cpu()
         assert counts.tolist() == plans[me].counts_e.tolist()
         received = 0
@@ -146,7 +161,7 @@ def compact_rows(case: Case, plans: list[Plan], inputs: Inputs, me: int) -> Tens
 
 def rows_at(case: Case, plans: list[Plan], me: int, per_choice: Callable[[int], Tensor]) -> Tensor:
     """Expert-major rows of rank `me`; `per_choice(source)` gives [T, K, ...]; unset rows are zero."""
-    low, high = case.placement.rank_offsets[me], case.placement.rank_offsets[me + 1]
+    low, high = case.slots_of(me)
     out = None
     for source, plan in enumerate(plans):
         values = per_choice(source)
@@ -181,14 +196,14 @@ def combined(
     """float32 [W, T, D]: sums on the other ranks as the wire rounds them, and the own rows, in the order of
     the ranks.
     """
-    offsets = case.placement.rank_offsets
     weights = inputs.weights_WTK.cpu()
     out = torch.zeros(case.ranks, max(case.tokens), case.width)
     for home, plan in enumerate(plans):
         for token in range(case.tokens[home]):
             rows, gates = [], []
             for rank in range(case.ranks):
-                here = (plan.slot_TK[token] >= offsets[rank]) & (plan.slot_TK[token] < offsets[rank + 1])
+                low, high = case.slots_of(rank)
+                here = (plan.slot_TK[token] >= low) & (plan.slot_TK[token] < high)
                 if not here.any():
                     continue
                 gate = weights[home, token][here] if weighted else torch.ones(int(here.sum()))
@@ -276,7 +291,7 @@ def check_compact_combine(
     y = y.view(inputs.x_WTD.shape)
     exchange.check(synchronize=True)
     for me, tokens in enumerate(case.tokens):
-        times = oracle.ranks_wanted(plans[me].slot_TK, case.placement, 1).sum(1)
+        times = oracle.ranks_wanted(plans[me].slot_TK, case.placement, case.tensor).sum(1)
         x = inputs.x_WTD[me, :tokens].cpu().float()
         assert torch.equal(y[me, :tokens].cpu(), ((times[:, None] - 1) * x).bfloat16())
 

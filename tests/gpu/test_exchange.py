@@ -35,6 +35,9 @@ CASES = {
     ),
     "all to the last experts": Case(placement=contiguous(8, 4), tokens=(150,) * 4, choices=2, skew=100.0),
     "nothing at all": Case(placement=contiguous(4, 2), tokens=(6, 6), choices=2, drop=1.1),
+    "experts split over two ranks": Case(
+        placement=contiguous(16, 2), tokens=(70, 90, 0, 41), choices=4, width=2048, tensor=2, alignment=16
+    ),
     "long rows": Case(placement=contiguous(4, 2), tokens=(70, 90), choices=4, width=16000),
 }
 

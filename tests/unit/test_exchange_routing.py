@@ -39,6 +39,13 @@ CASES = {
         placement=contiguous(6, 3), tokens=(300, 140, 131), choices=2, width=8, alignment=4
     ),
     "fp8 on the way home": Case(placement=contiguous(6, 3), tokens=(9, 30, 2), choices=3, width=1280),
+    "experts split over two ranks": Case(
+        placement=contiguous(6, 2), tokens=(20, 5, 0, 31), choices=3, tensor=2, alignment=8
+    ),
+    "replicas of experts split over two ranks": Case(
+        placement=from_slots([[0, 1], [1, 2, 3]], 4), tokens=(13, 21, 9, 2), choices=2, tensor=2
+    ),
+    "one expert rank of three": Case(placement=contiguous(3, 1), tokens=(9, 14, 3), choices=2, tensor=3),
     "two chunks": Case(placement=contiguous(4, 2), tokens=(140, 131), choices=1, width=8),
 }
 

@@ -22,7 +22,7 @@ enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4 };
 struct Control {
     u32 status[8];  // code, rank, peer, kind, phase, epoch, block, 0: the first failure of this rank
     u32 gave_up;    // 1 + a peer that failed; written by that peer
-    u32 barrier;    // arrivals of this rank's own blocks, ever
+    u32 barrier;    // arrivals of this rank's own blocks in the current routing
     u32 overflows;  // calls that did not fit
     u32 unused;
     u32 epoch[8];    // per kind, calls completed
@@ -84,6 +84,7 @@ __device__ __forceinline__ void end_call(const Call& call) {
         const u32 left = ptx::add_acq_rel_gpu(&call.own->tickets[call.kind], 1);
         if (left + 1 == static_cast<u32>(call.group->blocks)) {
             call.own->tickets[call.kind] = 0;
+            if (call.kind == kRoute) call.own->barrier = 0;
             call.own->drawn[call.kind][0] = call.own->drawn[call.kind][1] = 0;
             call.own->epoch[call.kind] = call.epoch;
         }
@@ -168,16 +169,13 @@ __device__ inline bool wait_stage(const Call& call, u32 barrier, u32 parity) {
     return true;
 }
 
-// All blocks of this rank have come here; a call has `steps_per_call` steps of arrival, of which this is number `to`, and the
-// last one was number `from`. All threads; false on failure.
-__device__ inline bool own_blocks(const Call& call, u32 steps_per_call, u32 from, u32 to) {
+// All blocks of this rank have come here, for the `times`-th time in this call. All threads; false on failure.
+__device__ inline bool own_blocks(const Call& call, u32 times) {
     bool fine = true;
     __syncthreads();
     if (call.group->blocks > 1 && threadIdx.x == 0) {
-        ptx::add_acq_rel_gpu(&call.own->barrier, to - from);
-        const u32 blocks = static_cast<u32>(call.group->blocks);
-        const u32 goal = ((call.epoch - 1) * steps_per_call + to) * blocks;
-        fine = wait_flag(call, &call.own->barrier, goal, kOwnBlocks, call.me);
+        ptx::add_acq_rel_gpu(&call.own->barrier, 1);
+        fine = wait_flag(call, &call.own->barrier, times * static_cast<u32>(call.group->blocks), kOwnBlocks, call.me);
     }
     return __syncthreads_and(fine) != 0;
 }

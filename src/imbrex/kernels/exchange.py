@@ -71,6 +71,7 @@ class NvlinkExchange:
 
     make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
     compact, expert: which layouts of rows to keep room for. timeout: seconds.
+    route_blocks: SMs that route; 8, or as many as `pull` has where there are expert-major rows only.
     load: `jit.load`, or what stands in for it.
     """
 
@@ -83,7 +84,7 @@ class NvlinkExchange:
         compact: bool = True,
         expert: bool = True,
         timeout: float = 60.0,
-        route_blocks: int = 8,
+        route_blocks: int | None = None,
         load: Callable[..., Any] = jit.load,
     ) -> None:
         _check_shape(placement, shape)
@@ -100,7 +101,8 @@ class NvlinkExchange:
         self._captured = False
         variants = shipped_variants()
         self._kernels = {variant: load(variant, self.device) for variant in variants}
-        self.route_blocks, self._route_shared = lay.route_blocks(shape, route_blocks, self._room)
+        wanted = route_blocks or (8 if compact else 24)
+        self.route_blocks, self._route_shared = lay.route_blocks(shape, wanted, self._room)
         pinned = self.device.type == "cuda"
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
         self._tables = placement_tables(placement, self.device)
@@ -114,17 +116,22 @@ class NvlinkExchange:
         tables: Tables | None = None,
         *,
         balanced: bool = False,
+        num_sms: int | None = None,
     ) -> Routed:
         """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
         int32 [L]. tally: int32 [L, W, S]; choices of every rank for every slot are added to it.
         tables: of another placement of as many experts in the same slots; layers share a heap.
         balanced: replicas are chosen by the loads of this batch, as `split_balanced`; else in equal parts.
+        num_sms: blocks; more where a batch needs them.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = self._empty_routed(self.shape.max_tokens)
         at = self.layout.ids, self.layout.counts, self.layout.tokens
         args = self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced)
-        self._launch(ROUTE, "route", self.route_blocks, ROUTE_THREADS, self._route_shared, args)
+        blocks, shared = self.route_blocks, self._route_shared
+        if num_sms is not None:
+            blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)
+        self._launch(ROUTE, "route", blocks, ROUTE_THREADS, shared, args)
         return routed
 
     def _empty_routed(self, max_tokens: int) -> Routed:
@@ -171,7 +178,7 @@ class NvlinkExchange:
             *map(_address, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
             *(_address(tally), *at),
             *(ids.shape[-2], most, s.choices, s.experts, s.most_slots, s.alignment),
-            *(s.row_capacity, s.token_capacity, self._room > 0, self.placement.num_slots),
+            *(s.row_capacity, s.token_capacity, s.tensor, self._room > 0, self.placement.num_slots),
             self._room if balanced else 0,
         )
 
@@ -427,7 +434,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _check_shape(placement: Placement, shape: lay.Shape) -> None:
-    if placement.num_ranks != shape.ranks or placement.num_experts != shape.experts:
+    if placement.num_ranks * shape.tensor != shape.ranks or placement.num_experts != shape.experts:
         raise ValueError(
             f"exchange: a placement of {placement.num_experts} experts on {placement.num_ranks} ranks for "
             f"a shape of "

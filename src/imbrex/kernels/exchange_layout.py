@@ -11,7 +11,7 @@ What is where, in the heap of every rank (one symmetric allocation, sized once f
     scratch         int32                                   of this rank's own routing blocks
     received        [buffers, token capacity, row]          compact rows, pushed by peers
     staged          [buffers, T, row]                       this rank's tokens, pulled by peers
-    reduced         [buffers, token capacity, row]          sums of received rows, given by the caller, pulled by peers
+    reduced         [buffers, token capacity, row]          sums given by the caller, pulled by peers
     partials        [2, W - 1, T, row]                      sums of this rank's tokens, pushed by peers
 
 Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
@@ -73,8 +73,8 @@ Route = _struct(
     "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row "
     "counts totals all_tokens tally",
     "ids_at counts_at tokens_at",
-    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity replicated "
-    "slots room",
+    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity tensor "
+    "replicated slots room",
 )
 Push = _struct(
     "Push",
@@ -117,7 +117,7 @@ class Shape:
     max_tokens: T, most tokens of a rank. row_bytes: most bytes of a row, a multiple of 16.
     most_slots: local slots of the fullest rank. token_capacity: rows a rank can receive (compact).
     row_capacity: expert-major rows a rank can hold, padding included. alignment: rows of a slot are a
-        multiple.
+        multiple. tensor: ranks that share every expert: rank p holds a part of those of owner p // tensor.
     """
 
     ranks: int
@@ -130,6 +130,7 @@ class Shape:
     row_capacity: int
     token_capacity: int
     buffers: int = 2
+    tensor: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +194,7 @@ def small_counts(shape: Shape) -> int:
 
 def route_shared(shape: Shape, chunks: int, room: int = 0) -> int:
     """Shared memory of a routing block that has `chunks` chunks. room: slots more than experts."""
-    words = chunks * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * shape.choices // 2)
+    words = chunks * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * (shape.choices + 1) // 2)
     words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
     flow = flow_bytes(shape.ranks, shape.ranks, room) if room else 0
     return 4 * (words + shape.most_slots + shape.experts) + flow
@@ -248,7 +249,7 @@ REDUCE_SHARED = REDUCE_WARPS * 52 * (8 + 4)
 
 
 def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
-    """Tokens that a warp of the combine kernel draws at once, parts of a row, warps that begin by reducing."""
+    """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing."""
     return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (2, 1, 12)
 
 

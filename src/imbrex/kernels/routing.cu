@@ -27,22 +27,22 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
         fetch_choices(call, route, s);
         mark_experts(call, route, s);
         for (int i = thread; i < s.chunks * route.experts; i += kRouteThreads) columns[s.first * route.experts + i] = held(&s.mask[4 * i]);
-        if (!route.replicated) give_ranks(s, ranks, rank_columns);
-        fine = own_blocks(call, kSteps, 0, route.replicated ? 1 : kSteps);
+        if (!route.replicated) give_owners(s, rank_columns);
+        fine = own_blocks(call, 1);
     }
-    if (fine) scan_chunks(s, columns, route.experts, ranks, s.before, s.total);
+    if (fine) scan_chunks<16>(s, columns, route.experts, ranks, s.before, s.total);
     if (fine && route.replicated) {
         __syncthreads();
         if (route.room) balance(call, route, s);
-        mark_ranks(call, route, s);
-        give_ranks(s, ranks, rank_columns);
-        fine = own_blocks(call, kSteps, 1, kSteps);
+        mark_owners(route, s);
+        give_owners(s, rank_columns);
+        fine = own_blocks(call, 2);
     }
     if (fine) {
-        scan_chunks(s, rank_columns, ranks, ranks, s.rank_before, s.rank_total);
+        scan_chunks<16>(s, rank_columns, s.owners, ranks, s.rank_before, s.rank_total);
         __syncthreads();
         place_slots(call, route, s);
-        place_sources(s, ranks);
+        place_sources(route, s, ranks);
         write_positions(call, route, s);
         write_rows(call, route, s);
         if (call.block == 0) write_totals(call, route, s, tokens);

@@ -57,16 +57,15 @@ __device__ inline bool take_choices(const Call& call) {
 
 // Tables that need nobody: what the chunks are, where experts with one slot live; masks cleared.
 __device__ inline void prepare(const Call& call, const Route& route, const Scratch& s) {
-    const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
+    const int thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < s.chunks * route.experts * 4; i += kRouteThreads) s.mask[i] = 0;
-    for (int i = thread; i < s.chunks * ranks * 4; i += kRouteThreads) s.rank_mask[i] = 0;
     for (int e = thread; e < route.experts; e += kRouteThreads) {
         const int first = route.first_replica[e];
         int home = -1;
         if (route.first_replica[e + 1] - first == 1) {
             const int slot = route.replica_slots[first];
             int rank = 0;
-            while (rank + 1 < ranks && slot >= route.rank_offsets[rank + 1]) ++rank;
+            while (rank + 1 < s.owners && slot >= route.rank_offsets[rank + 1]) ++rank;
             home = rank << 16 | slot;
         }
         s.home[e] = home;
@@ -123,40 +122,55 @@ __device__ inline void fetch_choices(const Call& call, const Route& route, const
     __syncthreads();
 }
 
-// Calls `each(chunk, token in chunk, choice, expert)` for the block's choices, spread over its threads.
-template <class Each>
-__device__ __forceinline__ void for_choices(const Route& route, const Scratch& s, Each each) {
+// Calls `each(chunk, token in chunk, choice, expert)` for the block's choices, spread over its threads, and `done(chunk, token)`
+// in all lanes after a token's choices.
+template <class Each, class Done>
+__device__ __forceinline__ void for_choices(const Route& route, const Scratch& s, Each each, Done done) {
     const int token = static_cast<int>(threadIdx.x) / kPerToken, lane = static_cast<int>(threadIdx.x) % kPerToken;
-    for (int k = lane; k < route.choices; k += kPerToken)
-#pragma unroll 4
-        for (int c = 0; c < s.chunks; ++c) each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
+    for (int c = 0; c < s.chunks; ++c) {
+        for (int k = lane; k < route.choices; k += kPerToken) each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
+        done(c, token);
+    }
 }
 
-// Masks of experts; those of ranks too, where an expert has one slot everywhere.
+// The owners that a token wants, of which each of its threads knows some.
+__device__ __forceinline__ void note_owners(const Scratch& s, int c, int token, u32& bits) {
+#pragma unroll
+    for (int step = 1; step < kPerToken; step *= 2) bits |= __shfl_xor_sync(0xffffffffu, bits, step);
+    if (threadIdx.x % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<u16>(bits);
+    bits = 0;
+}
+
+// Masks of experts, and what owners a token wants where an expert has one slot everywhere.
 __device__ inline void mark_experts(const Call& call, const Route& route, const Scratch& s) {
-    const int ranks = call.group->ranks;
     bool repeated = false;
-    for_choices(route, s, [&](int c, int token, int, int expert) {
-        if (expert == kNone) return;
-        const u32 bit = 1u << (token & 31);
-        repeated |= (atomicOr(&s.mask[(c * route.experts + expert) * 4 + (token >> 5)], bit) & bit) != 0;
-        if (!route.replicated) atomicOr(&s.rank_mask[(c * ranks + (s.home[expert] >> 16)) * 4 + (token >> 5)], bit);
-    });
+    u32 bits = 0;
+    for_choices(
+        route, s,
+        [&](int c, int token, int, int expert) {
+            if (expert == kNone) return;
+            const u32 bit = 1u << (token & 31);
+            repeated |= (atomicOr(&s.mask[(c * route.experts + expert) * 4 + (token >> 5)], bit) & bit) != 0;
+            bits |= route.replicated ? 0 : 1u << (s.home[expert] >> 16);
+        },
+        [&](int c, int token) { note_owners(s, c, token, bits); });
     if (repeated) give_up(call, kBadIds, kIdsArrived, call.me);
     __syncthreads();
 }
 
-// Prefixes over the chunks of every source, of columns [chunks][width] that all blocks of this rank have written.
+// Prefixes over the chunks of every source, of columns [chunks][width] that all blocks of this rank have written; a thread has kScan
+// loads in flight.
+template <int kScan>
 __device__ inline void scan_chunks(const Scratch& s, const int* columns, int width, int ranks, int* before, int* total) {
     for (int x = static_cast<int>(threadIdx.x); x < ranks * width; x += kRouteThreads) {
         const int source = x / width, column = x - source * width;
         int sum = 0;
-        for (int j = 0; j < s.per_source; j += kBatch) {
-            int value[kBatch];
+        for (int j = 0; j < s.per_source; j += kScan) {
+            int value[kScan];
 #pragma unroll
-            for (int u = 0; u < kBatch; ++u) value[u] = columns[(source * s.per_source + min(j + u, s.per_source - 1)) * width + column];
+            for (int u = 0; u < kScan; ++u) value[u] = columns[(source * s.per_source + min(j + u, s.per_source - 1)) * width + column];
 #pragma unroll
-            for (int u = 0; u < kBatch; ++u) {
+            for (int u = 0; u < kScan; ++u) {
                 const int mine = source * s.per_source + j + u - s.first;
                 if (j + u < s.per_source && mine >= 0 && mine < s.chunks) before[mine * width + column] = sum;
                 sum += j + u < s.per_source ? value[u] : 0;
@@ -169,7 +183,7 @@ __device__ inline void scan_chunks(const Scratch& s, const int* columns, int wid
 // All threads, where `room`: replicas by the loads of this batch.
 __device__ inline void balance(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks;
-    const Tables tables{route.first_replica, route.replica_slots, route.rank_offsets, route.experts, ranks, ranks};
+    const Tables tables{route.first_replica, route.replica_slots, route.rank_offsets, route.experts, s.owners, ranks};
     split_choices(tables, s.flow, kRouteThreads, [&](int source, int expert) { return s.total[source * route.experts + expert]; });
     for (int i = static_cast<int>(threadIdx.x); i < *s.flow.several; i += kRouteThreads) s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
     __syncthreads();
@@ -184,8 +198,8 @@ __device__ __forceinline__ int share_of(const Route& route, const Scratch& s, in
     return count / replicas + (turn < count % replicas);
 }
 
-// rank << 16 | slot of the `nth` choice of `expert` on rank `source`; `nth` becomes its number within that slot.
-__device__ inline int home_of(const Route& route, const Scratch& s, int ranks, int source, int expert, int& nth) {
+// owner << 16 | slot of the `nth` choice of `expert` on rank `source`; `nth` becomes its number within that slot.
+__device__ inline int home_of(const Route& route, const Scratch& s, int source, int expert, int& nth) {
     if (s.home[expert] >= 0) return s.home[expert];
     const int first = route.first_replica[expert], replicas = route.first_replica[expert + 1] - first;
     int number = 0;
@@ -196,7 +210,7 @@ __device__ inline int home_of(const Route& route, const Scratch& s, int ranks, i
     }
     const int slot = route.replica_slots[first + number];
     int rank = 0;
-    while (rank + 1 < ranks && slot >= route.rank_offsets[rank + 1]) ++rank;
+    while (rank + 1 < s.owners && slot >= route.rank_offsets[rank + 1]) ++rank;
     return rank << 16 | slot;
 }
 
@@ -204,24 +218,39 @@ __device__ __forceinline__ int nth_choice(const Route& route, const Scratch& s, 
     return s.before[c * route.experts + expert] + below(&s.mask[(c * route.experts + expert) * 4], token);
 }
 
-__device__ inline void mark_ranks(const Call& call, const Route& route, const Scratch& s) {
-    const int ranks = call.group->ranks;
-    for_choices(route, s, [&](int c, int token, int, int expert) {
-        if (expert == kNone) return;
-        int nth = s.home[expert] < 0 ? nth_choice(route, s, c, token, expert) : 0;
-        const int rank = home_of(route, s, ranks, s.chunk[c].source, expert, nth) >> 16;
-        atomicOr(&s.rank_mask[(c * ranks + rank) * 4 + (token >> 5)], 1u << (token & 31));
-    });
+// What owners a token wants where replicas have to be chosen.
+__device__ inline void mark_owners(const Route& route, const Scratch& s) {
+    u32 bits = 0;
+    for_choices(
+        route, s,
+        [&](int c, int token, int, int expert) {
+            if (expert == kNone) return;
+            int nth = s.home[expert] < 0 ? nth_choice(route, s, c, token, expert) : 0;
+            bits |= 1u << (home_of(route, s, s.chunk[c].source, expert, nth) >> 16);
+        },
+        [&](int c, int token) { note_owners(s, c, token, bits); });
     __syncthreads();
 }
 
-__device__ inline void give_ranks(const Scratch& s, int ranks, int* columns) {
-    for (int i = static_cast<int>(threadIdx.x); i < s.chunks * ranks; i += kRouteThreads) columns[s.first * ranks + i] = held(&s.rank_mask[4 * i]);
+// Masks of owners, and how many tokens want each.
+__device__ inline void give_owners(const Scratch& s, int* columns) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id());
+    for (int x = warp; x < 4 * s.chunks; x += kRouteThreads / 32) {
+        const u32 bits = s.wanted[32 * x + lane];
+        for (int p = 0; p < s.owners; ++p) {
+            const u32 mask = __ballot_sync(0xffffffffu, bits >> p & 1);
+            if (lane == 0) s.rank_mask[(x / 4 * s.owners + p) * 4 + x % 4] = mask;
+        }
+    }
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < s.chunks * s.owners; i += kRouteThreads)
+        columns[s.first * s.owners + i] = held(&s.rank_mask[4 * i]);
 }
 
 // Rows of every local slot, and where every source's begin.
 __device__ inline void place_slots(const Call& call, const Route& route, const Scratch& s) {
-    const int ranks = call.group->ranks, first = route.rank_offsets[call.me], slots = route.rank_offsets[call.me + 1] - first;
+    const int ranks = call.group->ranks, owner = call.me / route.tensor;
+    const int first = route.rank_offsets[owner], slots = route.rank_offsets[owner + 1] - first;
     const int thread = static_cast<int>(threadIdx.x);
     for (int x = thread; x < route.most_slots; x += kRouteThreads) s.slot_rows[x] = 0;
     __syncthreads();
@@ -250,28 +279,34 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
 }
 
 __device__ inline void write_positions(const Call& call, const Route& route, const Scratch& s) {
-    const int ranks = call.group->ranks, first = route.rank_offsets[call.me];
+    const int ranks = call.group->ranks, owner = call.me / route.tensor, first = route.rank_offsets[owner];
     int* position = route.position + static_cast<i64>(call.local) * ranks * route.max_tokens * route.choices;
-    for_choices(route, s, [&](int c, int token, int k, int expert) {
-        if (s.chunk[c].first + token >= route.max_tokens) return;
-        int row = -1;
-        if (expert != kNone) {
-            int nth = nth_choice(route, s, c, token, expert);
-            const int home = home_of(route, s, ranks, s.chunk[c].source, expert, nth);
-            if (home >> 16 == call.me) row = s.slot_base[s.chunk[c].source * route.most_slots + (home & 0xffff) - first] + nth;
-            if (row >= route.row_capacity) row = -1;
-        }
-        position[(static_cast<i64>(s.chunk[c].at) + token) * route.choices + k] = row;
-    });
+    const auto row_of = [&](int c, int token, int expert) {
+        if (expert == kNone) return -1;
+        const int known = s.home[expert];
+        if (known >= 0 && known >> 16 != owner) return -1;
+        int nth = nth_choice(route, s, c, token, expert);
+        const int home = known >= 0 ? known : home_of(route, s, s.chunk[c].source, expert, nth);
+        if (home >> 16 != owner) return -1;
+        const int row = s.slot_base[s.chunk[c].source * route.most_slots + (home & 0xffff) - first] + nth;
+        return row < route.row_capacity ? row : -1;
+    };
+    for_choices(
+        route, s,
+        [&](int c, int token, int k, int expert) {
+            if (s.chunk[c].first + token < route.max_tokens)
+                position[(static_cast<i64>(s.chunk[c].at) + token) * route.choices + k] = row_of(c, token, expert);
+        },
+        [](int, int) {});
 }
 
 // First compact row on every rank of the tokens of every source.
-__device__ inline void place_sources(const Scratch& s, int ranks) {
+__device__ inline void place_sources(const Route& route, const Scratch& s, int ranks) {
     for (int x = static_cast<int>(threadIdx.x); x < ranks * ranks; x += kRouteThreads) {
         const int source = x / ranks, to = x - source * ranks;
         int sum = 0;
         for (int p = 0; p < source; ++p)
-            if (p != to) sum += s.rank_total[p * ranks + to];
+            if (p != to) sum += s.rank_total[p * s.owners + to / route.tensor];
         s.base[x] = sum;
     }
     __syncthreads();
@@ -286,10 +321,11 @@ __device__ inline void write_rows(const Call& call, const Route& route, const Sc
         if (token >= route.max_tokens) continue;
         for (int p = 0; p < ranks; ++p) {
             if (source != me && p != me) continue;
-            const u32* mask = &s.rank_mask[(c * ranks + p) * 4];
+            const int owner = p / route.tensor;
+            const u32* mask = &s.rank_mask[(c * s.owners + owner) * 4];
             const bool goes = (mask[in_chunk >> 5] >> (in_chunk & 31)) & 1;
             int row = -1;
-            if (goes) row = source == p ? 0 : s.base[source * ranks + p] + s.rank_before[c * ranks + p] + below(mask, in_chunk);
+            if (goes) row = source == p ? 0 : s.base[source * ranks + p] + s.rank_before[c * s.owners + owner] + below(mask, in_chunk);
             if (row >= route.token_capacity) row = -1;
             if (p == me) recv_row[static_cast<i64>(source) * route.max_tokens + token] = source == me ? -1 : row;
             if (source == me) send_row[static_cast<i64>(token) * ranks + p] = row;
@@ -322,7 +358,7 @@ __device__ inline void write_totals(const Call& call, const Route& route, const 
 #pragma unroll 8
     for (int i = 0; i < route.most_slots; ++i) rows += s.slot_rows[i];
     for (int p = 0; p < ranks; ++p)
-        if (p != call.me) received += s.rank_total[p * ranks + call.me];
+        if (p != call.me) received += s.rank_total[p * s.owners + call.me / route.tensor];
     const bool overflow = rows > route.row_capacity || received > route.token_capacity;
     totals[0] = rows;
     totals[1] = received;

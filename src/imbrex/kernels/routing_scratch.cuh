@@ -7,7 +7,6 @@ constexpr int kChunk = 128;
 constexpr int kRouteThreads = 1024;
 constexpr int kPerToken = kRouteThreads / kChunk;  // threads that share a token's choices
 constexpr int kFetch = 4;                          // pairs of loads; more would spill
-constexpr u32 kSteps = 2;  // in which the blocks of a rank meet
 constexpr u16 kNone = 0xffff;
 
 struct Route {
@@ -16,7 +15,7 @@ struct Route {
     const int* tokens;     // [..] or null
     const int* first_replica;  // [E + 1]; an expert's slots are replica_slots[first .. next), ascending
     const int* replica_slots;
-    const int* rank_offsets;  // [W + 1]
+    const int* rank_offsets;  // [owners + 1]
     int* position;            // [.., W, max_tokens, K]
     float* all_weights;       // [.., W, max_tokens, K]
     int* recv_row;            // [.., W, max_tokens]
@@ -36,6 +35,7 @@ struct Route {
     int alignment;
     int row_capacity;
     int token_capacity;
+    int tensor;      // ranks that share every expert: rank p holds a part of the experts of owner p / tensor
     int replicated;  // whether some expert may have more than one slot
     int slots;       // S
     int room;        // S - E where replicas are chosen by this batch's loads (split.cuh), 0: in equal parts
@@ -49,17 +49,19 @@ struct Chunk {
 struct Scratch {
     Chunk* chunk;      // [chunks of the block]
     u32* mask;         // [.., E, 4]
-    u32* rank_mask;    // [.., W, 4]
+    u32* rank_mask;    // [.., owners, 4]
     int* before;       // [.., E]; choices of the expert in earlier chunks of the source
     int* total;        // [W, E]
-    int* rank_before;  // [.., W]
-    int* rank_total;   // [W, W]
+    int* rank_before;  // [.., owners]
+    int* rank_total;   // [W, owners]
     int* base;         // [W, W]; first compact row on rank `column` of the tokens of rank `row`
     int* slot_base;    // [W, most_slots]; row of the first choice of a source in a local slot
     int* slot_rows;    // [most_slots]
     int* home;         // [E]; rank << 16 | slot of an expert that has one slot, else -1 - its first slot in `flow`
     Flow flow;
     u16* ids;          // [.., kChunk, K]
+    u16* wanted;       // [.., kChunk]; bits of the owners that a token wants
+    int owners;        // W / tensor
     int chunks;        // of this block
     int first;         // its first chunk
     int per_source;    // chunks of a source
@@ -69,6 +71,7 @@ struct Scratch {
 __device__ inline Scratch carve(const Call& call, const Route& route, int block, int blocks) {
     const int ranks = call.group->ranks, experts = route.experts;
     Scratch s;
+    s.owners = ranks / route.tensor;
     s.per_source = (route.max_tokens + kChunk - 1) / kChunk;
     const int all = s.per_source * ranks;
     const int per_block = (all + blocks - 1) / blocks;
@@ -82,16 +85,17 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     };
     s.chunk = reinterpret_cast<Chunk*>(take(4 * per_block));
     s.mask = reinterpret_cast<u32*>(take(per_block * experts * 4));
-    s.rank_mask = reinterpret_cast<u32*>(take(per_block * ranks * 4));
+    s.rank_mask = reinterpret_cast<u32*>(take(per_block * s.owners * 4));
     s.before = reinterpret_cast<int*>(take(per_block * experts));
     s.total = reinterpret_cast<int*>(take(ranks * experts));
-    s.rank_before = reinterpret_cast<int*>(take(per_block * ranks));
-    s.rank_total = reinterpret_cast<int*>(take(ranks * ranks));
+    s.rank_before = reinterpret_cast<int*>(take(per_block * s.owners));
+    s.rank_total = reinterpret_cast<int*>(take(ranks * s.owners));
     s.base = reinterpret_cast<int*>(take(ranks * ranks));
     s.slot_base = reinterpret_cast<int*>(take(ranks * route.most_slots));
     s.slot_rows = reinterpret_cast<int*>(take(route.most_slots));
     s.home = reinterpret_cast<int*>(take(experts));
-    s.flow = carve_flow(take(route.room ? ranks * (ranks + 2) + route.room * (5 + 2 * ranks) + 1 : 0), ranks, ranks, route.room);
+    s.flow = carve_flow(take(route.room ? s.owners * (s.owners + 2) + route.room * (5 + 2 * ranks) + 1 : 0), s.owners, ranks, route.room);
+    s.wanted = reinterpret_cast<u16*>(take(per_block * kChunk / 2));
     s.ids = reinterpret_cast<u16*>(at);
     return s;
 }
