@@ -87,47 +87,72 @@ def push(ranks: int, calls: int, buffers: int, lag: int, *, early_flag: bool = F
     return programs
 
 
-def pull(
-    ranks: int, calls: int, groups: int, lead: int, buffers: int, lag: int, *, flush: bool = True
-) -> list[Program]:
-    """`exchange_pull.cu`, and `exchange_combine.cu` with reducing for staging: a lister and a storer a rank.
+def together(me: int, call: int, threads: list[Program]) -> None:
+    """The threads of a rank leave a call when all of them have done with it: the end of a kernel."""
+    for i, thread in enumerate(threads):
+        thread.append(("set", f"left {me} {i}", call))
+    for thread in threads:
+        thread += [("wait", f"left {me} {i}", call) for i in range(len(threads))]
 
-    The lister lists the staging of group g, then waits for the peers' group g - lead and lists the pulling.
-    The storer
-    publishes a staged group when it takes the next segment or, with `flush`, when there is none to take.
+
+def pull(ranks: int, calls: int, groups: int, buffers: int, lag: int) -> list[Program]:
+    """`exchange_pull.cu`: one thread of a rank stages groups and sets a flag at each peer, one pulls them."""
+    programs = []
+    for me in range(ranks):
+        stager: Program = []
+        puller: Program = []
+        for call in range(1, calls + 1):
+            buffer = call % buffers
+            puller += [("set", f"started {p}<{me}", call) for p in others(ranks, me)]
+            stager += [("wait", f"started {me}<{p}", call + 1 - lag) for p in others(ranks, me)]
+            for g in range(groups):
+                stager.append(("write", f"staged {me} {buffer} {g}", call))
+                stager += [("set", f"flag {p}<{me} {g}", call) for p in others(ranks, me)]
+                puller += [("wait", f"flag {me}<{p} {g}", call) for p in others(ranks, me)]
+                puller += [("read", f"staged {p} {buffer} {g}", call) for p in others(ranks, me)]
+            together(me, call, [stager, puller])
+        programs += [stager, puller]
+    return programs
+
+
+def combine(
+    ranks: int, calls: int, buffers: int, lag: int, *, warps: int = 2, adding_first: bool = False
+) -> list[Program]:
+    """`exchange_reduce.cu`: sums written at home, a flag a piece; who has reduced adds. The first warp of
+    a rank reduces, the second adds from the start; a single one does both.
     """
     programs = []
     for me in range(ranks):
-        lister: Program = []
-        storer: Program = []
-        publisher: Program = []
-        segment = 0
+        reducer: Program = []
+        adder: Program = reducer if warps == 1 else []
         for call in range(1, calls + 1):
             buffer = call % buffers
-            lister += [("set", f"started {p}<{me}", call) for p in others(ranks, me)]
-            lister += [("wait", f"started {me}<{p}", call + 1 - lag) for p in others(ranks, me)]
-            for g in range(groups + lead):
-                if g < groups:
-                    segment += 1
-                    lister.append(("set", f"listed {me}", segment))
-                    storer.append(("wait", f"listed {me}", segment))
-                    storer.append(("write", f"staged {me} {buffer} {g}", call))
-                    storer.append(("set", f"complete {me}", segment))
-                    if flush:
-                        publisher.append(("wait", f"complete {me}", segment))
-                    else:
-                        publisher.append(("wait", f"listed {me}", segment + 1))
-                        publisher.append(("wait", f"complete {me}", segment))
-                    publisher += [("set", f"flag {p}<{me} {g}", call) for p in others(ranks, me)]
-                if g >= lead:
-                    lister += [("wait", f"flag {me}<{p} {g - lead}", call) for p in others(ranks, me)]
-                    segment += 1
-                    lister.append(("set", f"listed {me}", segment))
-                    storer.append(("wait", f"listed {me}", segment))
-                    storer += [("read", f"staged {p} {buffer} {g - lead}", call) for p in others(ranks, me)]
-            storer.append(("set", f"done {me}", call))
-            lister.append(("wait", f"done {me}", call))
-        programs += [lister, storer, publisher]
+            reducer += [("set", f"started {p}<{me}", call) for p in others(ranks, me)]
+            reduced: Program = [("wait", f"started {me}<{p}", call + 1 - lag) for p in others(ranks, me)]
+            for p in others(ranks, me):
+                reduced.append(("write", f"sum {p}<{me} {buffer}", call))
+                reduced.append(("set", f"flag {p}<{me}", call))
+            added: Program = [("wait", f"flag {me}<{p}", call) for p in others(ranks, me)]
+            added += [("read", f"sum {me}<{p} {buffer}", call) for p in others(ranks, me)]
+            for part in [added, reduced] if adding_first else [reduced, added]:
+                (reducer if part is reduced else adder).extend(part)
+            together(me, call, [reducer, adder] if warps > 1 else [reducer])
+        programs += [reducer, adder] if warps > 1 else [reducer]
+    return programs
+
+
+def gather(ranks: int, calls: int, buffers: int) -> list[Program]:
+    """`exchange_gather.cu`: the caller writes sums before the call; they are pulled once all have begun."""
+    programs = []
+    for me in range(ranks):
+        program: Program = []
+        for call in range(1, calls + 1):
+            buffer = call % buffers
+            program += [("write", f"sums {me} {buffer}", call)]
+            program += [("set", f"started {p}<{me}", call) for p in others(ranks, me)]
+            program += [("wait", f"started {me}<{p}", call) for p in others(ranks, me)]
+            program += [("read", f"sums {p} {buffer}", call) for p in others(ranks, me)]
+        programs.append(program)
     return programs
 
 
@@ -150,20 +175,33 @@ def test_a_flag_before_its_rows_is_seen() -> None:
         explore(push(2, 3, 2, 2, early_flag=True))
 
 
-@pytest.mark.parametrize("lead", [0, 1])
-def test_pull_two_ranks(lead: int) -> None:
-    assert explore(pull(2, 2, groups=2, lead=lead, buffers=1, lag=1)) > 100
-    assert explore(pull(2, 3, groups=1, lead=lead, buffers=2, lag=2)) > 100
+def test_pull_two_ranks() -> None:
+    assert explore(pull(2, 2, groups=2, buffers=1, lag=1)) > 100
+    assert explore(pull(2, 3, groups=1, buffers=2, lag=2)) > 100
 
 
 def test_staging_without_credit_overwrites_what_a_peer_pulls() -> None:
     with pytest.raises(WrongRows):
-        explore(pull(2, 3, groups=1, lead=0, buffers=1, lag=2))
+        explore(pull(2, 3, groups=1, buffers=1, lag=2))
 
 
-def test_publishing_only_with_the_next_segment_can_wait_for_ever() -> None:
+@pytest.mark.parametrize("warps", [1, 2])
+def test_combine_two_ranks(warps: int) -> None:
+    assert explore(combine(2, 4, buffers=2, lag=2, warps=warps)) > 50
+    with pytest.raises(WrongRows):
+        explore(combine(2, 4, buffers=1, lag=2, warps=warps))
+
+
+def test_adding_before_reducing_can_wait_for_ever() -> None:
     with pytest.raises(Deadlock):
-        explore(pull(2, 1, groups=2, lead=0, buffers=1, lag=1, flush=False))
+        explore(combine(2, 1, buffers=2, lag=2, warps=1, adding_first=True))
+
+
+def test_gathered_sums_need_two_buffers() -> None:
+    assert explore(gather(2, 5, buffers=2)) > 50
+    assert explore(gather(3, 2, buffers=2)) > 100
+    with pytest.raises(WrongRows):
+        explore(gather(2, 3, buffers=1))
 
 
 def small(ranks: int, calls: int, buffers: int) -> list[Program]:
