@@ -50,6 +50,13 @@ def unfit(geometry: Geometry, wire: Wire) -> str | None:
     return None
 
 
+def unfit_dtype(dtype: torch.dtype | None) -> str | None:
+    """None if the kernels move tokens of `dtype`, else why not."""
+    if dtype is None:
+        return "nobody said that tokens are bfloat16 (dtype=)"
+    return None if dtype == DTYPE else f"tokens are {str(dtype).removeprefix('torch.')}, not bfloat16"
+
+
 def write_state(routed: Routed) -> list[Tensor]:
     """The tensors of `routed`, in the order of its fields."""
     return [getattr(routed, name) for name in STATE]
@@ -104,6 +111,7 @@ class NvlinkCrossings:
         self.begun: dict[int, tuple] = {}
         self.tickets = itertools.count()
         self._tables: Tables | None = None
+        self.tally_WS: Tensor | None = None
         self.geometry = geometry
         self.key = ops.register(self)
 
@@ -125,6 +133,10 @@ class NvlinkCrossings:
                 old.copy_(new)
         else:
             self._tables = tables
+
+    @property
+    def counts_on_device(self) -> bool:
+        return not self.told.by_slot and self.told.copies == 1
 
     def device_type(self, x: Tensor) -> str:
         return self.transport.device.type
@@ -171,7 +183,10 @@ class NvlinkCrossings:
         where = {"layer": self.layer}
         with self.observer.span("plan", **where):
             routed = kernels.route(
-                *self._choices(ids_TK, weights_TK), tables=self._tables, balanced=self.told.balanced
+                *self._choices(ids_TK, weights_TK),
+                tally=self.tally_WS,
+                tables=self._tables,
+                balanced=self.told.balanced,
             )
         with self.observer.span("dispatch", **where):
             rows_RD = kernels.pull(x_TD.contiguous(), routed, num_sms=self.transport.dispatch_sms)[0]

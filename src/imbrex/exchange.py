@@ -18,7 +18,7 @@ from imbrex import ops
 from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
 from imbrex.crossings import Crossings, Geometry
-from imbrex.crossings_nvlink import NvlinkCrossings, unfit
+from imbrex.crossings_nvlink import NvlinkCrossings, unfit, unfit_dtype
 from imbrex.handshake import DTYPES, agree
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
@@ -37,6 +37,7 @@ class Exchange:
     split: which replica takes which choice, a name in `imbrex.placement.SPLITS` or a function.
     alignment: rows of a slot are padded to a multiple of it.
     rows_per_slot: from the tokens of the group to the rows that every slot is padded to instead.
+    dtype: of the tokens, where it is known: transport `auto` picks `nvlink` for bfloat16 only.
     timeout: seconds until a wait for a peer ends in `RankLostError` (`IMBREX_TIMEOUT_S`, 60).
     observer, layer: who is told what happens, and under which number.
 
@@ -56,14 +57,12 @@ class Exchange:
         split: str | Split = split_evenly,
         alignment: int = 1,
         rows_per_slot: Callable[[int], int] | None = None,
+        dtype: torch.dtype | None = None,
         timeout: float | None = None,
         observer: Observer | None = None,
         layer: int = 0,
     ) -> None:
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.transport, self.transport_reason = make_transport(
-            transport, group, num_ranks=placement.num_ranks, top_k=top_k, timeout=timeout
-        )
         self.wire = make_wire(codec)
         self.geometry = Geometry(
             placement=placement,
@@ -74,6 +73,14 @@ class Exchange:
             split=make_split(split),
             alignment=alignment,
             rows_per_slot=rows_per_slot,
+        )
+        self.transport, self.transport_reason = make_transport(
+            transport,
+            group,
+            num_ranks=placement.num_ranks,
+            top_k=top_k,
+            timeout=timeout,
+            not_nvlink=unfit(self.geometry, self.wire) or unfit_dtype(dtype),
         )
         self._check()
         self._crossings = self._make_crossings(observer or Observer(), layer)
@@ -152,6 +159,19 @@ class Exchange:
             )
         self.geometry = replace(self.geometry, placement=new, split=split or self.geometry.split)
         self._crossings.geometry = self.geometry
+
+    @property
+    def counts_on_device(self) -> bool:
+        """Whether replicas are split on the device, where `count_into` counts. Elsewhere the split is a
+        function that is given all counts."""
+        return isinstance(self._crossings, NvlinkCrossings) and self._crossings.counts_on_device
+
+    def count_into(self, tally_WS: Tensor | None) -> None:
+        """From the next dispatch on, add the choices of every rank for every slot to int32 [W, S], in place
+        on the device; `None` ends it. A captured call goes on adding to the tensor that it was captured with.
+        """
+        assert isinstance(self._crossings, NvlinkCrossings)
+        self._crossings.tally_WS = tally_WS
 
     def problem_with(self, x: Tensor) -> bool:
         """Whether tokens [..., D] have a wrong width, dtype or device."""

@@ -120,6 +120,7 @@ class MoELayer(nn.Module):
             codec=codec,
             split=split,
             rows_per_slot=self._rows_per_slot(),
+            dtype=dtype or torch.get_default_dtype(),
             timeout=timeout,
             observer=observer,
             layer=layer,

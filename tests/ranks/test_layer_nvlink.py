@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import imbrex
+from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
@@ -41,3 +42,75 @@ def test_outputs_and_all_gradients(pool: Pool, change: dict[str, Any], options: 
     errors = largest_error(case, 4, pool.run(4, run_emulated, case, options))
     # As over the other transports: 2^-8 a rounding, five of them.
     assert max(errors.values()) < 0.03, errors
+
+
+def run_growing(ranks: Ranks, case: Case) -> tuple[list[float], int]:
+    """A second call with more tokens than the heap has room for, then the backward of both calls."""
+    nvlink = EmulatedNvlink(ranks.group)
+    found = []
+    for transport in (nvlink, "alltoall"):
+        layer = make_layer(replace(case, options={"transport": transport}), ranks.group)
+        inputs = [
+            tokens_of(replace(case, tokens=tokens), ranks.rank).requires_grad_()
+            for tokens in ((9, 0, 3, 5), (2, 70, 0, 8))
+        ]
+        outputs = [layer(x) for x in inputs]
+        torch.cat([(y.float() * coefficients(y)).sum()[None] for y in outputs]).sum().backward()
+        found.append([*outputs, *(x.grad for x in inputs), layer.gate.weight.grad])
+    (rooms,) = {exchange.shape.max_tokens for exchange in nvlink._exchanges.values()}
+    return [relative(a, b) for a, b in zip(*found, strict=True) if a.numel()], rooms
+
+
+def test_a_heap_grows_between_a_call_and_its_backward(pool: Pool) -> None:
+    for errors, rooms in pool.run(4, run_growing, CASE):
+        assert rooms == 128
+        assert max(errors) < 5e-3, errors
+
+
+def run_relocated(ranks: Ranks) -> list[bool]:
+    """Rows, counts and sums after every move are those of all-to-all, whose rows stand in the same order."""
+    before = [[0, 1], [2, 3, -1], [4, 5], [-1]], [[0, 1], [2, 3, 0], [4, 5], [1]]
+    after = [[5, 4], [3, 2, 1], [0, -1], [4]], [[5, 0], [3, 2, 4], [0, 1], [4]]
+    placements, moved = ([from_slots(slots, 6) for slots in side] for side in (before, after))
+    x_TD, same = tokens_of(CASE, ranks.rank), []
+    torch.manual_seed(ranks.rank)
+    for place, move, split in zip(placements, moved, ("even", "balanced"), strict=True):
+        exchanges = [
+            imbrex.Exchange(place, 64, 3, group=ranks.group, transport=transport, split=split)
+            for transport in (EmulatedNvlink(ranks.group), "alltoall")
+        ]
+        for _ in range(2):
+            ids_TK = torch.rand(len(x_TD), 6).argsort(1)[:, :3]
+            routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.rand(ids_TK.shape))
+            ours, theirs = (exchange.dispatch(x_TD, routing) for exchange in exchanges)
+            same += [torch.equal(ours.counts_e, theirs.counts_e)]
+            same += [torch.equal(ours.rows_RD[: len(theirs.rows_RD)], theirs.rows_RD)]
+            y, truth = (
+                e.combine(d.rows_RD, d.handle) for e, d in zip(exchanges, (ours, theirs), strict=True)
+            )
+            same += [not len(y) or relative(y, truth) < 4e-3]
+            for exchange in exchanges:
+                exchange.relocate(move)
+    return same
+
+
+def test_experts_move_between_calls(pool: Pool) -> None:
+    for same in pool.run(4, run_relocated):
+        assert same == [True] * 12
+
+
+def run_wrong_later(ranks: Ranks) -> list[str]:
+    layer = make_layer(replace(CASE, options={"transport": EmulatedNvlink(ranks.group)}), ranks.group)
+    x_TD, answers = tokens_of(CASE, ranks.rank), []
+    for given in (x_TD, x_TD.float() if ranks.rank == 1 else x_TD, x_TD):
+        try:
+            answers.append(str(layer(given).shape[0]))
+        except ValueError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_a_wrong_input_is_every_ranks_error_at_any_call(pool: Pool) -> None:
+    answers = pool.run(2, run_wrong_later)
+    assert answers[0] == ["5", "dispatch: rank 1 was given tokens that cannot be dispatched", "5"]
+    assert answers[1][1].startswith("dispatch: on rank 1, x is torch.float32; NVLink's kernels move bfloat16")

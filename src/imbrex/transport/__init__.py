@@ -56,11 +56,20 @@ def make(
     num_ranks: int,
     top_k: int,
     timeout: float | None = None,
+    not_nvlink: str | None = None,
 ) -> tuple[Transport, str]:
-    """The transport, built on `group`, and the reason for the choice."""
+    """The transport, built on `group`, and the reason for the choice.
+
+    not_nvlink: why `auto` may not pick `nvlink`, where it may not.
+    """
     if not isinstance(transport, str):
         return transport, "given by the caller"
     name, reason = pick(transport, num_ranks=num_ranks, top_k=top_k)
+    if transport == "auto" and group is not None and dist.get_world_size(group) > 1:
+        found = not_nvlink or Nvlink.of_or_reason(group, timeout=timeout)
+        if isinstance(found, Nvlink):
+            return found, "bfloat16 tokens on GPUs of one host that reach each other's memory"
+        reason = f"{reason}; not nvlink: {found}"
     return TRANSPORTS[name](group, timeout=timeout), reason
 
 

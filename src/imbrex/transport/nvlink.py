@@ -72,6 +72,14 @@ class Size:
         )
 
 
+class NvlinkError(ValueError):
+    """The kernels cannot run on this group."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"transport 'nvlink' does not work here: {reason}; use transport='auto'")
+        self.reason = reason
+
+
 class Nvlink(Collective):
     """One heap a group and size, shared by all layers.
 
@@ -97,7 +105,7 @@ class Nvlink(Collective):
         self._exchanges: dict[Size, NvlinkExchange] = {}
         reason = self.reason_against()
         if reason is not None:
-            raise ValueError(f"transport 'nvlink' does not work here: {reason}; use transport='auto'")
+            raise NvlinkError(reason)
         self._board = self._open_board()
 
     @classmethod
@@ -109,10 +117,18 @@ class Nvlink(Collective):
             found = _shared[key] = cls(group, timeout=timeout)
         return found
 
+    @classmethod
+    def of_or_reason(cls, group: dist.ProcessGroup | None, *, timeout: float | None = None) -> Nvlink | str:
+        """The one that layers of this group share, or why it cannot be had. Collective."""
+        try:
+            return cls.of(group, timeout=timeout)
+        except NvlinkError as error:
+            return error.reason
+
     def reason_against(self) -> str | None:
         """Why the kernels cannot run on this group, or None. Collective: the same answer on every rank."""
         mine = self._local_reason()
-        if self.group is None:
+        if self.group is None or self.device.type != "cuda":
             return mine
         host = zlib.crc32(socket.gethostname().encode())
         device = torch.cuda.current_device() if mine is None else -1
