@@ -16,6 +16,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 using u8 = unsigned char;
@@ -39,7 +40,7 @@ using std::min;
 
 namespace emu {
 
-struct Copy { u8* target; const u8* source; u32 bytes; u64* barrier; std::vector<u8> read; bool done = false; };
+struct Copy { u8* target; const u8* source; u32 bytes; u64* barrier; std::vector<u8> read; bool done = false; int add = 0; };  // add: bytes of a number
 using StoreGroup = std::vector<Copy>;
 
 struct Rendezvous { u32 arrived = 0, generation = 0; bool all = true, result = true; };
@@ -137,9 +138,13 @@ inline void check_bulk(const void* global, u32 shared, u32 bytes) {
 inline void read_store(Copy& copy) {
     if (copy.read.empty()) copy.read.assign(copy.source, copy.source + copy.bytes);
 }
+inline void add_numbers(const Copy& copy);
 inline void finish_store(Copy& copy) {
     read_store(copy);
-    std::memcpy(copy.target, copy.read.data(), copy.bytes);
+    if (copy.add && copy.done) return;
+    copy.done = true;
+    if (copy.add) add_numbers(copy);
+    else std::memcpy(copy.target, copy.read.data(), copy.bytes);
 }
 
 inline void land_loads(bool every) {
@@ -230,13 +235,13 @@ inline int run(int grid, int block, int smem, unsigned seed, double limit, std::
     return 0;
 }
 
-template <class A>
-void call(void (*kernel)(A), void** args) {
-    kernel(*static_cast<std::remove_const_t<A>*>(args[0]));
+template <class... A, size_t... I>
+void call_with(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
+    kernel(*static_cast<std::remove_const_t<A>*>(args[I])...);
 }
-template <class A, class B>
-void call(void (*kernel)(A, B), void** args) {
-    kernel(*static_cast<std::remove_const_t<A>*>(args[0]), *static_cast<std::remove_const_t<B>*>(args[1]));
+template <class... A>
+void call(void (*kernel)(A...), void** args) {
+    call_with(kernel, args, std::index_sequence_for<A...>{});
 }
 
 inline Rendezvous& own_warp() { return self().block->warps[self().thread / 32]; }
@@ -278,6 +283,10 @@ inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
     const u32 result = words[(emu::self().thread % 32) ^ mask];
     __syncwarp();
     return result;
+}
+inline u32 __reduce_max_sync(u32 mask, u32 value) {
+    for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(mask, value, step));
+    return value;
 }
 inline int __shfl_up_sync(u32, int value, int step) {
     emu::Block& block = *emu::self().block;
@@ -418,7 +427,40 @@ inline void unpack_e4m3(u32 packed, float& low, float& high) {
     low = value_e4m3(packed & 0xff);
     high = value_e4m3(packed >> 8 & 0xff);
 }
+// The same with 2 bits of mantissa: 2^-16 below 2^-14, 57344 is the largest.
+inline u32 round_e5m2(float f) {
+    const u32 sign = std::signbit(f) ? 0x80 : 0;
+    const float x = std::fabs(f);
+    if (std::isnan(f)) return 0x7f;
+    if (x >= 61440.0f) return sign | 0x7b;
+    int exponent = x < 0x1p-14f ? -14 : std::ilogb(x);
+    long units = std::lrint(std::ldexp(x, 2 - exponent));
+    if (units == 8) units = 4, ++exponent;
+    return sign | (units < 4 ? static_cast<u32>(units) : static_cast<u32>((exponent + 15) << 2 | (units - 4)));
+}
+inline u32 pack_e5m2(float low, float high) { return round_e5m2(low) | round_e5m2(high) << 8; }
+inline float value_e5m2(u32 bits) {
+    const float sign = bits & 0x80 ? -1.0f : 1.0f;
+    const int exponent = bits >> 2 & 31, mantissa = bits & 3;
+    return sign * std::ldexp(static_cast<float>(exponent ? 4 + mantissa : mantissa), (exponent ? exponent : 1) - 17);
+}
+inline void unpack_e5m2(u32 packed, float& low, float& high) {
+    low = value_e5m2(packed & 0xff);
+    high = value_e5m2(packed >> 8 & 0xff);
+}
 inline float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
 inline float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 
 }  // namespace ptx
+
+inline void emu::add_numbers(const Copy& copy) {
+    for (u32 i = 0; i < copy.bytes; i += copy.add) {
+        u32 before = 0, more = 0;
+        std::memcpy(&before, copy.target + i, copy.add);
+        std::memcpy(&more, copy.read.data() + i, copy.add);
+        const int shift = copy.add == 2 ? 16 : 0;
+        const float sum = __uint_as_float(before << shift) + __uint_as_float(more << shift);
+        const u32 after = copy.add == 2 ? ptx::round_bf16(sum) : __float_as_uint(sum);
+        std::memcpy(copy.target + i, &after, copy.add);
+    }
+}

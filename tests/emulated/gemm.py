@@ -85,7 +85,7 @@ def pack_map(
     swizzle: int = 128,
 ) -> jit.ByValue:
     """Stands in for `tensor_map`."""
-    assert dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    assert dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32)
     assert swizzle == 128
     assert address % 16 == 0
     assert all(stride % 16 == 0 for stride in strides_bytes)

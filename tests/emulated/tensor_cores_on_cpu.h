@@ -179,6 +179,18 @@ inline void tiled_store(const TensorMap* map, u32 source, std::array<int, 4> at)
 inline void tma_store_3d(const TensorMap* map, u32 source, int x, int y, int z) { tiled_store(map, source, {x, y, z, 0}); }
 inline void tma_store_4d(const TensorMap* map, u32 source, int x, int y, int z, int w) { tiled_store(map, source, {x, y, z, w}); }
 
+inline void tma_add_3d(const TensorMap* map, u32 source, int x, int y, int z) {
+    emu::walk(*map, source, {x, y, z, 0}, [&](u32 shared, u8* global) {
+        if (!global) return;
+        emu::self().open.push_back({global, shared_memory() + shared, 16, nullptr, {}});
+        emu::self().open.back().add = static_cast<int>(map->size);
+    });
+}
+inline void store_shared_floats(u32 address, float first, float second) {
+    const float both[2] = {first, second};
+    std::memcpy(shared_memory() + address, both, 8);
+}
+
 inline u64 wgmma_operand(u32 address, u32 leading) {
     return 1ull << 62 | u64(1024 >> 4) << 32 | u64(leading >> 4) << 16 | (address & 0x3ffffu) >> 4;
 }

@@ -138,6 +138,33 @@ def test_gradient_of_weights(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, co
     assert weight_gradient(monkeypatch, tiling, columns) < LIMIT
 
 
+@pytest.mark.parametrize(
+    ("tiling", "dtype"), [(SHARED, torch.float32), (OWN, torch.bfloat16)], ids=["float", "bf16"]
+)
+def test_gradient_is_added(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    d_out, x, before = (
+        rows_of(COUNTS, 72),
+        rows_of(COUNTS, 136),
+        8 * torch.randn(len(COUNTS), 72, 136).to(dtype),
+    )
+    out = before.clone()
+    emulate(monkeypatch, [d_out, x, out], blocks=2)
+    launch_gemm(
+        Layout.WGRAD,
+        d_out,
+        x,
+        ends_of(COUNTS),
+        out,
+        torch.zeros(2, dtype=torch.int32),
+        tiling=tiling,
+        epilogue=Epilogue.ADD if dtype == torch.bfloat16 else Epilogue.ADD_FLOAT,
+    )
+    pieces = zip(d_out[:-TAIL].double().split(COUNTS), x[:-TAIL].double().split(COUNTS), strict=True)
+    wanted = torch.stack([d.T @ x for d, x in pieces]) + before.double()
+    assert error(out, wanted) < (LIMIT if dtype == torch.bfloat16 else 1e-6)
+
+
 def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels of a training step: a contiguous copy is made of weights that are not."""
     torch.manual_seed(4)

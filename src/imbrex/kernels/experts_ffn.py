@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
-from imbrex.kernels.experts_gemm import Epilogue, Layout, gemm_variant, launch_gemm
-from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
+from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm
+from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant, unavailable
 
@@ -143,15 +143,14 @@ def run_ffn_backward(
     if gate_up_RG.shape[0] == 0:
         gate_up_RG = rows_RD.new_empty(rows, gate_up_eGD.shape[1])
         _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
-    d_act_RF = rows_RD.new_empty(rows, down_eDF.shape[2])
-    _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF)
     weights_R = None if weights_R is None else weights_R.contiguous()
-    d_gate_up_RG, act_RF, d_weights_R = swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e)
-    del d_act_RF  # each piece goes before the next is made: the peak is the backward's
+    d_gate_up_RG, act_RF, d_weights_R = _swiglu_gradient(
+        d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_weights
+    )
     d_down_eDF = down_eDF.new_empty(down_eDF.shape if need_weights else 0)
     if need_weights:
         _gemm(Layout.WGRAD, d_y_RD, act_RF, groups, d_down_eDF)
-    del act_RF
+    del act_RF  # each piece goes before the next is made: the peak is the backward's
     d_gate_up_eGD = gate_up_eGD.new_empty(gate_up_eGD.shape if need_weights else 0)
     if need_weights:
         _gemm(Layout.WGRAD, d_gate_up_RG, rows_RD, groups, d_gate_up_eGD)
@@ -160,6 +159,36 @@ def run_ffn_backward(
     if d_weights_R is None:
         d_weights_R = rows_RD.new_empty(0, dtype=torch.float32)
     return d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R
+
+
+def _swiglu_gradient(
+    d_y_RD: Tensor,
+    down_eDF: Tensor,
+    groups: Groups,
+    gate_up_RG: Tensor,
+    weights_R: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]: one product."""
+    rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
+    tiling = choose_tiling(Layout.DGRAD, Epilogue.SWIGLU_GRADIENT, rows, groups.ends_e.numel(), (rows, inner))
+    d_gate_up_RG, act_RF = torch.empty_like(gate_up_RG), gate_up_RG.new_empty(rows, inner)
+    parts = None
+    if weights_R is not None:
+        parts = weights_R.new_empty(-(-inner // tiling.block_n), rows)
+    launch_gemm(
+        Layout.DGRAD,
+        d_y_RD,
+        down_eDF,
+        groups.ends_e,
+        act_RF,
+        groups.counter,
+        tiling=tiling,
+        epilogue=Epilogue.SWIGLU_GRADIENT,
+        weights_R=weights_R,
+        slopes=Slopes(gate_up=gate_up_RG, d_gate_up=d_gate_up_RG, keep=keep, d_weights=parts),
+    )
+    return d_gate_up_RG, act_RF, None if parts is None else parts.sum(0)
 
 
 def _fake_ffn_backward(

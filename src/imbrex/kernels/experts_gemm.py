@@ -30,6 +30,9 @@ class Epilogue(IntEnum):
     SWIGLU = 1
     SWIGLU_KEEP = 2
     WEIGHTED = 3
+    SWIGLU_GRADIENT = 4
+    ADD = 5
+    ADD_FLOAT = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +72,25 @@ class Scales:
         return ByValue(struct.pack("<QQQii", self.rows.data_ptr(), self.weights.data_ptr(), out, row, stride))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slopes:
+    """Of SWIGLU_GRADIENT: the kept gate_up [R, 2F] bf16, its gradient (written), whether the activation is
+    wanted, and with row weights the parts of their gradient, float32 [ceil(F / block_n), R]."""
+
+    gate_up: torch.Tensor
+    d_gate_up: torch.Tensor
+    keep: bool = True
+    d_weights: torch.Tensor | None = None
+
+    def argument(self) -> ByValue:
+        parts = 0 if self.d_weights is None else self.d_weights.data_ptr()
+        return ByValue(
+            struct.pack("<QQii", self.gate_up.data_ptr(), parts, self.gate_up.shape[0], int(self.keep))
+        )
+
+
 _NO_SCALES = ByValue(bytes(32))
+_NO_SLOPES = ByValue(bytes(24))
 
 
 def gemm_variant(
@@ -197,6 +218,7 @@ def launch_gemm(
     gate_up: torch.Tensor | None = None,
     weights_R: torch.Tensor | None = None,
     scales: Scales | None = None,
+    slopes: Slopes | None = None,
     segments: torch.Tensor | None = None,
     blocks: int | None = None,
 ) -> None:
@@ -208,16 +230,17 @@ def launch_gemm(
     DGRAD    a [R, K], b [e, K, N], out [R, N]
     WGRAD    a [R, M], b [R, N],    out [e, M, N]
 
-    With `scales`, a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows may be any multiple
-    of 16 bytes apart); `out` is bf16, and fp8 again with SWIGLU.
+    With `scales`, a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows any multiple of 16
+    bytes apart); `out` is bf16, and fp8 again with SWIGLU. With `slopes` (DGRAD) a b is the gradient of SwiGLU's
+    result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32.
     """
     fp8 = scales is not None
     wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
     map_a, map_b = _operand_maps(layout, a, b, tiling, epilogue, wide)
-    map_out = (
-        stacked_map(out, 64, 64) if layout is Layout.WGRAD else ragged_map(out, 128 // out.element_size(), 64)
-    )
-    map_h = halves_map(gate_up) if gate_up is not None else map_out
+    line = 128 // out.element_size()
+    map_out = stacked_map(out, line, 64) if layout is Layout.WGRAD else ragged_map(out, line, 64)
+    halves = gate_up if slopes is None else slopes.d_gate_up
+    map_h = map_out if halves is None else halves_map(halves)
     count = ends_e.numel() if segments is None else segments.shape[0]
     kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, a.get_device())
     kernel.launch(
@@ -238,5 +261,6 @@ def launch_gemm(
             weights_R,
             counter,
             _NO_SCALES if scales is None else scales.argument(),
+            _NO_SLOPES if slopes is None else slopes.argument(),
         ],
     )

@@ -189,3 +189,11 @@ extern "C" __global__ void __launch_bounds__(256)
         y[token * units + unit] = pack(sum);
     }
 }
+
+// Rows without a source become zero: padding between experts, and what is to spare behind them. A warp a row.
+extern "C" __global__ void __launch_bounds__(256) clear_rows(const i64* source, int count, int units, Eight* rows) {
+    for (int row = first_row(); row < count; row += row_stride()) {
+        if (source[row] >= 0) continue;
+        for (int unit = threadIdx.x % 32; unit < units; unit += 32) rows[i64(row) * units + unit] = Eight{};
+    }
+}

@@ -15,7 +15,7 @@ from torch import Tensor
 from imbrex.kernels.jit import Kernel, Variant, load
 
 SOURCE = "experts_glue.cu"
-KERNELS = ("plan_groups", "swiglu", "swiglu_backward", "gather_rows", "weigh_rows", "sum_rows")
+KERNELS = ("plan_groups", "swiglu", "swiglu_backward", "gather_rows", "weigh_rows", "sum_rows", "clear_rows")
 _THREADS = 256
 _BLOCKS_PER_SM = 8
 _UNIT = 8  # bf16 values in 16 bytes
@@ -127,6 +127,17 @@ def sum_rows(
     sizes = tokens, choices, rows_RD.shape[1] // _UNIT
     _launch("sum_rows", rows_RD, position_TK, weights_TK, count, *sizes, y_TD)
     return y_TD
+
+
+def clear_rows(rows_RB: Tensor, source_R: Tensor) -> None:
+    """Zero into the rows, bytes of a multiple of 16, whose source (int64) is -1. In place, on any device."""
+    count, width = rows_RB.shape
+    assert rows_RB.dtype == torch.uint8
+    assert width % 16 == 0
+    if not rows_RB.is_cuda:
+        rows_RB.masked_fill_((source_R < 0)[:, None], 0)
+    elif count:
+        _launch("clear_rows", source_R, count, width // 16, rows_RB)
 
 
 def _launch(entry: str, first: Tensor, *others: Tensor | int | None) -> None:

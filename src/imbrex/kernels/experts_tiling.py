@@ -27,6 +27,8 @@ OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
 _COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.58, SMALL: 0.4}
 FP8_TILINGS = (SHARED, LOW)
 """A tile of 256 columns holds whole blocks of 128, of gate and of up."""
+GRADIENT_TILINGS = (OWN, NARROW, SMALL)
+"""For SwiGLU's gradient: with 256 columns its registers spill."""
 _TAIL_COST = 0.65
 """The last tile of an expert where its second group has no rows, over a full one."""
 _LARGE_GRADIENT = 8 << 20
@@ -48,6 +50,8 @@ def choose_tiling(
     expert's output, for a weight gradient, else (rows, columns)."""
     if layout is Layout.WGRAD:
         return OWN if out[0] * out[1] >= _LARGE_GRADIENT else SHARED
+    if epilogue is Epilogue.SWIGLU_GRADIENT and rows // experts > OWN.block_m // 2:
+        return OWN
     columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
     mean = max(1, rows // experts)
     usual = mean + math.isqrt(mean)  # experts a standard deviation above the mean decide the number of tiles
@@ -76,12 +80,15 @@ class Choice:
 
 def gemm_choices() -> list[Choice]:
     """Everything that `choose_tiling` can ask for."""
-    found = [
-        Choice(layout=Layout.FORWARD, epilogue=epilogue, tiling=tiling)
-        for epilogue in Epilogue
-        for tiling in _COSTS
-    ]
-    for layout, tilings in ((Layout.DGRAD, tuple(_COSTS)), (Layout.WGRAD, (SHARED, OWN))):
+    swiglu = Epilogue.SWIGLU_GRADIENT
+    plain = (Epilogue.PLAIN, Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP, Epilogue.WEIGHTED)
+    found = [Choice(layout=Layout.FORWARD, epilogue=e, tiling=t) for e in plain for t in _COSTS]
+    gradients = (
+        (Layout.DGRAD, Epilogue.PLAIN, tuple(_COSTS)),
+        (Layout.DGRAD, swiglu, GRADIENT_TILINGS),
+        *((Layout.WGRAD, e, (SHARED, OWN)) for e in (Epilogue.PLAIN, Epilogue.ADD, Epilogue.ADD_FLOAT)),
+    )
+    for layout, epilogue, tilings in gradients:
         for tiling, wide in itertools.product(tilings, (True, False)):
-            found.append(Choice(layout=layout, epilogue=Epilogue.PLAIN, tiling=tiling, wide=wide))
+            found.append(Choice(layout=layout, epilogue=epilogue, tiling=tiling, wide=wide))
     return found

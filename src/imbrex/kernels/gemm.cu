@@ -36,6 +36,7 @@
 // Rejected: returning from a consumer when a wait runs out of patience (the divergent exit makes ptxas serialise every
 // wgmma: C7518, hence `patience`); one arrival a group instead of one a warp to free a stage (another warp may still
 // read); gathering A's rows with cp.async (329 us against 309 with a copy first, Qwen3, 16384 rows, whole FFN).
+#include "gemm_backward.cuh"
 #include "gemm_fp8.cuh"
 #include "gemm_load.cuh"
 #include "gemm_store.cuh"
@@ -86,7 +87,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
 }
 
 __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared,
-                                        const float* weights, const Scales& scales, int columns) {
+                                        const float* weights, const Scales& scales, const Slopes& slopes, int columns) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int first_block = PINGPONG ? 0 : group;  // of this group's rows in the tile
     u32 patience = ptx::kPatience;
@@ -124,9 +125,15 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
         } else {
 #pragma unroll
             for (int m = 0; m < BLOCKS_M; ++m)
-                if (rows > 64 * m)
-                    store_block(d[m], map_d, map_h, stores, tile, tile.row + 64 * (first_block + m), least(rows - 64 * m, 64),
-                                weights);
+                if (rows > 64 * m) {
+                    const int row = tile.row + 64 * (first_block + m), live = least(rows - 64 * m, 64);
+                    if constexpr (EPILOGUE == 4)
+                        store_slopes(d[m], map_d, map_h, stores, tile, row, live, columns, weights, slopes);
+                    else if constexpr (EPILOGUE == 6)
+                        add_floats(d[m], map_d, stores, tile, row);
+                    else
+                        store_block(d[m], map_d, map_h, stores, tile, row, live, weights);
+                }
         }
     }
     if (thread == 0) ptx::bulk_wait<0>();
@@ -138,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h, const int* ends,
                  const int* segments, int count, int rows, int columns, int k, const float* weights, u32* counter,
-                 Scales scales) {
+                 Scales scales, Slopes slopes) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * STAGES + 2 * kSlots + 2];
@@ -175,6 +182,6 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter);
     } else {
         ptx::more_registers<kConsumerRegisters>();
-        consume(&map_d, &map_h, shared, weights, scales, columns);
+        consume(&map_d, &map_h, shared, weights, scales, slopes, columns);
     }
 }

@@ -60,7 +60,9 @@ __device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const
             return d[32 * c + i];
         });
         stores.finish([&] {
-            if constexpr (kWgrad)
+            if constexpr (EPILOGUE == 5)
+                ptx::tma_add_3d(map_d, panel, column, row, tile.expert);
+            else if constexpr (kWgrad)
                 ptx::tma_store_3d(map_d, panel, column, row, tile.expert);
             else
                 ptx::tma_store_3d(map_d, panel, column, 64 - rows, row + rows);

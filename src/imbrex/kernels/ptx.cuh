@@ -175,6 +175,13 @@ __device__ __forceinline__ void tma_store_4d(const TensorMap* map, u32 source, i
                  : "memory");
 }
 
+// Adds to what is there, in L2, in the tensor map's type (bf16 or float32).
+__device__ __forceinline__ void tma_add_3d(const TensorMap* map, u32 source, int x, int y, int z) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(source), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
 // Section: bulk groups of stores (tiled and 1-D).
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -294,6 +301,10 @@ __device__ __forceinline__ u32 pack_e4m3(float low, float high) {
 
 __device__ __forceinline__ void store_shared_u16(u32 address, u32 value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(value)) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_floats(u32 address, float first, float second) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 
 __device__ __forceinline__ float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
