@@ -100,7 +100,7 @@ class Aside:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, work: Callable[[], None], *after: Mark) -> Mark:
+    def run(self, work: Callable[[], object], *after: Mark) -> Mark:
         """Queue `work` behind `after`; the mark of its end."""
         if self._stream is None:
             work()

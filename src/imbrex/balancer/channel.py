@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
-from imbrex import waiting
+from imbrex import ops, waiting
 
 
 class Channel:
@@ -42,11 +43,42 @@ class Channel:
         """Wait. Raises RankLostError where a peer does not answer in time."""
         waiting.finish(f"the balancer's {what}", work, self.timeout_s, on_host=True)
 
+    def meet(self, what: str, mine: Tensor) -> Tensor:
+        """Gather and wait."""
+        gathered, work = self.gather(mine)
+        self.finish(what, work)
+        return gathered
+
     def _start(self, what: str, begin: Callable[[], dist.Work]) -> dist.Work | None:
         return waiting.start(f"the balancer's {what}", begin, self.timeout_s)
 
 
-def common_number(exchange_counts: Callable[[Tensor], Tensor]) -> int:
-    """A number drawn by the first rank, the same on all; collective."""
-    drawn = int.from_bytes(os.urandom(7), "little")
-    return int(exchange_counts(torch.tensor([drawn]))[0])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lines:
+    """votes: of all ranks of all data groups. weights: of the layer's group. counts: of this rank's data
+    group, whose ranks have other tokens for the same experts; None where there is none."""
+
+    votes: Channel
+    weights: Channel
+    counts: Channel | None
+
+
+def connect(ranks: Any, exchange_counts: Callable[[Tensor], Tensor], timeout_s: float) -> Lines:
+    """The connections of a balancer; collective over a layer's group and data group.
+
+    ranks: the layer's `Ranks`. exchange_counts: gathers int64 [n] over its group.
+    """
+    number = int(exchange_counts(torch.tensor([int.from_bytes(os.urandom(7), "little")]))[0])
+    data = ranks.data_group if ranks.data_size > 1 else None
+    column, rows = 0, 1
+    if data is not None:
+        column, rows = data.rank(), data.size()
+        device = "cuda" if "nccl" in str(dist.get_backend(data)) else "cpu"
+        drawn = torch.tensor([number], device=device)
+        # host sync: once, at construction
+        number = int(ops.gather_over_ranks(drawn, data.group_name, rows)[0])
+    return Lines(
+        votes=Channel(f"{number}/votes", column * ranks.size + ranks.rank, rows * ranks.size, timeout_s),
+        weights=Channel(f"{number}/weights/{column}", ranks.rank, ranks.size, timeout_s),
+        counts=None if data is None else Channel(f"{number}/counts/{ranks.rank}", column, rows, timeout_s),
+    )

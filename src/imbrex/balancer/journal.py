@@ -4,34 +4,63 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from imbrex.balancer.counts import Iteration
 from imbrex.balancer.seat import Seat
 from imbrex.balancer.tally import Tally
 
 
-def append(
-    path: str | os.PathLike[str], seats: Sequence[Seat], tally: Tally, switched: Sequence[int]
-) -> None:
-    """Add the step that has just ended.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A step, written when its counts are known."""
+
+    line: dict[str, Any]
+    iterations: Sequence[Iteration]
+
+
+class Journal:
+    """Lines of steps, in order, in a file; a step's counts may come from a GPU some steps later.
 
     layers: numbers. expert_load [L, E]: choices of all ranks. loads [L, W]: choices computed.
     crossings [W, W]: choices of a rank's tokens by the rank that computed them, over all layers.
     switched: layers that have a new placement from here on. predicted [L]: the balancedness that their plan
     promised, 0 before the first. Then the tally.
     """
-    # on the host: counts are numpy arrays there
-    line = {
-        "step": int(tally.values["iterations"]) - 1,
-        "layers": [seat.number for seat in seats],
-        "expert_load": [seat.last_counts_E.tolist() for seat in seats],
-        "loads": [seat.last_loads_W.tolist() for seat in seats],
-        "crossings": np.sum([seat.last_crossings_WW for seat in seats], axis=0).tolist(),
-        "switched": list(switched),
-        "predicted": [round(seat.predicted, 5) for seat in seats],
-        **tally.values,
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path
+        self._open: deque[Entry] = deque()
+
+    def add(self, seats: Sequence[Seat], tally: Tally, switched: Sequence[int]) -> None:
+        """The step that has just ended."""
+        line = {
+            "step": int(tally.values["iterations"]) - 1,
+            "layers": [seat.number for seat in seats],
+            "switched": list(switched),
+            "predicted": [round(seat.predicted, 5) for seat in seats],
+            **tally.values,
+        }
+        iterations = [seat.latest for seat in seats if seat.latest is not None]
+        self._open.append(Entry(line=line, iterations=iterations))
+        self.write(wait=False)
+
+    def write(self, *, wait: bool) -> None:
+        """Write what is known, or all of it."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            while self._open and (wait or all(one.known for one in self._open[0].iterations)):
+                file.write(json.dumps(_complete(self._open.popleft())) + "\n")
+
+
+def _complete(entry: Entry) -> dict[str, Any]:
+    # on the host: counts are numpy arrays
+    return entry.line | {
+        "expert_load": [one.counts_E.tolist() for one in entry.iterations],
+        "loads": [one.loads_W.tolist() for one in entry.iterations],
+        "crossings": np.sum([one.crossings_WW for one in entry.iterations], axis=0).tolist(),
     }
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")

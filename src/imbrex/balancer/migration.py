@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,17 +12,20 @@ from torch import Tensor
 from imbrex.balancer.channel import Channel
 from imbrex.balancer.payload import as_row
 from imbrex.contracts import Placement
+from imbrex.lanes import Aside, Mark
 from imbrex.placement.moves import Fetch, fetches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A layer's next placement. layer: its place among those attached. tensors: what moves, [e, ...]."""
+    """A layer's next placement. layer: its place among those attached. tensors: what moves, [e, ...].
+    predicted: the balancedness that the plan promises."""
 
     layer: int
     old: Placement
     new: Placement
     tensors: Mapping[str, Tensor]
+    predicted: float = 0.0
 
     @property
     def fetches(self) -> list[Fetch]:
@@ -38,22 +41,35 @@ class Peers:
     tensor_rank: int
     tensor_size: int
 
+    @property
+    def expert_size(self) -> int:
+        return self.channel.size // self.tensor_size
+
     def rank_of(self, expert_rank: int) -> int:
         return expert_rank * self.tensor_size + self.tensor_rank
 
 
 class Mover:
     """Moves over gloo. A message is tagged by migration, fetch and tensor, so that what an abandoned
-    migration left behind is never taken for something else."""
+    migration left behind is never taken for something else. Rows of a GPU are copied to the host and back on
+    a stream of their own."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    name = "messages between hosts"
+
+    def __init__(self, peers: Peers, device: torch.device) -> None:
+        self.peers, self.aside = peers, Aside(device)
+        self.queued = Mark(device)
+
+    def prepare(self, nbytes: int) -> None:
+        """Before a migration opens, where weights are queued; collective. nbytes: the most that one rank may
+        fetch. What the caller has queued so far is read, and written over, no earlier than it is done."""
+        self.queued = Mark(self.aside.device)
 
     def move(self, number: int, changes: Sequence[Change]) -> dict[tuple[int, int], list[Tensor]]:
-        """Rows by (layer, slot) of this rank, uint8 on the host, in the order of the tensors.
+        """Rows by (layer, slot) of this rank, uint8, in the order of the tensors. In the background.
 
         number: of this migration, the same on every rank, never used before.
-        Raises RankLostError where a peer does not answer in time.
+        Raises RankLostError where a peer does not answer in time, TimeoutError where the GPU does not.
         """
         arrived: dict[tuple[int, int], list[Tensor]] = {}
         works, kept = [], []
@@ -64,28 +80,35 @@ class Mover:
             for fetch in change.fetches:
                 for tensor in change.tensors.values():
                     tag += 1
+                    if me not in (fetch.source, fetch.target):
+                        continue
+                    row = self._empty_row(tensor)
                     if fetch.source == me:
-                        # host sync: gloo sends from the host; peers on one host copy GPU to GPU elsewhere
-                        row = as_row(tensor, fetch.from_slot - first).cpu()
-                    else:
-                        row = (
-                            torch.empty_like(as_row(tensor, 0), device="cpu") if fetch.target == me else None
-                        )
-                    if fetch.target == me and row is not None:
-                        place = arrived.setdefault((change.layer, fetch.slot), [])
-                        place.append(row.clone() if fetch.source == me else row)
-                    if fetch.source != fetch.target and row is not None:
+                        self._read(row, as_row(tensor, fetch.from_slot - first))
+                    if fetch.target == me:
+                        arrived.setdefault((change.layer, fetch.slot), []).append(row)
+                    if fetch.source != fetch.target:
                         kept.append(row)
                         works.append(self._begin(fetch, row, _tag(number, tag)))
         for work in works:
             self.peers.channel.finish("migration", work)
         return arrived
 
+    def _empty_row(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(as_row(tensor, 0), device="cpu", pin_memory=tensor.is_cuda)
+
+    def _read(self, row: Tensor, live: Tensor) -> None:
+        done = self.aside.run(lambda: row.copy_(live, non_blocking=True), self.queued)
+        done.wait(self.peers.channel.timeout_s)
+
     def _begin(self, fetch: Fetch, row: Tensor, tag: int) -> dist.Work | None:
         peers = self.peers
         if fetch.source == peers.expert_rank:
             return peers.channel.send(row, peers.rank_of(fetch.target), tag)
         return peers.channel.receive(row, peers.rank_of(fetch.source), tag)
+
+    def close(self) -> None:
+        """Free what is held. Not collective."""
 
 
 def _tag(number: int, index: int) -> int:
@@ -95,21 +118,12 @@ def _tag(number: int, index: int) -> int:
 
 
 def land(change: Change, arrived: Mapping[tuple[int, int], Sequence[Tensor]], expert_rank: int) -> int:
-    """Write what arrived for this rank into its slots, in place; the bytes written."""
+    """Write what arrived for this rank into its slots, in place, queued; the bytes written."""
     first, written = change.old.rank_offsets[expert_rank], 0
     for fetch in change.fetches:
         if fetch.target != expert_rank:
             continue
         for tensor, row in zip(change.tensors.values(), arrived[change.layer, fetch.slot], strict=True):
-            as_row(tensor, fetch.slot - first).copy_(row)
+            as_row(tensor, fetch.slot - first).copy_(row, non_blocking=True)
             written += row.numel()
-    if written:
-        settle_device(change.tensors.values())
     return written
-
-
-def settle_device(tensors: Iterable[Tensor]) -> None:
-    """Wait for what this thread has queued that writes them: migrations read them from another thread."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        # host sync: only where weights have just been written, and in training before they move
-        torch.cuda.current_stream(device).synchronize()

@@ -15,15 +15,18 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from imbrex import waiting
-from imbrex.balancer.channel import Channel, common_number
-from imbrex.balancer.journal import append
-from imbrex.balancer.migration import Change, Mover, Peers, settle_device
-from imbrex.balancer.payload import optimizer_tensors, row_bytes, signature
+from imbrex.balancer.channel import Channel, connect
+from imbrex.balancer.counts import Book
+from imbrex.balancer.journal import Journal
+from imbrex.balancer.migration import Mover, Peers
+from imbrex.balancer.payload import most_staged, optimizer_tensors, row_bytes, signature
+from imbrex.balancer.peer_memory import PeerMover, reach_each_other
 from imbrex.balancer.protocol import Verdict, Vote, judge
+from imbrex.balancer.renewal import Asked, plan
 from imbrex.balancer.round import Ballots, Round, migrate
 from imbrex.balancer.seat import Layer, Seat
 from imbrex.balancer.tally import Tally, exposition
-from imbrex.placement.online import Pace, layers_due, renew
+from imbrex.placement.online import Pace, layers_due
 from imbrex.placement.split import SPLITS
 
 
@@ -35,13 +38,16 @@ class OnlineBalancer:
     patience: steps after which a migration still under way is not used. most_failures: migrations in a row
         that may fail until the balancer stops, with a warning. max_bytes_per_iter: bytes of weights that all
         ranks together may fetch in an iteration. timeout: seconds, as in `Exchange`.
-    mover: moves the weights; see `imbrex.balancer.Mover`. journal: file to which every step adds a line, for
-        `imbrex balance report` and `record`; give it on one rank.
+    mover: makes what moves the weights, see `imbrex.balancer.Mover`; `None`: copies from GPU to GPU where the
+        ranks share a host and reach each other's memory, else messages through the host.
+    journal: file to which every step adds a line, for `imbrex balance report` and `record`; give it on one
+        rank.
 
     Call `step()` on every rank after every iteration: after the forward, or after `optimizer.step()`. In
     inference weights move in the background, and placements change inside a later `step`; in training, where
     every step changes the weights, they move inside `step`. Outputs do not change. Call `settle()` before
-    weights are replaced by other means. The layers of one balancer share one group of ranks.
+    weights are replaced by other means, and before a CUDA graph is captured. The layers of one balancer share
+    one group of ranks, and one data group.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class OnlineBalancer:
         most_failures: int = 3,
         max_bytes_per_iter: int | None = None,
         timeout: float | None = None,
-        mover: Callable[[Peers], Mover] = Mover,
+        mover: Callable[[Peers, torch.device], Mover] | None = None,
         journal: str | os.PathLike[str] | None = None,
     ) -> None:
         self.pace, self.optimizer = pace or Pace(), optimizer
@@ -66,8 +72,12 @@ class OnlineBalancer:
         self.tally = Tally()
         self.seats: list[Seat] = []
         self.stopped_because = ""
-        self._make_mover, self._journal = mover, journal
-        self._group: dist.ProcessGroup | None = None
+        self._make_mover = mover
+        self._journal = None if journal is None else Journal(journal)
+        self._mover: Mover | None = None
+        self._book: Book | None = None
+        self._others: Channel | None = None
+        self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None
         self._round: Round | None = None
         self._rounds = self._failures = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="imbrex-balancer")
@@ -80,18 +90,13 @@ class OnlineBalancer:
         ranks = layer.ranks
         if ranks.size == 1:
             raise ValueError("balancer: the layer lives on one rank; there is nothing to balance")
-        if ranks.data_size > 1:
-            raise ValueError(
-                "balancer: the layer has a data_group, whose other groups must hold the same experts but "
-                "would be balanced on their own; leave the balancer or the data_group out"
-            )
-        if self._group is None:
+        if self._mover is None:
             self._join(layer)
-        elif self._group is not ranks.group:
+        elif self._groups != (ranks.group, ranks.data_group):
             raise ValueError(
                 "balancer: layers of one balancer share one group; use a balancer for each group"
             )
-        seat = Seat(layer, self.pace, SPLITS[self.pace.split])
+        seat = Seat(layer, self.pace, SPLITS[self.pace.split], self._book)
         weights = seat.weights()
         nbytes = row_bytes(list(weights.values()))
         self._agree("the layer's weights", signature(weights))
@@ -112,8 +117,9 @@ class OnlineBalancer:
             return []
         begin = time.perf_counter()
         training = self._training()
+        page = None if self._book is None else self._book.turn()
         for seat in self.seats:
-            seat.end_iteration()
+            seat.end_iteration(page)
         switched = self._conclude(void=training) if self._round else []
         while training and self._round:
             self._vote(wait=True)
@@ -126,7 +132,7 @@ class OnlineBalancer:
                 switched += self._conclude()
         self.tally.add(iterations=1, seconds_exposed=time.perf_counter() - begin)
         if self._journal is not None:
-            append(self._journal, self.seats, self.tally, switched)
+            self._journal.add(self.seats, self.tally, switched)
         return switched
 
     def settle(self) -> None:
@@ -135,35 +141,46 @@ class OnlineBalancer:
             self._conclude(void=True)
             if self._round:
                 self._vote(wait=True)
+        if self._journal is not None:
+            self._journal.write(wait=True)
 
     def close(self) -> None:
         """Stop balancing; placements stay as they are. Not collective: what is under way is abandoned."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        if self._journal is not None:
+            self._journal.write(wait=True)
         for seat in self.seats:
-            seat.layer.exchange.relocate(split=seat.split)
+            seat.leave()
+        if self._mover is not None:
+            self._mover.close()
         self.seats = []
 
     def metrics(self) -> str:
         """Counters and the balancedness of every layer, in Prometheus' text format."""
         # on the host: loads are kept there
-        loads = {seat.number: seat.last_loads_W.tolist() for seat in self.seats}
+        loads = {seat.number: seat.loads_W.tolist() for seat in self.seats}
         promised = {seat.number: seat.predicted for seat in self.seats if seat.predicted}
         return exposition(self.tally, loads, promised)
 
     def _join(self, layer: Layer) -> None:
         ranks = layer.ranks
-        number = common_number(layer.exchange.transport.exchange_counts)
-        votes, weights = (
-            Channel(f"{number}/{use}", ranks.rank, ranks.size, self.timeout_s) for use in ("votes", "weights")
-        )
-        self._group, self._ballots = ranks.group, Ballots(votes)
+        device = next((p.device for p in layer.experts.parameters()), torch.device("cpu"))
+        lines = connect(ranks, layer.exchange.transport.exchange_counts, self.timeout_s)
+        self._groups, self._ballots = (ranks.group, ranks.data_group), Ballots(lines.votes)
+        self._others = lines.counts
+        self._book = Book(device, self.timeout_s) if device.type == "cuda" else None
         peers = Peers(
-            channel=weights,
+            channel=lines.weights,
             expert_rank=ranks.expert_rank,
             tensor_rank=ranks.tensor_rank,
             tensor_size=ranks.tensor_size,
         )
-        self._mover = self._make_mover(peers)
+        if self._make_mover is not None:
+            self._mover = self._make_mover(peers, device)
+        elif reach_each_other(lines.votes, device):
+            self._mover = PeerMover(peers, device, ranks.group)
+        else:
+            self._mover = Mover(peers, device)
         self._agree("the pace", zlib.crc32(repr((self.pace, self.patience, self.most_failures)).encode()))
 
     def _agree(self, what: str, number: int) -> None:
@@ -195,10 +212,11 @@ class OnlineBalancer:
 
     def _open(self, training: bool) -> None:
         """Begin to plan and move what is due; what the plan is made from is fixed here, on every rank."""
+        assert self._mover is not None
         due = layers_due(
             int(self.tally.values["iterations"]), len(self.seats), self.pace.layer_updates_per_iter
         )
-        due = [at for at in due if len(self.seats[at].window)]
+        due = [at for at in due if self.seats[at].recent]
         if not due:
             return
         payloads = {at: self.seats[at].weights() for at in due}
@@ -206,33 +224,29 @@ class OnlineBalancer:
             assert self.optimizer is not None
             for at in due:
                 payloads[at] |= optimizer_tensors(self.seats[at].layer.experts, self.optimizer)
-                settle_device(payloads[at].values())
             self._agree(
                 "the optimizer's state", zlib.crc32(repr([signature(p) for p in payloads.values()]).encode())
             )
+        paces = {at: self._pace_of(tensors) for at, tensors in payloads.items()}
+        self._mover.prepare(sum(most_staged(payloads[at], paces[at].max_moves) for at in due))
         asked = [
-            (
-                at,
-                self.seats[at].window.recent_HE(),
-                self.seats[at].layer.placement,
-                self._pace_of(payloads[at]),
+            Asked(
+                layer=at,
+                recent=tuple(self.seats[at].recent),
+                placement=self.seats[at].layer.placement,
+                tensors=payloads[at],
+                pace=paces[at],
             )
             for at in due
         ]
-        number = self._rounds
+        number, mover, others = self._rounds, self._mover, self._others
         self._rounds += 1
         self.tally.add(rounds=1)
-
-        def plan() -> list[Change]:
-            found = ((at, old, renew(recent, old, pace)) for at, recent, old, pace in asked)
-            return [
-                Change(layer=at, old=old, new=new, tensors=payloads[at])
-                for at, old, new in found
-                if new is not None
-            ]
-
         self._round = Round(
-            number, self._worker.submit(migrate, plan, lambda changes: self._mover.move(number, changes))
+            number,
+            self._worker.submit(
+                migrate, lambda: plan(asked, others), lambda changes: mover.move(number, changes)
+            ),
         )
 
     def _pace_of(self, tensors) -> Pace:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+ALIGNMENT = 256
+"""Bytes that a row in staging memory is a multiple of."""
+
 
 def slot_tensors(experts: nn.Module, num_slots: int) -> dict[str, Tensor]:
     """Parameters and buffers (scales of quantised weights, say) by name, all [e, ...].
@@ -50,6 +53,16 @@ def optimizer_tensors(experts: nn.Module, optimizer: Optimizer) -> dict[str, Ten
 def row_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of one expert."""
     return sum(t[0].numel() * t.element_size() for t in tensors if t.shape[0])
+
+
+def most_staged(tensors: dict[str, Tensor], moves: int) -> int:
+    """Bytes of staging memory for so many experts."""
+    return moves * sum(staged_bytes(t[0].numel() * t.element_size()) for t in tensors.values() if t.shape[0])
+
+
+def staged_bytes(size: int) -> int:
+    """Of a row in staging memory."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def signature(tensors: dict[str, Tensor]) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
+from imbrex.balancer.counts import Book, Iteration, Page, difference
 from imbrex.balancer.migration import Change, land
 from imbrex.balancer.payload import slot_tensors
 from imbrex.contracts import Placement, Split
 from imbrex.exchange import Exchange
-from imbrex.placement.online import LoadWindow, Pace, predicted
-from imbrex.placement.planner import to_held
+from imbrex.placement.online import Pace
+from imbrex.placement.packing import Ints
 
 
 class Layer(Protocol):
@@ -26,17 +29,29 @@ class Layer(Protocol):
 
 
 class Seat:
-    """A layer under balance. It hears the counts of every batch by standing before the replica split."""
+    """A layer under balance. Choices are added up on the device where its kernels split there; elsewhere the
+    seat stands before the replica split and hears them."""
 
-    def __init__(self, layer: Layer, pace: Pace, split: Split) -> None:
+    def __init__(self, layer: Layer, pace: Pace, split: Split, book: Book | None) -> None:
         self.layer, self.pace, self.split = layer, pace, split
-        self.window = LoadWindow(layer.placement.num_experts, pace)
-        self.counts_E = np.zeros(layer.placement.num_experts, dtype=np.int64)
-        num_ranks = layer.placement.num_ranks
-        self.crossings_WW = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-        self.last_counts_E, self.last_crossings_WW = self.counts_E, self.crossings_WW
+        self.recent: deque[Iteration] = deque(maxlen=pace.window)
+        self.latest: Iteration | None = None
         self.predicted = 0.0
-        layer.exchange.relocate(split=self.listen)
+        self._heard: Ints | None = None
+        self._page: Page | None = None
+        self._shape = layer.placement.num_ranks, layer.placement.num_slots
+        layer.exchange.relocate(split=split)
+        self._at = None if book is None else self._count_in(book)
+        if self._at is None:
+            layer.exchange.relocate(split=self.listen)
+
+    def _count_in(self, book: Book) -> tuple[int, int] | None:
+        """Where in the book the layer's kernels count; None where they do not."""
+        if not self.layer.exchange.counts_on_device:
+            return None
+        tally_WS, at = book.open(*self._shape)
+        self.layer.exchange.count_into(tally_WS)
+        return at
 
     @property
     def number(self) -> int:
@@ -51,27 +66,33 @@ class Seat:
         return [p for p in self.layer.experts.parameters() if p.requires_grad]
 
     def listen(self, counts_WE: Tensor, placement: Placement) -> Tensor:
-        """The split of the layer; on the way, what all ranks want of every expert is added up."""
+        """The split of the layer; on the way, what all ranks want of every slot is added up."""
         split_WS = self.split(counts_WE, placement)
         # on the host: the exchange gathers counts there
-        self.counts_E += counts_WE.sum(0).cpu().numpy()
-        # on the host: as above
-        ends_WS = np.pad(np.cumsum(split_WS.cpu().numpy(), 1), ((0, 0), (1, 0)))
-        rows_WW = np.diff(ends_WS[:, list(placement.rank_offsets)])
-        per_rank = max(len(rows_WW) // placement.num_ranks, 1)
-        # Tensor ranks count for their expert rank; one row, where all ranks have the same tokens, for rank 0.
-        np.add.at(self.crossings_WW, np.arange(len(rows_WW)) // per_rank, rows_WW)
+        rows_WS = split_WS.cpu().numpy()
+        self._heard = rows_WS if self._heard is None else self._heard + rows_WS
         return split_WS
 
-    def end_iteration(self) -> None:
-        self.window.add(self.counts_E)
-        self.last_counts_E, self.last_crossings_WW = self.counts_E, self.crossings_WW
-        self.counts_E, self.crossings_WW = np.zeros_like(self.counts_E), np.zeros_like(self.crossings_WW)
+    def end_iteration(self, page: Page | None) -> None:
+        """page: the book's, turned after this iteration; None where no layer counts on the device."""
+        if self._at is None:
+            rows_WS = np.zeros((1, self._shape[1]), dtype=np.int64) if self._heard is None else self._heard
+            self.latest = Iteration(self.layer.placement, lambda: rows_WS)
+            if self._heard is not None and self._heard.any():
+                self.recent.append(self.latest)
+            self._heard = None
+            return
+        assert page is not None
+        read = partial(difference, page, self._page, self._at, self._shape)
+        self.latest = Iteration(self.layer.placement, read, lambda: page.mark.passed)
+        self.recent.append(self.latest)
+        self._page = page
 
     @property
-    def last_loads_W(self) -> np.ndarray:
-        """Choices that every rank computed in the last iteration."""
-        return self.last_crossings_WW.sum(0)
+    def loads_W(self) -> Ints:
+        """Choices that every rank computed in the last iteration known."""
+        known = next((one for one in (self.latest, *reversed(self.recent)) if one and one.known), None)
+        return np.zeros(self._shape[0], dtype=np.int64) if known is None else known.loads_W
 
     def switch(self, change: Change, arrived) -> int:
         """Write the weights that arrived and use the placement from the next forward on; bytes written."""
@@ -82,5 +103,11 @@ class Seat:
         layer.placement = change.new
         layer.experts.expert_ids = change.new.local(me)
         layer.exchange.relocate(change.new)
-        self.predicted = 1 / (1 + predicted(self.window.recent_HE(), to_held(change.new), self.pace.split))
+        self.predicted = change.predicted
         return written
+
+    def leave(self) -> None:
+        """The layer keeps its placement and split, and nobody counts."""
+        self.layer.exchange.relocate(split=self.split)
+        if self._at is not None:
+            self.layer.exchange.count_into(None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,9 +82,16 @@ class LoadWindow:
         return len(self._recent)
 
     def recent_HE(self) -> Floats:
-        """Iterations, each weighted by its age, float64 [H, E]."""
-        weights_H = self.decay ** np.arange(len(self._recent))[::-1]
-        return weights_H[:, None] * np.array(self._recent, dtype=np.float64)
+        return weigh(self._recent, self.decay)
+
+
+def weigh(recent: Iterable[Ints], decay: float) -> Floats:
+    """Iterations that had choices, oldest first, each weighted by its age, float64 [H, E]."""
+    counts = [counts_E for counts_E in recent if counts_E.any()]
+    if not counts:
+        return np.zeros((0, 0))
+    weights_H = decay ** np.arange(len(counts))[::-1]
+    return weights_H[:, None] * np.array(counts, dtype=np.float64)
 
 
 def renew(recent_HE: Floats, placement: Placement, pace: Pace) -> Placement | None:

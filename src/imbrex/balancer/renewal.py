@@ -1,0 +1,58 @@
+"""The next placements of the layers that are due, from counts fixed when a migration opens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imbrex.balancer.channel import Channel
+from imbrex.balancer.counts import Iteration
+from imbrex.balancer.migration import Change
+from imbrex.contracts import Placement
+from imbrex.placement.online import Pace, predicted, renew, weigh
+from imbrex.placement.packing import Ints
+from imbrex.placement.planner import to_held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A layer that is due. layer: its place among those attached. recent: oldest first."""
+
+    layer: int
+    recent: Sequence[Iteration]
+    placement: Placement
+    tensors: Mapping[str, Tensor]
+    pace: Pace
+
+
+def plan(asked: Sequence[Asked], others: Channel | None) -> list[Change]:
+    """The same on every rank: counts of all ranks are, and the planner is deterministic.
+
+    others: the ranks that hold the same experts and have other tokens; their counts are added.
+    """
+    changes = []
+    for one in asked:
+        recent_HE = weigh(_over_data_ranks([i.counts_E for i in one.recent], others), one.pace.decay)
+        new = renew(recent_HE, one.placement, one.pace) if len(recent_HE) else None
+        if new is not None:
+            promised = 1 / (1 + predicted(recent_HE, to_held(new), one.pace.split))
+            change = Change(
+                layer=one.layer, old=one.placement, new=new, tensors=one.tensors, predicted=promised
+            )
+            changes.append(change)
+    return changes
+
+
+def _over_data_ranks(recent: Sequence[Ints], others: Channel | None) -> Sequence[Ints]:
+    """Data ranks take their steps together, so iterations pair from the last one back."""
+    if others is None or not recent:
+        return recent
+    number = torch.tensor([len(recent)])
+    common = int(others.meet("counts", number).min())
+    mine = torch.from_numpy(np.stack(recent[-common:]))
+    # on the host: gloo gathers there
+    return list(others.meet("counts", mine).sum(0).numpy())
