@@ -15,7 +15,7 @@ from typing import Any
 from imbrex.kernels import jit
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-REPLACED = ("ptx.cuh", "ptx_exchange.cuh")
+REPLACED = ("ptx.cuh", "ptx_exchange.cuh", "ptx_codec.cuh")
 
 
 def available() -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from imbrex.codec import blocks
 from imbrex.codec.cast import as_bytes, from_bytes, rounding
+from imbrex.kernels import codec as kernels
 
 BLOCK = 128
 
@@ -33,6 +34,9 @@ class Fp8:
         return width + 4 * blocks.num_blocks(width, BLOCK)
 
     def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        fused = kernels.encode(self.name, rows_ND, self.nbytes(rows_ND.shape[1], dtype))
+        if fused is not None:
+            return fused
         largest = torch.finfo(self.wire_dtype).max
         values = blocks.cut(rows_ND, BLOCK)
         scale = blocks.largest(values) / largest
@@ -41,6 +45,9 @@ class Fp8:
         return torch.cat([bits, as_bytes(scale.flatten(1))], 1)
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        fused = kernels.decode(self.name, encoded_NB, width, dtype)
+        if fused is not None:
+            return fused
         scale = from_bytes(encoded_NB[:, width:], blocks.num_blocks(width, BLOCK), torch.float32)
         values = from_bytes(encoded_NB[:, :width], width, self.wire_dtype)
         return blocks.join(blocks.cut(values, BLOCK) * scale[:, :, None], width).to(dtype)

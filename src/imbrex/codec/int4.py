@@ -7,6 +7,7 @@ from torch import Tensor
 
 from imbrex.codec import blocks
 from imbrex.codec.cast import as_bytes, from_bytes, rounding
+from imbrex.kernels import codec as kernels
 
 BLOCK = 32
 
@@ -24,6 +25,9 @@ class Int4:
         return blocks.num_blocks(width, BLOCK) * (BLOCK // 2 + 2)
 
     def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        fused = kernels.encode(self.name, rows_ND, self.nbytes(rows_ND.shape[1], dtype))
+        if fused is not None:
+            return fused
         values = blocks.cut(rows_ND, BLOCK)
         scale = round_up_bf16(blocks.largest(values) / 7)
         quantised = blocks.divide(values, scale.float()).round().clamp(-7, 7)
@@ -31,6 +35,9 @@ class Int4:
         return torch.cat([blocks.pack_nibbles(codes), as_bytes(scale.flatten(1))], 1)
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        fused = kernels.decode(self.name, encoded_NB, width, dtype)
+        if fused is not None:
+            return fused
         count = blocks.num_blocks(width, BLOCK)
         packed = encoded_NB[:, : count * BLOCK // 2]
         scale = from_bytes(encoded_NB[:, count * BLOCK // 2 :], count, torch.bfloat16)
@@ -43,6 +50,5 @@ class Int4:
 
 def round_up_bf16(positive: Tensor) -> Tensor:
     """The smallest bfloat16 that is not below a float32 >= 0. NaN stays NaN."""
-    nearest = positive.to(torch.bfloat16)
-    above = (nearest.view(torch.int16) + 1).view(torch.bfloat16)
-    return torch.where(nearest.float() < positive, above, nearest)
+    bits = positive.contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from imbrex.codec import blocks
 from imbrex.codec.cast import as_bytes, from_bytes, rounding
+from imbrex.kernels import codec as kernels
 
 
 class Int8:
@@ -28,6 +29,9 @@ class Int8:
         return width + 4 * self._scales(width)
 
     def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        fused = kernels.encode(self.name, rows_ND, self.nbytes(rows_ND.shape[1], dtype))
+        if fused is not None:
+            return fused
         num_rows, width = rows_ND.shape
         if width == 0:
             return rows_ND.new_zeros(num_rows, 0, dtype=torch.uint8)
@@ -37,6 +41,9 @@ class Int8:
         return torch.cat([as_bytes(blocks.join(quantised, width)), as_bytes(scale.flatten(1))], 1)
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        fused = kernels.decode(self.name, encoded_NB, width, dtype)
+        if fused is not None:
+            return fused
         if width == 0:
             return encoded_NB.new_zeros(encoded_NB.shape[0], 0, dtype=dtype)
         scale = from_bytes(encoded_NB[:, width:], self._scales(width), torch.float32)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from imbrex.codec import blocks
 from imbrex.codec.cast import as_bytes, from_bytes, rounding
+from imbrex.kernels import codec as kernels
 
 BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -30,6 +31,9 @@ class Nvfp4:
         return blocks.num_blocks(width, BLOCK) * (BLOCK // 2 + 1) + 4
 
     def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        fused = kernels.encode(self.name, rows_ND, self.nbytes(rows_ND.shape[1], dtype))
+        if fused is not None:
+            return fused
         num_rows, width = rows_ND.shape
         if width == 0:
             return rows_ND.new_zeros(num_rows, 4, dtype=torch.uint8)
@@ -47,6 +51,9 @@ class Nvfp4:
         return torch.cat([packed, as_bytes(scale.flatten(1)), as_bytes(row_scale.flatten(1))], 1)
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        fused = kernels.decode(self.name, encoded_NB, width, dtype)
+        if fused is not None:
+            return fused
         count = blocks.num_blocks(width, BLOCK)
         packed, scales, row = encoded_NB.split([count * BLOCK // 2, count, 4], 1)
         codes = blocks.unpack_nibbles(packed).long()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from imbrex.codec import zfp_planes
 from imbrex.codec.cast import rounding
+from imbrex.kernels import codec as kernels
 
 HEADER_BITS, NEGABINARY, BIAS = 9, 0xAAAAAAAA, 127
 SEQUENCY = (0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15)
@@ -42,6 +43,9 @@ class Zfp:
         return -(-width // self.size * self.budget // 8)
 
     def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        fused = kernels.encode(self.name, rows_ND, self.nbytes(rows_ND.shape[1], dtype))
+        if fused is not None:
+            return fused
         num_rows, width = rows_ND.shape
         blocks_Bn = fill_up(rows_ND.float(), self.dimensions).reshape(-1, self.size)
         amax_B = blocks_Bn.abs().amax(1)
@@ -60,6 +64,9 @@ class Zfp:
         return zfp_planes.to_bytes(words_BW, self.budget, num_rows, -(-width // self.size))
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        fused = kernels.decode(self.name, encoded_NB, width, dtype)
+        if fused is not None:
+            return fused
         count = -(-width // self.size)
         words_BW = zfp_planes.from_bytes(encoded_NB, self.budget, count)
         header_B = words_BW[:, 0] & ((1 << HEADER_BITS) - 1)

@@ -10,6 +10,7 @@ import importlib
 from imbrex.kernels.jit import Variant
 
 FAMILIES: tuple[str, ...] = (
+    "imbrex.kernels.codec",
     "imbrex.kernels.experts_ffn",
     "imbrex.kernels.experts_fp8",
     "imbrex.kernels.exchange",

@@ -1,0 +1,129 @@
+"""The codecs' kernels on the host's side: when they apply, and how they are launched.
+
+    encoded_NB = encode("fp8", rows_ND)      # None: not here, use tensor operations
+
+They write and read the same bytes as the tensor operations of `imbrex.codec`, to the bit (NaN apart).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.kernels import jit
+from imbrex.kernels.jit import Variant
+
+FORMATS = {"int8": 0, "int8-128": 1, "fp8": 2, "fp8-e5m2": 3, "int4": 4, "nvfp4": 5}
+WIDTH_MULTIPLE = 64
+"""Values; rows, their blocks and their encoded bytes then start at whole words."""
+NARROW = 1024
+"""Widest row that a warp holds in its registers; a block takes wider ones."""
+MOST_ITEMS = 2**31 - 2**12
+_ZFP = re.compile(r"zfp([12])d-(\d+)")
+_DTYPES = (torch.bfloat16, torch.float32)
+_THREADS, _ZFP_THREADS, _PIECE = 256, 128, 32
+
+
+def variant_of(name: str, entry: str, dtype: torch.dtype) -> Variant:
+    """The kernel `encode_rows` or `decode_rows` of a codec, for rows of bfloat16 or float32."""
+    rows = ("ROWS_F32", int(dtype == torch.float32))
+    if zfp := _ZFP.fullmatch(name):
+        return Variant(source="codec_zfp.cu", entry=entry, defines=(("DIMENSIONS", int(zfp[1])), rows))
+    return Variant(source="codec_rows.cu", entry=entry, defines=(("FORMAT", FORMATS[name]), rows))
+
+
+def shipped_variants() -> list[Variant]:
+    names = [*FORMATS, "zfp1d-8", "zfp2d-8"]
+    entries = ("encode_rows", "decode_rows")
+    return [variant_of(name, entry, dtype) for name in names for entry in entries for dtype in _DTYPES]
+
+
+def encode(name: str, rows_ND: Tensor, nbytes: int) -> Tensor | None:
+    """uint8 [N, nbytes] of rows on a GPU, or `None` where no kernel applies."""
+    if not _apply(name, rows_ND, rows_ND.dtype, rows_ND.shape[1]):
+        return None
+    return launch_encode(name, rows_ND, nbytes, jit.load)
+
+
+def decode(name: str, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor | None:
+    """Rows [N, width] of `dtype` from bytes on a GPU, or `None` where no kernel applies."""
+    if not _apply(name, encoded_NB, dtype, width):
+        return None
+    return launch_decode(name, encoded_NB, width, dtype, jit.load)
+
+
+def _apply(name: str, rows: Tensor, dtype: torch.dtype, width: int) -> bool:
+    return (
+        rows.is_cuda
+        and _known(name)
+        and dtype in _DTYPES
+        and width % WIDTH_MULTIPLE == 0
+        and rows.numel() > 0
+        and rows.shape[0] * (width // _PIECE) < MOST_ITEMS
+        and not torch.compiler.is_compiling()
+        and _works(rows.device.index)
+    )
+
+
+@functools.cache
+def _known(name: str) -> bool:
+    return name in FORMATS or _ZFP.fullmatch(name) is not None
+
+
+@functools.cache
+def _works(device: int) -> bool:
+    return jit.unavailable(device) is None
+
+
+@functools.cache
+def _kernel(name: str, entry: str, dtype: torch.dtype, device: torch.device, load: Callable[..., Any]) -> Any:
+    return load(variant_of(name, entry, dtype), device)
+
+
+def launch_encode(name: str, rows_ND: Tensor, nbytes: int, load: Callable[..., Any]) -> Tensor:
+    """`encode` by the kernel that `load` gives: `jit.load`, or what stands in for it."""
+    rows_ND = _aligned(rows_ND.detach(), 16)
+    num_rows, width = rows_ND.shape
+    encoded_NB = torch.empty(num_rows, nbytes, dtype=torch.uint8, device=rows_ND.device)
+    kernel = _kernel(name, "encode_rows", rows_ND.dtype, rows_ND.device, load)
+    _launch(kernel, name, [rows_ND, _pitch(rows_ND), encoded_NB, _pitch(encoded_NB)], num_rows, width)
+    return encoded_NB
+
+
+def launch_decode(
+    name: str, encoded_NB: Tensor, width: int, dtype: torch.dtype, load: Callable[..., Any]
+) -> Tensor:
+    """`decode` by the kernel that `load` gives."""
+    encoded_NB = _aligned(encoded_NB, 4)
+    num_rows = encoded_NB.shape[0]
+    rows_ND = torch.empty(num_rows, width, dtype=dtype, device=encoded_NB.device)
+    kernel = _kernel(name, "decode_rows", dtype, encoded_NB.device, load)
+    _launch(kernel, name, [encoded_NB, _pitch(encoded_NB), rows_ND, _pitch(rows_ND)], num_rows, width)
+    return rows_ND
+
+
+def _aligned(rows: Tensor, unit: int) -> Tensor:
+    """The rows, copied where one does not start at a multiple of `unit` bytes or has gaps inside."""
+    starts = rows.data_ptr() % unit == 0 and rows.stride(0) * rows.itemsize % unit == 0
+    return rows if rows.stride(1) == 1 and starts else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _pitch(rows: Tensor) -> ctypes.c_int64:
+    return ctypes.c_int64(rows.stride(0) * rows.itemsize)
+
+
+def _launch(kernel: Any, name: str, tensors: list[Any], num_rows: int, width: int) -> None:
+    if zfp := _ZFP.fullmatch(name):
+        grid = -(-num_rows * (width // _PIECE) // _ZFP_THREADS)
+        smem = 16 * 4 * _ZFP_THREADS if zfp[1] == "2" else 0
+        kernel.launch(grid=grid, block=_ZFP_THREADS, args=[*tensors, num_rows, width, int(zfp[2])], smem=smem)
+        return
+    wide = width > NARROW
+    grid = num_rows if wide else -(-num_rows // (_THREADS // 32))
+    kernel.launch(grid=grid, block=_THREADS, args=[*tensors, num_rows, width, int(wide)], smem=128)
