@@ -173,19 +173,6 @@ class Exchange:
         assert isinstance(self._crossings, NvlinkCrossings)
         self._crossings.tally_WS = tally_WS
 
-    @property
-    def counts_on_device(self) -> bool:
-        """Whether replicas are split on the device, where `count_into` counts. Elsewhere the split is a
-        function that is given all counts."""
-        return isinstance(self._crossings, NvlinkCrossings) and self._crossings.counts_on_device
-
-    def count_into(self, tally_WS: Tensor | None) -> None:
-        """From the next dispatch on, add the choices of every rank for every slot to int32 [W, S], in place
-        on the device; `None` ends it. A captured call goes on adding to the tensor that it was captured with.
-        """
-        assert isinstance(self._crossings, NvlinkCrossings)
-        self._crossings.tally_WS = tally_WS
-
     def problem_with(self, x: Tensor) -> bool:
         """Whether tokens [..., D] have a wrong width, dtype or device."""
         wrong_shape = x.dim() < 1 or x.shape[-1] != self.geometry.hidden_size
