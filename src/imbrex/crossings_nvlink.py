@@ -5,10 +5,8 @@ each rank, and the sums at home. The gradient of combine pulls dy over the same 
 combine of dx; the gate weights' gradients, four bytes a choice, go home in one all-to-all of equal pieces.
 Rows have the worst-case size; how many there are stands in `counts_e`, and nothing reads past them.
 
-The kernels know experts that live on one rank each, or on several of which one takes a choice, in equal parts
-or by the loads of the batch. What else an exchange asks for is told to them in those words (`Told`): experts
-split over tensor ranks are one expert for each of them, all of which a token wants; a split of the caller's,
-computed on the host, names the slots.
+The kernels choose replicas in equal parts or by the loads of the batch. Any other split is computed on the
+host, after one synchronisation, and the kernels are told slots for experts (`tell`).
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ def unfit(geometry: Geometry, wire: Wire) -> str | None:
         return "rows are encoded"
     if geometry.rows_per_slot is not None or geometry.alignment != 1:
         return "rows are padded"
-    choices = geometry.top_k * geometry.tensor_parallel
-    if geometry.hidden_size * DTYPE.itemsize % ROW_MULTIPLE or choices > MOST_CHOICES:
+    if geometry.hidden_size * DTYPE.itemsize % ROW_MULTIPLE or geometry.top_k > MOST_CHOICES:
         return f"rows must be multiples of {ROW_MULTIPLE} bytes, choices at most {MOST_CHOICES}"
     return None
 
@@ -68,38 +65,22 @@ def read_state(state: Sequence[Tensor]) -> Routed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """An exchange in the kernels' words.
-
-    placement: over all ranks of the group; expert x (or slot x, where `by_slot`) on tensor rank j is their
-        expert x * copies + j. by_slot: the split is computed on the host, and names slots.
-    balanced: the kernels choose replicas by the loads, else in equal parts.
-    """
+    """What the kernels take for the placement. by_slot: its experts are the slots of the placement that was
+    given. balanced: the kernels choose replicas by the loads, else in equal parts."""
 
     placement: Placement
-    copies: int
     by_slot: bool
     balanced: bool
 
 
 def tell(geometry: Geometry) -> Told:
-    """Two expert ranks with slots 0 1 | 2 3 and two tensor ranks: 0 2 | 1 3 | 4 6 | 5 7."""
-    given, copies = geometry.placement, geometry.tensor_parallel
-    balanced = geometry.split is SPLITS["balanced"] and copies == 1
-    by_slot = geometry.split is not split_evenly and not balanced
-    if by_slot:
-        slots = tuple(range(given.num_slots))
-        given = Placement(slots=slots, rank_offsets=given.rank_offsets, num_experts=len(slots))
-    if copies == 1:
-        return Told(placement=given, copies=1, by_slot=by_slot, balanced=balanced)
-    slots, offsets = [], [0]
-    for rank in range(given.num_ranks):
-        for copy in range(copies):
-            slots += [-1 if expert < 0 else expert * copies + copy for expert in given.local(rank)]
-            offsets.append(len(slots))
-    placement = Placement(
-        slots=tuple(slots), rank_offsets=tuple(offsets), num_experts=given.num_experts * copies
-    )
-    return Told(placement=placement, copies=copies, by_slot=by_slot, balanced=balanced)
+    """Slots 0 1 | 1 2 and a split of the caller's: experts 0 1 | 2 3, each in one slot."""
+    given, balanced = geometry.placement, geometry.split is SPLITS["balanced"]
+    if balanced or geometry.split is split_evenly:
+        return Told(placement=given, by_slot=False, balanced=balanced)
+    slots = tuple(range(given.num_slots))
+    named = Placement(slots=slots, rank_offsets=given.rank_offsets, num_experts=len(slots))
+    return Told(placement=named, by_slot=True, balanced=False)
 
 
 class NvlinkCrossings:
@@ -124,8 +105,13 @@ class NvlinkCrossings:
         self._geometry = geometry
         self.num_local_slots = len(geometry.local_slots)
         self.told = told = tell(geometry)
-        choices, row_bytes = geometry.top_k * told.copies, geometry.hidden_size * DTYPE.itemsize
-        self.size = Size.of(told.placement, choices, row_bytes)
+        self.size = Size(
+            rank_offsets=told.placement.rank_offsets,
+            tensor=geometry.tensor_parallel,
+            experts=told.placement.num_experts,
+            choices=geometry.top_k,
+            row_bytes=geometry.hidden_size * DTYPE.itemsize,
+        )
         tables = placement_tables(told.placement, self.transport.device)
         if self._tables and [t.shape for t in self._tables] == [t.shape for t in tables]:
             # In place, so that a captured call follows.
@@ -136,7 +122,7 @@ class NvlinkCrossings:
 
     @property
     def counts_on_device(self) -> bool:
-        return not self.told.by_slot and self.told.copies == 1
+        return not self.told.by_slot and self.geometry.tensor_parallel == 1
 
     def device_type(self, x: Tensor) -> str:
         return self.transport.device.type
@@ -181,30 +167,21 @@ class NvlinkCrossings:
         most = self.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
         kernels = self.transport.exchange_for(self.size, self.told.placement, most, self.observer)
         where = {"layer": self.layer}
+        if self.observer.enabled:
+            load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
+            self.observer.count("expert_load", load_E, **where)
         with self.observer.span("plan", **where):
+            ids_TK = self._choose_slots(ids_TK) if self.told.by_slot else ids_TK
             routed = kernels.route(
-                *self._choices(ids_TK, weights_TK),
+                ids_TK,
+                weights_TK,
                 tally=self.tally_WS,
                 tables=self._tables,
                 balanced=self.told.balanced,
             )
         with self.observer.span("dispatch", **where):
             rows_RD = kernels.pull(x_TD.contiguous(), routed, num_sms=self.transport.dispatch_sms)[0]
-        if self.observer.enabled:
-            load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
-            self.observer.count("expert_load", load_E, **where)
         return rows_RD, routed
-
-    def _choices(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """What every token wants, as the kernels are told."""
-        copies = self.told.copies
-        if self.told.by_slot:
-            ids_TK = self._choose_slots(ids_TK)
-        if copies == 1:
-            return ids_TK, weights_TK
-        copy = torch.arange(copies, device=ids_TK.device)
-        ids_TKC = torch.where(ids_TK[..., None] < 0, -1, ids_TK[..., None] * copies + copy)
-        return ids_TKC.flatten(1), weights_TK.repeat_interleave(copies, 1)
 
     def _choose_slots(self, ids_TK: Tensor) -> Tensor:
         geometry = self.geometry
@@ -224,7 +201,7 @@ class NvlinkCrossings:
 
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
         """The shapes of the state, for the compiler."""
-        ranks, most, choices = self.world_size, size(), ids_TK.shape[1] * self.told.copies
+        ranks, most, choices = self.world_size, size(), ids_TK.shape[1]
 
         def number(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
             return ids_TK.new_empty(shape, dtype=dtype)
@@ -252,8 +229,7 @@ class NvlinkCrossings:
             )
             d_x_TD = self._combine(d_rows_RD, routed, None, num_tokens, weighted=False)
             self.transport.finish("dispatch_backward", work)
-            d_weights_TKC = home_WTK.sum(0)[:num_tokens].unflatten(1, (-1, self.told.copies))
-            return d_x_TD, d_weights_TKC.sum(2)
+            return d_x_TD, home_WTK.sum(0)[:num_tokens]
 
     def start_combine(
         self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int

@@ -34,6 +34,7 @@ def run_emulated(ranks: Ranks, case: Case, options: dict[str, Any]) -> dict[str,
         ({"tensor_parallel": 2}, {}),
         ({"slots": SPLIT_SLOTS}, {}),
         ({"slots": SPLIT_SLOTS}, {"split": "balanced"}),
+        ({"slots": [[0, 1, 5], [2, 3, 4, 0]], "tensor_parallel": 2}, {"split": "balanced"}),
         ({"slots": [[0, 1, 5], [2, 3, 4, 0]], "tensor_parallel": 2}, {"split": "nearest"}),
     ],
 )

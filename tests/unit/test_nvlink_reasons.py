@@ -12,7 +12,7 @@ from imbrex.codec import make_wire
 from imbrex.crossings import Geometry
 from imbrex.crossings_nvlink import tell, unfit
 from imbrex.kernels.gates import collect, spread
-from imbrex.placement import contiguous, from_slots, split_evenly
+from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 
 GOOD = Geometry(
     placement=contiguous(8, 4),
@@ -34,7 +34,7 @@ def another_split(counts_WE: torch.Tensor, placement: imbrex.Placement) -> torch
     [
         ({}, "identity", None),
         ({"tensor_parallel": 2}, "identity", None),
-        ({"tensor_parallel": 17}, "identity", "rows must be multiples of 16 bytes, choices at most 32"),
+        ({"top_k": 33}, "identity", "rows must be multiples of 16 bytes, choices at most 32"),
         ({}, {"combine_backward": "int8"}, "rows are encoded"),
         ({"split": another_split, "placement": from_slots([[0, 1], [1, 2]], 3)}, "identity", None),
         ({"alignment": 8}, "identity", "rows are padded"),
@@ -63,12 +63,9 @@ def test_weights_stand_where_their_rows_are() -> None:
     assert collect(weights_R, position_WTK).tolist() == [[[0.5, 0.0]], [[0.0, 0.25]]]
 
 
-def test_tensor_ranks_and_slots_in_the_kernels_words() -> None:
-    """Two expert ranks of two slots, two tensor ranks: every expert is one for each tensor rank."""
-    told = tell(replace(GOOD, placement=contiguous(4, 2), tensor_parallel=2))
-    assert told.placement.slots == (0, 2, 1, 3, 4, 6, 5, 7)
-    assert told.placement.rank_offsets == (0, 2, 4, 6, 8)
-    assert (told.placement.num_experts, told.copies, told.by_slot) == (8, 2, False)
-    named = tell(replace(GOOD, split=another_split, placement=from_slots([[0, 1], [1, -1]], 2)))
-    assert named.placement.slots == (0, 1, 2, 3)
-    assert named.by_slot
+def test_slots_stand_for_experts_where_the_caller_splits() -> None:
+    placement = from_slots([[0, 1], [1, -1]], 2)
+    for split, by_slot, balanced in ((split_evenly, 0, 0), (split_balanced, 0, 1), (another_split, 1, 0)):
+        told = tell(replace(GOOD, split=split, placement=placement))
+        assert (told.by_slot, told.balanced) == (by_slot, balanced)
+        assert told.placement.slots == ((0, 1, 2, 3) if by_slot else (0, 1, 1, -1))

@@ -34,22 +34,14 @@ _shared: weakref.WeakValueDictionary[str, Nvlink] = weakref.WeakValueDictionary(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """What kernels and a heap are made for, besides tokens: every rank's slots, E experts, K choices, rows of
-    `row_bytes`."""
+    """What kernels and a heap are made for, besides tokens: the slots of every expert rank, of which `tensor`
+    ranks share one, E experts, K choices, rows of `row_bytes`."""
 
     rank_offsets: tuple[int, ...]
+    tensor: int
     experts: int
     choices: int
     row_bytes: int
-
-    @classmethod
-    def of(cls, placement: Placement, choices: int, row_bytes: int) -> Size:
-        return cls(
-            rank_offsets=placement.rank_offsets,
-            experts=placement.num_experts,
-            choices=choices,
-            row_bytes=row_bytes,
-        )
 
     @property
     def most_slots(self) -> int:
@@ -58,7 +50,7 @@ class Size:
 
     def shape(self, max_tokens: int) -> lay.Shape:
         """With room for any routing of `max_tokens` tokens a rank."""
-        ranks, slots = len(self.rank_offsets) - 1, self.most_slots
+        ranks, slots = (len(self.rank_offsets) - 1) * self.tensor, self.most_slots
         return lay.Shape(
             ranks=ranks,
             max_tokens=max_tokens,
@@ -69,6 +61,7 @@ class Size:
             alignment=1,
             row_capacity=ranks * max_tokens * min(self.choices, slots),
             token_capacity=(ranks - 1) * max_tokens,
+            tensor=self.tensor,
         )
 
 
