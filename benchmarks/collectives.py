@@ -3,8 +3,8 @@
     imbrex netlab run --nodes 2 --ranks-per-node 4 --inter 1gbit -- benchmarks/collectives.py
 
 Tokens go out to their ranks and come back, without experts; the median over rounds of the slowest rank, all
-transports in turn within a round. `dispatch` and `combine` are whole calls, planning and copies to the experts'
-rows included; `move` and `move_back` are the rows alone, planned and written before.
+transports in turn within a round. `dispatch` and `combine` are whole calls, planning and copies to the
+experts' rows included; `move` and `move_back` are the rows alone, planned and written before.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def main() -> None:
     device = start(args)
     group = dist.group.WORLD
     assert group is not None
+    rows = []
+    for top_k in map(int, args.top_k.split(",")):
+        rows += measure(argparse.Namespace(**{**vars(args), "top_k": top_k}), group, device)
+    if group.rank() == 0 and args.out:
+        words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
+        command = os.environ.get("COMMAND", "imbrex netlab run ... --") + " benchmarks/collectives.py "
+        write_results(args.out, QUESTION, describe_run(command + " ".join(words)), rows)
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[dict]:
     jobs = {name: make_job(args, name, group, device) for name in args.transports.split(",")}
     seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in jobs}
     with torch.no_grad():
@@ -56,9 +67,7 @@ def main() -> None:
                 if number >= args.warm_up:
                     seconds[name].append(tuple(1e-9 * s for s in slowest.tolist()))
     crossing = {name: bytes_of(args, name, group.size()) for name in jobs}
-    if group.rank() == 0:
-        report(args, seconds, crossing, group.size())
-    dist.destroy_process_group()
+    return report(args, seconds, crossing, group.size()) if group.rank() == 0 else []
 
 
 def start(args: argparse.Namespace) -> torch.device:
@@ -73,7 +82,8 @@ def start(args: argparse.Namespace) -> torch.device:
 
 
 def make_job(args: argparse.Namespace, name: str, group: dist.ProcessGroup, device: torch.device) -> Job:
-    x_TD, ids_TK = draw(args, group.rank())
+    x_TD = torch.randn(args.tokens, args.width, generator=torch.Generator().manual_seed(group.rank()))
+    ids_TK = choices(args, group.rank())
     top_k, transport = args.top_k, name
     if name == CHOICES:
         x_TD = x_TD.repeat_interleave(args.top_k, 0)
@@ -85,12 +95,10 @@ def make_job(args: argparse.Namespace, name: str, group: dist.ProcessGroup, devi
     return Job(exchange=exchange, x_TD=x_TD.to(device, getattr(torch, args.dtype)), routing=routing)
 
 
-def draw(args: argparse.Namespace, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and choices of a rank, the same wherever they are drawn."""
+def choices(args: argparse.Namespace, rank: int) -> Tensor:
+    """Of a rank's tokens, the same wherever they are drawn."""
     drawn = torch.Generator().manual_seed(rank)
-    x_TD = torch.randn(args.tokens, args.width, generator=drawn)
-    ids_TK = torch.rand(args.tokens, args.experts, generator=drawn).argsort(1)[:, : args.top_k].contiguous()
-    return x_TD, ids_TK
+    return torch.rand(args.tokens, args.experts, generator=drawn).argsort(1)[:, : args.top_k].contiguous()
 
 
 def once(job: Job, *, check: bool) -> tuple[float, ...]:
@@ -135,7 +143,7 @@ def bytes_of(args: argparse.Namespace, name: str, world: int) -> tuple[float, fl
     size = int(os.environ["LOCAL_WORLD_SIZE"])
     across = wanted = 0
     for rank in range(world):
-        target_TK = draw(args, rank)[1] // (args.experts // world)
+        target_TK = choices(args, rank) // (args.experts // world)
         node_TK = target_TK // size
         far_TK = node_TK != rank // size
         hits_TW = torch.zeros(args.tokens, world).scatter_(1, target_TK, 1.0)
@@ -154,7 +162,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--top-k", default="8", help="one or several, as in 8,2")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--transports", default=f"{CHOICES},alltoall,hierarchical")
     parser.add_argument("--rounds", type=int, default=20)
@@ -170,7 +178,7 @@ def report(
     seconds: dict[str, list[tuple[float, ...]]],
     crossing: dict[str, tuple[float, float]],
     world: int,
-) -> None:
+) -> list[dict]:
     size = int(os.environ["LOCAL_WORLD_SIZE"])
     case = {"nodes": world // size, "ranks_per_node": size, "T": args.tokens, "D": args.width}
     case |= {"E": args.experts, "K": args.top_k, "network": args.network, "rates": args.rates}
@@ -194,14 +202,7 @@ def report(
             }
             impl = NAMES.get(name, name)
             rows.append({"op": op, "impl": impl, "case": case, **measured, "n": len(times), **both})
-    if args.out:
-        words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
-        command = (
-            os.environ.get("COMMAND", "imbrex netlab run ... --")
-            + " benchmarks/collectives.py "
-            + " ".join(words)
-        )
-        write_results(args.out, QUESTION, describe_run(command), rows)
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,68 +1,148 @@
 """Does it pay to move one chunk of tokens while another is computed? Schedules beside `serial`.
 
     imbrex netlab run --nodes 2 --ranks-per-node 1 --inter 1gbit -- benchmarks/schedule.py
+    imbrex netlab run --nodes 2 --ranks-per-node 1 --inter 1gbit -- benchmarks/schedule.py --sweep 0:10
 
-Forward and backward apart; the median over calls of the slowest rank; all schedules in turn within a round,
-so that what else the machine does meets all of them alike. Predictions come from a profile of the same
-process.
+Forward and backward of the strategy apart, router excluded; the median over calls of the slowest rank; all
+schedules in turn within a round, so that what else the machine does meets all of them alike. Predictions come
+from a profile of the same process. `--sweep` takes some of the configurations in `SWEEP` and says for each
+what `auto` predicts, what it then takes, and what the best of the others takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import imbrex
 from imbrex import overlap
 from imbrex.cli.results import describe_run, write_results
-from imbrex.overlap.auto import choose, predict
+from imbrex.overlap.auto import Choice, choose, predict
 from imbrex.overlap.pipelined import Pipelined, parameters_of
 from imbrex.overlap.profile import Profile, measure
 
 QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
+DEGREES = (1, 2, 4, 8)
+SWEEP = [
+    {"tokens": tokens, "width": width, "inner": inner, "codec": codec, "top_k": top_k}
+    for tokens, width, inner, codec, top_k in (
+        (2048, 512, 88, "identity", 1),
+        (2048, 512, 176, "identity", 1),
+        (2048, 512, 352, "identity", 1),
+        (2048, 512, 704, "identity", 1),
+        (2048, 512, 176, "bf16", 1),
+        (2048, 512, 176, "int8", 1),
+        (2048, 512, 352, "int8", 1),
+        (2048, 512, 176, "fp8", 1),
+        (1024, 512, 176, "identity", 1),
+        (1024, 512, 352, "identity", 1),
+        (1024, 512, 352, "identity", 2),
+        (2048, 512, 176, "identity", 2),
+        (2048, 256, 352, "identity", 1),
+        (4096, 256, 176, "identity", 1),
+        (4096, 256, 176, "int8", 1),
+        (1024, 1024, 176, "identity", 1),
+        (1024, 1024, 352, "identity", 1),
+        (1024, 1024, 352, "bf16", 2),
+        (3072, 512, 176, "identity", 1),
+        (1536, 768, 264, "identity", 1),
+    )
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """A layer and what it is given."""
+
+    moe: imbrex.MoELayer
+    x_TD: Tensor
+    routing: imbrex.Routing
+    profile: Profile
 
 
 def main() -> None:
     args = parse()
-    dist.init_process_group("gloo")
+    device = start()
     group = dist.group.WORLD
     assert group is not None
+    if args.sweep:
+        first, last = map(int, args.sweep.split(":"))
+        configurations = [argparse.Namespace(**{**vars(args), **more}) for more in SWEEP[first:last]]
+        written = [row for one in configurations for row in sweep(one, make_layer(one, group, device))]
+    else:
+        codecs = [argparse.Namespace(**{**vars(args), "codec": c}) for c in args.codec.split(",")]
+        written = [row for one in codecs for row in compare(one, make_layer(one, group, device))]
+    if group.rank() == 0 and args.out:
+        words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
+        command = os.environ.get("COMMAND", "imbrex netlab run ... --") + " benchmarks/schedule.py "
+        write_results(args.out, QUESTION, describe_run(command + " ".join(words)), written)
+    dist.destroy_process_group()
+
+
+def start() -> torch.device:
+    """gloo on CPUs, NCCL where there are GPUs."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_GPU"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    return device
+
+
+def make_layer(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> Layer:
     torch.manual_seed(0)
     config = imbrex.MoEConfig(
         hidden_size=args.width, intermediate_size=args.inner, num_experts=2 * group.size(), top_k=args.top_k
     )
-    layer = imbrex.MoELayer(config, group, transport=args.transport, codec=args.codec, experts="grouped")
-    x_TD = torch.randn(args.tokens, args.width)
+    kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, args.dtype)}
+    pieces = {"transport": args.transport, "codec": args.codec, "experts": "grouped"}
+    moe = imbrex.MoELayer(config, group, **pieces, **kind)
+    x_TD = torch.randn(args.tokens, args.width, **kind)
     with torch.no_grad():
-        routing = layer.gate(x_TD)
-    profile = measure(
-        layer.exchange, layer.experts, x_TD, routing, parameters_of(layer.experts), degrees=(1, 2, 4, 8)
-    )
-    names = args.schedules.split(",")
-    rows = time_all(args, layer, x_TD, {name: strategy(name, profile) for name in names})
-    if group.rank() == 0:
-        report(args, rows, profile, group.size())
+        routing = moe.gate(x_TD)
+    routing = imbrex.Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK)
+    parameters = parameters_of(moe.experts)
+    profile = measure(moe.exchange, moe.experts, x_TD, routing, parameters, degrees=DEGREES, repeats=5)
+    return Layer(moe=moe, x_TD=x_TD, routing=routing, profile=profile)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--inner", type=int, default=704)
+    parser.add_argument("--inner", type=int, default=176)
     parser.add_argument("--top-k", type=int, default=1)
-    parser.add_argument("--codec", default="identity")
+    parser.add_argument("--codec", default="identity", help="one or several, as in identity,fp8")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--transport", default="alltoall")
-    parser.add_argument("--schedules", default="serial,megatron,tutel,optsche-2,optsche-4,optsche-8,exact-4")
+    parser.add_argument(
+        "--schedules", default="serial,megatron,fastermoe,tutel,optsche-2,optsche-4,optsche-8,exact-4"
+    )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--network", default="netlab 1gbit")
+    parser.add_argument("--sweep", default=None, metavar="FIRST:LAST", help="configurations of SWEEP")
+    parser.add_argument("--network", default="netlab", help="its name in the result file")
+    parser.add_argument("--rates", default="1gbit between nodes", help="said in the result file")
     parser.add_argument("--out", default=None, help="a results file")
     return parser.parse_args()
+
+
+def compare(args: argparse.Namespace, layer: Layer) -> list[dict]:
+    """All schedules asked for, on one configuration."""
+    strategies = {name: strategy(name, layer.profile) for name in args.schedules.split(",")}
+    rounds = time_all(args, layer, strategies)
+    world = dist.get_world_size()
+    return report(args, rounds, layer.profile, world) if dist.get_rank() == 0 else []
 
 
 def strategy(name: str, profile: Profile):
@@ -70,79 +150,119 @@ def strategy(name: str, profile: Profile):
     made = overlap.make(name)
     if not isinstance(made, Pipelined) or not name.startswith("exact"):
         return made
-    sizes = [profile.tokens / made.degree] * made.degree
-    return Pipelined(
-        made.scheduler,
-        made.degree,
-        times=(profile.times(sizes), profile.times(sizes, backward=True)),
-        name=name,
-    )
+    return chosen(profile, made.scheduler, made.degree, name)
 
 
-def time_all(args: argparse.Namespace, layer, x_TD: torch.Tensor, strategies: dict) -> dict[str, list]:
+def chosen(profile: Profile, scheduler: Any, degree: int, name: str) -> Pipelined:
+    sizes = [profile.tokens / degree] * degree
+    times = profile.times(sizes), profile.times(sizes, backward=True)
+    return Pipelined(scheduler, degree, times=times, name=name)
+
+
+def time_all(args: argparse.Namespace, layer: Layer, strategies: dict) -> dict[str, list]:
     """Seconds (forward, backward) of every round by schedule, of the slowest rank."""
     found: dict[str, list] = {name: [] for name in strategies}
     for number in range(args.rounds + 2):
         for name, one in strategies.items():
-            layer.strategy = one
-            x = x_TD.clone().requires_grad_()
-            outputs: list[torch.Tensor] = []
-            forward = _timed(layer, lambda x=x, o=outputs: o.append(layer(x)))
+            x_TD = layer.x_TD.clone().requires_grad_()
+            weights_TK = layer.routing.weights_TK.clone().requires_grad_()
+            routing = imbrex.Routing(ids_TK=layer.routing.ids_TK, weights_TK=weights_TK)
+            moe, outputs = layer.moe, []
+            forward = _timed(
+                layer,
+                lambda x=x_TD, r=routing, o=outputs, s=one, m=moe: o.append(
+                    s.run(x, r, m.exchange, m.experts, None)
+                ),
+            )
             backward = _timed(layer, lambda o=outputs: o[0].backward(torch.ones_like(o[0])))
+            moe.zero_grad()
             if number >= 2:
                 found[name].append((forward, backward))
     return found
 
 
-def _timed(layer, step: Callable[[], object]) -> float:
-    layer.exchange.transport.exchange_counts(torch.zeros(1, dtype=torch.int64))
+def _timed(layer: Layer, step: Callable[[], object]) -> float:
+    exchange_counts = layer.moe.exchange.transport.exchange_counts
+    exchange_counts(torch.zeros(1, dtype=torch.int64))
     begin = time.perf_counter()
     step()
+    if layer.x_TD.is_cuda:
+        torch.cuda.synchronize()
     took = torch.tensor([int(1e9 * (time.perf_counter() - begin))])
-    return 1e-9 * int(layer.exchange.transport.exchange_counts(took).max())
+    return 1e-9 * int(exchange_counts(took).max())
 
 
-def report(args: argparse.Namespace, rows: dict[str, list], profile: Profile, world: int) -> None:
-    case = {
-        "T": args.tokens,
-        "D": args.width,
-        "F": args.inner,
-        "K": args.top_k,
-        "W": world,
-        "codec": args.codec,
-        "transport": args.transport,
-        "network": args.network,
-    }
-    alone = profile.times([profile.tokens])
-    sys.stdout.write(
-        "tasks alone, ms: " + ", ".join(f"{t.kind.name} {1e3 * s:.1f}" for t, s in alone.items()) + "\n"
-    )
-    sys.stdout.write(f"chosen by prediction: {choose(profile)}\n")
+def sweep(args: argparse.Namespace, layer: Layer) -> list[dict]:
+    """What `auto` predicts for one configuration, and what it and the others then take."""
+    choice = choose(layer.profile, DEGREES)
+    picked = f"{choice.scheduler}-{choice.degree}"
+    names = [*(f"optsche-{degree}" for degree in DEGREES), "serial"]
+    strategies = {name: strategy(name, layer.profile) for name in names}
+    strategies["auto"] = chosen(layer.profile, overlap.SCHEDULERS[choice.scheduler], choice.degree, picked)
+    rounds = time_all(args, layer, strategies)
+    medians = {name: medians_of(r) for name, r in rounds.items()}
+    best = min(medians, key=lambda name: sum(medians[name]))
+    found = []
+    for name in ("auto", *names[:-1]):
+        guess = choice if name == "auto" else predict(layer.profile, "optsche", int(name.split("-")[1]))
+        found += rows_of("prediction", name, case_of(args, layer.moe.ranks.expert_size), rounds[name], guess)
+    for row in found:
+        row |= {"picked": picked, "best": best, "best_us": 1e6 * sum(medians[best])}
+    if dist.get_rank() == 0:
+        took = medians["auto"]
+        off = [100 * (g / t - 1) for g, t in zip((choice.forward, choice.backward), took, strict=True)]
+        both = 100 * (choice.seconds / sum(took) - 1)
+        regret = 100 * (sum(took) / sum(medians[best]) - 1)
+        sys.stdout.write(
+            f"{args.tokens} x {args.width}, inner {args.inner}, {args.codec}, top-{args.top_k}: {picked} "
+            f"{1e3 * took[0]:.1f} and {1e3 * took[1]:.1f} ms, predicted {off[0]:+.1f} % and {off[1]:+.1f} %, "
+            f"both {both:+.1f} %; best {best}, {regret:.1f} % better; contention "
+            f"{layer.profile.contention.compute:.2f} {layer.profile.contention.moves:.2f}; "
+            + " ".join(f"{n} {1e3 * a:.0f}+{1e3 * b:.0f}" for n, (a, b) in medians.items())
+            + "\n"
+        )
+        sys.stdout.flush()
+    return found
+
+
+def medians_of(rounds: Iterable[tuple[float, float]]) -> list[float]:
+    return [statistics.median(part) for part in zip(*rounds, strict=True)]
+
+
+def case_of(args: argparse.Namespace, world: int) -> dict[str, Any]:
+    case = {"T": args.tokens, "D": args.width, "F": args.inner, "K": args.top_k, "W": world}
+    case |= {"codec": args.codec, "transport": args.transport, "dtype": args.dtype}
+    return case | {"network": args.network, "rates": args.rates}
+
+
+def report(args: argparse.Namespace, rows: dict[str, list], profile: Profile, world: int) -> list[dict]:
+    alone = profile.times([profile.tokens]), profile.times([profile.tokens], backward=True)
+    for name, times in zip(("forward", "backward"), alone, strict=True):
+        said = ", ".join(f"{t.kind.name} {1e3 * s:.1f}" for t, s in times.items())
+        sys.stdout.write(f"{name} alone, ms: {said}\n")
+    sys.stdout.write(f"{args.codec}: {profile.contention}\nchosen: {choose(profile, DEGREES)}\n")
     written: list[dict] = []
     for name, rounds in rows.items():
-        forward, backward = (statistics.median(part) for part in zip(*rounds, strict=True))
+        forward, backward = medians_of(rounds)
         scheduler, _, degree = name.rpartition("-")
         guess = predict(profile, scheduler, int(degree)) if scheduler in overlap.SCHEDULERS else None
         said = f", predicted {1e3 * guess.forward:.1f} and {1e3 * guess.backward:.1f}" if guess else ""
         sys.stdout.write(f"{name:12} forward {1e3 * forward:7.1f} ms, backward {1e3 * backward:7.1f}{said}\n")
-        chances = (None, None) if guess is None else (guess.forward, guess.backward)
-        written += rows_of(name, case, rounds, chances)
-    if args.out:
-        words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
-        command = "imbrex netlab run ... -- benchmarks/schedule.py " + " ".join(words)
-        write_results(args.out, QUESTION, describe_run(command), written)
+        written += rows_of("layer", name, case_of(args, world), rounds, guess)
+    return written
 
 
-def rows_of(name: str, case: dict, rounds: list, chances: tuple[float | None, float | None]) -> list[dict]:
-    """Rows of a results file, forward and backward, with the predicted seconds where there are any."""
+def rows_of(op: str, name: str, case: dict, rounds: list, guess: Choice | None) -> list[dict]:
+    """Rows of a results file: both ways together, forward and backward, with what was predicted."""
     found = []
-    for op, part, chance in (("forward", 0, chances[0]), ("backward", 1, chances[1])):
-        times = [1e6 * r[part] for r in rounds]
-        measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
-        predicted = None if chance is None else 1e6 * chance
-        found.append(
-            {"op": op, "impl": name, "case": case, **measured, "n": len(times), "predicted_us": predicted}
-        )
+    guesses = {} if guess is None else {"forward": guess.forward, "backward": guess.backward}
+    for way in ("both", "forward", "backward"):
+        times = [1e6 * (sum(r) if way == "both" else r[way == "backward"]) for r in rounds]
+        row = {"op": op if way == "both" else f"{op}-{way}", "impl": name, "case": case, "n": len(times)}
+        row |= {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+        if guess is not None:
+            row["predicted_us"] = 1e6 * guesses.get(way, guess.seconds)
+        found.append(row)
     return found
 
 

@@ -1,11 +1,11 @@
 """Gradients of weights apart from those of the rows: computed when there is time, not when the rows wait.
 
-    deferral = Deferral()
-    with deferral.record():
-        out = experts(rows)                        # grouped products note that they are recorded
-    d_rows, = torch.autograd.grad(out, [rows], d_out)
-    ...                                            # the rows' gradients are on their way
-    grads = deferral.gradients(parameters)
+deferral = Deferral()
+with deferral.record():
+    out = experts(rows)                        # grouped products note that they are recorded
+d_rows, = torch.autograd.grad(out, [rows], d_out)
+...                                            # the rows' gradients are on their way
+grads = deferral.gradients(parameters)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 _current: ContextVar[Deferral | None] = ContextVar("imbrex_deferral", default=None)
 
 VIEWS = ("AccumulateGrad", "TransposeBackward0", "TBackward0", "PermuteBackward0", "ToCopyBackward0")
-"""Steps between a parameter and the weight that is multiplied which keep nothing, and can be gone back twice."""
+"""Steps from a parameter to the weight that is multiplied which keep nothing: they can be gone back twice."""
 
 
 class Deferral:

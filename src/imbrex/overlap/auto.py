@@ -18,7 +18,6 @@ from imbrex.overlap.pipelined import Pipelined, parameters_of
 from imbrex.overlap.profile import Profile, measure
 from imbrex.overlap.schedulers import SCHEDULERS
 from imbrex.overlap.serial import Serial
-from imbrex.overlap.tasks import makespan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +40,7 @@ def predict(profile: Profile, scheduler: str, degree: int) -> Choice:
     spans = []
     for backward in (False, True):
         times = profile.times(sizes, backward=backward)
-        spans.append(makespan(SCHEDULERS[scheduler](times), times))
+        spans.append(profile.contention.makespan(SCHEDULERS[scheduler](times), times))
     return Choice(
         scheduler=scheduler, degree=degree, forward=spans[0] + profile.planning(degree), backward=spans[1]
     )

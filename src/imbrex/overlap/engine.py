@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from imbrex.contracts import Pending
-from imbrex.overlap.tasks import Kind, Order, Task
+from imbrex.overlap.tasks import MOVES, Kind, Order
 
-Clock = Callable[[Task, Callable[[], Any]], Any]
-"""Runs a task's function and returns what it returns; a profiler's measures it."""
+Clock = Callable[[Kind, Callable[[], Any]], Any]
+"""Runs all tasks of a kind; a profiler's measures them."""
+AFTER_MOVES = (Kind.decode_out, Kind.decode_back)
 
 
 class Work(Protocol):
@@ -50,18 +51,25 @@ def execute(order: Order, work: Work) -> None:
         start_moves()
 
 
-def execute_timed(order: Order, work: Work, clock: Clock) -> None:
-    """One task after the other, each under the clock: `order` is sequential."""
-    merged = sorted([*order.compute, *order.moves], key=lambda task: (task.chunk, task.kind))
-    received: Any = None
-    for task in merged:
-        step = getattr(work, task.kind.name)
-        if task.is_move:
-            received = clock(task, lambda s=step, c=task.chunk: _finish(s(c)))
-        elif task.before is not None and task.before.is_move:
-            clock(task, lambda s=step, c=task.chunk, r=received: s(c, r))
+def execute_timed(degree: int, work: Work, clock: Clock, *, weights: bool = False) -> None:
+    """Every kind of task for all chunks under the clock, nothing beside it. The moves of all chunks are under
+    way together: alone, one that fits into a buffer on its way would look faster than the network is."""
+    chunks, received = range(degree), {}
+
+    def move(step: Callable[[int], Pending | None]) -> None:
+        pending = [step(chunk) for chunk in chunks]
+        received.update(zip(chunks, map(_finish, pending), strict=True))
+
+    for kind in Kind:
+        if kind == Kind.weights and not weights:
+            continue
+        step = getattr(work, kind.name)
+        if kind in MOVES:
+            clock(kind, lambda s=step: move(s))
+        elif kind in AFTER_MOVES:
+            clock(kind, lambda s=step: [s(chunk, received.pop(chunk)) for chunk in chunks])
         else:
-            clock(task, lambda s=step, c=task.chunk: s(c))
+            clock(kind, lambda s=step: [s(chunk) for chunk in chunks])
 
 
 def _finish(pending: Pending | None) -> Any:

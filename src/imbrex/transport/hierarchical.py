@@ -58,31 +58,24 @@ class Hierarchical(TwoLevel):
     def adds_on_the_way(self) -> bool:
         return self.world_size > 1
 
-    def marks_for(self, wanted_TW: Tensor) -> list[Tensor]:
-        """For every other node, which of its ranks want each of the tokens that it wants at all."""
-        found = []
-        for node in range(self.nodes.num_nodes):
-            if node != self.node:
-                inside = wanted_TW[:, node * self.nodes.size : (node + 1) * self.nodes.size]
-                found.append(inside[inside.any(1)].to(torch.uint8))
-        return found
-
     def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
         others = [n for n in range(self.nodes.num_nodes) if n != self.node]
-        send, receive = [0] * self.world_size, [0] * self.world_size
         # on the host: counts of all ranks are
         unique = [c[1].sum(0).tolist() for c in counts]
+        send, receive = [0] * self.world_size, [0] * self.world_size
+        mine = [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device)]
         for n in others:
             peer = self.nodes.rank(n, self.local)
             send[peer] = sum(table[self.rank][n] for table in unique)
             receive[peer] = sum(table[peer][self.node] for table in unique)
-        by_call = [self.marks_for(w) for w in wanted]
-        mine = [marks[place] for place in range(len(others)) for marks in by_call]
-        empty = torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device)
-        told = self.scatter_rows("plan", torch.cat([empty, *mine]), send, receive).finish()
+            for wanted_TW, table in zip(wanted, unique, strict=True):
+                inside = wanted_TW[:, n * self.nodes.size : (n + 1) * self.nodes.size]
+                tokens = torch.nonzero_static(inside.any(1), size=table[self.rank][n])[:, 0]
+                mine.append(inside[tokens].to(torch.uint8))
+        told = self.scatter_rows("plan", torch.cat(mine), send, receive).finish()
         sizes = [table[self.nodes.rank(n, self.local)][self.node] for n in others for table in unique]
         blocks = told.split(sizes)
-        return [torch.cat([empty, *blocks[call :: len(counts)]]) for call in range(len(counts))]
+        return [torch.cat([mine[0], *blocks[call :: len(counts)]]) for call in range(len(counts))]
 
     def home(self, traffic: Traffic) -> tuple[Tensor, list[int]]:
         """The token of every row that comes back, and how many come under which rank."""
