@@ -15,6 +15,7 @@ from imbrex import ops
 from imbrex.contracts import Dispatched
 from imbrex.kernels import unavailable
 from imbrex.kernels.experts_ffn import ffn, unfit_widths
+from imbrex.kernels.glue import swiglu
 
 Activation = Literal["swiglu", "gelu"]
 ACTIVATIONS = ("swiglu", "gelu")
@@ -77,8 +78,9 @@ class Experts(nn.Module):
         slots, width = len(expert_ids), intermediate_size // self.shard.size
         unfit = _unfit(activation, bias, hidden_size, width)
         self.implementation, self.implementation_reason = pick_implementation(implementation, unfit)
-        # The kernels scale their last product's sums, and find the weights' gradient on their way back.
-        self.applies_weights = self.implementation == "kernels"
+        # Kernels scale inside, and find the weights' gradient on their way back.
+        glued = self.implementation == "grouped" and unfit is None and unavailable() is None
+        self.applies_weights = glued or self.implementation == "kernels"
         up_width = 2 * width if activation == "swiglu" else width
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -129,13 +131,17 @@ class Experts(nn.Module):
     def forward(self, dispatched: Dispatched) -> Tensor:
         """rows_RD of the dispatch's dtype, times `handle.weights_R` where `applies_weights`. Rows past the
         counts are unset."""
-        rows_RD, weights_R = dispatched.rows_RD, dispatched.handle.weights_R
-        if self.implementation != "kernels":
-            return self._by_products(rows_RD, dispatched.counts_e)
-        if not rows_RD.is_cuda or rows_RD.dtype != torch.bfloat16:
-            return self._by_products(rows_RD, dispatched.counts_e) * weights_R[:, None].to(rows_RD.dtype)
+        rows_RD, counts_e = dispatched.rows_RD, dispatched.counts_e
+        weights_R = dispatched.handle.weights_R if self.applies_weights else None
+        if weights_R is None or not rows_RD.is_cuda or rows_RD.dtype != torch.bfloat16:
+            out_RD = self._by_products(rows_RD, counts_e)
+            return out_RD if weights_R is None else out_RD * weights_R[:, None].to(out_RD.dtype)
         gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
-        return ffn(rows_RD, gate_up, down, dispatched.counts_e, weights_R=weights_R)
+        if self.implementation == "kernels":
+            return ffn(rows_RD, gate_up, down, counts_e, weights_R=weights_R)
+        gate_up_RG = ops.grouped_mm(rows_RD, gate_up.mT, counts_e)
+        act_RF = swiglu(gate_up_RG, counts_e.cumsum(0).to(torch.int32), weights_R)
+        return ops.grouped_mm(act_RF, down.mT, counts_e)
 
     def _by_products(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         product = _loop_product if self.implementation == "loop" else _grouped_product
