@@ -26,7 +26,7 @@ from imbrex.observe.clock import device_microseconds
 from imbrex.overlap.serial import Serial
 from imbrex.placement import contiguous
 
-OURS, FLOOR = "imbrex-serial", "floor"
+OURS, OURS_TORCH, FLOOR = "imbrex-serial", "imbrex-serial-torch-gemm", "floor"
 OPS = ("forward", "forward+backward")
 PAUSE_CYCLES = {"forward": 2_000_000, "forward+backward": 8_000_000}
 """The host queues a call while the GPU waits: about 1 and 4 ms."""
@@ -63,7 +63,10 @@ class Race:
         self.exchange = Exchange(
             self.placement, self.shape.hidden_size, self.shape.top_k, group=group, transport="nvlink"
         )
-        self.experts = self._make_experts()
+        self.experts = self._make_experts("auto")
+        self.torch_experts = self._make_experts("grouped")
+        self.torch_experts.gate_up_proj = self.experts.gate_up_proj
+        self.torch_experts.down_proj = self.experts.down_proj
         weights = Weights(
             gate_up_eGD=self.experts.gate_up_proj.detach(), down_eDF=self.experts.down_proj.detach()
         )
@@ -72,10 +75,15 @@ class Race:
             kind(weights, self.shape.num_experts, world, rank) for kind in (AllToAll, GatherScatter)
         ]
 
-    def _make_experts(self) -> Experts:
+    def _make_experts(self, implementation: str) -> Experts:
         shape, slots = self.shape, self.placement.local(self.rank)
         experts = Experts(
-            slots, shape.hidden_size, shape.intermediate_size, device="meta", dtype=torch.bfloat16
+            slots,
+            shape.hidden_size,
+            shape.intermediate_size,
+            implementation=implementation,
+            device="meta",
+            dtype=torch.bfloat16,
         ).to_empty(device="cuda")
         torch.manual_seed(self.rank)
         for weight in experts.parameters():
@@ -95,21 +103,24 @@ class Race:
     def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
         """What is timed, by implementation; answers: y, then the gradients of x, weights and experts."""
         training = op == "forward+backward"
-        found: dict[str, Call] = {OURS: self._ours(inputs, training=training)}
+        found: dict[str, Call] = {
+            OURS: self._ours(self.experts, inputs, training=training),
+            OURS_TORCH: self._ours(self.torch_experts, inputs, training=training),
+        }
         for rival in self.rivals:
             found[rival.name] = self._rival(rival, inputs, training=training)
         found[FLOOR] = self._floor(inputs, training=training)
         return found
 
-    def _ours(self, inputs: Inputs, *, training: bool) -> Call:
+    def _ours(self, experts: Experts, inputs: Inputs, *, training: bool) -> Call:
         x_TD = inputs.x_TD.clone().requires_grad_(training)
         weights_TK = inputs.routing.weights_TK.clone().requires_grad_(training)
         routing = Routing(ids_TK=inputs.routing.ids_TK, weights_TK=weights_TK)
-        leaves = [x_TD, weights_TK, self.experts.gate_up_proj, self.experts.down_proj]
+        leaves = [x_TD, weights_TK, experts.gate_up_proj, experts.down_proj]
 
         def call() -> Answers:
             with torch.set_grad_enabled(training):
-                y_TD = Serial().run(x_TD, routing, self.exchange, self.experts, None)
+                y_TD = Serial().run(x_TD, routing, self.exchange, experts, None)
             if not training:
                 return [y_TD]
             return [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, inputs.d_y_TD)]
@@ -145,8 +156,8 @@ class Race:
     def check(self, calls: dict[str, Call]) -> float:
         """The largest relative error between ours and the rivals', over all answers and ranks."""
         ours, worst = calls[OURS](), 0.0
-        for rival in self.rivals:
-            for mine, theirs in zip(ours, calls[rival.name](), strict=True):
+        for name in (OURS_TORCH, *(rival.name for rival in self.rivals)):
+            for mine, theirs in zip(ours, calls[name](), strict=True):
                 error = (mine.float() - theirs.float()).norm() / theirs.float().norm()
                 worst = max(worst, float(error))
         found = torch.tensor(worst, device="cuda")
@@ -229,6 +240,7 @@ def row_of(
         "host_syncs": int(name.startswith("nccl")),
         "note": {
             OURS: f"experts: {runner.experts.implementation}",
+            OURS_TORCH: "torch's grouped GEMM, own SwiGLU",
             FLOOR: "torch's experts, rows permuted",
         }.get(name, "torch's experts, backward by hand"),
     }
