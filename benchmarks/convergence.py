@@ -1,6 +1,6 @@
 """Does a codec change what a model learns? The same language model with each, seed by seed.
 
-    python -m benchmarks.convergence --data shakespeare.txt --teams 8 --out benchmarks/results/convergence.json
+    python -m benchmarks.convergence --data shakespeare.txt --teams 8 --out results/convergence.json
 
 Rows cross between two gloo ranks, encoded forward and backward; see `imbrex/reproduce/training.py`.
 """
@@ -25,7 +25,8 @@ FIRST = ("none", "fp16", "bf16", "fp8", "int8", "int8-truncated", "nvfp4", "dens
 def main() -> None:
     args = parse()
     size = Size()
-    size = replace(size, recipe=replace(size.recipe, steps=args.steps), held_out=args.held_out)
+    recipe = replace(size.recipe, steps=args.steps)
+    size = replace(size, recipe=recipe, held_out=args.held_out, encode_on=args.encode_on)
     tasks = [(name, seed) for name, seed in order(args.seeds) if name in args.variants]
     found = train_all(
         tasks, files=args.data, size=size, teams=args.teams, stop_after_s=args.stop_after, folder=args.folder
@@ -65,7 +66,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     parser.add_argument("--teams", type=int, default=1, help=f"trainings side by side, {RANKS} cores each")
     parser.add_argument("--stop-after", type=float, default=3600.0, help="seconds; begin nothing later")
-    parser.add_argument("--folder", default=None, help="keep every training's result here as it ends")
+    parser.add_argument("--encode-on", default="cpu", help="device that ZFP runs on")
+    parser.add_argument("--folder", default=None, help="keep every training's result here; resumes")
     parser.add_argument("--out", default=None, help="a results file")
     return parser.parse_args()
 

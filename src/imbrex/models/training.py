@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import imbrex
+from imbrex.contracts import Codec
 from imbrex.models import by_sequence
 from imbrex.models.bytes_lm import BytesLM, BytesLMConfig
 from imbrex.models.corpus import Corpus
@@ -54,7 +55,7 @@ def make_model(
     factors: Factors,
     *,
     transport: str,
-    codec: str | Mapping[str, str],
+    codec: str | Codec | Mapping[str, str | Codec],
     timeout_s: float,
     observer: Observer,
 ) -> BytesLM:

@@ -37,7 +37,8 @@ def train_all(
     """Train every (variant, seed) with `teams` teams of `RANKS` processes of one thread each.
 
     files: text to train on; none is the standard library's source. No task is begun after `stop_after_s`;
-    tasks that were not begun are missing in the results. folder: keep every result there as it comes.
+    tasks that were not begun are missing in the results. folder: keep every result there as it comes; what
+    it already has is not trained again.
     """
     # Processes that join on one host need no other interface, and a host may lack a name of its own.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -46,13 +47,16 @@ def train_all(
     with tempfile.TemporaryDirectory(prefix="imbrex-") as meeting:
         kept = Path(folder or meeting)
         kept.mkdir(parents=True, exist_ok=True)
-        more = (taken, list(tasks), list(files), size, Path(meeting), kept, time.time() + stop_after_s)
-        spawn(_member, args=more, nprocs=min(teams, len(tasks)) * RANKS)
-        return [
-            json.loads(path.read_text())
-            for path in (kept / f"{number:04d}.json" for number in range(len(tasks)))
-            if path.exists()
-        ]
+        left = [task for task in tasks if not _result(kept, task).exists()]
+        more = (taken, left, list(files), size, Path(meeting), kept, time.time() + stop_after_s)
+        spawn(_member, args=more, nprocs=min(teams, len(left)) * RANKS)
+        paths = [_result(kept, task) for task in tasks]
+        return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def _result(kept: Path, task: Task) -> Path:
+    variant, seed = task
+    return kept / f"{variant.replace(', ', '-').replace(' ', '-')}-{seed}.json"
 
 
 def _member(
@@ -81,7 +85,7 @@ def _member(
         if rank == 0:
             _tell(variant, seed, result)
             row = {"variant": variant, "seed": seed, "text": _text(corpus), **result}
-            (kept / f"{number:04d}.json").write_text(json.dumps(row))
+            _result(kept, tasks[number]).write_text(json.dumps(row))
     dist.barrier()
     dist.destroy_process_group()
 
