@@ -32,6 +32,8 @@ from imbrex.placement import SPLITS, split_evenly
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
 
 DTYPE = torch.bfloat16
+FEW_TOKENS = 128
+"""Most tokens of a rank for which one kernel routes and moves."""
 STATE = tuple(Routed.__dataclass_fields__)
 
 
@@ -170,17 +172,20 @@ class NvlinkCrossings:
         if self.observer.enabled:
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
             self.observer.count("expert_load", load_E, **where)
+        ids_TK, weights_TK, x_TD = ids_TK.contiguous(), weights_TK.contiguous(), x_TD.contiguous()
+        choose = {"tally": self.tally_WS, "tables": self._tables, "balanced": self.told.balanced}
+        sms = self.transport.dispatch_sms
+        if self.told.by_slot:
+            with self.observer.span("plan", **where):
+                ids_TK = self._choose_slots(ids_TK)
+        if most <= FEW_TOKENS:
+            with self.observer.span("dispatch", **where):
+                rows, routed = kernels.dispatch_small(x_TD, ids_TK, weights_TK, sms, **choose)
+            return rows[0], routed
         with self.observer.span("plan", **where):
-            ids_TK = self._choose_slots(ids_TK) if self.told.by_slot else ids_TK
-            routed = kernels.route(
-                ids_TK,
-                weights_TK,
-                tally=self.tally_WS,
-                tables=self._tables,
-                balanced=self.told.balanced,
-            )
+            routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
-            rows_RD = kernels.pull(x_TD.contiguous(), routed, num_sms=self.transport.dispatch_sms)[0]
+            rows_RD = kernels.pull(x_TD, routed, num_sms=sms)[0]
         return rows_RD, routed
 
     def _choose_slots(self, ids_TK: Tensor) -> Tensor:
@@ -256,16 +261,15 @@ class NvlinkCrossings:
     ) -> tuple[Tensor, Tensor]:
         with self.observer.span("combine_backward", layer=self.layer):
             d_y_RD = d_y_TD.new_empty(1, weights_R.shape[0], d_y_TD.shape[1])
-            sms = self.transport.dispatch_sms
-            self._kernels.pull(d_y_TD.contiguous(), read_state(state), num_sms=sms, out=d_y_RD)
+            routed, sms = read_state(state), self.transport.dispatch_sms
+            self._kernels(routed).pull(d_y_TD.contiguous(), routed, num_sms=sms, out=d_y_RD)
             if rows_RD is None:
                 return d_y_RD[0], weights_R.new_empty(0)
             d_weights_R = (rows_RD.float() * d_y_RD[0].float()).sum(1)
             return (d_y_RD[0].float() * weights_R[:, None]).to(DTYPE), d_weights_R
 
-    @property
-    def _kernels(self) -> NvlinkExchange:
-        return self.transport.exchange_of(self.size)
+    def _kernels(self, routed: Routed) -> NvlinkExchange:
+        return self.transport.exchange_of(self.size, routed.position_LWTK.shape[2])
 
     def _combine(
         self, rows_RD: Tensor, routed: Routed, addend: Tensor | None, num_tokens: int, *, weighted: bool
@@ -273,6 +277,6 @@ class NvlinkCrossings:
         sms = self.transport.combine_sms
         rows = rows_RD.contiguous()[None]
         added = None if addend is None else addend.contiguous()
-        return self._kernels.combine(
+        return self._kernels(routed).combine(
             rows, routed, weighted=weighted, addend=added, num_sms=sms, num_tokens=num_tokens
         )

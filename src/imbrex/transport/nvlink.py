@@ -65,6 +65,12 @@ class Size:
         )
 
 
+def room_for(tokens: int) -> int:
+    """Tokens that a heap for a small batch has room for, a power of two, so that its rows are few; 0 for a
+    batch that is not small: there is one heap for all of those, as large as the largest."""
+    return 0 if tokens > lay.SMALL_TOKENS else max(TOKENS_MULTIPLE, 1 << (tokens - 1).bit_length())
+
+
 class NvlinkError(ValueError):
     """The kernels cannot run on this group."""
 
@@ -76,8 +82,9 @@ class NvlinkError(ValueError):
 class Nvlink(Collective):
     """One heap a group and size, shared by all layers.
 
-    max_tokens: most tokens of a rank in a call; `None`: the most that any rank has in the first call, rounded
-    up to 64, and more when a call has more (a new heap, which waits for the GPUs).
+    max_tokens: most tokens of a rank in a call; `None`: the most that any rank has in the first call of more
+    than 512, rounded up to 64, and more when a call has more (a new heap, which waits for the GPUs). Smaller
+    batches have heaps of their own.
     dispatch_sms, combine_sms: multiprocessors that each kernel takes.
     """
 
@@ -95,7 +102,8 @@ class Nvlink(Collective):
     ) -> None:
         super().__init__(group, timeout=timeout)
         self.max_tokens, self.dispatch_sms, self.combine_sms = max_tokens, dispatch_sms, combine_sms
-        self._exchanges: dict[Size, NvlinkExchange] = {}
+        self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
+        self._captured: set[NvlinkExchange] = set()
         reason = self.reason_against()
         if reason is not None:
             raise NvlinkError(reason)
@@ -165,33 +173,45 @@ class Nvlink(Collective):
         wrong = next((rank for rank, word in enumerate(words) if word & 1), None)
         return max(word >> 1 for word in words), wrong
 
-    def exchange_of(self, size: Size) -> NvlinkExchange:
-        """The kernels and their heap, as the last dispatch left them."""
-        return self._exchanges[size]
+    def exchange_of(self, size: Size, room: int) -> NvlinkExchange:
+        """The kernels and their heap that served a dispatch with room for so many tokens, or those that came
+        after them."""
+        return self._exchanges[size, room_for(room)]
 
     def exchange_for(self, size: Size, placement: Placement, most: int, observer: Observer) -> NvlinkExchange:
         """Kernels and a heap for `most` tokens of a rank, at `placement`; where there is none with so much
         room, they are made, which is collective and synchronises."""
-        found = self._exchanges.get(size)
+        at = size, room_for(most)
+        found = self._exchanges.get(at)
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if found is None or found.shape.max_tokens < most:
+            if capturing:
+                raise RuntimeError(
+                    f"dispatch: no heap yet for {most} tokens of a rank; make such a call before capturing it"
+                )
             observer.count("heaps", 1)
-            found = self._exchanges[size] = self._make(size, placement, most, found)
+            self._retire(found)
+            found = self._exchanges[at] = self._make(size, placement, most)
+        if capturing:
+            self._captured.add(found)
         return found
 
-    def _make(
-        self, size: Size, placement: Placement, most: int, old: NvlinkExchange | None
-    ) -> NvlinkExchange:
-        if old is not None:
+    def _retire(self, old: NvlinkExchange | None) -> None:
+        if old is None or old in self._captured:
+            return
+        if self.device.type == "cuda":
             # host sync: once a growth; no rank may still write to the heap that goes
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.exchange_counts(torch.tensor([0]))
-            old.close()
-        most = -(-max(most, self.max_tokens or 1) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
+            torch.cuda.synchronize(self.device)
+        self.exchange_counts(torch.tensor([0]))
+        old.close()
+
+    def _make(self, size: Size, placement: Placement, most: int) -> NvlinkExchange:
+        room = room_for(most) or max(most, self.max_tokens or 1)
+        room = -(-room // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
         return NvlinkExchange(
             self._make_heap,
             placement,
-            size.shape(most),
+            size.shape(room),
             compact=False,
             timeout=self.timeout_s,
             load=self.load,
@@ -212,6 +232,7 @@ class Nvlink(Collective):
 
     def close(self) -> None:
         """Free the heaps. Layers that use them cannot be used afterwards."""
-        for exchange in self._exchanges.values():
+        for exchange in {*self._exchanges.values(), *self._captured}:
             exchange.close()
         self._exchanges.clear()
+        self._captured.clear()
