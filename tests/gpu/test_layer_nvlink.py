@@ -59,6 +59,74 @@ def test_the_same_bits_as_all_to_all(nccl: Pool, world: int) -> None:
         assert relative(first["x_grad"], second["x_grad"]) < 4e-3
 
 
+@pytest.mark.parametrize("split", ["even", "balanced", "nearest"])
+def test_replicas_and_tensor_ranks(nccl: Pool, split: str) -> None:
+    world = worlds()[-1]
+    slots = [[0, 1, 2, 3, 4, 5, 11], [6, 7, 8, 9, 10, 11, 0]]
+    case = replace(
+        NVLINK, slots=slots, tensor_parallel=world // 2, options={"transport": "nvlink", "split": split}
+    )
+    errors = largest_error(case, world, nccl.run(world, run_layer, case))
+    assert max(errors.values()) < 0.03, errors
+
+
+def run_picked(ranks: Ranks, case: Case) -> str:
+    return make_layer(case, ranks.group, ranks.device).reasons["transport"]
+
+
+def test_auto_picks_it_for_bfloat16(nccl: Pool) -> None:
+    case = replace(NVLINK, options={})
+    (picked,) = set(nccl.run(2, run_picked, case))
+    assert picked == "nvlink: bfloat16 tokens on GPUs of one host that reach each other's memory"
+    (other,) = set(nccl.run(2, run_picked, replace(case, dtype=torch.float32)))
+    assert other.endswith("; not nvlink: tokens are float32, not bfloat16")
+
+
+def run_captured(ranks: Ranks, case: Case, replays: int) -> list[bool]:
+    """Gate, dispatch, experts and combine replayed on changing tokens: the bits of calls without a graph."""
+    layer = make_layer(case, ranks.group, ranks.device)
+    x_TD = tokens_of(case, ranks.rank).to(ranks.device)
+    same = []
+    with torch.no_grad():
+        layer(x_TD)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y_TD = layer(x_TD)
+        for replay in range(replays):
+            torch.manual_seed(100 * replay + ranks.rank)
+            x_TD.copy_(torch.randn_like(x_TD))
+            graph.replay()
+            torch.cuda.synchronize()
+            same.append(torch.equal(layer(x_TD), y_TD))
+            torch.cuda.synchronize()
+    return same
+
+
+@pytest.mark.parametrize("tokens", [(64, 7, 33, 128), (200, 130, 5, 256)])
+@pytest.mark.parametrize("experts", ["grouped", "kernels"])
+def test_a_captured_layer_follows_its_tokens(nccl: Pool, tokens: tuple[int, ...], experts: str) -> None:
+    case = replace(NVLINK, tokens=tokens, options={"transport": "nvlink", "experts": experts})
+    for same in nccl.run(worlds()[-1], run_captured, case, 8):
+        assert same == [True] * 8
+
+
+def run_silent(ranks: Ranks, case: Case) -> None:
+    """Nothing between tokens and gradients waits for the GPU."""
+    layer = make_layer(case, ranks.group, ranks.device)
+    x_TD = tokens_of(case, ranks.rank).to(ranks.device).requires_grad_()
+    for call in range(3):
+        y_TD = layer(x_TD)
+        y_TD.backward(torch.ones_like(y_TD))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if call else "default")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_host_synchronisation(nccl: Pool) -> None:
+    nccl.run(worlds()[-1], run_silent, NVLINK)
+
+
 def test_dropped_choices_and_shared_experts(nccl: Pool) -> None:
     gate = imbrex.Gate(capacity=Capacity(factor=0.7))
     config = imbrex.MoEConfig(
