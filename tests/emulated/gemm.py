@@ -118,6 +118,11 @@ class EmulatedKernel:
         del slots
         assert late == 0, "the kernel did not end within 60 s"
 
+    def prepare(self, **how: Any) -> functools.partial[None]:
+        launch = functools.partial(self.launch, **how)
+        launch.launch = launch  # type: ignore[attr-defined]
+        return launch
+
 
 def emulate(
     monkeypatch: Any, tensors: Sequence[Tensor] | None = None, *, blocks: int, edits: Edits = ()
@@ -138,6 +143,7 @@ def emulate(
         return EmulatedKernel(variant, 0, tensors, ()), blocks
 
     monkeypatch.setattr(experts_fp8, "_quantiser", quantiser)
+    monkeypatch.setattr(experts_gemm, "_launches", {})
     monkeypatch.setattr(experts_gemm, "_gemm_kernel", gemm)
     monkeypatch.setattr(experts_gemm, "tensor_map", pack_map)
     monkeypatch.setattr(experts_glue, "_kernel", glue)

@@ -116,7 +116,7 @@ def run_fp8_rows(
     groups: Groups,
     weights_R: Tensor | None = None,
 ) -> Tensor:
-    """From rows that are e4m3 already, with their scales [R, D/128]; either's rows may be any distance apart."""
+    """From rows that are e4m3 already, with their scales [R, D/128]; rows may lie any distance apart."""
     rows, inner = rows_RD.shape[0], experts.down_eDF.shape[2]
     act_RF = rows_RD.new_empty(rows, inner)
     act_scales = scales_RB.new_empty(rows, inner // BLOCK)
@@ -133,7 +133,7 @@ def run_fp8_rows(
 def quantise_rows(
     x_TD: Tensor, groups: Groups, index_R: Tensor | None = None, choices: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """e4m3 [R, D] and scales [R, D/128] of bf16 rows; of the rows `x_TD[index_R[r] // choices]` where given."""
+    """e4m3 [R, D] and scales [R, D/128] of bf16 rows, of `x_TD[index_R[r] // choices]` where given."""
     rows, width = x_TD.shape[0] if index_R is None else index_R.numel(), x_TD.shape[1]
     values = x_TD.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = x_TD.new_empty(rows, width // BLOCK, dtype=torch.float32)

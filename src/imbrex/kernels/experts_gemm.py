@@ -10,6 +10,7 @@ import functools
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,9 +36,11 @@ class Epilogue(IntEnum):
     ADD_FLOAT = 6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tiling:
-    """How a tile is cut, loaded and stored: the defines of `gemm.cu` under their names there."""
+class Tiling(NamedTuple):
+    """How a tile is cut, loaded and stored: the defines of `gemm.cu` under their names there.
+
+    A tuple, since it is hashed at every launch.
+    """
 
     groups: int = 2
     blocks_m: int = 1
@@ -66,10 +69,13 @@ class Scales:
     weights: torch.Tensor
     out: torch.Tensor | None = None
 
-    def argument(self) -> ByValue:
+    def key(self) -> tuple[int, ...]:
+        """The fields of the kernel's argument."""
         out, stride = (0, 0) if self.out is None else (self.out.data_ptr(), self.out.stride(0))
-        row = self.rows.stride(0)
-        return ByValue(struct.pack("<QQQii", self.rows.data_ptr(), self.weights.data_ptr(), out, row, stride))
+        return self.rows.data_ptr(), self.weights.data_ptr(), out, self.rows.stride(0), stride
+
+    def argument(self) -> ByValue:
+        return ByValue(struct.pack("<QQQii", *self.key()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +88,14 @@ class Slopes:
     keep: bool = True
     d_weights: torch.Tensor | None = None
 
-    def argument(self) -> ByValue:
+    def key(self) -> tuple[int, ...]:
+        """The fields of the kernel's argument, and the address of the result."""
         parts = 0 if self.d_weights is None else self.d_weights.data_ptr()
-        return ByValue(
-            struct.pack("<QQii", self.gate_up.data_ptr(), parts, self.gate_up.shape[0], int(self.keep))
-        )
+        fields = self.gate_up.data_ptr(), parts, self.gate_up.shape[0], int(self.keep)
+        return *fields, self.d_gate_up.data_ptr()
+
+    def argument(self) -> ByValue:
+        return ByValue(struct.pack("<QQii", *self.key()[:4]))
 
 
 _NO_SCALES = ByValue(bytes(32))
@@ -205,6 +214,12 @@ def _operand_maps(
     return map_a, stacked_map(b, line, tiling.block_n // split, split)
 
 
+def _result_maps(layout: Layout, out: torch.Tensor, halves: torch.Tensor | None) -> tuple[ByValue, ByValue]:
+    line = 128 // out.element_size()
+    map_out = stacked_map(out, line, 64) if layout is Layout.WGRAD else ragged_map(out, line, 64)
+    return map_out, map_out if halves is None else halves_map(halves)
+
+
 def launch_gemm(
     layout: Layout,
     a: torch.Tensor,
@@ -230,37 +245,50 @@ def launch_gemm(
     DGRAD    a [R, K], b [e, K, N], out [R, N]
     WGRAD    a [R, M], b [R, N],    out [e, M, N]
 
-    With `scales`, a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows any multiple of 16
-    bytes apart); `out` is bf16, and fp8 again with SWIGLU. With `slopes` (DGRAD) a b is the gradient of SwiGLU's
-    result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32.
+    With `scales`, a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows any multiple of
+    16 bytes apart); `out` is bf16, and fp8 again with SWIGLU. With `slopes` (DGRAD) a b is the gradient of
+    SwiGLU's result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32.
     """
-    fp8 = scales is not None
-    wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
-    map_a, map_b = _operand_maps(layout, a, b, tiling, epilogue, wide)
-    line = 128 // out.element_size()
-    map_out = stacked_map(out, line, 64) if layout is Layout.WGRAD else ragged_map(out, line, 64)
-    halves = gate_up if slopes is None else slopes.d_gate_up
-    map_h = map_out if halves is None else halves_map(halves)
-    count = ends_e.numel() if segments is None else segments.shape[0]
-    kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, a.get_device())
-    kernel.launch(
-        grid=blocks or sms,
-        block=128 * (tiling.groups + 1),
-        smem=smem,
-        args=[
-            map_a,
-            map_b,
-            map_out,
-            map_h,
-            ends_e,
-            segments,
-            count,
-            out.shape[-2],
-            out.shape[-1],
-            a.shape[-1],
-            weights_R,
-            counter,
-            _NO_SCALES if scales is None else scales.argument(),
-            _NO_SLOPES if slopes is None else slopes.argument(),
-        ],
-    )
+    key = (
+        layout, epilogue, tiling, blocks,
+        a.data_ptr(), a.shape, a.stride(0), b.data_ptr(), b.shape, out.data_ptr(), out.shape,
+        ends_e.data_ptr(), ends_e.shape, counter.data_ptr(), a.get_device(),
+        *(0 if t is None else t.data_ptr() for t in (gate_up, weights_R)),
+        None if scales is None else scales.key(),
+        None if slopes is None else slopes.key(),
+        None if segments is None else (segments.data_ptr(), segments.shape[0]),
+    )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        fp8 = scales is not None
+        wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
+        halves = gate_up if slopes is None else slopes.d_gate_up
+        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, a.get_device())
+        launch = kernel.prepare(
+            grid=blocks or sms,
+            block=128 * (tiling.groups + 1),
+            smem=smem,
+            args=[
+                *_operand_maps(layout, a, b, tiling, epilogue, wide),
+                *_result_maps(layout, out, halves),
+                ends_e,
+                segments,
+                ends_e.numel() if segments is None else segments.shape[0],
+                out.shape[-2],
+                out.shape[-1],
+                a.shape[-1],
+                weights_R,
+                counter,
+                _NO_SCALES if scales is None else scales.argument(),
+                _NO_SLOPES if slopes is None else slopes.argument(),
+            ],
+        )
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+    launch.launch()
+
+
+_launches: dict[tuple[Any, ...], Any] = {}
+"""Prepared launches by all that they depend on: with a caching allocator a step repeats the last one's."""
+_MOST_LAUNCHES = 4096

@@ -25,17 +25,17 @@ COUNTERS = 4
 """int32 zeros that tile schedulers count in, in front of the ends."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Groups:
     """Where the rows of every expert end. `plan`: int32 [COUNTERS + e] on the device."""
 
     plan: Tensor
 
-    @property
+    @functools.cached_property
     def ends_e(self) -> Tensor:
         return self.plan[COUNTERS:]
 
-    @property
+    @functools.cached_property
     def counter(self) -> Tensor:
         return self.plan[:2]
 
@@ -58,10 +58,11 @@ def plan_groups(counts_e: Tensor) -> Groups:
     """int64 [e] rows of every expert to their ends; one small kernel, nothing on the host."""
     device, experts = counts_e.device, counts_e.numel()
     plan = torch.empty(COUNTERS + experts, dtype=torch.int32, device=device)
+    groups = Groups(plan=plan)
     _kernel("plan_groups", device).launch(
-        grid=1, block=32, args=[counts_e.contiguous(), plan[COUNTERS:], plan, experts, COUNTERS]
+        grid=1, block=32, args=[counts_e.contiguous(), groups.ends_e, plan, experts, COUNTERS]
     )
-    return Groups(plan=plan)
+    return groups
 
 
 def swiglu(gate_up_RG: Tensor, weights_R: Tensor | None, ends_e: Tensor) -> Tensor:
