@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from imbrex.observe import death
@@ -69,7 +70,10 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: 
 def _config(num_ranks: int):
     from torch.distributed.launcher.api import LaunchConfig
 
+    # Not there before torch 2.12, whose ranks get its default of 30 s to end.
+    patience = {"shutdown_timeout": 5} if "shutdown_timeout" in {f.name for f in fields(LaunchConfig)} else {}
     return LaunchConfig(
+        **patience,
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
@@ -79,7 +83,6 @@ def _config(num_ranks: int):
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=5,
     )
 
 
