@@ -74,7 +74,7 @@ class OnlineBalancer:
         self.stopped_because = ""
         self._make_mover = mover
         self._journal = None if journal is None else Journal(journal)
-        self._mover: Mover | None = None
+        self.mover: Mover | None = None
         self._book: Book | None = None
         self._others: Channel | None = None
         self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None
@@ -90,7 +90,7 @@ class OnlineBalancer:
         ranks = layer.ranks
         if ranks.size == 1:
             raise ValueError("balancer: the layer lives on one rank; there is nothing to balance")
-        if self._mover is None:
+        if self.mover is None:
             self._join(layer)
         elif self._groups != (ranks.group, ranks.data_group):
             raise ValueError(
@@ -151,8 +151,8 @@ class OnlineBalancer:
             self._journal.write(wait=True)
         for seat in self.seats:
             seat.leave()
-        if self._mover is not None:
-            self._mover.close()
+        if self.mover is not None:
+            self.mover.close()
         self.seats = []
 
     def metrics(self) -> str:
@@ -176,11 +176,11 @@ class OnlineBalancer:
             tensor_size=ranks.tensor_size,
         )
         if self._make_mover is not None:
-            self._mover = self._make_mover(peers, device)
+            self.mover = self._make_mover(peers, device)
         elif reach_each_other(lines.votes, device):
-            self._mover = PeerMover(peers, device, ranks.group)
+            self.mover = PeerMover(peers, device, ranks.group)
         else:
-            self._mover = Mover(peers, device)
+            self.mover = Mover(peers, device)
         self._agree("the pace", zlib.crc32(repr((self.pace, self.patience, self.most_failures)).encode()))
 
     def _agree(self, what: str, number: int) -> None:
@@ -212,7 +212,7 @@ class OnlineBalancer:
 
     def _open(self, training: bool) -> None:
         """Begin to plan and move what is due; what the plan is made from is fixed here, on every rank."""
-        assert self._mover is not None
+        assert self.mover is not None
         due = layers_due(
             int(self.tally.values["iterations"]), len(self.seats), self.pace.layer_updates_per_iter
         )
@@ -228,7 +228,7 @@ class OnlineBalancer:
                 "the optimizer's state", zlib.crc32(repr([signature(p) for p in payloads.values()]).encode())
             )
         paces = {at: self._pace_of(tensors) for at, tensors in payloads.items()}
-        self._mover.prepare(sum(most_staged(payloads[at], paces[at].max_moves) for at in due))
+        self.mover.prepare(sum(most_staged(payloads[at], paces[at].max_moves) for at in due))
         asked = [
             Asked(
                 layer=at,
@@ -239,7 +239,7 @@ class OnlineBalancer:
             )
             for at in due
         ]
-        number, mover, others = self._rounds, self._mover, self._others
+        number, mover, others = self._rounds, self.mover, self._others
         self._rounds += 1
         self.tally.add(rounds=1)
         self._round = Round(

@@ -39,6 +39,7 @@ class Seat:
         self.predicted = 0.0
         self._heard: Ints | None = None
         self._page: Page | None = None
+        self._tally_WS: Tensor | None = None
         self._shape = layer.placement.num_ranks, layer.placement.num_slots
         layer.exchange.relocate(split=split)
         self._at = None if book is None else self._count_in(book)
@@ -49,9 +50,14 @@ class Seat:
         """Where in the book the layer's kernels count; None where they do not."""
         if not self.layer.exchange.counts_on_device:
             return None
-        tally_WS, at = book.open(*self._shape)
-        self.layer.exchange.count_into(tally_WS)
+        self._tally_WS, at = book.open(*self._shape)
+        self.count(on=True)
         return at
+
+    def count(self, *, on: bool) -> None:
+        """Whether the layer's kernels count."""
+        if self._tally_WS is not None:
+            self.layer.exchange.count_into(self._tally_WS if on else None)
 
     @property
     def number(self) -> int:
@@ -109,5 +115,4 @@ class Seat:
     def leave(self) -> None:
         """The layer keeps its placement and split, and nobody counts."""
         self.layer.exchange.relocate(split=self.split)
-        if self._at is not None:
-            self.layer.exchange.count_into(None)
+        self.count(on=False)
