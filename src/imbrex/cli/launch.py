@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 from imbrex.observe import death
@@ -70,10 +69,7 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: 
 def _config(num_ranks: int):
     from torch.distributed.launcher.api import LaunchConfig
 
-    # Not there before torch 2.12, whose ranks get its default of 30 s to end.
-    patience = {"shutdown_timeout": 5} if "shutdown_timeout" in {f.name for f in fields(LaunchConfig)} else {}
-    return LaunchConfig(
-        **patience,
+    config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
@@ -84,6 +80,10 @@ def _config(num_ranks: int):
         max_restarts=0,
         monitor_interval=0.1,
     )
+    # torch 2.11 does not know it; its ranks get 30 s to end.
+    if hasattr(config, "shutdown_timeout"):
+        config.shutdown_timeout = 5
+    return config
 
 
 def _interrupted(hint: str) -> int:
