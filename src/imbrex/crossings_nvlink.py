@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import ops, plan
-from imbrex.contracts import Placement, Routing, Wire
+from imbrex.contracts import Codec, Placement, Routing, Wire
 from imbrex.crossings import Geometry
 from imbrex.handshake import PROBLEMS, find_problem
 from imbrex.kernels.exchange import NvlinkExchange, Routed
+from imbrex.kernels.expand import expand_fp8
 from imbrex.kernels.gates import collect, spread
 from imbrex.kernels.routed import Tables, placement_tables
 from imbrex.observe import Observer
@@ -34,19 +35,27 @@ from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
 DTYPE = torch.bfloat16
 FEW_TOKENS = 128
 """Most tokens of a rank for which one kernel routes and moves."""
+FP8_OUT_MULTIPLE, FP8_BACK_MULTIPLE = 512, 256
 STATE = tuple(Routed.__dataclass_fields__)
 
 
 def unfit(geometry: Geometry, wire: Wire) -> str | None:
     """None if the kernels serve this exchange, else why not."""
-    codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
-    if any(codec.name != "identity" for codec in codecs):
-        return "rows are encoded"
+    out, back = (wire.dispatch, wire.combine_backward), (wire.combine, wire.dispatch_backward)
+    if any(codec.name not in ("identity", "fp8") for codec in (*out, *back)):
+        return "its kernels write rows as they are or as fp8"
+    for codecs, multiple in ((out, FP8_OUT_MULTIPLE), (back, FP8_BACK_MULTIPLE)):
+        if any(_coded(codec) for codec in codecs) and geometry.hidden_size % multiple:
+            return f"its kernels write fp8 rows of multiples of {multiple} values"
     if geometry.rows_per_slot is not None or geometry.alignment != 1:
         return "rows are padded"
     if geometry.hidden_size * DTYPE.itemsize % ROW_MULTIPLE or geometry.top_k > MOST_CHOICES:
         return f"rows must be multiples of {ROW_MULTIPLE} bytes, choices at most {MOST_CHOICES}"
     return None
+
+
+def _coded(codec: Codec) -> bool:
+    return codec.name == "fp8"
 
 
 def unfit_dtype(dtype: torch.dtype | None) -> str | None:
@@ -88,8 +97,10 @@ def tell(geometry: Geometry) -> Told:
 class NvlinkCrossings:
     """What the operators of an exchange do over NVLink. Tokens are bfloat16."""
 
-    def __init__(self, geometry: Geometry, transport: Nvlink, observer: Observer, layer: int) -> None:
-        self.transport, self.observer, self.layer = transport, observer, layer
+    def __init__(
+        self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Observer, layer: int
+    ) -> None:
+        self.transport, self.wire, self.observer, self.layer = transport, wire, observer, layer
         self.world_size = transport.world_size
         self.begun: dict[int, tuple] = {}
         self.tickets = itertools.count()
@@ -113,6 +124,7 @@ class NvlinkCrossings:
             experts=told.placement.num_experts,
             choices=geometry.top_k,
             row_bytes=geometry.hidden_size * DTYPE.itemsize,
+            compact=_coded(self.wire.dispatch) or _coded(self.wire.combine_backward),
         )
         tables = placement_tables(told.placement, self.transport.device)
         if self._tables and [t.shape for t in self._tables] == [t.shape for t in tables]:
@@ -178,15 +190,24 @@ class NvlinkCrossings:
         if self.told.by_slot:
             with self.observer.span("plan", **where):
                 ids_TK = self._choose_slots(ids_TK)
-        if most <= FEW_TOKENS:
+        if most <= FEW_TOKENS and not _coded(self.wire.dispatch):
             with self.observer.span("dispatch", **where):
                 rows, routed = kernels.dispatch_small(x_TD, ids_TK, weights_TK, sms, **choose)
             return rows[0], routed
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
-            rows_RD = kernels.pull(x_TD, routed, num_sms=sms)[0]
+            rows_RD = self._move_out(x_TD, routed, kernels.shape.row_capacity, self.wire.dispatch)
         return rows_RD, routed
+
+    def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec) -> Tensor:
+        """Expert-major rows [num_rows, D] of tokens."""
+        kernels, transport = self._kernels(routed), self.transport
+        if not _coded(codec):
+            rows_1RD = x_TD.new_empty(1, num_rows, x_TD.shape[1])
+            return kernels.pull(x_TD, routed, num_sms=transport.dispatch_sms, out=rows_1RD)[0]
+        coded_1MB = kernels.push(x_TD, routed, num_sms=transport.push_sms, quantise=True)
+        return expand_fp8(coded_1MB, x_TD, routed, self.geometry.rank, num_rows, load=transport.load)
 
     def _choose_slots(self, ids_TK: Tensor) -> Tensor:
         geometry = self.geometry
@@ -232,7 +253,8 @@ class NvlinkCrossings:
                 "dispatch_backward",
                 lambda: dist.all_to_all_single(home_WTK, here_WTK, group=self.transport.group, async_op=True),
             )
-            d_x_TD = self._combine(d_rows_RD, routed, None, num_tokens, weighted=False)
+            codec = self.wire.dispatch_backward
+            d_x_TD = self._combine(d_rows_RD, routed, None, num_tokens, codec, weighted=False)
             self.transport.finish("dispatch_backward", work)
             return d_x_TD, home_WTK.sum(0)[:num_tokens]
 
@@ -254,29 +276,39 @@ class NvlinkCrossings:
         self.begun.pop(ticket, None)
         weighted = weights_R is not None
         with self.observer.span("combine", layer=self.layer):
-            return self._combine(rows_RD, read_state(state), addend_TD, num_tokens, weighted=weighted)
+            routed, codec = read_state(state), self.wire.combine
+            return self._combine(rows_RD, routed, addend_TD, num_tokens, codec, weighted=weighted)
 
     def run_combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         with self.observer.span("combine_backward", layer=self.layer):
-            d_y_RD = d_y_TD.new_empty(1, weights_R.shape[0], d_y_TD.shape[1])
-            routed, sms = read_state(state), self.transport.dispatch_sms
-            self._kernels(routed).pull(d_y_TD.contiguous(), routed, num_sms=sms, out=d_y_RD)
+            num_rows, codec = weights_R.shape[0], self.wire.combine_backward
+            d_y_RD = self._move_out(d_y_TD.contiguous(), read_state(state), num_rows, codec)
             if rows_RD is None:
-                return d_y_RD[0], weights_R.new_empty(0)
-            d_weights_R = (rows_RD.float() * d_y_RD[0].float()).sum(1)
-            return (d_y_RD[0].float() * weights_R[:, None]).to(DTYPE), d_weights_R
+                return d_y_RD, weights_R.new_empty(0)
+            d_weights_R = (rows_RD.float() * d_y_RD.float()).sum(1)
+            return (d_y_RD.float() * weights_R[:, None]).to(DTYPE), d_weights_R
 
     def _kernels(self, routed: Routed) -> NvlinkExchange:
         return self.transport.exchange_of(self.size, routed.position_LWTK.shape[2])
 
     def _combine(
-        self, rows_RD: Tensor, routed: Routed, addend: Tensor | None, num_tokens: int, *, weighted: bool
+        self,
+        rows_RD: Tensor,
+        routed: Routed,
+        addend: Tensor | None,
+        num_tokens: int,
+        codec: Codec,
+        *,
+        weighted: bool,
     ) -> Tensor:
-        sms = self.transport.combine_sms
-        rows = rows_RD.contiguous()[None]
-        added = None if addend is None else addend.contiguous()
         return self._kernels(routed).combine(
-            rows, routed, weighted=weighted, addend=added, num_sms=sms, num_tokens=num_tokens
+            rows_RD.contiguous()[None],
+            routed,
+            weighted=weighted,
+            addend=None if addend is None else addend.contiguous(),
+            num_sms=self.transport.combine_sms,
+            num_tokens=num_tokens,
+            wire="fp8" if _coded(codec) else "bf16",
         )

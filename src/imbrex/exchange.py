@@ -81,6 +81,7 @@ class Exchange:
             top_k=top_k,
             timeout=timeout,
             not_nvlink=unfit(self.geometry, self.wire) or unfit_dtype(dtype),
+            row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
         self._check()
         self._crossings = self._make_crossings(observer or Observer(), layer)
@@ -91,7 +92,7 @@ class Exchange:
             reason = unfit(self.geometry, self.wire)
             if reason is not None:
                 raise ValueError(f"Exchange: transport 'nvlink' cannot serve it: {reason}; use 'alltoall'")
-            return NvlinkCrossings(self.geometry, self.transport, observer, layer)
+            return NvlinkCrossings(self.geometry, self.transport, self.wire, observer, layer)
         return Crossings(self.geometry, self.transport, self.wire, self.world_size, observer, layer)
 
     def _check(self) -> None:

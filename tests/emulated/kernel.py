@@ -31,25 +31,26 @@ def _library(variant: jit.Variant) -> Any:
     built = folder / "kernel.so"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        for name, source in sources.items():
-            body = f'#include "{HEADER}"\n' if name in REPLACED else source
-            (folder / name).write_text(body)
-        run = f"emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({variant.entry}, args); }})"
-        takes = "int grid, int block, int smem, unsigned seed, double limit, void** args"
-        (folder / "main.cpp").write_text(
-            f'#include "{HEADER}"\n#include "{variant.source}"\n'
-            f'extern "C" int emulate({takes}) {{ return {run}; }}\n'
-        )
-        flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", *defines]
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as out:
-            subprocess.run(
-                ["g++", *flags, "-o", out.name, str(folder / "main.cpp")],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
-        Path(out.name).rename(built)
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # several processes may build at once
+            _build(variant, sources, Path(own)).rename(built)
     return ctypes.CDLL(str(built))
+
+
+def _build(variant: jit.Variant, sources: dict[str, str], folder: Path) -> Path:
+    for name, source in sources.items():
+        body = f'#include "{HEADER}"\n' if name in REPLACED else source
+        (folder / name).write_text(body)
+    run = f"emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({variant.entry}, args); }})"
+    takes = "int grid, int block, int smem, unsigned seed, double limit, void** args"
+    (folder / "main.cpp").write_text(
+        f'#include "{HEADER}"\n#include "{variant.source}"\n'
+        f'extern "C" int emulate({takes}) {{ return {run}; }}\n'
+    )
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
+    flags += [f"-D{name}={value}" for name, value in variant.defines]
+    command = ["g++", *flags, "-o", str(folder / "out.so"), str(folder / "main.cpp")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return folder / "out.so"
 
 
 class EmulatedKernel:

@@ -28,7 +28,7 @@ class SharedHeap:
         self.bases = tuple(part.data_ptr() for part in parts)
         self.first, self.local = first, parts[first : first + 1]
 
-    def close(self) -> None:
+    def close(self, *, together: bool = True) -> None:
         self.local = self.local[:, :0]
 
 
@@ -38,7 +38,7 @@ class EmulatedNvlink(Nvlink):
     load = staticmethod(kernel.load)
 
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
-        super().__init__(group, dispatch_sms=2, combine_sms=2, **options)
+        super().__init__(group, dispatch_sms=2, push_sms=2, combine_sms=2, **options)
 
     def reason_against(self) -> str | None:
         return None

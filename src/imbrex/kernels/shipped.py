@@ -14,6 +14,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.experts_ffn",
     "imbrex.kernels.experts_fp8",
     "imbrex.kernels.exchange",
+    "imbrex.kernels.expand",
     "imbrex.kernels.gates",
     "imbrex.kernels.split",
 )

@@ -35,13 +35,14 @@ _shared: weakref.WeakValueDictionary[str, Nvlink] = weakref.WeakValueDictionary(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """What kernels and a heap are made for, besides tokens: the slots of every expert rank, of which `tensor`
-    ranks share one, E experts, K choices, rows of `row_bytes`."""
+    ranks share one, E experts, K choices, rows of `row_bytes`. compact: rows are received once, too."""
 
     rank_offsets: tuple[int, ...]
     tensor: int
     experts: int
     choices: int
     row_bytes: int
+    compact: bool = False
 
     @property
     def most_slots(self) -> int:
@@ -85,7 +86,7 @@ class Nvlink(Collective):
     max_tokens: most tokens of a rank in a call; `None`: the most that any rank has in the first call of more
     than 512, rounded up to 64, and more when a call has more (a new heap, which waits for the GPUs). Smaller
     batches have heaps of their own.
-    dispatch_sms, combine_sms: multiprocessors that each kernel takes.
+    dispatch_sms, push_sms, combine_sms: multiprocessors of the kernels for rows out, coded rows out, sums back.
     """
 
     name = "nvlink"
@@ -98,10 +99,12 @@ class Nvlink(Collective):
         timeout: float | None = None,
         max_tokens: int | None = None,
         dispatch_sms: int = 24,
+        push_sms: int = 8,
         combine_sms: int = 24,
     ) -> None:
         super().__init__(group, timeout=timeout)
-        self.max_tokens, self.dispatch_sms, self.combine_sms = max_tokens, dispatch_sms, combine_sms
+        self.max_tokens = max_tokens
+        self.dispatch_sms, self.push_sms, self.combine_sms = dispatch_sms, push_sms, combine_sms
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
         reason = self.reason_against()
@@ -212,7 +215,7 @@ class Nvlink(Collective):
             self._make_heap,
             placement,
             size.shape(room),
-            compact=False,
+            compact=size.compact,
             timeout=self.timeout_s,
             load=self.load,
         )
