@@ -22,8 +22,11 @@ from torch import Tensor
 
 import imbrex
 from imbrex.cli.results import describe_run, write_results
+from imbrex.cost import COSTS, Load, Network
 from imbrex.crossings import Crossings
 from imbrex.placement import contiguous
+from imbrex.transport import Auto
+from imbrex.transport.collective import Collective
 
 QUESTION = "Which exchange is fastest between nodes?"
 NAMES = {"alltoall": "copy-per-rank", "hierarchical": "hierarchical-dedup"}
@@ -67,7 +70,24 @@ def measure(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.de
                 if number >= args.warm_up:
                     seconds[name].append(tuple(1e-9 * s for s in slowest.tolist()))
     crossing = {name: bytes_of(args, name, group.size()) for name in jobs}
-    return report(args, seconds, crossing, group.size()) if group.rank() == 0 else []
+    predicted = predict(args, group)
+    return report(args, seconds, crossing, predicted) if group.rank() == 0 else []
+
+
+def predict(args: argparse.Namespace, group: dist.ProcessGroup) -> dict[str, float]:
+    """Seconds one way by transport, from a measurement of the network; fastest first."""
+    auto = Auto(tokens=args.tokens)
+    nodes = auto.nodes(group)
+    if nodes is None:
+        return {}
+    network: Network = auto.network(Collective(group), group, nodes)
+    row_bytes = args.width * getattr(torch, args.dtype).itemsize
+    load = Load(tokens=args.tokens, row_bytes=row_bytes, top_k=args.top_k)
+    if group.rank() == 0:
+        sys.stdout.write(f"top-{args.top_k}; {auto.pick(group, nodes, load, None)}\n{network}\n")
+    else:
+        auto.pick(group, nodes, load, None)
+    return {name: cost(network, load) for name, cost in COSTS.items()}
 
 
 def start(args: argparse.Namespace) -> torch.device:
@@ -177,9 +197,9 @@ def report(
     args: argparse.Namespace,
     seconds: dict[str, list[tuple[float, ...]]],
     crossing: dict[str, tuple[float, float]],
-    world: int,
+    predicted: dict[str, float],
 ) -> list[dict]:
-    size = int(os.environ["LOCAL_WORLD_SIZE"])
+    world, size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     case = {"nodes": world // size, "ranks_per_node": size, "T": args.tokens, "D": args.width}
     case |= {"E": args.experts, "K": args.top_k, "network": args.network, "rates": args.rates}
     case |= {"dtype": args.dtype, "bytes": args.tokens * args.width * getattr(torch, args.dtype).itemsize}
@@ -193,6 +213,7 @@ def report(
             for op in ("move", "move_back")
             for what, amount in (("link", across), ("algorithm", wanted))
         }
+        said += f", predicted {1e3 * predicted[name]:.1f}" if name in predicted else ""
         sys.stdout.write(f"{name:15} {said} ms; {', '.join(f'{k} {v:.3f}' for k, v in rates.items())}\n")
         for op in (*OPS, "exchange"):
             times = [1e6 * (sum(r[:2]) if op == "exchange" else r[OPS.index(op)]) for r in rounds]
@@ -201,6 +222,8 @@ def report(
                 k.removeprefix(f"{op}_"): v for k, v in rates.items() if k.split("_l")[0].split("_a")[0] == op
             }
             impl = NAMES.get(name, name)
+            if op in ("move", "move_back") and name in predicted:
+                both["predicted_us"] = 1e6 * predicted[name]
             rows.append({"op": op, "impl": impl, "case": case, **measured, "n": len(times), **both})
     return rows
 

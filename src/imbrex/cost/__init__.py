@@ -1,5 +1,6 @@
 """How long things take: models fitted from measurements. Pure functions."""
 
 from imbrex.cost.curve import Curve
+from imbrex.cost.network import COSTS, Link, Load, Network
 
-__all__ = ["Curve"]
+__all__ = ["COSTS", "Curve", "Link", "Load", "Network"]

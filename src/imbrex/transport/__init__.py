@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from imbrex.contracts import Transport
+from imbrex.cost import Load
 from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
+from imbrex.transport.auto import Auto
 from imbrex.transport.hierarchical import Hierarchical
 from imbrex.transport.leader import Leader
 from imbrex.transport.nvlink import Nvlink
@@ -28,6 +30,8 @@ TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "sequential": Sequential,
     "hierarchical": Hierarchical,
 }
+
+TWO_TIERS = ("1dh", "2dh", "pipe", "sequential", "hierarchical")
 
 BROADCAST_FROM = 0.8
 """Share of ranks a token wants from which sending it to all of them costs less than sorting out which."""
@@ -50,27 +54,37 @@ def pick(name: str, *, num_ranks: int, top_k: int) -> tuple[str, str]:
 
 
 def make(
-    transport: str | Transport,
+    transport: str | Transport | Auto,
     group: dist.ProcessGroup | None,
     *,
     num_ranks: int,
     top_k: int,
     timeout: float | None = None,
     not_nvlink: str | None = None,
+    row_bytes: int = 8192,
 ) -> tuple[Transport, str]:
     """The transport, built on `group`, and the reason for the choice.
 
-    not_nvlink: why `auto` may not pick `nvlink`, where it may not.
+    not_nvlink: why `auto` may not pick `nvlink`, where it may not. row_bytes: of a row, for the costs of
+    transports on several nodes.
     """
-    if not isinstance(transport, str):
-        return transport, "given by the caller"
-    name, reason = pick(transport, num_ranks=num_ranks, top_k=top_k)
-    if transport == "auto" and group is not None and dist.get_world_size(group) > 1:
-        found = not_nvlink or Nvlink.of_or_reason(group, timeout=timeout)
-        if isinstance(found, Nvlink):
-            return found, "bfloat16 tokens on GPUs of one host that reach each other's memory"
-        reason = f"{reason}; not nvlink: {found}"
-    return TRANSPORTS[name](group, timeout=timeout), reason
+    automatic = Auto() if isinstance(transport, str) and transport == "auto" else transport
+    if not isinstance(automatic, str | Auto):
+        return automatic, "given by the caller"
+    chosen = automatic if isinstance(automatic, Auto) else None
+    name, reason = pick("auto" if chosen else str(transport), num_ranks=num_ranks, top_k=top_k)
+    if chosen is None or group is None or dist.get_world_size(group) == 1:
+        return TRANSPORTS[name](group, timeout=timeout), reason
+    nodes = chosen.nodes(group)
+    found = not_nvlink or Nvlink.of_or_reason(group, timeout=timeout)
+    if isinstance(found, Nvlink):
+        return found, "bfloat16 tokens on GPUs of one host that reach each other's memory"
+    if nodes is None:
+        return TRANSPORTS[name](group, timeout=timeout), f"{reason}; not nvlink: {found}"
+    load = Load(tokens=chosen.tokens, row_bytes=row_bytes, top_k=top_k)
+    name, reason = chosen.pick(group, nodes, load, timeout)
+    more = {"ranks_per_node": nodes.size} if name in TWO_TIERS else {}
+    return TRANSPORTS[name](group, timeout=timeout, **more), f"{reason}; not nvlink: {found}"
 
 
 __all__ = [
@@ -78,6 +92,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Auto",
     "Hierarchical",
     "Leader",
     "Nvlink",

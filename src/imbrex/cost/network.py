@@ -1,0 +1,143 @@
+"""How long an exchange takes on a network of two tiers: one model for each transport.
+
+A rank sends T rows of B bytes' worth of tokens, each to k experts that are spread evenly over N nodes of M
+ranks. It wants a given rank with p = 1 - (1 - 1/(N M))^k and a given node with q = 1 - (1 - 1/N)^k. A
+message takes `start` seconds and `per_byte` for each byte, measured with all ranks sending at once, so that
+what ranks of a node share is in the figure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """start: seconds of a message of no bytes. per_byte: seconds a byte and rank, all ranks sending."""
+
+    start: float
+    per_byte: float
+
+    @staticmethod
+    def through(few: tuple[float, float], many: tuple[float, float]) -> Link:
+        """From two measured (bytes, seconds)."""
+        per_byte = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
+        return Link(start=max(0.0, few[1] - few[0] * per_byte), per_byte=per_byte)
+
+    def __call__(self, messages: float, nbytes: float) -> float:
+        return messages * self.start + nbytes * self.per_byte
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """What was measured between `nodes` nodes of `size` ranks: inside a node, and between nodes."""
+
+    nodes: int
+    size: int
+    inside: Link
+    across: Link
+
+    def save(self, path: Path | str) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path | str, nodes: int, size: int) -> Network:
+        """Raises ValueError where the file is no such measurement, or one of another group."""
+        try:
+            read = json.loads(Path(path).read_text(encoding="utf-8"))
+            inside, across = Link(**read["inside"]), Link(**read["across"])
+            made = Network(nodes=read["nodes"], size=read["size"], inside=inside, across=across)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"transport: {path} holds no measurement of a network ({error!r}); remove it"
+            ) from None
+        if (made.nodes, made.size) != (nodes, size):
+            raise ValueError(
+                f"transport: {path} was measured on {made.nodes} nodes of {made.size} ranks, these are "
+                f"{nodes} of {size}; give another file"
+            )
+        return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What a rank exchanges: tokens, bytes of a row, choices a token."""
+
+    tokens: int
+    row_bytes: int
+    top_k: int
+
+
+def rows(network: Network, load: Load) -> tuple[float, float]:
+    """Bytes that a rank has for one other rank, and for one other node if each token goes there once."""
+    ranks, nodes = network.nodes * network.size, network.nodes
+    every = load.tokens * load.row_bytes
+    to_rank = every * (1 - (1 - 1 / ranks) ** load.top_k)
+    return to_rank, every * (1 - (1 - 1 / nodes) ** load.top_k)
+
+
+def alltoall(network: Network, load: Load) -> float:
+    """All messages at once: the slower tier decides (ScheMoE, Eq. 16)."""
+    return max(_direct(network, rows(network, load)[0]))
+
+
+def allgather(network: Network, load: Load) -> float:
+    return max(_direct(network, load.tokens * load.row_bytes))
+
+
+def pipe(network: Network, load: Load) -> float:
+    """As `alltoall`, and one more message to start."""
+    return max(_direct(network, rows(network, load)[0])) + network.inside.start
+
+
+def sequential(network: Network, load: Load) -> float:
+    """One tier after the other (Eq. 17)."""
+    return sum(_direct(network, rows(network, load)[0]))
+
+
+def two_level(network: Network, load: Load) -> float:
+    """2DH: inside first, everything that a rank has, then between ranks of equal place."""
+    one, n, m = rows(network, load)[0], network.nodes, network.size
+    return network.inside(m - 1, (m - 1) * n * one) + network.across(n - 1, (n - 1) * m * one)
+
+
+def leader(network: Network, load: Load) -> float:
+    """1DH: through the node's first rank, whose link carries all rows of the node, in and out again."""
+    one, n, m = rows(network, load)[0], network.nodes, network.size
+    inside = network.inside(m - 1, (m - 1) * n * m * one)
+    # One sender a node does not share its link with the others.
+    return 2 * inside + network.across(n - 1, (n - 1) * m * one)
+
+
+def hierarchical(network: Network, load: Load, pieces: int = 4) -> float:
+    """Once to a node, piece by piece, and on to its ranks: the slower tier, and one piece of the other."""
+    (one, once), n, m = rows(network, load), network.nodes, network.size
+    across = network.across(pieces * (n - 1), (n - 1) * once)
+    inside = network.inside((1 + pieces * (n - 1)) * (m - 1), n * (m - 1) * one)
+    return max(across, inside) + min(across, inside) / pieces
+
+
+def _direct(network: Network, one: float) -> tuple[float, float]:
+    """Seconds inside and between nodes with `one` bytes for every other rank."""
+    near, far = network.size - 1, (network.nodes - 1) * network.size
+    return network.inside(near, near * one), network.across(far, far * one)
+
+
+COSTS: Mapping[str, Callable[[Network, Load], float]] = {
+    "alltoall": alltoall,
+    "allgather": allgather,
+    "pipe": pipe,
+    "sequential": sequential,
+    "1dh": leader,
+    "2dh": two_level,
+    "hierarchical": hierarchical,
+}
+"""Seconds of the rows' way out, which are also those of the way back, by the name of the transport."""
+
+
+def fastest(network: Network, load: Load) -> list[tuple[str, float]]:
+    """Transports by predicted seconds; of equals, the simpler one first."""
+    return sorted(((name, cost(network, load)) for name, cost in COSTS.items()), key=lambda pair: pair[1])

@@ -1,0 +1,123 @@
+"""The transport by a short measurement of the network, where the ranks are on several nodes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from imbrex.cost.network import Link, Load, Network, fastest
+from imbrex.transport.collective import Collective, Message
+from imbrex.transport.nodes import Nodes
+
+SIZES = {"cpu": (1 << 10, 2 << 20), "cuda": (1 << 10, 32 << 20)}
+"""Bytes of the messages that are timed. Two MiB a rank outlast the burst that a token bucket lets through."""
+TAG = 1 << 29
+_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Nodes, Network]] = weakref.WeakKeyDictionary()
+
+
+class Auto:
+    """`transport="auto"` with settings.
+
+    profile: a file with what was measured; written by the first rank if it is not there, read by all if it
+        is. Without, the network is measured once a process group.
+    tokens: of a rank in a call, for the costs. ranks_per_node: as for the transports of two tiers.
+    """
+
+    def __init__(
+        self,
+        *,
+        profile: Path | str | None = None,
+        tokens: int = 4096,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        if tokens < 1:
+            raise ValueError(f"transport: Auto for {tokens} tokens; give at least 1")
+        self.path = None if profile is None else Path(profile)
+        self.tokens, self.ranks_per_node = tokens, ranks_per_node
+
+    def nodes(self, group: dist.ProcessGroup) -> Nodes | None:
+        """Of a group whose ranks are on several nodes, else None; ranks that do not divide into nodes are
+        left to transports that do not ask."""
+        try:
+            found = Nodes.of(dist.get_world_size(group), self.ranks_per_node)
+        except ValueError:
+            if self.ranks_per_node is not None:
+                raise
+            return None
+        return found if found.num_nodes > 1 else None
+
+    def pick(
+        self, group: dist.ProcessGroup, nodes: Nodes, load: Load, timeout: float | None
+    ) -> tuple[str, str]:
+        """The transport that is predicted to end first, and why. Collective."""
+        network = self.network(Collective(group, timeout=timeout), group, nodes)
+        (name, seconds), (second, later), *_ = fastest(network, load)
+        shape = f"{nodes.num_nodes} nodes of {nodes.size}"
+        said = f"{1e3 * seconds:.2f} ms one way, {second} {1e3 * later:.2f}"
+        return name, f"by profile, {said}, for {load.tokens} tokens, top-{load.top_k}, on {shape}"
+
+    def network(self, collective: Collective, group: dist.ProcessGroup, nodes: Nodes) -> Network:
+        """From the file, from an earlier layer of the group, or measured. The same on every rank."""
+        there = self.path is not None and self.path.exists()
+        told = collective.exchange_counts(torch.tensor([int(there)])) if self.path is not None else None
+        if self.path is not None and told is not None and bool(told.min()):
+            return Network.load(self.path, nodes.num_nodes, nodes.size)
+        known = _measured.setdefault(group, {})
+        if nodes not in known:
+            known[nodes] = measure(collective, nodes)
+        if self.path is not None and collective.rank == 0:
+            known[nodes].save(self.path)
+        return known[nodes]
+
+
+def measure(collective: Collective, nodes: Nodes, repeats: int = 3) -> Network:
+    """Every rank to all others of its node at once, then to its counterparts on the other nodes. Collective;
+    the medians of the slowest rank."""
+    node, local = divmod(collective.rank, nodes.size)
+    inside = [nodes.rank(node, place) for place in range(nodes.size) if place != local]
+    across = [nodes.rank(n, local) for n in range(nodes.num_nodes) if n != node]
+    return Network(
+        nodes=nodes.num_nodes,
+        size=nodes.size,
+        inside=_time(collective, inside, repeats),
+        across=_time(collective, across, repeats),
+    )
+
+
+def _time(collective: Collective, peers: Sequence[int], repeats: int) -> Link:
+    if not peers:
+        return Link(start=0.0, per_byte=0.0)
+    points = []
+    for size in SIZES[collective.device.type]:
+        # Divided among the peers: what a rank sends in all is what a link is asked for.
+        rows = torch.zeros(
+            2, len(peers), max(1, size // len(peers)), dtype=torch.uint8, device=collective.device
+        )
+        taken = [_once(collective, peers, rows) for _ in range(repeats + 1)][1:]
+        nanoseconds = collective.exchange_counts(torch.tensor([int(1e9 * statistics.median(taken))]))
+        points.append((float(rows[0].numel()), 1e-9 * int(nanoseconds.max())))
+    whole = Link.through(*points)
+    return Link(start=whole.start / len(peers), per_byte=whole.per_byte)
+
+
+def _once(collective: Collective, peers: Sequence[int], rows: torch.Tensor) -> float:
+    collective.exchange_counts(torch.zeros(1, dtype=torch.int64))
+    begin = time.perf_counter()
+    sends = [Message(rows=rows[0, i], peer=peer, tag=TAG) for i, peer in enumerate(peers)]
+    gets = [Message(rows=rows[1, i], peer=peer, tag=TAG) for i, peer in enumerate(peers)]
+    sent, got = collective.post("plan", sends, gets)
+    for work in (*got, *sent):
+        collective.finish("plan", work)
+    if rows.is_cuda:
+        # host sync: a measurement, once a process group
+        torch.cuda.synchronize(rows.device)
+    return time.perf_counter() - begin
+
+
+__all__ = ["Auto", "measure"]

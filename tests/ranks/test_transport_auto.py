@@ -1,0 +1,75 @@
+"""`auto` on several nodes: measured once, kept, and decided alike on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.cost import Link, Network
+from imbrex.transport import Auto, make
+from tests.ranks.layer_jobs import Case, run_layer
+from tests.ranks.pool import Pool, RankError, Ranks
+from tests.ranks.test_layer import SMALL, largest_error
+
+
+def run_auto(ranks: Ranks, path: str | None, top_k: int) -> tuple[str, str]:
+    made, reason = make(
+        Auto(profile=path, tokens=1024, ranks_per_node=2),
+        ranks.group,
+        num_ranks=ranks.world_size,
+        top_k=top_k,
+    )
+    assert made.exchange_counts(torch.tensor([3])).tolist() == [[3]] * ranks.world_size
+    return made.name, reason
+
+
+def test_measured_and_kept(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "network.json")
+    first = pool.run(4, run_auto, path, 2)
+    assert len(set(first)) == 1
+    assert "by profile, " in first[0][1]
+    assert "on 2 nodes of 2; not nvlink: " in first[0][1]
+    measured = Network.load(path, 2, 2)
+    # Loopback: a mebibyte in more than 20 microseconds and less than a second.
+    for link in (measured.inside, measured.across):
+        assert 2e-5 < link(1, 1 << 20) < 1.0
+    stamp = Path(path).stat().st_mtime_ns
+    assert pool.run(4, run_auto, path, 2) == first
+    assert Path(path).stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(("top_k", "name"), [(1, "alltoall"), (8, "hierarchical")])
+def test_decided_by_what_was_measured(pool: Pool, tmp_path: Path, top_k: int, name: str) -> None:
+    slow = Network(
+        nodes=2, size=2, inside=Link(start=1e-5, per_byte=1e-10), across=Link(start=1e-4, per_byte=3e-8)
+    )
+    slow.save(tmp_path / "network.json")
+    found = pool.run(4, run_auto, str(tmp_path / "network.json"), top_k)
+    assert {picked for picked, _ in found} == {name}
+
+
+def test_a_measurement_of_other_nodes_is_refused(pool: Pool, tmp_path: Path) -> None:
+    link = Link(start=0.0, per_byte=1e-9)
+    Network(nodes=4, size=1, inside=link, across=link).save(tmp_path / "network.json")
+    with pytest.raises(RankError, match="measured on 4 nodes of 1 ranks, these are 2 of 2"):
+        pool.run(4, run_auto, str(tmp_path / "network.json"), 2)
+
+
+def run_layer_with_auto(ranks: Ranks, case: Case) -> dict:
+    options = {"transport": Auto(ranks_per_node=2)}
+    return run_layer(ranks, Case(config=case.config, options=options))
+
+
+def test_oracle(pool: Pool) -> None:
+    case = Case(config=SMALL)
+    errors = largest_error(case, 4, pool.run(4, run_layer_with_auto, case))
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="Auto for 0 tokens; give at least 1"):
+        Auto(tokens=0)
+    assert imbrex.transport.pick("auto", num_ranks=1, top_k=1)[0] == "alltoall"
