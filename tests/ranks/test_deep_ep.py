@@ -189,7 +189,7 @@ MESSAGES = {
     "int32": r"on rank 1, topk_idx torch.int32, topk_weights torch.float32; give int64 and float32",
     "counts": r"on rank 1, num_tokens_per_rank does not count is_token_in_rank",
     "device": r"on rank 1, tensors are on cpu, meta; the group takes them on cpu",
-    "width": r"ranks disagree about the bytes of a row: 536 on rank 0, 534 on rank 1",
+    "width": r"ranks disagree about the bytes of a row: 512 on rank 0, 510 on rank 1",
     "experts": r"ranks disagree about the number of experts: 8 on rank 0, 6 on rank 1",
     "worst": r"rank 0 receives 6 tokens, more than num_worst_tokens, 4; give the tokens of all",
 }

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from imbrex.cli.exchange_beside import beside_gemm
 from imbrex.cli.exchange_ceilings import copy_engine_ceiling, dense_ceiling
 from imbrex.cli.exchange_clock import Clock, run_ranks
+from imbrex.cli.exchange_doors import deep_ep_calls
 from imbrex.cli.exchange_parts import heap_bytes, main_case, push_ceiling, skewed, small, sweep
 from imbrex.cli.exchange_rows import Rows
 from imbrex.cli.results import describe_run, write_results
@@ -36,6 +37,7 @@ PARTS: dict[str, Part] = {
     "zipf": partial(skewed, routing="zipf:1.2"),
     "sweep": sweep,
     "beside": beside_gemm,
+    "deep-ep": deep_ep_calls,
     "heap": heap_bytes,
 }
 QUICK = ("main", "heap")

@@ -64,22 +64,14 @@ def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
     )
 
 
-class Courier:
-    """Carries rows over a transport for one buffer; `who` stands in its errors.
-
-    transport: a name in `imbrex.transport.TRANSPORTS` or an object, which sends a token where it is wanted.
-    """
+class Carrier:
+    """What couriers share: a group, and how ranks tell each other what is wrong. `who` stands in errors."""
 
     def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Transport) -> None:
         self.who = who
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.transport, _ = make_transport(transport, group, num_ranks=self.world_size, top_k=1)
-        if not _takes_routes(self.transport):
-            raise ValueError(
-                f"{who}: the {self.transport.name} transport does not carry given rows to given ranks alone; "
-                "use 'alltoall'"
-            )
+        self.transport = make_transport(transport, group, num_ranks=self.world_size, top_k=1)[0]
 
     def wrong_device(self, *tensors: Tensor | None) -> str:
         """What is wrong with the devices of a call's tensors, or nothing."""
@@ -89,6 +81,39 @@ class Courier:
             return ""
         where = ", ".join(sorted(map(str, given)))
         return f"tensors are on {where}; the group takes them on {self.transport.device.type}"
+
+    def check_alike(self, call: str, settings: Mapping[str, int], told: list[list[int]]) -> None:
+        """told: the settings of every rank."""
+        for place, name in enumerate(settings):
+            for rank, values in enumerate(told):
+                if values[place] != told[0][place]:
+                    raise ValueError(
+                        f"{self.who}.{call}: ranks disagree about {name}: {told[0][place]} on rank 0, "
+                        f"{values[place]} on rank {rank}; give every rank the same kind of input"
+                    )
+
+    def raise_problems(self, call: str, problem: str) -> None:
+        text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
+        # on the host: text
+        told = self.transport.exchange_counts(torch.tensor(list(text))).tolist()
+        found = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(told)]
+        rank, said = next((rank, said) for rank, said in found if said)
+        raise ValueError(f"{self.who}.{call}: on rank {rank}, {said}")
+
+
+class Courier(Carrier):
+    """Carries rows over a transport.
+
+    transport: a name in `imbrex.transport.TRANSPORTS` or an object, which sends a token where it is wanted.
+    """
+
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Transport) -> None:
+        super().__init__(who, group, transport)
+        if not _takes_routes(self.transport):
+            raise ValueError(
+                f"{who}: the {self.transport.name} transport does not carry given rows to given ranks alone; "
+                "use 'alltoall', or 'nvlink' on the GPUs of one host"
+            )
 
     def settle(
         self, call: str, problem: str, wanted_TW: Tensor, extra: Tensor | int, settings: Mapping[str, int]
@@ -109,37 +134,29 @@ class Courier:
         # on the host: the message has been received
         heads = gathered.tolist()
         if any(head[0] for head in heads):
-            self._raise_problems(call, problem)
-        for place, name in enumerate(settings, 1):
-            for rank, head in enumerate(heads):
-                if head[place] != heads[0][place]:
-                    raise ValueError(
-                        f"{self.who}.{call}: ranks disagree about {name}: {heads[0][place]} on rank 0, "
-                        f"{head[place]} on rank {rank}; give every rank the same kind of input"
-                    )
+            self.raise_problems(call, problem)
+        self.check_alike(call, settings, [head[1:] for head in heads])
         return gathered[:, -self.world_size :], [head[len(settings) + 1] for head in heads]
-
-    def _raise_problems(self, call: str, problem: str) -> None:
-        text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
-        # on the host: text
-        told = self.transport.exchange_counts(torch.tensor(list(text))).tolist()
-        found = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(told)]
-        rank, said = next((rank, said) for rank, said in found if said)
-        raise ValueError(f"{self.who}.{call}: on rank {rank}, {said}")
 
     def carry(self, columns: Sequence[Tensor], route: Route) -> list[Tensor]:
         """Columns of a token [T, ...] to columns of the rows received [N, ...], of any dtype, as bytes."""
         encoded_TB = torch.cat([as_bytes(column) for column in columns], 1)
         crossed = self.transport.begin_move(encoded_TB, route.traffic).finish()
         own = encoded_TB[route.own_tokens_O]
-        return _cut(torch.cat([crossed[: route.before], own, crossed[route.before :]]), columns)
+        return cut(torch.cat([crossed[: route.before], own, crossed[route.before :]]), columns)
 
     def bring_home(
-        self, columns: Sequence[Tensor], dtypes: Sequence[torch.dtype], route: Route
+        self,
+        columns: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        route: Route,
+        *,
+        rounded: bool = False,
     ) -> list[Tensor]:
         """Columns of rows received [N, ...] summed over a token's ranks, in rank order: float32 [T, ...].
 
-        dtypes: how a column crosses. What is summed on the own rank is not rounded.
+        dtypes: how a column crosses. What is summed on the own rank is not rounded. rounded: the sums of the
+        first column are wanted in its dtype.
         """
         stop = route.before + len(route.own_tokens_O)
         crossing = [
@@ -150,11 +167,11 @@ class Courier:
         back = self.transport.begin_move_back(encoded, route.traffic).finish()
         sizes = route.traffic.splits_2W[0].tolist()
         summed = []
-        for column, part in zip(columns, _cut(back, crossing), strict=True):
+        for column, part in zip(columns, cut(back, crossing), strict=True):
             own = torch.zeros(route.num_tokens, column.shape[1], device=column.device)
             own[route.own_tokens_O] = column[route.before : stop].float()
             summed.append(rows.sum_home(own, part, route.traffic.sent_tokens_N, sizes, self.rank))
-        return summed
+        return [summed[0].to(columns[0].dtype), *summed[1:]] if rounded else summed
 
 
 def _takes_routes(transport: Transport) -> bool:
@@ -163,7 +180,7 @@ def _takes_routes(transport: Transport) -> bool:
     return not everywhere and not isinstance(transport, Nvlink) and not hasattr(transport, "plan_relays")
 
 
-def _cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
+def cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
     """The columns that are written side by side in rows of bytes; `columns` tell their widths and dtypes."""
     sizes = [column.shape[1] * column.dtype.itemsize for column in columns]
     parts = encoded_NB.split(sizes, 1)

@@ -16,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep.choices import indices_to_map, spread_choices
-from imbrex.adapters.deep_ep.courier import Courier, pad_rows
-from imbrex.adapters.deep_ep.hybrid_arrival import Given, arrive, arrive_again
+from imbrex.adapters.deep_ep.courier import pad_rows
+from imbrex.adapters.deep_ep.couriers import bring_home, open_courier
+from imbrex.adapters.deep_ep.hybrid_arrival import Given, carry_rows, plan_again, plan_rows
 from imbrex.adapters.deep_ep.hybrid_handle import (
-    Arrived,
     BufferConfig,
     HybridHandle,
     Kept,
     make_handle,
     read_handle,
 )
+from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier, expert_major, permute, pick
 from imbrex.adapters.deep_ep.permuted import Permutation, make_permutation
 from imbrex.contracts import Transport
 from imbrex.handshake import agree
@@ -39,7 +40,8 @@ class HybridEPBuffer:
     group: `None` is one process alone. hidden_dim, num_local_experts: the same on every rank.
     max_num_of_tokens_per_rank: kept; any number of tokens is taken, and ranks may have different ones.
     The numbers of SMs and blocks, and the options of its kernels, are accepted and not used.
-    transport: a name or an object of imbrex; it decides how rows move, and on which device.
+    transport: a name or an object of imbrex; it decides how rows move, and on which device. `auto`: `nvlink`
+        where its kernels can run, else `alltoall`.
 
     Calls run on the caller's stream and nothing is differentiated, as in Hybrid-EP. Raises ValueError on
     every rank where one rank's dispatch is wrong, RankLostError where a rank does not answer within
@@ -64,9 +66,9 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
         *,
-        transport: str | Transport = "alltoall",
+        transport: str | Transport = "auto",
     ) -> None:
-        self._courier = Courier("deep_ep.HybridEPBuffer", group, transport)
+        self._courier = open_courier("deep_ep.HybridEPBuffer", group, transport)
         self.group = group
         self.rank = self.local_rank = self._courier.rank
         self.group_size = self.num_of_hybrid_ep_ranks_per_nvlink_domain = self._courier.world_size
@@ -141,8 +143,11 @@ class HybridEPBuffer:
             ids_TK=topk_idx,
             weights_TK=topk_weights,
         )
-        arrived = self._arrive("dispatch", given, num_of_experts, handle)
-        size, kept = num_dispatched_tokens or 0, arrived.kept
+        kept, size = self._plan("dispatch", given, num_of_experts, handle), num_dispatched_tokens or 0
+        if isinstance(self._courier, NvlinkCourier) and isinstance(kept.route, Link):
+            kept = replace(kept, route=self._courier.sized(kept.route, size))
+        arrived = carry_rows(self._courier, given, kept)
+        kept = arrived.kept
         probs_NE = None if arrived.weights_NK is None else pad_rows(kept.spread(arrived.weights_NK), size)
         scales_NS = None if arrived.scales_NS is None else pad_rows(arrived.scales_NS, size)
         return pad_rows(arrived.rows_ND, size), probs_NE, scales_NS, make_handle(kept, self.rank)
@@ -159,13 +164,14 @@ class HybridEPBuffer:
         route = read_handle(handle, "combine").route
         columns = [hidden] if probs is None else [hidden, probs]
         for column in columns:
-            if column.dim() != 2 or len(column) < route.num_rows:
+            if column.dim() != 2 or route.num_rows is None or len(column) < route.num_rows:
                 raise ValueError(
                     f"deep_ep.HybridEPBuffer.combine: {list(column.shape)} for {route.num_rows} rows received"
                 )
         _check_summable(hidden, "combine")
-        summed = self._courier.bring_home(columns, [hidden.dtype, torch.float32][: len(columns)], route)
-        return summed[0].to(hidden.dtype), None if probs is None else summed[1]
+        dtypes = [hidden.dtype, torch.float32][: len(columns)]
+        summed = bring_home(self._courier, columns, dtypes, route, rounded=True)
+        return summed[0], None if probs is None else summed[1]
 
     @torch.no_grad()
     def dispatch_with_permute(
@@ -213,13 +219,11 @@ class HybridEPBuffer:
             ids_TK=topk_idx,
             weights_TK=topk_weights,
         )
-        arrived = self._arrive(
-            "dispatch_with_permute", given, num_of_experts, handle, pad_multiple or 1, problem
-        )
-        permutation = self._permute(arrived.kept, budget, on_host=not non_blocking)
-        made = make_handle(replace(arrived.kept, permutation=permutation), self.rank)
+        kept = self._plan("dispatch_with_permute", given, num_of_experts, handle, pad_multiple or 1, problem)
+        rows, kept, permutation = self._expand(given, kept, budget, on_host=not non_blocking)
+        made = make_handle(replace(kept, permutation=permutation), self.rank)
         counts_e = permutation.counts_e if permutation.on_host_e is None else permutation.on_host_e
-        return *_expand(arrived, permutation), counts_e, made
+        return *rows, counts_e, made
 
     @torch.no_grad()
     def combine_with_unpermute(
@@ -248,17 +252,29 @@ class HybridEPBuffer:
                 "dispatch_with_permute whose handle this is"
             )
         _check_summable(hidden, call)
-        columns, dtypes = [permutation.reduce(hidden)], [hidden.dtype]
-        if probs is not None:
-            columns.append(permutation.pick(probs))
-            dtypes.append(torch.float32)
-        summed = self._courier.bring_home(columns, dtypes, kept.route)
-        y_TD = summed[0].to(hidden.dtype)
-        if probs is None:
+        y_TD, weights_TK = self._reduce(hidden, probs, kept, permutation)
+        if weights_TK is None:
             return y_TD, None
-        return y_TD, spread_choices(replace(kept.choices, weights_TK=summed[1]), kept.config.num_experts)
+        return y_TD, spread_choices(replace(kept.choices, weights_TK=weights_TK), kept.config.num_experts)
 
-    def _arrive(
+    def _reduce(
+        self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums of a token's rows, and the value of each of its choices."""
+        courier, link = self._courier, kept.route
+        if isinstance(courier, NvlinkCourier) and isinstance(link, Link):
+            routed = expert_major(link, permutation)
+            y_TD = courier.combine(hidden, link, routed, rounded=True)
+            if probs is None:
+                return y_TD, None
+            values_WTK = pick(probs, routed.position_LWTK[0].long())
+            return y_TD, courier.send_home(values_WTK)[: link.num_tokens]
+        columns, dtypes = [permutation.reduce(hidden)], [hidden.dtype, torch.float32]
+        columns += [] if probs is None else [permutation.pick(probs)]
+        summed = bring_home(courier, columns, dtypes[: len(columns)], link, rounded=False)
+        return summed[0].to(hidden.dtype), None if probs is None else summed[1]
+
+    def _plan(
         self,
         call: str,
         given: Given,
@@ -266,9 +282,9 @@ class HybridEPBuffer:
         handle: tuple | None,
         pad_multiple: int = 1,
         problem: str = "",
-    ) -> Arrived:
+    ) -> Kept:
         if handle is not None:
-            return arrive_again(self._courier, call, given, handle)
+            return plan_again(self._courier, call, given, handle)
         local = None
         if num_experts is not None:
             local = num_experts // self.group_size
@@ -276,21 +292,32 @@ class HybridEPBuffer:
                 problem = f"{num_experts} experts on {self.group_size} ranks; give a multiple"
         tokens, width = given.hidden.shape if given.hidden.dim() == 2 else (None, None)
         config = self.update_template_config(width, tokens, local, pad_multiple)
-        return arrive(self._courier, call, given, config, problem)
+        return plan_rows(self._courier, call, given, config, problem)
 
-    def _permute(self, kept: Kept, budget: int | None, *, on_host: bool) -> Permutation:
-        if kept.permutation is not None:
-            return kept.permutation if budget is None else kept.permutation.resize(budget)
+    def _expand(
+        self, given: Given, kept: Kept, budget: int | None, *, on_host: bool
+    ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Kept, Permutation]:
+        """Expert-major rows, their probabilities and scales; what is kept, and where the rows are."""
+        courier, link, pad = self._courier, kept.route, kept.config.pad_multiple
+        permutation = kept.permutation
+        if permutation is not None and budget is not None:
+            permutation = permutation.resize(budget)
+        if isinstance(courier, NvlinkCourier) and isinstance(link, Link):
+            permutation = permutation or permute(link, pad, budget, on_host=on_host)
+            columns = [given.hidden, *([] if given.scales is None else [given.scales])]
+            rows, weights_R = courier.expand(columns, link, permutation)
+            probs_R = None if kept.choices.weights_TK is None else weights_R
+            return (rows[0], probs_R, rows[1] if len(rows) == 2 else None), kept, permutation
+        arrived = carry_rows(courier, given, kept)
+        kept = arrived.kept
         assert kept.ids_NK is not None
-        local, pad = kept.config.local(self.rank), kept.config.pad_multiple
-        return make_permutation(kept.ids_NK, local, pad, budget, on_host=on_host)
-
-
-def _expand(arrived: Arrived, permutation: Permutation) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    weights_NK, scales_NS = arrived.weights_NK, arrived.scales_NS
-    probs_R = None if weights_NK is None else permutation.expand_choices(weights_NK)
-    scales_RS = None if scales_NS is None else permutation.expand(scales_NS)
-    return permutation.expand(arrived.rows_ND), probs_R, scales_RS
+        permutation = permutation or make_permutation(
+            kept.ids_NK, kept.config.local(self.rank), pad, budget, on_host=on_host
+        )
+        weights_NK, scales_NS = arrived.weights_NK, arrived.scales_NS
+        probs_R = None if weights_NK is None else permutation.expand_choices(weights_NK)
+        scales_RS = None if scales_NS is None else permutation.expand(scales_NS)
+        return (permutation.expand(arrived.rows_ND), probs_R, scales_RS), kept, permutation
 
 
 def _find_budget_problem(budget: int | None, pad_multiple: int, non_blocking: bool) -> str:

@@ -1,4 +1,4 @@
-"""From a routing to compact rows received: the first half of both dispatches of a `HybridEPBuffer`."""
+"""From a routing to compact rows received: the first halves of both dispatches of a `HybridEPBuffer`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from imbrex.adapters.deep_ep.choices import Choices, indices_to_map, pack_choices
-from imbrex.adapters.deep_ep.courier import Courier, make_route
+from imbrex.adapters.deep_ep.courier import Carrier, Courier, make_route
+from imbrex.adapters.deep_ep.couriers import carry
 from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, Kept, read_handle
+from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,54 +29,84 @@ class Given:
     weights_TK: Tensor | None
 
 
-def arrive(courier: Courier, call: str, given: Given, config: BufferConfig, problem: str) -> Arrived:
-    """Plan, and carry rows, scales, choices and their weights to the ranks that want them."""
+def plan_rows(
+    courier: Courier | NvlinkCourier, call: str, given: Given, config: BufferConfig, problem: str
+) -> Kept:
+    """Who sends what to whom, for a new routing."""
     problem = problem or _find_problem(courier, given, config.num_experts)
-    if problem:
-        map_TE, probs_TE, columns = torch.zeros(0, courier.world_size, dtype=torch.bool), None, []
-    else:
-        map_TE, probs_TE = _as_map(given, config.num_experts)
-        columns = [column for column in (given.hidden, given.scales) if column is not None]
-    wanted_TW = map_TE.unflatten(1, (courier.world_size, -1)).any(2)
-    most = map_TE.sum(1).max() if len(map_TE) else 0
+    columns = [] if problem else [part for part in (given.hidden, given.scales) if part is not None]
+    weighted = given.probs_TE is not None if given.map_TE is not None else given.weights_TK is not None
     settings = {
         "the number of experts": config.num_experts,
         "the bytes of a row": sum(column.shape[1] * column.dtype.itemsize for column in columns),
         "whether scales are given": len(columns) == 2,
-        "whether probabilities are given": probs_TE is not None,
+        "whether probabilities are given": weighted,
     }
+    if isinstance(courier, NvlinkCourier):
+        choices = _choose(courier, given, config.num_experts, problem)
+        link = courier.plan(
+            call, problem, choices.ids_TK, choices.weights_TK, settings, config.num_experts, columns
+        )
+        return Kept(route=link, choices=choices, config=config)
+    if problem:
+        map_TE, probs_TE = torch.zeros(0, courier.world_size, dtype=torch.bool), None
+    else:
+        map_TE, probs_TE = _as_map(given, config.num_experts)
+    wanted_TW = map_TE.unflatten(1, (courier.world_size, -1)).any(2)
+    most = map_TE.sum(1).max() if len(map_TE) else 0
     rows_WW, most_W = courier.settle(call, problem, wanted_TW, most, settings)
     route = make_route(wanted_TW, rows_WW, courier.rank)
-    choices = pack_choices(map_TE, probs_TE, max(1, *most_W))
-    return _carry(courier, given, Kept(route=route, choices=choices, config=config))
+    return Kept(route=route, choices=pack_choices(map_TE, probs_TE, max(1, *most_W)), config=config)
 
 
-def arrive_again(courier: Courier, call: str, given: Given, handle: tuple) -> Arrived:
-    """The same way as an earlier dispatch, with other values, and other probabilities where they are
-    given."""
+def plan_again(courier: Courier | NvlinkCourier, call: str, given: Given, handle: tuple) -> Kept:
+    """The same way as an earlier dispatch, with other probabilities where they are given."""
     kept = read_handle(handle, call)
     if given.ids_TK is not None or len(given.hidden) != kept.route.num_tokens:
         raise ValueError(
             f"deep_ep.HybridEPBuffer.{call}: {len(given.hidden)} tokens for a handle of "
             f"{kept.route.num_tokens}; give as many again, and new probabilities as probs [T, E]"
         )
-    ids_TK, weights_TK = kept.choices.ids_TK, None
+    ids_TK, weights_TK, route = kept.choices.ids_TK, None, kept.route
     if given.probs_TE is not None:
         weights_TK = given.probs_TE.gather(1, ids_TK.clamp(min=0))
-    return _carry(courier, given, replace(kept, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK)))
+        if isinstance(courier, NvlinkCourier) and isinstance(route, Link):
+            route = courier.with_weights(route, weights_TK)
+    return replace(kept, route=route, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK))
 
 
-def _carry(courier: Courier, given: Given, kept: Kept) -> Arrived:
+def carry_rows(courier: Courier | NvlinkCourier, given: Given, kept: Kept) -> Arrived:
+    """Rows, scales, choices and their weights to the ranks that want them, as compact rows."""
     columns = [given.hidden]
     columns += [] if given.scales is None else [given.scales]
     columns += [] if kept.choices.weights_TK is None else [kept.choices.weights_TK]
-    columns += [kept.choices.ids_TK.int()] if kept.ids_NK is None else []
-    arrived = courier.carry(columns, kept.route)
+    # One higher on the way, so that rows to spare, which are zero, read -1.
+    columns += [kept.choices.ids_TK.int() + 1] if kept.ids_NK is None else []
+    arrived = carry(courier, columns, kept.route)
     if kept.ids_NK is None:
-        kept = replace(kept, ids_NK=arrived.pop().long())
+        kept = replace(kept, ids_NK=arrived.pop().long() - 1)
     weights_NK = None if kept.choices.weights_TK is None else arrived.pop()
     scales_NS = None if given.scales is None else arrived.pop()
     return Arrived(rows_ND=arrived[0], weights_NK=weights_NK, scales_NS=scales_NS, kept=kept)
+
+
+def _choose(courier: NvlinkCourier, given: Given, num_experts: int, problem: str) -> Choices:
+    """Choices of as many columns as the kernels are made for, which costs no host synchronisation but where a
+    map of more than `ALL_EXPERTS` experts comes for the first time."""
+    if problem:
+        return Choices(ids_TK=torch.zeros(0, 1, dtype=torch.int64), weights_TK=None)
+    if given.map_TE is None:
+        assert given.ids_TK is not None
+        ids_TK = given.ids_TK.long()
+        order_TK = torch.where(ids_TK < 0, num_experts, ids_TK).argsort(dim=1, stable=True)
+        weights_TK = None if given.weights_TK is None else given.weights_TK.float().gather(1, order_TK)
+        return Choices(ids_TK=ids_TK.gather(1, order_TK), weights_TK=weights_TK)
+    chosen_T = given.map_TE.sum(1)
+    most = courier.most_choices(chosen_T, num_experts)
+    choices = pack_choices(given.map_TE, given.probs_TE, most)
+    # More than there is room for: an id that the kernels refuse on every rank.
+    ids_TK = torch.where((chosen_T > most)[:, None], num_experts, choices.ids_TK)
+    return Choices(ids_TK=ids_TK, weights_TK=choices.weights_TK)
 
 
 def _as_map(given: Given, num_experts: int) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +116,7 @@ def _as_map(given: Given, num_experts: int) -> tuple[Tensor, Tensor | None]:
     return indices_to_map(given.ids_TK, given.weights_TK, len(given.ids_TK), num_experts)
 
 
-def _find_problem(courier: Courier, given: Given, num_experts: int) -> str:
+def _find_problem(courier: Carrier, given: Given, num_experts: int) -> str:
     hidden, scales = given.hidden, given.scales
     tokens = hidden.shape[0] if hidden.dim() else 0
     if hidden.dim() != 2 or (scales is not None and (scales.dim() != 2 or len(scales) != tokens)):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from imbrex.adapters.deep_ep.choices import Choices, spread_choices
 from imbrex.adapters.deep_ep.courier import Route
+from imbrex.adapters.deep_ep.nvlink_courier import Link
 from imbrex.adapters.deep_ep.permuted import Permutation
 
 
@@ -39,11 +40,11 @@ class BufferConfig:
 class Kept:
     """What a dispatch leaves for the calls that follow it.
 
-    choices: of the own tokens. ids_NK: int64; experts of the rows received, `None` until they are.
+    choices: of the own tokens. ids_NK: int64; experts of the compact rows received, `None` until they are.
     permutation: of a permuted dispatch.
     """
 
-    route: Route
+    route: Route | Link
     choices: Choices
     config: BufferConfig
     ids_NK: Tensor | None = None
@@ -58,10 +59,9 @@ class Kept:
 
 class HybridHandle(tuple):
     """What `combine` and a cached dispatch need: seven fields, or eleven of a permuted dispatch, where
-    Hybrid-EP
-    has them: [3] rows received int32 [1], [4] bool [N, e], [5] or [8] tokens, [6] or [9] the configuration,
-    [7] counts of the local experts, [10] = [-1] the overflow flag int32 [1]. Those that only its kernels read
-    are None.
+    Hybrid-EP has them: [3] rows received int32 [1], [4] bool [N, e], [5] or [8] tokens, [6] or [9] the
+    configuration, [7] counts of the local experts, [10] = [-1] the overflow flag int32 [1]. Those that only
+    its kernels read are None, and so is [4] of rows that were never compact.
     """
 
     kept: Kept
@@ -78,16 +78,21 @@ class Arrived:
 
 
 def make_handle(kept: Kept, rank: int) -> HybridHandle:
-    assert kept.ids_NK is not None
-    local = kept.config.local(rank)
-    local_map_NE = kept.spread((kept.ids_NK >= 0).float())[:, local.start : local.stop].bool()
-    num_rows = torch.tensor([kept.route.num_rows], dtype=torch.int32, device=kept.ids_NK.device)
+    route, local_map_NE = kept.route, None
+    if kept.ids_NK is not None:
+        local = kept.config.local(rank)
+        local_map_NE = kept.spread((kept.ids_NK >= 0).float())[:, local.start : local.stop].bool()
+    device = kept.choices.ids_TK.device
+    if isinstance(route, Link):
+        num_rows = route.received
+    else:
+        num_rows = torch.tensor([route.num_rows], dtype=torch.int32, device=device)
     fields: tuple[Any, ...] = (None, None, None, num_rows, local_map_NE)
     if kept.permutation is None:
-        fields = (*fields, kept.route.num_tokens, kept.config)
+        fields = (*fields, route.num_tokens, kept.config)
     else:
         counts_e, flag = kept.permutation.counts_e, kept.permutation.overflow
-        fields = (*fields, None, None, counts_e, kept.route.num_tokens, kept.config, flag)
+        fields = (*fields, None, None, counts_e, route.num_tokens, kept.config, flag)
     handle = HybridHandle(fields)
     handle.kept = kept
     return handle

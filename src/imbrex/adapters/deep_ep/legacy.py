@@ -4,6 +4,7 @@ rows that come back are summed. Semantics: deepseek-ai/DeepEP, `deep_ep/buffers/
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from imbrex import plan
 from imbrex.adapters.deep_ep import absent, events
 from imbrex.adapters.deep_ep.config import Config, tuned
-from imbrex.adapters.deep_ep.courier import Courier, Route, make_route, pad_rows
+from imbrex.adapters.deep_ep.courier import Route, make_route, pad_rows
+from imbrex.adapters.deep_ep.couriers import bring_home, carry, open_courier
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
+from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
 from imbrex.contracts import Transport
 from imbrex.placement import contiguous
 
@@ -33,11 +36,11 @@ class DispatchHandle(tuple):
     for a rank, or -1.
     """
 
-    route: Route
+    route: Route | Link
 
 
 def make_handle(
-    wanted_TW: Tensor, rows_WW: Tensor, route: Route, sources_N: Tensor, rank: int
+    wanted_TW: Tensor, rows_WW: Tensor, route: Route | Link, sources_N: Tensor, rank: int
 ) -> DispatchHandle:
     device = wanted_TW.device
     heads = torch.where(wanted_TW, wanted_TW.cumsum(0) - 1, -1)
@@ -53,7 +56,8 @@ class Buffer(absent.Calls):
 
     group: `None` is one process alone. num_nvl_bytes, num_rdma_bytes: kept, nothing of that size is
         allocated.
-    transport: a name or an object of imbrex; it decides how rows move, and on which device.
+    transport: a name or an object of imbrex; it decides how rows move, and on which device. `auto`: `nvlink`
+        where its kernels can run, else `alltoall`.
 
     Calls run on the caller's stream and nothing is differentiated, as in DeepEP. Rows are received by source
     rank, then token. Raises ValueError on every rank where one rank's dispatch is wrong, RankLostError where
@@ -75,7 +79,7 @@ class Buffer(absent.Calls):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
-        transport: str | Transport = "alltoall",
+        transport: str | Transport = "auto",
     ) -> None:
         if low_latency_mode:
             absent.refuse("Buffer(low_latency_mode=True)", absent.LOW_LATENCY)
@@ -83,7 +87,7 @@ class Buffer(absent.Calls):
             absent.refuse(
                 "Buffer(comm=...)", "ranks are those of a torch.distributed group; pass it as group"
             )
-        self._courier = Courier("deep_ep.Buffer", group, transport)
+        self._courier = open_courier("deep_ep.Buffer", group, transport)
         self.group = group
         self.rank, self.group_size = self._courier.rank, self._courier.world_size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -94,9 +98,7 @@ class Buffer(absent.Calls):
     def destroy(self) -> None:
         """Nothing is held. Raises ValueError without `explicitly_destroy=True`, as DeepEP does."""
         if not self.explicitly_destroy:
-            raise ValueError(
-                "deep_ep.Buffer.destroy: construct the buffer with explicitly_destroy=True to destroy it"
-            )
+            raise ValueError("deep_ep.Buffer.destroy: construct the buffer with explicitly_destroy=True")
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -256,28 +258,49 @@ class Buffer(absent.Calls):
         values = len(columns)
         if problem or wanted_TW is None or per_expert is None:
             columns, topk_idx = [], None
-            wanted_TW = per_expert = torch.zeros(0, dtype=torch.int64)
-        if topk_idx is not None and topk_weights is not None:
-            columns += [topk_idx.int(), topk_weights]
+            wanted_TW = torch.zeros(0, self.group_size, dtype=torch.bool)
+            per_expert = torch.zeros(0, dtype=torch.int64)
         settings = {
             "the number of experts": per_expert.numel(),
             "the number of choices": -1 if topk_idx is None else topk_idx.shape[1],
             "the bytes of a row": sum(column.shape[1] * column.dtype.itemsize for column in columns),
             "whether num_worst_tokens is given": worst > 0,
         }
-        rows_WW, most_W = self._courier.settle("dispatch", problem, wanted_TW, worst, settings)
-        _check_worst(rows_WW, most_W)
+        route, rows_WW = self._plan(problem, wanted_TW, columns, worst, settings)
         counts = [] if worst else self._count_experts(per_expert, alignment)
-        route = make_route(wanted_TW, rows_WW, self.rank)
-        sources = torch.arange(route.num_tokens, dtype=torch.int32, device=wanted_TW.device)[:, None]
-        arrived = self._courier.carry([*columns, sources], route)
-        handle_sources = pad_rows(arrived[-1][:, 0], worst, -1)
-        handle = make_handle(wanted_TW, rows_WW, route, handle_sources, self.rank)
-        received_x = _like(x, [pad_rows(part, worst) for part in arrived[:values]])
-        if topk_idx is None:
-            return received_x, None, None, counts, handle
-        ids_NK, weights_NK = self._make_local(arrived[values], arrived[values + 1], per_expert.numel())
-        return received_x, pad_rows(ids_NK, worst, -1), pad_rows(weights_NK, worst), counts, handle
+        labels = [torch.arange(route.num_tokens, dtype=torch.int32, device=wanted_TW.device)[:, None] + 1]
+        if topk_idx is not None and topk_weights is not None:
+            labels += [topk_idx.int() + 1, topk_weights]
+        # Labels are one higher on the way, so that rows to spare, which are zero, read -1.
+        arrived = [pad_rows(part, worst) for part in carry(self._courier, [*columns, *labels], route)]
+        rows, (sources, *choices) = _like(x, arrived[:values]), arrived[values:]
+        handle = make_handle(wanted_TW, rows_WW, route, sources[:, 0] - 1, self.rank)
+        if not choices:
+            return rows, None, None, counts, handle
+        ids_NK, weights_NK = self._make_local(choices[0] - 1, choices[1], per_expert.numel())
+        return rows, ids_NK, weights_NK, counts, handle
+
+    def _plan(
+        self,
+        problem: str,
+        wanted_TW: Tensor,
+        columns: list[Tensor],
+        worst: int,
+        settings: dict[str, int],
+    ) -> tuple[Route | Link, Tensor]:
+        """The route, and the rows that every rank sends to every other, [W, W]."""
+        courier, world = self._courier, self.group_size
+        if isinstance(courier, NvlinkCourier):
+            settings |= {"num_worst_tokens": worst}
+            link = _plan_ranks(courier, problem, wanted_TW, columns, settings)
+            rows_WW = courier.tell(wanted_TW.sum(0))
+            if 0 < worst < world * link.most:
+                # host sync: only where so many might not have room
+                _check_worst(rows_WW.cpu(), [worst] * world)
+            return courier.sized(link, worst), rows_WW
+        rows_WW, most_W = courier.settle("dispatch", problem, wanted_TW, worst, settings)
+        _check_worst(rows_WW, most_W)
+        return make_route(wanted_TW, rows_WW, self.rank), rows_WW
 
     def _make_local(self, ids_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         per_rank = num_experts // self.group_size
@@ -292,20 +315,23 @@ class Buffer(absent.Calls):
         return ((mine + alignment - 1) // alignment * alignment).tolist()
 
     def _dispatch_again(self, x: Rows, handle: tuple) -> Rows:
-        route = self._route_of(handle)
         columns = list(x) if isinstance(x, tuple) else [x]
+        route = self._route_of(handle, columns)
         if any(part.dim() != 2 or part.shape[0] != route.num_tokens for part in columns):
             raise ValueError(
                 f"deep_ep.Buffer.dispatch: x is {[list(part.shape) for part in columns]}, the handle is of "
                 f"{route.num_tokens} tokens; dispatch as many again"
             )
-        arrived = self._courier.carry(columns, route)
+        arrived = carry(self._courier, columns, route)
         return _like(x, [pad_rows(part, handle[3].shape[0]) for part in arrived])
 
-    def _route_of(self, handle: tuple) -> Route:
+    def _route_of(self, handle: tuple, columns: list[Tensor]) -> Route | Link:
         """The route of a dispatch, made anew where a program kept only the handle's tensors."""
         if isinstance(handle, DispatchHandle):
             return handle.route
+        if isinstance(self._courier, NvlinkCourier):
+            link = _plan_ranks(self._courier, "", handle[4], columns, {})
+            return replace(link, num_rows=handle[3].shape[0])
         # host sync: only for a handle that was taken apart
         prefix = handle[0].cpu().long()
         return make_route(handle[4], prefix.diff(dim=0, prepend=torch.zeros_like(prefix[:1])), self.rank)
@@ -329,7 +355,6 @@ class Buffer(absent.Calls):
         its rank alone.
         """
         events.begin(previous_event)
-        route = self._route_of(handle)
         columns, dtypes = [x], [x.dtype]
         if topk_weights is not None:
             columns.append(topk_weights)
@@ -342,7 +367,8 @@ class Buffer(absent.Calls):
             )
         if not x.is_floating_point() or x.dtype.itemsize == 1:
             raise ValueError(f"deep_ep.Buffer.combine: x is {x.dtype}; give bfloat16, float16 or float32")
-        summed = self._courier.bring_home(columns, dtypes, route)
+        route = self._route_of(handle, columns)
+        summed = bring_home(self._courier, columns, dtypes, route, rounded=bias is None)
         for term in (bias,) if isinstance(bias, Tensor) else bias or ():
             summed[0] += term.float()
         weights = None if topk_weights is None else summed[1]
@@ -351,6 +377,15 @@ class Buffer(absent.Calls):
 
 def _like(x: Rows, parts: list[Tensor]) -> Rows:
     return (parts[0], parts[1]) if isinstance(x, tuple) else parts[0]
+
+
+def _plan_ranks(
+    courier: NvlinkCourier, problem: str, wanted_TW: Tensor, columns: list[Tensor], settings: dict[str, int]
+) -> Link:
+    """A token's choices are ranks: the kernels route it once to each."""
+    world = courier.world_size
+    ranks_TW = torch.where(wanted_TW, torch.arange(world, device=wanted_TW.device), -1)
+    return courier.plan("dispatch", problem, ranks_TW, None, settings, world, columns)
 
 
 def _check_worst(rows_WW: Tensor, most_W: list[int]) -> None:

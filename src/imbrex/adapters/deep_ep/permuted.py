@@ -42,7 +42,8 @@ class Permutation:
             on_host_e=None if self.on_host_e is None else _clip(self.on_host_e, num_rows),
         )
 
-    def _index(self, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
+    def index(self, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """The row received (-1: padding) and the weight (0) of every expert-major row."""
         slot_NK = torch.where(self.position_NK < 0, -1, 0)
         source_R, _, weights_R = rows.index_rows(
             slot_NK, self.position_NK, weights_NK, range(1), self.num_rows
@@ -51,14 +52,14 @@ class Permutation:
 
     def expand(self, rows_ND: Tensor) -> Tensor:
         """Rows received to expert-major rows, padding zero; any dtype."""
-        source_R, _ = self._index(torch.zeros(self.position_NK.shape, device=rows_ND.device))
+        source_R, _ = self.index(torch.zeros(self.position_NK.shape, device=rows_ND.device))
         # torch does not index fp8.
         values = rows_ND.view(torch.uint8) if rows_ND.dtype.itemsize == 1 else rows_ND
         return rows.expand([values], source_R).view(rows_ND.dtype)
 
     def expand_choices(self, weights_NK: Tensor) -> Tensor:
         """The weight of every expert-major row, 0 for padding: float32 [P]."""
-        return self._index(weights_NK)[1]
+        return self.index(weights_NK)[1]
 
     def reduce(self, rows_RD: Tensor) -> Tensor:
         """Expert-major rows summed for every row received, in float32, in ascending row order: [N, D]."""
@@ -82,6 +83,12 @@ def make_permutation(
     starts_e = counts_e.cumsum(0) - counts_e
     flat = slot_NK.flatten()
     position = starts_e[flat.clamp(min=0)] + plan.order_within(flat, len(local))
+    position_NK = torch.where(flat < 0, -1, position).view_as(slot_NK)
+    return place_choices(position_NK, counts_e, budget, on_host=on_host)
+
+
+def place_choices(position_NK: Tensor, counts_e: Tensor, budget: int | None, *, on_host: bool) -> Permutation:
+    """Choices that have their rows, of which `budget` are kept; counts_e: of the local experts, padded."""
     on_host_e = None
     if on_host or budget is None:
         # host sync: the size of what is returned, and the counts for a program that wants them on the host
@@ -90,9 +97,9 @@ def make_permutation(
         assert on_host_e is not None
         budget = int(on_host_e.sum())
     whole = Permutation(
-        position_NK=torch.where(flat < 0, -1, position).view_as(slot_NK),
+        position_NK=position_NK,
         counts_e=counts_e,
-        overflow=torch.zeros(1, dtype=torch.int32, device=ids_NK.device),
+        overflow=torch.zeros(1, dtype=torch.int32, device=position_NK.device),
         num_rows=budget,
         on_host_e=on_host_e,
     )

@@ -1,0 +1,277 @@
+"""Rows over NVLink for a buffer: the kernels write them where they are wanted, and nobody asks the host.
+
+The kernels know experts, the own tokens' and all others' choices, so one routing gives both layouts. A
+*compact* row, a token once on a rank, is an expert-major row of a rank with one expert: pulled straight into
+the tensor that is returned, the own rank's in their place. Example, two experts on this rank, positions of
+three tokens' choices [[0, -1], [-1, -1], [1, 2]]: tokens 0 and 2 are received, compact positions 0, -1, 1.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from imbrex import rows, waiting
+from imbrex.adapters.deep_ep.courier import Carrier, cut
+from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
+from imbrex.codec.cast import as_bytes
+from imbrex.contracts import Transport
+from imbrex.kernels.exchange import NvlinkExchange
+from imbrex.kernels.experts_glue import clear_rows
+from imbrex.kernels.routed import Routed
+from imbrex.observe import Observer
+from imbrex.placement import contiguous
+from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
+
+DIGESTS = 1 << 30
+ALL_EXPERTS = 16
+"""A routing map over so few experts is packed whole."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """Who sends what to whom in one dispatch, on the device.
+
+    size: of the kernels. expert, compact: the routing as expert-major rows, unpadded, and as compact rows.
+    received: int32 [1], compact rows that there are. num_tokens: T. most: tokens of a rank that there is room
+    for. num_rows: rows of the compact tensors that a program holds, `None` before it has any.
+    """
+
+    size: Size
+    expert: Routed
+    compact: Routed
+    received: Tensor
+    num_tokens: int
+    most: int
+    num_rows: int | None = None
+
+
+class NvlinkCourier(Carrier):
+    """As `Courier`, by the kernels of `imbrex.kernels.exchange`.
+
+    Rows of any bytes go out; bfloat16 rows are summed on the way back. Before a dispatch the hosts of the
+    ranks meet over shared memory, so that one rank's mistake is every rank's `ValueError`; the GPUs are asked
+    for nothing.
+    """
+
+    transport: Nvlink
+
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Transport) -> None:
+        super().__init__(who, group, transport)
+        self._most_choices: dict[int, int] = {}
+
+    def plan(
+        self,
+        call: str,
+        problem: str,
+        ids_TK: Tensor,
+        weights_TK: Tensor | None,
+        settings: Mapping[str, int],
+        num_experts: int,
+        columns: Sequence[Tensor],
+    ) -> Link:
+        """Route. ids_TK: int64, -1 drops a choice; experts are spread evenly over the ranks. columns: what
+        will be carried, besides at most 8 bytes a choice and 16."""
+        tokens, choices = ids_TK.shape
+        if not problem and choices > MOST_CHOICES:
+            problem = f"{choices} choices a token; NVLink's kernels take {MOST_CHOICES}: use 'alltoall'"
+        if self.transport.max_tokens is not None and tokens > self.transport.max_tokens:
+            problem = problem or f"{tokens} tokens; Nvlink(max_tokens=) is {self.transport.max_tokens}"
+        most, wrong = self.transport.agree_on_call(tokens, fine=not problem)
+        if wrong is not None:
+            self.raise_problems(call, problem)
+        self._agree(call, settings)
+        placement = contiguous(num_experts, self.world_size)
+        size = Size(
+            rank_offsets=placement.rank_offsets,
+            tensor=1,
+            experts=num_experts,
+            choices=choices,
+            row_bytes=_row_bytes(columns, 8 * choices + 16),
+        )
+        kernels = self.transport.exchange_for(size, placement, most, Observer())
+        given = torch.zeros(ids_TK.shape, device=ids_TK.device) if weights_TK is None else weights_TK.float()
+        routed = kernels.route(ids_TK.long(), given)
+        here_WT = (routed.position_LWTK[0] >= 0).any(-1)
+        compact = torch.full_like(routed.position_LWTK, -1)
+        order_WT = here_WT.flatten().cumsum(0, dtype=torch.int32).view(here_WT.shape)
+        compact[0, :, :, 0] = torch.where(here_WT, order_WT - 1, -1)
+        return Link(
+            size=size,
+            expert=routed,
+            compact=replace(routed, position_LWTK=compact),
+            received=order_WT.flatten()[-1:],
+            num_tokens=tokens,
+            most=most,
+        )
+
+    def most_choices(self, chosen_T: Tensor, num_experts: int) -> int:
+        """Columns of choices for tokens of that many experts: of all where those are few, else what the first
+        tokens of any rank want, rounded up to a multiple of 8. Collective at the first call."""
+        if num_experts <= ALL_EXPERTS:
+            return num_experts
+        if num_experts not in self._most_choices:
+            most = chosen_T.max() if len(chosen_T) else torch.zeros(())
+            # host sync: once a number of experts
+            wanted = int(self.transport.exchange_counts(most.long().view(1)).max())
+            self._most_choices[num_experts] = min(num_experts, max(8, -(-wanted // 8) * 8))
+        return self._most_choices[num_experts]
+
+    def _agree(self, call: str, settings: Mapping[str, int]) -> None:
+        """ValueError on every rank where settings differ."""
+        mine = zlib.crc32(repr(sorted(settings.items())).encode()) % DIGESTS
+        most, _ = self.transport.agree_on_call(mine, fine=True)
+        least, _ = self.transport.agree_on_call(DIGESTS - mine, fine=True)
+        if (most, DIGESTS - least) != (mine, mine):
+            told = self.transport.exchange_counts(torch.tensor([*settings.values()]))
+            # on the host: counts are told there
+            self.check_alike(call, settings, told.tolist())
+
+    def sized(self, link: Link, size: int) -> Link:
+        """With compact tensors of `size` rows, or of as many as are received where that may be more."""
+        if size >= self.world_size * link.most:
+            return replace(link, num_rows=size)
+        # host sync: the size of what is returned
+        return replace(link, num_rows=max(int(link.received), size))
+
+    def _kernels(self, link: Link) -> NvlinkExchange:
+        return self.transport.exchange_of(link.size, link.expert.position_LWTK.shape[2])
+
+    def carry(self, columns: Sequence[Tensor], route: Link) -> list[Tensor]:
+        """Columns of a token [T, ...] to columns of compact rows [`num_rows`, ...]; those past what is
+        received are zero."""
+        assert route.num_rows is not None
+        source_R = torch.arange(route.num_rows, device=route.received.device)
+        source_R = torch.where(source_R < route.received, source_R, -1)
+        pulled = self.pull(columns[0], route, route.compact, source_R)
+        if len(columns) == 1:
+            return [pulled]
+        labels = torch.cat([as_bytes(column) for column in columns[1:]], 1)
+        return [pulled, *cut(self.pull(labels, route, route.compact, source_R), columns[1:])]
+
+    def pull(self, column: Tensor, link: Link, routed: Routed, source_R: Tensor) -> Tensor:
+        """A column of a token to its rows [R, ...]; those whose `source_R` is -1 are zero."""
+        encoded = as_bytes(column)
+        size = encoded.shape[1]
+        encoded = F.pad(encoded, [0, -size % ROW_MULTIPLE]).contiguous()
+        out = encoded.new_empty(1, source_R.numel(), encoded.shape[1])
+        if out.numel():
+            self._kernels(link).pull(encoded, routed, self.transport.dispatch_sms, out)
+        else:  # peers pull from here all the same
+            out = encoded.new_empty(1, 1, encoded.shape[1])
+            self._kernels(link).pull(encoded, routed, self.transport.dispatch_sms, out)
+            out = out[:, :0]
+        clear_rows(out[0], source_R)
+        return cut(out[0, :, :size], [column])[0]
+
+    def bring_home(
+        self,
+        columns: Sequence[Tensor],
+        route: Link,
+        *,
+        rounded: bool,
+    ) -> list[Tensor]:
+        """The first column, bfloat16, summed over a token's ranks by the kernels: float32 [T, D], or bfloat16
+        where `rounded`. The others, a few floats a row, go home as they are and are summed there."""
+        summed = [self.combine(columns[0], route, route.compact, rounded=rounded)]
+        position_WT = route.compact.position_LWTK[0, :, :, 0].long()
+        for column in columns[1:]:
+            summed.append(self.send_home(pick(column, position_WT))[: route.num_tokens])
+        return summed
+
+    def combine(self, rows_RD: Tensor, link: Link, routed: Routed, *, rounded: bool) -> Tensor:
+        """Rows of a token summed on its ranks, and the sums at home, in rank order: [T, D]. Kernels sum
+        bfloat16; other rows are summed here and cross as float32 in equal pieces, a slow path."""
+        if rows_RD.dtype != torch.bfloat16:
+            position_NK = routed.position_LWTK[0].flatten(0, 1).long()
+            sums_ND = rows.reduce(rows_RD, position_NK, None, position_NK.shape[1])
+            y_TD = self.send_home(sums_ND.view(self.world_size, -1, rows_RD.shape[1]))[: link.num_tokens]
+            return y_TD.to(rows_RD.dtype) if rounded else y_TD
+        width = rows_RD.shape[1]
+        given = F.pad(rows_RD, [0, -width % (ROW_MULTIPLE // 2)]).contiguous()
+        return self._kernels(link).combine(
+            given[None],
+            routed,
+            weighted=False,
+            num_sms=self.transport.combine_sms,
+            num_tokens=link.num_tokens,
+            out_dtype=torch.bfloat16 if rounded else torch.float32,
+        )[:, :width]
+
+    def send_home(self, given_WTC: Tensor) -> Tensor:
+        """float32 [W, most, ...] for the tokens of every rank, summed at home in rank order: [most, ...]."""
+        home, group = torch.empty_like(given_WTC), self.transport.group
+        work = self.transport.start(
+            "combine", lambda: dist.all_to_all_single(home, given_WTC, group=group, async_op=True)
+        )
+        self.transport.finish("combine", work)
+        total = torch.zeros_like(home[0])
+        for part in home:
+            total += part
+        return total
+
+    def tell(self, values: Tensor) -> Tensor:
+        """The values of every rank, [W, ...], on the device."""
+        given, group = values.contiguous(), self.transport.group
+        told = given.new_empty(self.world_size, *given.shape)
+        work = self.transport.start(
+            "dispatch",
+            lambda: waiting.all_gather_single(told.view(-1), given.view(-1), group, async_op=True),
+        )
+        self.transport.finish("dispatch", work)
+        return told
+
+    def with_weights(self, link: Link, weights_TK: Tensor) -> Link:
+        """The same routing with other weights of this rank's tokens, and of all others'."""
+        missing = link.expert.weights_LWTK.shape[2] - len(weights_TK)
+        told = self.tell(F.pad(weights_TK, [0, 0, 0, missing]))[None]
+        return replace(link, expert=replace(link.expert, weights_LWTK=told))
+
+    def expand(
+        self, columns: Sequence[Tensor], link: Link, permutation: Permutation
+    ) -> tuple[list[Tensor], Tensor]:
+        """Columns of a token to expert-major rows [P, ...], padding zero, and the weight of every row."""
+        source_R, weights_R = permutation.index(link.expert.weights_LWTK[0].flatten(0, 1))
+        routed = expert_major(link, permutation)
+        return [self.pull(column, link, routed, source_R) for column in columns], weights_R
+
+
+def pick(values: Tensor, position: Tensor) -> Tensor:
+    """The values [R, ...] of the rows at `position`, any shape; 0 where it is -1. float32."""
+    given = values.new_zeros(*position.shape, *values.shape[1:], dtype=torch.float32)
+    if not len(values):
+        return given
+    here = (position >= 0).view(*position.shape, *[1] * (values.dim() - 1))
+    return torch.where(here, values[position.clamp(min=0)].float(), given)
+
+
+def _row_bytes(columns: Sequence[Tensor], more: int) -> int:
+    """Room for the first column, and for sums of bfloat16 in its place; or for all others, and `more`."""
+    first, *others = columns
+    head = first.shape[1] * max(2, first.dtype.itemsize)
+    labels = more + sum(column.shape[1] * column.dtype.itemsize for column in others)
+    return -(-max(head, labels) // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def expert_major(link: Link, permutation: Permutation) -> Routed:
+    """The routing with the rows where `permutation` has them."""
+    position = permutation.position_NK.view_as(link.expert.position_LWTK).int()
+    return replace(link.expert, position_LWTK=position)
+
+
+def permute(link: Link, pad_multiple: int, budget: int | None, *, on_host: bool) -> Permutation:
+    """As `make_permutation`, of the tokens of all ranks in place of the rows received: [W * most, K]."""
+    counts_e = link.expert.counts_Le[0].long()
+    ends_e = counts_e.cumsum(0)
+    padded_e = (counts_e + pad_multiple - 1) // pad_multiple * pad_multiple
+    shift_e = padded_e.cumsum(0) - padded_e - (ends_e - counts_e)
+    position_NK = link.expert.position_LWTK[0].flatten(0, 1).long()
+    expert_NK = torch.searchsorted(ends_e, position_NK, right=True).clamp(max=len(counts_e) - 1)
+    position_NK = torch.where(position_NK < 0, -1, position_NK + shift_e[expert_NK])
+    return place_choices(position_NK, padded_e, budget, on_host=on_host)

@@ -1,0 +1,72 @@
+"""Both DeepEP buffers over the NVLink kernels, without a GPU: the tests of the other transports once more,
+with the kernels compiled by g++ among gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from imbrex.adapters.deep_ep import couriers
+from tests.emulated import kernel
+from tests.ranks import test_deep_ep, test_deep_ep_hybrid, test_deep_ep_megatron
+from tests.ranks.emulated_nvlink import EmulatedNvlink
+from tests.ranks.pool import Pool, Ranks
+from tests.ranks.test_deep_ep import TOKENS
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+HALF_EMPTY = (0, 0, 0, 2)
+
+
+def over_nvlink(ranks: Ranks, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What `auto` picks here is the emulated NVLink."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(couriers.Nvlink, "of_or_reason", EmulatedNvlink)
+        return function(ranks, *arguments)
+
+
+class Emulated:
+    """A pool whose ranks are joined by NVLink."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return self.pool.run(world, over_nvlink, function, arguments)
+
+
+@pytest.fixture
+def nvlink(pool: Pool) -> Any:
+    return Emulated(pool)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, HALF_EMPTY], ids=["ragged", "nearly none"])
+def test_every_call_of_the_legacy_buffer(nvlink: Any, tokens: tuple[int, ...]) -> None:
+    test_deep_ep.test_every_call(nvlink, 4, tokens)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, HALF_EMPTY], ids=["ragged", "nearly none"])
+def test_compact_rows(nvlink: Any, tokens: tuple[int, ...]) -> None:
+    test_deep_ep_hybrid.test_compact_rows(nvlink, 4, tokens)
+
+
+@pytest.mark.parametrize("budget", [None, 64, 8, 0], ids=["exact", "ample", "too small", "none"])
+def test_expert_major_rows(nvlink: Any, budget: int | None) -> None:
+    test_deep_ep_hybrid.test_expert_major_rows(nvlink, 2, TOKENS, budget)
+
+
+@pytest.mark.parametrize("module", [test_deep_ep, test_deep_ep_hybrid], ids=["legacy", "hybrid"])
+def test_one_rank_s_mistake_is_every_rank_s_and_the_buffer_goes_on(nvlink: Any, module: Any) -> None:
+    for kind in module.MESSAGES:
+        module.test_one_rank_s_mistake_is_every_rank_s_and_the_buffer_goes_on(nvlink, kind)
+
+
+def test_worst_case_sizes_and_fp8(nvlink: Any) -> None:
+    test_deep_ep.test_worst_case_sizes_and_fp8(nvlink)
+
+
+def test_megatrons_back_ends(nvlink: Any) -> None:
+    test_deep_ep_megatron.test_the_deepep_back_end(nvlink, 2)
+    test_deep_ep_megatron.test_the_hybridep_back_end(nvlink, 2, None)
+    test_deep_ep_megatron.test_the_hybridep_back_end(nvlink, 2, 96)
