@@ -152,12 +152,12 @@ extern "C" inline void name_tensor(u8* begin, i64 bytes) { emu::tensors.push_bac
 
 namespace ptx {
 
-constexpr u32 kPatience = 1;
+constexpr u32 kPatience = 1 << 15;
 template <int> void more_registers() {}
 template <int> void fewer_registers() {}
 inline void prefetch_map(const TensorMap*) {}
-inline void mbarrier_wait(u32 barrier, u32 parity, u32&) {
-    while (!mbarrier_try(barrier, parity)) {}
+inline void mbarrier_wait(u32 barrier, u32 parity, u32& patience) {
+    while (!mbarrier_try(barrier, parity) && patience != 0) --patience;
 }
 
 inline void tiled_load(u32 target, const TensorMap* map, u32 barrier, std::array<int, 4> at) {

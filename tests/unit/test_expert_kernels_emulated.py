@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels.experts_ffn import run_ffn, run_ffn_backward
+from imbrex.kernels import experts_gemm
+from imbrex.kernels.experts_ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED
 from imbrex.kernels.experts_tokens import ffn_tokens
+from imbrex.kernels.jit import KernelError
 from tests.emulated.gemm import emulate
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
@@ -184,6 +187,29 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error(one[:cut], other) < 1e-2, name
 
 
+def test_gradients_of_two_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    counts, width, inner = [40, 30], 64, 128
+    gate_up, down = draw(2, 2 * inner, width) / 8, draw(2, width, inner) / 11
+    sums = torch.ones(gate_up.shape), torch.zeros(down.shape, dtype=torch.bfloat16)
+    wanted = [total.double() for total in sums]
+    emulate(monkeypatch, blocks=1)
+    for _ in range(2):
+        x, d_y = draw(70, width), draw(70, width)
+        leaves = [t.detach().requires_grad_() for t in (x, gate_up, down)]
+        y = ffn(*leaves, torch.tensor(counts), gradients=sums)
+        d_x, *nothing = torch.autograd.grad(y, leaves, d_y, allow_unused=True)
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        y_exact = reference_ffn(counts, *exact, torch.ones(70))
+        d_exact = torch.autograd.grad(y_exact, exact, d_y.double())
+        assert nothing == [None, None]
+        assert error(d_x, d_exact[0]) < 1e-2
+        wanted = [total + more for total, more in zip(wanted, d_exact[1:], strict=True)]
+    assert [error(a, b) < 1e-2 for a, b in zip(sums, wanted, strict=True)] == [True, True]
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        ffn(x, gate_up, down, torch.tensor(counts), gradients=(sums[1], sums[0]))
+
+
 def reference_ffn(counts: list[int], rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
     outputs = []
     for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):
@@ -229,6 +255,21 @@ FAULTS = {
     ),
 }
 """What went wrong once, or could: the text of the kernel, the fault in its place, and how it shows."""
+
+
+def test_a_lost_arrival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every wait ends; the launch after the one that gave up says so."""
+    status = torch.zeros(1, dtype=torch.int32)
+    word = ctypes.c_int32.from_address(status.data_ptr())
+    monkeypatch.setattr(experts_gemm, "_status", lambda device: status)
+    monkeypatch.setattr(experts_gemm, "_status_word", lambda device: word)
+    lost = ("if (step > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);", "")
+    rows, weight, out = draw(8, 512), draw(1, 64, 512), poisoned(8, 64)
+    emulate(monkeypatch, blocks=1, edits=(lost,))
+    with pytest.raises(KernelError, match="its result is wrong"):
+        launch_gemm(
+            Layout.FORWARD, rows, weight, ends_of([8]), out, torch.zeros(2, dtype=torch.int32), tiling=SHARED
+        )
 
 
 def run_with(fault: str) -> None:

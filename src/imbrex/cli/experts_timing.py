@@ -19,7 +19,7 @@ from torch import Tensor
 from imbrex.cli.shapes import Shape
 from imbrex.cli.skew import make_routing
 from imbrex.kernels.experts_ffn import ffn
-from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm
+from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import plan_groups
 from imbrex.kernels.experts_tiling import choose_tiling
 from imbrex.kernels.experts_tokens import ffn_tokens
@@ -148,9 +148,8 @@ def gemm_calls(product: str, work: Work) -> dict[str, Call]:
     a = work.x_TD[work.source_R] if product == "gate_up" else _draw(work.source_R.numel(), weight.shape[2])
     out = a.new_empty(a.shape[0], weight.shape[1])
     groups = plan_groups(work.counts_e)
-    tiling = choose_tiling(
-        Layout.FORWARD, Epilogue.PLAIN, a.shape[0], weight.shape[0], (out.shape[0], out.shape[1])
-    )
+    sms, shape = multiprocessors(a.get_device()), (out.shape[0], out.shape[1])
+    tiling = choose_tiling(Layout.FORWARD, Epilogue.PLAIN, a.shape[0], weight.shape[0], shape, sms=sms)
 
     def ours() -> None:
         launch_gemm(

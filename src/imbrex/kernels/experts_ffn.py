@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm
+from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant, unavailable
@@ -66,16 +66,33 @@ def ffn(
     *,
     weights_R: Tensor | None = None,
     recompute: bool = False,
+    gradients: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """down(silu(gate) * up) of every row by its expert, times `weights_R` (float32) where given; [R, D] bf16.
 
     counts_e: int64, rows of every expert. recompute: keep gate and up for the backward, or compute them again
     (a third more work in the backward, 4 R F bytes less). Differentiable in rows, weights and `weights_R`.
+
+    gradients: tensors like the two weights, contiguous, float32 or bfloat16: the backward adds the weights'
+    gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
     """
     tensors = (rows_RD, gate_up_eGD, down_eDF, weights_R)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     keep = training and not recompute
-    return torch.ops.imbrex_experts.ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)[0]
+    if gradients is None:
+        return torch.ops.imbrex_experts.ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)[0]
+    _check_gradients(gradients, gate_up_eGD, down_eDF)
+    return FfnAdding.apply(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, gradients)
+
+
+def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None:
+    for gradient, weight in zip(gradients, weights, strict=True):
+        fits = gradient.shape == weight.shape and gradient.dtype in (torch.float32, torch.bfloat16)
+        if not fits or not gradient.is_contiguous() or gradient.device != weight.device:
+            raise ValueError(
+                f"ffn: a gradient to add to is {gradient.dtype} {[*gradient.shape]} on {gradient.device}; "
+                f"it must be contiguous, float32 or bfloat16, {[*weight.shape]} on {weight.device}"
+            )
 
 
 def run_ffn(
@@ -130,8 +147,10 @@ def run_ffn_backward(
     gate_up_RG: Tensor,
     need_rows: bool,
     need_weights: bool,
+    gradients: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed."""
+    """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed. `gradients`: the weights'
+    gradients are added to them, and are not among the results."""
     rows, groups = rows_RD.shape[0], Groups(plan=plan)
     d_y_RD, rows_RD = d_y_RD.contiguous(), rows_RD.contiguous()
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
@@ -147,18 +166,30 @@ def run_ffn_backward(
     d_gate_up_RG, act_RF, d_weights_R = _swiglu_gradient(
         d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_weights
     )
-    d_down_eDF = down_eDF.new_empty(down_eDF.shape if need_weights else 0)
-    if need_weights:
-        _gemm(Layout.WGRAD, d_y_RD, act_RF, groups, d_down_eDF)
+    add_to = (None, None) if gradients is None else gradients
+    d_down_eDF = _weight_gradient(d_y_RD, act_RF, groups, down_eDF, need_weights, add_to[1])
     del act_RF  # each piece goes before the next is made: the peak is the backward's
-    d_gate_up_eGD = gate_up_eGD.new_empty(gate_up_eGD.shape if need_weights else 0)
-    if need_weights:
-        _gemm(Layout.WGRAD, d_gate_up_RG, rows_RD, groups, d_gate_up_eGD)
+    d_gate_up_eGD = _weight_gradient(d_gate_up_RG, rows_RD, groups, gate_up_eGD, need_weights, add_to[0])
     if need_rows:
         _gemm(Layout.DGRAD, d_gate_up_RG, gate_up_eGD, groups, d_rows_RD)
     if d_weights_R is None:
         d_weights_R = rows_RD.new_empty(0, dtype=torch.float32)
     return d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R
+
+
+def _weight_gradient(
+    d_out: Tensor, rows: Tensor, groups: Groups, weight: Tensor, needed: bool, add_to: Tensor | None
+) -> Tensor:
+    """[e, N, K]: new, or empty where it is not needed or was added to `add_to`."""
+    if not needed:
+        return weight.new_empty(0)
+    if add_to is None:
+        made = weight.new_empty(weight.shape)
+        _gemm(Layout.WGRAD, d_out, rows, groups, made)
+        return made
+    epilogue = Epilogue.ADD_FLOAT if add_to.dtype == torch.float32 else Epilogue.ADD
+    _gemm(Layout.WGRAD, d_out, rows, groups, add_to, epilogue)
+    return weight.new_empty(0)
 
 
 def _swiglu_gradient(
@@ -171,7 +202,14 @@ def _swiglu_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]: one product."""
     rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
-    tiling = choose_tiling(Layout.DGRAD, Epilogue.SWIGLU_GRADIENT, rows, groups.ends_e.numel(), (rows, inner))
+    tiling = choose_tiling(
+        Layout.DGRAD,
+        Epilogue.SWIGLU_GRADIENT,
+        rows,
+        groups.ends_e.numel(),
+        (rows, inner),
+        sms=multiprocessors(d_y_RD.get_device()),
+    )
     d_gate_up_RG, act_RF = torch.empty_like(gate_up_RG), gate_up_RG.new_empty(rows, inner)
     parts = None
     if weights_R is not None:
@@ -228,6 +266,28 @@ def _backward(ctx, d_y_RD, *_):
     )
 
 
+class FfnAdding(torch.autograd.Function):
+    """`ffn` whose backward adds the weights' gradients to tensors of the caller's.
+
+    They are no saved tensors: other micro-batches may have added to them in between.
+    """
+
+    @staticmethod
+    def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, gradients):
+        y_RD, gate_up_RG, plan = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)
+        ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
+        ctx.gradients = gradients
+        return y_RD
+
+    @staticmethod
+    def backward(ctx, d_y_RD):
+        rows, gate_up, down, _, weights, *_ = ctx.needs_input_grad
+        d_rows, _, _, d_weights = run_ffn_backward(
+            d_y_RD, *ctx.saved_tensors, rows, gate_up or down, gradients=ctx.gradients
+        )
+        return d_rows if rows else None, None, None, None, d_weights if weights else None, None, None
+
+
 _library.impl("ffn", run_ffn, "CUDA")
 _library.impl("ffn_backward", run_ffn_backward, "CUDA")
 register_fake("imbrex_experts::ffn", _fake_ffn, lib=_library)
@@ -254,7 +314,12 @@ def _gemm(
         out,
         groups.counter,
         tiling=choose_tiling(
-            layout, epilogue, a.shape[0], groups.ends_e.numel(), (out.shape[-2], out.shape[-1])
+            layout,
+            epilogue,
+            a.shape[0],
+            groups.ends_e.numel(),
+            (out.shape[-2], out.shape[-1]),
+            sms=multiprocessors(a.get_device()),
         ),
         epilogue=epilogue,
         gate_up=gate_up,

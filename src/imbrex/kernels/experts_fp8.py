@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm
+from imbrex.kernels.experts_gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import Groups, plan_groups
 from imbrex.kernels.experts_tiling import FP8_TILINGS, choose_tiling
 from imbrex.kernels.jit import Kernel, Variant, load
@@ -149,8 +149,8 @@ def quantise_rows(
 
 @functools.cache
 def _quantiser(device: torch.device) -> tuple[Kernel, int]:
-    blocks = 8 * torch.cuda.get_device_properties(device).multi_processor_count
-    return load(Variant(source=SOURCE, entry="quantise_rows"), device), blocks
+    kernel = load(Variant(source=SOURCE, entry="quantise_rows"), device)
+    return kernel, 8 * multiprocessors(kernel.device)
 
 
 def _gemm(
@@ -163,7 +163,8 @@ def _gemm(
     weights_R: Tensor | None = None,
 ) -> None:
     ends_e, shape = groups.ends_e, (out.shape[0], out.shape[1])
-    tiling = choose_tiling(Layout.FORWARD, epilogue, a.shape[0], ends_e.numel(), shape, fp8=True)
+    sms = multiprocessors(a.get_device())
+    tiling = choose_tiling(Layout.FORWARD, epilogue, a.shape[0], ends_e.numel(), shape, sms=sms, fp8=True)
     launch_gemm(
         Layout.FORWARD,
         a,

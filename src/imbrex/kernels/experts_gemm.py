@@ -6,6 +6,7 @@ Rows are expert-major; `ends_e` (int32, on the device) holds the end of each exp
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from imbrex.kernels.jit import ByValue, Kernel, Variant, load
+from imbrex.kernels.jit import ByValue, Kernel, KernelError, Variant, load
 from imbrex.kernels.tensor_map import tensor_map
 
 
@@ -190,12 +191,38 @@ def halves_map(gate_up_RG: torch.Tensor) -> ByValue:
 
 
 @functools.cache
+def multiprocessors(device: int) -> int:
+    """SMs of a GPU; of an H200 for tensors on the CPU, where nothing is timed."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
+
+
+@functools.cache
+def _status(device: int) -> torch.Tensor:
+    """One word of the host that kernels of `device` write to."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=device >= 0)
+
+
+@functools.cache
+def _status_word(device: int) -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(_status(device).data_ptr())
+
+
+def check_products(device: int) -> None:
+    """Raises KernelError where a grouped GEMM that ended on `device` had given up waiting; launches ask."""
+    if _status_word(device).value:
+        raise KernelError(
+            f"a grouped GEMM on device {device} waited ten seconds for its own copies and gave up: its "
+            "result is wrong; restart the process, and report this with the shapes"
+        )
+
+
+@functools.cache
 def _gemm_kernel(
     layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool, fp8: bool, device: int
 ) -> tuple[Kernel, int, int]:
-    """The kernel, its bytes of shared memory, the SMs of the device."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return load(gemm_variant(layout, epilogue, tiling, wide, fp8), device), tiling.smem, sms
+    """The kernel, its bytes of shared memory, the blocks of a launch."""
+    kernel = load(gemm_variant(layout, epilogue, tiling, wide, fp8), device)
+    return kernel, tiling.smem, multiprocessors(device)
 
 
 def _operand_maps(
@@ -279,6 +306,7 @@ def launch_gemm(
                 a.shape[-1],
                 weights_R,
                 counter,
+                _status(a.get_device()),
                 _NO_SCALES if scales is None else scales.argument(),
                 _NO_SLOPES if slopes is None else slopes.argument(),
             ],
@@ -287,6 +315,7 @@ def launch_gemm(
             _launches.clear()
         _launches[key] = launch
     launch.launch()
+    check_products(a.get_device())
 
 
 _launches: dict[tuple[Any, ...], Any] = {}

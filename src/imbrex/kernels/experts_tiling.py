@@ -43,11 +43,11 @@ def choose_tiling(
     experts: int,
     out: tuple[int, int],
     *,
-    sms: int = 132,
+    sms: int,
     fp8: bool = False,
 ) -> Tiling:
     """`rows`: rows of all experts together, at most (the counts stay on the device); `out`: shape of one
-    expert's output, for a weight gradient, else (rows, columns)."""
+    expert's output, for a weight gradient, else (rows, columns); `sms`: of the device."""
     if layout is Layout.WGRAD:
         return OWN if out[0] * out[1] >= _LARGE_GRADIENT else SHARED
     if epilogue is Epilogue.SWIGLU_GRADIENT and rows // experts > OWN.block_m // 2:

@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
 }
 
 __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared,
-                                        const float* weights, const Scales& scales, const Slopes& slopes, int columns) {
+                                        const float* weights, const Scales& scales, const Slopes& slopes, int columns, u32* status) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int first_block = PINGPONG ? 0 : group;  // of this group's rows in the tile
     u32 patience = ptx::kPatience;
@@ -137,15 +137,18 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
         }
     }
     if (thread == 0) ptx::bulk_wait<0>();
+    if (patience == 0) *status = 1;
 }
 
 // map_h: gate and up (EPILOGUE 2), else unused. `rows` is the fixed number of output rows (wgrad), `columns` the
 // number of output columns, `k` the contracted length (not wgrad), `weights` [R] (EPILOGUE 3), `counter` two zeros.
+// `status`: set to 1 where a wait ran out of patience, which makes the result wrong; the host looks at it (a bug, or a
+// GPU that stood still for ten seconds: both sides of every barrier live in one block).
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h, const int* ends,
                  const int* segments, int count, int rows, int columns, int k, const float* weights, u32* counter,
-                 Scales scales, Slopes slopes) {
+                 u32* status, Scales scales, Slopes slopes) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * STAGES + 2 * kSlots + 2];
@@ -179,9 +182,9 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     if (threadIdx.x >= GROUPS * 128) {
         ptx::fewer_registers<kProducerRegisters>();
         const Order order{ends, segments, count, rows, columns};
-        if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter);
+        if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter, status);
     } else {
         ptx::more_registers<kConsumerRegisters>();
-        consume(&map_d, &map_h, shared, weights, scales, slopes, columns);
+        consume(&map_d, &map_h, shared, weights, scales, slopes, columns, status);
     }
 }

@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_step(const TensorMap* map_a, const TensorMa
 // The producer thread. counter[0]: tiles drawn beyond the first of each block; counter[1]: blocks that are done, the
 // last of which sets both back to 0 for the next launch.
 __device__ __forceinline__ void produce(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, Order order,
-                                        const int* ends, int k, u32* counter) {
+                                        const int* ends, int k, u32* counter, u32* status) {
     u32 patience = ptx::kPatience, position = 0, index = 0;
     Tile tile;
     Ring ring(0);
@@ -65,5 +65,6 @@ __device__ __forceinline__ void produce(const TensorMap* map_a, const TensorMap*
         position += steps;
         number = next;
     }
+    if (patience == 0) *status = 1;
     if (atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
 }

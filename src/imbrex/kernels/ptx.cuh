@@ -112,7 +112,8 @@ __device__ __forceinline__ bool mbarrier_try(u32 barrier, u32 parity) {
 }
 
 // Wait for the phase of `parity` to complete. Bounded: a try sleeps up to 10 us, and `patience` counts the tries left
-// to this thread for all its waits; at 0 it stops waiting (a bug: both sides of these barriers live in one kernel). There is no branch around the code that follows: a divergent exit would make ptxas serialise wgmma.
+// to this thread for all its waits; at 0 it stops waiting and the caller sets a status word. There is no branch around
+// the code that follows: a divergent exit would make ptxas serialise wgmma.
 constexpr u32 kPatience = 1u << 20;
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, u32& patience) {
 #pragma unroll 1
