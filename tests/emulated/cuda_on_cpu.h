@@ -299,6 +299,9 @@ inline int __shfl_up_sync(u32, int value, int step) {
     return lane < step ? value : result;
 }
 inline int atomicAdd(int* word, int value) { int before = *word; *word += value; return before; }
+inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) {
+    return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (shift & 31));
+}
 inline int __ffs(u32 v) { return __builtin_ffs(static_cast<int>(v)); }
 inline u32 atomicSub(u32* word, u32 value) { u32 before = *word; *word -= value; return before; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
@@ -382,13 +385,13 @@ void bulk_wait() {
 
 template <int kOffset = 0>
 uint4 load_once(const void* from, bool wanted) {
-    uint4 v{};
+    uint4 v{0x7fc07fc0, 0x7fc07fc0, 0x7fc07fc0, 0x7fc07fc0};
     if (wanted) std::memcpy(&v, static_cast<const u8*>(from) + kOffset, 16);
     return v;
 }
 template <int kOffset, int kScaleOffset>
 uint4 load_coded(const void* from, const void* scale, bool wanted) {
-    uint4 v{};
+    uint4 v{0x7fc07fc0, 0x7fc07fc0, 0x7fc07fc0, 0x7fc07fc0};
     if (!wanted) return v;
     std::memcpy(&v, static_cast<const u8*>(from) + kOffset, 8);
     std::memcpy(&v.z, static_cast<const u8*>(scale) + kScaleOffset, 4);
@@ -417,6 +420,11 @@ inline u32 round_e4m3(float f) {
     return sign | (units < 8 ? static_cast<u32>(units) : static_cast<u32>((exponent + 7) << 3 | (units - 8)));
 }
 inline u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
+inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
+inline float reciprocal(float x) {  // to an ulp, either way
+    const float inverse = 1.0f / x;
+    return std::isfinite(inverse) && inverse != 0.0f ? std::nextafter(inverse, emu::machine->random() % 2 ? INFINITY : 0.0f) : inverse;
+}
 inline float value_e4m3(u32 bits) {
     const float sign = bits & 0x80 ? -1.0f : 1.0f;
     const int exponent = bits >> 3 & 15, mantissa = bits & 7;

@@ -173,21 +173,18 @@ def rows_at(case: Case, plans: list[Plan], me: int, per_choice: Callable[[int], 
     return out
 
 
-def weighted_sum(rows_MD: Tensor, weights_M: Tensor) -> Tensor:
-    """bf16 rows in order, one fused multiply-add each: float32 rounding of the exact float64 step."""
-    total = torch.zeros(rows_MD.shape[1])
-    for row, weight in zip(rows_MD, weights_M, strict=True):
-        total = (total.double() + weight.double() * row.double()).float()
-    return total
+def add_rows(total_TD: Tensor, weight_T: Tensor, rows_TD: Tensor) -> Tensor:
+    """One fused multiply-add: float32 rounding of the exact float64 step."""
+    return (total_TD.double() + weight_T.double()[:, None] * rows_TD.double()).float()
 
 
-def through_wire(partial_D: Tensor, wire: str) -> Tensor:
-    """A rank's sum as it arrives: bf16, or that as a row of the fp8 codec."""
-    rounded = partial_D.bfloat16()
-    if wire == "bf16":
-        return rounded
+def through_wire(partial_TD: Tensor, wire: str) -> Tensor:
+    """A rank's sums as they arrive, float32: rounded to bf16, or those as rows of the fp8 codec."""
+    rounded = partial_TD.bfloat16()
+    if wire == "bf16" or not len(rounded):
+        return rounded.float()
     codec = Fp8.e4m3()
-    return codec.decode(codec.encode(rounded[None], torch.bfloat16), len(rounded), torch.float32)[0]
+    return codec.decode(codec.encode(rounded, torch.bfloat16), rounded.shape[1], torch.float32)
 
 
 def combined(
@@ -196,28 +193,23 @@ def combined(
     """float32 [W, T, D]: sums on the other ranks as the wire rounds them, and the own rows, in the order of
     the ranks.
     """
-    weights = inputs.weights_WTK.cpu()
     out = torch.zeros(case.ranks, max(case.tokens), case.width)
     for home, plan in enumerate(plans):
-        for token in range(case.tokens[home]):
-            rows, gates = [], []
-            for rank in range(case.ranks):
-                low, high = case.slots_of(rank)
-                here = (plan.slot_TK[token] >= low) & (plan.slot_TK[token] < high)
-                if not here.any():
-                    continue
-                gate = weights[home, token][here] if weighted else torch.ones(int(here.sum()))
-                mine = rows_WRD[rank][plan.position_TK[token][here]]
-                if rank == home:
-                    rows += mine.unbind(0)
-                    gates += gate.unbind(0)
-                else:
-                    rows.append(through_wire(weighted_sum(mine, gate), wire))
-                    gates.append(torch.tensor(1.0))
-            if rows:
-                out[home, token] = weighted_sum(
-                    torch.stack([row.float() for row in rows]), torch.stack(gates)
-                )
+        gates_TK = inputs.weights_WTK[home, : case.tokens[home]].cpu()
+        if not weighted:
+            gates_TK = torch.ones_like(gates_TK)
+        total_TD = out[home, : case.tokens[home]]
+        for rank in range(case.ranks):
+            low, high = case.slots_of(rank)
+            here_TK = (plan.slot_TK >= low) & (plan.slot_TK < high)
+            sums_TD = total_TD if rank == home else torch.zeros_like(total_TD)
+            for k in range(case.choices):
+                mine = here_TK[:, k]
+                rows = rows_WRD[rank][plan.position_TK[mine, k]]
+                sums_TD[mine] = add_rows(sums_TD[mine], gates_TK[mine, k], rows)
+            if rank != home:
+                sent = here_TK.any(1)
+                total_TD[sent] += through_wire(sums_TD[sent], wire)
     return out
 
 

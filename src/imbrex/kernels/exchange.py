@@ -199,13 +199,23 @@ class NvlinkExchange:
         row_bytes = self._row_bytes(x)
         wire_bytes = lay.fp8_bytes(x.shape[-1]) if quantise else row_bytes
         assert not quantise or x.dtype == torch.bfloat16
-        stages, shared = lay.mover_shared(row_bytes, self.shape.ranks, quantise=quantise)
+        quantisers = lay.quantisers_of(row_bytes, self.shape.ranks) if quantise else 0
+        stages, shared = lay.mover_shared(row_bytes, self.shape.ranks, quantisers)
         buffer, lag = self._next_buffer("push")
         args = lay.Push(
             *map(_address, (x, routed.send_row_LTW, tokens)),
             *(self.layout.received, self._buffer_bytes(self.shape.token_capacity)),
             x[0].nbytes if x.dim() == 3 else 0,
-            *(x.shape[-2], routed.send_row_LTW.shape[1], row_bytes, wire_bytes, stages, buffer, lag),
+            *(
+                x.shape[-2],
+                routed.send_row_LTW.shape[1],
+                row_bytes,
+                wire_bytes,
+                stages,
+                quantisers,
+                buffer,
+                lag,
+            ),
         )
         threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise
         self._launch(PUSH[quantise], "push", num_sms, threads, shared, args)
@@ -236,7 +246,7 @@ class NvlinkExchange:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        num_sms: int = 24,
+        num_sms: int = lay.SMALL_SMS,
         tokens: Tensor | None = None,
         tally: Tensor | None = None,
         tables: Tables | None = None,
@@ -252,18 +262,13 @@ class NvlinkExchange:
         out = torch.empty(
             (self.local_ranks, self.shape.row_capacity, x.shape[-1]), dtype=x.dtype, device=self.device
         )
-        stages, shared = lay.mover_shared(row_bytes, self.shape.choices)
-        chunks = self.shape.ranks * -(-few // lay.CHUNK)
-        at = self.layout.small_ids, self.layout.small_counts, self.layout.small_tokens
-        pull = lay.Pull(
-            *map(_address, (x, out, routed.position_LWTK, routed.tokens_LW)),
-            *(self.layout.small_staged, few * self.shape.row_bytes),
-            *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
-            *(few, self.shape.choices, row_bytes, stages, 0, 1),
+        at = self.layout.small_ids, 0, self.layout.small_tokens
+        args = lay.Small(
+            self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced),
+            *(x.data_ptr(), out.data_ptr(), self.layout.small_staged, few * self.shape.row_bytes),
+            *(*self._strides(x, out), row_bytes, lay.SMALL_PARTS),
         )
-        route = self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced)
-        args = lay.Small(route, pull, lay.small_counts(self.shape))
-        shared = max(shared, lay.route_shared(self.shape, chunks, self._room))
+        shared = lay.small_shared(self.shape, few, self._room)
         self._launch(SMALL, "small", num_sms, ROUTE_THREADS, shared, args)
         return out, routed
 

@@ -1,8 +1,8 @@
 // Rows of the fp8 codec: D bytes of e4m3, then a float32 scale for every 128 values (`imbrex.codec.fp8`, to the bit).
 //
-// scale = amax / 448, value = x / scale rounded to nearest. A block with NaN or an infinity has a NaN scale and zeros. The
-// quotient is exact without a division per value: with the rounded reciprocal r of s, q = x r and q + r (x - q s), both fused, is
-// the rounded quotient (Markstein), as long as nothing underflows; tiny scales divide.
+// scale = amax / 448, value = x / scale rounded to nearest. A block with NaN or an infinity has a NaN scale and zeros.
+// No value needs a division: with r = 1 / s to an ulp, q = x r, the quotient is q - r (q s - x), fused, to the last bit; so for
+// every bf16 amax and x (all 128 x 128 significands tried, r an ulp off either way). Tiny and unusable scales take the slow way.
 //
 // Example, a block of 4, 448 scaled down to 4: 1 2 -4 0 has scale 1 and stays; 2 4 -8 0 has scale 2 and gives the same bytes.
 #pragma once
@@ -10,39 +10,51 @@
 
 constexpr int kBlock = 128;   // values that share a scale
 constexpr float kLargest = 448.0f;
+constexpr float kInverse = 1.0f / 448.0f;
 
-__device__ __forceinline__ u32 larger(u32 amax, u32 pair) {
-    const u32 low = pair & 0x7fff, high = pair >> 16 & 0x7fff;
-    return max(amax, max(low, high));
-}
+// The larger magnitudes of two pairs of bf16, as bits.
+__device__ __forceinline__ u32 larger(u32 amax, u32 pair) { return ptx::max_u16x2(amax, pair & 0x7fff7fffu); }
 
-// The scale of a block from the bits of its largest magnitude, as bf16.
-__device__ __forceinline__ float scale_of(u32 amax) {
-    return amax >= 0x7f80 ? __uint_as_float(0x7fc00000) : __fdiv_rn(__uint_as_float(amax << 16), kLargest);
-}
+__device__ __forceinline__ u32 larger_of_four(uint4 v) { return larger(larger(larger(v.x & 0x7fff7fffu, v.y), v.z), v.w); }
 
 struct Divisor {
     float scale, reciprocal;
-    bool usable, tiny;
+    bool plain;   // the fast way is exact
+    bool usable;
 };
 
-__device__ __forceinline__ Divisor divisor_of(float scale) {
+// `amax`: bits of the largest magnitudes of the even and the odd values of a block.
+__device__ __forceinline__ Divisor divisor_of(u32 amax) {
+    const u32 bits = max(amax & 0xffffu, amax >> 16);
+    const float largest = __uint_as_float(bits << 16);
     Divisor d;
-    d.scale = scale;
-    d.usable = scale > 0.0f;
-    d.tiny = scale < 1e-30f;
-    d.reciprocal = d.usable && !d.tiny ? __frcp_rn(scale) : 0.0f;
+    d.plain = bits < 0x7f80 && largest > 0x1p-80f;
+    const float q = largest * kInverse;
+    d.scale = __fmaf_rn(-__fmaf_rn(q, kLargest, -largest), kInverse, q);
+    if (!d.plain) d.scale = bits >= 0x7f80 ? __uint_as_float(0x7fc00000) : __fdiv_rn(largest, kLargest);
+    d.usable = d.scale > 0.0f;
+    d.reciprocal = ptx::reciprocal(d.scale);
     return d;
 }
 
 __device__ __forceinline__ float quotient(float x, const Divisor& d) {
-    if (d.tiny) return d.usable ? __fdiv_rn(x, d.scale) : 0.0f;
     const float q = x * d.reciprocal;
-    if (!d.usable) return 0.0f;
-    return q == 0.0f ? q : __fmaf_rn(__fmaf_rn(-q, d.scale, x), d.reciprocal, q);  // keeps the sign of a zero
+    return __fmaf_rn(-__fmaf_rn(q, d.scale, -x), d.reciprocal, q);  // in this order a zero keeps its sign
 }
 
+__device__ __forceinline__ float slow_quotient(float x, const Divisor& d) { return d.usable ? __fdiv_rn(x, d.scale) : 0.0f; }
+
+template <bool kPlain>
 __device__ __forceinline__ u32 four_values(u32 first, u32 second, const Divisor& d) {
-    const u32 low = ptx::pack_e4m3(quotient(ptx::bf16_low(first), d), quotient(ptx::bf16_high(first), d));
-    return low | ptx::pack_e4m3(quotient(ptx::bf16_low(second), d), quotient(ptx::bf16_high(second), d)) << 16;
+    const float x[4] = {ptx::bf16_low(first), ptx::bf16_high(first), ptx::bf16_low(second), ptx::bf16_high(second)};
+    float q[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[i] = kPlain ? quotient(x[i], d) : slow_quotient(x[i], d);
+    return ptx::pack_e4m3(q[0], q[1]) | ptx::pack_e4m3(q[2], q[3]) << 16;
+}
+
+// Eight bf16 to eight e4m3. All lanes.
+__device__ __forceinline__ uint2 eight_values(uint4 v, const Divisor& d) {
+    if (__all_sync(0xffffffffu, d.plain)) return {four_values<true>(v.x, v.y, d), four_values<true>(v.z, v.w, d)};
+    return {four_values<false>(v.x, v.y, d), four_values<false>(v.z, v.w, d)};
 }

@@ -2,16 +2,16 @@
 // adds them in the order of the ranks. Nothing is written on the way, so 8 SMs load each byte once.
 //
 // Warp 0 lets the rows of the other ranks come by TMA into a ring of entries: one piece of a token's row from every rank, in the
-// place of that rank. The other warps each add their columns of it, own row and addend straight from memory, which they ask for
-// before they wait. A warp may be an entry ahead of another; an entry is free when all have read it.
+// place of that rank. The other warps each add their columns of it, own row and addend straight from memory, asked for some pieces
+// ahead. A warp may be entries ahead of another; an entry is free when all have read it.
 //
 // Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
 #include "exchange_terms.cuh"
 
-constexpr int kAddingWarps = 14;  // 448 threads: two columns each of a row of 7168 values
+constexpr int kAddingWarps = 14;  // 448 threads: half a row of 7168 values
 constexpr int kGatherThreads = 32 * (1 + kAddingWarps);
 constexpr int kMostEntries = 32;
-constexpr int kHeld = 2;          // columns of a thread that are in flight
+constexpr int kAhead = 4;         // pieces of own rows on their way: 0.5 us each on 8 SMs, 1 us of latency
 
 struct Gather {
     const u8* own;        // [ranks of the launch, tokens, row_bytes]
@@ -105,59 +105,61 @@ __device__ inline void store_sum(const Gather& gather, u8* out, i64 column, cons
     }
 }
 
-// The sums of kHeld columns of an entry whose first column is number `start` of the rows.
-__device__ inline void add_entry(const Call& call, const Gather& gather, const Entries& entries, u32 at, u32 parity, i64 start, int columns, bool& fine) {
-    const u8* own = gather.own + call.local * gather.x_stride + 16 * start;
-    const u8* addend = gather.addend + call.local * gather.x_stride + 16 * start;
-    u8* out = gather.out + call.local * gather.out_stride;
-    const int step = 32 * kAddingWarps, mine = static_cast<int>(threadIdx.x) - 32, ranks = call.group->ranks;
-    for (int column = mine; column - mine < columns; column += kHeld * step) {
-        uint4 home[kHeld], added[kHeld];
-#pragma unroll
-        for (int q = 0; q < kHeld; ++q) {
-            const int c = column + q * step;
-            home[q] = ptx::load_once(own + 16 * c, c < columns);
-            added[q] = ptx::load_once(addend + 16 * c, gather.addend && c < columns);
-        }
-        if (column == mine) fine = wait_stage(call, entries.full + 8 * at, parity);
-        if (!fine) return;
-        const int bits = entries.ranks[at];
-        float sum[kHeld][8] = {};
-        u32 slot = entries.slots + at * entries.bytes;
-        for (int p = 0; p < ranks; ++p) {
-            const bool counts = bits >> p & 1;
-#pragma unroll
-            for (int q = 0; q < kHeld; ++q) {
-                const int c = column + q * step;
-                if (counts && c < columns) add_eight(sum[q], p == call.me ? home[q] : ptx::load_shared(slot + 16 * c), 1.0f);
-            }
-            if (p != call.me) slot += gather.piece_bytes;
-        }
-#pragma unroll
-        for (int q = 0; q < kHeld; ++q) {
-            const int c = column + q * step;
-            if (c >= columns) continue;
-            if (gather.addend) add_eight(sum[q], added[q], 1.0f);
-            store_sum(gather, out, start + c, sum[q]);
+// Where a thread's column of the next pieces lies; columns past the end of a piece are not there.
+struct Walk {
+    int token, offset;
+    __device__ __forceinline__ void next(const Call& call, const Gather& gather) {
+        offset += gather.piece_bytes;
+        if (offset >= gather.row_bytes) {
+            offset = 0;
+            token += call.group->blocks;
         }
     }
-    if (columns == 0) fine = wait_stage(call, entries.full + 8 * at, parity);
-    ptx::mbarrier_arrive(entries.empty + 8 * at);
-}
+};
 
+// Every thread has one column of 16 bytes of each piece. Own rows and addends are asked for kAhead pieces before their turn.
 __device__ inline void add_entries(const Call& call, const Gather& gather, const Entries& entries, int tokens) {
+    const int mine = 16 * (static_cast<int>(threadIdx.x) - 32), ranks = call.group->ranks;
+    const u8* own = gather.own + call.local * gather.x_stride;
+    const u8* addend = gather.addend + call.local * gather.x_stride;
+    u8* out = gather.out + call.local * gather.out_stride;
+    uint4 home[kAhead], added[kAhead];
+    Walk ahead = {call.block, 0}, walk = ahead;
+    const auto ask = [&](int d) {
+        const int offset = ahead.offset + mine;
+        const i64 at = static_cast<i64>(ahead.token) * gather.row_bytes + offset;
+        const bool wanted = ahead.token < tokens && mine < gather.piece_bytes && offset < gather.row_bytes;
+        home[d] = ptx::load_once(own + at, wanted);
+        added[d] = ptx::load_once(addend + at, wanted && gather.addend);
+        ahead.next(call, gather);
+    };
     u32 at = 0, round = 0;
-    bool fine = true;
-    for (int token = call.block; token < tokens; token += call.group->blocks)
-        for (int offset = 0; offset < gather.row_bytes; offset += gather.piece_bytes) {
-            const i64 start = (static_cast<i64>(token) * gather.row_bytes + offset) / 16;
-            add_entry(call, gather, entries, at, round & 1, start, min(gather.piece_bytes, gather.row_bytes - offset) / 16, fine);
-            if (!fine) return;
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) ask(d);
+    while (walk.token < tokens) {
+#pragma unroll
+        for (int d = 0; d < kAhead; ++d) {
+            if (walk.token >= tokens) break;
+            if (!wait_stage(call, entries.full + 8 * at, round & 1)) return;
+            const int bits = entries.ranks[at];
+            float sum[8] = {};
+            u32 slot = entries.slots + at * entries.bytes + mine;
+            const bool inside = mine < gather.piece_bytes && walk.offset + mine < gather.row_bytes;
+            for (int p = 0; p < ranks; ++p) {
+                if (bits >> p & inside) add_eight(sum, p == call.me ? home[d] : ptx::load_shared(slot), 1.0f);
+                if (p != call.me) slot += gather.piece_bytes;
+            }
+            ptx::mbarrier_arrive(entries.empty + 8 * at);
+            if (gather.addend) add_eight(sum, added[d], 1.0f);
+            if (inside) store_sum(gather, out, (static_cast<i64>(walk.token) * gather.row_bytes + walk.offset + mine) / 16, sum);
+            ask(d);
+            walk.next(call, gather);
             if (++at == static_cast<u32>(gather.entries)) {
                 at = 0;
                 ++round;
             }
         }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kGatherThreads, 1) gather_sums(const __grid_constant__ Group group,

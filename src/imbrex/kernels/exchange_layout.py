@@ -80,7 +80,7 @@ Push = _struct(
     "Push",
     "x send_row tokens",
     "rows_at buffer_bytes x_stride",
-    "num_tokens max_tokens row_bytes wire_bytes stages buffer lag",
+    "num_tokens max_tokens row_bytes wire_bytes stages quantisers buffer lag",
 )
 Pull = _struct(
     "Pull",
@@ -103,9 +103,15 @@ Gather = _struct(
 
 
 class Small(ctypes.Structure):
-    _fields_ = (("route", Route), ("pull", Pull), ("block_counts", ctypes.c_int64))
+    _fields_ = (
+        ("route", Route),
+        *((name, ctypes.c_uint64) for name in ("x", "out")),
+        *((name, ctypes.c_int64) for name in ("staged_at", "buffer_bytes", "x_stride", "out_stride")),
+        *((name, ctypes.c_int32) for name in ("row_bytes", "parts")),
+    )
 
 
+SMALL_SMS = 64
 SMALL_TOKENS = 512
 """Most tokens of a rank in a small dispatch; a heap whose calls may be larger has room for these besides."""
 
@@ -149,7 +155,6 @@ class Layout:
     partials: int
     small_ids: int
     small_tokens: int
-    small_counts: int
     small_staged: int
     nbytes: int
 
@@ -180,16 +185,9 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         partials=take(2 * (ranks - 1) * tokens * shape.row_bytes if expert else 0),
         small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
         small_tokens=take(4 * 2 * ranks),
-        small_counts=take(MAX_BLOCKS * small_counts(shape) if expert else 0),
         small_staged=take(2 * few * shape.row_bytes if expert else 0),
         nbytes=at,
     )
-
-
-def small_counts(shape: Shape) -> int:
-    """Bytes of routing scratch of a block that routes a small batch alone."""
-    chunks = shape.ranks * -(-min(shape.max_tokens, SMALL_TOKENS) // CHUNK)
-    return 4 * chunks * (shape.experts + shape.ranks)
 
 
 def route_shared(shape: Shape, chunks: int, room: int = 0) -> int:
@@ -217,23 +215,40 @@ def route_blocks(shape: Shape, wanted: int, room: int = 0) -> tuple[int, int]:
     )
 
 
-QUANTISERS = 7
+def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
+    """Shared memory of a block that routes at most `tokens` tokens a rank alone."""
+    chunks = shape.ranks * -(-tokens // CHUNK)
+    nbytes = route_shared(shape, chunks, room)
+    nbytes += 4 * chunks * (CHUNK * shape.choices + shape.experts + shape.ranks)
+    if nbytes > SHARED_BYTES:
+        raise ValueError(
+            f"exchange: {shape.ranks} ranks x {tokens} tokens and {shape.experts} experts are too many for "
+            f"one kernel's shared memory; use route and pull"
+        )
+    return nbytes
 
 
-def mover_shared(row_bytes: int, targets: int, *, quantise: bool = False) -> tuple[int, int]:
+QUANTISERS = 12
+
+
+def mover_shared(row_bytes: int, targets: int, quantisers: int = 0) -> tuple[int, int]:
     """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each.
 
-    quantise: with warps between, each of which keeps the scales of a row; they divide the stages.
+    quantisers: warps between, fewer than the stages, each of which keeps the scales of a row.
     """
-    fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128
-    fixed += QUANTISERS * 4 * (row_bytes // 256) if quantise else 0
+    fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128 + quantisers * 4 * (row_bytes // 256)
     slot = -(-row_bytes // 128) * 128
-    stages = (SHARED_BYTES - fixed) // slot
-    stages = min(stages // QUANTISERS * QUANTISERS, 35) if quantise else min(stages, 48)
+    stages = min((SHARED_BYTES - fixed) // slot, 40)
     if stages < 6:
-        most = (SHARED_BYTES - fixed) // (QUANTISERS if quantise else 6)
-        raise ValueError(f"exchange: rows of {row_bytes} bytes are too long; at most {most}")
+        raise ValueError(
+            f"exchange: rows of {row_bytes} bytes are too long; at most {SHARED_BYTES // 6 - 3000}"
+        )
     return stages, fixed + stages * slot
+
+
+def quantisers_of(row_bytes: int, targets: int) -> int:
+    """Warps that quantise rows of so many bytes: all there are room for stages for, and one stage more."""
+    return min(QUANTISERS, mover_shared(row_bytes, targets, QUANTISERS)[0] - 1)
 
 
 def fp8_bytes(width: int) -> int:
@@ -244,13 +259,17 @@ def fp8_bytes(width: int) -> int:
 
 
 SMALL_PARTS = 4
-REDUCE_WARPS = 20
+REDUCE_WARPS = 16
 REDUCE_SHARED = REDUCE_WARPS * 52 * (8 + 4)
 
 
 def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
     """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing."""
-    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (2, 1, 12)
+    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (1, 1, 10)
+
+
+GATHER_PIECE = 16 * 448
+"""Most bytes of a piece: 16 a thread."""
 
 
 def gather_shared(row_bytes: int, ranks: int) -> tuple[int, int, int]:
@@ -259,6 +278,6 @@ def gather_shared(row_bytes: int, ranks: int) -> tuple[int, int, int]:
     for pieces in range(1, 1 + row_bytes // 16):
         piece = -(-row_bytes // pieces // 16) * 16
         entries = (SHARED_BYTES - 1024) // (piece * places)
-        if entries >= 8:
+        if piece <= GATHER_PIECE and entries >= 8:
             return piece, min(entries, 32), 1024 + min(entries, 32) * piece * places
     raise AssertionError(f"{ranks} pieces of 16 bytes fit")

@@ -1,10 +1,10 @@
 // Staging of tokens, and lists of rows to pull; see exchange_pull.cu.
 #pragma once
+#include "exchange_copy.cuh"
 #include "exchange_rows.cuh"
 
 constexpr int kStagers = 8;       // warps
 constexpr int kStagersBarrier = 1;
-constexpr int kStaged = 7;        // 16-byte loads that a thread has in flight
 
 struct Pull {
     const u8* x;          // [ranks of the launch, max_tokens, row_bytes]
@@ -47,20 +47,6 @@ __device__ inline PullView view_of(const Call& call, const Pull& pull) {
     return view;
 }
 
-// Bytes from one place to another, all 16-byte words, by thread `thread` of `threads`.
-__device__ inline void copy_words(u8* to, const u8* from, int words, int thread, int threads) {
-    const uint4* source = reinterpret_cast<const uint4*>(from);
-    uint4* target = reinterpret_cast<uint4*>(to);
-    for (int first = thread; first < words; first += kStaged * threads) {
-        uint4 value[kStaged];
-#pragma unroll
-        for (int u = 0; u < kStaged; ++u) value[u] = ptx::load_once(source + first + u * threads, first + u * threads < words);
-#pragma unroll
-        for (int u = 0; u < kStaged; ++u)
-            if (first + u * threads < words) target[first + u * threads] = value[u];
-    }
-}
-
 // This block's own tokens into the heap, group after group, as fast as it goes: a peer never waits for what we pull.
 __device__ inline void stage_groups(const Call& call, const Pull& pull, const PullView& view, int tokens) {
     const Group& group = *call.group;
@@ -78,8 +64,8 @@ __device__ inline void stage_groups(const Call& call, const Pull& pull, const Pu
     }
 }
 
-// False when a peer's staging did not come; `wait`: for it.
-__device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull& pull, const PullView& view, int g, u32 number, bool wait = true) {
+// False when a peer's staging did not come.
+__device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull& pull, const PullView& view, int g, u32 number) {
     const Group& group = *call.group;
     const int lane = static_cast<int>(ptx::lane_id());
     SegmentHead* segment = open_segment(call, ring, number);
@@ -101,7 +87,7 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
             item->source = view.x + static_cast<i64>(token) * pull.row_bytes;
         } else {
             item->source = group.heap[source] + view.buffer + static_cast<i64>(token) * pull.row_bytes;
-            if (targets && wait) fine = wait_flag(call, flag_of(group, group.staged_flags, call.me, source, g), call.epoch, kRowsStaged, source);
+            if (targets) fine = wait_flag(call, flag_of(group, group.staged_flags, call.me, source, g), call.epoch, kRowsStaged, source);
         }
     }
     item->targets = targets;

@@ -9,8 +9,8 @@
 #ifndef QUANTISE
 #define QUANTISE 0
 #endif
-constexpr int kBetween = QUANTISE ? kQuantisers : 0;
-constexpr int kPushThreads = kMoverThreads + 32 * kBetween;
+constexpr int kQuantisers = QUANTISE ? 12 : 0;  // at most
+constexpr int kPushThreads = kMoverThreads + 32 * kQuantisers;
 
 struct Push {
     const u8* x;           // [ranks of the launch, max_tokens, row_bytes]
@@ -24,6 +24,7 @@ struct Push {
     int row_bytes;
     int wire_bytes;  // of a row at the peers
     int stages;
+    int quantisers;
     int buffer;  // which of the buffers
     int lag;     // calls since that buffer was used, at least
 };
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kPushThreads, 1) push_rows(const __
                                                                          const __grid_constant__ Push push) {
     const Call call = begin_call(group, kPush);
     const int scales = push.row_bytes / 2 / kBlock;  // of a row
-    const Ring ring = make_ring(call, push.row_bytes, push.wire_bytes, push.stages, group.ranks, kBetween, 4 * scales * kBetween);
+    const Ring ring = make_ring(call, push.row_bytes, push.wire_bytes, push.stages, group.ranks, push.quantisers, 4 * scales * push.quantisers);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
     if (warp == 1 && ptx::lane_id() == 0) {
@@ -75,9 +76,9 @@ extern "C" __global__ void __launch_bounds__(kPushThreads, 1) push_rows(const __
         }
     }
     if (warp == 2) list_push(call, ring, push);
-    if (warp >= 3) {
+    if (warp >= 3 && warp < 3 + push.quantisers) {
         float* own = reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + (warp - 3) * scales;
-        quantise_rows(call, ring, warp - 3, own);
+        quantise_rows(call, ring, warp - 3, push.quantisers, own);
     }
     end_call(call);
 }

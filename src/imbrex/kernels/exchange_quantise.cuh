@@ -1,12 +1,10 @@
 // Rows of bf16 in the mover's ring become rows of the fp8 codec, in place, between the load and the stores.
 //
-// A warp has every kQuantisers-th row. A step reads 512 values and then writes 512 bytes, which earlier steps have read.
+// A warp has one row in turn. A step reads 512 values and then writes 512 bytes, which earlier steps have read.
 #pragma once
 #include "exchange_fp8.cuh"
 #include "exchange_rows.cuh"
 
-// Divides the stages, so that a slot always meets the same warp: one that met another's could run a phase ahead of it.
-constexpr int kQuantisers = 7;
 constexpr int kStep = 512;    // values a warp converts at once, 16 a lane, 8 lanes a block
 
 // One row, all lanes; `scales`: of this warp, D / 128 floats.
@@ -14,15 +12,13 @@ __device__ inline void quantise_row(u32 row, float* scales, int width) {
     const int lane = static_cast<int>(ptx::lane_id());
     for (int first = 0; first < width; first += kStep) {
         const uint4 a = ptx::load_shared(row + 2 * (first + 16 * lane)), b = ptx::load_shared(row + 2 * (first + 16 * lane) + 16);
-        u32 amax = larger(larger(larger(larger(0, a.x), a.y), a.z), a.w);
-        amax = larger(larger(larger(larger(amax, b.x), b.y), b.z), b.w);
-        for (int step = 1; step < 8; step *= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-        const float scale = scale_of(amax);
-        const Divisor d = divisor_of(scale);
-        const uint4 bytes = {four_values(a.x, a.y, d), four_values(a.z, a.w, d), four_values(b.x, b.y, d), four_values(b.z, b.w, d)};
+        u32 amax = larger(larger_of_four(a), larger_of_four(b));
+        for (int step = 1; step < 8; step *= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+        const Divisor d = divisor_of(amax);
+        const uint2 low = eight_values(a, d), high = eight_values(b, d);
         __syncwarp();  // every lane has read its values
-        ptx::store_shared(row + first + 16 * lane, bytes);
-        if (lane % 8 == 0) scales[first / kBlock + lane / 8] = scale;
+        ptx::store_shared(row + first + 16 * lane, {low.x, low.y, high.x, high.y});
+        if (lane % 8 == 0) scales[first / kBlock + lane / 8] = d.scale;
     }
     __syncwarp();
     for (int i = 4 * lane; i < width / kBlock; i += 128)
@@ -31,9 +27,10 @@ __device__ inline void quantise_row(u32 row, float* scales, int width) {
     ptx::fence_async_shared();
 }
 
-// A quantising warp; `number` among them. `scales`: shared, of this warp.
-__device__ inline void quantise_rows(const Call& call, const Ring& ring, int number, float* scales) {
-    int row = 0;  // valid items so far
+// A quantising warp; `number` among `warps`, fewer than the stages, which has every `warps`-th row. `scales`: shared, of this warp.
+__device__ inline void quantise_rows(const Call& call, const Ring& ring, int number, int warps, float* scales) {
+    int turn = 0;  // whose the next valid item is
+    u32 slot = 0, round = 0;
     for (u32 segment_number = 0;; ++segment_number) {
         const u32 buffer = segment_number % kSegments;
         if (!wait_stage(call, ring.segment_full + 8 * buffer, (segment_number / kSegments) & 1)) return;
@@ -42,11 +39,18 @@ __device__ inline void quantise_rows(const Call& call, const Ring& ring, int num
         if (count == 0) return;
         for (int i = 0; i < count; ++i) {
             if (item_of(ring, segment, i)->targets == 0) continue;
-            if (row++ % kQuantisers != number) continue;
-            const u32 slot = static_cast<u32>(row - 1) % ring.stages, round = static_cast<u32>(row - 1) / ring.stages;
-            if (!wait_stage(call, ring.slot_loaded + 8 * slot, round & 1)) return;
-            quantise_row(ring.slots + slot * ring.slot_bytes, scales, ring.row_bytes / 2);
-            ptx::mbarrier_arrive(ring.slot_full + 8 * slot);
+            if (turn == number) {
+                // the slot's last load was another warp's: until it has landed, the phase before it looks like this one
+                if (round > 0 && !wait_stage(call, ring.slot_loaded + 8 * slot, (round & 1) ^ 1)) return;
+                if (!wait_stage(call, ring.slot_loaded + 8 * slot, round & 1)) return;
+                quantise_row(ring.slots + slot * ring.slot_bytes, scales, ring.row_bytes / 2);
+                ptx::mbarrier_arrive(ring.slot_full + 8 * slot);
+            }
+            turn = turn + 1 < warps ? turn + 1 : 0;
+            if (++slot == static_cast<u32>(ring.stages)) {
+                slot = 0;
+                ++round;
+            }
         }
         ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
     }

@@ -10,7 +10,10 @@
 // u = bf16(.25 t + .25 s) into rank 0's heap; rank 0 writes bf16(u + .5 r).
 #include "exchange_terms.cuh"
 
-constexpr int kReduceWarps = 20;
+#ifndef REDUCE_WARPS
+#define REDUCE_WARPS 16
+#endif
+constexpr int kReduceWarps = REDUCE_WARPS;
 
 struct Reduce {
     const u8* rows;        // expert-major [ranks of the launch, rows, row_bytes]

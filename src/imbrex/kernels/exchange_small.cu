@@ -2,27 +2,32 @@
 //
 // Every block gives its share of the ids and weights to all ranks and copies its share of the tokens into the own heap, then sets
 // one flag per peer for both. When all blocks of all ranks have, every block routes all tokens by itself -- a few
-// thousand choices, less than a meeting of blocks costs -- and pulls its own tokens' rows. All blocks of a rank write the same
-// integers.
+// thousand choices, less than a meeting of blocks costs -- and its warps move parts of rows, each from where its token lies
+// through registers to every row that takes it. What routing tells is written by one block a chunk.
 //
 // Ids and tokens of two calls lie side by side, by the parity of the epoch: whoever has begun call n has left call n - 1, and
 // nobody leaves call n before all have begun it, so nothing of call n - 1 is read when call n + 1 writes. Replays of a graph count on.
 //
 // Example: as routing.cu, whose positions it computes, and exchange_pull.cu, whose rows it moves.
-#include "exchange_pull.cuh"
+#include "exchange_copy.cuh"
 #include "routing.cuh"
 
 struct Small {
     Route route;
-    Pull pull;
-    i64 block_counts;  // bytes of routing scratch of a block
+    const u8* x;      // [ranks of the launch, tokens, row_bytes]
+    u8* out;          // [.., rows, row_bytes], expert-major
+    i64 staged_at;    // offset in a heap of the two staging buffers
+    i64 buffer_bytes;
+    i64 x_stride;
+    i64 out_stride;
+    int row_bytes;
+    int parts;        // in which a row is cut
 };
 
-// All threads: every position of this rank, by this block alone.
-__device__ inline void route_alone(const Call& call, const Route& route, const Scratch& s, const int* tokens, i64 block_counts) {
+// All threads: every position of this rank, by this block alone; `position` and `columns` in shared memory.
+__device__ inline void route_alone(const Call& call, const Route& route, const Scratch& s, const int* tokens, int* position, int* columns) {
     const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
-    int* columns = reinterpret_cast<int*>(call.group->heap[call.me] + route.counts_at + call.block * block_counts);
-    int* rank_columns = columns + static_cast<i64>(s.per_source) * ranks * route.experts;
+    int* rank_columns = columns + s.chunks * route.experts;
     cut_chunks(route, s, tokens);
     fetch_choices(call, route, s);
     mark_experts(call, route, s);
@@ -38,49 +43,55 @@ __device__ inline void route_alone(const Call& call, const Route& route, const S
     __syncthreads();
     place_slots(call, route, s);
     place_sources(route, s, ranks);
-    write_positions(call, route, s);
+    place_choices(call, route, s, [&](int c, int token, int k, int row) { position[(c * kChunk + token) * route.choices + k] = row; });
     write_rows(call, route, s);
     if (call.block == 0) write_totals(call, route, s, tokens);
+    __syncthreads();
 }
 
-__device__ inline void list_small(const Call& call, const Ring& ring, const Pull& pull, const PullView& view, const int* tokens) {
-    int most = 0;
-    for (int p = 0; p < call.group->ranks; ++p) most = max(most, tokens[p]);
-    const int groups = (most + view.per_group - 1) / view.per_group;
-    u32 number = 0;
-    for (int g = call.block; g < groups; g += call.group->blocks) list_pull(call, ring, pull, view, g, number++, false);
-    open_segment(call, ring, number);
-    close_segment(ring, segment_of(ring, number), number, 0);
+// Each warp a part of a token's row, from its rank to every row here that takes it.
+__device__ inline void pull_parts(const Call& call, const Small& small, const Scratch& s, const u8* staged, const int* position) {
+    const Group& group = *call.group;
+    const int lane = static_cast<int>(ptx::lane_id()), ranks = group.ranks, choices = small.route.choices, warps = kRouteThreads / 32;
+    const int columns = small.row_bytes / 16, wide = (columns + 32 * small.parts - 1) / (32 * small.parts) * 32;
+    const int units = ranks * s.per_source * kChunk * small.parts;
+    u8* out = small.out + call.local * small.out_stride;
+    for (int u = call.block * warps + static_cast<int>(threadIdx.x) / 32; u < units; u += group.blocks * warps) {
+        const int pair = u / small.parts, first = u % small.parts * wide, token = pair / ranks;
+        const int source = (pair + call.me) % ranks, c = source * s.per_source + token / kChunk;
+        if (token % kChunk >= s.chunk[c].tokens) continue;
+        const int row = lane < choices ? position[(c * kChunk + token % kChunk) * choices + lane] : -1;
+        u32 taken = __ballot_sync(0xffffffffu, row >= 0);
+        if (taken == 0) continue;
+        const u8* x = source == call.me ? small.x + call.local * small.x_stride : group.heap[source] + (staged - group.heap[call.me]);
+        Words<kStaged> words;
+        for (int column = first; column < min(first + wide, columns); column += 32 * kStaged) {
+            words.load(x + static_cast<i64>(token) * small.row_bytes, column + lane, 32, min(first + wide, columns));
+            for (u32 left = taken; left; left &= left - 1) {
+                const int target = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
+                words.store(out + static_cast<i64>(target) * small.row_bytes, column + lane, 32, min(first + wide, columns));
+            }
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) dispatch_small(const __grid_constant__ Group group,
                                                                               const __grid_constant__ Small small) {
     const Call call = begin_call(group, kSmall);
     const Route& route = small.route;
-    const Pull& pull = small.pull;
     const Scratch s = carve(call, route, 0, 1);
-    const i64 buffer = pull.staged_at + (call.epoch & 1) * pull.buffer_bytes;
+    int* position = reinterpret_cast<int*>(s.ids + s.chunks * kChunk * route.choices);
+    int* columns = position + s.chunks * kChunk * route.choices;
+    u8* staged = group.heap[call.me] + small.staged_at + (call.epoch & 1) * small.buffer_bytes;
     const int own_tokens = route.tokens ? route.tokens[call.local] : route.num_tokens;
-    give_choices(call, route);
     const int step = group.blocks * kRouteThreads, mine = call.block * kRouteThreads + static_cast<int>(threadIdx.x);
-    copy_words(group.heap[call.me] + buffer, pull.x + call.local * pull.x_stride, own_tokens * (pull.row_bytes / 16), mine, step);
+    give_choices(call, route);
+    copy_words(staged, small.x + call.local * small.x_stride, own_tokens * (small.row_bytes / 16), mine, step);
     tell_given(call);
     prepare(call, route, s);
     if (take_choices(call)) {
-        const int* tokens = reinterpret_cast<const int*>(group.heap[call.me] + route.tokens_at) + (call.epoch & 1) * group.ranks;
-        route_alone(call, route, s, tokens, small.block_counts);
-        ptx::fence_async_shared();  // the ring takes the place of the tables
-        __syncthreads();
-        const Ring ring = make_ring(call, pull.row_bytes, pull.row_bytes, pull.stages, pull.choices);
-        const int warp = static_cast<int>(threadIdx.x) / 32;
-        if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
-        if (warp == 1 && ptx::lane_id() == 0) store_rows(call, ring);
-        if (warp == 2) {
-            PullView view = view_of(call, pull);
-            view.buffer = buffer;
-            view.tokens_there = tokens[view.source];
-            list_small(call, ring, pull, view, tokens);
-        }
+        route_alone(call, route, s, reinterpret_cast<const int*>(group.heap[call.me] + route.tokens_at) + (call.epoch & 1) * group.ranks, position, columns);
+        pull_parts(call, small, s, staged, position);
     }
     end_call(call);
 }

@@ -1,7 +1,7 @@
 // Weighted sums of rows by one warp, straight from memory into registers: no ring, no barrier between warps.
 //
 // A warp lists its terms (row addresses and weights, in order) in shared memory and walks over the columns: a lane has
-// kColumns columns of 16 bytes of two rows in flight, 4 KB a warp and about 90 KB an SM, twice what 50 GB/s an SM need at 1 us.
+// kColumns columns of 16 bytes of kDepth rows in flight, 6 KB a warp and 96 KB an SM, twice what 50 GB/s an SM need at 1 us.
 // Rows a b c with weights 1 2 3 give bf16(3 c + (2 b + (1 a + 0))), one fused multiply-add each, so the same bits every run.
 //
 // With WIRE_FP8, sums that cross are rows of the fp8 codec: rounded to bf16, then encoded; at home decoded to float32.
@@ -12,8 +12,13 @@
 #ifndef WIRE_FP8
 #define WIRE_FP8 0
 #endif
-constexpr int kMostTerms = 52;  // 32 choices, 16 ranks, an addend
-constexpr int kColumns = WIRE_FP8 ? 2 : 4;  // of 16 bytes of bf16 that a lane has of a row; more would spill
+constexpr int kMostTerms = 52;    // 32 choices, 16 ranks, an addend
+constexpr int kColumns = 2;       // of 16 bytes of bf16 that a lane has of a row
+
+#ifndef DEPTH
+#define DEPTH (WIRE_FP8 ? 4 : 6)
+#endif
+constexpr int kDepth = DEPTH;     // terms that a lane has in flight
 
 struct Terms {
     const u8* row[kMostTerms];
@@ -90,24 +95,55 @@ __device__ __forceinline__ void add_term(float (&sum)[kColumns][8], const uint4 
             add_eight(sum[q], value[q], weight);
 }
 
+// What a warp loads next: some columns of one term. Terms turn fastest, so sums complete one after the other.
+struct Step {
+    int column, term;
+    __device__ __forceinline__ void next(int count) {
+        if (++term == count) {
+            term = 0;
+            column += 32 * kColumns;
+        }
+    }
+};
+
 // Columns `first` to `last` of rows of `columns`; both are multiples of 32 or the end. `store(column, sum, inside)`, all lanes.
+// kDepth steps are in flight; a step's loads leave when the step kDepth before it has been added.
 template <class Store>
 __device__ __forceinline__ void sum_columns(const Terms& terms, int count, const Coded& coded, int first, int last, int columns, Store store) {
     __syncwarp();
-    for (int column = first; column < last; column += 32 * kColumns) {
-        const int mine = column + static_cast<int>(ptx::lane_id());
-        float sum[kColumns][8] = {};
-        for (int j = 0; j < count; j += 2) {
-            const int k = min(j + 1, count - 1);
-            const bool two = j + 1 < count;
-            uint4 a[kColumns], b[kColumns];
-            load_term(a, terms.row[j], mine, last, columns, is_coded(coded, j));
-            load_term(b, terms.row[k], mine, two ? last : 0, columns, is_coded(coded, k));
-            add_term(sum, a, terms.weight[j], is_coded(coded, j));
-            if (two) add_term(sum, b, terms.weight[k], is_coded(coded, k));
-        }
+    const int lane = static_cast<int>(ptx::lane_id());
+    if (count == 0) {
+        const float zeros[8] = {};
+        for (int column = first + lane; column - lane < last; column += 32) store(column, zeros, column < last);
+        return;
+    }
+    Step ahead = {first, 0}, step = {first, 0};
+    uint4 value[kDepth][kColumns];
+    float sum[kColumns][8] = {};
+    const auto load = [&](uint4 (&into)[kColumns]) {
+        load_term(into, terms.row[ahead.term], ahead.column + lane, last, columns, is_coded(coded, ahead.term));
+        ahead.next(count);
+    };
+    const auto add = [&](const uint4 (&from)[kColumns]) {
+        add_term(sum, from, terms.weight[step.term], is_coded(coded, step.term));
+        if (step.term == count - 1)
 #pragma unroll
-        for (int q = 0; q < kColumns; ++q) store(mine + 32 * q, sum[q], mine + 32 * q < last);
+            for (int q = 0; q < kColumns; ++q) {
+                const int column = step.column + 32 * q + lane;
+                store(column, sum[q], column < last);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) sum[q][i] = 0.0f;
+            }
+        step.next(count);
+    };
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) load(value[d]);
+    while (step.column < last) {
+#pragma unroll
+        for (int d = 0; d < kDepth; ++d) {
+            add(value[d]);
+            load(value[d]);
+        }
     }
     __syncwarp();  // before the terms are written again
 }
@@ -118,13 +154,13 @@ __device__ __forceinline__ uint4 pack_eight(const float (&sum)[8]) {
 
 // Eight values of a row of the codec; 16 neighbouring lanes share a scale.
 __device__ __forceinline__ void store_coded(u8* row, int columns, int column, const float (&sum)[8], bool inside) {
-    const uint4 v = pack_eight(sum);
-    u32 amax = inside ? larger(larger(larger(larger(0, v.x), v.y), v.z), v.w) : 0;
-    for (int step = 1; step < 16; step *= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+    const uint4 v = inside ? pack_eight(sum) : uint4{0, 0, 0, 0};
+    u32 amax = larger_of_four(v);
+    for (int step = 1; step < 16; step *= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+    Divisor d = divisor_of(amax);
+    d.plain |= !inside;
+    const uint2 values = eight_values(v, d);
     if (!inside) return;
-    const float scale = scale_of(amax);
-    const Divisor d = divisor_of(scale);
-    uint2* to = reinterpret_cast<uint2*>(row + 8 * column);
-    *to = {four_values(v.x, v.y, d), four_values(v.z, v.w, d)};
-    if (column % 16 == 0) *reinterpret_cast<float*>(row + 8 * columns + 4 * (column / 16)) = scale;
+    *reinterpret_cast<uint2*>(row + 8 * column) = values;
+    if (column % 16 == 0) *reinterpret_cast<float*>(row + 8 * columns + 4 * (column / 16)) = d.scale;
 }

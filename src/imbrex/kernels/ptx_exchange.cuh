@@ -110,13 +110,13 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// 16 bytes at `from` + kOffset that this thread will not read again; zeros where not `wanted`. No branch, so a batch of them leaves
+// 16 bytes at `from` + kOffset that this thread will not read again; anything where not `wanted`. No branch, so a batch of them leaves
 // at once, and the offset is part of the instruction, so they share one address.
 template <int kOffset = 0>
 __device__ __forceinline__ uint4 load_once(const void* from, bool wanted) {
     uint4 v;
     asm volatile(
-        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n mov.u32 %3, 0;\n"
+        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
         " @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4 + %6];\n}"
         : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
         : "l"(from), "r"(static_cast<u32>(wanted)), "n"(kOffset)
@@ -129,13 +129,27 @@ template <int kOffset, int kScaleOffset>
 __device__ __forceinline__ uint4 load_coded(const void* from, const void* scale, bool wanted) {
     uint4 v;
     asm volatile(
-        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n"
+        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
         " @p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%3 + %6];\n @p ld.global.u32 %2, [%4 + %7];\n}"
         : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z)
         : "l"(from), "l"(scale), "r"(static_cast<u32>(wanted)), "n"(kOffset), "n"(kScaleOffset)
         : "memory");
     v.w = 0;
     return v;
+}
+
+// The larger of the low and of the high halves.
+__device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
+    u32 larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+// To an ulp.
+__device__ __forceinline__ float reciprocal(float x) {
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
 }
 
 // Two e4m3 values, exactly; `low` of the low byte.

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
         __syncthreads();
         place_slots(call, route, s);
         place_sources(route, s, ranks);
-        write_positions(call, route, s);
+        place_choices(call, route, s, [](int, int, int, int) {});
         write_rows(call, route, s);
         if (call.block == 0) write_totals(call, route, s, tokens);
     }

@@ -114,7 +114,7 @@ __device__ inline void fetch_choices(const Call& call, const Route& route, const
                 if (c + u >= s.chunks) continue;
                 if (id[u] < -1 || id[u] >= route.experts) give_up(call, kBadIds, kIdsArrived, s.chunk[c + u].source);
                 s.ids[(c + u) * per + i] = id[u] < 0 || id[u] >= route.experts ? kNone : static_cast<u16>(id[u]);
-                if (s.chunk[c + u].first + token < route.max_tokens)
+                if (s.chunk[c + u].first + token < route.max_tokens && writes(s, c + u))
                     weights[static_cast<i64>(s.chunk[c + u].at) * route.choices + i] = weight[u];
             }
         }
@@ -278,7 +278,9 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
     __syncthreads();
 }
 
-__device__ inline void write_positions(const Call& call, const Route& route, const Scratch& s) {
+// Writes the position of every choice, and tells `also`.
+template <class Also>
+__device__ inline void place_choices(const Call& call, const Route& route, const Scratch& s, Also also) {
     const int ranks = call.group->ranks, owner = call.me / route.tensor, first = route.rank_offsets[owner];
     int* position = route.position + static_cast<i64>(call.local) * ranks * route.max_tokens * route.choices;
     const auto row_of = [&](int c, int token, int expert) {
@@ -294,8 +296,10 @@ __device__ inline void write_positions(const Call& call, const Route& route, con
     for_choices(
         route, s,
         [&](int c, int token, int k, int expert) {
-            if (s.chunk[c].first + token < route.max_tokens)
-                position[(static_cast<i64>(s.chunk[c].at) + token) * route.choices + k] = row_of(c, token, expert);
+            const int row = row_of(c, token, expert);
+            also(c, token, k, row);
+            if (s.chunk[c].first + token < route.max_tokens && writes(s, c))
+                position[(static_cast<i64>(s.chunk[c].at) + token) * route.choices + k] = row;
         },
         [](int, int) {});
 }
@@ -318,7 +322,7 @@ __device__ inline void write_rows(const Call& call, const Route& route, const Sc
     int* send_row = route.send_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
     for (int x = static_cast<int>(threadIdx.x); x < s.chunks * kChunk; x += kRouteThreads) {
         const int c = x / kChunk, in_chunk = x % kChunk, source = s.chunk[c].source, token = s.chunk[c].first + in_chunk;
-        if (token >= route.max_tokens) continue;
+        if (token >= route.max_tokens || !writes(s, c)) continue;
         for (int p = 0; p < ranks; ++p) {
             if (source != me && p != me) continue;
             const int owner = p / route.tensor;

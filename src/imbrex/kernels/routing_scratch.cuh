@@ -62,6 +62,8 @@ struct Scratch {
     u16* ids;          // [.., kChunk, K]
     u16* wanted;       // [.., kChunk]; bits of the owners that a token wants
     int owners;        // W / tensor
+    int sharers;       // blocks that know the same chunks; chunk c is written by number c % sharers
+    int share;         // which of them this block is
     int chunks;        // of this block
     int first;         // its first chunk
     int per_source;    // chunks of a source
@@ -72,6 +74,8 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     const int ranks = call.group->ranks, experts = route.experts;
     Scratch s;
     s.owners = ranks / route.tensor;
+    s.sharers = call.group->blocks / blocks;
+    s.share = call.block / blocks;
     s.per_source = (route.max_tokens + kChunk - 1) / kChunk;
     const int all = s.per_source * ranks;
     const int per_block = (all + blocks - 1) / blocks;
@@ -109,6 +113,8 @@ __device__ __forceinline__ int below(const u32* mask, int token) {
 }
 
 __device__ __forceinline__ int held(const u32* mask) { return __popc(mask[0]) + __popc(mask[1]) + __popc(mask[2]) + __popc(mask[3]); }
+
+__device__ __forceinline__ bool writes(const Scratch& s, int chunk) { return s.sharers == 1 || chunk % s.sharers == s.share; }
 
 __device__ __forceinline__ i64 parity_at(const Call& call, const Route& route) {
     return static_cast<i64>(call.epoch & 1) * call.group->ranks * route.max_tokens * route.choices;
