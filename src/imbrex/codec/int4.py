@@ -50,5 +50,6 @@ class Int4:
 
 def round_up_bf16(positive: Tensor) -> Tensor:
     """The smallest bfloat16 that is not below a float32 >= 0. NaN stays NaN."""
-    bits = positive.contiguous().view(torch.int32)
+    # Devices write NaN in their own ways; here it is 0x7fc0.
+    bits = (positive.contiguous().view(torch.int32) & 0x7FFFFFFF).clamp(max=0x7FC00000)
     return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -22,12 +22,15 @@ from imbrex.kernels.jit import Variant
 FORMATS = {"int8": 0, "int8-128": 1, "fp8": 2, "fp8-e5m2": 3, "int4": 4, "nvfp4": 5}
 WIDTH_MULTIPLE = 64
 """Values; rows, their blocks and their encoded bytes then start at whole words."""
-NARROW = 1024
-"""Widest row that a warp holds in its registers; a block takes wider ones."""
+HELD = 16
+"""Values of a row that a thread holds at a time."""
+WIDE = 2048
+"""Rows from this width on, that have a scale of their own, take all warps of a thread block."""
+ROW_SCALED = ("int8", "nvfp4")
 MOST_ITEMS = 2**31 - 2**12
 _ZFP = re.compile(r"zfp([12])d-(\d+)")
 _DTYPES = (torch.bfloat16, torch.float32)
-_THREADS, _ZFP_THREADS, _PIECE = 256, 128, 32
+_THREADS, _ZFP_PIECE = 128, 32
 
 
 def variant_of(name: str, entry: str, dtype: torch.dtype) -> Variant:
@@ -35,7 +38,9 @@ def variant_of(name: str, entry: str, dtype: torch.dtype) -> Variant:
     rows = ("ROWS_F32", int(dtype == torch.float32))
     if zfp := _ZFP.fullmatch(name):
         return Variant(source="codec_zfp.cu", entry=entry, defines=(("DIMENSIONS", int(zfp[1])), rows))
-    return Variant(source="codec_rows.cu", entry=entry, defines=(("FORMAT", FORMATS[name]), rows))
+    return Variant(
+        source="codec_rows.cu", entry=entry, defines=(("FORMAT", FORMATS[name]), ("HELD", HELD), rows)
+    )
 
 
 def shipped_variants() -> list[Variant]:
@@ -65,7 +70,7 @@ def _apply(name: str, rows: Tensor, dtype: torch.dtype, width: int) -> bool:
         and dtype in _DTYPES
         and width % WIDTH_MULTIPLE == 0
         and rows.numel() > 0
-        and rows.shape[0] * (width // _PIECE) < MOST_ITEMS
+        and rows.shape[0] * (width // _ZFP_PIECE) < MOST_ITEMS
         and not torch.compiler.is_compiling()
         and _works(rows.device.index)
     )
@@ -92,7 +97,14 @@ def launch_encode(name: str, rows_ND: Tensor, nbytes: int, load: Callable[..., A
     num_rows, width = rows_ND.shape
     encoded_NB = torch.empty(num_rows, nbytes, dtype=torch.uint8, device=rows_ND.device)
     kernel = _kernel(name, "encode_rows", rows_ND.dtype, rows_ND.device, load)
-    _launch(kernel, name, [rows_ND, _pitch(rows_ND), encoded_NB, _pitch(encoded_NB)], num_rows, width)
+    _launch(
+        kernel,
+        name,
+        [rows_ND, _pitch(rows_ND), encoded_NB, _pitch(encoded_NB)],
+        num_rows,
+        width,
+        encodes=True,
+    )
     return encoded_NB
 
 
@@ -104,7 +116,14 @@ def launch_decode(
     num_rows = encoded_NB.shape[0]
     rows_ND = torch.empty(num_rows, width, dtype=dtype, device=encoded_NB.device)
     kernel = _kernel(name, "decode_rows", dtype, encoded_NB.device, load)
-    _launch(kernel, name, [encoded_NB, _pitch(encoded_NB), rows_ND, _pitch(rows_ND)], num_rows, width)
+    _launch(
+        kernel,
+        name,
+        [encoded_NB, _pitch(encoded_NB), rows_ND, _pitch(rows_ND)],
+        num_rows,
+        width,
+        encodes=False,
+    )
     return rows_ND
 
 
@@ -118,12 +137,14 @@ def _pitch(rows: Tensor) -> ctypes.c_int64:
     return ctypes.c_int64(rows.stride(0) * rows.itemsize)
 
 
-def _launch(kernel: Any, name: str, tensors: list[Any], num_rows: int, width: int) -> None:
+def _launch(kernel: Any, name: str, tensors: list[Any], num_rows: int, width: int, *, encodes: bool) -> None:
     if zfp := _ZFP.fullmatch(name):
-        grid = -(-num_rows * (width // _PIECE) // _ZFP_THREADS)
-        smem = 16 * 4 * _ZFP_THREADS if zfp[1] == "2" else 0
-        kernel.launch(grid=grid, block=_ZFP_THREADS, args=[*tensors, num_rows, width, int(zfp[2])], smem=smem)
-        return
-    wide = width > NARROW
-    grid = num_rows if wide else -(-num_rows // (_THREADS // 32))
-    kernel.launch(grid=grid, block=_THREADS, args=[*tensors, num_rows, width, int(wide)], smem=128)
+        grid = -(-num_rows * (width // _ZFP_PIECE) // _THREADS)
+        smem, last = 16 * 4 * _THREADS if zfp[1] == "2" else 0, int(zfp[2])
+    else:
+        by_rows = encodes and name in ROW_SCALED
+        wide = by_rows and width >= WIDE
+        warps = num_rows if by_rows else num_rows * -(-width // (32 * HELD))
+        grid = num_rows if wide else -(-warps // (_THREADS // 32))
+        smem, last = 128, int(wide)
+    kernel.launch(grid=grid, block=_THREADS, args=[*tensors, num_rows, width, last], smem=smem)

@@ -136,14 +136,19 @@ __device__ __forceinline__ int decode_planes(Planes& planes, Reader& in, int lef
     int significant = 0;
     for (int k = kPlanes - 1; k >= 0 && left > 0; --k) {
         const int told = min(significant, left);
-        u32 bits = in.take(told);
+        u32 bits = in.next() & ((1u << told) - 1);
+        in.drop(told);
         left -= told;
         while (significant < kSize && left > 0) {
-            --left;
-            if (in.take(1) == 0) break;
-            // Zeros up to a 1, to the last place, or to the end of the block.
-            const int most = min(kSize - 1 - significant, left);
-            const int zeros = __ffs(in.next() | 1u << most) - 1, used = zeros + (zeros < most);
+            const u32 window = in.next();
+            if ((window & 1) == 0) {
+                in.drop(1);
+                --left;
+                break;
+            }
+            // Behind the 1 zeros up to a 1, to the last place, or to the end of the block.
+            const int most = min(kSize - 1 - significant, left - 1);
+            const int zeros = __ffs(window >> 1 | 1u << most) - 1, used = 1 + zeros + (zeros < most);
             in.drop(used);
             left -= used;
             significant += zeros;

@@ -26,30 +26,25 @@ struct Writer {
 // The words that one thread reads in order; it reads none past the last.
 struct Reader {
     const u32* at;
-    int words;
-    u64 buffer = 0;
-    int held = 0;
+    int words, used = 0;  // of `low`, used < 32
+    u32 low = 0, high = 0;
 
-    __device__ Reader(const void* first, int count) : at(static_cast<const u32*>(first)), words(count) { refill(); }
-    __device__ __forceinline__ void refill() {
-        if (held > 32 || words == 0) return;
-        buffer |= static_cast<u64>(*at++) << held;
-        held += 32;
-        --words;
+    __device__ Reader(const void* first, int count) : at(static_cast<const u32*>(first)), words(count) {
+        low = load();
+        high = load();
     }
-    __device__ __forceinline__ u32 next() const { return static_cast<u32>(buffer); }
-    // At most 31 bits.
+    __device__ __forceinline__ u32 load() { return words-- > 0 ? *at++ : 0; }
+    // The next 32 bits; behind the last word zeros.
+    __device__ __forceinline__ u32 next() const { return __funnelshift_r(low, high, used); }
+    // At most 32 bits.
     __device__ __forceinline__ void drop(int length) {
-        buffer >>= length;
-        held -= length;
-        refill();
-    }
-    __device__ __forceinline__ u32 take(int length) {
-        const u32 bits = next() & ((1u << length) - 1);
-        drop(length);
-        return bits;
+        used += length;
+        if (used < 32) return;
+        used -= 32;
+        low = high;
+        high = load();
     }
     __device__ __forceinline__ void skip(int length) {
-        for (; length > 0; length -= 31) drop(min(length, 31));
+        for (; length > 0; length -= 32) drop(min(length, 32));
     }
 };
