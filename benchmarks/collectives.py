@@ -4,7 +4,8 @@
 
 Tokens go out to their ranks and come back, without experts; the median over rounds of the slowest rank, all
 transports in turn within a round. `dispatch` and `combine` are whole calls, planning and copies to the
-experts' rows included; `move` and `move_back` are the rows alone, planned and written before.
+experts' rows included; `move` and `move_back` are the rows alone, planned and written before. With
+`sequential` the two halves of the way out are timed alone too, for the bound of Pipe-A2A (ScheMoE, Eq. 18).
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from imbrex.cli.results import describe_run, write_results
 from imbrex.cost import COSTS, Load, Network
 from imbrex.crossings import Crossings
 from imbrex.placement import contiguous
-from imbrex.transport import Auto
+from imbrex.transport import AllToAll, Auto, Sequential
 from imbrex.transport.collective import Collective
 
 QUESTION = "Which exchange is fastest between nodes?"
 NAMES = {"alltoall": "copy-per-rank", "hierarchical": "hierarchical-dedup"}
 CHOICES = "copy-per-choice"
 OPS = ("dispatch", "combine", "move", "move_back")
+HALVES = ("move_inside", "move_across")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +144,29 @@ def once(job: Job, *, check: bool) -> tuple[float, ...]:
     sums_MB = received[:, : codec.nbytes(x_TD.shape[1], x_TD.dtype)].contiguous()
     begin = together(exchange)
     crossings.begin_back(sums_MB, made.traffic, codec, x_TD.dtype).finish()
-    return (*times, now(x_TD) - begin)
+    times.append(now(x_TD) - begin)
+    if isinstance(exchange.transport, Sequential):
+        times += halves(job, encoded[made.traffic.sent_tokens_N], made.traffic.splits_2W)
+    return tuple(times)
+
+
+def halves(job: Job, rows: Tensor, splits_2W: Tensor) -> list[float]:
+    """Seconds of what stays inside the node and of what leaves it, each alone."""
+    transport = job.exchange.transport
+    assert isinstance(transport, Sequential)
+    found, node = [], transport.rank // transport.nodes.size
+    send, receive = splits_2W[:2].tolist()
+    for inside in (True, False):
+        chosen = [rank // transport.nodes.size == node for rank in range(len(send))]
+        some = [
+            [n * (near == inside) for n, near in zip(side, chosen, strict=True)] for side in (send, receive)
+        ]
+        parts = zip(rows.split(send), chosen, strict=True)
+        picked = torch.cat([rows[:0], *(part for part, near in parts if near == inside)])
+        begin = together(job.exchange)
+        AllToAll.scatter_rows(transport, "dispatch", picked, *some).finish()
+        found.append(now(job.x_TD) - begin)
+    return found
 
 
 def together(exchange: imbrex.Exchange) -> float:
@@ -206,7 +230,8 @@ def report(
     rows = []
     for name, rounds in seconds.items():
         across, wanted = crossing[name]
-        medians = dict(zip(OPS, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+        ops = OPS + HALVES[: len(rounds[0]) - len(OPS)]
+        medians = dict(zip(ops, map(statistics.median, zip(*rounds, strict=True)), strict=True))
         said = ", ".join(f"{op} {1e3 * s:7.1f}" for op, s in medians.items())
         rates = {
             f"{op}_{what}_gbps": 1e-9 * amount / medians[op]
@@ -215,8 +240,8 @@ def report(
         }
         said += f", predicted {1e3 * predicted[name]:.1f}" if name in predicted else ""
         sys.stdout.write(f"{name:15} {said} ms; {', '.join(f'{k} {v:.3f}' for k, v in rates.items())}\n")
-        for op in (*OPS, "exchange"):
-            times = [1e6 * (sum(r[:2]) if op == "exchange" else r[OPS.index(op)]) for r in rounds]
+        for op in (*ops, "exchange"):
+            times = [1e6 * (sum(r[:2]) if op == "exchange" else r[ops.index(op)]) for r in rounds]
             measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
             both = {
                 k.removeprefix(f"{op}_"): v for k, v in rates.items() if k.split("_l")[0].split("_a")[0] == op
