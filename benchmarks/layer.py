@@ -14,11 +14,12 @@ import torch
 from ceilings import measure_ceilings
 
 from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import OPS, OURS, Entry, Race, race
+from imbrex.cli.layer_race import OPS, OURS, Entry, Race, phases, race
 from imbrex.cli.results import describe_run, write_results
 
 RESULTS = Path(__file__).parent / "results" / "layer.json"
 MODELS = ("mixtral", "qwen2-moe", "phi3.5-moe", "deepseek-v3")
+SMS = (16, 24, 32, 48, 64, 96, 120)
 TOKENS = (2048, 8192, 16384, 32768)
 
 
@@ -29,6 +30,15 @@ def profile(rank: int, world: int, entries: list[Entry], folder: str) -> None:
 
     for entry in entries:
         runner = Race(entry.model, rank, world)
+        found = phases(runner, entry, SMS)
+        if rank == 0:
+            print(
+                entry.model,
+                entry.M,
+                *(f"{name}: {us:.0f}" for name, us in found.items()),
+                sep="  ",
+                flush=True,
+            )
         inputs = runner.inputs(entry)
         for op in entry.ops:
             for name, call in runner.calls(op, inputs).items():
@@ -55,6 +65,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--sms", type=int, help="multiprocessors that move rows (the transport's own)")
     parser.add_argument("--profile", metavar="FOLDER", help="tables of kernels there instead of times")
     args = parser.parse_args()
     world = torch.cuda.device_count()
@@ -69,7 +80,7 @@ def main() -> None:
         run_ranks(profile, world, entries, args.profile)
         return
     ceilings = measure_ceilings()
-    rows = run_ranks(race, world, entries, args.repeats)
+    rows = run_ranks(race, world, entries, args.repeats, args.sms)
     write_results(args.out, "layer", describe_run("make gpu-bench NAME=layer", ceilings), rows)
     print(f"{len(rows)} rows in {args.out}")
 

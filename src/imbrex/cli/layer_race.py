@@ -8,7 +8,7 @@ the slowest rank's.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,13 @@ from imbrex.cli.layer_rivals import AllToAll, Ffn, GatherScatter, Weights
 from imbrex.cli.shapes import MODELS, Shape
 from imbrex.cli.skew import make_routing
 from imbrex.contracts import Routing
+from imbrex.crossings_nvlink import NvlinkCrossings, read_state
 from imbrex.exchange import Exchange
 from imbrex.experts import Experts
 from imbrex.observe.clock import device_microseconds
 from imbrex.overlap.serial import Serial
 from imbrex.placement import contiguous
+from imbrex.transport import Nvlink
 
 OURS, OURS_TORCH, FLOOR = "imbrex-serial", "imbrex-serial-torch-gemm", "floor"
 OPS = ("forward", "forward+backward")
@@ -56,12 +58,13 @@ class Inputs:
 class Race:
     """One rank of one model."""
 
-    def __init__(self, model: str, rank: int, world: int) -> None:
+    def __init__(self, model: str, rank: int, world: int, *, sms: int | None = None) -> None:
         self.model, self.shape, self.rank, self.world = model, MODELS[model], rank, world
         self.placement = contiguous(self.shape.num_experts, world)
         group = dist.group.WORLD
+        nvlink = Nvlink(group) if sms is None else Nvlink(group, dispatch_sms=sms, combine_sms=sms)
         self.exchange = Exchange(
-            self.placement, self.shape.hidden_size, self.shape.top_k, group=group, transport="nvlink"
+            self.placement, self.shape.hidden_size, self.shape.top_k, group=group, transport=nvlink
         )
         self.experts = self._make_experts("auto")
         self.torch_experts = self._make_experts("grouped")
@@ -173,7 +176,7 @@ class Race:
 
 
 def time_in_turns(
-    calls: dict[str, Call], op: str, *, repeats: int, warmup: int = 3
+    calls: Mapping[str, Callable[[], object]], op: str, *, repeats: int, warmup: int = 3
 ) -> dict[str, list[float]]:
     """Microseconds of every call, all of them once a round, the slowest rank's."""
     align = torch.zeros(1, device="cuda")
@@ -188,11 +191,37 @@ def time_in_turns(
     return dict(zip(taken, slowest.tolist(), strict=True))
 
 
-def race(rank: int, world: int, entries: list[Entry], repeats: int) -> list[dict[str, Any]]:
+def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> dict[str, float]:
+    """Microseconds of routing, rows out, experts and sums back, each from aligned ranks; those that move rows
+    at every number of multiprocessors in `sms`."""
+    inputs, crossings = runner.inputs(entry), runner.exchange._crossings
+    x_TD, ids_TK, weights_TK = inputs.x_TD, inputs.routing.ids_TK, inputs.routing.weights_TK
+    assert isinstance(crossings, NvlinkCrossings)
+    with torch.no_grad():
+        dispatched = runner.exchange.dispatch(x_TD, inputs.routing)
+        out_RD, routed = runner.experts(dispatched), read_state(dispatched.handle.state)
+    kernels = crossings.transport.exchange_of(crossings.size, len(x_TD))
+    calls: dict[str, Callable[[], object]] = {
+        "route": lambda: kernels.route(ids_TK, weights_TK),
+        "experts": torch.no_grad()(lambda: runner.experts(dispatched)),
+    }
+    rows_1RD = torch.empty_like(out_RD)[None]
+    for n in sms:
+        calls[f"out {n}"] = lambda n=n: kernels.pull(x_TD, routed, num_sms=n, out=rows_1RD)
+        calls[f"back {n}"] = lambda n=n: kernels.combine(
+            out_RD[None], routed, weighted=False, num_sms=n, num_tokens=len(x_TD)
+        )
+    taken = time_in_turns(calls, "forward", repeats=repeats)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def race(
+    rank: int, world: int, entries: list[Entry], repeats: int, sms: int | None = None
+) -> list[dict[str, Any]]:
     """The rows of all entries; those of a model stand together."""
     rows: list[dict[str, Any]] = []
     for model in dict.fromkeys(entry.model for entry in entries):
-        runner = Race(model, rank, world)
+        runner = Race(model, rank, world, sms=sms)
         for entry in entries:
             if entry.model == model:
                 rows += run_entry(runner, entry, repeats)
