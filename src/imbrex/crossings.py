@@ -147,10 +147,8 @@ class Crossings:
                 slots, wanted, splits, sizes, gathered, strict=True
             )
         ]
-        relayed = [more for _, more in sizes]
-        return [
-            replace(p, traffic=replace(p.traffic, **more)) for p, more in zip(plans, relayed, strict=True)
-        ]
+        found = zip(plans, sizes, strict=True)
+        return [replace(made, traffic=replace(made.traffic, **more)) for made, (_, more) in found]
 
     def _split(self, gathered: Tensor) -> Tensor:
         """Choices of every rank for every slot, from the messages of all ranks."""
@@ -374,15 +372,25 @@ class Crossings:
         state: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the rows and of their weights. Without rows these were weighted before."""
-        pool, source_R = [d_y_TD], read_state(state)[0]
-        if received is not None:
-            pool.append(self.wire.combine_backward.decode(received, d_y_TD.shape[1], d_y_TD.dtype))
-        d_y_RD = rows.expand(pool, source_R)
+        codec, source_R = self.wire.combine_backward, read_state(state)[0]
+        d_y_RD = self._expand(d_y_TD, received, codec, source_R)
         if rows_RD is None:
             return d_y_RD, weights_R.new_empty(0)
         # Padding rows of an expert with a bias are not zero, and may be anything on a device.
         products = torch.where(source_R[:, None] < 0, 0.0, rows_RD.float() * d_y_RD.float())
         return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), products.sum(1)
+
+    def _expand(self, own_TD: Tensor, received: Tensor | None, codec: Codec, source_R: Tensor) -> Tensor:
+        foreign = [] if received is None else [codec.decode(received, own_TD.shape[1], own_TD.dtype)]
+        return rows.expand([own_TD, *foreign], source_R)
+
+    def dispatch_again(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
+        """The rows of an earlier dispatch, moved once more."""
+        codec, (source_R, _, traffic) = self.wire.dispatch, read_state(state)
+        with self.observer.span("dispatch_again", layer=self.layer):
+            alone = self.transport.replicated
+            move = None if alone else self.begin_out(write([x_TD], codec, x_TD.dtype), traffic)
+            return self._expand(x_TD, move and move.finish(), codec, source_R)
 
     def _sum_home(self, own: Tensor, sent_back: Tensor, traffic: Traffic) -> Tensor:
         home = getattr(self.transport, "home", None)

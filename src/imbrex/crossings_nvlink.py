@@ -258,6 +258,11 @@ class NvlinkCrossings:
             self.transport.finish("dispatch_backward", work)
             return d_x_TD, home_WTK.sum(0)[:num_tokens]
 
+    def dispatch_again(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
+        """The rows of an earlier dispatch, moved once more."""
+        with self.observer.span("dispatch_again", layer=self.layer):
+            return self._move_out(x_TD.contiguous(), read_state(state), num_rows, self.wire.dispatch)
+
     def start_combine(
         self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int
     ) -> tuple[None]:

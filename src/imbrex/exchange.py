@@ -7,7 +7,8 @@ crosses the wire, and the token's rank adds the partial sums in rank order: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -110,10 +111,10 @@ class Exchange:
             )
         check_bytes(self.wire, geometry.hidden_size)
         encoded = {self.wire.combine.name, self.wire.dispatch_backward.name} - {"identity"}
-        if self.transport.replicated and encoded:
+        if self.transport.replicated and encoded and not hasattr(self.transport, "sum_encoded"):
             raise ValueError(
-                f"Exchange: the {self.transport.name} transport sums on the wire and cannot carry rows "
-                f"written as {encoded.pop()}; use codec='identity', or transport 'alltoall' or 'allgather'"
+                f"Exchange: the {self.transport.name} transport has no sum_encoded and cannot carry rows "
+                f"written as {encoded.pop()}; use codec='identity', or transport 'allreduce' or 'alltoall'"
             )
 
     def _settings(self, layer: int) -> dict[str, int | str]:
@@ -196,6 +197,25 @@ class Exchange:
         where a rank does not answer.
         """
         return self._dispatch(x_TD, routing, -1)
+
+    @contextmanager
+    def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> Iterator[None]:
+        """What is computed inside keeps no rows for its backward: they are dispatched again when it wants
+        them, one crossing for the memory of R rows. `x_TD` is what was dispatched; every rank must do it."""
+        kept, state = dispatched.rows_RD, dispatched.handle.state
+        address, shape, x_TD = kept.data_ptr(), kept.shape, x_TD.detach()
+        del kept, dispatched
+
+        def pack(saved: Tensor) -> Tensor | None:
+            return None if saved.data_ptr() == address and saved.shape == shape else saved
+
+        def unpack(packed: Tensor | None) -> Tensor:
+            if packed is not None:
+                return packed
+            return self._crossings.dispatch_again(x_TD, state, shape[0])
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
 
     def begin_dispatch(self, x_TD: Tensor, routing: Routing) -> BegunDispatch:
         """Start a dispatch; its `finish()` gives what `dispatch` gives. Not inside a compiled graph."""

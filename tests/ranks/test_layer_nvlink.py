@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import imbrex
+from imbrex.overlap import Serial
 from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
@@ -58,6 +60,33 @@ def test_fp8_on_the_wire(pool: Pool, codec: Any) -> None:
         for name in ("y", "x_grad"):
             assert relative(first[name], second[name]) < bound
             assert not len(first[name]) or relative(first[name], third[name]) > 0.018
+
+
+def run_keeping(ranks: Ranks, case: Case, nvlink: bool) -> list[Any]:
+    """y and all gradients, rows kept or dispatched again; whether the rows were gone after the forward."""
+    found = []
+    for keep_rows in (True, False):
+        transport = EmulatedNvlink(ranks.group) if nvlink else "alltoall"
+        options = {"transport": transport, "schedule": Serial(keep_rows=keep_rows)}
+        layer = make_layer(replace(case, options=options), ranks.group)
+        seen: list[Any] = []
+        layer.experts.register_forward_pre_hook(
+            lambda _, given, s=seen: s.append(weakref.ref(given[0].rows_RD))
+        )
+        x_TD = tokens_of(case, ranks.rank).requires_grad_()
+        y_TD = layer(x_TD)
+        found.append([seen[0]() is None, y_TD])
+        (y_TD.float() * coefficients(y_TD)).sum().backward()
+        found[-1] += [x_TD.grad, *(p.grad for p in layer.parameters())]
+    kept, again = found
+    return [kept.pop(0), again.pop(0), all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))]
+
+
+@pytest.mark.parametrize("nvlink", [True, False])
+def test_rows_are_kept_or_dispatched_again(pool: Pool, nvlink: bool) -> None:
+    case = replace(CASE, tokens=(5, 2, 3, 8))
+    for answer in pool.run(4, run_keeping, case, nvlink):
+        assert answer == [False, True, True]
 
 
 def run_growing(ranks: Ranks, case: Case) -> tuple[list[float], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -13,9 +14,15 @@ from imbrex.observe import bracket_backward
 
 
 class Serial:
-    """Dispatch, experts, what is added (the shared experts), combine."""
+    """Dispatch, experts, what is added (the shared experts), combine.
+
+    keep_rows: keep what the experts received for their backward, or dispatch it again there.
+    """
 
     name = "serial"
+
+    def __init__(self, *, keep_rows: bool = True) -> None:
+        self.keep_rows = keep_rows
 
     def run(
         self,
@@ -26,7 +33,8 @@ class Serial:
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
         dispatched = exchange.dispatch(x_TD, routing)
-        with exchange.observer.span("experts", layer=exchange.layer):
+        keeping = nullcontext() if self.keep_rows else exchange.dispatching_again(x_TD, dispatched)
+        with exchange.observer.span("experts", layer=exchange.layer), keeping:
             rows_RD = _computed(dispatched, exchange, experts)
             added = None if addend is None else addend()
         return exchange.combine(rows_RD, dispatched.handle, added, weighted=experts.applies_weights)
