@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from imbrex.cli.exchange_parts import MAIN, Running
 from imbrex.cli.exchange_rows import Rows
-from imbrex.observe.clock import PAUSE_CYCLES
+from imbrex.observe.clock import microseconds_side_by_side
 
 SIDE, GEMMS, TURNS = 8192, 6, 5
 SMS = (4, 8, 16)
@@ -34,7 +34,7 @@ def beside_gemm(rows: Rows, world: int) -> None:
             torch.mm(left, right, out=product)
 
     case = {**running.job.case, "side": SIDE}
-    alone = _slowest([spans(gemms, None)[0] for _ in range(TURNS)])
+    alone = _slowest([_spans(gemms, None)[0] for _ in range(TURNS)])
     _note(rows, "alone", case, alone, alone)
     for n in SMS:
         kinds: dict[str, Call] = {
@@ -45,7 +45,7 @@ def beside_gemm(rows: Rows, world: int) -> None:
         for name, call in kinds.items():
             one = rows.clock(call).median_us
             calls = max(2, round(LONGER * statistics.median(alone) / one))
-            pairs = [spans(gemms, partial(_repeat, call, calls)) for _ in range(TURNS)]
+            pairs = [_spans(gemms, partial(_repeat, call, calls)) for _ in range(TURNS)]
             gemm, other = (_slowest(list(times)) for times in zip(*pairs, strict=True))
             slower = statistics.median(other) / calls / one
             _note(rows, name, case, gemm, alone, num_sms=n, exchange_slowdown=round(slower, 3))
@@ -68,29 +68,13 @@ def _repeat(call: Call, times: int) -> None:
         call()
 
 
+def _spans(main: Call, beside: Call | None) -> tuple[float, float]:
+    dist.barrier()
+    return microseconds_side_by_side(main, beside)
+
+
 def _slowest(times: list[float]) -> list[float]:
     slowest = torch.tensor(times, device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     # host sync: a measurement
     return slowest.tolist()
-
-
-def spans(main: Call, beside: Call | None) -> tuple[float, float]:
-    """Microseconds of `main` on this stream and of `beside` on another, started together."""
-    stream = torch.cuda.Stream()
-    a, b, c, d = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-    dist.barrier()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(4 * PAUSE_CYCLES)
-    stream.wait_stream(torch.cuda.current_stream())
-    if beside is not None:
-        with torch.cuda.stream(stream):
-            c.record()
-            beside()
-            d.record()
-    a.record()
-    main()
-    b.record()
-    # host sync: a measurement reads its clocks
-    torch.cuda.synchronize()
-    return a.elapsed_time(b) * 1e3, c.elapsed_time(d) * 1e3 if beside is not None else 0.0

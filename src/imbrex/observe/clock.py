@@ -29,3 +29,27 @@ def device_microseconds(
     # host sync: a measurement reads its clock
     end.synchronize()
     return begin.elapsed_time(end) * 1e3
+
+
+def microseconds_side_by_side(
+    work: Callable[[], object], beside: Callable[[], object] | None
+) -> tuple[float, float]:
+    """Microseconds that `work` takes on the current stream and `beside` on another, started together from an
+    idle GPU; waits for both. 0 for what is not there."""
+    stream = torch.cuda.Stream()
+    begin, end, other_begin, other_end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4 * PAUSE_CYCLES)
+    stream.wait_stream(torch.cuda.current_stream())
+    if beside is not None:
+        with torch.cuda.stream(stream):
+            other_begin.record()
+            beside()
+            other_end.record()
+    begin.record()
+    work()
+    end.record()
+    # host sync: a measurement reads its clocks
+    torch.cuda.synchronize()
+    other = other_begin.elapsed_time(other_end) * 1e3 if beside is not None else 0.0
+    return begin.elapsed_time(end) * 1e3, other
