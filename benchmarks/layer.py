@@ -14,7 +14,7 @@ import torch
 from ceilings import measure_ceilings
 
 from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import OPS, OURS, Entry, Race, phases, race
+from imbrex.cli.layer_race import OPS, OURS, Entry, Race, host_microseconds, phases, race
 from imbrex.cli.results import describe_run, write_results
 
 RESULTS = Path(__file__).parent / "results" / "layer.json"
@@ -44,8 +44,9 @@ def profile(rank: int, world: int, entries: list[Entry], folder: str) -> None:
             for name, call in runner.calls(op, inputs).items():
                 if name not in (OURS, "nccl-a2a"):
                     continue
-                call()
-                torch.cuda.synchronize()
+                host_us = host_microseconds(call, op)
+                if rank == 0:
+                    print(entry.model, op, name, f"host {host_us:.0f} us", flush=True)
                 with listen(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as heard:
                     for _ in range(3):
                         call()

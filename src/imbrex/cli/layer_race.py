@@ -8,6 +8,7 @@ the slowest rank's.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,8 @@ from imbrex.transport import Nvlink
 
 OURS, OURS_TORCH, FLOOR = "imbrex-serial", "imbrex-serial-torch-gemm", "floor"
 OPS = ("forward", "forward+backward")
-PAUSE_CYCLES = {"forward": 2_000_000, "forward+backward": 8_000_000}
-"""The host queues a call while the GPU waits: about 1 and 4 ms."""
+PAUSE_CYCLES = {"forward": 4_000_000, "forward+backward": 12_000_000}
+"""The host queues a call while the GPU waits: about 2 and 6 ms."""
 CLOSE_ENOUGH = 0.02
 """Relative error between implementations: bfloat16 rounds at other places."""
 Answers = list[Tensor]
@@ -213,6 +214,18 @@ def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> 
         )
     taken = time_in_turns(calls, "forward", repeats=repeats)
     return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def host_microseconds(call: Call, op: str, repeats: int = 5) -> float:
+    """What the host takes to queue a call."""
+    spent = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(PAUSE_CYCLES[op])
+        start = time.perf_counter()
+        call()
+        spent.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(spent)
 
 
 def race(
