@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,14 +48,14 @@ class Job:
 
 def main() -> None:
     args = parse()
-    device = start(args)
+    device = start(args.store)
     group = dist.group.WORLD
     assert group is not None
     rows = []
     for top_k in map(int, args.top_k.split(",")):
         rows += measure(argparse.Namespace(**{**vars(args), "top_k": top_k}), group, device)
     if group.rank() == 0 and args.out:
-        words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
+        words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
         command = os.environ.get("COMMAND", "imbrex netlab run ... --") + " benchmarks/collectives.py "
         write_results(args.out, QUESTION, describe_run(command + " ".join(words)), rows)
     dist.destroy_process_group()
@@ -92,14 +93,18 @@ def predict(args: argparse.Namespace, group: dist.ProcessGroup) -> dict[str, flo
     return {name: cost(network, load) for name, cost in COSTS.items()}
 
 
-def start(args: argparse.Namespace) -> torch.device:
+def start(store: str | None) -> torch.device:
     """gloo on CPUs, NCCL where there are GPUs."""
+    meeting: dict[str, Any] = {}
+    if store is not None:
+        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        meeting = {"init_method": f"file://{store}", **ranks}
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **meeting)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_GPU"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", **meeting)
     return device
 
 
@@ -213,6 +218,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--network", default="netlab", help="its name in the result file")
     parser.add_argument("--rates", default="1gbit between nodes", help="said in the result file")
+    parser.add_argument("--store", default=None, help="a file where ranks meet, instead of MASTER_ADDR")
     parser.add_argument("--out", default=None, help="a results file")
     return parser.parse_args()
 

@@ -72,7 +72,7 @@ class Layer:
 
 def main() -> None:
     args = parse()
-    device = start()
+    device = start(args.store)
     group = dist.group.WORLD
     assert group is not None
     if args.sweep:
@@ -83,20 +83,24 @@ def main() -> None:
         codecs = [argparse.Namespace(**{**vars(args), "codec": c}) for c in args.codec.split(",")]
         written = [row for one in codecs for row in compare(one, make_layer(one, group, device))]
     if group.rank() == 0 and args.out:
-        words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
+        words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
         command = os.environ.get("COMMAND", "imbrex netlab run ... --") + " benchmarks/schedule.py "
         write_results(args.out, QUESTION, describe_run(command + " ".join(words)), written)
     dist.destroy_process_group()
 
 
-def start() -> torch.device:
+def start(store: str | None) -> torch.device:
     """gloo on CPUs, NCCL where there are GPUs."""
+    meeting: dict[str, Any] = {}
+    if store is not None:
+        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        meeting = {"init_method": f"file://{store}", **ranks}
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **meeting)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_GPU"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", **meeting)
     return device
 
 
@@ -133,6 +137,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sweep", default=None, metavar="FIRST:LAST", help="configurations of SWEEP")
     parser.add_argument("--network", default="netlab", help="its name in the result file")
     parser.add_argument("--rates", default="1gbit between nodes", help="said in the result file")
+    parser.add_argument("--store", default=None, help="a file where ranks meet, instead of MASTER_ADDR")
     parser.add_argument("--out", default=None, help="a results file")
     return parser.parse_args()
 

@@ -23,6 +23,7 @@ from imbrex.codec.columns import add_encoded, write
 from imbrex.contracts import Codec, Pending, Placement, Plan, Routing, Split, Traffic, Transport, Wire
 from imbrex.handshake import HEADER, TOKENS, check_headers, find_problem, write_header
 from imbrex.observe import Observer
+from imbrex.placement import split_near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +158,7 @@ class Crossings:
         counts_WE = gathered[:, HEADER:]
         self.observer.count("expert_load", counts_WE[geometry.rank], layer=self.layer)
         if not replicated:
-            return geometry.split(counts_WE, placement)
+            return split_near(geometry.split, counts_WE, placement, self.transport.device)
         split_WS = torch.zeros(world, placement.num_slots, dtype=torch.int64)
         split_WS[geometry.rank] = geometry.split(counts_WE[:1], placement)[0]
         return split_WS
@@ -287,7 +288,7 @@ class Crossings:
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         if received is None:
-            d_x_TD = self.transport.all_reduce(own[0].to(dtype))
+            d_x_TD = self._sum_over_ranks(own[0], self.wire.dispatch_backward, dtype)
             return d_x_TD, self.transport.all_reduce(own[1])
         codec, width, traffic = self.wire.dispatch_backward, own[0].shape[1], read_state(state)[2]
         nbytes = codec.nbytes(width, dtype)
@@ -340,7 +341,7 @@ class Crossings:
     ) -> Tensor:
         """Sums over ranks, and of the addend, as they leave the layer."""
         if received is None:
-            y_TD = self.transport.all_reduce(own_TD.to(dtype)).float()
+            y_TD = self._sum_over_ranks(own_TD, self.wire.combine, dtype).float()
         else:
             sent_back = self.wire.combine.decode(received, own_TD.shape[1], dtype)
             y_TD = self._sum_home(own_TD, sent_back, read_state(state)[2])
@@ -391,6 +392,15 @@ class Crossings:
             alone = self.transport.replicated
             move = None if alone else self.begin_out(write([x_TD], codec, x_TD.dtype), traffic)
             return self._expand(x_TD, move and move.finish(), codec, source_R)
+
+    def _sum_over_ranks(self, own_TD: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+        """Where the tokens are the same on every rank."""
+        if codec.name == "identity":
+            return self.transport.all_reduce(own_TD.to(dtype))
+        decode = partial(codec.decode, width=own_TD.shape[1], dtype=dtype)
+        sum_encoded: Any = getattr(self.transport, "sum_encoded", None)
+        assert sum_encoded is not None, "refused at construction"
+        return sum_encoded(own_TD, partial(codec.encode, dtype=dtype), decode).to(dtype)
 
     def _sum_home(self, own: Tensor, sent_back: Tensor, traffic: Traffic) -> Tensor:
         home = getattr(self.transport, "home", None)

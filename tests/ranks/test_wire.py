@@ -13,9 +13,10 @@ from imbrex.placement import from_slots, split_evenly
 from imbrex.plan import choose_slots, count_choices, owner_of_slot
 from imbrex.router import Router
 from imbrex.testing import wired
+from imbrex.transport import AllReduce
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
-from tests.ranks.test_layer import SPLIT_SLOTS, relative
+from tests.ranks.test_layer import SPLIT_SLOTS, largest_error, relative
 
 CONFIG = imbrex.MoEConfig(hidden_size=9, intermediate_size=8, num_experts=6, top_k=3)
 MIXED = {"dispatch": "int8", "combine": "bf16", "dispatch_backward": "fp16"}
@@ -71,7 +72,31 @@ def test_an_encoded_exchange_is_not_the_plain_one(pool: Pool) -> None:
     assert relative(coded[0]["y"], plain[0]["y"]) > 1e-4
 
 
-def test_a_sum_on_the_wire_cannot_be_encoded() -> None:
-    case = Case(config=CONFIG, options={"transport": "allreduce", "codec": "int8"})
+class Sums(AllReduce):
+    """A transport of a user's that only sums."""
+
+    sum_encoded = property()
+
+
+def test_a_transport_that_only_sums_refuses_a_codec() -> None:
+    case = Case(config=CONFIG, options={"transport": Sums(None), "codec": "int8"})
     with pytest.raises(ValueError, match="cannot carry rows written as int8; use codec='identity'"):
         make_layer(case, None)
+
+
+@pytest.mark.parametrize(("world", "tensor"), [(2, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize(("codec", "most"), [("bf16", 0.01), ("int8", 0.03), ("fp8", 0.1)])
+def test_a_sum_over_ranks_of_encoded_rows(
+    pool: Pool, codec: str, most: float, world: int, tensor: int
+) -> None:
+    """Each value is rounded once a rank; every rank ends with the same bits, forward and backward."""
+    case = Case(
+        config=CONFIG, tokens=(5,), tensor_parallel=tensor, options={"transport": "allreduce", "codec": codec}
+    )
+    results = pool.run(world, run_layer, case)
+    errors = largest_error(case, world, results)
+    assert max(errors["y"], errors["x"]) > 1e-4
+    assert max(errors.values()) < most, errors
+    for result in results[1:]:
+        assert torch.equal(result["y"], results[0]["y"])
+        assert torch.equal(result["x_grad"], results[0]["x_grad"])
