@@ -27,7 +27,7 @@ from imbrex.handshake import PROBLEMS, find_problem
 from imbrex.kernels.exchange import NvlinkExchange, Routed
 from imbrex.kernels.expand import expand_fp8
 from imbrex.kernels.gates import collect, spread
-from imbrex.kernels.routed import Tables, placement_tables
+from imbrex.kernels.routed import Tables, placement_tables, write_tables
 from imbrex.observe import Observer
 from imbrex.placement import SPLITS, split_evenly
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
@@ -58,8 +58,10 @@ def _coded(codec: Codec) -> bool:
     return codec.name == "fp8"
 
 
-def unfit_dtype(dtype: torch.dtype | None) -> str | None:
-    """None if the kernels move tokens of `dtype`, else why not."""
+def unfit_use(dtype: torch.dtype | None, *, chunked: bool) -> str | None:
+    """None if the kernels move what is asked for, tokens of `dtype` and all at once, else why not."""
+    if chunked:
+        return "the schedule moves rows in chunks"
     if dtype is None:
         return "nobody said that tokens are bfloat16 (dtype=)"
     return None if dtype == DTYPE else f"tokens are {str(dtype).removeprefix('torch.')}, not bfloat16"
@@ -126,13 +128,11 @@ class NvlinkCrossings:
             row_bytes=geometry.hidden_size * DTYPE.itemsize,
             compact=_coded(self.wire.dispatch) or _coded(self.wire.combine_backward),
         )
-        tables = placement_tables(told.placement, self.transport.device)
-        if self._tables and [t.shape for t in self._tables] == [t.shape for t in tables]:
-            # In place, so that a captured call follows.
-            for old, new in zip(self._tables, tables, strict=True):
-                old.copy_(new)
+        lengths = told.placement.num_experts + 1, told.placement.num_slots, told.placement.num_ranks + 1
+        if self._tables and tuple(len(table) for table in self._tables) == lengths:
+            write_tables(self._tables, told.placement)
         else:
-            self._tables = tables
+            self._tables = placement_tables(told.placement, self.transport.device)
 
     @property
     def counts_on_device(self) -> bool:

@@ -19,7 +19,7 @@ from imbrex import ops
 from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
 from imbrex.crossings import Crossings, Geometry
-from imbrex.crossings_nvlink import NvlinkCrossings, unfit, unfit_dtype
+from imbrex.crossings_nvlink import NvlinkCrossings, unfit, unfit_use
 from imbrex.handshake import DTYPES, agree
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
@@ -38,7 +38,8 @@ class Exchange:
     split: which replica takes which choice, a name in `imbrex.placement.SPLITS` or a function.
     alignment: rows of a slot are padded to a multiple of it.
     rows_per_slot: from the tokens of the group to the rows that every slot is padded to instead.
-    dtype: of the tokens, where it is known: transport `auto` picks `nvlink` for bfloat16 only.
+    dtype, chunked: what transport `auto` must know to pick `nvlink`: that tokens are bfloat16, and that no
+        schedule moves them in chunks.
     timeout: seconds until a wait for a peer ends in `RankLostError` (`IMBREX_TIMEOUT_S`, 60).
     observer, layer: who is told what happens, and under which number.
 
@@ -59,6 +60,7 @@ class Exchange:
         alignment: int = 1,
         rows_per_slot: Callable[[int], int] | None = None,
         dtype: torch.dtype | None = None,
+        chunked: bool = False,
         timeout: float | None = None,
         observer: Observer | None = None,
         layer: int = 0,
@@ -81,7 +83,7 @@ class Exchange:
             num_ranks=placement.num_ranks,
             top_k=top_k,
             timeout=timeout,
-            not_nvlink=unfit(self.geometry, self.wire) or unfit_dtype(dtype),
+            not_nvlink=unfit(self.geometry, self.wire) or unfit_use(dtype, chunked=chunked),
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
         self._check()

@@ -110,6 +110,7 @@ class MoELayer(nn.Module):
         self.config = config
         self.ranks = Ranks.of(group, tensor_parallel, data_group)
         self.placement = placement or contiguous(config.num_experts, self.ranks.expert_size)
+        self.strategy = overlap.make(schedule)
         self.exchange = Exchange(
             self.placement,
             config.hidden_size,
@@ -121,11 +122,11 @@ class MoELayer(nn.Module):
             split=split,
             rows_per_slot=self._rows_per_slot(),
             dtype=dtype or torch.get_default_dtype(),
+            chunked=isinstance(self.strategy, overlap.Pipelined),
             timeout=timeout,
             observer=observer,
             layer=layer,
         )
-        self.strategy = overlap.make(schedule)
         self.token_groups = self.ranks.token_groups(replicated=self.exchange.transport.replicated)
         kind = {"device": device, "dtype": dtype}
         self.gate = Router(
