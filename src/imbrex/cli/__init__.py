@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": "say what works on this machine, and why the rest does not",
     "netlab": "run a command on a two-tier network of namespaces on this machine",
     "bench": "time the layer's phases, transports side by side",
+    "reproduce": "measure a table of a paper here, beside the paper's figures",
     "balance": "plan where experts live, replay policies on recorded loads",
 }
 

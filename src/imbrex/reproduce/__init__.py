@@ -1,1 +1,33 @@
-"""The papers' tables and figures, one file each, run by `imbrex reproduce NAME`."""
+"""The papers' tables and figures, one file each, run by `imbrex reproduce NAME`.
+
+A new one is a file with `find(asked: Asked) -> Finding` and a line below.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from imbrex.reproduce.frame import Asked, Finding
+
+TABLES: dict[str, tuple[str, str]] = {
+    "schemoe-table-1": ("table_1", "share of the all-to-all in a step, by number of layers"),
+    "schemoe-table-4": ("table_4", "675 layers: how much faster than Tutel (also figure 8)"),
+    "schemoe-table-6": ("table_6", "what a codec does to learning"),
+    "schemoe-table-7": ("table_7", "step time of Tutel's, FasterMoE's and ScheMoE's ways"),
+    "schemoe-table-8": ("table_8", "small messages: the layers of BERT-Large-MoE"),
+    "schemoe-table-10": ("table_10", "naive, + codec, + all-to-all, + schedule"),
+    "schemoe-figure-9": ("figure_9", "all-to-all algorithms by size"),
+}
+"""The module of this room and one line, by name."""
+ALIASES = {"schemoe-figure-8": "schemoe-table-4"}
+
+
+def find(name: str, asked: Asked) -> Finding:
+    """Measure it here. Raises ValueError that lists the names known."""
+    name = ALIASES.get(name, name)
+    if name not in TABLES:
+        raise ValueError(f"reproduce: {name!r} is not known; use one of {', '.join([*TABLES, *ALIASES])}")
+    return importlib.import_module(f"imbrex.reproduce.{TABLES[name][0]}").find(asked)
+
+
+__all__ = ["ALIASES", "TABLES", "Asked", "Finding", "find"]

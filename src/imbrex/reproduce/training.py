@@ -38,7 +38,6 @@ VARIANTS: dict[str, str | Mapping[str, str] | None] = {
     "fp8": "fp8",
     "fp8-e5m2": "fp8-e5m2",
     "int8": "int8",
-    "int8-128": "int8-128",
     "zfp2d-8": "zfp2d-8",
     "int4": "int4",
     "nvfp4": "nvfp4",

@@ -1,0 +1,45 @@
+"""`imbrex reproduce NAME`: a paper's table measured here, beside the paper's figures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from imbrex.cli.results import describe_run, write_results
+from imbrex.reproduce import ALIASES, TABLES, Asked, find
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="which; --list says what there is")
+    parser.add_argument("--list", action="store_true", help="what there is")
+    parser.add_argument("--full", action="store_true", help="all of it, not what takes minutes on a laptop")
+    parser.add_argument("--rounds", type=int, default=0, metavar="N", help="of every timing")
+    parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help="text to train on")
+    parser.add_argument("--out", default="runs/reproduce", metavar="DIR", help="where the files go")
+    parser.add_argument("--results", default=None, metavar="FILE", help="put the rows in this file instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; ValueError where the name is not known or the machine lacks something."""
+    if args.list or args.name is None:
+        aliases = [(alias, f"the same as {name}") for alias, name in ALIASES.items()]
+        listed = [*((name, about) for name, (_, about) in TABLES.items()), *aliases]
+        sys.stdout.write("".join(f"{name:18} {about}\n" for name, about in listed))
+        return 0
+    try:
+        finding = find(args.name, Asked(full=args.full, rounds=args.rounds, data=tuple(args.data)))
+    except RuntimeError as error:
+        print(f"imbrex: error: {error}", file=sys.stderr)
+        return 1
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    results, picture = Path(args.results or folder / f"{args.name}.json"), folder / f"{args.name}.svg"
+    words = ["imbrex reproduce", args.name, *(["--full"] if args.full else [])]
+    words += ["--rounds", str(args.rounds)] if args.rounds else []
+    write_results(results, finding.question, describe_run(" ".join(words)), finding.rows)
+    picture.write_text(finding.chart)
+    text = finding.text()
+    (folder / f"{args.name}.md").write_text(text)
+    sys.stdout.write(f"{text}\nrows: {results}\nplot: {picture}\n")
+    return 0

@@ -1,0 +1,121 @@
+"""Ranks on this machine: on a two-tier network of namespaces where the user may make one, else plain.
+
+    measured, network = on_ranks("layers", settings, Network(nodes=2, ranks_per_node=2, inter="1gbit"))
+
+runs `imbrex.reproduce.layers.on_rank(settings)` on four ranks and returns what the first of them returned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PLAIN = "loopback"
+"""All ranks beside each other, nothing limited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """inter, intra: what limits a node's link and its loopback, as tc writes it; `none` is no limit."""
+
+    nodes: int
+    ranks_per_node: int
+    inter: str = "1gbit"
+    intra: str = "none"
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        inside = "" if self.intra == "none" else f", {self.intra} inside"
+        return f"netlab {self.nodes} x {self.ranks_per_node}, {self.inter} between nodes{inside}"
+
+
+def on_ranks(
+    job: str, settings: Mapping[str, Any], network: Network, *, timeout_s: float = 300.0
+) -> tuple[Any, str]:
+    """What `on_rank` of the module `job` of this room returned on rank 0, and the network it ran on.
+
+    Raises RuntimeError with the ranks' last words where they failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="imbrex-") as folder:
+        asked, told = Path(folder, "asked.json"), Path(folder, "told.json")
+        asked.write_text(json.dumps(settings))
+        words = [sys.executable, "-m", "imbrex.reproduce.stage", job, str(asked), str(told)]
+        name = str(network)
+        why = _on_netlab(words, network, timeout_s)
+        if why is not None:
+            name = f"{PLAIN} ({why})"
+            _on_loopback(words, network, timeout_s)
+        return json.loads(told.read_text()), name
+
+
+def _on_netlab(words: list[str], network: Network, timeout_s: float) -> str | None:
+    """`None` where it ran; else why there is no such network here."""
+    options = [
+        *("--nodes", str(network.nodes), "--ranks-per-node", str(network.ranks_per_node)),
+        *("--inter", network.inter, "--intra", network.intra, "--timeout", str(timeout_s)),
+    ]
+    command = [sys.executable, "-m", "imbrex", "netlab", "run", *options, "--", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s + 30)
+    if ran.returncode == 0:
+        return None
+    last = (ran.stderr.strip().splitlines() or ["no words"])[-1]
+    if ran.returncode == 2 and "netlab:" in last:
+        return last.split("netlab:", 1)[1].strip().split(";")[0]
+    raise RuntimeError(f"the ranks ended with code {ran.returncode}: {last}")
+
+
+def _on_loopback(words: list[str], network: Network, timeout_s: float) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(network.size):
+        ours = {
+            "RANK": rank,
+            "WORLD_SIZE": network.size,
+            "LOCAL_RANK": rank % network.ranks_per_node,
+            "LOCAL_WORLD_SIZE": network.ranks_per_node,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+        }
+        environment = os.environ | {name: str(value) for name, value in ours.items()}
+        processes.append(subprocess.Popen(words, env=environment))
+    try:
+        codes = [process.wait(timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise RuntimeError(f"the ranks ended with codes {codes}")
+
+
+def main() -> None:
+    """Be one rank."""
+    job, asked, told = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = importlib.import_module(f"imbrex.reproduce.{job}").on_rank(json.loads(Path(asked).read_text()))
+    if dist.get_rank() == 0:
+        Path(told).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
