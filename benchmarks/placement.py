@@ -150,16 +150,23 @@ def _mean_imbalance(load_LE: np.ndarray, plan) -> float:
     return float(np.mean([imbalance(load_E, plan[layer]) for layer, load_E in enumerate(load_LE)]))
 
 
+def of_ranks(ids_LTK: np.ndarray, batch: int) -> LoadHistory:
+    """An iteration for every rank's share of a batch, whole batches only."""
+    whole = ids_LTK.shape[1] // batch * batch
+    return history_of_ids(ids_LTK[:, :whole], NUM_EXPERTS, batch // RANKS)
+
+
 def drift(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Intent, law, summary one after the other; the offline plan knows the first 2048 tokens."""
     rows = []
-    pace = Pace(layer_updates_per_iter=4, max_moves=32, decay=0.5, window=8, threshold=0.005, proposals=600)
+    pace = Pace(layer_updates_per_iter=4, max_moves=32, threshold=0.005, proposals=600)
     for batch in (256, 512):
-        histories = {task: history_of_ids(ids[task], NUM_EXPERTS, batch) for task in TASKS}
-        everything = join(list(histories.values()))
-        train = histories["intent"].window(0, 2048 // batch)
+        sources = {task: of_ranks(ids[task], batch) for task in TASKS}
+        histories = {task: history.pooled(RANKS) for task, history in sources.items()}
+        everything = join(list(sources.values()))
+        train = sources["intent"].window(0, 2048 * RANKS // batch)
         lines = {
-            policy: replay(train, everything, policy, RANKS, SLOTS, pace=pace)
+            policy: replay(train, everything, policy, RANKS, SLOTS, pace=pace, sources=RANKS)
             for policy in ("none", "balanced", "online")
         }
         series = {name: found.imbalance_IL.mean(1) for name, found in lines.items()}

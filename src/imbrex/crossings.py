@@ -23,7 +23,7 @@ from imbrex.codec.columns import add_encoded, write
 from imbrex.contracts import Codec, Pending, Placement, Plan, Routing, Split, Traffic, Transport, Wire
 from imbrex.handshake import HEADER, TOKENS, check_headers, find_problem, write_header
 from imbrex.observe import Observer
-from imbrex.placement import split_near
+from imbrex.placement.flow import split_near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

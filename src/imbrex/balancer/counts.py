@@ -38,13 +38,18 @@ class Iteration:
         return self._read()
 
     @cached_property
-    def counts_E(self) -> Ints:
-        """Choices of all ranks for every expert."""
+    def counts_WE(self) -> Ints:
+        """Choices of every source for every expert."""
         slots = np.array(self.placement.slots)
         held = slots >= 0
-        counts_E = np.zeros(self.placement.num_experts, dtype=np.int64)
-        np.add.at(counts_E, slots[held], self.rows_WS.sum(0)[held])
-        return counts_E
+        counts_EW = np.zeros((self.placement.num_experts, len(self.rows_WS)), dtype=np.int64)
+        np.add.at(counts_EW, slots[held], self.rows_WS.T[held])
+        return counts_EW.T
+
+    @property
+    def counts_E(self) -> Ints:
+        """Choices of all ranks for every expert."""
+        return self.counts_WE.sum(0)
 
     @cached_property
     def crossings_WW(self) -> Ints:

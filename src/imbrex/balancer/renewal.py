@@ -36,7 +36,7 @@ def plan(asked: Sequence[Asked], others: Channel | None) -> list[Change]:
     """
     changes = []
     for one in asked:
-        recent_HE = weigh(_over_data_ranks([i.counts_E for i in one.recent], others), one.pace.decay)
+        recent_HE = weigh(_of_all_data_ranks([i.counts_WE for i in one.recent], others), one.pace.decay)
         new = renew(recent_HE, one.placement, one.pace) if len(recent_HE) else None
         if new is not None:
             promised = 1 / (1 + predicted(recent_HE, to_held(new), one.pace.split))
@@ -47,12 +47,12 @@ def plan(asked: Sequence[Asked], others: Channel | None) -> list[Change]:
     return changes
 
 
-def _over_data_ranks(recent: Sequence[Ints], others: Channel | None) -> Sequence[Ints]:
-    """Data ranks take their steps together, so iterations pair from the last one back."""
+def _of_all_data_ranks(recent: Sequence[Ints], others: Channel | None) -> Sequence[Ints]:
+    """Iterations with the sources of all data ranks, which take their steps together: they pair from the last
+    one back."""
     if others is None or not recent:
         return recent
-    number = torch.tensor([len(recent)])
-    common = int(others.meet("counts", number).min())
-    mine = torch.from_numpy(np.stack(recent[-common:]))
+    common = int(others.meet("counts", torch.tensor([len(recent)])).min())
+    told = others.meet("counts", torch.from_numpy(np.stack(recent[len(recent) - common :])))
     # on the host: gloo gathers there
-    return list(others.meet("counts", mine).sum(0).numpy())
+    return list(told.transpose(0, 1).flatten(1, 2).numpy())

@@ -14,6 +14,7 @@ from imbrex.balancer.migration import Change, land
 from imbrex.balancer.payload import slot_tensors
 from imbrex.contracts import Placement, Split
 from imbrex.exchange import Exchange
+from imbrex.placement.flow import split_near
 from imbrex.placement.online import Pace
 from imbrex.placement.packing import Ints
 
@@ -73,7 +74,7 @@ class Seat:
 
     def listen(self, counts_WE: Tensor, placement: Placement) -> Tensor:
         """The split of the layer; on the way, what all ranks want of every slot is added up."""
-        split_WS = self.split(counts_WE, placement)
+        split_WS = split_near(self.split, counts_WE, placement, self.layer.exchange.transport.device)
         # on the host: the exchange gathers counts there
         rows_WS = split_WS.cpu().numpy()
         self._heard = rows_WS if self._heard is None else self._heard + rows_WS

@@ -26,5 +26,20 @@ def add_input(parser: argparse.ArgumentParser, flag: str, *, several: bool = Fal
 
 def load_input(name: str, args: argparse.Namespace) -> LoadHistory:
     """Raises ValueError where it cannot be read."""
-    path, _, array = name.rpartition(":") if ":" in name and not Path(name).exists() else (name, "", "")
+    path, array = _divide_name(name)
     return read_history(path, batch=args.batch, array=array, num_experts=args.experts)
+
+
+def load_sources(name: str, args: argparse.Namespace, num_ranks: int) -> tuple[LoadHistory, int]:
+    """Where the tokens of an iteration can be told apart, as in a trace, every rank's share of them is an
+    iteration of its own; and how many make one."""
+    path, array = _divide_name(name)
+    if Path(path).suffix not in (".npy", ".npz") or args.batch % num_ranks or args.batch < num_ranks:
+        return load_input(name, args), 1
+    batch = args.batch // num_ranks
+    return read_history(path, batch=batch, array=array, num_experts=args.experts), num_ranks
+
+
+def _divide_name(name: str) -> tuple[str, str]:
+    path, _, array = name.rpartition(":") if ":" in name and not Path(name).exists() else (name, "", "")
+    return path, array

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from imbrex.cli.balance_input import add_input, load_input
+from imbrex.cli.balance_input import add_input, load_input, load_sources
 from imbrex.cli.balance_report import Story, write_story
 from imbrex.placement.history import LoadHistory
 from imbrex.placement.online import Pace
@@ -33,20 +33,21 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay(args: argparse.Namespace) -> int:
-    histories = [load_input(name, args) for name in args.trace_input]
-    train, test = _divide(histories, args.train)
-    ranks = _numbers("--ranks", args.ranks)
     pace = Pace(layer_updates_per_iter=args.updates)
     rows, stories = [], []
     print(f"{'ranks':>5} {'slots':>6} {'policy':<13} {'mean':>8} {'p90':>8} {'worst':>8} {'fetches':>8}")
-    for num_ranks in ranks:
+    for num_ranks in _numbers("--ranks", args.ranks):
+        loaded = [load_sources(name, args, num_ranks) for name in args.trace_input]
+        sources = min(number for _, number in loaded)
+        train, test = _divide([history for history, _ in loaded], args.train, sources)
+        whole = test.pooled(sources)
         slots = _numbers("--slots", args.slots) if args.slots else [train.num_experts + 2 * num_ranks]
         for num_slots in slots:
             for policy in args.policy.split(","):
-                found = score(train, test, policy, num_ranks, num_slots, pace=pace)
+                found = score(train, test, policy, num_ranks, num_slots, pace=pace, sources=sources)
                 _print(num_ranks, num_slots, found)
                 rows.append(_row(num_ranks, num_slots, found))
-                stories.append(_story(test, num_ranks, num_slots, found))
+                stories.append(_story(whole, num_ranks, num_slots, found))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(rows, file)
@@ -78,15 +79,17 @@ def stability(args: argparse.Namespace) -> int:
     return 0
 
 
-def _divide(histories: list[LoadHistory], share: float) -> tuple[LoadHistory, LoadHistory]:
-    """The first part of the first history to plan from, all that follows to score."""
-    first = histories[0]
-    cut = round(first.num_iterations * share)
-    if not 1 <= cut < sum(history.num_iterations for history in histories):
+def _divide(histories: list[LoadHistory], share: float, sources: int) -> tuple[LoadHistory, LoadHistory]:
+    """The first part of the first history to plan from, all that follows to score. sources: so many
+    iterations of a history are one."""
+    wholes = [history.num_iterations // sources for history in histories]
+    cut = round(wholes[0] * share) * sources
+    if not 1 <= cut // sources < sum(wholes):
         raise ValueError(
-            f"--train: {share} of {first.num_iterations} iterations leaves none to plan from or none to "
+            f"--train: {share} of {wholes[0]} iterations leaves none to plan from or none to "
             "score; use a share between 0 and 1, or a smaller --batch"
         )
+    histories = [h.window(0, n * sources) for h, n in zip(histories, wholes, strict=True)]
     everything = join(histories)
     return everything.window(0, cut), everything.window(cut, everything.num_iterations)
 

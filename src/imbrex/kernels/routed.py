@@ -55,3 +55,10 @@ def placement_tables(placement: Placement, device: torch.device) -> Tables:
         for values in (first, flat, placement.rank_offsets)
     )
     return first_replica, slots, offsets
+
+
+def write_tables(tables: Tables, placement: Placement) -> None:
+    """Another placement of as many experts in the same slots into `tables`, queued without waiting: a
+    captured call follows."""
+    for old, new in zip(tables, placement_tables(placement, torch.device("cpu")), strict=True):
+        old.copy_(new.pin_memory() if old.is_cuda else new, non_blocking=True)

@@ -56,6 +56,16 @@ class LoadHistory:
             counts_ILE=kept, layers=self.layers, top_k=self.top_k, first_iteration=max(begin, first)
         )
 
+    def pooled(self, number: int) -> LoadHistory:
+        """`number` successive iterations summed into one; those left over are dropped. ValueError where there
+        are fewer."""
+        whole = self.num_iterations // number
+        if not whole:
+            raise ValueError(f"statistics: {self.num_iterations} iterations, fewer than the {number} to sum")
+        counts = self.counts_ILE[: whole * number]
+        pooled = counts.reshape(whole, number, *counts.shape[1:]).sum(1, dtype=np.int64)
+        return LoadHistory(counts_ILE=pooled, layers=self.layers, top_k=self.top_k)
+
     def load(self, decay: float = 1.0) -> Floats:
         """Float64 [L, E]: the sum over iterations, each weighing `decay` times the next one's weight."""
         if not 0 < decay <= 1:

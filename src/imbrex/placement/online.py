@@ -31,7 +31,7 @@ class Pace:
     """
 
     layer_updates_per_iter: int = 1
-    decay: float = 0.9
+    decay: float = 0.8
     window: int = 16
     threshold: float = 0.01
     max_moves: int = 8
@@ -63,20 +63,21 @@ def layers_due(iteration: int, num_layers: int, per_iteration: int) -> list[int]
 
 
 class LoadWindow:
-    """The last iterations' counts of one layer, and their decayed sum."""
+    """The last iterations' counts of one layer, weighted by age."""
 
     def __init__(self, num_experts: int, pace: Pace) -> None:
         self.num_experts, self.decay = num_experts, pace.decay
         self._recent: deque[Ints] = deque(maxlen=pace.window)
 
-    def add(self, counts_E: Ints) -> None:
-        """Choices per expert of one iteration over all ranks, int64 [E]; ignored where there are none."""
-        if counts_E.shape != (self.num_experts,) or counts_E.min() < 0:
+    def add(self, counts: Ints) -> None:
+        """Choices per expert of one iteration, of every rank's tokens [W, E] or of all together [E], int64;
+        ignored where there are none."""
+        if counts.shape[-1:] != (self.num_experts,) or counts.ndim > 2 or counts.min() < 0:
             raise ValueError(
-                f"balancer: counts of shape {counts_E.shape}; give {self.num_experts} numbers from 0 up"
+                f"balancer: counts of shape {counts.shape}; give {self.num_experts} numbers from 0 up"
             )
-        if counts_E.any():
-            self._recent.append(counts_E)
+        if counts.any():
+            self._recent.append(counts)
 
     def __len__(self) -> int:
         return len(self._recent)
@@ -85,13 +86,32 @@ class LoadWindow:
         return weigh(self._recent, self.decay)
 
 
+CHOICES_A_PART = 4
+"""Choices an expert that a part of an iteration has at least. Small batches teach what large ones hide:
+planned from 64 tokens of each of 4 ranks, the next iteration's ranks differ by half of what they do when
+planned from the 256 together. Parts of fewer choices are noise, and would never let a layer rest."""
+
+
 def weigh(recent: Iterable[Ints], decay: float) -> Floats:
-    """Iterations that had choices, oldest first, each weighted by its age, float64 [H, E]."""
-    counts = [counts_E for counts_E in recent if counts_E.any()]
-    if not counts:
+    """Parts of iterations that had choices, oldest first, weighted by age, float64 [H, E]: what single ranks,
+    or neighbours together, wanted.
+
+    recent: iterations, [W, E] or [E]. Example: 2 ranks, 8 experts, 40 choices of each rank: two parts.
+    """
+    found = [_parts(np.atleast_2d(counts)) for counts in recent if counts.any()]
+    if not found:
         return np.zeros((0, 0))
-    weights_H = decay ** np.arange(len(counts))[::-1]
-    return weights_H[:, None] * np.array(counts, dtype=np.float64)
+    ages = range(len(found) - 1, -1, -1)
+    weighted = [decay**age * parts_PE for age, parts_PE in zip(ages, found, strict=True)]
+    return np.concatenate(weighted, dtype=np.float64)
+
+
+def _parts(counts_WE: Ints) -> Ints:
+    ranks, experts = counts_WE.shape
+    # on the host: numpy
+    number = max(1, min(ranks, int(counts_WE.sum()) // (CHOICES_A_PART * experts)))
+    firsts = np.arange(number) * ranks // number
+    return np.add.reduceat(counts_WE, firsts, axis=0)
 
 
 def renew(recent_HE: Floats, placement: Placement, pace: Pace) -> Placement | None:
@@ -126,10 +146,11 @@ class OnlinePlanner:
         self.placements, self.pace, self.iteration = list(placements), pace, 0
         self.windows = [LoadWindow(p.num_experts, pace) for p in self.placements]
 
-    def step(self, counts_LE: Ints) -> dict[int, Placement]:
-        """Counts of one iteration, int64 [L, E], to the placements that change, by place of the layer."""
-        for window, counts_E in zip(self.windows, counts_LE, strict=True):
-            window.add(counts_E)
+    def step(self, counts_LWE: Sequence[Ints]) -> dict[int, Placement]:
+        """Counts of one iteration, int64 [L, W, E] or [L, E], to the placements that change, by place of the
+        layer."""
+        for window, counts in zip(self.windows, counts_LWE, strict=True):
+            window.add(counts)
         changed = {}
         for layer in layers_due(self.iteration, len(self.placements), self.pace.layer_updates_per_iter):
             if len(self.windows[layer]):

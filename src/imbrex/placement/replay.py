@@ -46,8 +46,11 @@ def replay(
     slots: int,
     *,
     pace: Pace | None = None,
+    sources: int = 1,
 ) -> Replay:
     """Plan from `train`, score every iteration of `test`. slots: of all ranks together.
+
+    sources: so many successive iterations of `test` are one, each the tokens of one rank.
 
     Raises ValueError for a policy not known, and where policies of engines do not allow the numbers.
     """
@@ -55,21 +58,23 @@ def replay(
         raise ValueError(f"replay: policy {policy!r}; use one of {', '.join(POLICIES)}")
     if train.layers != test.layers or train.num_experts != test.num_experts:
         raise ValueError("replay: the two histories have different layers or experts")
-    loads_ILW = np.empty((test.num_iterations, len(test.layers), num_ranks))
-    fetched_I = np.zeros(test.num_iterations, dtype=np.int64)
+    counts_ILE = test.pooled(sources).counts_ILE
+    loads_ILW = np.empty((*counts_ILE.shape[:2], num_ranks))
+    fetched_I = np.zeros(len(counts_ILE), dtype=np.int64)
     if policy in ("balanced", "online"):
         planned = plan_history(train, Target(num_ranks=num_ranks, slots=slots))
         planner = OnlinePlanner(list(planned.values()), pace or Pace())
-        for i, counts_LE in enumerate(test.counts_ILE):
+        for i, counts_LE in enumerate(counts_ILE):
             loads_ILW[i] = [balanced_loads(c, p) for c, p in zip(counts_LE, planner.placements, strict=True)]
             if policy == "online":
                 before = list(planner.placements)
-                changed = planner.step(counts_LE)
+                of_sources = test.counts_ILE[i * sources : (i + 1) * sources]
+                changed = planner.step(list(of_sources.transpose(1, 0, 2)))
                 fetched_I[i] = sum(len(fetches(before[layer], new)) for layer, new in changed.items())
     else:
         shares = [_shares(load_E, policy, num_ranks, slots) for load_E in train.load()]
         for layer, share_WE in enumerate(shares):
-            loads_ILW[:, layer] = test.counts_ILE[:, layer] @ share_WE.T
+            loads_ILW[:, layer] = counts_ILE[:, layer] @ share_WE.T
     return Replay(
         policy=policy, imbalance_IL=imbalance_of(loads_ILW), loads_ILW=loads_ILW, fetched_I=fetched_I
     )
