@@ -11,6 +11,7 @@ import torch
 
 import imbrex
 from imbrex.capacity import Capacity
+from imbrex.overlap import Serial
 from tests.poison import real_empty
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -68,6 +69,31 @@ def test_replicas_and_tensor_ranks(nccl: Pool, split: str) -> None:
     )
     errors = largest_error(case, world, nccl.run(world, run_layer, case))
     assert max(errors.values()) < 0.03, errors
+
+
+def test_fp8_on_the_wire(nccl: Pool) -> None:
+    """As in `tests/ranks/test_layer_nvlink.py`, and close to the same layer over all-to-all."""
+    config = replace(CONFIG, hidden_size=1024)
+    case = replace(NVLINK, config=config, options={"transport": "nvlink", "codec": "fp8"})
+    world = worlds()[-1]
+    ours = nccl.run(world, run_layer, case)
+    theirs = nccl.run(world, run_layer, replace(case, options={"transport": "alltoall", "codec": "fp8"}))
+    for first, second in zip(ours, theirs, strict=True):
+        assert relative(first["y"], second["y"]) < 0.015
+        assert relative(first["x_grad"], second["x_grad"]) < 0.015
+
+
+@pytest.mark.parametrize("tokens", [(70, 0, 33, 128), (600, 1, 520, 700)])
+def test_rows_dispatched_again(nccl: Pool, tokens: tuple[int, ...]) -> None:
+    """The bits of rows that were kept, in one kernel and in two."""
+    case, world = replace(NVLINK, tokens=tokens), worlds()[-1]
+    kept = nccl.run(world, run_layer, case)
+    again = replace(case, options={**case.options, "schedule": Serial(keep_rows=False)})
+    for first, second in zip(kept, nccl.run(world, run_layer, again), strict=True):
+        assert torch.equal(first["y"], second["y"])
+        assert torch.equal(first["x_grad"], second["x_grad"])
+        for name, grad in first["grads"].items():
+            assert torch.equal(grad, second["grads"][name]), name
 
 
 def run_picked(ranks: Ranks, case: Case) -> str:
