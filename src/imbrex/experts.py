@@ -15,11 +15,12 @@ from imbrex import ops
 from imbrex.contracts import Dispatched
 from imbrex.kernels import unavailable
 from imbrex.kernels.experts_ffn import ffn, unfit_widths
+from imbrex.kernels.experts_fp8 import Fp8Experts, ffn_fp8, quantise_experts, unfit_for_fp8
 from imbrex.kernels.glue import swiglu
 
 Activation = Literal["swiglu", "gelu"]
 ACTIVATIONS = ("swiglu", "gelu")
-IMPLEMENTATIONS = ("loop", "grouped", "kernels")
+IMPLEMENTATIONS = ("loop", "grouped", "kernels", "kernels-fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +44,19 @@ class Experts(nn.Module):
     implementation: `loop` (one expert after the other: the oracle), `grouped` (grouped products), `kernels`
         (imbrex's own, for SwiGLU in bfloat16 without biases on a Hopper GPU, D and F multiples of 8), or
         `auto`: `kernels` where they can run, else `grouped`. `implementation_reason` says why; rows that the
-        kernels cannot take (another dtype or device) go through `grouped`.
+        kernels cannot take (another dtype or device) go through `grouped`. `kernels-fp8` is `kernels` whose
+        forward without gradients computes in e4m3 with block scales (D and F multiples of 128): inference.
+        The weights are quantised when first needed, and again after a change, and kept beside them.
     seed: parameters are drawn per expert from it, so that neither placement nor rank count changes them.
 
     Parameters, as in Hugging Face checkpoints: gate_up_proj [e, 2F, D], gate rows first (`gelu`: up_proj
     [e, F, D]); down_proj [e, D, F]; gate_up_proj_bias [e, 2F], down_proj_bias [e, D].
+
+    gradient_sums: `None`, or tensors like gate_up_proj and down_proj, float32 or bfloat16, to which `kernels`
+        add the weights' gradients in the backward; the parameters then get none.
     """
+
+    gradient_sums: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -77,10 +85,13 @@ class Experts(nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         slots, width = len(expert_ids), intermediate_size // self.shard.size
         unfit = _unfit(activation, bias, hidden_size, width)
-        self.implementation, self.implementation_reason = pick_implementation(implementation, unfit)
+        unfit_fp8 = unfit_for_fp8(hidden_size, width)
+        picked = pick_implementation(implementation, unfit, unfit_fp8)
+        self.implementation, self.implementation_reason = picked
+        self._fp8: tuple[tuple[int, ...], Fp8Experts] | None = None
         # Kernels scale inside, and find the weights' gradient on their way back.
         glued = self.implementation == "grouped" and unfit is None and unavailable() is None
-        self.applies_weights = glued or self.implementation == "kernels"
+        self.applies_weights = glued or self.implementation.startswith("kernels")
         up_width = 2 * width if activation == "swiglu" else width
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -136,12 +147,23 @@ class Experts(nn.Module):
         if weights_R is None or not rows_RD.is_cuda or rows_RD.dtype != torch.bfloat16:
             out_RD = self._by_products(rows_RD, counts_e)
             return out_RD if weights_R is None else out_RD * weights_R[:, None].to(out_RD.dtype)
+        if self.implementation == "kernels-fp8" and not torch.is_grad_enabled():
+            return ffn_fp8(rows_RD, self.quantised(), counts_e, weights_R=weights_R)
         gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
-        if self.implementation == "kernels":
-            return ffn(rows_RD, gate_up, down, counts_e, weights_R=weights_R)
+        if self.implementation.startswith("kernels"):
+            return ffn(rows_RD, gate_up, down, counts_e, weights_R=weights_R, gradients=self.gradient_sums)
         gate_up_RG = ops.grouped_mm(rows_RD, gate_up.mT, counts_e)
         act_RF = swiglu(gate_up_RG, counts_e.cumsum(0).to(torch.int32), weights_R)
         return ops.grouped_mm(act_RF, down.mT, counts_e)
+
+    def quantised(self) -> Fp8Experts:
+        """The weights in fp8, as they are now; kept until they change."""
+        weights = self.gate_up_proj, self.down_proj
+        state = tuple(number for w in weights for number in (w.data_ptr(), w._version))
+        if self._fp8 is None or self._fp8[0] != state:
+            self._fp8 = None  # frees the old ones first
+            self._fp8 = state, quantise_experts(*weights)
+        return self._fp8[1]
 
     def _by_products(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         product = _loop_product if self.implementation == "loop" else _grouped_product
@@ -187,21 +209,27 @@ def activate(up_RF: Tensor, activation: str) -> Tensor:
     return F.silu(gate_RF) * up_RF
 
 
-def pick_implementation(name: str, unfit: str | None = None) -> tuple[str, str]:
-    """The implementation for `name` and why. `unfit`: why these experts cannot go through the kernels.
+def pick_implementation(name: str, unfit: str | None = None, unfit_fp8: str | None = None) -> tuple[str, str]:
+    """The implementation for `name` and why. `unfit`: why these experts cannot go through the kernels, and
+    `unfit_fp8` through those in fp8.
 
-    Warns where `kernels` was asked for and cannot be had. Raises ValueError for an unknown name.
+    Warns where kernels were asked for and cannot be had. Raises ValueError for an unknown name.
     """
     if name not in (*IMPLEMENTATIONS, "auto"):
         raise ValueError(f"Experts: implementation {name!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}")
-    if name not in ("auto", "kernels"):
+    if name in ("loop", "grouped"):
         return name, "asked for"
     reason = unfit or unavailable()
-    if reason is None:
-        return "kernels", "the fastest for bfloat16 on this GPU" if name == "auto" else "asked for"
-    if name == "kernels":
-        warnings.warn(f"Experts: grouped products instead of kernels: {reason}", stacklevel=3)
-    return "grouped", reason
+    if reason is not None:
+        if name != "auto":
+            warnings.warn(f"Experts: grouped products instead of kernels: {reason}", stacklevel=3)
+        return "grouped", reason
+    if name == "kernels-fp8" and unfit_fp8 is not None:
+        warnings.warn(f"Experts: kernels in bfloat16 instead of fp8: {unfit_fp8}", stacklevel=3)
+        return "kernels", unfit_fp8
+    if name == "auto":
+        return "kernels", "the fastest for bfloat16 on this GPU"
+    return name, "asked for"
 
 
 def _unfit(activation: str, bias: bool, width: int, inner: int) -> str | None:

@@ -51,6 +51,26 @@ def test_what_the_kernels_cannot_do_is_grouped_with_the_reason(options: dict, re
 
 
 @pytest.mark.usefixtures("kernels_available")
+def test_fp8_is_the_kernels_where_widths_do_not_fit() -> None:
+    assert Experts((0,), 128, 256, implementation="kernels-fp8").implementation == "kernels-fp8"
+    with pytest.warns(UserWarning, match="bfloat16 instead of fp8: .* multiples of 128, not 16 and 256"):
+        made = Experts((0,), 16, 256, implementation="kernels-fp8")
+    assert made.implementation == "kernels"
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_fp8_weights_follow_the_parameters() -> None:
+    made = Experts((0, 1), 128, 128, implementation="kernels-fp8", dtype=torch.bfloat16)
+    first = made.quantised()
+    assert made.quantised() is first
+    with torch.no_grad():
+        made.down_proj.mul_(2)
+    second = made.quantised()
+    assert torch.equal(second.down_scales, 2 * first.down_scales)
+    assert torch.equal(second.gate_up_eGD.view(torch.uint8), first.gate_up_eGD.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("kernels_available")
 def test_the_width_that_counts_is_the_shards() -> None:
     made = Experts((0,), 16, 24, shard=experts.Shard(rank=0, size=2))
     assert "16 and 12" in made.implementation_reason

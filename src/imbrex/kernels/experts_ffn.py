@@ -280,10 +280,15 @@ class FfnAdding(torch.autograd.Function):
         return y_RD
 
     @staticmethod
-    def backward(ctx, d_y_RD):
+    def backward(ctx, *grad_outputs):
+        (d_y_RD,) = grad_outputs
         rows, gate_up, down, _, weights, *_ = ctx.needs_input_grad
         d_rows, _, _, d_weights = run_ffn_backward(
-            d_y_RD, *ctx.saved_tensors, rows, gate_up or down, gradients=ctx.gradients
+            d_y_RD,
+            *ctx.saved_tensors,
+            need_rows=rows,
+            need_weights=gate_up or down,
+            gradients=ctx.gradients,
         )
         return d_rows if rows else None, None, None, None, d_weights if weights else None, None, None
 
