@@ -25,7 +25,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from imbrex.kernels.split import flow_bytes
+from imbrex.kernels.split_layout import flow_bytes
 
 MAX_RANKS = 64
 MAX_BLOCKS = 132

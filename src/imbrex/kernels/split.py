@@ -8,7 +8,6 @@ has the same code inside; this one is for callers whose counts are on the device
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -18,28 +17,14 @@ from torch import Tensor
 from imbrex.contracts import Placement
 from imbrex.kernels import jit
 from imbrex.kernels.routed import placement_tables
+from imbrex.kernels.split_layout import MOST_RANKS, Split, flow_bytes
 
 SPLIT = jit.Variant(source="split.cu", entry="split_counts")
 THREADS = 256
-MOST_RANKS = 32
-
-
-class Split(ctypes.Structure):
-    """`Split` of `split.cu`."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ["counts", "shares", "first", "replica_slots", "rank_offsets"]),
-        *((name, ctypes.c_int32) for name in ["experts", "slots", "ranks", "sources", "room"]),
-    )
 
 
 def shipped_variants() -> list[jit.Variant]:
     return [SPLIT]
-
-
-def flow_bytes(ranks: int, sources: int, room: int) -> int:
-    """Shared memory of a split among `ranks`, where placements have `room` slots more than experts."""
-    return 4 * (ranks * (ranks + 2) + room * (5 + 2 * sources) + 1)
 
 
 class SplitKernel:

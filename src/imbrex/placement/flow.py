@@ -21,7 +21,8 @@ from torch import Tensor
 
 from imbrex.contracts import Placement, Split
 from imbrex.kernels import unavailable
-from imbrex.kernels.split import MOST_RANKS, SplitKernel
+from imbrex.kernels.split import SplitKernel
+from imbrex.kernels.split_layout import MOST_RANKS
 from imbrex.placement.packing import Ints
 
 
