@@ -38,6 +38,7 @@ def microseconds_side_by_side(
     idle GPU; waits for both. 0 for what is not there."""
     stream = torch.cuda.Stream()
     begin, end, other_begin, other_end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+    # host sync: a measurement begins on an idle GPU
     torch.cuda.synchronize()
     torch.cuda._sleep(4 * PAUSE_CYCLES)
     stream.wait_stream(torch.cuda.current_stream())
