@@ -42,7 +42,7 @@ SKEWED = {
     "DeepSeek-V2-Lite": MoEConfig(hidden_size=2048, intermediate_size=1408, num_experts=64, top_k=6),
     "DeepSeek-V3's width": MoEConfig(hidden_size=7168, intermediate_size=2048, num_experts=64, top_k=6),
 }
-LAYERS, SPARES, TURNS, ITERATIONS = 8, 2, 5, 6
+LAYERS, SPARES, TURNS, ITERATIONS = 8, 2, 4, 10
 QUESTION = "What does balance cost and bring on GPUs?"
 
 
@@ -125,22 +125,30 @@ def make_layer(
 
 
 class TwoExperts:
-    """A plan for every step: two neighbours each fetch one expert of the other into their last slot."""
+    """Plans that fetch two experts for every iteration since the last: ranks in turn, each from the next one,
+    into their last slots."""
 
-    def __init__(self) -> None:
-        self.turn = 0
+    def __init__(self, balancer: OnlineBalancer) -> None:
+        self.turn, self.iterations, self.planned = 0, 0.0, 0.0
+        opened = balancer._open
+
+        def open_round(training: bool) -> None:
+            self.iterations = balancer.tally.values["iterations"]
+            opened(training)
+
+        balancer._open = open_round
 
     def __call__(self, asked, others) -> list[Change]:
         one = asked[0]
         old, ranks = one.placement, one.placement.num_ranks
         held = [list(old.local(rank)) for rank in range(ranks)]
-        a, b = self.turn % ranks, (self.turn + 1) % ranks
+        moves = int(min(2 * (self.iterations - self.planned), SPARES * ranks))
+        self.planned = self.iterations
+        for move in range(moves):
+            mine, slot = held[(self.turn + move) % ranks], -1 - move // ranks
+            theirs = held[(self.turn + move + 1) % ranks][:-SPARES]
+            mine[slot] = next(e for e in np.roll(theirs, -self.turn).tolist() if e not in mine)
         self.turn += 1
-        for mine, theirs in ((a, b), (b, a)):
-            wanted = held[theirs][self.turn % (len(held[theirs]) - SPARES)]
-            if wanted == held[mine][-1]:
-                wanted = held[theirs][(self.turn + 1) % (len(held[theirs]) - SPARES)]
-            held[mine][-1] = wanted
         new = from_slots(held, old.num_experts)
         return [Change(layer=one.layer, old=old, new=new, tensors=one.tensors)]
 
@@ -152,17 +160,20 @@ def iteration_times(
     x_TD = torch.randn(tokens, V3.hidden_size, device="cuda", dtype=torch.bfloat16)
     found: dict[str, list[float]] = {name: [] for name in ("off", "nothing_to_do", "two_experts")}
     done = dict.fromkeys(found, 0.0)
-    plan, two = online.plan, TwoExperts()
+    plan, two = online.plan, TwoExperts(balancer)
     for turn in range(TURNS + 1):
         for name, times in found.items():
             for seat in balancer.seats:
                 seat.count(on=name != "off")
             online.plan = two if name == "two_experts" else plan
+            two.planned = balancer.tally.values["iterations"]
             before = balancer.tally.values["fetched_experts"]
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(ITERATIONS + 2)]
             dist.barrier()
-            for mark in marks:
+            for number, mark in enumerate(marks):
                 mark.record()
+                # As in a server: the host is at most two iterations ahead.
+                marks[max(number - 1, 0)].synchronize()
                 with torch.no_grad():
                     for layer in layers:
                         layer(x_TD)
@@ -174,6 +185,7 @@ def iteration_times(
                 times += [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks[1:])]
                 done[name] += balancer.tally.values["fetched_experts"] - before
     online.plan = plan
+    del balancer._open
     case = {
         "L": LAYERS,
         "T": tokens,
@@ -255,7 +267,7 @@ def serve(rank: int, ranks: int, store: str, args: argparse.Namespace, answers: 
             rows += skewed_times(rank, ranks, args.trace, 4096)
         home = contiguous(V3.num_experts, ranks)
         placement = from_slots([[*home.local(r), *[-1] * SPARES] for r in range(ranks)], V3.num_experts)
-        balancer = OnlineBalancer(Pace(threshold=1e9, max_moves=2))
+        balancer = OnlineBalancer(Pace(threshold=1e9, max_moves=SPARES * ranks))
         layers = [make_layer(V3, placement, rank, "balanced", balancer, n) for n in range(args.layers)]
         for tokens in (4096, 128):
             rows += iteration_times(rank, ranks, tokens, layers, balancer)
@@ -279,7 +291,9 @@ def over_ranks(rows_W: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if row["op"] == "iteration":
             times = [max(call) for call in zip(*(one["times"] for one in same), strict=True)]
             del row["times"]
-            row |= summary(times) | {"fetched": sum(one["fetched"] for one in same)}
+            fetched = sum(one["fetched"] for one in same) / (TURNS * (ITERATIONS + 2))
+            row |= summary(times) | {"fetched_an_iteration": round(fetched, 2)}
+            del row["fetched"]
             rows.append(row)
             continue
         rows += skewed_rows(same)
