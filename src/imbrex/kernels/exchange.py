@@ -8,16 +8,12 @@
     y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
 
 Who writes what and who waits for whom stands in `exchange_layout.py` and at the head of each `.cu` file.
-Nothing can
-wait in a circle: a kernel first does what needs no peer (its choices, its staging, its own reductions),
-    each piece of that
-before the first piece that needs a peer's; all blocks of a launch are resident, one to an SM.
+Nothing can wait in a circle: in every kernel somebody does what needs no peer (choices, staging, reducing),
+whatever others wait for, and all blocks of a launch are resident, one to an SM.
 
 Every rank makes the same calls in the same order with the same number of SMs. The waits are bounded: a rank
-that waits longer than
-`timeout` seconds stores what it missed, tells its peers and leaves; then `check()`, and every later call,
-raises
-`ExchangeError` on all of them, and the exchange is not usable again.
+that waits longer than `timeout` seconds stores what it missed, tells its peers and leaves; then `check()`,
+and every later call, raises `ExchangeError` on all of them, and the exchange is not usable again.
 """
 
 from __future__ import annotations
@@ -32,38 +28,26 @@ from torch import Tensor
 from imbrex.contracts import Placement
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit
+from imbrex.kernels.exchange_kernels import (
+    GATHER,
+    GATHER_THREADS,
+    MOVER_THREADS,
+    PULL,
+    PULL_THREADS,
+    PUSH,
+    REDUCE,
+    REDUCE_THREADS,
+    ROUTE,
+    ROUTE_THREADS,
+    SMALL,
+    shipped_variants,
+)
 from imbrex.kernels.heap import Heap
-from imbrex.kernels.routed import Routed, Tables, placement_tables
-
-MOVER_THREADS = 96
-PULL_THREADS = MOVER_THREADS + 32 * 8
-REDUCE_THREADS = 32 * lay.REDUCE_WARPS
-GATHER_THREADS = 480
-ROUTE_THREADS = 1024
+from imbrex.kernels.routed import Routed, Tables, empty_routed, placement_tables
 
 
 class ExchangeError(RuntimeError):
     """A wait ran out or a peer gave up: says who missed what. The exchange cannot be used again."""
-
-
-def shipped_variants() -> list[jit.Variant]:
-    return [ROUTE, *PUSH.values(), PULL, SMALL, *REDUCE.values(), GATHER]
-
-
-ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
-PUSH = {
-    quantise: jit.Variant(
-        source="exchange_push.cu", entry="push_rows", defines=(("QUANTISE", int(quantise)),)
-    )
-    for quantise in (False, True)
-}
-SMALL = jit.Variant(source="exchange_small.cu", entry="dispatch_small")
-PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")
-REDUCE = {
-    fp8: jit.Variant(source="exchange_reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))
-    for fp8 in (False, True)
-}
-GATHER = jit.Variant(source="exchange_gather.cu", entry="gather_sums")
 
 
 class NvlinkExchange:
@@ -125,7 +109,7 @@ class NvlinkExchange:
         num_sms: blocks; more where a batch needs them.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
-        routed = self._empty_routed(self.shape.max_tokens)
+        routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
         at = self.layout.ids, self.layout.counts, self.layout.tokens
         args = self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced)
         blocks, shared = self.route_blocks, self._route_shared
@@ -133,22 +117,6 @@ class NvlinkExchange:
             blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)
         self._launch(ROUTE, "route", blocks, ROUTE_THREADS, shared, args)
         return routed
-
-    def _empty_routed(self, max_tokens: int) -> Routed:
-        s, lead = self.shape, (self.local_ranks, self.shape.ranks)
-
-        def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=self.device)
-
-        return Routed(
-            position_LWTK=empty(*lead, max_tokens, s.choices),
-            weights_LWTK=empty(*lead, max_tokens, s.choices, dtype=torch.float32),
-            recv_row_LWT=empty(*lead, max_tokens),
-            send_row_LTW=empty(self.local_ranks, max_tokens, s.ranks),
-            counts_Le=empty(self.local_ranks, s.most_slots),
-            totals_L4=empty(self.local_ranks, 4),
-            tokens_LW=empty(*lead),
-        )
 
     def _route_args(
         self,
@@ -258,7 +226,7 @@ class NvlinkExchange:
         Arguments as there. A captured call follows new ids and tokens at every replay.
         """
         row_bytes, few = self._row_bytes(x), min(self.shape.max_tokens, lay.SMALL_TOKENS)
-        routed = self._empty_routed(few)
+        routed = empty_routed(self.shape, self.local_ranks, self.device, few)
         out = torch.empty(
             (self.local_ranks, self.shape.row_capacity, x.shape[-1]), dtype=x.dtype, device=self.device
         )

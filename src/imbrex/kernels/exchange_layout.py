@@ -228,13 +228,13 @@ def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
     return nbytes
 
 
-QUANTISERS = 12
+QUANTISERS = 14
 
 
 def mover_shared(row_bytes: int, targets: int, quantisers: int = 0) -> tuple[int, int]:
     """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each.
 
-    quantisers: warps between, fewer than the stages, each of which keeps the scales of a row.
+    quantisers: warps between, each of which keeps the scales of a row; the stages are a multiple of them.
     """
     fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128 + quantisers * 4 * (row_bytes // 256)
     slot = -(-row_bytes // 128) * 128
@@ -243,12 +243,13 @@ def mover_shared(row_bytes: int, targets: int, quantisers: int = 0) -> tuple[int
         raise ValueError(
             f"exchange: rows of {row_bytes} bytes are too long; at most {SHARED_BYTES // 6 - 3000}"
         )
+    stages -= stages % max(quantisers, 1)
     return stages, fixed + stages * slot
 
 
 def quantisers_of(row_bytes: int, targets: int) -> int:
-    """Warps that quantise rows of so many bytes: all there are room for stages for, and one stage more."""
-    return min(QUANTISERS, mover_shared(row_bytes, targets, QUANTISERS)[0] - 1)
+    """Warps that quantise rows of so many bytes: one for every stage, at most 14."""
+    return min(QUANTISERS, mover_shared(row_bytes, targets, 0)[0] - 1)
 
 
 def fp8_bytes(width: int) -> int:

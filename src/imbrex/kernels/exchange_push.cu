@@ -9,7 +9,7 @@
 #ifndef QUANTISE
 #define QUANTISE 0
 #endif
-constexpr int kQuantisers = QUANTISE ? 12 : 0;  // at most
+constexpr int kQuantisers = QUANTISE ? 14 : 0;  // at most
 constexpr int kPushThreads = kMoverThreads + 32 * kQuantisers;
 
 struct Push {

@@ -27,7 +27,8 @@ __device__ inline void quantise_row(u32 row, float* scales, int width) {
     ptx::fence_async_shared();
 }
 
-// A quantising warp; `number` among `warps`, fewer than the stages, which has every `warps`-th row. `scales`: shared, of this warp.
+// A quantising warp; `number` among `warps`, which has every `warps`-th row. The stages are a multiple of the warps, so that a
+// slot always meets the same warp: one that met another's could take an older phase for this one. `scales`: shared, of this warp.
 __device__ inline void quantise_rows(const Call& call, const Ring& ring, int number, int warps, float* scales) {
     int turn = 0;  // whose the next valid item is
     u32 slot = 0, round = 0;
@@ -40,8 +41,6 @@ __device__ inline void quantise_rows(const Call& call, const Ring& ring, int num
         for (int i = 0; i < count; ++i) {
             if (item_of(ring, segment, i)->targets == 0) continue;
             if (turn == number) {
-                // the slot's last load was another warp's: until it has landed, the phase before it looks like this one
-                if (round > 0 && !wait_stage(call, ring.slot_loaded + 8 * slot, (round & 1) ^ 1)) return;
                 if (!wait_stage(call, ring.slot_loaded + 8 * slot, round & 1)) return;
                 quantise_row(ring.slots + slot * ring.slot_bytes, scales, ring.row_bytes / 2);
                 ptx::mbarrier_arrive(ring.slot_full + 8 * slot);

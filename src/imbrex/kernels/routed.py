@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
+
+if TYPE_CHECKING:  # exchange_layout needs the split, which needs this
+    from imbrex.kernels.exchange_layout import Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,24 @@ class Routed:
     counts_Le: Tensor
     totals_L4: Tensor
     tokens_LW: Tensor
+
+
+def empty_routed(shape: Shape, local_ranks: int, device: torch.device, max_tokens: int) -> Routed:
+    """Room for what the kernel writes of at most `max_tokens` tokens a rank."""
+    lead = (local_ranks, shape.ranks)
+
+    def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    return Routed(
+        position_LWTK=empty(*lead, max_tokens, shape.choices),
+        weights_LWTK=empty(*lead, max_tokens, shape.choices, dtype=torch.float32),
+        recv_row_LWT=empty(*lead, max_tokens),
+        send_row_LTW=empty(local_ranks, max_tokens, shape.ranks),
+        counts_Le=empty(local_ranks, shape.most_slots),
+        totals_L4=empty(local_ranks, 4),
+        tokens_LW=empty(*lead),
+    )
 
 
 Tables = tuple[Tensor, Tensor, Tensor]

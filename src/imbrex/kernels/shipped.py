@@ -13,7 +13,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.codec",
     "imbrex.kernels.experts_ffn",
     "imbrex.kernels.experts_fp8",
-    "imbrex.kernels.exchange",
+    "imbrex.kernels.exchange_kernels",
     "imbrex.kernels.expand",
     "imbrex.kernels.gates",
     "imbrex.kernels.split",

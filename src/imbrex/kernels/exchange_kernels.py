@@ -1,0 +1,32 @@
+"""The kernels of the exchange and how many threads a block of each has."""
+
+from __future__ import annotations
+
+from imbrex.kernels import exchange_layout as lay
+from imbrex.kernels import jit
+
+MOVER_THREADS = 96
+PULL_THREADS = MOVER_THREADS + 32 * 8
+REDUCE_THREADS = 32 * lay.REDUCE_WARPS
+GATHER_THREADS = 480
+ROUTE_THREADS = 1024
+
+
+def shipped_variants() -> list[jit.Variant]:
+    return [ROUTE, *PUSH.values(), PULL, SMALL, *REDUCE.values(), GATHER]
+
+
+ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
+PUSH = {
+    quantise: jit.Variant(
+        source="exchange_push.cu", entry="push_rows", defines=(("QUANTISE", int(quantise)),)
+    )
+    for quantise in (False, True)
+}
+SMALL = jit.Variant(source="exchange_small.cu", entry="dispatch_small")
+PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")
+REDUCE = {
+    fp8: jit.Variant(source="exchange_reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))
+    for fp8 in (False, True)
+}
+GATHER = jit.Variant(source="exchange_gather.cu", entry="gather_sums")
