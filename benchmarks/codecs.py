@@ -29,7 +29,6 @@ REPEATS = 20
 
 def main() -> None:
     args = parse()
-    kernels.WIDE, kernels.HELD = args.wide, args.held
     copy_gbps = measure_copy()
     sys.stdout.write(f"copy {copy_gbps:.0f} GB/s read and written\n")
     rows: list[dict[str, Any]] = []
@@ -109,8 +108,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--codecs", nargs="*", default=NAMES.split())
     parser.add_argument("--widths", type=int, nargs="*", default=[7168, 2048, 1024])
     parser.add_argument("--megabytes", type=int, default=256, help="of the rows")
-    parser.add_argument("--wide", type=int, default=kernels.WIDE, help="see kernels/codec.py")
-    parser.add_argument("--held", type=int, default=kernels.HELD, help="see kernels/codec.py")
     parser.add_argument("--no-rivals", action="store_true")
     parser.add_argument("--out", default=None, help="a results file")
     return parser.parse_args()

@@ -22,9 +22,9 @@ from imbrex.kernels.jit import Variant
 FORMATS = {"int8": 0, "int8-128": 1, "fp8": 2, "fp8-e5m2": 3, "int4": 4, "nvfp4": 5}
 WIDTH_MULTIPLE = 64
 """Values; rows, their blocks and their encoded bytes then start at whole words."""
-HELD = 16
-"""Values of a row that a thread holds at a time."""
-WIDE = 2048
+HELD = {"encode_rows": 32, "decode_rows": 16, "row scaled": 16}
+"""Values of a row that a thread holds at a time: measured, benchmarks/codecs.py."""
+WIDE = 4096
 """Rows from this width on, that have a scale of their own, take all warps of a thread block."""
 ROW_SCALED = ("int8", "nvfp4")
 MOST_ITEMS = 2**31 - 2**12
@@ -38,9 +38,16 @@ def variant_of(name: str, entry: str, dtype: torch.dtype) -> Variant:
     rows = ("ROWS_F32", int(dtype == torch.float32))
     if zfp := _ZFP.fullmatch(name):
         return Variant(source="codec_zfp.cu", entry=entry, defines=(("DIMENSIONS", int(zfp[1])), rows))
-    return Variant(
-        source="codec_rows.cu", entry=entry, defines=(("FORMAT", FORMATS[name]), ("HELD", HELD), rows)
-    )
+    # Of nibbles a thread stores 16 bytes of rows at once, whatever their dtype; it may load more.
+    nibbles = 4 if entry == "decode_rows" and dtype == torch.float32 else 8
+    held = _held(name, encodes=entry == "encode_rows")
+    defines = (("FORMAT", FORMATS[name]), ("HELD", held), ("NIBBLES", nibbles), rows)
+    return Variant(source="codec_rows.cu", entry=entry, defines=defines)
+
+
+def _held(name: str, *, encodes: bool) -> int:
+    by_rows = encodes and name in ROW_SCALED
+    return HELD["row scaled" if by_rows else "encode_rows" if encodes else "decode_rows"]
 
 
 def shipped_variants() -> list[Variant]:
@@ -144,7 +151,8 @@ def _launch(kernel: Any, name: str, tensors: list[Any], num_rows: int, width: in
     else:
         by_rows = encodes and name in ROW_SCALED
         wide = by_rows and width >= WIDE
-        warps = num_rows if by_rows else num_rows * -(-width // (32 * HELD))
+        pieces = -(-width // (32 * _held(name, encodes=encodes)))
+        warps = num_rows if by_rows else num_rows * pieces
         grid = num_rows if wide else -(-warps // (_THREADS // 32))
         smem, last = 128, int(wide)
     kernel.launch(grid=grid, block=_THREADS, args=[*tensors, num_rows, width, last], smem=smem)

@@ -67,34 +67,48 @@ struct Fp8 {
     }
 };
 
+// Eight or four nibbles.
+template <int kCount>
+struct Packed {
+    using Word = u32;
+};
+template <>
+struct Packed<4> {
+    using Word = u16;
+};
+
 // {7, -1, ...}: scale 1, nibbles 15 and 7, the even value in the low half.
+template <int kCount>
 struct Int4 {
-    static constexpr int kValues = 8, kLanes = 4;
+    using Word = typename Packed<kCount>::Word;
+    static constexpr int kValues = kCount, kLanes = 32 / kCount;
     static constexpr bool kRowScale = false;
 
     __device__ static float row_scale(u32) { return 0.0f; }
-    __device__ static void encode(const Unit<8>& x, u32 amax, float, u8* row, int unit, int width, bool first) {
+    __device__ static void encode(const Unit<kCount>& x, u32 amax, float, u8* row, int unit, int width, bool first) {
         // Rounded up to bfloat16, so that 7 steps reach the largest value.
         const u32 up = (__float_as_uint(scale_of(amax, 7.0f)) + 0xffff) >> 16;
-        float q[8];
+        float q[kCount];
         divide<false>(x, __uint_as_float(up << 16), q);
         u32 packed = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) packed |= (rounded(clamped(q[i], 7.0f), 8.0f) & 15) << 4 * i;
-        reinterpret_cast<u32*>(row)[unit] = packed;
+        for (int i = 0; i < kCount; ++i) packed |= (rounded(clamped(q[i], 7.0f), 8.0f) & 15) << 4 * i;
+        reinterpret_cast<Word*>(row)[unit] = static_cast<Word>(packed);
         if (first) reinterpret_cast<u16*>(row + width / 2)[unit / kLanes] = static_cast<u16>(up);
     }
-    __device__ static void decode(const u8* row, int unit, int width, float (&v)[8]) {
+    __device__ static void decode(const u8* row, int unit, int width, float (&v)[kCount]) {
         const float scale = __uint_as_float(static_cast<u32>(reinterpret_cast<const u16*>(row + width / 2)[unit / kLanes]) << 16);
-        const u32 packed = reinterpret_cast<const u32*>(row)[unit];
+        const u32 packed = reinterpret_cast<const Word*>(row)[unit];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(static_cast<float>(static_cast<int>(packed >> 4 * i & 15) - 8), scale);
+        for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(static_cast<float>(static_cast<int>(packed >> 4 * i & 15) - 8), scale);
     }
 };
 
 // {6, -0.5, 2.5, 0} of a row whose largest is 2688: scales 1 and 1, nibbles 7, 9, 4 (a tie, to even), 0.
+template <int kCount>
 struct Nvfp4 {
-    static constexpr int kValues = 8, kLanes = 2;
+    using Word = typename Packed<kCount>::Word;
+    static constexpr int kValues = kCount, kLanes = 16 / kCount;
     static constexpr bool kRowScale = true;
 
     __device__ static float row_scale(u32 amax) { return scale_of(amax, 2688.0f); }
@@ -110,25 +124,25 @@ struct Nvfp4 {
         const u32 coarse = __float_as_uint(__fmaf_rn(x, 0.5f, kRounder + 4.0f)), most = __float_as_uint(kRounder + 7.0f);
         return (min(min(fine, middle), min(coarse, most)) & 7) | (q < 0.0f ? 8 : 0);
     }
-    __device__ static void encode(const Unit<8>& x, u32 amax, float row_scale, u8* row, int unit, int width, bool first) {
+    __device__ static void encode(const Unit<kCount>& x, u32 amax, float row_scale, u8* row, int unit, int width, bool first) {
         const bool usable = row_scale > 0.0f && __float_as_uint(row_scale) < kInfinity;
         const float wanted = usable ? __fdiv_rn(scale_of(amax, 6.0f), row_scale) : 0.0f;
         const u32 scale = ptx::pack_e4m3(clamped(wanted, 448.0f), 0.0f) & 255;
-        float q[8];
+        float q[kCount];
         divide<false>(x, __fmul_rn(e4m3(scale), row_scale), q);
         u32 packed = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) packed |= code(q[i]) << 4 * i;
-        reinterpret_cast<u32*>(row)[unit] = packed;
+        for (int i = 0; i < kCount; ++i) packed |= code(q[i]) << 4 * i;
+        reinterpret_cast<Word*>(row)[unit] = static_cast<Word>(packed);
         if (first) row[width / 2 + unit / kLanes] = static_cast<u8>(scale);
         if (unit == 0) *reinterpret_cast<float*>(row + width / 2 + width / 16) = row_scale;
     }
-    __device__ static void decode(const u8* row, int unit, int width, float (&v)[8]) {
+    __device__ static void decode(const u8* row, int unit, int width, float (&v)[kCount]) {
         const float whole = *reinterpret_cast<const float*>(row + width / 2 + width / 16);
         const float scale = __fmul_rn(e4m3(row[width / 2 + unit / kLanes]), whole);
-        const u32 packed = reinterpret_cast<const u32*>(row)[unit];
+        const u32 packed = reinterpret_cast<const Word*>(row)[unit];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kCount; ++i) {
             // Two bits of exponent and one of mantissa, put where a float32 has them: too small by 2^126.
             const u32 nibble = packed >> 4 * i, bits = (nibble & 7) << 22 | (nibble & 8) << 28;
             v[i] = __fmul_rn(__fmul_rn(__uint_as_float(bits), 0x1p126f), scale);
@@ -145,7 +159,7 @@ using Format = Fp8<false>;
 #elif FORMAT == 3
 using Format = Fp8<true>;
 #elif FORMAT == 4
-using Format = Int4;
+using Format = Int4<NIBBLES>;
 #else
-using Format = Nvfp4;
+using Format = Nvfp4<NIBBLES>;
 #endif

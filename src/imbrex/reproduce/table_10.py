@@ -17,7 +17,7 @@ PAPER = {
 }
 """Milliseconds and times faster."""
 WORK = Work(tokens=2048, width=512, inner=1024, experts=4, top_k=1)
-NETWORK = Network(nodes=2, ranks_per_node=2, inter="200mbit", intra="80mbit")
+NETWORK = Network(nodes=2, ranks_per_node=2, inter="200mbit", intra="75mbit")
 """Both tiers take about as long, and an exchange with both at once 1.5 times as long as the computing."""
 WAYS = {
     "naive": Way(transport="sequential"),

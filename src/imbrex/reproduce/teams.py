@@ -49,7 +49,8 @@ def train_all(
         kept.mkdir(parents=True, exist_ok=True)
         left = [task for task in tasks if not _result(kept, task).exists()]
         more = (taken, left, list(files), size, Path(meeting), kept, time.time() + stop_after_s)
-        spawn(_member, args=more, nprocs=min(teams, len(left)) * RANKS)
+        if left:
+            spawn(_member, args=more, nprocs=min(teams, len(left)) * RANKS)
         paths = [_result(kept, task) for task in tasks]
         return [json.loads(path.read_text()) for path in paths if path.exists()]
 
