@@ -18,9 +18,18 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "pipelined": Pipelined,
     "megatron": lambda: Pipelined("sequential", 1, name="megatron"),
     "fastermoe": lambda: Pipelined("optsche", 2, split=split_by_source, name="fastermoe"),
-    "tutel": lambda: Pipelined("stage-major", 2, name="tutel"),
+    "tutel": lambda: Auto(scheduler="stage-major", name="tutel"),
 }
 """The last three order our own tasks as other systems do: emulations."""
+
+PRESETS: dict[str, dict[str, str]] = {
+    "megatron": {"schedule": "megatron", "transport": "alltoall"},
+    "fastermoe": {"schedule": "fastermoe", "transport": "alltoall"},
+    "tutel": {"schedule": "tutel", "transport": "2dh"},
+}
+"""Other systems made of our own parts, as options of `MoELayer`: Megatron overlaps nothing; FasterMoE has two
+chunks by source rank; Tutel takes every kind of task for all chunks before the next, 1, 2, 4 or 8 of them,
+whichever is predicted to end first, over an all-to-all in two levels."""
 
 
 def make(strategy: str | Strategy) -> Strategy:
@@ -40,6 +49,7 @@ def make(strategy: str | Strategy) -> Strategy:
 
 
 __all__ = [
+    "PRESETS",
     "SCHEDULERS",
     "STRATEGIES",
     "Auto",

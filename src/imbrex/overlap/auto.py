@@ -39,17 +39,17 @@ def predict(profile: Profile, scheduler: str, degree: int) -> Choice:
     sizes = [profile.tokens / degree] * degree
     spans = []
     for backward in (False, True):
-        times = profile.times(sizes, backward=backward)
-        spans.append(profile.contention.makespan(SCHEDULERS[scheduler](times), times))
-    return Choice(
-        scheduler=scheduler, degree=degree, forward=spans[0] + profile.planning(degree), backward=spans[1]
-    )
+        order = SCHEDULERS[scheduler](profile.times(sizes, backward=backward))
+        spans.append(profile.makespan(order, backward=backward))
+    return Choice(scheduler=scheduler, degree=degree, forward=spans[0], backward=spans[1])
 
 
-def choose(profile: Profile, degrees: Sequence[int] = (1, 2, 3, 4, 6, 8)) -> Choice:
-    """The fastest of `degrees`, each with `exact` up to 4 chunks and `optsche` beyond; of equals, the fewest
-    chunks."""
-    found = [predict(profile, "exact" if r <= MOST_CHUNKS else "optsche", r) for r in degrees]
+def choose(
+    profile: Profile, degrees: Sequence[int] = (1, 2, 3, 4, 6, 8), scheduler: str | None = None
+) -> Choice:
+    """The fastest of `degrees`, each with `scheduler` or else with `exact` up to 4 chunks and `optsche`
+    beyond; of equals, the fewest chunks."""
+    found = [predict(profile, scheduler or ("exact" if r <= MOST_CHUNKS else "optsche"), r) for r in degrees]
     return min(found, key=lambda choice: (choice.seconds, choice.degree))
 
 
@@ -60,12 +60,23 @@ class Auto:
     profile: a file; written by the group's first rank if it is not there, read by all if it is. On several
         machines it must lie where all see it. The same numbers on every rank decide, so every rank runs the
         same.
+    degrees: numbers of chunks to choose from. scheduler: the only one to use.
     """
 
-    name = "auto"
-
-    def __init__(self, profile: Path | str | None = None, degrees: Sequence[int] = (1, 2, 4, 8)) -> None:
+    def __init__(
+        self,
+        profile: Path | str | None = None,
+        degrees: Sequence[int] = (1, 2, 4, 8),
+        *,
+        scheduler: str | None = None,
+        name: str = "auto",
+    ) -> None:
+        if not degrees or min(degrees) < 1:
+            raise ValueError(
+                f"schedule: auto with degrees {tuple(degrees)}; give numbers of chunks from 1 on"
+            )
         self.path, self.degrees = None if profile is None else Path(profile), tuple(degrees)
+        self.scheduler, self.name = scheduler, name
         self.choices: weakref.WeakKeyDictionary[Exchange, Choice] = weakref.WeakKeyDictionary()
         self._running: weakref.WeakKeyDictionary[Exchange, Pipelined] = weakref.WeakKeyDictionary()
 
@@ -86,7 +97,7 @@ class Auto:
 
     def _decide(self, x_TD: Tensor, routing: Routing, exchange: Exchange, experts: Experts) -> None:
         profile = self._profile(x_TD, routing, exchange, experts)
-        choice = choose(profile)
+        choice = choose(profile, self.degrees, self.scheduler)
         sizes = [profile.tokens / choice.degree] * choice.degree
         times = profile.times(sizes), profile.times(sizes, backward=True)
         self.choices[exchange] = choice

@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,29 @@ from imbrex.crossings import Crossings
 from imbrex.exchange import Exchange
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.contention import Contention, fit
-from imbrex.overlap.engine import execute_timed
-from imbrex.overlap.tasks import Kind, Times, tasks
+from imbrex.overlap.engine import execute, execute_timed
+from imbrex.overlap.schedulers import optsche
+from imbrex.overlap.tasks import Kind, Order, Times, tasks
 
 Points = Mapping[str, Sequence[tuple[float, float]]]
 """Measured (tokens of a chunk, seconds) by the kind of task, and `plan`."""
+WHOLE = (1, 4)
+"""Numbers of chunks with which the layer is run whole, to correct what tasks alone do not show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """What was measured. Seconds are of the slowest rank; tokens those of the rank that has most.
 
-    contention: how much computing and moving slow each other down.
+    contention: how much computing and moving slow each other down. whole: by direction, of the layer run
+        whole with some numbers of chunks, (chunks, measured / predicted from the tasks).
     """
 
     tokens: int
     forward: Points
     backward: Points
     contention: Contention = field(default_factory=Contention)
+    whole: Points = field(default_factory=dict)
 
     def times(self, sizes: Sequence[float], *, backward: bool = False) -> Times:
         """Seconds of every task of chunks of `sizes` tokens."""
@@ -45,6 +50,19 @@ class Profile:
         every = tasks(len(sizes), weights=Kind.weights in curves)
         return {t: curves[t.kind](sizes[t.chunk]) for t in every}
 
+    def makespan(self, order: Order, *, backward: bool = False) -> float:
+        """Predicted seconds of an order of equal chunks, planning included in the forward's."""
+        times = self.times([self.tokens / order.degree] * order.degree, backward=backward)
+        seconds = self.contention.makespan(order, times) + (0.0 if backward else self.planning(order.degree))
+        points = self.whole.get("backward" if backward else "forward")
+        return seconds if not points else seconds * self._correction(points, order.degree)
+
+    @staticmethod
+    def _correction(points: Sequence[tuple[float, float]], degree: int) -> float:
+        """Between the measured numbers of chunks a line, beyond them the last."""
+        first, last = min(points)[0], max(points)[0]
+        return Curve.through(points)(min(max(degree, first), last))
+
     def planning(self, degree: int) -> float:
         """Seconds until the first task of a forward with so many chunks."""
         return Curve.through(self.forward["plan"])(degree)
@@ -52,6 +70,7 @@ class Profile:
     def save(self, path: Path | str) -> None:
         written = {"tokens": self.tokens, "forward": dict(self.forward), "backward": dict(self.backward)}
         written["contention"] = {"compute": self.contention.compute, "moves": self.contention.moves}
+        written["whole"] = dict(self.whole)
         Path(path).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -64,6 +83,7 @@ class Profile:
                 forward=read["forward"],
                 backward=read["backward"],
                 contention=Contention(**read["contention"]),
+                whole=read["whole"],
             )
             made.times([1.0])
             made.times([1.0], backward=True)
@@ -82,9 +102,9 @@ def measure(
     degrees: Sequence[int] = (1, 2, 4, 8),
     repeats: int = 3,
 ) -> Profile:
-    """Time every task at the size it has with each number of chunks, alone, ranks in step, and then some of
-    them beside each other. Call it on all ranks. The median of `repeats` after one for warming up; of the
-    ranks, the slowest. Gradients are computed and dropped."""
+    """Time every task at the size it has with each number of chunks, alone, ranks in step; then some of them
+    beside each other; then the layer whole with `WHOLE` chunks. Call it on all ranks. The median of `repeats`
+    after one for warming up; of the ranks, the slowest. Gradients are computed and dropped."""
     crossings, transport = exchange._crossings, exchange.transport
     assert isinstance(crossings, Crossings), "kernels that move rows have no steps to time"
     tokens = int(transport.exchange_counts(torch.tensor([x_TD.shape[0]])).max())
@@ -100,7 +120,23 @@ def measure(
     beside = [layer.time_beside(often) for _ in range(repeats)]
     told = _slowest(transport.exchange_counts, beside)
     contention = fit(*(told[False, name] for name in ("compute", "move", "beside", "together")))
-    return Profile(tokens=tokens, forward=found[False], backward=found[True], contention=contention)
+    made = Profile(tokens=tokens, forward=found[False], backward=found[True], contention=contention)
+    return replace(made, whole=_compare(layer, made, repeats))
+
+
+def _compare(layer: _Layer, made: Profile, repeats: int) -> Points:
+    found: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
+    for degree in WHOLE:
+        forward, backward = (
+            optsche(dict.fromkeys(tasks(degree, weights=weights), 1.0)) for weights in (False, True)
+        )
+        runs = [layer.time_whole(forward, backward) for _ in range(repeats + 1)]
+        told = _slowest(layer.crossings.transport.exchange_counts, runs[1:])
+        for back, order in ((False, forward), (True, backward)):
+            guess = made.makespan(order, backward=back)
+            ratio = told[back, "whole"] / guess if guess > 0 else 1.0
+            found["backward" if back else "forward"].append((degree, ratio))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +170,25 @@ class _Layer:
         clock.backward = True
         work = Backward(forward, torch.ones_like(self.x_TD), self.parameters, [True] * len(self.parameters))
         execute_timed(degree, work, clock, weights=True)
+        return clock.seconds
+
+    @torch.no_grad()
+    def time_whole(self, forward: Order, backward: Order) -> dict[tuple[bool, str], float]:
+        """Seconds of a forward and of a backward, by (backward, "whole")."""
+        clock = self.clock()
+        made: list[Forward] = []
+
+        def ahead() -> None:
+            made.append(self.begin(forward.degree))
+            execute(forward, made[0])
+
+        def back() -> None:
+            grads = torch.ones_like(self.x_TD)
+            execute(backward, Backward(made[0], grads, self.parameters, [True] * len(self.parameters)))
+
+        clock.timed("whole", ahead)
+        clock.backward = True
+        clock.timed("whole", back)
         return clock.seconds
 
     @torch.no_grad()
