@@ -112,7 +112,7 @@ def small(rank: int, world: int) -> list[str]:
         job = Job(T=tokens, D=7168, K=8, E=256, W=world, slack=4.0)
         exchange = open_exchange(job)
         check(job, exchange, rank)
-        lines += [f"T={tokens}, {sms} SMs: {small_calls(job, rank, exchange, sms)}" for sms in (1, 8, 24)]
+        lines += [f"T={tokens}, {sms} SMs: {small_calls(job, rank, exchange, sms)}" for sms in (8, 24, 64)]
         exchange.check(synchronize=True)
     return lines
 
@@ -136,19 +136,32 @@ def work(rank: int, world: int, beside: bool) -> list[str]:
         if rank == 0:
             print(lines[-1], flush=True)
 
-    note("route", lambda: exchange.route(ids, weights))
+    for n in (8, 16, 24):
+        note(f"route {n} SMs", lambda n=n: exchange.route(ids, weights, num_sms=n))
     for n in (2, 4, 8, 16):
         note(f"push {n} SMs", lambda n=n: exchange.push(x, routed, n), wire)
     note("route + push 8 SMs", lambda: exchange.push(x, exchange.route(ids, weights), 8), wire)
     for n in (8, 16, 24, 32):
         note(f"pull {n} SMs", lambda n=n: exchange.pull(x, routed, n, rows), wire)
-    note("route + pull 24 SMs", lambda: exchange.pull(x, exchange.route(ids, weights), 24, rows), wire)
+    note(
+        "route + pull 24 SMs",
+        lambda: exchange.pull(x, exchange.route(ids, weights, num_sms=24), 24, rows),
+        wire,
+    )
     for n in (4, 8, 16):
         note(f"combine compact {n} SMs", lambda n=n: exchange.combine_compact(x, routed, num_sms=n), wire)
     for n in (8, 16, 24, 32):
         note(
             f"combine {n} SMs", lambda n=n: exchange.combine(rows, routed, num_sms=n, num_tokens=job.T), wire
         )
+    coded = wire * (1 + 4 / 128) / 2
+    for n in (4, 8, 16):
+        note(f"push fp8 {n} SMs", lambda n=n: exchange.push(x, routed, n, quantise=True), coded)
+    note(
+        "combine 24 SMs, fp8 on the wire",
+        lambda: exchange.combine(rows, routed, num_sms=24, num_tokens=job.T, wire="fp8"),
+        coded,
+    )
     if beside:
         lines += beside_gemm(rank, job, exchange, routed, x)
     exchange.check(synchronize=True)
