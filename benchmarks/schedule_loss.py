@@ -2,9 +2,9 @@
 
     python benchmarks/schedule_loss.py --out benchmarks/results/schedule.json
 
-Simulated: `optsche` and `exact` on random times of the tasks, several families of them, 2, 3 and 4 chunks. The
-backward's rows compare ScheMoE's order with the weights' gradients inside the experts' task, as the paper has
-it, with the best order where they are free.
+Simulated: `optsche` and `exact` on random times of the tasks, several families of them, 2, 3 and 4 chunks.
+The backward's rows compare ScheMoE's order with the weights' gradients inside the experts' task, as the paper
+has it, with the best order where they are free.
 """
 
 from __future__ import annotations
