@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from imbrex.adapters.deep_ep import couriers
+from imbrex.adapters.deep_ep import Buffer, couriers
 from tests.emulated import kernel
 from tests.ranks import test_deep_ep, test_deep_ep_hybrid, test_deep_ep_megatron
 from tests.ranks.emulated_nvlink import EmulatedNvlink
@@ -70,3 +70,17 @@ def test_megatrons_back_ends(nvlink: Any) -> None:
     test_deep_ep_megatron.test_the_deepep_back_end(nvlink, 2)
     test_deep_ep_megatron.test_the_hybridep_back_end(nvlink, 2, None)
     test_deep_ep_megatron.test_the_hybridep_back_end(nvlink, 2, 96)
+
+
+def run_wider(ranks: Ranks) -> str:
+    buffer: Any = Buffer(ranks.group)
+    x_TD, ids_TK, weights_TK = test_deep_ep.draw(ranks.rank)
+    rows, *_, handle, _ = test_deep_ep.dispatch(buffer, x_TD, ids_TK, weights_TK)
+    with pytest.raises(ValueError, match="give rows as wide") as caught:
+        buffer.combine(rows.repeat(1, 2), handle)
+    return str(caught.value)
+
+
+def test_wider_rows_than_were_dispatched_are_refused(nvlink: Any) -> None:
+    for said in nvlink.run(2, run_wider):
+        assert said.startswith("deep_ep.Buffer: 1024 bytes a row to sum, 512 dispatched")

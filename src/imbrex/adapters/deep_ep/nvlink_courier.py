@@ -194,6 +194,11 @@ class NvlinkCourier(Carrier):
             y_TD = self.send_home(sums_ND.view(self.world_size, -1, rows_RD.shape[1]))[: link.num_tokens]
             return y_TD.to(rows_RD.dtype) if rounded else y_TD
         width = rows_RD.shape[1]
+        if 2 * width > link.size.row_bytes:
+            raise ValueError(
+                f"{self.who}: {2 * width} bytes a row to sum, {link.size.row_bytes} dispatched; give rows as "
+                "wide as those that were dispatched"
+            )
         given = F.pad(rows_RD, [0, -width % (ROW_MULTIPLE // 2)]).contiguous()
         return self._kernels(link).combine(
             given[None],
