@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 from imbrex.cli.results import describe_run, write_results
 from imbrex.reproduce.convergence import summary
+from imbrex.reproduce.table_6 import row_of
 from imbrex.reproduce.teams import train_all
 from imbrex.reproduce.training import RANKS, VARIANTS, Size
 
@@ -35,26 +35,13 @@ def main() -> None:
     if args.out:
         words = [word for word in sys.argv[1:] if word not in ("--out", args.out)]
         run = describe_run("python -m benchmarks.convergence " + " ".join(words))
-        write_results(args.out, QUESTION, run, [row(one, size) for one in found])
+        write_results(args.out, QUESTION, run, [row_of(one, size) for one in found])
 
 
 def order(seeds: int) -> list[tuple[str, int]]:
     """The slowest first, then what the claim needs, then the rest; seed by seed."""
     ranked = [SLOW], FIRST, [name for name in VARIANTS if name not in (SLOW, *FIRST)]
     return [(name, seed) for names in ranked for seed in range(seeds) for name in names]
-
-
-def row(found: dict[str, Any], size: Size) -> dict[str, Any]:
-    case = {
-        **asdict(size.shape),
-        **{name: value for name, value in asdict(size.recipe).items() if name != "seed"},
-        "held_out_batches": size.held_out,
-        "W": RANKS,
-        "text": found["text"],
-        "seed": found["seed"],
-    }
-    kept = {name: found[name] for name in ("held_out_nats", "curve", "parameters", "seconds")}
-    return {"op": "train", "impl": found["variant"], "case": case, **kept}
 
 
 def parse() -> argparse.Namespace:

@@ -63,6 +63,7 @@ def timed_rows(
             "max_us": 1e6 * one.most,
             "forward_us": 1e6 * one.forward,
             "moving_us": 1e6 * one.moving,
+            "experts_us": 1e6 * one.experts,
             "n": rounds,
         }
         for name, one in timed.items()

@@ -44,14 +44,15 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """Median seconds over rounds, of the slowest rank. moving: of the steps that wait for other ranks, of
-    `serial` only."""
+    """Median seconds over rounds, of the slowest rank. moving: of the steps that wait for other ranks, and
+    experts: of the experts; of `serial` only."""
 
     forward: float
     backward: float
     least: float
     most: float
     moving: float = 0.0
+    experts: float = 0.0
 
     @property
     def step(self) -> float:
@@ -87,10 +88,10 @@ def on_rank(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(rounds: list[tuple[float, ...]]) -> dict[str, float]:
-    forward, backward, moving = (statistics.median(part) for part in zip(*rounds, strict=True))
+    names = ("forward", "backward", "moving", "experts")
+    medians = map(statistics.median, zip(*rounds, strict=True))
     whole = [one[0] + one[1] for one in rounds]
-    least, most = min(whole), max(whole)
-    return {"forward": forward, "backward": backward, "least": least, "most": most, "moving": moving}
+    return dict(zip(names, medians, strict=True)) | {"least": min(whole), "most": max(whole)}
 
 
 class _Stack:
@@ -125,8 +126,9 @@ class _Stack:
         half = work.width // heads.num_heads // 2
         self.turn_SC = torch.cat([torch.ones(work.sequence, half), torch.zeros(work.sequence, half)], 1)
 
-    def step(self, x_TD: Tensor, number: int) -> tuple[float, float, float]:
-        """Seconds of a forward and a backward, and of the moving in both, of the slowest rank."""
+    def step(self, x_TD: Tensor, number: int) -> tuple[float, ...]:
+        """Seconds of a forward and a backward, and of the moving and the experts in both, each of the
+        slowest rank."""
         self.recorder.begin_step(number)
         x = x_TD.clone().requires_grad_()
         outputs: list[Tensor] = []
@@ -136,8 +138,11 @@ class _Stack:
         self.recorder.take_counters()
         for parameter in self.layers.parameters():
             parameter.grad = None
-        moving = sum(ms for name, ms in spans.items() if name.removesuffix("_backward") in MOVING)
-        return _slowest(forward, backward, moving / 1e3)
+        of_kind = {name: 0.0 for name in (*MOVING, "experts")}
+        for name, ms in spans.items():
+            kind = name.removesuffix("_backward")
+            of_kind[kind] = of_kind.get(kind, 0.0) + ms / 1e3
+        return _slowest(forward, backward, sum(of_kind[name] for name in MOVING), of_kind["experts"])
 
     def run(self, x_TD: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -155,8 +160,7 @@ def _timed(step: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _slowest(*seconds: float) -> tuple[float, float, float]:
+def _slowest(*seconds: float) -> tuple[float, ...]:
     of_rank = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(of_rank, dist.ReduceOp.MAX)
-    forward, backward, moving = of_rank.tolist()
-    return forward, backward, moving
+    return tuple(of_rank.tolist())
