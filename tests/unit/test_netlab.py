@@ -54,6 +54,28 @@ def test_a_command_runs_on_every_node_and_its_failure_is_ours(tmp_path: Path) ->
         assert said.endswith("['eth0', 'lo']")
 
 
+def as_nobody() -> list[str]:
+    """Words before a command that run it as another user without any right, whoever runs the tests."""
+    if os.geteuid() != 0:
+        return []
+    words = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+    works = subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    return words if works else ["false"]
+
+
+@needs_namespaces
+@pytest.mark.skipif(as_nobody() == ["false"], reason="no right to become another user")
+def test_a_user_without_rights_gets_the_same_network(tmp_path: Path) -> None:
+    rights = [*as_nobody(), "grep", "CapEff:\t0000000000000000", "/proc/self/status"]
+    assert subprocess.run(rights, capture_output=True, check=False).returncode == 0
+    done = subprocess.run(
+        [*as_nobody(), *command(tmp_path, "0")], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in "01":
+        assert (tmp_path / "out" / rank).read_text() == "2 1 198.18.7.1 ['eth0', 'lo']"
+
+
 @needs_namespaces
 def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(command(tmp_path, "600"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
