@@ -221,7 +221,10 @@ template <int kN, int kTransA, int kTransB>
 void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
     queue_product({d, kN, a, b, add != 0, kTransA != 0, kTransB != 0});
 }
-inline void wgmma_e4m3(float (&d)[64], u64 a, u64 b, u32 add) { queue_product({d, 128, a, b, add != 0, false, false, true}); }
+template <int kN>
+void wgmma_e4m3(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
+    queue_product({d, kN, a, b, add != 0, false, false, true});
+}
 template <int kCount>
 void wgmma_results(float (&)[kCount]) {}
 
@@ -237,5 +240,15 @@ inline void store_matrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     for (u32 m = 0; m < 4; ++m) std::memcpy(shared_memory() + rows[8 * m + lane / 4] + lane % 4 * 4, &words[m], 4);
     __syncwarp();
 }
+
+inline void load_matrix_x4(u32 address, u32 (&m)[4]) {
+    auto& rows = emu::rows_of_warp[{emu::self().block, emu::self().thread / 32}];
+    const u32 lane = emu::self().thread % 32;
+    rows[lane] = address;
+    __syncwarp();
+    for (u32 i = 0; i < 4; ++i) std::memcpy(&m[i], shared_memory() + rows[8 * i + lane / 4] + lane % 4 * 4, 4);
+    __syncwarp();
+}
+inline void store_shared_16(u32 address, uint4 v) { store_shared(address, v); }
 
 }  // namespace ptx

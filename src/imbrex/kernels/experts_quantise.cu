@@ -11,7 +11,7 @@ struct __align__(8) Bytes {
     u32 word[2];
 };
 
-constexpr int kPieces = 2;  // of 256 values each, that a warp has under way
+constexpr int kPieces = 4;  // of 256 values each, that a warp has under way
 
 __device__ __forceinline__ float magnitude(u32 packed) {
     const float low = ptx::bf16_low(packed & 0x7fffu), high = ptx::bf16_high(packed & 0x7fff0000u);

@@ -27,8 +27,8 @@ OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
 _COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.58, SMALL: 0.4}
 FP8_TILINGS = (SHARED, LOW)
 """A tile of 256 columns holds whole blocks of 128, of gate and of up."""
-GRADIENT_TILINGS = (OWN, NARROW, SMALL)
-"""For SwiGLU's gradient: with 256 columns its registers spill."""
+GRADIENT_TILINGS = (OWN, NARROW._replace(stages=5, panels=3), SMALL._replace(panels=3))
+"""For SwiGLU's gradient: three panels leave at once; with 256 columns its registers spill."""
 _TAIL_COST = 0.65
 """The last tile of an expert where its second group has no rows, over a full one."""
 _LARGE_GRADIENT = 8 << 20
@@ -55,14 +55,15 @@ def choose_tiling(
     columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
     mean = max(1, rows // experts)
     usual = mean + math.isqrt(mean)  # experts a standard deviation above the mean decide the number of tiles
-    return min(
-        FP8_TILINGS if fp8 else _COSTS, key=lambda tiling: _waves(tiling, usual, experts, columns, sms)
-    )
+    tilings = FP8_TILINGS if fp8 else tuple(_COSTS)
+    if epilogue is Epilogue.SWIGLU_GRADIENT:
+        tilings = GRADIENT_TILINGS[1:]
+    return min(tilings, key=lambda tiling: _waves(tiling, usual, experts, columns, sms))
 
 
 def _waves(tiling: Tiling, rows: int, experts: int, columns: int, sms: int) -> float:
     high = math.ceil(rows / tiling.block_m)
-    cost = _COSTS[tiling]
+    cost = _COSTS[tiling] if tiling in _COSTS else _COSTS[SMALL if tiling.groups == 1 else NARROW]
     if tiling.groups == 2 and high > 1 and 0 < rows % tiling.block_m <= 64:
         cost *= (high - 1 + _TAIL_COST) / high
     return math.ceil(experts * high * math.ceil(columns / tiling.block_n) / sms) * cost

@@ -69,14 +69,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
             ptx::wgmma_wait<1>();
             if (step > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);
             last = ring.stage;
-        } else {
-            if (leader) ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
-#if TURNS
-            for (int wave = 0; wave < kWaves; ++wave) {
-                ptx::named_barrier(6, 256);
-                ptx::named_barrier_arrive(5, 256);
-            }
-#endif
+        } else if (leader) {
+            ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
         }
     }
     if (PINGPONG && leader) ptx::mbarrier_arrive(shared.order + 8 * (1 - threadIdx.x / 128));
@@ -91,9 +85,6 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int first_block = PINGPONG ? 0 : group;  // of this group's rows in the tile
     u32 patience = ptx::kPatience;
-#if TURNS
-    if (group == 1) ptx::named_barrier_arrive(5, 256);
-#endif
     Stores stores{shared.staging + group * PANELS * kPanel, group, thread};
     for (u32 index = PINGPONG ? group : 0;; index += PINGPONG ? GROUPS : 1) {
         const u32 slot = index % kSlots;
@@ -112,6 +103,8 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
         // while an earlier one is under way (tiles of fewer than STAGES steps; loads may land out of order).
         if (PINGPONG && index > 0) ptx::mbarrier_wait(shared.order + 8 * group, (index - 1) / 2 & 1, patience);
         const int rows = tile.rows - 64 * first_block;
+        Kept kept;
+        if (EPILOGUE == 4 && rows > 0) kept.load(slopes, tile, tile.row + 64 * first_block, rows, columns, 0);
         if (rows <= 0)
             multiply_tile<0>(d, shared, 0, tile, patience);
         else if constexpr (FP8)
@@ -128,7 +121,8 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
                 if (rows > 64 * m) {
                     const int row = tile.row + 64 * (first_block + m), live = least(rows - 64 * m, 64);
                     if constexpr (EPILOGUE == 4)
-                        store_slopes(d[m], map_d, map_h, stores, tile, row, live, columns, weights, slopes);
+                        store_slopes(d[m], kept, map_d, map_h, stores, tile, row, live, m + 1 < BLOCKS_M ? rows - 64 * (m + 1) : 0,
+                                     columns, weights, slopes);
                     else if constexpr (EPILOGUE == 6)
                         add_floats(d[m], map_d, stores, tile, row);
                     else

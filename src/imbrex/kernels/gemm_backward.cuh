@@ -2,15 +2,42 @@
 #pragma once
 #include "gemm_store.cuh"
 
-// gate_up: pairs of bf16 [R, 2F]; act is stored where `keep` is not 0; d_weight [tiles of columns, rows] float32 gets, of
-// every tile, sum_f act d_act, where `weights` is given (a fixed order: the sum over tiles is another kernel's).
+// gate_up: bf16 [R, 2F], sixteen bytes each; act is stored where `keep` is not 0; d_weight [tiles of columns, rows] float32
+// gets, of every tile, sum_f act d_act, where `weights` is given (in a fixed order: another kernel adds up the tiles).
 struct Slopes {
-    const u32* gate_up;
+    const uint4* gate_up;
     float* d_weight;
     int rows, keep;
 };
 
-constexpr int kLoads = 16;  // of gate and of up at once
+// Gate and up of the next panel of 64 x 64, on their way from memory while the one before, or the product, is computed. A warp
+// has the 16 rows that its lanes' sums belong to; a lane has unit (8 columns) lane % 8 of rows lane / 8, 4 + lane / 8, ...
+struct Kept {
+    uint4 gate[4], up[4];
+
+    // row: the block's first; `panel`: which 64 columns of the tile.
+    __device__ __forceinline__ void load(const Slopes& slopes, const Slot& tile, int row, int rows, int f, int panel) {
+        const int lane = threadIdx.x % 32, mine = threadIdx.x % 128 / 32 * 16 + lane / 8, column = 64 * panel + lane % 8 * 8;
+        const uint4* from = slopes.gate_up + i64(row + mine) * (f / 4) + (tile.column + column) / 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const bool wanted = mine + 4 * i < rows && column < tile.columns;
+            gate[i] = wanted ? from[i64(i) * f] : uint4{0, 0, 0, 0};
+            up[i] = wanted ? from[i64(i) * f + f / 8] : uint4{0, 0, 0, 0};
+        }
+    }
+    __device__ __forceinline__ void store(u32 gates, u32 ups) const {
+        const int lane = threadIdx.x % 32, mine = threadIdx.x % 128 / 32 * 16 + lane / 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int line = mine + 4 * i;
+            const u32 at = line * 128 + (lane % 8 ^ (line & 7)) * 16;
+            ptx::store_shared_16(gates + at, gate[i]);
+            ptx::store_shared_16(ups + at, up[i]);
+        }
+        __syncwarp();
+    }
+};
 
 struct Pair {
     u32 act, d_gate, d_up;
@@ -32,63 +59,55 @@ __device__ __forceinline__ Pair slopes_of(u32 gates, u32 ups, float d_low, float
     return {ptx::pack_bf16(act[0], act[1]), ptx::pack_bf16(d_gate[0], d_gate[1]), ptx::pack_bf16(d_up[0], d_up[1])};
 }
 
-__device__ __forceinline__ void write_words(u32 panel, int warp, int lane, const u32 (&words)[16]) {
-    const int row = 16 * warp + (lane & 7) + 8 * ((lane >> 3) & 1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 unit = (2 * i + (lane >> 4)) ^ (row & 7);
-        ptx::store_matrix_x4(panel + row * 128 + unit * 16, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-    }
-}
-
-// 64 rows of a tile of d_act; `row`, `rows` as in store_block. f: columns of d_act.
-__device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], const TensorMap* map_act, const TensorMap* map_slopes,
-                                             Stores& stores, const Slot& tile, int row, int rows, int f, const float* weights,
-                                             const Slopes& slopes) {
+// 64 rows of a tile of d_act; `row`, `rows` as in store_block, f: columns of d_act. `kept`: of the first panel; it gets that of
+// the next block of `next_rows` rows where there is one. Gate and up pass through the panels that their gradients leave by.
+__device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept& kept, const TensorMap* map_act,
+                                             const TensorMap* map_slopes, Stores& stores, const Slot& tile, int row, int rows,
+                                             int next_rows, int f, const float* weights, const Slopes& slopes) {
     const int warp = stores.thread / 32, lane = stores.thread % 32, mine = 16 * warp + lane / 4;
     const bool live[2] = {mine < rows, mine + 8 < rows};
     float weight[2] = {1.f, 1.f}, d_weight[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
         if (weights != nullptr) weight[half] = live[half] ? weights[row + mine + 8 * half] : 0.f;
-    const u32* from[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        from[i][0] = slopes.gate_up + i64(row + (live[i] ? mine + 8 * i : 0)) * f + tile.column / 2 + lane % 4;
-        from[i][1] = from[i][0] + f / 2;
-    }
+    const int line = 16 * warp + (lane & 7) + 8 * ((lane >> 3) & 1);
 #pragma unroll
     for (int c = 0; c < kOutputs; ++c) {
-        const int column = tile.column + 64 * c;
         if (64 * c >= tile.columns) break;
-        u32 gate[16], up[16], act[16];
+        u32 panels[3];  // of gate, up, act
+        stores.begin(panels);
+        kept.store(panels[0], panels[1]);
+        if (c + 1 < kOutputs && 64 * (c + 1) < tile.columns)
+            kept.load(slopes, tile, row, rows, f, c + 1);
+        else if (next_rows > 0)
+            kept.load(slopes, tile, row + 64, next_rows, f, 0);
 #pragma unroll
-        for (int first = 0; first < 16; first += kLoads) {
+        for (int i = 0; i < 4; ++i) {  // 16 columns
+            const u32 at = line * 128 + ((2 * i + (lane >> 4)) ^ (line & 7)) * 16;
+            u32 gate[4], up[4], act[4];
+            ptx::load_matrix_x4(panels[0] + at, gate);
+            ptx::load_matrix_x4(panels[1] + at, up);
 #pragma unroll
-            for (int i = first; i < first + kLoads; ++i) {
-                const bool wanted = 64 * c + 8 * (i / 2) < tile.columns;
-                gate[i] = wanted ? from[i & 1][0][32 * c + 4 * (i / 2)] : 0;
-                up[i] = wanted ? from[i & 1][1][32 * c + 4 * (i / 2)] : 0;
+            for (int j = 0; j < 4; ++j) {
+                const float* sum = d + 32 * c + 8 * i + 2 * j;
+                const Pair pair = slopes_of(gate[j], up[j], sum[0], sum[1], weight[j & 1], d_weight[j & 1]);
+                act[j] = pair.act, gate[j] = pair.d_gate, up[j] = pair.d_up;
             }
+            ptx::store_matrix_x4(panels[0] + at, gate[0], gate[1], gate[2], gate[3]);
+            ptx::store_matrix_x4(panels[1] + at, up[0], up[1], up[2], up[3]);
+            ptx::store_matrix_x4(panels[2] + at, act[0], act[1], act[2], act[3]);
+        }
+        ptx::fence_async_shared();
+        ptx::named_barrier(1 + stores.group, 128);
+        if (stores.thread == 0) {
+            const int column = tile.column + 64 * c;
 #pragma unroll
-            for (int i = first; i < first + kLoads; ++i) {
-                const Pair pair = slopes_of(gate[i], up[i], d[32 * c + 2 * i], d[32 * c + 2 * i + 1], weight[i & 1], d_weight[i & 1]);
-                act[i] = pair.act, gate[i] = pair.d_gate, up[i] = pair.d_up;
+            for (int half = 0; half < 2; ++half) {
+                ptx::tma_store_4d(map_slopes, panels[half], column, half, 64 - rows, row + rows);
+                ptx::bulk_commit();
             }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 panel = stores.begin();
-            if (half == 0)
-                write_words(panel, warp, lane, gate);
-            else
-                write_words(panel, warp, lane, up);
-            stores.finish([&] { ptx::tma_store_4d(map_slopes, panel, column, half, 64 - rows, row + rows); });
-        }
-        if (slopes.keep) {
-            const u32 panel = stores.begin();
-            write_words(panel, warp, lane, act);
-            stores.finish([&] { ptx::tma_store_3d(map_act, panel, column, 64 - rows, row + rows); });
+            if (slopes.keep) ptx::tma_store_3d(map_act, panels[2], column, 64 - rows, row + rows);
+            ptx::bulk_commit();
         }
     }
     if (weights == nullptr) return;

@@ -12,7 +12,11 @@
 
 constexpr int kBlock = 128;  // values that share a scale
 constexpr float kLargest = 448.f;  // of e4m3
-constexpr int kWaves = kBlockN / 128;
+#ifndef WAVE
+#define WAVE 128
+#endif
+constexpr int kWaves = kBlockN / WAVE, kProducts = WAVE == 128 ? 1 : 2;
+constexpr int kBlocksN = kBlockN / kBlock;
 
 // a: [R, stride]; b: [experts, blocks of n, blocks of k]; d: [R, stride of d] (SwiGLU), one for every 1 x 128.
 struct Scales {
@@ -22,76 +26,80 @@ struct Scales {
     int stride_a, stride_d;
 };
 
-__device__ __forceinline__ void multiply_wave(float (&product)[64], u32 a, u32 b) {
+__device__ __forceinline__ void multiply_wave(float (&product)[WAVE / 2], u32 a, u32 b) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBlockK / 32; ++i)
-        ptx::wgmma_e4m3(product, ptx::wgmma_operand(a + 32 * i, kPanel), ptx::wgmma_operand(b + 32 * i, kPanel), i > 0);
+        ptx::wgmma_e4m3<WAVE>(product, ptx::wgmma_operand(a + 32 * i, kPanel), ptx::wgmma_operand(b + 32 * i, kPanel), i > 0);
     ptx::wgmma_commit();
 }
 
 // Where the scales of a group's 64 rows and of the waves' columns lie, and those of one step in registers.
 struct StepScales {
-    const float* row[2];
-    const float* column[kWaves];
-    float a[2], b[kWaves];
+    int row[2], column[kBlocksN];  // from scales.a and scales.b on
+    float a[2], b[kBlocksN];
 
     __device__ __forceinline__ StepScales(const Scales& scales, const Slot& tile, int first_row, int columns) {
         const int thread = threadIdx.x % 128, mine = first_row + 16 * (thread / 32) + thread % 32 / 4;
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            row[i] = scales.a + i64(tile.row + least(mine + 8 * i, tile.rows - 1)) * scales.stride_a;
+        for (int i = 0; i < 2; ++i) row[i] = (tile.row + least(mine + 8 * i, tile.rows - 1)) * scales.stride_a;
         const int blocks_n = columns / kBlock, first = tile.column / kBlock;
 #pragma unroll
-        for (int i = 0; i < kWaves; ++i) {
+        for (int i = 0; i < kBlocksN; ++i) {
             const int block = kSwiglu ? first + i * blocks_n : least(first + i, blocks_n - 1);
-            column[i] = scales.b + (i64(tile.expert) * (kSwiglu ? 2 : 1) * blocks_n + block) * tile.steps;
+            column[i] = (tile.expert * (kSwiglu ? 2 : 1) * blocks_n + block) * tile.steps;
         }
     }
-    __device__ __forceinline__ void load(int step) {
+    __device__ __forceinline__ void load(const Scales& scales, int step) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) a[i] = row[i][step];
+        for (int i = 0; i < 2; ++i) a[i] = scales.a[row[i] + step];
 #pragma unroll
-        for (int i = 0; i < kWaves; ++i) b[i] = column[i][step];
+        for (int i = 0; i < kBlocksN; ++i) b[i] = scales.b[column[i] + step];
     }
 };
 
-__device__ __forceinline__ void add_wave(float* sum, const float (&product)[64], float low, float high) {
+__device__ __forceinline__ void add_wave(float* sum, const float (&product)[WAVE / 2], float low, float high) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sum[i] += product[i] * (i & 2 ? high : low);
+    for (int i = 0; i < WAVE / 2; ++i) sum[i] += product[i] * (i & 2 ? high : low);
 }
 
 // All steps of one tile for one group that has rows in it.
 __device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const Shared& shared, int group, const Slot& tile,
                                                   const Scales& scales, int columns, u32& patience) {
     const bool leader = threadIdx.x % 32 == 0;
+    const u32 rows_a = group * kPanel;
     Ring ring(tile.position);
-    StepScales now(scales, tile, 64 * group, columns);
-    now.load(0);
+    StepScales next(scales, tile, 64 * group, columns);
+    next.load(scales, 0);
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; ++i) d[i] = 0.f;
 #pragma unroll 1
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
-        float product[64];
-        const float a[2] = {now.a[0], now.a[1]};
-        float b[kWaves];
-#pragma unroll
-        for (int wave = 0; wave < kWaves; ++wave) b[wave] = now.b[wave];
+        float product[kProducts][WAVE / 2], scale[kBlocksN][2];
+        const u32 a = shared.a_of(ring.stage) + rows_a, b = shared.b_of(ring.stage);
         ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
 #pragma unroll
+        for (int wave = 0; wave < kProducts - 1; ++wave) multiply_wave(product[wave], a, b + wave * WAVE * 128);
+#pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
-#if TURNS
-            ptx::named_barrier(5 + group, 256);
-#endif
-            multiply_wave(product, shared.a_of(ring.stage) + group * kPanel, shared.b_of(ring.stage) + wave * 2 * kPanel);
-#if TURNS
-            ptx::named_barrier_arrive(6 - group, 256);
-#endif
-            if (wave == 0) now.load(least(step + 1, tile.steps - 1));
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_results(product);
+            constexpr int kAhead = kProducts - 1;
+            if (wave + kAhead < kWaves) {
+                multiply_wave(product[(wave + kAhead) % kProducts], a, b + (wave + kAhead) * WAVE * 128);
+                if (wave == 0) {
+#pragma unroll
+                    for (int i = 0; i < 2 * kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
+                    next.load(scales, least(step + 1, tile.steps - 1));
+                }
+                ptx::wgmma_wait<kAhead>();
+            } else {
+                ptx::wgmma_wait<0>();
+            }
+            ptx::wgmma_results(product[wave % kProducts]);
             if (wave == kWaves - 1 && leader) ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
-            add_wave(d + 64 * wave, product, a[0] * b[wave], a[1] * b[wave]);
+#ifdef FREE
+            if (step + 1 == tile.steps)
+#endif
+            add_wave(d + WAVE / 2 * wave, product[wave % kProducts], scale[wave * WAVE / kBlock][0], scale[wave * WAVE / kBlock][1]);
         }
     }
 }

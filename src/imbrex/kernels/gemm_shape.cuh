@@ -12,7 +12,9 @@ constexpr bool kSwiglu = EPILOGUE == 1 || EPILOGUE == 2;
 constexpr u32 kBytesA = kBlockM * 128, kBytesB = kBlockN * 128;
 constexpr u32 kPanel = 64 * 64 * 2;  // 64 rows of 128 bytes
 constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
-constexpr int kProducerRegisters = FP8 ? 40 : 56, kConsumerRegisters = GROUPS > 1 ? (FP8 ? 232 : 224) : 240;
+constexpr bool kManyRegisters = FP8 || EPILOGUE == 4;
+constexpr int kProducerRegisters = kManyRegisters ? 40 : 56;
+constexpr int kConsumerRegisters = GROUPS > 1 ? (kManyRegisters ? 232 : 224) : 240;
 constexpr int kSlots = 4;
 static_assert(!FP8 || (kForward && !PINGPONG && kBlockN % 128 == 0), "fp8: forward, tiles shared by the groups");
 static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one block of rows each");

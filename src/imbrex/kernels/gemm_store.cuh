@@ -28,6 +28,13 @@ struct Stores {
         ptx::named_barrier(1 + group, 128);
         return staging + (turn++ % PANELS) * kPanel;
     }
+    // The next three at once; three commits follow.
+    __device__ __forceinline__ void begin(u32 (&panels)[3]) {
+        if (thread == 0) ptx::bulk_wait_read<PANELS < 3 ? 0 : PANELS - 3>();
+        ptx::named_barrier(1 + group, 128);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) panels[i] = staging + (turn++ % PANELS) * kPanel;
+    }
     template <typename Store>
     __device__ __forceinline__ void finish(Store store) {
         ptx::fence_async_shared();

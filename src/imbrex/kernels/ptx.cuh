@@ -64,10 +64,6 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -260,12 +256,19 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32
                      "%131", "%132");
 }
 
-// The same with e4m3 operands, 64 x 128 x 32, K-major both: d[64] += (or =) A[64 x 32] B[32 x 128].
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], u64 a, u64 b, u32 add) {
-    asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" IMBREX_R0 IMBREX_R1 "}, %64, %65, p, 1, 1;\n}"
-                 : IMBREX_D0 IMBREX_D1
-                 : "l"(a), "l"(b), "r"(add));
+// The same with e4m3 operands, 64 x N x 32, K-major both.
+template <int kN>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
+    if constexpr (kN == 64)
+        asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" IMBREX_R0 "}, %32, %33, p, 1, 1;\n}"
+                     : IMBREX_D0
+                     : "l"(a), "l"(b), "r"(add));
+    else
+        asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" IMBREX_R0 IMBREX_R1 "}, %64, %65, p, 1, 1;\n}"
+                     : IMBREX_D0 IMBREX_D1
+                     : "l"(a), "l"(b), "r"(add));
 }
 
 // Keeps reads of d behind the wait before it.
@@ -282,6 +285,18 @@ __device__ __forceinline__ void store_matrix_x4(u32 address, u32 m0, u32 m1, u32
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2),
                  "r"(m3)
                  : "memory");
+}
+
+// The reverse: the words of this lane, of the four matrices.
+__device__ __forceinline__ void load_matrix_x4(u32 address, u32 (&m)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Section: numbers.
