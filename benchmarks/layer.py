@@ -8,6 +8,7 @@ machine. `imbrex bench layer` shows one case by phase, on any machine.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -82,7 +83,10 @@ def main() -> None:
         return
     ceilings = measure_ceilings()
     rows = run_ranks(race, world, entries, args.repeats, args.sms)
-    write_results(args.out, "layer", describe_run("make gpu-bench NAME=layer", ceilings), rows)
+    command = "make gpu-bench NAME=layer"
+    if given := [word for word in sys.argv[1:] if "/" not in word and word != "--out"]:
+        command += f" ARGS='{' '.join(given)}'"
+    write_results(args.out, "layer", describe_run(command, ceilings), rows)
     print(f"{len(rows)} rows in {args.out}")
 
 

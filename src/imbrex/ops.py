@@ -78,15 +78,19 @@ def _(d_rows_RD, d_weights_R, state, num_tokens, top_k, key):
 
 
 def _dispatch_setup(ctx, inputs, output):
-    _x, weights_TK, _ids, ctx.key, _ticket = inputs
-    ctx.shape = weights_TK.shape
-    ctx.save_for_backward(*output[3])
+    x_TD, weights_TK, _ids, ctx.key, _ticket = inputs
+    ctx.shape, ctx.width, ctx.dtype = weights_TK.shape, x_TD.shape[1], x_TD.dtype
+    # Else autograd makes zeros for every integer tensor among the outputs.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], *output[3])
 
 
 def _dispatch_backward(ctx, d_rows_RD, d_weights_R, *_):
-    d_x_TD, d_weights_TK = dispatch_backward(
-        d_rows_RD, d_weights_R, list(ctx.saved_tensors), *ctx.shape, ctx.key
-    )
+    weights_R, *state = ctx.saved_tensors
+    if d_rows_RD is None:
+        d_rows_RD = weights_R.new_zeros(weights_R.shape[0], ctx.width, dtype=ctx.dtype)
+    d_weights_R = torch.zeros_like(weights_R) if d_weights_R is None else d_weights_R
+    d_x_TD, d_weights_TK = dispatch_backward(d_rows_RD, d_weights_R, state, *ctx.shape, ctx.key)
     return d_x_TD, d_weights_TK, None, None, None
 
 

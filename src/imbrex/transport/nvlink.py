@@ -86,7 +86,8 @@ class Nvlink(Collective):
     max_tokens: most tokens of a rank in a call; `None`: the most that any rank has in the first call of more
     than 512, rounded up to 64, and more when a call has more (a new heap, which waits for the GPUs). Smaller
     batches have heaps of their own.
-    dispatch_sms, push_sms, combine_sms: multiprocessors of the kernels for rows out, coded rows out, sums back.
+    dispatch_sms, push_sms, combine_sms: multiprocessors of the kernels for rows out, coded rows out, sums
+        back. The blocks of a kernel wait for peers: two kernels that may meet on a GPU must both fit it.
     """
 
     name = "nvlink"
@@ -98,9 +99,9 @@ class Nvlink(Collective):
         *,
         timeout: float | None = None,
         max_tokens: int | None = None,
-        dispatch_sms: int = 24,
-        push_sms: int = 8,
-        combine_sms: int = 24,
+        dispatch_sms: int = 32,
+        push_sms: int = 16,
+        combine_sms: int = 64,
     ) -> None:
         super().__init__(group, timeout=timeout)
         self.max_tokens = max_tokens
