@@ -89,9 +89,16 @@ def test_a_missing_rank_ends_in_one_exception() -> None:
     exchange.local_ranks = 3
     inputs = make_inputs(case)
     given = inputs.ids_WTK[:3], inputs.weights_WTK[:3], inputs.tokens_W[:3]
-    exchange.route(*given)
+    routed = exchange.route(*given)
     with pytest.raises(ExchangeError, match=r"route call 1 .*timed out, waiting for expert ids of rank 3"):
         exchange.check()
+    # What is launched behind it finds no rows, in place of whatever the memory held.
+    assert bool((routed.position_LWTK == -1).all())
+    assert bool((routed.recv_row_LWT == -1).all())
+    assert bool((routed.send_row_LTW == -1).all())
+    assert not routed.counts_Le.any()
+    assert not routed.totals_L4.any()
+    assert not routed.tokens_LW.any()
     with pytest.raises(ExchangeError):
         exchange.route(*given)
 

@@ -92,6 +92,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) dispatch_small(co
     if (take_choices(call)) {
         route_alone(call, route, s, reinterpret_cast<const int*>(group.heap[call.me] + route.tokens_at) + (call.epoch & 1) * group.ranks, position, columns);
         pull_parts(call, small, s, staged, position);
+    } else {
+        leave_nothing(call, route);
     }
     end_call(call);
 }

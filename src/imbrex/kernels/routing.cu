@@ -46,6 +46,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
         place_choices(call, route, s, [](int, int, int, int) {});
         write_rows(call, route, s);
         if (call.block == 0) write_totals(call, route, s, tokens);
+    } else {
+        leave_nothing(call, route);
     }
     end_call(call);
 }

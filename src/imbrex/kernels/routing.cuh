@@ -370,3 +370,17 @@ __device__ inline void write_totals(const Call& call, const Route& route, const 
     totals[3] = 0;
     if (overflow) call.own->overflows += 1;
 }
+
+// What a routing that failed leaves: no row anywhere, so that whatever was launched behind it reads and writes nothing.
+__device__ inline void leave_nothing(const Call& call, const Route& route) {
+    const int ranks = call.group->ranks, pairs = ranks * route.max_tokens, step = call.group->blocks * kRouteThreads;
+    int* position = route.position + static_cast<i64>(call.local) * pairs * route.choices;
+    for (int i = call.block * kRouteThreads + static_cast<int>(threadIdx.x); i < pairs; i += step) {
+        for (int k = 0; k < route.choices; ++k) position[static_cast<i64>(i) * route.choices + k] = -1;
+        route.recv_row[static_cast<i64>(call.local) * pairs + i] = route.send_row[static_cast<i64>(call.local) * pairs + i] = -1;
+    }
+    if (call.block != 0) return;
+    for (int i = static_cast<int>(threadIdx.x); i < route.most_slots; i += kRouteThreads) route.counts[call.local * route.most_slots + i] = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < ranks; i += kRouteThreads) route.all_tokens[call.local * ranks + i] = 0;
+    if (threadIdx.x < 4) route.totals[call.local * 4 + threadIdx.x] = 0;
+}
