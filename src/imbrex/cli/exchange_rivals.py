@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import plan
 from imbrex.cli.exchange_job import Job, gather
-from imbrex.placement.layouts import contiguous
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +38,10 @@ class AllToAll:
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.local = job, rank, job.E // job.W
-        self.placement = contiguous(job.E, job.W)
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, expert: bool) -> Moved:
-        wanted = plan.ranks_wanted(ids, self.placement, 1)
+        wanted = torch.zeros(len(x), self.job.W, dtype=torch.bool, device=x.device)
+        wanted.scatter_(1, ids // self.local, True)
         wanted[:, self.rank] = False
         counts = wanted.sum(0)
         there = torch.empty_like(counts)

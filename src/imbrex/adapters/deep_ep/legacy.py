@@ -13,13 +13,13 @@ from torch import Tensor
 
 from imbrex import plan
 from imbrex.adapters.deep_ep import absent, events
+from imbrex.adapters.deep_ep.choices import indices_to_map
 from imbrex.adapters.deep_ep.config import Config, tuned
 from imbrex.adapters.deep_ep.courier import Route, make_route, pad_rows
 from imbrex.adapters.deep_ep.couriers import bring_home, carry, open_courier
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
 from imbrex.contracts import Transport
-from imbrex.placement import contiguous
 
 Rows = Tensor | tuple[Tensor, Tensor]
 Previous = EventOverlap | EventHandle | None
@@ -155,8 +155,8 @@ class Buffer(absent.Calls):
             raise ValueError(f"{call}: {num_experts} experts on {self.group_size} ranks; give a multiple")
         if topk_idx.device.type == "cpu" and bool(((topk_idx < -1) | (topk_idx >= num_experts)).any()):
             raise ValueError(f"{call}: ids outside [-1, {num_experts}); -1 drops a choice")
-        placement = contiguous(num_experts, self.group_size)
-        wanted_TW = plan.ranks_wanted(topk_idx, placement, 1)
+        ranks_TK = topk_idx.div(num_experts // self.group_size, rounding_mode="floor")
+        wanted_TW, _ = indices_to_map(ranks_TK, None, len(topk_idx), self.group_size)
         per_expert = plan.count_choices(topk_idx, num_experts).int()
         return wanted_TW.sum(0).int(), None, per_expert, wanted_TW, events.end(async_finish)
 
