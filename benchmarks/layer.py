@@ -8,7 +8,6 @@ machine. `imbrex bench layer` shows one case by phase, on any machine.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -16,12 +15,12 @@ from ceilings import measure_ceilings
 
 from imbrex.cli.exchange_clock import run_ranks
 from imbrex.cli.layer_race import OPS, OURS, Entry, Race, host_microseconds, phases, race
-from imbrex.cli.results import describe_run, write_results
+from imbrex.cli.results import describe_run
 
 RESULTS = Path(__file__).parent / "results" / "layer.json"
-MODELS = ("mixtral", "qwen2-moe", "phi3.5-moe", "deepseek-v3")
+MODELS = ("qwen2-moe", "deepseek-v3", "phi3.5-moe", "mixtral")
 SMS = (16, 24, 32, 48, 64, 96, 120)
-TOKENS = (2048, 8192, 16384, 32768)
+TOKENS = (16384, 2048, 8192, 32768)
 
 
 def profile(rank: int, world: int, entries: list[Entry], folder: str) -> None:
@@ -60,33 +59,37 @@ def profile(rank: int, world: int, entries: list[Entry], folder: str) -> None:
         runner.close()
 
 
+def entries_of(models: list[str], tokens: list[int], backward: list[int]) -> list[Entry]:
+    """Forward everywhere; its gradient, and torch's grouped GEMM under our layer, where `backward` says."""
+    return [
+        Entry(model=model, M=m, ops=OPS if m in backward else OPS[:1], torch_gemm=m in backward)
+        for model in models
+        for m in tokens
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--ops", default=",".join(OPS))
-    parser.add_argument("--sms", type=int, help="multiprocessors that move rows (the transport's own)")
+    parser.add_argument("--backward", default="16384", help="tokens of the gradients (16384)")
     parser.add_argument("--profile", metavar="FOLDER", help="tables of kernels there instead of times")
     args = parser.parse_args()
     world = torch.cuda.device_count()
     if world < 2:
         raise SystemExit("benchmarks/layer.py needs two GPUs or more; `imbrex bench layer` runs anywhere")
-    entries = [
-        Entry(model=model, M=int(tokens), ops=tuple(args.ops.split(",")))
-        for model in args.models.split(",")
-        for tokens in args.tokens.split(",")
-    ]
+    tokens, backward = ([int(m) for m in words.split(",") if m] for words in (args.tokens, args.backward))
+    entries = entries_of(args.models.split(","), tokens, backward)
     if args.profile:
         run_ranks(profile, world, entries, args.profile)
         return
-    ceilings = measure_ceilings()
-    rows = run_ranks(race, world, entries, args.repeats, args.sms)
-    command = "make gpu-bench NAME=layer"
-    if given := [word for word in sys.argv[1:] if "/" not in word and word != "--out"]:
-        command += f" ARGS='{' '.join(given)}'"
-    write_results(args.out, "layer", describe_run(command, ceilings), rows)
+    given = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]
+    words = " ".join(word for word in given if not word.startswith("--out"))
+    command = "make gpu-bench NAME=layer" + (f" ARGS='{words}'" if words else "")
+    run = describe_run(command, measure_ceilings())
+    rows = run_ranks(race, world, entries, args.repeats, str(args.out), run)
     print(f"{len(rows)} rows in {args.out}")
 
 
