@@ -36,9 +36,9 @@ PARTS: dict[str, Part] = {
     "one-rank": partial(skewed, routing="one-rank"),
     "zipf": partial(skewed, routing="zipf:1.2"),
     "sweep": sweep,
-    "beside": beside_gemm,
-    "deep-ep": deep_ep_calls,
     "heap": heap_bytes,
+    "deep-ep": deep_ep_calls,
+    "beside": beside_gemm,
 }
 QUICK = ("main", "heap")
 
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     words = ["imbrex", "bench", "exchange", f"--ranks={world}", f"--parts={','.join(names)}"]
     words += [f"--trace={trace}" for trace in args.trace]
     options = {"repeats": args.repeats, "seconds": args.seconds, "path": args.json}
-    parts = {name: PARTS[name] for name in names}
-    parts |= {f"trace:{trace}": partial(skewed, routing=f"trace:{trace}") for trace in args.trace}
+    traces = {f"trace:{trace}": partial(skewed, routing=f"trace:{trace}") for trace in args.trace}
+    parts = {names[0]: PARTS[names[0]], **traces, **{name: PARTS[name] for name in names[1:]}}
     print(f"{run_ranks(work, world, parts, shlex.join(words), options)} rows")
     return 0
 

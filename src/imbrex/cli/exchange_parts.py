@@ -33,14 +33,14 @@ class Running:
         self.out: Tensor = self.exchange.pull(self.x, self.routed, EXPERT_SMS)
         rows.begin(job, self.routed)
 
-    def route(self) -> Routed:
-        return self.exchange.route(self.ids, self.weights)
+    def route(self, n: int) -> Routed:
+        return self.exchange.route(self.ids, self.weights, num_sms=n)
 
     def push(self, n: int, routed: Routed | None = None, *, quantise: bool = False) -> Tensor:
-        return self.exchange.push(self.x, routed or self.route(), n, quantise=quantise)
+        return self.exchange.push(self.x, routed or self.route(n), n, quantise=quantise)
 
     def pull(self, n: int, routed: Routed | None = None) -> Tensor:
-        return self.exchange.pull(self.x, routed or self.route(), n, self.out)
+        return self.exchange.pull(self.x, routed or self.route(n), n, self.out)
 
     def combine_compact(self, n: int) -> Tensor:
         return self.exchange.combine_compact(self.x, self.routed, num_sms=n)
@@ -113,8 +113,8 @@ def main_case(rows: Rows, world: int) -> None:
     """The shape of the targets: full calls, kernels over SMs, and the rivals."""
     job = replace(MAIN, W=world)
     running = Running(rows, job)
-    blocks = running.exchange.route_blocks
-    rows.time("route", "imbrex", "both", running.route, num_sms=blocks)
+    for n in (COMPACT_SMS, EXPERT_SMS):
+        rows.time("route", "imbrex", "both", partial(running.route, n), num_sms=n)
     running.full_calls()
     push_fp8 = partial(running.push, COMPACT_SMS, quantise=True)
     rows.time("dispatch", "imbrex", "compact", push_fp8, dtype="fp8", num_sms=COMPACT_SMS)
@@ -145,7 +145,7 @@ def small(rows: Rows, world: int, tokens: int) -> None:
     job = replace(MAIN, T=tokens, W=world, slack=4.0)
     running = Running(rows, job)
     exchange, x, ids, weights = running.exchange, running.x, running.ids, running.weights
-    for n in (8, 24, 32):
+    for n in (24, lay.SMALL_SMS):
         calls: dict[str, Callable[[], Any]] = {
             "dispatch": partial(exchange.dispatch_small, x, ids, weights, n),
             "combine": partial(running.combine_expert, n),
