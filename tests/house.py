@@ -37,7 +37,7 @@ ROOM_OF = {
         "router": "gates losses capacity global_batch sparsemixer",
         "plan": "rows handshake",
         "ops": "grouped deferred",
-        "exchange": "crossings crossings_nvlink",
+        "exchange": "crossings crossings_nvlink geometry",
         "layer": "ranks",
         "checkpoint": "logical_tensors",
     }.items()

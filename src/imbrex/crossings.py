@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,37 +20,11 @@ from torch import Tensor
 from imbrex import ops, plan, rows
 from imbrex.codec.cast import from_bytes
 from imbrex.codec.columns import add_encoded, write
-from imbrex.contracts import Codec, Pending, Placement, Plan, Routing, Split, Traffic, Transport, Wire
+from imbrex.contracts import Codec, Pending, Plan, Routing, Traffic, Transport, Wire
+from imbrex.geometry import Geometry
 from imbrex.handshake import HEADER, TOKENS, check_headers, find_problem, write_header
 from imbrex.observe import Observer
 from imbrex.placement.flow import split_near
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
-    """Who is where, and how rows are laid out: what the plans of an exchange have in common.
-
-    rows_per_slot: from the tokens of the group to the rows that every slot is padded to; `None`: as needed.
-    """
-
-    placement: Placement
-    rank: int
-    tensor_parallel: int
-    hidden_size: int
-    top_k: int
-    split: Split
-    alignment: int
-    rows_per_slot: Callable[[int], int] | None = None
-
-    @property
-    def local_slots(self) -> range:
-        expert_rank = self.rank // self.tensor_parallel
-        return range(*self.placement.rank_offsets[expert_rank : expert_rank + 2])
-
-    @property
-    def most_rows(self) -> int:
-        """Most rows that one token can have on this rank."""
-        return min(self.top_k, len(self.local_slots))
 
 
 def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:

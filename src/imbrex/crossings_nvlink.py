@@ -22,7 +22,7 @@ from torch import Tensor
 
 from imbrex import ops, plan
 from imbrex.contracts import Codec, Placement, Routing, Wire
-from imbrex.crossings import Geometry
+from imbrex.geometry import Geometry
 from imbrex.handshake import PROBLEMS, find_problem
 from imbrex.kernels.exchange import NvlinkExchange, Routed
 from imbrex.kernels.expand import expand_fp8

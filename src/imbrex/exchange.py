@@ -18,8 +18,9 @@ from torch import Tensor
 from imbrex import ops
 from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
-from imbrex.crossings import Crossings, Geometry
+from imbrex.crossings import Crossings
 from imbrex.crossings_nvlink import NvlinkCrossings, unfit, unfit_use
+from imbrex.geometry import Geometry
 from imbrex.handshake import DTYPES, agree
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly

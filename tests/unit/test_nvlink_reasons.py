@@ -9,8 +9,8 @@ import torch
 
 import imbrex
 from imbrex.codec import make_wire
-from imbrex.crossings import Geometry
 from imbrex.crossings_nvlink import tell, unfit
+from imbrex.geometry import Geometry
 from imbrex.kernels.gates import collect, spread
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 
