@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import imbrex
+from imbrex.contracts import Traffic
 from imbrex.testing import ConformityError, check_transport
-from imbrex.transport import AllToAll, Hierarchical, Leader, Pipe, Sequential, TwoLevel
+from imbrex.transport import AllToAll, Hierarchical, Leader, Pipe, Sequential, TwoLevel, relay
 from imbrex.transport.nodes import Nodes
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool, Ranks
@@ -36,6 +38,37 @@ def run_check(ranks: Ranks, name: str, per_node: int) -> str:
 @pytest.mark.parametrize("name", KINDS)
 def test_contract(pool: Pool, name: str, world: int, per_node: int) -> None:
     assert pool.run(world, run_check, name, per_node) == [""] * world
+
+
+def run_in_pieces(ranks: Ranks, per_node: int, least: int) -> tuple[str, bool]:
+    """The contract with pieces of few rows; and whether rows are passed on before they are waited for."""
+    before, relay.LEAST_ROWS = relay.LEAST_ROWS, least
+    try:
+        made = Hierarchical(ranks.group, ranks_per_node=per_node, pieces=8)
+        said = ""
+        try:
+            check_transport(made, ranks.group)
+        except ConformityError as error:
+            said = str(error)
+        wanted = torch.arange(ranks.world_size).expand(40, -1) != ranks.rank
+        ((_, relayed),) = made.plan_relays([wanted])
+        assert len(relayed["splits_2W"]) == 2 + 2 * 8 * ranks.world_size
+        traffic = Traffic(sent_tokens_N=wanted.T.nonzero()[:, 1], **relayed)
+        pending: Any = made.begin_move(torch.zeros(40, 3, dtype=torch.uint8), traffic)
+        pending.beside.future.result(10.0)
+        return said, len(pending.finish()) == 40 * (ranks.world_size - 1)
+    finally:
+        relay.LEAST_ROWS = before
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(4, 2), (8, 2)])
+def test_pieces_are_passed_on_while_nobody_waits(pool: Pool, world: int, per_node: int) -> None:
+    assert pool.run(world, run_in_pieces, per_node, 1) == [("", True)] * world
+
+
+def test_pieces_by_number() -> None:
+    with pytest.raises(ValueError, match="3 pieces; use a power of two"):
+        Hierarchical(None, pieces=3)
 
 
 def run_on_nodes(ranks: Ranks, case: Case, name: str, per_node: int) -> dict[str, Any]:

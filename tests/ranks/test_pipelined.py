@@ -9,7 +9,10 @@ import torch
 
 import imbrex
 from imbrex import overlap
+from imbrex.experts import Experts
 from imbrex.overlap import SCHEDULERS, Kind, Order, Pipelined, Task, tasks
+from imbrex.overlap.chunks import Backward, Forward
+from imbrex.overlap.engine import execute
 from imbrex.overlap.pipelined import split_by_source
 from imbrex.placement import contiguous
 from tests.ranks.layer_jobs import Case, run_layer
@@ -80,6 +83,31 @@ def test_integers_are_exact(pool: Pool) -> None:
     for schedule in ("optsche-3", "tutel"):
         results = pool.run(4, run_integers, schedule)
         assert results == [True] * 4
+
+
+def run_apart(ranks: Ranks) -> list[bool]:
+    """After `experts` no parameter has a gradient yet; after `weights` all have."""
+    exchange = imbrex.Exchange(contiguous(4, 2), 8, 2, group=ranks.group, transport="alltoall")
+    experts = Experts(exchange.geometry.placement.local(ranks.rank), 8, 12, implementation="grouped")
+    ids_TK = torch.tensor([[0, 2], [1, 3], [2, 1]])
+    routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.ones(3, 2))
+    x_TD, parameters = torch.randn(3, 8), list(experts.parameters())
+    crossings: Any = exchange._crossings
+    with torch.no_grad():
+        forward = Forward(crossings, experts, x_TD, routing, None, [3], keep=True, defer=True)
+        execute(SCHEDULERS["sequential"](dict.fromkeys(tasks(1), 1.0)), forward)
+        work = Backward(forward, torch.ones_like(x_TD), parameters, [True] * len(parameters))
+        work.encode_out(0)
+        pending: Any = work.move_out(0)
+        work.decode_out(0, pending.finish())
+        work.experts(0)
+        before = [grad is None for grad in work.d_parameters]
+        work.weights(0)
+    return before + [grad is not None for grad in work.d_parameters]
+
+
+def test_weight_gradients_wait_for_their_task(pool: Pool) -> None:
+    assert pool.run(2, run_apart) == [[True] * 4] * 2
 
 
 def run_integers(ranks: Ranks, schedule: str) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from imbrex.overlap import Kind, Order, Task, Times, makespan, tasks
+from imbrex.overlap.contention import Contention, fit
 from imbrex.overlap.exact import exact
 from imbrex.overlap.schedulers import SCHEDULERS, optsche, sequential, stage_major
 from imbrex.overlap.tasks import CHAIN, check, run
@@ -219,3 +220,28 @@ def test_orders_that_cannot_run() -> None:
         check(Order(compute=good.compute[::-1], moves=good.moves), 2)
     with pytest.raises(ValueError, match="exact orders at most 4 chunks, not 5; use optsche"):
         exact(dict.fromkeys(tasks(5), 1.0))
+
+
+def test_without_contention_a_makespan_is_a_makespan() -> None:
+    drawn = random.Random(3)
+    for degree in (1, 2, 5):
+        times = random_times(degree, drawn, weights=True)
+        for scheduler in (sequential, stage_major, optsche):
+            order = scheduler(times)
+            assert Contention().makespan(order, times) == pytest.approx(makespan(order, times))
+
+
+def test_lines_that_slow_each_other_down() -> None:
+    """Chunk 0 is computed for one second while chunk 1 moves for one: both at two thirds of their speed."""
+    times = dict.fromkeys(tasks(2), 0.0)
+    times[Task(kind=Kind.experts, chunk=0)] = times[Task(kind=Kind.move_out, chunk=1)] = 1.0
+    slow = Contention(compute=1.5, moves=1.5)
+    assert slow.makespan(optsche(times), times) == pytest.approx(1.5)
+    assert slow.makespan(sequential(times), times) == pytest.approx(2.0)
+
+
+def test_contention_is_read_from_four_times() -> None:
+    found = fit(1.0, 2.0, 1.5, 2.75)
+    assert (found.compute, found.moves) == (pytest.approx(1.5), pytest.approx(2.0))
+    assert fit(1.0, 2.0, 1.0, 2.0) == Contention()
+    assert fit(0.0, 0.0, 0.0, 0.0) == Contention()

@@ -25,8 +25,6 @@ from imbrex.overlap.tasks import Kind, Order, Times, tasks
 
 Points = Mapping[str, Sequence[tuple[float, float]]]
 """Measured (tokens of a chunk, seconds) by the kind of task, and `plan`."""
-WHOLE = (1, 4)
-"""Numbers of chunks with which the layer is run whole, to correct what tasks alone do not show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +101,7 @@ def measure(
     repeats: int = 3,
 ) -> Profile:
     """Time every task at the size it has with each number of chunks, alone, ranks in step; then some of them
-    beside each other; then the layer whole with `WHOLE` chunks. Call it on all ranks. The median of `repeats`
+    beside each other; then the layer whole with each number of chunks. Call it on all ranks. The median of `repeats`
     after one for warming up; of the ranks, the slowest. Gradients are computed and dropped."""
     crossings, transport = exchange._crossings, exchange.transport
     assert isinstance(crossings, Crossings), "kernels that move rows have no steps to time"
@@ -121,12 +119,13 @@ def measure(
     told = _slowest(transport.exchange_counts, beside)
     contention = fit(*(told[False, name] for name in ("compute", "move", "beside", "together")))
     made = Profile(tokens=tokens, forward=found[False], backward=found[True], contention=contention)
-    return replace(made, whole=_compare(layer, made, repeats))
+    return replace(made, whole=_compare(layer, made, degrees, repeats))
 
 
-def _compare(layer: _Layer, made: Profile, repeats: int) -> Points:
+def _compare(layer: _Layer, made: Profile, degrees: Sequence[int], repeats: int) -> Points:
+    """What tasks alone do not show: of which otherwise the degree that is underrated most would be chosen."""
     found: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
-    for degree in WHOLE:
+    for degree in degrees:
         forward, backward = (
             optsche(dict.fromkeys(tasks(degree, weights=weights), 1.0)) for weights in (False, True)
         )
@@ -197,8 +196,8 @@ class _Layer:
         other."""
         work, clock = self.begin(2), self.clock()
         encoded = []
-        for chunk in work.chunks:
-            work.encode_out(work.chunks.index(chunk))
+        for number, chunk in enumerate(work.chunks):
+            work.encode_out(number)
             assert chunk.encoded is not None
             encoded.append((chunk.encoded, chunk.plan.traffic))
         work.decode_out(0, work.move_out(0).finish())

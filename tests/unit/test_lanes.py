@@ -1,0 +1,37 @@
+"""Work beside the caller."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from imbrex.lanes import Lane
+
+
+def test_work_runs_before_it_is_waited_for() -> None:
+    lane, done = Lane(torch.device("cpu")), threading.Event()
+    begun = lane.start(done.set)
+    assert done.wait(5.0)
+    begun.finish()
+    lane.close()
+
+
+def test_what_it_raises_is_raised_at_the_end_and_hurts_nothing_else() -> None:
+    lane = Lane(torch.device("cpu"))
+    wrong = lane.start(lambda: 1 / 0)
+    later: list[int] = []
+    lane.start(lambda: later.append(1)).finish()
+    with pytest.raises(ZeroDivisionError):
+        wrong.finish()
+    assert later == [1]
+    lane.close()
+
+
+def test_work_that_waits_does_not_hold_up_the_next() -> None:
+    lane, gate = Lane(torch.device("cpu")), threading.Event()
+    first = lane.start(lambda: gate.wait(5.0))
+    lane.start(gate.set).finish()
+    first.finish()
+    lane.close()
