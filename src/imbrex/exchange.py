@@ -24,7 +24,7 @@ from imbrex.geometry import Geometry
 from imbrex.handshake import DTYPES, agree
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
-from imbrex.transport import Nvlink
+from imbrex.transport import Auto, Nvlink
 from imbrex.transport import make as make_transport
 
 
@@ -55,7 +55,7 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None = None,
         tensor_parallel: int = 1,
-        transport: str | Transport = "auto",
+        transport: str | Transport | Auto = "auto",
         codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
         split: str | Split = split_evenly,
         alignment: int = 1,

@@ -30,6 +30,7 @@ from imbrex.observe import Observer
 from imbrex.placement import contiguous, split_evenly
 from imbrex.ranks import Ranks
 from imbrex.router import Router
+from imbrex.transport import Auto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +93,7 @@ class MoELayer(nn.Module):
         *,
         tensor_parallel: int = 1,
         data_group: dist.ProcessGroup | None = None,
-        transport: str | Transport = "auto",
+        transport: str | Transport | Auto = "auto",
         codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
         schedule: str | Strategy = "serial",
         experts: str | nn.Module = "auto",
