@@ -197,8 +197,17 @@ class NvlinkCrossings:
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
-            rows_RD = self._move_out(x_TD, routed, kernels.shape.row_capacity, self.wire.dispatch)
+            num_rows = self._count_rows(routed, kernels)
+            rows_RD = self._move_out(x_TD, routed, num_rows, self.wire.dispatch)
         return rows_RD, routed
+
+    def _count_rows(self, routed: Routed, kernels: NvlinkExchange) -> int:
+        """Rows to make room for: those that there are, where the user asked for that, else the worst case."""
+        if not self.transport.exact_rows or self.transport.capturing:
+            return kernels.shape.row_capacity
+        self.observer.count("host_syncs", 1, layer=self.layer)
+        # host sync: asked for by `exact_rows`
+        return int(routed.totals_L4[0, 0])
 
     def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec) -> Tensor:
         """Expert-major rows [num_rows, D] of tokens."""

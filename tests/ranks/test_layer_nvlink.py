@@ -89,6 +89,28 @@ def test_rows_are_kept_or_dispatched_again(pool: Pool, nvlink: bool) -> None:
         assert answer == [False, True, True]
 
 
+def run_exact(ranks: Ranks, case: Case) -> list[Any]:
+    """Rows for the worst case, and exactly those that there are: how many, and whether all bits agree."""
+    found, counts = [], []
+    for exact in (False, True):
+        nvlink = EmulatedNvlink(ranks.group, exact_rows=exact)
+        layer = make_layer(replace(case, options={"transport": nvlink}), ranks.group)
+        layer.experts.register_forward_pre_hook(lambda _, given: counts.append(len(given[0].rows_RD)))
+        x_TD = tokens_of(case, ranks.rank).requires_grad_()
+        y_TD = layer(x_TD)
+        (y_TD.float() * coefficients(y_TD)).sum().backward()
+        found.append([y_TD, x_TD.grad, *(p.grad for p in layer.parameters())])
+    return [*counts, all(torch.equal(a, b) for a, b in zip(*found, strict=True))]
+
+
+def test_exactly_as_many_rows_as_there_are(pool: Pool) -> None:
+    answers = pool.run(4, run_exact, replace(CASE, tokens=(130, 0, 3, 8)))
+    assert sum(exact for _, exact, _ in answers) == 3 * 141
+    for worst, _, same in answers:
+        assert worst == 4 * 256 * 2
+        assert same
+
+
 def run_growing(ranks: Ranks, case: Case) -> tuple[list[float], list[int]]:
     """A second call with more tokens than the heap has room for, a small one, then the backward of all."""
     nvlink = EmulatedNvlink(ranks.group)

@@ -86,6 +86,8 @@ class Nvlink(Collective):
     max_tokens: most tokens of a rank in a call; `None`: the most that any rank has in the first call of more
     than 512, rounded up to 64, and more when a call has more (a new heap, which waits for the GPUs). Smaller
     batches have heaps of their own.
+    exact_rows: the experts' rows are as many as there are, for one host synchronisation a dispatch; else
+        there is room for the worst case, W times their mean.
     dispatch_sms, push_sms, combine_sms: multiprocessors of the kernels for rows out, coded rows out, sums
         back. The blocks of a kernel wait for peers: two kernels that may meet on a GPU must both fit it.
     """
@@ -102,9 +104,10 @@ class Nvlink(Collective):
         dispatch_sms: int = 32,
         push_sms: int = 16,
         combine_sms: int = 64,
+        exact_rows: bool = False,
     ) -> None:
         super().__init__(group, timeout=timeout)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.exact_rows = max_tokens, exact_rows
         self.dispatch_sms, self.push_sms, self.combine_sms = dispatch_sms, push_sms, combine_sms
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
@@ -177,6 +180,11 @@ class Nvlink(Collective):
         wrong = next((rank for rank, word in enumerate(words) if word & 1), None)
         return max(word >> 1 for word in words), wrong
 
+    @property
+    def capturing(self) -> bool:
+        """Whether calls are being captured in a CUDA graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def exchange_of(self, size: Size, room: int) -> NvlinkExchange:
         """The kernels and their heap that served a dispatch with room for so many tokens, or those that came
         after them."""
@@ -187,16 +195,15 @@ class Nvlink(Collective):
         room, they are made, which is collective and synchronises."""
         at = size, room_for(most)
         found = self._exchanges.get(at)
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if found is None or found.shape.max_tokens < most:
-            if capturing:
+            if self.capturing:
                 raise RuntimeError(
                     f"dispatch: no heap yet for {most} tokens of a rank; make such a call before capturing it"
                 )
             observer.count("heaps", 1)
             self._retire(found)
             found = self._exchanges[at] = self._make(size, placement, most)
-        if capturing:
+        if self.capturing:
             self._captured.add(found)
         return found
 
