@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,6 +63,10 @@ def test_fp8_on_the_wire(pool: Pool, codec: Any) -> None:
             assert not len(first[name]) or relative(first[name], third[name]) > 0.018
 
 
+def note_rows(seen: list[Any], _: torch.nn.Module, given: tuple[Any, ...]) -> None:
+    seen.append(weakref.ref(given[0].rows_RD))
+
+
 def run_keeping(ranks: Ranks, case: Case, nvlink: bool) -> list[Any]:
     """y and all gradients, rows kept or dispatched again; whether the rows were gone after the forward."""
     found = []
@@ -70,9 +75,7 @@ def run_keeping(ranks: Ranks, case: Case, nvlink: bool) -> list[Any]:
         options = {"transport": transport, "schedule": Serial(keep_rows=keep_rows)}
         layer = make_layer(replace(case, options=options), ranks.group)
         seen: list[Any] = []
-        layer.experts.register_forward_pre_hook(
-            lambda _, given, s=seen: s.append(weakref.ref(given[0].rows_RD))
-        )
+        layer.experts.register_forward_pre_hook(partial(note_rows, seen))
         x_TD = tokens_of(case, ranks.rank).requires_grad_()
         y_TD = layer(x_TD)
         found.append([seen[0]() is None, y_TD])
