@@ -60,9 +60,9 @@ def profile(rank: int, world: int, entries: list[Entry], folder: str) -> None:
 
 
 def entries_of(models: list[str], tokens: list[int], backward: list[int]) -> list[Entry]:
-    """Forward everywhere; its gradient, and torch's grouped GEMM under our layer, where `backward` says."""
+    """Forward everywhere; gradients, and variants of our layer, where `backward` says."""
     return [
-        Entry(model=model, M=m, ops=OPS if m in backward else OPS[:1], torch_gemm=m in backward)
+        Entry(model=model, M=m, ops=OPS if m in backward else OPS[:1], variants=m in backward)
         for model in models
         for m in tokens
     ]

@@ -28,8 +28,10 @@ from imbrex.experts import Experts
 from imbrex.observe.clock import device_microseconds
 from imbrex.overlap.serial import Serial
 from imbrex.placement import contiguous
+from imbrex.transport import Nvlink
 
-OURS, OURS_TORCH, FLOOR = "imbrex-serial", "imbrex-serial-torch-gemm", "floor"
+OURS, OURS_TORCH, OURS_EXACT = "imbrex-serial", "imbrex-serial-torch-gemm", "imbrex-serial-exact-rows"
+FLOOR = "floor"
 OPS = ("forward", "forward+backward")
 PAUSE_CYCLES = {"forward": 3_000_000, "forward+backward": 10_000_000}
 """The host queues a call while the GPU waits: about 1.5 and 5 ms."""
@@ -41,14 +43,14 @@ Call = Callable[[], Answers]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One model and number of tokens over all ranks; `routing` as `--skew` takes it. torch_gemm: time ours
-    through torch's grouped GEMM, too."""
+    """One model and number of tokens over all ranks; `routing` as `--skew` takes it. variants: time ours
+    through torch's grouped GEMM and with exactly sized rows, too."""
 
     model: str
     M: int
     routing: str = "uniform"
     ops: tuple[str, ...] = OPS
-    torch_gemm: bool = True
+    variants: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +67,10 @@ class Race:
         self.model, self.shape, self.rank, self.world = model, MODELS[model], rank, world
         self.placement = contiguous(self.shape.num_experts, world)
         group = dist.group.WORLD
-        self.exchange = Exchange(
-            self.placement, self.shape.hidden_size, self.shape.top_k, group=group, transport="nvlink"
+        size = self.placement, self.shape.hidden_size, self.shape.top_k
+        self.exchange, self.exact = (
+            Exchange(*size, group=group, transport=transport)
+            for transport in ("nvlink", Nvlink(group, exact_rows=True))
         )
         self.experts = self._make_experts("auto")
         self.torch_experts = self._make_experts("grouped")
@@ -111,21 +115,23 @@ class Race:
         found: dict[str, Call] = {
             OURS: self._ours(self.experts, inputs, training=training),
             OURS_TORCH: self._ours(self.torch_experts, inputs, training=training),
+            OURS_EXACT: self._ours(self.experts, inputs, training=training, exact=True),
         }
         for rival in self.rivals:
             found[rival.name] = self._rival(rival, inputs, training=training)
         found[FLOOR] = self._floor(inputs, training=training)
         return found
 
-    def _ours(self, experts: Experts, inputs: Inputs, *, training: bool) -> Call:
+    def _ours(self, experts: Experts, inputs: Inputs, *, training: bool, exact: bool = False) -> Call:
         x_TD = inputs.x_TD.clone().requires_grad_(training)
         weights_TK = inputs.routing.weights_TK.clone().requires_grad_(training)
         routing = Routing(ids_TK=inputs.routing.ids_TK, weights_TK=weights_TK)
+        exchange = self.exact if exact else self.exchange
         leaves = [x_TD, weights_TK, experts.gate_up_proj, experts.down_proj]
 
         def call() -> Answers:
             with torch.set_grad_enabled(training):
-                y_TD = Serial().run(x_TD, routing, self.exchange, experts, None)
+                y_TD = Serial().run(x_TD, routing, exchange, experts, None)
             if not training:
                 return [y_TD]
             return [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, inputs.d_y_TD)]
@@ -173,8 +179,9 @@ class Race:
     def close(self) -> None:
         torch.cuda.synchronize()
         dist.barrier()
-        self.exchange.transport.close()  # type: ignore[attr-defined]
-        self.exchange.close()
+        for exchange in (self.exchange, self.exact):
+            exchange.transport.close()  # type: ignore[attr-defined]
+            exchange.close()
 
 
 def time_in_turns(
@@ -251,8 +258,8 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
     inputs, rows = runner.inputs(entry), []
     for op in entry.ops:
         calls = runner.calls(op, inputs)
-        if not entry.torch_gemm:
-            del calls[OURS_TORCH]
+        if not entry.variants:
+            del calls[OURS_TORCH], calls[OURS_EXACT]
         error = runner.check(calls)
         taken = time_in_turns(calls, op, repeats=repeats)
         rows += [row_of(entry, runner, op, name, times, error) for name, times in taken.items()]
@@ -284,10 +291,11 @@ def row_of(
         "min_us": round(min(times), 1),
         "max_us": round(max(times), 1),
         "n": len(times),
-        "host_syncs": int(name.startswith("nccl")),
+        "host_syncs": int(name.startswith("nccl") or name == OURS_EXACT),
         "note": {
             OURS: f"experts: {runner.experts.implementation}",
             OURS_TORCH: "torch's grouped GEMM, own SwiGLU",
+            OURS_EXACT: "rows as many as there are, after asking the GPU",
             FLOOR: "torch's experts, rows permuted",
         }.get(name, "torch's experts, backward by hand"),
     }
