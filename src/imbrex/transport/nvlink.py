@@ -103,7 +103,7 @@ class Nvlink(Collective):
         max_tokens: int | None = None,
         dispatch_sms: int = 32,
         push_sms: int = 16,
-        combine_sms: int = 64,
+        combine_sms: int = 96,
         exact_rows: bool = False,
     ) -> None:
         super().__init__(group, timeout=timeout)
