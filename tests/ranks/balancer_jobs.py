@@ -9,10 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import imbrex
 from imbrex.balancer import Mover, OnlineBalancer, Pace
+from imbrex.balancer.peer_memory import PeerMover
+from imbrex.models.ranks import factorise, make_groups
 from imbrex.placement import from_slots
 from tests.ranks.pool import Ranks
 
@@ -111,6 +114,83 @@ def train(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | 
     return {"outputs": outputs, "switched": switched}
 
 
+def train_in_two_groups(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None) -> dict:
+    """As `train`, on two groups of half the ranks that hold the same experts: `data_group`."""
+    half = ranks.world_size // 2
+    group, data_group = make_groups(factorise(ranks.world_size, expert=half), 20)
+    inner = Ranks(rank=ranks.rank % half, world_size=half, group=group)
+    balancer = None if pace is None else OnlineBalancer(pace, timeout=20)
+    model = Model(inner, balancer, config, 2, data_group=data_group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    if balancer is not None:
+        balancer.optimizer = optimizer
+    outputs, switched = [], 0
+    for iteration in range(iterations):
+        y_TD = model(tokens(ranks.rank, iteration, config.hidden_size))
+        (y_TD**2).mean().backward()
+        imbrex.sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(y_TD.detach())
+        switched += 0 if balancer is None else len(balancer.step())
+    if balancer is not None:
+        balancer.close()
+    return {"outputs": outputs, "switched": switched, "placements": [x.placement for x in model.layers]}
+
+
+class FileHeap:
+    """Memory that ranks of one host share, where there is no GPU: stands in for `SymmetricHeap`."""
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
+        name = [f"/dev/shm/imbrex-test-{os.getpid()}-{time.time_ns()}"]
+        dist.broadcast_object_list(name, group_src=0, group=group)
+        self.path, self.nbytes, rank = name[0], nbytes, group.rank()
+        size = nbytes * group.size()
+        if rank == 0:
+            with open(self.path, "wb") as file:
+                file.truncate(size)
+        dist.barrier(group)
+        self.bytes = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
+        dist.barrier(group)
+        if rank == 0:
+            os.unlink(self.path)
+
+    def view(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
+        return self.bytes[rank * self.nbytes :][offset : offset + nbytes]
+
+    def close(self, *, together: bool = True) -> None:
+        self.bytes = self.bytes[:0]
+
+
+def infer_by_peer_copies(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, training: bool) -> dict:
+    """As `infer`, weights written straight into the memory of the rank that wants them; every other migration
+    asks for more room, so that the memory is made anew."""
+
+    class Growing(PeerMover):
+        def prepare(self, nbytes: int) -> None:
+            super().prepare(nbytes + 4096 * (self.prepared // 2))
+            self.prepared += 1
+
+        prepared = 0
+
+    def make(peers, device):
+        return Growing(peers, device, ranks.group, make_heap=FileHeap)
+
+    balancer = OnlineBalancer(EAGER, timeout=20, mover=make)
+    model = Model(ranks, balancer, config, 2)
+    model.train(training)
+    balancer.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    outputs, switched = [], 0
+    for iteration in range(iterations):
+        with torch.no_grad():
+            outputs.append(model(tokens(ranks.rank, iteration, config.hidden_size)))
+        switched += len(balancer.step())
+    balancer.settle()
+    moved = balancer.tally.values["bytes_moved"]
+    balancer.close()
+    return {"outputs": outputs, "switched": switched, "moved": moved}
+
+
 class WholeExperts(nn.Module):
     """Linear experts with weights -1, 0, 1: sums of whole tokens are exact in any order."""
 
@@ -139,30 +219,43 @@ class EighthsGate(nn.Module):
         return replace(routing, weights_TK=(routing.weights_TK * 8).round() / 8)
 
 
-def infer_exactly(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None) -> dict:
-    """Layers that each see the same whole tokens, all rebalanced in every step, as in training."""
-    balancer = None if pace is None else OnlineBalancer(pace, timeout=20)
+def infer_exactly(
+    ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace, num_layers: int, transport: str
+) -> dict:
+    """Layers that each see the same whole tokens, all rebalanced in every step, as in training; how many
+    numbers of their outputs are not what all experts on one rank give, to the bit."""
+    balancer = OnlineBalancer(pace, timeout=20)
     slots = from_slots(first_slots(ranks.world_size, config.num_experts), config.num_experts)
+    everything = WholeExperts(tuple(range(config.num_experts)), config.hidden_size).weight.detach()
     layers = []
-    for number in range(4):
+    for number in range(num_layers):
         torch.manual_seed(SEED + number)
         experts = WholeExperts(slots.local(ranks.rank), config.hidden_size)
         layer = imbrex.MoELayer(
-            config, ranks.group, placement=slots, balancer=balancer, layer=number, experts=experts
+            config,
+            ranks.group,
+            placement=slots,
+            balancer=balancer,
+            layer=number,
+            experts=experts,
+            transport=transport,
         )
         setattr(layer, "gate", EighthsGate(layer.gate))  # noqa: B010 (not the type declared)
         layers.append(layer)
-    if balancer is not None:
-        balancer.optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()])
-    outputs, switched = [], 0
+    balancer.optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()])
+    wrong, switched = 0, 0
+    source = 0 if transport == "allreduce" else ranks.rank
     for iteration in range(iterations):
-        x_TD = (4 * tokens(ranks.rank, iteration, config.hidden_size, turn=1)).round()
-        with torch.no_grad():
-            outputs.append(torch.stack([layer(x_TD) for layer in layers]))
-        switched += 0 if balancer is None else len(balancer.step())
-    if balancer is not None:
-        balancer.settle()
-    return {"outputs": outputs, "switched": switched}
+        x_TD = (4 * tokens(source, iteration, config.hidden_size, turn=1)).round()
+        for layer in layers:
+            with torch.no_grad():
+                y_TD = layer(x_TD)
+            ids_TK, weights_TK = layer.routing.ids_TK, layer.routing.weights_TK
+            rows_TKD = torch.einsum("td,tkdf->tkf", x_TD, everything[ids_TK])
+            wrong += int((y_TD != (rows_TKD * weights_TK[..., None]).sum(1)).sum())
+        switched += len(balancer.step())
+    balancer.settle()
+    return {"wrong": wrong, "switched": switched}
 
 
 class Unlucky(Mover):

@@ -11,7 +11,16 @@ import pytest
 import imbrex
 from imbrex.cli import main
 from imbrex.placement import read_history
-from tests.ranks.balancer_jobs import EAGER, complain, infer, infer_exactly, infer_unlucky, train
+from tests.ranks.balancer_jobs import (
+    EAGER,
+    complain,
+    infer,
+    infer_by_peer_copies,
+    infer_exactly,
+    infer_unlucky,
+    train,
+    train_in_two_groups,
+)
 from tests.ranks.pool import Pool, RankError
 
 CONFIG = imbrex.MoEConfig(hidden_size=12, intermediate_size=8, num_experts=16, top_k=3)
@@ -81,12 +90,30 @@ def test_training_is_the_same_while_experts_and_optimizer_state_move(
     assert largest_difference(moving, still) <= 1e-5
 
 
+def test_groups_with_other_tokens_move_together(pool: Pool) -> None:
+    moving = pool.run(4, train_in_two_groups, CONFIG, 12, EAGER)
+    still = pool.run(4, train_in_two_groups, CONFIG, 12, None)
+    assert moving[0]["switched"] >= 6
+    assert all(found["placements"] == moving[0]["placements"] for found in moving)
+    assert largest_difference(moving, still) <= 1e-5
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_written_into_a_peers_memory(pool: Pool, training: bool) -> None:
+    moving = pool.run(4, infer_by_peer_copies, CONFIG, 16, training)
+    still = pool.run(4, infer, CONFIG, 16, None, {})
+    assert moving[0]["switched"] >= 5
+    assert sum(found["moved"] for found in moving) > 0
+    assert largest_difference(moving, still) <= 1e-5
+
+
 def test_five_hundred_switches_change_no_bit(pool: Pool) -> None:
-    pace = replace(EAGER, layer_updates_per_iter=4, window=1)
-    moving = pool.run(4, infer_exactly, CONFIG, 130, pace)
-    still = pool.run(4, infer_exactly, CONFIG, 130, None)
-    assert moving[0]["switched"] >= 500
-    assert largest_difference(moving, still) == 0
+    """Eight layers on eight ranks, all of them moved in nearly every step."""
+    pace = replace(EAGER, layer_updates_per_iter=8, window=1, proposals=30, max_moves=4)
+    found = pool.run(8, infer_exactly, CONFIG, 66, pace, 8, "allreduce")
+    assert {one["switched"] for one in found} == {found[0]["switched"]}
+    assert found[0]["switched"] >= 500
+    assert [one["wrong"] for one in found] == [0] * 8
 
 
 def test_a_slow_rank_is_waited_for(pool: Pool) -> None:

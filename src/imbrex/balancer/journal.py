@@ -7,13 +7,14 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from imbrex.balancer.counts import Iteration
 from imbrex.balancer.seat import Seat
-from imbrex.balancer.tally import Tally
+from imbrex.balancer.tally import Tally, balancedness
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +28,16 @@ class Entry:
 class Journal:
     """Lines of steps, in order, in a file; a step's counts may come from a GPU some steps later.
 
+    The file may be a run's own `metrics.jsonl`: readers know the balancer's lines by their `crossings`.
+
     layers: numbers. expert_load [L, E]: choices of all ranks. loads [L, W]: choices computed.
     crossings [W, W]: choices of a rank's tokens by the rank that computed them, over all layers.
-    switched: layers that have a new placement from here on. predicted [L]: the balancedness that their plan
-    promised, 0 before the first. Then the tally.
+    balancedness [L]: mean over maximum of the loads. predicted [L]: what the plan in use promised of it, 0
+    before the first. switched: layers that have a new placement from here on. Then the tally.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = path
+        self.path = Path(path)
         self._open: deque[Entry] = deque()
 
     def add(self, seats: Sequence[Seat], tally: Tally, switched: Sequence[int]) -> None:
@@ -52,7 +55,7 @@ class Journal:
 
     def write(self, *, wait: bool) -> None:
         """Write what is known, or all of it."""
-        with open(self.path, "a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             while self._open and (wait or all(one.known for one in self._open[0].iterations)):
                 file.write(json.dumps(_complete(self._open.popleft())) + "\n")
 
@@ -62,5 +65,6 @@ def _complete(entry: Entry) -> dict[str, Any]:
     return entry.line | {
         "expert_load": [one.counts_E.tolist() for one in entry.iterations],
         "loads": [one.loads_W.tolist() for one in entry.iterations],
+        "balancedness": [round(balancedness(one.loads_W.tolist()), 5) for one in entry.iterations],
         "crossings": np.sum([one.crossings_WW for one in entry.iterations], axis=0).tolist(),
     }

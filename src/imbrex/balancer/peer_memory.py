@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,22 @@ from imbrex.kernels.heap import SymmetricHeap
 
 
 class PeerMover(Mover):
-    """Moves by peer copies. group: the layer's, whose ranks share a host and reach each other's memory."""
+    """Moves by peer copies. group: the layer's, whose ranks share a host and reach each other's memory.
+    make_heap: makes memory that all of them address, from the group, the bytes of each rank and the device.
+    """
 
     name = "peer copies"
 
-    def __init__(self, peers: Peers, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        make_heap: Callable[[dist.ProcessGroup, int, torch.device], Any] = SymmetricHeap,
+    ) -> None:
         super().__init__(peers, device)
-        self._group, self._nbytes, self._stuck = group, 0, False
+        self._group, self._make_heap = group, make_heap
+        self._nbytes, self._stuck = 0, False
         self._heap: Any = None
         self._parts: list[Tensor] = []
 
@@ -44,7 +53,7 @@ class PeerMover(Mover):
             self._parts = []
             self._heap.close()
         self._nbytes = nbytes
-        self._heap = SymmetricHeap(self._group, nbytes, self.aside.device)
+        self._heap = self._make_heap(self._group, nbytes, self.aside.device)
         ranks = range(self.peers.channel.size)
         self._parts = [self._heap.view(rank, 0, nbytes) for rank in ranks]
 
@@ -100,6 +109,7 @@ def reach_each_other(channel: Channel, device: torch.device) -> bool:
     if device.type == "cuda" and mine < 0:
         mine = torch.cuda.current_device()
     told = channel.meet("handshake", torch.tensor([zlib.crc32(socket.gethostname().encode()), mine]))
+    # on the host: gloo gathers there
     devices = told[:, 1].tolist()
     fine = bool((told[:, 0] == told[0, 0]).all()) and min(devices) >= 0 and len(set(devices)) == len(devices)
     fine = fine and all(torch.cuda.can_device_access_peer(mine, other) for other in devices if other != mine)

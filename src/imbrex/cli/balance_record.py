@@ -43,11 +43,11 @@ def read_metrics(path: Path) -> LoadHistory:
     """`expert_load` [L, E] of every step of a run. Raises ValueError, one sentence, where it is not there."""
     loads, layers = [], None
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            if "expert_load" in entry:
-                layers = entry.get("layers")
-                loads.append(np.rint(np.array(entry["expert_load"], dtype=np.float64)).astype(np.int64))
+        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        counted = [entry for entry in entries if "expert_load" in entry]
+        for entry in [entry for entry in counted if "crossings" in entry] or counted:
+            layers = entry.get("layers")
+            loads.append(np.rint(np.array(entry["expert_load"], dtype=np.float64)).astype(np.int64))
     except (OSError, ValueError) as error:
         raise ValueError(f"record: {path} cannot be read ({error})") from None
     if not loads or len({load.shape for load in loads}) > 1 or loads[0].ndim != 2:

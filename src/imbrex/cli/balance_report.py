@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from imbrex.cli.balance_record import METRICS
 from imbrex.placement.packing import Floats
 from imbrex.placement.replay import imbalance_of
 
@@ -41,7 +42,9 @@ class Story:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--journal", required=True, help="file of OnlineBalancer(journal=...)")
+    parser.add_argument(
+        "--journal", required=True, help="file of OnlineBalancer(journal=...), or a run's directory"
+    )
     parser.add_argument("--out", required=True, help="report.html")
 
 
@@ -55,7 +58,9 @@ def report(args: argparse.Namespace) -> int:
 def read_journal(path: Path) -> Story:
     """Raises ValueError, one sentence, where the file is cut off or no journal."""
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        path = path / METRICS if path.is_dir() else path
+        every = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line for line in every if "crossings" in line]
         last = lines[-1]
         place = {number: at for at, number in enumerate(last["layers"])}
         return Story(
