@@ -101,8 +101,8 @@ def measure(
     repeats: int = 3,
 ) -> Profile:
     """Time every task at the size it has with each number of chunks, alone, ranks in step; then some of them
-    beside each other; then the layer whole with each number of chunks. Call it on all ranks. The median of `repeats`
-    after one for warming up; of the ranks, the slowest. Gradients are computed and dropped."""
+    beside each other; then the layer whole with each number of chunks. Call it on all ranks. The median of
+    `repeats` after one for warming up; of the ranks, the slowest. Gradients are computed and dropped."""
     crossings, transport = exchange._crossings, exchange.transport
     assert isinstance(crossings, Crossings), "kernels that move rows have no steps to time"
     tokens = int(transport.exchange_counts(torch.tensor([x_TD.shape[0]])).max())
