@@ -56,6 +56,28 @@ def lines(
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def dots(columns: Mapping[str, Sequence[float]], y_title: str, *, bands: Sequence[float] = ()) -> str:
+    """A column of dots by label; `bands` are dashed lines across."""
+    every = [0.0, *bands, *(value for values in columns.values() for value in values)]
+    room = max(every) - min(every) or 1.0
+    low, high = min(every) - 0.05 * room, max(every) + 0.05 * room
+
+    def at(y: float) -> float:
+        return _height((y - low) / (high - low))
+
+    across = (WIDTH - LEFT - 20) / len(columns)
+    parts = [*_frame(y_title, "", []), *_grid(low, high, at)]
+    for band in bands:
+        parts.append(f'<path d="M{LEFT} {at(band):.1f}H{WIDTH - 20}" stroke="#999" stroke-dasharray="4 3"/>')
+    for number, (label, values) in enumerate(columns.items()):
+        x = LEFT + (number + 0.5) * across
+        for value in values:
+            parts.append(f'<circle cx="{x:.1f}" cy="{at(value):.1f}" r="4" fill="{_colour(number)}"/>')
+        turn = f'transform="translate({x:.1f} {HEIGHT - BOTTOM + 12}) rotate(18)"'
+        parts.append(f'<text {turn} font-size="10">{label}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def _frame(y_title: str, x_title: str, series: Sequence[str]) -> list[str]:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '

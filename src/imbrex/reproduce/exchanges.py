@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Traffic
-from imbrex.transport import make
+import imbrex
+from imbrex.crossings import Crossings
+from imbrex.placement import contiguous
 
-ROW_BYTES = 1024
+WIDTH = 256
+"""Values of a row, float32: 1 KiB."""
 
 
 def settings(transports: Sequence[str], sizes: Sequence[int], *, rounds: int) -> dict[str, Any]:
@@ -24,25 +26,21 @@ def settings(transports: Sequence[str], sizes: Sequence[int], *, rounds: int) ->
 
 def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`transport`, `bytes` and `seconds` of every round of the slowest rank, after one for warming up."""
-    group = dist.group.WORLD
-    made = {
-        name: make(name, group, num_ranks=dist.get_world_size(), top_k=1)[0] for name in asked["transports"]
-    }
     found: list[dict[str, Any]] = []
     for size in asked["sizes"]:
-        rows, traffic = _even(size)
-        times: dict[str, list[float]] = {name: [] for name in made}
+        moves = {name: _Move(name, size) for name in asked["transports"]}
+        times: dict[str, list[float]] = {name: [] for name in moves}
         for number in range(asked["rounds"] + 1):
-            for name, transport in made.items():
+            for name, move in moves.items():
                 dist.barrier()
                 begin = time.perf_counter()
-                received = transport.begin_move(rows, traffic).finish()
+                received = move.run()
                 took = _slowest(time.perf_counter() - begin)
                 if number == 0:
-                    _check(received, rows, traffic, name)
+                    move.check(received)
                 else:
                     times[name].append(took)
-        found += [{"transport": name, "bytes": size, "seconds": times[name]} for name in made]
+        found += [{"transport": name, "bytes": size, "seconds": times[name]} for name in moves]
     return found
 
 
@@ -50,22 +48,32 @@ def median(one: Mapping[str, Any]) -> float:
     return statistics.median(one["seconds"])
 
 
-def _even(size: int) -> tuple[Tensor, Traffic]:
-    """Rows of this rank, the same number for every rank; those of the own rank stay."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    share = max(1, size // ROW_BYTES // world)
-    rows = torch.full((share * world, ROW_BYTES), rank, dtype=torch.uint8)
-    rows[:, 0] = torch.arange(share * world).div(share, rounding_mode="floor").to(torch.uint8)
-    others = [share * (other != rank) for other in range(world)]
-    sent = [torch.arange(share) + other * share for other in range(world) if other != rank]
-    return rows, Traffic(sent_tokens_N=torch.cat(sent), splits_2W=torch.tensor([others, others]))
+class _Move:
+    """Rows of this rank, as many for every rank, planned and written; only `run` is timed."""
 
+    def __init__(self, transport: str, size: int) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        exchange = imbrex.Exchange(
+            contiguous(world, world), WIDTH, 1, group=dist.group.WORLD, transport=transport
+        )
+        crossings = exchange._crossings
+        assert isinstance(crossings, Crossings)
+        self.crossings = crossings
+        share = max(1, size // (4 * WIDTH) // world)
+        ids_TK = torch.arange(world).repeat_interleave(share)[:, None]
+        routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.ones(len(ids_TK), 1))
+        x_TD = torch.full((len(ids_TK), WIDTH), float(rank))
+        made = crossings.make_plans([(x_TD, routing)])[0]
+        self.traffic = made.traffic
+        self.encoded = crossings.write_dispatch(made, x_TD, routing.weights_TK)
+        self.sources = torch.arange(world).repeat_interleave(share * (torch.arange(world) != rank))
 
-def _check(received: Tensor, rows: Tensor, traffic: Traffic, name: str) -> None:
-    rank = dist.get_rank()
-    sources = torch.arange(dist.get_world_size()).repeat_interleave(traffic.splits_2W[1])
-    right = bool((received[:, 0] == rank).all()) and torch.equal(received[:, 1].long(), sources)
-    assert right, f"{name} moved rows to the wrong place"
+    def run(self) -> Tensor:
+        return self.crossings.begin_out(self.encoded, self.traffic).finish()
+
+    def check(self, received: Tensor) -> None:
+        values = received[:, : 4 * WIDTH].contiguous().view(torch.float32)
+        assert torch.equal(values.amax(1), self.sources.float()), "rows moved to the wrong place"
 
 
 def _slowest(seconds: float) -> float:

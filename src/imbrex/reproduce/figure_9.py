@@ -47,7 +47,7 @@ def find(asked: Asked) -> Finding:
         ),
         verdict=(
             f"Pipe-A2A is {gain['sequential']:.2f} times faster than what stays inside a node and what "
-            f"leaves it one after the other; Eq. 18 allows {bound:.2f}: {gain['sequential'] / bound:.0%} of it.",
+            f"leaves it one after the other: {gain['sequential'] / bound:.0%} of Eq. 18's {bound:.2f}.",
             f"Over gloo's own all-to-all, which starts every message at once, it is {gain['alltoall']:.2f}: "
             "the paper's premise that a library's all-to-all sends one message after the other holds for "
             "neither gloo nor NCCL, whose guide says that grouped calls progress independently.",

@@ -138,7 +138,7 @@ class _Stack:
         self.recorder.take_counters()
         for parameter in self.layers.parameters():
             parameter.grad = None
-        of_kind = {name: 0.0 for name in (*MOVING, "experts")}
+        of_kind: dict[str, float] = dict.fromkeys((*MOVING, "experts"), 0.0)
         for name, ms in spans.items():
             kind = name.removesuffix("_backward")
             of_kind[kind] = of_kind.get(kind, 0.0) + ms / 1e3

@@ -64,9 +64,9 @@ def find(asked: Asked) -> Finding:
             "ZFP on a CPU takes longer than it saves here.",
             "`naive` and `codec` move what stays in a node and then what leaves it, which is what the paper "
             "takes NCCL to do (Eq. 17). NCCL's and gloo's own all-to-all start everything at once.",
-            f"The bytes between nodes over the link's rate are {wire / plain.experts:.2f} times the experts' "
-            f"time ({1e3 * wire:.0f} over {1e3 * plain.experts:.0f} ms); with planning, copies and waiting an "
-            f"exchange takes {1e3 * plain.moving:.0f} ms with both tiers at once, {1e3 * naive.moving:.0f} ms "
+            f"The bytes between nodes over the link's rate are {wire / plain.experts:.2f} times the experts "
+            f"({1e3 * wire:.0f} over {1e3 * plain.experts:.0f} ms); with planning, copies and waiting all "
+            f"moving takes {1e3 * plain.moving:.0f} ms with both tiers at once, {1e3 * naive.moving:.0f} "
             "one after the other. In the paper an exchange is 1.7 times all else, if the codec quarters it.",
         ),
         verdict=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -48,13 +49,18 @@ def find(asked: Asked) -> Finding:
         ),
         verdict=_verdict(every, full=asked.full),
         rows=[row_of(one, size) for one in found],
-        chart=chart.lines(
-            {one["variant"]: [tuple(p) for p in one["curve"]] for one in found if one["seed"] == 0},
-            "step",
-            "training loss, nats a byte",
-            logarithmic=True,
-        ),
+        chart=picture(every),
     )
+
+
+def picture(every: Sequence[Learned]) -> str:
+    """A dot a seed: nats over those without a codec, the dense model left out."""
+    columns = {
+        one.variant.replace(", forward only", " forward"): list(one.apart.values())
+        for one in every
+        if one.variant not in ("none", "dense")
+    }
+    return chart.dots(columns, "nats a byte over no codec, by seed", bands=(-TOLERANCE_NATS, TOLERANCE_NATS))
 
 
 def row_of(found: dict[str, Any], size: Size) -> dict[str, Any]:

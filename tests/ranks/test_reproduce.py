@@ -1,0 +1,54 @@
+"""Reproductions on real ranks, as small as they come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from imbrex.models.training import Recipe, Shape
+from imbrex.reproduce import exchanges, layers, stage
+from imbrex.reproduce.teams import train_all
+from imbrex.reproduce.training import Size
+
+PAIR = stage.Network(nodes=2, ranks_per_node=1)
+
+
+def test_layers_without_a_network_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
+    ways = {"serial": layers.Way(), "int8": layers.Way(codec="int8", schedule="optsche-2")}
+    work = layers.Work(layers=2, tokens=32, width=64, inner=32, experts=2, sequence=16)
+    told, network = stage.on_ranks("layers", layers.settings(ways, work, rounds=2), PAIR)
+    timed = layers.read(told)
+    assert network == "loopback (no namespaces)"
+    assert list(timed) == ["serial", "int8"]
+    serial = timed["serial"]
+    assert 0 < serial.moving < serial.step
+    assert 0 < serial.experts < serial.step
+    assert serial.least <= serial.most
+
+
+def test_ranks_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
+    asked = exchanges.settings(["nosuch"], [1 << 12], rounds=1)
+    with pytest.raises(RuntimeError, match=r"the ranks ended with codes \[1, 1\]"):
+        stage.on_ranks("exchanges", asked, PAIR)
+
+
+def test_a_training_is_told_once_and_resumed(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question: " * 200)
+    shape = Shape(hidden_size=16, num_layers=1, num_heads=2, num_experts=4, expert_width=8)
+    size = Size(shape=shape, recipe=Recipe(steps=4, batch=4, length=16), held_out=1, every=2)
+    kept = str(tmp_path / "kept")
+    tasks = [("none", 0), ("int8", 0), ("dense", 0)]
+    found = train_all(tasks, files=[str(text)], size=size, teams=1, folder=kept)
+    assert [one["variant"] for one in found] == ["none", "int8", "dense"]
+    assert [step for step, _ in found[0]["curve"]] == [2, 4]
+    none, int8, dense = (one["held_out_nats"] for one in found)
+    assert none != int8
+    assert abs(none - int8) < 0.01 < abs(none - dense) + 0.1
+    assert found[2]["parameters"] < found[0]["parameters"]
+    again = train_all(tasks, files=[str(text)], size=replace(size, timeout_s=1.0), teams=1, folder=kept)
+    assert again == found

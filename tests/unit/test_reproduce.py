@@ -1,0 +1,161 @@
+"""The papers' tables: what is asked and told, the arithmetic behind them, and the pictures."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+from imbrex.cli import main
+from imbrex.cli import reproduce as command
+from imbrex.codec import make
+from imbrex.contracts import Codec
+from imbrex.models.training import Shape
+from imbrex.reproduce import TABLES, Asked, Finding, chart, find, table_1, table_6, table_10
+from imbrex.reproduce.convergence import learned, summary
+from imbrex.reproduce.exchanges import median
+from imbrex.reproduce.figure_9 import _bound
+from imbrex.reproduce.layers import Timed, Way, settings
+from imbrex.reproduce.stage import Network
+from imbrex.reproduce.testbed import TESTBED, Layer, every_layer, schemoe, tutel
+from imbrex.reproduce.training import VARIANTS, DenseLayer, OnDevice
+
+FOUND = [
+    {"variant": "none", "seed": 0, "held_out_nats": 2.0},
+    {"variant": "int8", "seed": 0, "held_out_nats": 2.01},
+    {"variant": "none", "seed": 1, "held_out_nats": 2.2},
+    {"variant": "int8", "seed": 1, "held_out_nats": 2.17},
+    {"variant": "int8", "seed": 2, "held_out_nats": 9.0},
+]
+
+
+def test_differences_are_paired_by_seed() -> None:
+    none, int8 = learned(FOUND)
+    assert none.apart == {0: 0.0, 1: 0.0}
+    assert int8.apart == pytest.approx({0: 0.01, 1: -0.03})
+    assert int8.mean == pytest.approx(statistics.fmean([2.01, 2.17, 9.0]))
+    assert "+0.0100, -0.0300" in summary(FOUND)[-1]
+
+
+def test_the_testbed_is_the_paper_s() -> None:
+    layers = list(every_layer())
+    assert len(layers) == 675
+    assert sum(layer.nbytes >= 200 << 20 for layer in layers) == 60
+    ablation = Layer(tokens=8 * 2048 * 1.2, width=8192, inner=8192)
+    assert ablation.nbytes == pytest.approx(644_245_094, abs=1)
+    naive = schemoe(ablation, TESTBED, codec=False, order=False, pipe=False)
+    assert naive == pytest.approx(2.401, rel=0.02)
+    assert schemoe(ablation, TESTBED, order=False, pipe=False) == pytest.approx(1.264, rel=0.05)
+    gains = [tutel(layer, TESTBED) / schemoe(layer, TESTBED, codec=False) for layer in layers[::7]]
+    assert statistics.fmean(gains) == pytest.approx(1.22, abs=0.03)
+
+
+def test_eq_18() -> None:
+    assert _bound(Network(nodes=2, ranks_per_node=4)) == pytest.approx(28 / 16)
+    assert _bound(Network(nodes=2, ranks_per_node=1)) == 1.0
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        chart.bars({"a": {"x": 1.0, "y": 2.0}, "b": {"x": 3.0}}, "ms"),
+        chart.lines({"x": [(1, 10), (100, 20)]}, "bytes", "ms", logarithmic=True),
+        chart.dots({"int8": [0.01, -0.02], "fp8": [0.0]}, "nats", bands=(-0.02, 0.02)),
+    ],
+)
+def test_pictures_are_svg(picture: str) -> None:
+    root = ET.fromstring(picture)
+    assert root.tag.endswith("svg")
+    shapes = {"rect": 7, "polyline": 1, "circle": 3}
+    assert any(len(root.findall(f".//{{*}}{name}")) == count for name, count in shapes.items()), picture
+
+
+def _made(asked: Asked) -> Finding:
+    return Finding(
+        title="A table",
+        question="Is it so?",
+        head=("way", "here"),
+        table=(("naive", "1"),),
+        differs=(f"full: {asked.full}",),
+        verdict=("It is.",),
+        rows=[{"op": "o", "impl": "i", "case": {}, "median_us": 1.0}],
+        chart=chart.bars({"naive": {"here": 1.0}}, "times"),
+    )
+
+
+def test_the_command_writes_rows_a_plot_and_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find", lambda name, asked: _made(asked))
+    assert main(["reproduce", "schemoe-table-10", "--full", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "| naive | 1" in said
+    assert "full: True" in said
+    written = json.loads((tmp_path / "schemoe-table-10.json").read_text())
+    assert written["rows"][0]["median_us"] == 1.0
+    assert written["runs"][0]["command"] == "imbrex reproduce schemoe-table-10 --full"
+    assert (tmp_path / "schemoe-table-10.svg").read_text().startswith("<svg")
+    assert (tmp_path / "schemoe-table-10.md").read_text() in said
+
+
+def test_the_list_and_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--list"]) == 0
+    assert all(name in capsys.readouterr().out or name for name in TABLES)
+    with pytest.raises(ValueError, match="'table-99' is not known; use one of schemoe-table-1, "):
+        find("table-99", Asked())
+
+
+def test_table_10_from_measured_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive 4 s, then 2, 1.6, 1: the gains are 1, 2, 2.5 and 4, and each step's share 2, 1.25 and 1.6."""
+    steps = dict(zip(table_10.WAYS, (4.0, 2.0, 1.6, 1.0, 3.0), strict=True))
+    told = {
+        name: {
+            "forward": s / 4,
+            "backward": s * 3 / 4,
+            "least": s,
+            "most": s,
+            "moving": s / 2,
+            "experts": 0.5,
+        }
+        for name, s in steps.items()
+    }
+    monkeypatch.setattr(table_10, "on_ranks", lambda *_, **__: (told, "a network"))
+    found = table_10.find(Asked())
+    assert [row[4:] for row in found.table] == [
+        ("1.00x", "1.00x"), ("2.00x", "2.00x"), ("2.50x", "1.25x"), ("4.00x", "1.60x")
+    ]  # fmt: skip
+    assert {row["impl"] for row in found.rows} >= set(table_10.PAPER)
+    assert all(row["case"]["network"] == "a network" for row in found.rows)
+
+
+def test_table_1_says_what_is_wrong_with_the_paper_s() -> None:
+    assert "21.1, 20.3, 21.0, 21.1 ms and does all else in 20.4, 18.6, 17.5, 14.8 ms" in table_1._growth()
+    assert Timed(forward=1.0, backward=2.0, least=3, most=3).step == 3.0
+    assert settings({"a": Way()}, table_1.WORK, rounds=2)["ways"]["a"]["schedule"] == "serial"
+    assert median({"seconds": [3.0, 1.0, 2.0]}) == 2.0
+
+
+def test_table_6_names_every_codec_it_claims_for() -> None:
+    assert set(table_6.HARMLESS) <= set(VARIANTS)
+    assert set(table_6.PAPER) <= set(VARIANTS)
+
+
+def test_a_codec_on_another_device_writes_the_same() -> None:
+    rows, plain = torch.randn(3, 64), make("int8")
+    moved = OnDevice(plain, "cpu")
+    assert isinstance(moved, Codec)
+    assert torch.equal(moved.encode(rows, rows.dtype), plain.encode(rows, rows.dtype))
+    assert moved.nbytes(64, rows.dtype) == 68
+    assert moved.error_bound(1.0, rows.dtype) == plain.error_bound(1.0, rows.dtype)
+
+
+def test_the_dense_layer_is_one_expert() -> None:
+    layer = DenseLayer(Shape(hidden_size=8, expert_width=4))
+    x_BSD = torch.randn(2, 3, 8)
+    gate, up = (x_BSD @ layer.gate_up.weight.T).chunk(2, -1)
+    wanted = (torch.nn.functional.silu(gate) * up) @ layer.down.weight.T
+    assert torch.allclose(layer(x_BSD), wanted, atol=1e-6)
