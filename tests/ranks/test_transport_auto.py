@@ -9,7 +9,7 @@ import torch
 
 import imbrex
 from imbrex.cost import Link, Network
-from imbrex.transport import Auto, make
+from imbrex.transport import Auto, make, pick
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool, RankError, Ranks
 from tests.ranks.test_layer import SMALL, largest_error
@@ -72,4 +72,4 @@ def test_oracle(pool: Pool) -> None:
 def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="Auto for 0 tokens; give at least 1"):
         Auto(tokens=0)
-    assert imbrex.transport.pick("auto", num_ranks=1, top_k=1)[0] == "alltoall"
+    assert pick("auto", num_ranks=1, top_k=1)[0] == "alltoall"
