@@ -42,7 +42,7 @@ SKEWED = {
     "DeepSeek-V2-Lite": MoEConfig(hidden_size=2048, intermediate_size=1408, num_experts=64, top_k=6),
     "DeepSeek-V3's width": MoEConfig(hidden_size=7168, intermediate_size=2048, num_experts=64, top_k=6),
 }
-LAYERS, SPARES, TURNS, ITERATIONS = 8, 2, 4, 10
+LAYERS, SPARES, TURNS, ITERATIONS = 8, 2, 3, 10
 QUESTION = "What does balance cost and bring on GPUs?"
 
 
