@@ -129,7 +129,7 @@ def run_captured(ranks: Ranks, case: Case, replays: int) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("tokens", [(64, 7, 33, 128), (200, 130, 5, 256)])
+@pytest.mark.parametrize("tokens", [(64, 7, 33, 128), (300, 130, 5, 512)])
 @pytest.mark.parametrize("experts", ["grouped", "kernels"])
 def test_a_captured_layer_follows_its_tokens(nccl: Pool, tokens: tuple[int, ...], experts: str) -> None:
     case = replace(NVLINK, tokens=tokens, options={"transport": "nvlink", "experts": experts})

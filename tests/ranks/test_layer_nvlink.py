@@ -107,10 +107,10 @@ def run_exact(ranks: Ranks, case: Case) -> list[Any]:
 
 
 def test_exactly_as_many_rows_as_there_are(pool: Pool) -> None:
-    answers = pool.run(4, run_exact, replace(CASE, tokens=(130, 0, 3, 8)))
-    assert sum(exact for _, exact, _ in answers) == 3 * 141
+    answers = pool.run(4, run_exact, replace(CASE, tokens=(300, 0, 3, 8)))
+    assert sum(exact for _, exact, _ in answers) == 3 * 311
     for worst, _, same in answers:
-        assert worst == 4 * 256 * 2
+        assert worst == 4 * 512 * 2
         assert same
 
 
