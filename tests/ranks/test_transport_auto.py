@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import imbrex
 from imbrex.cost import Link, Network
 from imbrex.transport import Auto, make, pick
 from tests.ranks.layer_jobs import Case, run_layer
