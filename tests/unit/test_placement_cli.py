@@ -118,3 +118,35 @@ def test_the_code_of_the_page_runs() -> None:
     assert len(found) == 3
     for code in found:
         exec(compile(code, page.name, "exec"), {})
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ([[[1, 2, float("nan")]]], "1 of them NaN; expected whole numbers"),
+        ([[[1, 2, 3], [1, 2]]], "rows of counts differ in length"),
+        ([[[1, -2, 3]]], "not negative"),
+        ([[[0.5, 2, 3]]], "expected whole numbers"),
+    ],
+)
+def test_counts_that_are_none_leave_no_plan(tmp_path, capsys, counts: list, says: str) -> None:
+    (tmp_path / "stats.json").write_text(json.dumps({"logical_count": counts}))
+    out = tmp_path / "plan.json"
+    given = ["--stats", str(tmp_path / "stats.json"), "--ranks", "2", "--slots", "4", "--out", str(out)]
+    with pytest.raises(SystemExit):
+        main(["balance", "plan", *given])
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1
+    assert says in told[0]
+    assert not out.exists()
+
+
+def test_an_old_plan_without_a_layer(tmp_path, capsys) -> None:
+    (tmp_path / "stats.json").write_text(json.dumps({"logical_count": [[[1, 2], [3, 4]]]}))
+    (tmp_path / "old.json").write_text(json.dumps({"physical_to_logical_map": [[0, 1]]}))
+    given = ["--stats", "stats.json", "--from", "old.json", "--out", "new.json"]
+    given = [str(tmp_path / name) if name.endswith("json") else name for name in given]
+    with pytest.raises(SystemExit):
+        main(["balance", "plan", *given, "--ranks", "2", "--slots", "2"])
+    assert "it has 1 layers, not the 2 of the statistics" in capsys.readouterr().err
+    assert not (tmp_path / "new.json").exists()

@@ -63,8 +63,9 @@ def read_history(
         pickle.UnpicklingError,
         RuntimeError,
     ) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"statistics: cannot read {path} ({type(error).__name__}: {first})") from None
+        first = (str(error).splitlines() or [""])[0].removeprefix("statistics: ")
+        what = first if type(error) is ValueError else f"{type(error).__name__}: {first}"
+        raise ValueError(f"statistics: cannot read {path} ({what})") from None
 
 
 def write_history(path: str | os.PathLike[str], history: LoadHistory, *, rank: int = 0) -> None:
@@ -113,11 +114,17 @@ def _from_cells(found: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHisto
 
 def _from_counts(counts: Any) -> LoadHistory:
     """From [L, E] or [steps, L, E] of whole numbers."""
-    array = np.asarray(counts.cpu() if isinstance(counts, torch.Tensor) else counts)
+    try:
+        array = np.asarray(counts.cpu() if isinstance(counts, torch.Tensor) else counts, dtype=np.float64)
+    except (ValueError, TypeError):
+        raise ValueError("rows of counts differ in length, or hold something else than numbers") from None
     array = array[None] if array.ndim == 2 else array
+    if array.ndim != 3 or not np.isfinite(array).all() or (np.rint(array) != array).any():
+        raise ValueError(
+            f"counts of shape {array.shape}, {np.isnan(array).sum()} of them NaN; expected whole numbers "
+            "[steps, layers, experts]"
+        )
     whole = array.astype(np.int64)
-    if array.ndim != 3 or not (whole == array).all():
-        raise ValueError(f"counts of shape {array.shape}; expected whole numbers [steps, layers, experts]")
     return LoadHistory(counts_ILE=whole, layers=tuple(range(array.shape[1])))
 
 

@@ -69,6 +69,8 @@ def read_plan(
             raise ValueError("it is no mapping")
         if "physical_to_logical_map" in content:
             rows = content["physical_to_logical_map"]
+            if layers is not None and len(rows) != len(layers):
+                raise ValueError(f"it has {len(rows)} layers, not the {len(layers)} of the statistics")
             rows = dict(zip(layers if layers is not None else range(len(rows)), rows, strict=True))
         else:
             rows = content.get("initial_global_assignments") or {}
