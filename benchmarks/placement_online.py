@@ -24,7 +24,7 @@ from imbrex.balancer import OnlineBalancer, Pace
 from imbrex.cli.results import describe_run, write_results
 from imbrex.placement import plan_layers
 
-LAYERS, TOKENS, ROUNDS = 8, 256, 60
+LAYERS, TOKENS, ROUNDS = 8, 256, 120
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=16, top_k=4)
 PACES = {
     "off": None,
@@ -86,12 +86,18 @@ def main() -> None:
         for process in processes:
             process.join()
     case = {"W": args.ranks, "L": LAYERS, "T": TOKENS, "D": 256, "F": 256, "E": 16, "K": 4, "device": "cpu"}
+    slowest = {
+        name: [max(of_rank) for of_rank in zip(*(times[name][5:] for times, _ in answers), strict=True)]
+        for name in PACES
+    }
     rows = []
     for name in PACES:
-        slowest = [max(of_rank) for of_rank in zip(*(times[name][5:] for times, _ in answers), strict=True)]
-        us = [seconds * 1e6 for seconds in slowest]
+        us = [seconds * 1e6 for seconds in slowest[name]]
         row = {"op": "online_iteration", "impl": name, "case": case, "n": len(us)}
         row |= {"median_us": round(statistics.median(us)), "min_us": round(min(us)), "max_us": round(max(us))}
+        # Variants ran one after the other in every round, so that what disturbs the machine meets all of them.
+        pairs = zip(slowest[name], slowest["off"], strict=True)
+        row["over_off"] = round(statistics.median(on / off for on, off in pairs) - 1, 4)
         tally = answers[0][1].get(name, {})
         row |= {
             key: round(tally[key], 4) for key in ("switches", "bytes_moved", "seconds_hidden") if key in tally
