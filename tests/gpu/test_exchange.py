@@ -64,7 +64,7 @@ def test_small_dispatch(name: str) -> None:
     case = CASES[name]
     exchange = make_exchange(case, "cuda", timeout=10.0)
     for seed in range(6):
-        check_small(replace(case, seed=seed), exchange, "cuda", sms=1 + 3 * seed)
+        check_small(replace(case, seed=seed), exchange, "cuda", sms=2 + 3 * seed)
 
 
 def test_many_calls_on_rotating_buffers() -> None:

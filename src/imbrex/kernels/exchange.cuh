@@ -14,7 +14,7 @@ constexpr int kMaxBlocks = 132;
 constexpr int kWords = 72;
 constexpr int kBatch = 8;  // loads that a thread has in flight: no branch stands around one
 
-enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kSmall = 4, kGather = 5, kKinds = 6 };
+enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kSmall = 4, kGather = 5, kSmallRows = 6 };  // the last only has flags
 enum Phase { kPeerStarted = 1, kIdsArrived = 2, kRowsArrived = 3, kRowsStaged = 4, kRowsReduced = 5, kOwnBlocks = 6, kOffsetArrived = 7 };
 enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4 };
 
@@ -54,6 +54,7 @@ struct Call {
     int me;       // rank
     int local;    // which of the launch's ranks: index of its slice of the stacked user tensors
     int block;    // among the blocks of this rank
+    int blocks;   // of this rank that share the work
     u32 epoch;
 };
 
@@ -65,12 +66,14 @@ __device__ __forceinline__ u32* flag_of(const Group& group, i64 flags, int at, i
     return reinterpret_cast<u32*>(group.heap[at] + flags) + static_cast<i64>(from) * group.flags + index;
 }
 
-__device__ __forceinline__ Call begin_call(const Group& group, Kind kind) {
+// `aside`: blocks, the last ones, that do something else.
+__device__ __forceinline__ Call begin_call(const Group& group, Kind kind, int aside = 0) {
     Call call;
     call.group = &group;
     call.local = static_cast<int>(blockIdx.x) / group.blocks;
     call.me = group.first + call.local;
     call.block = static_cast<int>(blockIdx.x) % group.blocks;
+    call.blocks = group.blocks - aside;
     call.kind = kind;
     call.own = control_of(group, call.me);
     call.epoch = ptx::load_acquire_gpu(&call.own->epoch[kind]) + 1;

@@ -179,6 +179,7 @@ class NvlinkExchange:
                 routed.send_row_LTW.shape[1],
                 row_bytes,
                 wire_bytes,
+                lay.fp8_pitch(x.shape[-1]) if quantise else row_bytes,
                 stages,
                 quantisers,
                 buffer,
@@ -233,9 +234,16 @@ class NvlinkExchange:
         at = self.layout.small_ids, 0, self.layout.small_tokens
         args = lay.Small(
             self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced),
-            *(x.data_ptr(), out.data_ptr(), self.layout.small_staged, few * self.shape.row_bytes),
-            *(*self._strides(x, out), row_bytes, lay.SMALL_PARTS),
+            *(
+                x.data_ptr(),
+                out.data_ptr(),
+                self.layout.small_staged,
+                self.shape.ranks * few * self.shape.row_bytes,
+            ),
+            *(*self._strides(x, out), row_bytes, lay.SMALL_PARTS, min(lay.SMALL_PUSHERS, num_sms // 2)),
         )
+        if num_sms < 2:
+            raise ValueError("exchange: a small dispatch needs at least 2 SMs: some push, some route")
         shared = lay.small_shared(self.shape, few, self._room)
         self._launch(SMALL, "small", num_sms, ROUTE_THREADS, shared, args)
         return out, routed
@@ -270,11 +278,17 @@ class NvlinkExchange:
             *map(_address, (routed.send_row_LTW, routed.tokens_LW)),
             *(self.layout.partials, (s.ranks - 1) * s.max_tokens * s.row_bytes, rows[0].nbytes),
             *self._strides(addend, out),
-            *(most, s.choices, 2 * width, width + width // 32 if wire == "fp8" else 2 * width),
+            *(
+                most,
+                s.choices,
+                2 * width,
+                -(-(width + width // 32) // 128) * 128 if wire == "fp8" else 2 * width,
+            ),
             *(*pieces, out_dtype == torch.float32),
         )
         variant = REDUCE[wire == "fp8"]
-        self._launch(variant, "combine", num_sms, REDUCE_THREADS, lay.REDUCE_SHARED, args)
+        shared = lay.reduce_shared(2 * width, wire)
+        self._launch(variant, "combine", num_sms, REDUCE_THREADS, shared, args)
         return out
 
     def reduced_rows(self, width: int) -> Tensor:

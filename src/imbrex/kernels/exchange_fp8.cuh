@@ -53,8 +53,8 @@ __device__ __forceinline__ u32 four_values(u32 first, u32 second, const Divisor&
     return ptx::pack_e4m3(q[0], q[1]) | ptx::pack_e4m3(q[2], q[3]) << 16;
 }
 
-// Eight bf16 to eight e4m3. All lanes.
-__device__ __forceinline__ uint2 eight_values(uint4 v, const Divisor& d) {
-    if (__all_sync(0xffffffffu, d.plain)) return {four_values<true>(v.x, v.y, d), four_values<true>(v.z, v.w, d)};
+// Eight bf16 to eight e4m3; `plain` in all lanes alike: whether all of their divisors are.
+__device__ __forceinline__ uint2 eight_values(uint4 v, const Divisor& d, bool plain) {
+    if (plain) return {four_values<true>(v.x, v.y, d), four_values<true>(v.z, v.w, d)};
     return {four_values<false>(v.x, v.y, d), four_values<false>(v.z, v.w, d)};
 }

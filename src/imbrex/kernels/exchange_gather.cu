@@ -2,16 +2,22 @@
 // adds them in the order of the ranks. Nothing is written on the way, so 8 SMs load each byte once.
 //
 // Warp 0 lets the rows of the other ranks come by TMA into a ring of entries: one piece of a token's row from every rank, in the
-// place of that rank. The other warps each add their columns of it, own row and addend straight from memory, asked for some pieces
+// place of that rank. Two teams of warps take turns, each warp adding its columns, own row and addend straight from memory, the row some pieces
 // ahead. A warp may be entries ahead of another; an entry is free when all have read it.
 //
 // Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
 #include "exchange_terms.cuh"
 
-constexpr int kAddingWarps = 14;  // 448 threads: half a row of 7168 values
-constexpr int kGatherThreads = 32 * (1 + kAddingWarps);
+#ifndef TEAMS
+#define TEAMS 2
+#define ADDING_WARPS 10
+#endif
+constexpr int kTeams = TEAMS;               // an entry takes one team 0.5 us, mostly latency: they take turns
+constexpr int kAddingWarps = ADDING_WARPS;  // of a team: 320 threads, a third of a row of 7168 values
+constexpr int kGatherThreads = 32 * (1 + kTeams * kAddingWarps);
 constexpr int kMostEntries = 32;
-constexpr int kAhead = 4;         // pieces of own rows on their way: 0.5 us each on 8 SMs, 1 us of latency
+constexpr int kAhead = 2;         // pieces of own rows on their way to a team
+constexpr int kRanksAtOnce = 2;   // more would spill
 
 struct Gather {
     const u8* own;        // [ranks of the launch, tokens, row_bytes]
@@ -25,7 +31,7 @@ struct Gather {
     int max_tokens;
     int row_bytes;
     int piece_bytes;
-    int entries;
+    int entries;  // a multiple of the teams, so that an entry always meets the same one
     int out_float;
 };
 
@@ -80,6 +86,7 @@ __device__ inline void pull_entries(const Call& call, const Gather& gather, cons
             for (int offset = 0; offset < gather.row_bytes; offset += gather.piece_bytes) {
                 const int bytes = min(gather.piece_bytes, gather.row_bytes - offset);
                 if (round > 0 && !wait_stage(call, entries.empty + 8 * at, (round & 1) ^ 1)) return;
+                __syncwarp();  // an entry without loads is full at once, and might be empty again before a slow lane has looked
                 if (lane == i * ranks) {
                     entries.ranks[at] = static_cast<int>(bits);
                     ptx::mbarrier_expect(entries.full + 8 * at, bytes * loads);
@@ -105,57 +112,79 @@ __device__ inline void store_sum(const Gather& gather, u8* out, i64 column, cons
     }
 }
 
-// Where a thread's column of the next pieces lies; columns past the end of a piece are not there.
+// A team's pieces, one after the other.
 struct Walk {
     int token, offset;
     __device__ __forceinline__ void next(const Call& call, const Gather& gather) {
-        offset += gather.piece_bytes;
-        if (offset >= gather.row_bytes) {
-            offset = 0;
-            token += call.group->blocks;
+#pragma unroll
+        for (int i = 0; i < kTeams; ++i) {
+            offset += gather.piece_bytes;
+            if (offset >= gather.row_bytes) {
+                offset = 0;
+                token += call.group->blocks;
+            }
         }
     }
 };
 
-// Every thread has one column of 16 bytes of each piece. Own rows and addends are asked for kAhead pieces before their turn.
+// The rows of the ranks in order, `bits` saying which count; this rank's is `home`. Several come from shared memory at once.
+__device__ __forceinline__ void add_ranks(float (&sum)[8], u32 slot, int piece_bytes, int bits, int me, int ranks, const uint4& home) {
+    for (int first = 0; first < ranks; first += kRanksAtOnce) {
+        uint4 value[kRanksAtOnce];
+#pragma unroll
+        for (int u = 0; u < kRanksAtOnce; ++u) {
+            const int p = first + u;
+            if (p == me)
+                value[u] = home;
+            else if (bits >> p & 1)
+                value[u] = ptx::load_shared(slot + (p < me ? p : p - 1) * piece_bytes);
+        }
+#pragma unroll
+        for (int u = 0; u < kRanksAtOnce; ++u)
+            if (bits >> (first + u) & 1) add_eight(sum, value[u], 1.0f);
+    }
+}
+
+// Every thread has one column of 16 bytes of each piece. Own rows are asked for kAhead pieces before their turn.
 __device__ inline void add_entries(const Call& call, const Gather& gather, const Entries& entries, int tokens) {
-    const int mine = 16 * (static_cast<int>(threadIdx.x) - 32), ranks = call.group->ranks;
-    const u8* own = gather.own + call.local * gather.x_stride;
-    const u8* addend = gather.addend + call.local * gather.x_stride;
+    const int thread = static_cast<int>(threadIdx.x) - 32, team = thread / (32 * kAddingWarps), mine = 16 * (thread % (32 * kAddingWarps));
+    const u8* own = gather.own + call.local * gather.x_stride + mine;
+    const u8* addend = gather.addend + call.local * gather.x_stride + mine;
     u8* out = gather.out + call.local * gather.out_stride;
-    uint4 home[kAhead], added[kAhead];
-    Walk ahead = {call.block, 0}, walk = ahead;
+    uint4 home[kAhead];
+    Walk walk = {call.block, 0};
+    for (int i = 0; i < team; ++i) {
+        walk.offset += gather.piece_bytes;
+        if (walk.offset >= gather.row_bytes) walk = {walk.token + call.group->blocks, 0};
+    }
+    Walk ahead = walk;
     const auto ask = [&](int d) {
-        const int offset = ahead.offset + mine;
-        const i64 at = static_cast<i64>(ahead.token) * gather.row_bytes + offset;
-        const bool wanted = ahead.token < tokens && mine < gather.piece_bytes && offset < gather.row_bytes;
+        const i64 at = static_cast<i64>(ahead.token) * gather.row_bytes + ahead.offset;
+        const bool wanted = ahead.token < tokens && mine < gather.piece_bytes && ahead.offset + mine < gather.row_bytes;
         home[d] = ptx::load_once(own + at, wanted);
-        added[d] = ptx::load_once(addend + at, wanted && gather.addend);
         ahead.next(call, gather);
     };
-    u32 at = 0, round = 0;
+    u32 at = team, round = 0;
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) ask(d);
     while (walk.token < tokens) {
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) {
             if (walk.token >= tokens) break;
-            if (!wait_stage(call, entries.full + 8 * at, round & 1)) return;
-            const int bits = entries.ranks[at];
-            float sum[8] = {};
-            u32 slot = entries.slots + at * entries.bytes + mine;
             const bool inside = mine < gather.piece_bytes && walk.offset + mine < gather.row_bytes;
-            for (int p = 0; p < ranks; ++p) {
-                if (bits >> p & inside) add_eight(sum, p == call.me ? home[d] : ptx::load_shared(slot), 1.0f);
-                if (p != call.me) slot += gather.piece_bytes;
-            }
+            const i64 here = static_cast<i64>(walk.token) * gather.row_bytes + walk.offset;
+            const uint4 added = ptx::load_once(addend + here, gather.addend && inside);
+            if (!wait_stage(call, entries.full + 8 * at, round & 1)) return;
+            float sum[8] = {};
+            add_ranks(sum, entries.slots + at * entries.bytes + mine, gather.piece_bytes, inside ? entries.ranks[at] : 0, call.me, call.group->ranks, home[d]);
             ptx::mbarrier_arrive(entries.empty + 8 * at);
-            if (gather.addend) add_eight(sum, added[d], 1.0f);
-            if (inside) store_sum(gather, out, (static_cast<i64>(walk.token) * gather.row_bytes + walk.offset + mine) / 16, sum);
+            if (gather.addend) add_eight(sum, added, 1.0f);
+            if (inside) store_sum(gather, out, (here + mine) / 16, sum);
             ask(d);
             walk.next(call, gather);
-            if (++at == static_cast<u32>(gather.entries)) {
-                at = 0;
+            at += kTeams;
+            if (at >= static_cast<u32>(gather.entries)) {
+                at -= gather.entries;
                 ++round;
             }
         }

@@ -80,7 +80,7 @@ Push = _struct(
     "Push",
     "x send_row tokens",
     "rows_at buffer_bytes x_stride",
-    "num_tokens max_tokens row_bytes wire_bytes stages quantisers buffer lag",
+    "num_tokens max_tokens row_bytes wire_bytes pitch stages quantisers buffer lag",
 )
 Pull = _struct(
     "Pull",
@@ -107,11 +107,12 @@ class Small(ctypes.Structure):
         ("route", Route),
         *((name, ctypes.c_uint64) for name in ("x", "out")),
         *((name, ctypes.c_int64) for name in ("staged_at", "buffer_bytes", "x_stride", "out_stride")),
-        *((name, ctypes.c_int32) for name in ("row_bytes", "parts")),
+        *((name, ctypes.c_int32) for name in ("row_bytes", "parts", "pushers")),
     )
 
 
 SMALL_SMS = 64
+SMALL_PUSHERS = 16
 SMALL_TOKENS = 512
 """Most tokens of a rank in a small dispatch; a heap whose calls may be larger has room for these besides."""
 
@@ -185,7 +186,7 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         partials=take(2 * (ranks - 1) * tokens * shape.row_bytes if expert else 0),
         small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
         small_tokens=take(4 * 2 * ranks),
-        small_staged=take(2 * few * shape.row_bytes if expert else 0),
+        small_staged=take(2 * ranks * few * shape.row_bytes if expert else 0),
         nbytes=at,
     )
 
@@ -194,6 +195,7 @@ def route_shared(shape: Shape, chunks: int, room: int = 0) -> int:
     """Shared memory of a routing block that has `chunks` chunks. room: slots more than experts."""
     words = chunks * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * (shape.choices + 1) // 2)
     words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
+    words += shape.ranks**2 * -(-shape.max_tokens // CHUNK)
     flow = flow_bytes(shape.ranks, shape.ranks, room) if room else 0
     return 4 * (words + shape.most_slots + shape.experts) + flow
 
@@ -252,6 +254,14 @@ def quantisers_of(row_bytes: int, targets: int) -> int:
     return min(QUANTISERS, mover_shared(row_bytes, targets, 0)[0] - 1)
 
 
+FP8_MULTIPLE = 16
+
+
+def fp8_pitch(width: int) -> int:
+    """Bytes from one row of the fp8 codec to the next."""
+    return -(-(width + width // 32) // FP8_MULTIPLE) * FP8_MULTIPLE
+
+
 def fp8_bytes(width: int) -> int:
     """Bytes of a row of the fp8 codec, or ValueError where the kernel cannot write it."""
     if width % 512:
@@ -261,15 +271,20 @@ def fp8_bytes(width: int) -> int:
 
 SMALL_PARTS = 4
 REDUCE_WARPS = 16
-REDUCE_SHARED = REDUCE_WARPS * 52 * (8 + 4)
+
+
+def reduce_shared(row_bytes: int, wire: str) -> int:
+    """Bytes of shared memory of the combine kernel: warps' terms, and the scales of rows that cross as fp8."""
+    return REDUCE_WARPS * (52 * (8 + 4) + (row_bytes // 64 if wire == "fp8" else 0))
 
 
 def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
     """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing."""
-    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (1, 1, 10)
+    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (2, 1, 10)
 
 
-GATHER_PIECE = 16 * 448
+GATHER_TEAMS = 2
+GATHER_PIECE = 16 * 320
 """Most bytes of a piece: 16 a thread."""
 
 
@@ -280,5 +295,6 @@ def gather_shared(row_bytes: int, ranks: int) -> tuple[int, int, int]:
         piece = -(-row_bytes // pieces // 16) * 16
         entries = (SHARED_BYTES - 1024) // (piece * places)
         if piece <= GATHER_PIECE and entries >= 8:
-            return piece, min(entries, 32), 1024 + min(entries, 32) * piece * places
+            entries = min(entries, 32) // GATHER_TEAMS * GATHER_TEAMS
+            return piece, entries, 1024 + entries * piece * places
     raise AssertionError(f"{ranks} pieces of 16 bytes fit")

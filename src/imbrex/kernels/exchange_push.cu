@@ -23,6 +23,7 @@ struct Push {
     int max_tokens;
     int row_bytes;
     int wire_bytes;  // of a row at the peers
+    int pitch;       // from one of them to the next
     int stages;
     int quantisers;
     int buffer;  // which of the buffers
@@ -51,7 +52,7 @@ __device__ inline void list_push(const Call& call, const Ring& ring, const Push&
                 const int step = i + turn < group.ranks ? i + turn : i + turn - group.ranks + 1;
                 const int p = call.me + step < group.ranks ? call.me + step : call.me + step - group.ranks;
                 const int row = send_row[static_cast<i64>(token) * group.ranks + p];
-                if (row >= 0) targets_of(item)[targets++] = group.heap[p] + buffer + static_cast<i64>(row) * push.wire_bytes;
+                if (row >= 0) targets_of(item)[targets++] = group.heap[p] + buffer + static_cast<i64>(row) * push.pitch;
             }
         }
         item->targets = targets;

@@ -1,25 +1,49 @@
 // Rows of bf16 in the mover's ring become rows of the fp8 codec, in place, between the load and the stores.
 //
-// A warp has one row in turn. A step reads 512 values and then writes 512 bytes, which earlier steps have read.
+// A warp has one row in turn. Steps read 512 values each and then write 512 bytes, which they or earlier ones have read.
 #pragma once
 #include "exchange_fp8.cuh"
 #include "exchange_rows.cuh"
 
 constexpr int kStep = 512;    // values a warp converts at once, 16 a lane, 8 lanes a block
 
+// kSteps steps together, so that their chains of dependent instructions overlap.
+template <int kSteps>
+__device__ __forceinline__ void quantise_steps(u32 row, float* scales, int first) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    uint4 value[kSteps][2];
+    u32 amax[kSteps];
+    Divisor d[kSteps];
+    bool plain = true;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) value[i][j] = ptx::load_shared(row + 2 * (first + i * kStep + 16 * lane) + 16 * j);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) amax[i] = larger(larger_of_four(value[i][0]), larger_of_four(value[i][1]));
+    for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) amax[i] = larger(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], step));
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+        d[i] = divisor_of(amax[i]);
+        plain &= d[i].plain;
+    }
+    plain = __all_sync(0xffffffffu, plain);  // every lane has read its values, too
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+        const uint2 low = eight_values(value[i][0], d[i], plain), high = eight_values(value[i][1], d[i], plain);
+        ptx::store_shared(row + first + i * kStep + 16 * lane, {low.x, low.y, high.x, high.y});
+        if (lane % 8 == 0) scales[(first + i * kStep) / kBlock + lane / 8] = d[i].scale;
+    }
+}
+
 // One row, all lanes; `scales`: of this warp, D / 128 floats.
 __device__ inline void quantise_row(u32 row, float* scales, int width) {
     const int lane = static_cast<int>(ptx::lane_id());
-    for (int first = 0; first < width; first += kStep) {
-        const uint4 a = ptx::load_shared(row + 2 * (first + 16 * lane)), b = ptx::load_shared(row + 2 * (first + 16 * lane) + 16);
-        u32 amax = larger(larger_of_four(a), larger_of_four(b));
-        for (int step = 1; step < 8; step *= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-        const Divisor d = divisor_of(amax);
-        const uint2 low = eight_values(a, d), high = eight_values(b, d);
-        __syncwarp();  // every lane has read its values
-        ptx::store_shared(row + first + 16 * lane, {low.x, low.y, high.x, high.y});
-        if (lane % 8 == 0) scales[first / kBlock + lane / 8] = d.scale;
-    }
+    int first = 0;
+    for (; first + 2 * kStep <= width; first += 2 * kStep) quantise_steps<2>(row, scales, first);
+    if (first < width) quantise_steps<1>(row, scales, first);
     __syncwarp();
     for (int i = 4 * lane; i < width / kBlock; i += 128)
         ptx::store_shared(row + width + 4 * i, {__float_as_uint(scales[i]), __float_as_uint(scales[i + 1]), __float_as_uint(scales[i + 2]),

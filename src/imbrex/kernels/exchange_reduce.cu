@@ -89,7 +89,8 @@ __device__ inline int append_rows(const Call& call, const Reduce& reduce, Terms&
     return append(terms, count, row >= 0, reduce.rows + call.local * reduce.rows_stride + static_cast<i64>(row) * reduce.row_bytes, weight);
 }
 
-__device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Terms& terms, const Piece& piece) {
+// `scales`: shared, of this warp, a float for every 128 values of a row that crosses as fp8.
+__device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Terms& terms, float* scales, const Piece& piece) {
     const int columns = reduce.row_bytes / 16;
     const int* recv_row = reduce.recv_row + (static_cast<i64>(call.local) * call.group->ranks + piece.source) * reduce.max_tokens;
     for (int token = piece.first_token; token < piece.end_token; ++token) {
@@ -98,11 +99,13 @@ __device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Term
         u8* target = partial_at(call, reduce, piece.source, call.me, token);
         sum_columns(terms, count, Coded{0, count, count}, piece.first, piece.last, columns, [=](int column, const float (&sum)[8], bool inside) {
             if (WIRE_FP8)
-                store_coded(target, columns, column, sum, inside);
+                store_coded(target, scales, column, sum, inside);
             else if (inside)
                 reinterpret_cast<uint4*>(target)[column] = pack_eight(sum);
         });
+        if (WIRE_FP8) store_scales(target, scales, piece.first, piece.last, columns);
     }
+    __syncwarp();
     if (ptx::lane_id() == 0) {
         ptx::fence_sys();
         ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced_flags, piece.source, call.me, piece.flag), call.epoch);
@@ -152,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1) reduce_rows(c
     const Call call = begin_call(group, kCombine);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()), ranks = group.ranks;
     Terms& terms = reinterpret_cast<Terms*>(ptx::shared_memory())[warp];
+    float* scales = reinterpret_cast<float*>(ptx::shared_memory() + kReduceWarps * sizeof(Terms)) + warp * (reduce.row_bytes / 256);
     if (call.block == 0 && warp == 0) tell_started(call, lane);
     const int* tokens = reduce.tokens + call.local * ranks;
     u32* drawn = call.own->drawn[call.kind];
@@ -165,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1) reduce_rows(c
         fine = wait_credit(call, lane, 2);
         for (u32 i = fine ? draw(&drawn[0]) : reducing; i < reducing; i = draw(&drawn[0])) {
             const int source = call.me + 1 + static_cast<int>(i % others);
-            reduce_piece(call, reduce, terms, piece_of(reduce, tokens, source < ranks ? source : source - ranks, i / others));
+            reduce_piece(call, reduce, terms, scales, piece_of(reduce, tokens, source < ranks ? source : source - ranks, i / others));
         }
     }
     for (u32 i = fine ? draw(&drawn[1]) : adding; i < adding; i = draw(&drawn[1]))

@@ -1,14 +1,15 @@
 // Dispatch of a small batch in one kernel: routing, data and flags, for decoding.
 //
-// Every block gives its share of the ids and weights to all ranks and copies its share of the tokens into the own heap, then sets
-// one flag per peer for both. When all blocks of all ranks have, every block routes all tokens by itself -- a few
-// thousand choices, less than a meeting of blocks costs -- and its warps move parts of rows, each from where its token lies
-// through registers to every row that takes it. What routing tells is written by one block a chunk.
+// Some blocks push all own tokens to every rank at once, before anybody knows who wants them: with 4 ranks and 8 choices nine of ten
+// are wanted, and the wire is idle while ranks route. The others give their share of the ids and weights to all ranks, and when
+// all have, each routes all tokens by itself -- a few thousand choices, less than a meeting of blocks costs. Then, as the tokens
+// of all ranks are there, their warps copy parts of rows to every row that takes them. What routing tells is written by one
+// block a chunk.
 //
 // Ids and tokens of two calls lie side by side, by the parity of the epoch: whoever has begun call n has left call n - 1, and
 // nobody leaves call n before all have begun it, so nothing of call n - 1 is read when call n + 1 writes. Replays of a graph count on.
 //
-// Example: as routing.cu, whose positions it computes, and exchange_pull.cu, whose rows it moves.
+// Example: as routing.cu, whose positions it computes, and exchange_pull.cu, whose rows it writes.
 #include "exchange_copy.cuh"
 #include "routing.cuh"
 
@@ -16,12 +17,13 @@ struct Small {
     Route route;
     const u8* x;      // [ranks of the launch, tokens, row_bytes]
     u8* out;          // [.., rows, row_bytes], expert-major
-    i64 staged_at;    // offset in a heap of the two staging buffers
+    i64 staged_at;    // offset in a heap of the two buffers of tokens, [W, max_tokens, row_bytes]
     i64 buffer_bytes;
     i64 x_stride;
     i64 out_stride;
     int row_bytes;
     int parts;        // in which a row is cut
+    int pushers;      // blocks that push; the last ones
 };
 
 // All threads: every position of this rank, by this block alone; `position` and `columns` in shared memory.
@@ -29,7 +31,7 @@ __device__ inline void route_alone(const Call& call, const Route& route, const S
     const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
     int* rank_columns = columns + s.chunks * route.experts;
     cut_chunks(route, s, tokens);
-    fetch_choices(call, route, s);
+    fetch_choices<1>(call, route, s);
     mark_experts(call, route, s);
     for (int i = thread; i < s.chunks * route.experts; i += kRouteThreads) columns[i] = held(&s.mask[4 * i]);
     __syncthreads();
@@ -39,7 +41,7 @@ __device__ inline void route_alone(const Call& call, const Route& route, const S
     if (route.replicated) mark_owners(route, s);
     give_owners(s, rank_columns);
     __syncthreads();
-    scan_chunks<4>(s, rank_columns, s.owners, ranks, s.rank_before, s.rank_total);
+    scan_owners(s, rank_columns, ranks);
     __syncthreads();
     place_slots(call, route, s);
     place_sources(route, s, ranks);
@@ -49,23 +51,56 @@ __device__ inline void route_alone(const Call& call, const Route& route, const S
     __syncthreads();
 }
 
-// Each warp a part of a token's row, from its rank to every row here that takes it.
-__device__ inline void pull_parts(const Call& call, const Small& small, const Scratch& s, const u8* staged, const int* position) {
-    const Group& group = *call.group;
-    const int lane = static_cast<int>(ptx::lane_id()), ranks = group.ranks, choices = small.route.choices, warps = kRouteThreads / 32;
+__device__ __forceinline__ u8* staged_of(const Call& call, const Small& small, int at, int from) {
+    const i64 token = static_cast<i64>(from) * small.route.max_tokens;
+    return call.group->heap[at] + small.staged_at + (call.epoch & 1) * small.buffer_bytes + token * small.row_bytes;
+}
+
+// A pushing block's share of the own tokens to every other rank, and a flag at each.
+__device__ inline void push_tokens(const Call& call, const Small& small, int tokens) {
+    const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x), pusher = call.block - call.blocks;
+    const u8* x = small.x + call.local * small.x_stride;
+    const int words = tokens * (small.row_bytes / 16), step = small.pushers * kRouteThreads;
+    Words<4> held;
+    for (int first = pusher * kRouteThreads + thread; first < words; first += 4 * step) {
+        held.load(x, first, step, words);
+        for (int i = 1; i < ranks; ++i) {
+            const int p = call.me + i < ranks ? call.me + i : call.me + i - ranks;
+            held.store(staged_of(call, small, p, call.me), first, step, words);
+        }
+    }
+    __syncthreads();
+    if (thread < ranks && thread != call.me) {
+        ptx::fence_sys();
+        ptx::store_relaxed_sys(&control_of(*call.group, thread)->arrived[kSmallRows][call.me][pusher], call.epoch);
+    }
+}
+
+__device__ inline bool take_tokens(const Call& call, const Small& small) {
+    bool fine = true;
+    for (int i = static_cast<int>(threadIdx.x); i < call.group->ranks * small.pushers; i += kRouteThreads) {
+        const int p = i / small.pushers;
+        if (p != call.me) fine = fine && wait_flag(call, &call.own->arrived[kSmallRows][p][i % small.pushers], call.epoch, kRowsArrived, p);
+    }
+    return __syncthreads_and(fine) != 0;
+}
+
+// Each warp a part of a token's row, from where it was pushed to every row here that takes it.
+__device__ inline void place_parts(const Call& call, const Small& small, const Scratch& s, const int* position) {
+    const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks, choices = small.route.choices, warps = kRouteThreads / 32;
     const int columns = small.row_bytes / 16, wide = (columns + 32 * small.parts - 1) / (32 * small.parts) * 32;
     const int units = ranks * s.per_source * kChunk * small.parts;
     u8* out = small.out + call.local * small.out_stride;
-    for (int u = call.block * warps + static_cast<int>(threadIdx.x) / 32; u < units; u += group.blocks * warps) {
+    for (int u = call.block * warps + static_cast<int>(threadIdx.x) / 32; u < units; u += call.blocks * warps) {
         const int pair = u / small.parts, first = u % small.parts * wide, token = pair / ranks;
         const int source = (pair + call.me) % ranks, c = source * s.per_source + token / kChunk;
         if (token % kChunk >= s.chunk[c].tokens) continue;
         const int row = lane < choices ? position[(c * kChunk + token % kChunk) * choices + lane] : -1;
-        u32 taken = __ballot_sync(0xffffffffu, row >= 0);
+        const u32 taken = __ballot_sync(0xffffffffu, row >= 0);
         if (taken == 0) continue;
-        const u8* x = source == call.me ? small.x + call.local * small.x_stride : group.heap[source] + (staged - group.heap[call.me]);
-        Words<kStaged> words;
-        for (int column = first; column < min(first + wide, columns); column += 32 * kStaged) {
+        const u8* x = source == call.me ? small.x + call.local * small.x_stride : staged_of(call, small, call.me, source);
+        Words<4> words;
+        for (int column = first; column < min(first + wide, columns); column += 32 * 4) {
             words.load(x + static_cast<i64>(token) * small.row_bytes, column + lane, 32, min(first + wide, columns));
             for (u32 left = taken; left; left &= left - 1) {
                 const int target = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
@@ -75,25 +110,25 @@ __device__ inline void pull_parts(const Call& call, const Small& small, const Sc
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) dispatch_small(const __grid_constant__ Group group,
-                                                                              const __grid_constant__ Small small) {
-    const Call call = begin_call(group, kSmall);
+__device__ inline void route_and_place(const Call& call, const Small& small) {
     const Route& route = small.route;
     const Scratch s = carve(call, route, 0, 1);
     int* position = reinterpret_cast<int*>(s.ids + s.chunks * kChunk * route.choices);
     int* columns = position + s.chunks * kChunk * route.choices;
-    u8* staged = group.heap[call.me] + small.staged_at + (call.epoch & 1) * small.buffer_bytes;
-    const int own_tokens = route.tokens ? route.tokens[call.local] : route.num_tokens;
-    const int step = group.blocks * kRouteThreads, mine = call.block * kRouteThreads + static_cast<int>(threadIdx.x);
     give_choices(call, route);
-    copy_words(staged, small.x + call.local * small.x_stride, own_tokens * (small.row_bytes / 16), mine, step);
     tell_given(call);
     prepare(call, route, s);
-    if (take_choices(call)) {
-        route_alone(call, route, s, reinterpret_cast<const int*>(group.heap[call.me] + route.tokens_at) + (call.epoch & 1) * group.ranks, position, columns);
-        pull_parts(call, small, s, staged, position);
-    } else {
-        leave_nothing(call, route);
-    }
+    if (!take_choices(call)) return leave_nothing(call, route);
+    route_alone(call, route, s, reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) + (call.epoch & 1) * call.group->ranks, position, columns);
+    if (take_tokens(call, small)) place_parts(call, small, s, position);
+}
+
+extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) dispatch_small(const __grid_constant__ Group group,
+                                                                              const __grid_constant__ Small small) {
+    const Call call = begin_call(group, kSmall, small.pushers);
+    if (call.block >= call.blocks)
+        push_tokens(call, small, small.route.tokens ? small.route.tokens[call.local] : small.route.num_tokens);
+    else
+        route_and_place(call, small);
     end_call(call);
 }

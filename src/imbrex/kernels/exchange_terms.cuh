@@ -152,15 +152,21 @@ __device__ __forceinline__ uint4 pack_eight(const float (&sum)[8]) {
     return {ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]), ptx::pack_bf16(sum[4], sum[5]), ptx::pack_bf16(sum[6], sum[7])};
 }
 
-// Eight values of a row of the codec; 16 neighbouring lanes share a scale.
-__device__ __forceinline__ void store_coded(u8* row, int columns, int column, const float (&sum)[8], bool inside) {
+// Eight values of a row of the codec; 16 neighbouring lanes share a scale, which is kept in `scales` until the row is done.
+__device__ __forceinline__ void store_coded(u8* row, float* scales, int column, const float (&sum)[8], bool inside) {
     const uint4 v = inside ? pack_eight(sum) : uint4{0, 0, 0, 0};
     u32 amax = larger_of_four(v);
     for (int step = 1; step < 16; step *= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-    Divisor d = divisor_of(amax);
-    d.plain |= !inside;
-    const uint2 values = eight_values(v, d);
+    const Divisor d = divisor_of(amax);
+    const uint2 values = eight_values(v, d, __all_sync(0xffffffffu, d.plain || !inside));
     if (!inside) return;
-    *reinterpret_cast<uint2*>(row + 8 * column) = values;
-    if (column % 16 == 0) *reinterpret_cast<float*>(row + 8 * columns + 4 * (column / 16)) = d.scale;
+    reinterpret_cast<uint2*>(row)[column] = values;
+    if (column % 16 == 0) scales[column / 16] = d.scale;
+}
+
+// The scales of columns `first` to `last` of a row of `columns`: one store for 32 of them, where each alone would be a packet.
+__device__ __forceinline__ void store_scales(u8* row, const float* scales, int first, int last, int columns) {
+    float* to = reinterpret_cast<float*>(row + 8 * columns);
+    __syncwarp();
+    for (int i = first / 16 + static_cast<int>(ptx::lane_id()); i < last / 16; i += 32) to[i] = scales[i];
 }

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
     bool fine = take_choices(call);
     if (fine) {
         cut_chunks(route, s, tokens);
-        fetch_choices(call, route, s);
+        fetch_choices<2>(call, route, s);
         mark_experts(call, route, s);
         for (int i = thread; i < s.chunks * route.experts; i += kRouteThreads) columns[s.first * route.experts + i] = held(&s.mask[4 * i]);
         if (!route.replicated) give_owners(s, rank_columns);
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
         fine = own_blocks(call, 2);
     }
     if (fine) {
-        scan_chunks<16>(s, rank_columns, s.owners, ranks, s.rank_before, s.rank_total);
+        scan_owners(s, rank_columns, ranks);
         __syncthreads();
         place_slots(call, route, s);
         place_sources(route, s, ranks);

@@ -11,7 +11,7 @@ __device__ inline void give_choices(const Call& call, const Route& route) {
     const i64 mine = static_cast<i64>(route.max_tokens) * route.choices;
     const i64* ids = route.ids + call.local * mine;
     const float* weights = route.weights + call.local * mine;
-    const int count = tokens * route.choices, step = group.blocks * kRouteThreads;
+    const int count = tokens * route.choices, step = call.blocks * kRouteThreads;
     for (int first = call.block * kRouteThreads + thread; first < count; first += 4 * step) {
         int id[4];
         float weight[4];
@@ -46,11 +46,11 @@ __device__ inline void tell_given(const Call& call) {
 }
 
 __device__ inline bool take_choices(const Call& call) {
-    const int words = call.group->ranks * call.group->blocks;
+    const int words = call.group->ranks * call.blocks;
     bool fine = true;
     for (int i = static_cast<int>(threadIdx.x); i < words; i += kRouteThreads) {
-        const int p = i / call.group->blocks;
-        fine = fine && wait_flag(call, &call.own->arrived[call.kind][p][i % call.group->blocks], call.epoch, kIdsArrived, p);
+        const int p = i / call.blocks;
+        fine = fine && wait_flag(call, &call.own->arrived[call.kind][p][i % call.blocks], call.epoch, kIdsArrived, p);
     }
     return __syncthreads_and(fine) != 0;
 }
@@ -80,45 +80,71 @@ __device__ inline void cut_chunks(const Route& route, const Scratch& s, const in
     __syncthreads();
 }
 
-// The block's ids into shared memory, all sources' weights out.
+struct alignas(16) FourIds {
+    int id[4];
+};
+struct alignas(16) FourWeights {
+    float weight[4];
+};
+
+__device__ __forceinline__ u16 known_id(const Call& call, const Route& route, const Scratch& s, int chunk, int id) {
+    if (id >= -1 && id < route.experts) return id < 0 ? kNone : static_cast<u16>(id);
+    give_up(call, kBadIds, kIdsArrived, s.chunk[chunk].source);
+    return kNone;
+}
+
+// The block's ids into shared memory, all sources' weights out; four choices of a token at once, kFetch times in flight.
+template <int kFetch>
+__device__ inline void fetch_fours(const Call& call, const Route& route, const Scratch& s, const int* ids, const float* given, float* weights) {
+    const int per = kChunk * route.choices / 4, fours = s.chunks * per;
+    for (int first = static_cast<int>(threadIdx.x); first < fours; first += kFetch * kRouteThreads) {
+        FourIds id[kFetch];
+        FourWeights weight[kFetch];
+#pragma unroll
+        for (int u = 0; u < kFetch; ++u) {
+            // no branch around a load: they all leave before the first comes back
+            const int i = min(first + u * kRouteThreads, fours - 1), c = i / per;
+            id[u] = *reinterpret_cast<const FourIds*>(ids + s.chunk[c].at * route.choices + 4 * (i - c * per));
+            weight[u] = *reinterpret_cast<const FourWeights*>(given + s.chunk[c].at * route.choices + 4 * (i - c * per));
+        }
+#pragma unroll
+        for (int u = 0; u < kFetch; ++u) {
+            const int i = first + u * kRouteThreads, c = i / per, token = 4 * (i - c * per) / route.choices;
+            if (i >= fours) continue;
+            const bool here = token < s.chunk[c].tokens;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                s.ids[4 * i + j] = here ? known_id(call, route, s, c, id[u].id[j]) : kNone;
+                if (!here) weight[u].weight[j] = 0.0f;
+            }
+            if (s.chunk[c].first + token < route.max_tokens && writes(s, c))
+                *reinterpret_cast<FourWeights*>(weights + s.chunk[c].at * route.choices + 4 * (i - c * per)) = weight[u];
+        }
+    }
+}
+
+// The same one by one, for any number of choices.
+__device__ inline void fetch_ones(const Call& call, const Route& route, const Scratch& s, const int* ids, const float* given, float* weights) {
+    const int per = kChunk * route.choices;
+    for (int i = static_cast<int>(threadIdx.x); i < s.chunks * per; i += kRouteThreads) {
+        const int c = i / per, in_chunk = i - c * per, token = in_chunk / route.choices;
+        const bool here = token < s.chunk[c].tokens;
+        const int at = s.chunk[c].at * route.choices + in_chunk;
+        s.ids[i] = here ? known_id(call, route, s, c, ids[at]) : kNone;
+        if (s.chunk[c].first + token < route.max_tokens && writes(s, c)) weights[at] = here ? given[at] : 0.0f;
+    }
+}
+
+template <int kFetch>
 __device__ inline void fetch_choices(const Call& call, const Route& route, const Scratch& s) {
     const i64 all = static_cast<i64>(call.group->ranks) * route.max_tokens * route.choices;
     const int* ids = reinterpret_cast<const int*>(call.group->heap[call.me] + route.ids_at) + parity_at(call, route);
     const float* given = reinterpret_cast<const float*>(ids) + 2 * all;
     float* weights = route.all_weights + call.local * all;
-    const int per = kChunk * route.choices;
-    for (int i = static_cast<int>(threadIdx.x); i < per; i += kRouteThreads) {
-        const int token = i / route.choices;
-        for (int c = 0; c < s.chunks; c += kFetch) {
-            int id[kFetch];
-            float weight[kFetch];
-            u32 valid = 0;
-#pragma unroll
-            for (int u = 0; u < kFetch; ++u) {
-                // no branch around a load: they all leave before the first comes back
-                const Chunk chunk = s.chunk[min(c + u, s.chunks - 1)];
-                const bool here = c + u < s.chunks && token < chunk.tokens;
-                const int at = here ? chunk.at * route.choices + i : 0;
-                id[u] = ids[at];
-                weight[u] = given[at];
-                valid |= static_cast<u32>(here) << u;
-            }
-#pragma unroll
-            for (int u = 0; u < kFetch; ++u)
-                if (!(valid >> u & 1)) {
-                    id[u] = -1;
-                    weight[u] = 0.0f;
-                }
-#pragma unroll
-            for (int u = 0; u < kFetch; ++u) {
-                if (c + u >= s.chunks) continue;
-                if (id[u] < -1 || id[u] >= route.experts) give_up(call, kBadIds, kIdsArrived, s.chunk[c + u].source);
-                s.ids[(c + u) * per + i] = id[u] < 0 || id[u] >= route.experts ? kNone : static_cast<u16>(id[u]);
-                if (s.chunk[c + u].first + token < route.max_tokens && writes(s, c + u))
-                    weights[static_cast<i64>(s.chunk[c + u].at) * route.choices + i] = weight[u];
-            }
-        }
-    }
+    if (route.choices % 4 == 0)
+        fetch_fours<kFetch>(call, route, s, ids, given, weights);
+    else
+        fetch_ones(call, route, s, ids, given, weights);
     __syncthreads();
 }
 
@@ -133,11 +159,13 @@ __device__ __forceinline__ void for_choices(const Route& route, const Scratch& s
     }
 }
 
-// The owners that a token wants, of which each of its threads knows some.
+// The owners that a token wants, of which each of its threads knows some. By ballots, since shuffles and atomics share the
+// pipe of shared memory, which bounds this step.
 __device__ __forceinline__ void note_owners(const Scratch& s, int c, int token, u32& bits) {
-#pragma unroll
-    for (int step = 1; step < kPerToken; step *= 2) bits |= __shfl_xor_sync(0xffffffffu, bits, step);
-    if (threadIdx.x % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<u16>(bits);
+    const u32 mine = ((1u << kPerToken) - 1) << (ptx::lane_id() / kPerToken * kPerToken);
+    u32 wanted = 0;
+    for (int p = 0; p < s.owners; ++p) wanted |= static_cast<u32>((__ballot_sync(0xffffffffu, bits >> p & 1) & mine) != 0) << p;
+    if (threadIdx.x % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<u16>(wanted);
     bits = 0;
 }
 
@@ -187,6 +215,22 @@ __device__ inline void balance(const Call& call, const Route& route, const Scrat
     split_choices(tables, s.flow, kRouteThreads, [&](int source, int expert) { return s.total[source * route.experts + expert]; });
     for (int i = static_cast<int>(threadIdx.x); i < *s.flow.several; i += kRouteThreads) s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
     __syncthreads();
+}
+
+// The same for the few columns of owners, which come in one load and are added in shared memory. All threads.
+__device__ inline void scan_owners(const Scratch& s, const int* columns, int ranks) {
+    const int thread = static_cast<int>(threadIdx.x), width = s.owners;
+    for (int i = thread; i < ranks * s.per_source * width; i += kRouteThreads) s.staged[i] = columns[i];
+    __syncthreads();
+    for (int x = thread; x < ranks * width; x += kRouteThreads) {
+        const int source = x / width, column = x - source * width;
+        int sum = 0;
+        for (int j = source * s.per_source; j < (source + 1) * s.per_source; ++j) {
+            if (j >= s.first && j < s.first + s.chunks) s.rank_before[(j - s.first) * width + column] = sum;
+            sum += s.staged[j * width + column];
+        }
+        s.rank_total[x] = sum;
+    }
 }
 
 // Replica `number` of `replicas` takes how many choices of rank `source`: placement.flow, or placement.split.split_evenly.
@@ -293,15 +337,14 @@ __device__ inline void place_choices(const Call& call, const Route& route, const
         const int row = s.slot_base[s.chunk[c].source * route.most_slots + (home & 0xffff) - first] + nth;
         return row < route.row_capacity ? row : -1;
     };
-    for_choices(
-        route, s,
-        [&](int c, int token, int k, int expert) {
-            const int row = row_of(c, token, expert);
+    const int token = static_cast<int>(threadIdx.x) / kPerToken, lane = static_cast<int>(threadIdx.x) % kPerToken;
+    for (int k = lane; k < route.choices; k += kPerToken)
+#pragma unroll 4
+        for (int c = 0; c < s.chunks; ++c) {
+            const int row = row_of(c, token, s.ids[(c * kChunk + token) * route.choices + k]);
             also(c, token, k, row);
-            if (s.chunk[c].first + token < route.max_tokens && writes(s, c))
-                position[(static_cast<i64>(s.chunk[c].at) + token) * route.choices + k] = row;
-        },
-        [](int, int) {});
+            if (s.chunk[c].first + token < route.max_tokens && writes(s, c)) position[(s.chunk[c].at + token) * route.choices + k] = row;
+        }
 }
 
 // First compact row on every rank of the tokens of every source.
@@ -373,7 +416,7 @@ __device__ inline void write_totals(const Call& call, const Route& route, const 
 
 // What a routing that failed leaves: no row anywhere, so that whatever was launched behind it reads and writes nothing.
 __device__ inline void leave_nothing(const Call& call, const Route& route) {
-    const int ranks = call.group->ranks, pairs = ranks * route.max_tokens, step = call.group->blocks * kRouteThreads;
+    const int ranks = call.group->ranks, pairs = ranks * route.max_tokens, step = call.blocks * kRouteThreads;
     int* position = route.position + static_cast<i64>(call.local) * pairs * route.choices;
     for (int i = call.block * kRouteThreads + static_cast<int>(threadIdx.x); i < pairs; i += step) {
         for (int k = 0; k < route.choices; ++k) position[static_cast<i64>(i) * route.choices + k] = -1;

@@ -6,7 +6,6 @@
 constexpr int kChunk = 128;
 constexpr int kRouteThreads = 1024;
 constexpr int kPerToken = kRouteThreads / kChunk;  // threads that share a token's choices
-constexpr int kFetch = 4;                          // pairs of loads; more would spill
 constexpr u16 kNone = 0xffff;
 
 struct Route {
@@ -60,6 +59,7 @@ struct Scratch {
     int* home;         // [E]; rank << 16 | slot of an expert that has one slot, else -1 - its first slot in `flow`
     Flow flow;
     u16* ids;          // [.., kChunk, K]
+    int* staged;       // [W, chunks of a source, owners]
     u16* wanted;       // [.., kChunk]; bits of the owners that a token wants
     int owners;        // W / tensor
     int sharers;       // blocks that know the same chunks; chunk c is written by number c % sharers
@@ -74,7 +74,7 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     const int ranks = call.group->ranks, experts = route.experts;
     Scratch s;
     s.owners = ranks / route.tensor;
-    s.sharers = call.group->blocks / blocks;
+    s.sharers = call.blocks / blocks;
     s.share = call.block / blocks;
     s.per_source = (route.max_tokens + kChunk - 1) / kChunk;
     const int all = s.per_source * ranks;
@@ -99,6 +99,7 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     s.slot_rows = reinterpret_cast<int*>(take(route.most_slots));
     s.home = reinterpret_cast<int*>(take(experts));
     s.flow = carve_flow(take(route.room ? s.owners * (s.owners + 2) + route.room * (5 + 2 * ranks) + 1 : 0), s.owners, ranks, route.room);
+    s.staged = reinterpret_cast<int*>(take(all * s.owners));
     s.wanted = reinterpret_cast<u16*>(take(per_block * kChunk / 2));
     s.ids = reinterpret_cast<u16*>(at);
     return s;
@@ -112,7 +113,10 @@ __device__ __forceinline__ int below(const u32* mask, int token) {
            __popc(words.z & (word == 2 ? part : word > 2 ? ~0u : 0u)) + __popc(words.w & (word == 3 ? part : 0u));
 }
 
-__device__ __forceinline__ int held(const u32* mask) { return __popc(mask[0]) + __popc(mask[1]) + __popc(mask[2]) + __popc(mask[3]); }
+__device__ __forceinline__ int held(const u32* mask) {
+    const uint4 words = *reinterpret_cast<const uint4*>(mask);
+    return __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w);
+}
 
 __device__ __forceinline__ bool writes(const Scratch& s, int chunk) { return s.sharers == 1 || chunk % s.sharers == s.share; }
 
