@@ -95,7 +95,7 @@ def main() -> None:
         us = [seconds * 1e6 for seconds in slowest[name]]
         row = {"op": "online_iteration", "impl": name, "case": case, "n": len(us)}
         row |= {"median_us": round(statistics.median(us)), "min_us": round(min(us)), "max_us": round(max(us))}
-        # Variants ran one after the other in every round, so that what disturbs the machine meets all of them.
+        # Variants ran one after the other in every round: what disturbs the machine meets all of them.
         pairs = zip(slowest[name], slowest["off"], strict=True)
         row["over_off"] = round(statistics.median(on / off for on, off in pairs) - 1, 4)
         tally = answers[0][1].get(name, {})
