@@ -44,10 +44,13 @@ def test_few_large_messages_where_starting_them_is_dear() -> None:
     assert names.index("2dh") < names.index("alltoall")
 
 
-def test_a_line_through_two_measurements() -> None:
-    link = Link.through((1000.0, 0.3), (3000.0, 0.5))
-    assert (link.start, link.per_byte) == (pytest.approx(0.2), pytest.approx(1e-4))
-    assert link(2, 500) == pytest.approx(0.45)
+def test_a_line_through_three_measurements() -> None:
+    link = Link.through((2, 1000, 0.4), (10, 1000, 1.2), (2, 3000, 0.6))
+    assert link.start == pytest.approx(0.1)
+    assert link.per_byte == pytest.approx(1e-4)
+    assert link.latency == pytest.approx(0.2)
+    assert link(2, 500) == pytest.approx(0.2 + 0.2 + 0.05)
+    assert link(0, 0) == 0.0
 
 
 def test_what_was_measured_is_kept(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 A rank sends T rows of B bytes' worth of tokens, each to k experts that are spread evenly over N nodes of M
 ranks. It wants a given rank with p = 1 - (1 - 1/(N M))^k and a given node with q = 1 - (1 - 1/N)^k. A
-message takes `start` seconds and `per_byte` for each byte, measured with all ranks sending at once, so that
-what ranks of a node share is in the figure.
+message takes `start` seconds and `per_byte` for each byte, after the network's latency, measured with all
+ranks sending at once, so that what ranks of a node share is in the figure.
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """start: seconds of a message of no bytes. per_byte: seconds a byte and rank, all ranks sending."""
+    """latency: seconds until anything is there at all. start: seconds of every message besides. per_byte:
+    seconds a byte and rank, all ranks sending."""
 
     start: float
     per_byte: float
+    latency: float = 0.0
 
     @staticmethod
-    def through(few: tuple[float, float], many: tuple[float, float]) -> Link:
-        """From two measured (bytes, seconds)."""
-        per_byte = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
-        return Link(start=max(0.0, few[1] - few[0] * per_byte), per_byte=per_byte)
+    def through(
+        one: tuple[int, float, float], several: tuple[int, float, float], large: tuple[int, float, float]
+    ) -> Link:
+        """From three measured (messages, bytes in all, seconds): one, several, and bytes that count."""
+        start = max(0.0, (several[2] - one[2]) / (several[0] - one[0]))
+        rest = large[2] - one[2] - (large[0] - one[0]) * start
+        per_byte = max(0.0, rest / (large[1] - one[1]))
+        return Link(start=start, per_byte=per_byte, latency=max(0.0, one[2] - one[0] * start))
 
     def __call__(self, messages: float, nbytes: float) -> float:
-        return messages * self.start + nbytes * self.per_byte
+        return (self.latency if messages else 0.0) + messages * self.start + nbytes * self.per_byte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

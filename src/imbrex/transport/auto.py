@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import weakref
 from collections.abc import Sequence
@@ -15,8 +14,9 @@ from imbrex.cost.network import Link, Load, Network, fastest
 from imbrex.transport.collective import Collective, Message
 from imbrex.transport.nodes import Nodes
 
-SIZES = {"cpu": (1 << 10, 2 << 20), "cuda": (1 << 10, 32 << 20)}
-"""Bytes of the messages that are timed. Two MiB a rank outlast the burst that a token bucket lets through."""
+SMALL, SEVERAL = 64, 16
+LARGE = {"cpu": 4 << 20, "cuda": 32 << 20}
+"""Bytes that a rank sends. Four MiB a rank outlast the burst that a token bucket lets through."""
 TAG = 1 << 29
 _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Nodes, Network]] = weakref.WeakKeyDictionary()
 
@@ -76,42 +76,53 @@ class Auto:
         return known[nodes]
 
 
-def measure(collective: Collective, nodes: Nodes, repeats: int = 3) -> Network:
+def measure(collective: Collective, nodes: Nodes) -> Network:
     """Every rank to all others of its node at once, then to its counterparts on the other nodes. Collective;
-    the medians of the slowest rank."""
+    the shortest of several times of the slowest rank, since what else a machine does only adds."""
     node, local = divmod(collective.rank, nodes.size)
     inside = [nodes.rank(node, place) for place in range(nodes.size) if place != local]
     across = [nodes.rank(n, local) for n in range(nodes.num_nodes) if n != node]
     return Network(
         nodes=nodes.num_nodes,
         size=nodes.size,
-        inside=_time(collective, inside, repeats),
-        across=_time(collective, across, repeats),
+        inside=_time(collective, inside),
+        across=_time(collective, across),
     )
 
 
-def _time(collective: Collective, peers: Sequence[int], repeats: int) -> Link:
+def _time(collective: Collective, peers: Sequence[int]) -> Link:
     if not peers:
         return Link(start=0.0, per_byte=0.0)
-    points = []
-    for size in SIZES[collective.device.type]:
-        # Divided among the peers: what a rank sends in all is what a link is asked for.
-        rows = torch.zeros(
-            2, len(peers), max(1, size // len(peers)), dtype=torch.uint8, device=collective.device
-        )
-        taken = [_once(collective, peers, rows) for _ in range(repeats + 1)][1:]
-        nanoseconds = collective.exchange_counts(torch.tensor([int(1e9 * statistics.median(taken))]))
-        points.append((float(rows[0].numel()), 1e-9 * int(nanoseconds.max())))
-    whole = Link.through(*points)
-    return Link(start=whole.start / len(peers), per_byte=whole.per_byte)
+    few, number = len(peers), SEVERAL * len(peers)
+    # Divided among the peers: what a rank sends in all is what a link is asked for.
+    large = few * max(1, LARGE[collective.device.type] // few)
+    return Link.through(
+        (few, few * SMALL, _shortest(collective, peers, 1, SMALL, 10)),
+        (number, number * SMALL, _shortest(collective, peers, SEVERAL, SMALL, 5)),
+        (few, large, _shortest(collective, peers, 1, large // few, 4)),
+    )
+
+
+def _shortest(collective: Collective, peers: Sequence[int], number: int, nbytes: int, repeats: int) -> float:
+    """Seconds of `number` messages of `nbytes` to and from every peer."""
+    rows = torch.zeros(2, len(peers), number, nbytes, dtype=torch.uint8, device=collective.device)
+    taken = [_once(collective, peers, rows) for _ in range(repeats + 1)][1:]
+    told_WR = collective.exchange_counts(torch.tensor([int(1e9 * seconds) for seconds in taken]))
+    return 1e-9 * int(told_WR.max(0).values.min())
 
 
 def _once(collective: Collective, peers: Sequence[int], rows: torch.Tensor) -> float:
     collective.exchange_counts(torch.zeros(1, dtype=torch.int64))
     begin = time.perf_counter()
-    sends = [Message(rows=rows[0, i], peer=peer, tag=TAG) for i, peer in enumerate(peers)]
-    gets = [Message(rows=rows[1, i], peer=peer, tag=TAG) for i, peer in enumerate(peers)]
-    sent, got = collective.post("plan", sends, gets)
+    sides = [
+        [
+            Message(rows=side[i, number], peer=peer, tag=TAG + number)
+            for i, peer in enumerate(peers)
+            for number in range(rows.shape[2])
+        ]
+        for side in rows
+    ]
+    sent, got = collective.post("plan", sides[0], sides[1])
     for work in (*got, *sent):
         collective.finish("plan", work)
     if rows.is_cuda:
