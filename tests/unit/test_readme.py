@@ -95,7 +95,9 @@ def test_the_ten_lines_run_and_are_ten(tmp_path: Path) -> None:
     assert ran.stdout.count("asked for") + ran.stdout.count("a token wants") >= 2
 
 
-@pytest.mark.parametrize("page", ["layer", "codecs", "observation", "schedules", "transports", "extending"])
+@pytest.mark.parametrize(
+    "page", ["layer", "codecs", "observation", "placement", "schedules", "transports", "extending"]
+)
 def test_the_code_of_the_documentation_runs(page: str) -> None:
     found = re.findall(
         r"^```python\n(.*?)^```", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL
