@@ -191,6 +191,7 @@ inline void store_shared_floats(u32 address, float first, float second) {
     std::memcpy(shared_memory() + address, both, 8);
 }
 
+constexpr u64 kOperandHigh = 1ull << 62 | u64(1024 >> 4) << 32;
 inline u64 wgmma_operand(u32 address, u32 leading) {
     return 1ull << 62 | u64(1024 >> 4) << 32 | u64(leading >> 4) << 16 | (address & 0x3ffffu) >> 4;
 }
@@ -249,6 +250,7 @@ inline void load_matrix_x4(u32 address, u32 (&m)[4]) {
     for (u32 i = 0; i < 4; ++i) std::memcpy(&m[i], shared_memory() + rows[8 * i + lane / 4] + lane % 4 * 4, 4);
     __syncwarp();
 }
+inline float load_constant(const float* from) { return *from; }
 inline void store_shared_16(u32 address, uint4 v) { store_shared(address, v); }
 
 }  // namespace ptx

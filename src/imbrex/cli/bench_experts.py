@@ -90,7 +90,7 @@ def measure_op(
         for name, measured in times.items():
             row = {"op": op, "impl": name, "case": {**case, **({"product": product} if product else {})}}
             row |= timing.summary(measured)
-            row |= rates(op, product, work, row["median_us"], limit_us)
+            row |= rates(op, product, work, row["median_us"], limit_us, 1 if name == "imbrex-fp8" else 2)
             if args.details:
                 row |= {
                     "launches": timing.count_launches(calls[name]),
@@ -101,12 +101,12 @@ def measure_op(
 
 
 def rates(
-    op: str, product: str | None, work: timing.Work, median_us: float, limit_us: float
+    op: str, product: str | None, work: timing.Work, median_us: float, limit_us: float, value_bytes: int
 ) -> dict[str, float]:
     """TFLOP/s and the share of the dense rate, or GB/s of weights and the share of the copy rate (decode)."""
     if op == "decode":
         limit = 2 * timing.COPY_BYTES / limit_us / 1e6
-        rate = timing.weight_bytes(work) / median_us / 1e6
+        rate = timing.weight_bytes(work, value_bytes) / median_us / 1e6
         return {"tbps": round(rate, 3), "limit_tbps": round(limit, 3), "share": round(rate / limit, 3)}
     part = {"gate_up": 2 / 3, "down": 1 / 3, None: 1.0}[product]
     limit = 2 * timing.DENSE_SIDE**3 / limit_us / 1e6

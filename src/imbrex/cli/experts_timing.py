@@ -19,6 +19,7 @@ from torch import Tensor
 from imbrex.cli.shapes import Shape
 from imbrex.cli.skew import make_routing
 from imbrex.kernels.experts_ffn import ffn
+from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, unfit_for_fp8
 from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import plan_groups
 from imbrex.kernels.experts_tiling import choose_tiling
@@ -26,7 +27,7 @@ from imbrex.kernels.experts_tokens import ffn_tokens
 from imbrex.observe.clock import device_microseconds
 
 OPS = ("grouped_gemm", "ffn", "ffn_unpermuted", "ffn_training", "decode")
-IMPLS = ("imbrex", "torch", "torch-compiled")
+IMPLS = ("imbrex", "imbrex-fp8", "torch", "torch-compiled")
 Call = Callable[[], Any]
 DENSE_SIDE = 8192
 COPY_BYTES = 1 << 31
@@ -135,11 +136,15 @@ def calls_of(op: str, work: Work) -> dict[str, Call]:
             "torch": lambda: step(torch_ffn(x, up, down, ends_e)),
             "torch-compiled": lambda: step(quick(x, up, down, ends_e)),
         }
-    return {
+    calls: dict[str, Call] = {
         "imbrex": lambda: ffn(rows_RD, *weights, work.counts_e),
         "torch": lambda: torch_ffn(rows_RD, *weights, work.ends_e),
         "torch-compiled": lambda: compiled(torch_ffn)(rows_RD, *weights, work.ends_e),
     }
+    if unfit_for_fp8(work.down_eDF.shape[1], work.down_eDF.shape[2]) is None:
+        experts = quantise_experts(*weights)
+        calls["imbrex-fp8"] = lambda: ffn_fp8(rows_RD, experts, work.counts_e)
+    return calls
 
 
 def gemm_calls(product: str, work: Work) -> dict[str, Call]:
@@ -172,11 +177,11 @@ def flops_of(op: str, work: Work) -> float:
     return 6.0 * inner * (3 if op == "ffn_training" else 1)
 
 
-def weight_bytes(work: Work) -> int:
-    """bf16 weights of the experts that have rows."""
+def weight_bytes(work: Work, value_bytes: int) -> int:
+    """Of the weights of the experts that have rows."""
     # host sync: once a case, outside what is timed
     live = int((work.counts_e > 0).sum().item())
-    return live * 2 * 3 * work.down_eDF.shape[1] * work.down_eDF.shape[2]
+    return live * value_bytes * 3 * work.down_eDF.shape[1] * work.down_eDF.shape[2]
 
 
 def dense_call() -> Call:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
-from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups
+from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant, unavailable
 
@@ -33,6 +33,8 @@ _library.define(
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
+FUSED_WIDTH = 1024
+"""D from which the product before SwiGLU's gradient is long enough to hide it; else it is a kernel."""
 MULTIPLE = 8
 """D and F must be multiples of this: rows of 16 bytes for the copy engine."""
 
@@ -200,8 +202,12 @@ def _swiglu_gradient(
     weights_R: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]: one product."""
+    """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]."""
     rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
+    if d_y_RD.shape[1] < FUSED_WIDTH:
+        d_act_RF = d_y_RD.new_empty(rows, inner)
+        _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF)
+        return swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e, keep=keep)
     tiling = choose_tiling(
         Layout.DGRAD,
         Epilogue.SWIGLU_GRADIENT,

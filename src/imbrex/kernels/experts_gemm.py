@@ -99,6 +99,8 @@ class Slopes:
         return ByValue(struct.pack("<QQii", *self.key()[:4]))
 
 
+FP8_WAVE = 64
+"""Columns of an fp8 product under way, see gemm_fp8.cuh."""
 _NO_SCALES = ByValue(bytes(32))
 _NO_SLOPES = ByValue(bytes(24))
 
@@ -121,6 +123,7 @@ def gemm_variant(
             ("GROUP_M", tiling.group_m),
             ("WIDE", int(wide and layout is not Layout.FORWARD)),
             ("FP8", int(fp8)),
+            ("WAVE", FP8_WAVE),
         ),
     )
 

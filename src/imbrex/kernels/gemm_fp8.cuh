@@ -3,7 +3,8 @@
 //
 // The tensor cores keep 14 bits of an fp8 sum, so the sum over 128 of k is taken to the float32 registers, times its two
 // scales, before the next one starts (section 3.3.2 again). A group has 128 registers a thread of sums (64 x 256) and 64 for
-// the product under way (64 x 128, a "wave"); while one group adds a wave, the other one's multiplies.
+// products under way: WAVE 128: one of 64 x 128, and while a group adds it the other group's multiplies; WAVE 64: two of
+// 64 x 64, of which one multiplies while the other is added.
 //
 // Example of one value, 4 of k: a = 1 2 -4 0 with scale .5, b = 1 1 1 1 with scale 2: sum -1, times 1, is -1.
 #pragma once
@@ -12,9 +13,6 @@
 
 constexpr int kBlock = 128;  // values that share a scale
 constexpr float kLargest = 448.f;  // of e4m3
-#ifndef WAVE
-#define WAVE 128
-#endif
 constexpr int kWaves = kBlockN / WAVE, kProducts = WAVE == 128 ? 1 : 2;
 constexpr int kBlocksN = kBlockN / kBlock;
 
@@ -26,11 +24,12 @@ struct Scales {
     int stride_a, stride_d;
 };
 
+// a, b: low words of the operands of the first 32 of k; the next 32 lie 32 bytes on, which an operand counts in sixteens.
 __device__ __forceinline__ void multiply_wave(float (&product)[WAVE / 2], u32 a, u32 b) {
+    constexpr u64 kHigh = ptx::kOperandHigh;
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kBlockK / 32; ++i)
-        ptx::wgmma_e4m3<WAVE>(product, ptx::wgmma_operand(a + 32 * i, kPanel), ptx::wgmma_operand(b + 32 * i, kPanel), i > 0);
+    for (int i = 0; i < kBlockK / 32; ++i) ptx::wgmma_e4m3<WAVE>(product, kHigh | (a + 2 * i), kHigh | (b + 2 * i), i > 0);
     ptx::wgmma_commit();
 }
 
@@ -52,9 +51,9 @@ struct StepScales {
     }
     __device__ __forceinline__ void load(const Scales& scales, int step) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) a[i] = scales.a[row[i] + step];
+        for (int i = 0; i < 2; ++i) a[i] = ptx::load_constant(scales.a + row[i] + step);
 #pragma unroll
-        for (int i = 0; i < kBlocksN; ++i) b[i] = scales.b[column[i] + step];
+        for (int i = 0; i < kBlocksN; ++i) b[i] = ptx::load_constant(scales.b + column[i] + step);
     }
 };
 
@@ -67,7 +66,7 @@ __device__ __forceinline__ void add_wave(float* sum, const float (&product)[WAVE
 __device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const Shared& shared, int group, const Slot& tile,
                                                   const Scales& scales, int columns, u32& patience) {
     const bool leader = threadIdx.x % 32 == 0;
-    const u32 rows_a = group * kPanel;
+    const u32 rows_a = __shfl_sync(0xffffffffu, group, 0) * kPanel;
     Ring ring(tile.position);
     StepScales next(scales, tile, 64 * group, columns);
     next.load(scales, 0);
@@ -76,30 +75,28 @@ __device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const
 #pragma unroll 1
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
         float product[kProducts][WAVE / 2], scale[kBlocksN][2];
-        const u32 a = shared.a_of(ring.stage) + rows_a, b = shared.b_of(ring.stage);
+        // The same in all lanes, and the compiler has to know: else every operand of every product is moved lane 0's way.
+        const int stage = __shfl_sync(0xffffffffu, static_cast<int>(ring.stage), 0);
+        const u32 a = (shared.a_of(stage) + rows_a) >> 4, b = shared.b_of(stage) >> 4;
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
+        next.load(scales, least(step + 1, tile.steps - 1));
         ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
 #pragma unroll
-        for (int wave = 0; wave < kProducts - 1; ++wave) multiply_wave(product[wave], a, b + wave * WAVE * 128);
+        for (int wave = 0; wave < kProducts - 1; ++wave) multiply_wave(product[wave], a, b + wave * WAVE * 8);
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
             constexpr int kAhead = kProducts - 1;
             if (wave + kAhead < kWaves) {
-                multiply_wave(product[(wave + kAhead) % kProducts], a, b + (wave + kAhead) * WAVE * 128);
-                if (wave == 0) {
-#pragma unroll
-                    for (int i = 0; i < 2 * kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
-                    next.load(scales, least(step + 1, tile.steps - 1));
-                }
+                multiply_wave(product[(wave + kAhead) % kProducts], a, b + (wave + kAhead) * WAVE * 8);
                 ptx::wgmma_wait<kAhead>();
             } else {
                 ptx::wgmma_wait<0>();
             }
             ptx::wgmma_results(product[wave % kProducts]);
             if (wave == kWaves - 1 && leader) ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
-#ifdef FREE
-            if (step + 1 == tile.steps)
-#endif
-            add_wave(d + WAVE / 2 * wave, product[wave % kProducts], scale[wave * WAVE / kBlock][0], scale[wave * WAVE / kBlock][1]);
+            const float(&times)[2] = scale[wave * WAVE / kBlock];
+            add_wave(d + WAVE / 2 * wave, product[wave % kProducts], times[0], times[1]);
         }
     }
 }

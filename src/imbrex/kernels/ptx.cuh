@@ -199,9 +199,9 @@ __device__ __forceinline__ void bulk_wait() {
 // K-major (64 elements of k = 128 bytes a row): groups of 8 rows are 1024 bytes apart; `leading` is not used.
 // MN-major (64 elements of m or n = 128 bytes a row, one row per k): groups of 8 k are 1024 bytes apart and
 // blocks of 64 m or n are `leading` bytes apart.
+constexpr u64 kOperandHigh = (1ull << 62) | (u64(1024 >> 4) << 32);
 __device__ __forceinline__ u64 wgmma_operand(u32 address, u32 leading) {
-    constexpr u64 kSwizzle128 = 1ull << 62, kGroupOf8 = u64(1024 >> 4) << 32;
-    return kSwizzle128 | kGroupOf8 | (u64(leading >> 4) << 16) | ((address & 0x3ffffu) >> 4);
+    return kOperandHigh | (u64(leading >> 4) << 16) | ((address & 0x3ffffu) >> 4);
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -297,6 +297,13 @@ __device__ __forceinline__ void load_matrix_x4(u32 address, u32 (&m)[4]) {
 
 __device__ __forceinline__ void store_shared_16(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Memory that this kernel does not write; stays where it stands among the other instructions here.
+__device__ __forceinline__ float load_constant(const float* from) {
+    float value;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+    return value;
 }
 
 // Section: numbers.
