@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from imbrex.models.training import Recipe, Shape
-from imbrex.reproduce import exchanges, layers, stage
+from imbrex.reproduce import layers, stage
 from imbrex.reproduce.teams import train_all
 from imbrex.reproduce.training import Size
 
@@ -29,11 +30,9 @@ def test_layers_without_a_network_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     assert serial.least <= serial.most
 
 
-def test_ranks_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
-    asked = exchanges.settings(["nosuch"], [1 << 12], rounds=1)
-    with pytest.raises(RuntimeError, match=r"the ranks ended with codes \[1, 1\]"):
-        stage.on_ranks("exchanges", asked, PAIR)
+def test_ranks_that_fail_are_told() -> None:
+    with pytest.raises(RuntimeError, match=r"the ranks ended with codes \[3, 3\]"):
+        stage._on_loopback([sys.executable, "-c", "raise SystemExit(3)"], PAIR, 20)
 
 
 def test_a_training_is_told_once_and_resumed(tmp_path: Path) -> None:
