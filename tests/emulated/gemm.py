@@ -125,7 +125,12 @@ class EmulatedKernel:
 
 
 def emulate(
-    monkeypatch: Any, tensors: Sequence[Tensor] | None = None, *, blocks: int, edits: Edits = ()
+    monkeypatch: Any,
+    tensors: Sequence[Tensor] | None = None,
+    *,
+    blocks: int,
+    edits: Edits = (),
+    seed: int = 0,
 ) -> None:
     """Let `launch_gemm` and the glue run on the CPU, with `blocks` blocks, on `tensors` or any memory."""
 
@@ -133,7 +138,9 @@ def emulate(
         layout: Any, epilogue: Any, tiling: Any, wide: bool, fp8: bool, device: int
     ) -> tuple[EmulatedKernel, int, int]:
         variant = experts_gemm.gemm_variant(layout, epilogue, tiling, wide, fp8)
-        return EmulatedKernel(variant, tiling.smem, tensors, edits), tiling.smem, blocks
+        kernel = EmulatedKernel(variant, tiling.smem, tensors, edits)
+        kernel.seed = seed
+        return kernel, tiling.smem, blocks
 
     def glue(entry: str, device: torch.device) -> EmulatedKernel:
         return EmulatedKernel(jit.Variant(source=experts_glue.SOURCE, entry=entry), 0, tensors, ())

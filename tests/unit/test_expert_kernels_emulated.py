@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -122,12 +123,14 @@ def test_gradient_of_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None
     check_rows(out, per_expert(COUNTS, d_out, b))
 
 
-def weight_gradient(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, columns: int, edits=()) -> float:
+def weight_gradient(
+    monkeypatch: pytest.MonkeyPatch, tiling: Tiling, columns: int, edits=(), seed: int = 0
+) -> float:
     """Error of one weight gradient; tiles of 3, 0, 1 and 2 steps, several a block."""
     torch.manual_seed(3)
     d_out, x = rows_of(COUNTS, 192), rows_of(COUNTS, columns)
     out = poisoned(len(COUNTS), 192, columns)
-    emulate(monkeypatch, [d_out, x, out], blocks=1, edits=edits)
+    emulate(monkeypatch, [d_out, x, out], blocks=1, edits=edits, seed=seed)
     launch_gemm(
         Layout.WGRAD, d_out, x, ends_of(COUNTS), out, torch.zeros(2, dtype=torch.int32), tiling=tiling
     )
@@ -241,7 +244,7 @@ FAULTS = {
     "groups without turns": (
         "if (PINGPONG && index > 0) ptx::mbarrier_wait(shared.order",
         "if (false) ptx::mbarrier_wait(shared.order",
-        "AssertionError",
+        "AssertionError|more arrivals than the barrier expects",
     ),
     "boxes outside their tensor": (
         "panels_b = least((tile.columns + 63) / 64, kBlockN / 64)",
@@ -274,8 +277,9 @@ def test_a_lost_arrival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_with(fault: str) -> None:
     tiling, columns = (OWN, 192) if "turns" in fault else (SHARED, 136)
-    with pytest.MonkeyPatch.context() as patch:
-        assert weight_gradient(patch, tiling, columns, (FAULTS[fault][:2],)) < LIMIT
+    for seed in range(0, 80, 10):  # an interleaving each
+        with pytest.MonkeyPatch.context() as patch:
+            assert weight_gradient(patch, tiling, columns, (FAULTS[fault][:2],), seed) < LIMIT
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
@@ -286,4 +290,4 @@ def test_faults_are_caught(fault: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
     )
     assert ran.returncode != 0
-    assert FAULTS[fault][2] in ran.stderr, ran.stderr[-500:]
+    assert re.search(FAULTS[fault][2], ran.stderr), ran.stderr[-500:]
