@@ -14,7 +14,7 @@ POLICIES = {
     ("balanced", 68): "this plan and split, 4 extra slots",
 }
 LINES = {"none": "no balancer", "stale": "stale plan", "online": "online", "hindsight": "hindsight"}
-VARIANTS = {"off": "off", "nothing_to_do": "on, nothing to do", "two_experts": "two experts an iteration"}
+VARIANTS = {"off": "off", "nothing_to_do": "on, nothing to do", "two_experts": "experts moving"}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
