@@ -333,7 +333,6 @@ inline void named_barrier(int id, int threads) { emu::meet(emu::self().block->na
 inline void mbarrier_init(u32 barrier, u32 arrivals) { *barrier_at(barrier) = emu::make_barrier(arrivals, arrivals, 0, 0); }
 inline void mbarrier_arrive(u32 barrier) { emu::change(barrier_at(barrier), 1, 0); }
 inline void mbarrier_expect(u32 barrier, u32 bytes) { emu::change(barrier_at(barrier), 1, bytes); }
-inline bool mbarrier_test(u32 barrier, u32 parity) { return *barrier_at(barrier) >> 63 != parity; }
 inline bool mbarrier_try(u32 barrier, u32 parity) {
     if (*barrier_at(barrier) >> 63 != parity) return true;
     emu::nap(2);
@@ -341,15 +340,9 @@ inline bool mbarrier_try(u32 barrier, u32 parity) {
 }
 
 inline u32 load_acquire_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
-inline u64 load_acquire_sys(const u64* word) { return *const_cast<volatile const u64*>(word); }
 inline u32 load_relaxed_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
-inline u32 load_acquire_block(const u32* word) { return *const_cast<volatile const u32*>(word); }
-inline void store_release_block(u32* word, u32 value) { *word = value; }
-inline void sub_release_block(u32* word, u32 value) { *word -= value; }
 inline u32 load_acquire_gpu(const u32* word) { return *const_cast<volatile const u32*>(word); }
-inline void store_release_sys(u32* word, u32 value) { *word = value; }
 inline void store_relaxed_sys(u32* word, u32 value) { *word = value; }
-inline void store_relaxed_sys(u64* word, u64 value) { *word = value; }
 inline u32 add_acq_rel_gpu(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
 inline u32 claim_zero_sys(u32* word, u32 value) { u32 before = *word; if (!before) *word = value; return before; }
 

@@ -11,11 +11,10 @@
 
 constexpr int kMaxRanks = 64;
 constexpr int kMaxBlocks = 132;
-constexpr int kWords = 72;
 constexpr int kBatch = 8;  // loads that a thread has in flight: no branch stands around one
 
 enum Kind { kRoute = 0, kPush = 1, kPull = 2, kCombine = 3, kSmall = 4, kGather = 5, kSmallRows = 6 };  // the last only has flags
-enum Phase { kPeerStarted = 1, kIdsArrived = 2, kRowsArrived = 3, kRowsStaged = 4, kRowsReduced = 5, kOwnBlocks = 6, kOffsetArrived = 7 };
+enum Phase { kPeerStarted = 1, kIdsArrived = 2, kRowsArrived = 3, kRowsStaged = 4, kRowsReduced = 5, kOwnBlocks = 6 };
 enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4 };
 
 // The first bytes of every heap. Zeroed once, when the heap is made. Mirrored by `exchange_layout.py`.
@@ -29,9 +28,7 @@ struct Control {
     u32 tickets[8];  // per kind, blocks that have left the current call
     u32 drawn[8][2];  // per kind, pieces of work that warps have drawn in the current call, of two bags
     u32 started[8][kMaxRanks];
-    u64 offset[kMaxRanks];  // epoch << 32 | first row of mine among the rows of that peer
     u32 arrived[8][kMaxRanks][kMaxBlocks];
-    u32 words[8][kMaxBlocks][kWords];  // between the warps of a block; in global memory, since racecheck knows no atomics
 };
 
 // By value into every kernel. Mirrored by `exchange_layout.py`.
@@ -129,26 +126,6 @@ __device__ inline bool wait_flag(const Call& call, const u32* word, u32 epoch, P
     const u64 start = ptx::global_timer();
     for (u32 polls = 1;; ++polls) {
         if (reached(ptx::load_acquire_sys(word), epoch)) return true;
-        if ((polls & 31) == 0) {
-            if (leave_if_failed(call, phase)) return false;
-            if (ptx::global_timer() - start > call.group->timeout_ns) {
-                give_up(call, kTimedOut, phase, peer);
-                return false;
-            }
-        }
-        ptx::pause();
-    }
-}
-
-// The same for a word that carries a payload below its epoch.
-__device__ inline bool wait_payload(const Call& call, const u64* word, u32 epoch, Phase phase, int peer, u32& payload) {
-    const u64 start = ptx::global_timer();
-    for (u32 polls = 1;; ++polls) {
-        const u64 value = ptx::load_acquire_sys(word);
-        if (reached(static_cast<u32>(value >> 32), epoch)) {
-            payload = static_cast<u32>(value);
-            return true;
-        }
         if ((polls & 31) == 0) {
             if (leave_if_failed(call, phase)) return false;
             if (ptx::global_timer() - start > call.group->timeout_ns) {

@@ -38,11 +38,10 @@ PHASES = (
     "staged rows",
     "reduced rows",
     "own blocks",
-    "row offsets",
 )
 PEER_GAVE_UP = "a peer gave up"
 CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
-CONTROL_BYTES = 577_536
+CONTROL_BYTES = 272_896
 CHUNK = 128
 SHARED_BYTES = 227 * 1024
 
@@ -274,7 +273,7 @@ REDUCE_WARPS = 16
 
 
 def reduce_shared(row_bytes: int, wire: str) -> int:
-    """Bytes of shared memory of the combine kernel: warps' terms, and the scales of rows that cross as fp8."""
+    """Shared memory of the combine kernel: warps' terms, and the scales of rows that cross as fp8."""
     return REDUCE_WARPS * (52 * (8 + 4) + (row_bytes // 64 if wire == "fp8" else 0))
 
 

@@ -15,21 +15,6 @@ __device__ __forceinline__ u32 load_acquire_sys(const u32* word) {
     return value;
 }
 
-__device__ __forceinline__ u64 load_acquire_sys(const u64* word) {
-    u64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_release_sys(u32* word, u32 value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-// One word that carries its own payload: nothing else is ordered by it.
-__device__ __forceinline__ void store_relaxed_sys(u64* word, u64 value) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
 __device__ __forceinline__ void store_relaxed_sys(u32* word, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -60,32 +45,7 @@ __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
     return before;
 }
 
-// The same within a block, for words in shared memory.
-__device__ __forceinline__ u32 load_acquire_block(const u32* word) {
-    u32 value;
-    asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_release_block(u32* word, u32 value) {
-    asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void sub_release_block(u32* word, u32 value) {
-    asm volatile("red.release.cta.add.u32 [%0], %1;" ::"l"(word), "r"(0u - value) : "memory");
-}
-
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-// Whether the phase of `parity` is complete, without waiting.
-__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    return done != 0;
-}
 
 // Completes `bytes` on `barrier`.
 __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
