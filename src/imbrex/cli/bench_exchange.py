@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     world = args.ranks or torch.cuda.device_count()
     words = ["imbrex", "bench", "exchange", f"--ranks={world}", f"--parts={','.join(names)}"]
-    words += [f"--trace={trace}" for trace in args.trace]
+    words += [f"--trace={trace.rpartition('/')[2]}" for trace in args.trace]  # a file, not a machine's folder
     options = {"repeats": args.repeats, "seconds": args.seconds, "path": args.json}
     traces = {f"trace:{trace}": partial(skewed, routing=f"trace:{trace}") for trace in args.trace}
     parts = {names[0]: PARTS[names[0]], **traces, **{name: PARTS[name] for name in names[1:]}}
