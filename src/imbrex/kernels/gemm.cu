@@ -1,9 +1,11 @@
-// Grouped GEMM in bf16 for Hopper, specialised by defines:
+// Grouped GEMM for Hopper, in bf16 or (forward) fp8, specialised by defines:
 //   LAYOUT    0 forward   D[r, n] = sum_k A[r, k] B[e, n, k]    rows of expert e, any number
 //             1 dgrad     D[r, n] = sum_k A[r, k] B[e, k, n]
 //             2 wgrad     D[e, m, n] = sum_r A[r, m] B[r, n]    over the rows of expert e
 //   EPILOGUE  0 plain, 1 SwiGLU (B holds gate rows, then up rows; D gets silu(gate) * up),
-//             2 SwiGLU that stores gate and up as well, 3 rows multiplied by their weight
+//             2 SwiGLU that stores gate and up as well, 3 rows multiplied by their weight, 4 SwiGLU's gradient
+//             (gemm_backward.cuh), 5 and 6 added to a bf16 or float32 D in L2 by the copy engine (wgrad)
+//   FP8       1: e4m3 with block scales; SwiGLU leaves as fp8 (gemm_fp8.cuh); WAVE: columns of a product under way
 //   GROUPS    consumer warpgroups; BLOCKS_M 64-row blocks each; PINGPONG 0: the groups share a tile of
 //             64 * GROUPS rows, 1: each group has tiles of its own (64 * BLOCKS_M rows) in turn
 //   WIDE      1: operands that are contiguous along m or n are multiples of 64 wide, and one instruction loads all their
@@ -32,10 +34,19 @@
 //   are drawn at random (DeepSeek-V3 gate and up). Blocks on a fixed walk drift apart, and the row tiles that share a
 //   panel of B then read it from HBM at different times.
 //   One TMA a 64-wide panel, 6 a step: wgrad 582 (Qwen2 down); one for all panels: 630; torch 564 (805).
+//   fp8, WAVE 128, operands in vector registers (dense bf16 790): DeepSeek-V3 gate/up 1046, down 983, Mixtral 1077 and 1104.
+//   Groups made to take turns, 3 or 4 stages, GROUP_M 4, 8, 16: the same within noise, so neither order nor loads
+//   are the limit. An operand that is not known to be uniform costs four moves to uniform registers a product, up to
+//   100 instructions between two of them; it is in the scalar pipe now.
+//   SwiGLU's gradient, 4-byte loads of gate and up after the product (us; own kernel after it in brackets): Qwen2 211
+//   (215), Qwen3 131 (120), DeepSeek-V3 829 (775), Mixtral 3013 (3140); the product alone in those tiles 145, 90, 744,
+//   2542: the epilogue took three times as long as the other group's product, so only part of it was hidden. Now 16
+//   bytes a lane, asked for a panel ahead.
 //   GROUP_M 4, 8, 16: within 1 %. Ping-pong wins wgrad of large outputs by 3 %, where stores weigh most.
 // Rejected: returning from a consumer when a wait runs out of patience (the divergent exit makes ptxas serialise every
 // wgmma: C7518, hence `patience`); one arrival a group instead of one a warp to free a stage (another warp may still
-// read); gathering A's rows with cp.async (329 us against 309 with a copy first, Qwen3, 16384 rows, whole FFN).
+// read); a product in flight over the loop's end (C7514) or behind a branch (C7518) while others are added up: both
+// serialise; SwiGLU's gradient with 256 columns (spills); gathering A's rows with cp.async (329 us against 309 with a copy first, Qwen3, 16384 rows, whole FFN).
 #include "gemm_backward.cuh"
 #include "gemm_fp8.cuh"
 #include "gemm_load.cuh"

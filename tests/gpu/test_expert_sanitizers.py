@@ -1,0 +1,46 @@
+"""The expert kernels under compute-sanitizer, on small ragged shapes: no bad access, no race in shared memory."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+STEP = """
+import torch
+from imbrex.kernels.experts_ffn import ffn
+from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts
+torch.manual_seed(0)
+for counts, width, inner in (([70, 0, 1, 130], 256, 128), ([3, 2], 1024, 136), ([150, 140], 1024, 256)):
+    rows, experts = sum(counts), len(counts)
+    shapes = (rows, width), (experts, 2 * inner, width), (experts, width, inner)
+    leaves = [(0.1 * torch.randn(s, device="cuda")).bfloat16().requires_grad_() for s in shapes]
+    counts = torch.tensor(counts, device="cuda")
+    weights = torch.rand(rows, device="cuda", requires_grad=True)
+    d_y = torch.randn(rows, width, device="cuda").bfloat16()
+    for recompute in (False, True):
+        torch.autograd.grad(ffn(*leaves, counts, weights_R=weights, recompute=recompute), [*leaves, weights], d_y)
+    for dtype in (torch.float32, torch.bfloat16):
+        sums = tuple(torch.zeros(s, device="cuda", dtype=dtype) for s in shapes[1:])
+        torch.autograd.grad(ffn(*leaves, counts, gradients=sums), leaves[0], d_y)
+    if inner % 128 == 0:
+        ffn_fp8(leaves[0].detach(), quantise_experts(*leaves[1:]), counts)
+torch.cuda.synchronize()
+print("ran")
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizers_find_nothing(tool: str) -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not installed")
+    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+    ran = subprocess.run(
+        [*command, sys.executable, "-c", STEP], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert "ran" in ran.stdout
