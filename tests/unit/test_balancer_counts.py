@@ -69,7 +69,7 @@ def test_a_journal_waits_for_counts_and_keeps_the_order(tmp_path) -> None:
 
 
 def test_parts_of_an_iteration() -> None:
-    """At least four choices an expert: 40 of 2 ranks and 4 experts are two parts, 30 are one; age 1 halves."""
+    """At least four choices an expert: 40 of 2 ranks and 4 experts are two parts, 31 are one."""
     rich, poor = np.full((2, 4), 5), np.array([[3, 3, 3, 3], [4, 4, 5, 5]])
     assert weigh([rich], 0.5).tolist() == [[5] * 4, [5] * 4]
     assert weigh([poor, np.zeros((2, 4), dtype=np.int64), rich], 0.5).tolist() == [
