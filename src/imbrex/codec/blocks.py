@@ -29,6 +29,11 @@ def largest(blocks_NBb: Tensor) -> Tensor:
     return torch.where(torch.isfinite(amax), amax, torch.nan)
 
 
+def over(amax_NB1: Tensor, number: float) -> Tensor:
+    """amax / number, rounded once. A GPU multiplies by the rounded reciprocal of a plain number instead."""
+    return amax_NB1 / amax_NB1.new_full((1,), number)
+
+
 def divide(blocks_NBb: Tensor, scale_NB1: Tensor) -> Tensor:
     """Blocks over their scales; 0 where the scale is 0 or not a number."""
     usable = (scale_NB1 > 0) & torch.isfinite(scale_NB1)

@@ -39,7 +39,7 @@ class Fp8:
             return fused
         largest = torch.finfo(self.wire_dtype).max
         values = blocks.cut(rows_ND, BLOCK)
-        scale = blocks.largest(values) / largest
+        scale = blocks.over(blocks.largest(values), largest)
         quantised = blocks.divide(values, scale).clamp(-largest, largest).to(self.wire_dtype)
         bits = blocks.join(quantised.view(torch.uint8), rows_ND.shape[1])
         return torch.cat([bits, as_bytes(scale.flatten(1))], 1)

@@ -29,7 +29,7 @@ class Int4:
         if fused is not None:
             return fused
         values = blocks.cut(rows_ND, BLOCK)
-        scale = round_up_bf16(blocks.largest(values) / 7)
+        scale = round_up_bf16(blocks.over(blocks.largest(values), 7))
         quantised = blocks.divide(values, scale.float()).round().clamp(-7, 7)
         codes = (quantised + 8).to(torch.uint8).flatten(1)
         return torch.cat([blocks.pack_nibbles(codes), as_bytes(scale.flatten(1))], 1)
