@@ -2,22 +2,18 @@
 // adds them in the order of the ranks. Nothing is written on the way, so 8 SMs load each byte once.
 //
 // Warp 0 lets the rows of the other ranks come by TMA into a ring of entries: one piece of a token's row from every rank, in the
-// place of that rank. Two teams of warps take turns, each warp adding its columns, own row and addend straight from memory, the row some pieces
+// place of that rank. Teams of warps take turns, each warp adding its columns, own row and addend straight from memory, the row some pieces
 // ahead. A warp may be entries ahead of another; an entry is free when all have read it.
 //
 // Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
 #include "exchange_terms.cuh"
 
-#ifndef TEAMS
-#define TEAMS 2
-#define ADDING_WARPS 10
-#endif
-constexpr int kTeams = TEAMS;               // an entry takes one team 0.5 us, mostly latency: they take turns
-constexpr int kAddingWarps = ADDING_WARPS;  // of a team: 320 threads, a third of a row of 7168 values
+constexpr int kTeams = 1;         // that take turns; two of fewer warps and smaller pieces were slower, the loading warp bounds both
+constexpr int kAddingWarps = 14;  // of a team: 448 threads, half a row of 7168 values
 constexpr int kGatherThreads = 32 * (1 + kTeams * kAddingWarps);
 constexpr int kMostEntries = 32;
-constexpr int kAhead = 2;         // pieces of own rows on their way to a team
-constexpr int kRanksAtOnce = 2;   // more would spill
+constexpr int kAhead = 4;         // pieces of own rows on their way to a team
+constexpr int kRanksAtOnce = 2;
 
 struct Gather {
     const u8* own;        // [ranks of the launch, tokens, row_bytes]

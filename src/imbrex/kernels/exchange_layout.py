@@ -279,11 +279,11 @@ def reduce_shared(row_bytes: int, wire: str) -> int:
 
 def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
     """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing."""
-    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (2, 1, 10)
+    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, 10)
 
 
-GATHER_TEAMS = 2
-GATHER_PIECE = 16 * 320
+GATHER_TEAMS = 1
+GATHER_PIECE = 16 * 448
 """Most bytes of a piece: 16 a thread."""
 
 
