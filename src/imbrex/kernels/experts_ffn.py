@@ -33,8 +33,8 @@ _library.define(
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
-FUSED_WIDTH = 1024
-"""D from which the product before SwiGLU's gradient is long enough to hide it; else it is a kernel."""
+FUSED_WIDTH = 4096
+"""D up to which SwiGLU's gradient is cheaper in a product's epilogue than in its own kernel (gemm.cu)."""
 MULTIPLE = 8
 """D and F must be multiples of this: rows of 16 bytes for the copy engine."""
 
@@ -204,7 +204,7 @@ def _swiglu_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]."""
     rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
-    if d_y_RD.shape[1] < FUSED_WIDTH:
+    if d_y_RD.shape[1] > FUSED_WIDTH:
         d_act_RF = d_y_RD.new_empty(rows, inner)
         _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF)
         return swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e, keep=keep)

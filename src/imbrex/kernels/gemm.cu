@@ -37,11 +37,12 @@
 //   fp8, WAVE 128, operands in vector registers (dense bf16 790): DeepSeek-V3 gate/up 1046, down 983, Mixtral 1077 and 1104.
 //   Groups made to take turns, 3 or 4 stages, GROUP_M 4, 8, 16: the same within noise, so neither order nor loads
 //   are the limit. An operand that is not known to be uniform costs four moves to uniform registers a product, up to
-//   100 instructions between two of them; it is in the scalar pipe now.
+//   100 instructions between two of them; in the scalar pipe: 1085, 1002, 1088, 1125. WAVE 64: 1102, 1007, 1088, 1153.
+//   torch's dense fp8 without promotion or block scales runs at 1507 (fast) and 1470 beside it.
 //   SwiGLU's gradient, 4-byte loads of gate and up after the product (us; own kernel after it in brackets): Qwen2 211
 //   (215), Qwen3 131 (120), DeepSeek-V3 829 (775), Mixtral 3013 (3140); the product alone in those tiles 145, 90, 744,
-//   2542: the epilogue took three times as long as the other group's product, so only part of it was hidden. Now 16
-//   bytes a lane, asked for a panel ahead.
+//   2542: the epilogue took three times as long as the other group's product, so only part of it was hidden. With 16
+//   bytes a lane, asked for a panel ahead: 190 (215), 120 (121), 840 (798), 3201 (3337); hence only for D up to 4096.
 //   GROUP_M 4, 8, 16: within 1 %. Ping-pong wins wgrad of large outputs by 3 %, where stores weigh most.
 // Rejected: returning from a consumer when a wait runs out of patience (the divergent exit makes ptxas serialise every
 // wgmma: C7518, hence `patience`); one arrival a group instead of one a warp to free a stage (another warp may still
