@@ -117,6 +117,19 @@ def small(rank: int, world: int) -> list[str]:
     return lines
 
 
+def coded(
+    job: Job, exchange: Any, routed: Any, rows: Tensor, x: Tensor, note: Callable[..., None], nbytes: int
+) -> None:
+    """fp8 both ways."""
+    for n in (4, 8, 16):
+        note(f"push fp8 {n} SMs", lambda n=n: exchange.push(x, routed, n, quantise=True), nbytes)
+    note(
+        "combine 24 SMs, fp8 on the wire",
+        lambda: exchange.combine(rows, routed, num_sms=24, num_tokens=job.T, wire="fp8"),
+        nbytes,
+    )
+
+
 def work(rank: int, world: int, beside: bool) -> list[str]:
     job = Job(T=4096, D=7168, K=8, E=256, W=world)
     exchange = open_exchange(job)
@@ -154,14 +167,7 @@ def work(rank: int, world: int, beside: bool) -> list[str]:
         note(
             f"combine {n} SMs", lambda n=n: exchange.combine(rows, routed, num_sms=n, num_tokens=job.T), wire
         )
-    coded = wire * (1 + 4 / 128) / 2
-    for n in (4, 8, 16):
-        note(f"push fp8 {n} SMs", lambda n=n: exchange.push(x, routed, n, quantise=True), coded)
-    note(
-        "combine 24 SMs, fp8 on the wire",
-        lambda: exchange.combine(rows, routed, num_sms=24, num_tokens=job.T, wire="fp8"),
-        coded,
-    )
+    coded(job, exchange, routed, rows, x, note, wire * 33 // 64)
     if beside:
         lines += beside_gemm(rank, job, exchange, routed, x)
     exchange.check(synchronize=True)

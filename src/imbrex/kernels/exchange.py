@@ -42,6 +42,7 @@ from imbrex.kernels.exchange_kernels import (
     SMALL,
     shipped_variants,
 )
+from imbrex.kernels.exchange_route import address_of, check_shape, route_args
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routed import Routed, Tables, empty_routed, placement_tables
 
@@ -71,7 +72,7 @@ class NvlinkExchange:
         route_blocks: int | None = None,
         load: Callable[..., Any] = jit.load,
     ) -> None:
-        _check_shape(placement, shape)
+        check_shape(placement, shape)
         self.shape = shape
         self.placement = placement
         # where replicas may come to be, also those of placements that follow
@@ -90,6 +91,7 @@ class NvlinkExchange:
         pinned = self.device.type == "cuda"
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
         self._tables = placement_tables(placement, self.device)
+        self._made_for = shape, placement, self._room
 
     def route(
         self,
@@ -111,44 +113,13 @@ class NvlinkExchange:
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
         at = self.layout.ids, self.layout.counts, self.layout.tokens
-        args = self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced)
+        made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
+        args = route_args(*made, *given, tables or self._tables, balanced=balanced)
         blocks, shared = self.route_blocks, self._route_shared
         if num_sms is not None:
             blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)
         self._launch(ROUTE, "route", blocks, ROUTE_THREADS, shared, args)
         return routed
-
-    def _route_args(
-        self,
-        ids: Tensor,
-        weights: Tensor,
-        tokens: Tensor | None,
-        routed: Routed,
-        at: tuple[int, int, int],
-        tally: Tensor | None,
-        tables: Tables | None,
-        balanced: bool,
-    ) -> ctypes.Structure:
-        """`at`: where ids, scratch and token counts lie in the heap."""
-        s, most = self.shape, routed.position_LWTK.shape[2]
-        if tokens is None and (ids.shape[-1] != s.choices or ids.shape[-2] > most):
-            raise ValueError(
-                f"exchange: ids of shape {tuple(ids.shape)}; here there is room for at most {most} tokens of "
-                f"{s.choices} choices"
-            )
-        assert ids.dtype == torch.int64
-        assert weights.dtype == torch.float32
-        assert ids.is_contiguous()
-        assert weights.is_contiguous()
-        return lay.Route(
-            *map(_address, (ids, weights, tokens, *(tables or self._tables))),
-            *map(_address, (routed.position_LWTK, routed.weights_LWTK, routed.recv_row_LWT)),
-            *map(_address, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
-            *(_address(tally), *at),
-            *(ids.shape[-2], most, s.choices, s.experts, s.most_slots, s.alignment),
-            *(s.row_capacity, s.token_capacity, s.tensor, self._room > 0, self.placement.num_slots),
-            self._room if balanced else 0,
-        )
 
     def push(
         self,
@@ -167,24 +138,16 @@ class NvlinkExchange:
         row_bytes = self._row_bytes(x)
         wire_bytes = lay.fp8_bytes(x.shape[-1]) if quantise else row_bytes
         assert not quantise or x.dtype == torch.bfloat16
+        pitch = lay.fp8_pitch(x.shape[-1]) if quantise else row_bytes
         quantisers = lay.quantisers_of(row_bytes, self.shape.ranks) if quantise else 0
         stages, shared = lay.mover_shared(row_bytes, self.shape.ranks, quantisers)
         buffer, lag = self._next_buffer("push")
         args = lay.Push(
-            *map(_address, (x, routed.send_row_LTW, tokens)),
+            *map(address_of, (x, routed.send_row_LTW, tokens)),
             *(self.layout.received, self._buffer_bytes(self.shape.token_capacity)),
             x[0].nbytes if x.dim() == 3 else 0,
-            *(
-                x.shape[-2],
-                routed.send_row_LTW.shape[1],
-                row_bytes,
-                wire_bytes,
-                lay.fp8_pitch(x.shape[-1]) if quantise else row_bytes,
-                stages,
-                quantisers,
-                buffer,
-                lag,
-            ),
+            *(x.shape[-2], routed.send_row_LTW.shape[1], row_bytes, wire_bytes, pitch),
+            *(stages, quantisers, buffer, lag),
         )
         threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise
         self._launch(PUSH[quantise], "push", num_sms, threads, shared, args)
@@ -202,7 +165,7 @@ class NvlinkExchange:
             size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])
             out = torch.empty(size, dtype=x.dtype, device=self.device)
         args = lay.Pull(
-            *map(_address, (x, out, routed.position_LWTK, routed.tokens_LW)),
+            *map(address_of, (x, out, routed.position_LWTK, routed.tokens_LW)),
             *(self.layout.staged, self._buffer_bytes(self.shape.max_tokens)),
             *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
             *(routed.position_LWTK.shape[2], self.shape.choices, row_bytes, stages, buffer, lag),
@@ -232,8 +195,9 @@ class NvlinkExchange:
             (self.local_ranks, self.shape.row_capacity, x.shape[-1]), dtype=x.dtype, device=self.device
         )
         at = self.layout.small_ids, 0, self.layout.small_tokens
+        made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
         args = lay.Small(
-            self._route_args(ids, weights, tokens, routed, at, tally, tables, balanced),
+            route_args(*made, *given, tables or self._tables, balanced=balanced),
             *(
                 x.data_ptr(),
                 out.data_ptr(),
@@ -273,9 +237,9 @@ class NvlinkExchange:
         pieces = lay.combine_pieces(most)
         out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
         args = lay.Reduce(
-            *map(_address, (rows, addend, out, routed.position_LWTK)),
-            *map(_address, (routed.weights_LWTK if weighted else None, routed.recv_row_LWT)),
-            *map(_address, (routed.send_row_LTW, routed.tokens_LW)),
+            *map(address_of, (rows, addend, out, routed.position_LWTK)),
+            *map(address_of, (routed.weights_LWTK if weighted else None, routed.recv_row_LWT)),
+            *map(address_of, (routed.send_row_LTW, routed.tokens_LW)),
             *(self.layout.partials, (s.ranks - 1) * s.max_tokens * s.row_bytes, rows[0].nbytes),
             *self._strides(addend, out),
             *(
@@ -314,7 +278,7 @@ class NvlinkExchange:
         piece, entries, shared = lay.gather_shared(2 * width, s.ranks)
         out = self._empty_out(own.shape[-2], width, out_dtype)
         args = lay.Gather(
-            *map(_address, (own, addend, out, routed.send_row_LTW, routed.tokens_LW)),
+            *map(address_of, (own, addend, out, routed.send_row_LTW, routed.tokens_LW)),
             self.layout.reduced + buffer * self._buffer_bytes(s.token_capacity),
             *self._strides(own, out),
             *(routed.send_row_LTW.shape[1], 2 * width, piece, entries, out_dtype == torch.float32),
@@ -414,18 +378,3 @@ class NvlinkExchange:
         start = offset + buffer * self._buffer_bytes(rows)
         part = self.heap.local[:, start : start + rows * width * dtype.itemsize]
         return part.view(dtype).view(self.local_ranks, rows, width)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _check_shape(placement: Placement, shape: lay.Shape) -> None:
-    if placement.num_ranks * shape.tensor != shape.ranks or placement.num_experts != shape.experts:
-        raise ValueError(
-            f"exchange: a placement of {placement.num_experts} experts on {placement.num_ranks} ranks for "
-            f"a shape of "
-            f"{shape.experts} experts on {shape.ranks}"
-        )
-    if shape.ranks > 16 or shape.choices > 32 or shape.row_bytes % 16:
-        raise ValueError("exchange: at most 16 ranks, 32 choices a token, and rows of a multiple of 16 bytes")
