@@ -60,10 +60,11 @@ def test_gradients_are_added(dtype: torch.dtype) -> None:
     counts = torch.tensor(COUNTS, device=CUDA)
     sums = tuple(torch.randn(t.shape, device=CUDA).to(dtype) for t in (gate_up, down))
     before = [t.double() for t in sums]
-    leaves = [t.requires_grad_() for t in (draw(rows, width), gate_up, down)]
+    x = draw(rows, width)
+    leaves = [t.requires_grad_() for t in (x, gate_up, down)]
     d_y = draw(rows, width)
-    plain = torch.autograd.grad(ffn(*leaves, counts), leaves, d_y)
-    y = ffn(*leaves, counts, gradients=sums)
+    plain = torch.autograd.grad(ffn(x, gate_up, down, counts), leaves, d_y)
+    y = ffn(x, gate_up, down, counts, gradients=(sums[0], sums[1]))
     d_x, *nothing = torch.autograd.grad(y, leaves, d_y, allow_unused=True)
     assert nothing == [None, None]
     assert torch.equal(d_x, plain[0])

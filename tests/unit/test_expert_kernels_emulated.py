@@ -200,17 +200,17 @@ def test_gradients_of_two_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(2):
         x, d_y = draw(70, width), draw(70, width)
         leaves = [t.detach().requires_grad_() for t in (x, gate_up, down)]
-        y = ffn(*leaves, torch.tensor(counts), gradients=sums)
+        y = ffn(leaves[0], leaves[1], leaves[2], torch.tensor(counts), gradients=sums)
         d_x, *nothing = torch.autograd.grad(y, leaves, d_y, allow_unused=True)
         exact = [t.detach().double().requires_grad_() for t in leaves]
-        y_exact = reference_ffn(counts, *exact, torch.ones(70))
+        y_exact = reference_ffn(counts, exact[0], exact[1], exact[2], torch.ones(70))
         d_exact = torch.autograd.grad(y_exact, exact, d_y.double())
         assert nothing == [None, None]
         assert error(d_x, d_exact[0]) < 1e-2
         wanted = [total + more for total, more in zip(wanted, d_exact[1:], strict=True)]
     assert [error(a, b) < 1e-2 for a, b in zip(sums, wanted, strict=True)] == [True, True]
     with pytest.raises(ValueError, match="float32 or bfloat16"):
-        ffn(x, gate_up, down, torch.tensor(counts), gradients=(sums[1], sums[0]))
+        ffn(draw(70, width), gate_up, down, torch.tensor(counts), gradients=(sums[1], sums[0]))
 
 
 def reference_ffn(counts: list[int], rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
