@@ -23,7 +23,6 @@ import importlib
 import json
 import os
 import re
-import struct
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from imbrex.kernels.arguments import ByValue as ByValue
+from imbrex.kernels.arguments import attributes, configuration
+from imbrex.kernels.arguments import pack as _pack
 
 ARCH = "sm_90a"
 SOURCES = Path(__file__).parent
@@ -231,16 +234,6 @@ def cuda_ok(result: tuple[Any, ...], doing: str) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-class ByValue:
-    """Bytes passed by value as a struct parameter, such as a tensor map."""
-
-    __slots__ = ("address", "raw")
-
-    def __init__(self, raw: bytes) -> None:
-        self.raw = (ctypes.c_ubyte * len(raw)).from_buffer_copy(raw)
-        self.address = ctypes.addressof(self.raw)
-
-
 class Kernel:
     """A loaded kernel of one device; get it from `load`, before anything spins."""
 
@@ -313,7 +306,9 @@ class Kernel:
             where = ctypes.addressof(pointers)
             if cluster == 1 and not cooperative:  # the plain call costs the host half as much
                 return driver.cuLaunchKernel(self._function, *sizes, block, 1, 1, smem, handle, where, 0)[0]
-            config = _configuration(sizes, block, smem, handle, _attributes(cluster, cooperative))
+            config = configuration(
+                driver, sizes, block, smem, handle, attributes(driver, cluster, cooperative)
+            )
             return driver.cuLaunchKernelEx(config, self._function, where, 0)[0]
 
         code = queue()
@@ -357,60 +352,6 @@ class Prepared:
                 return
         again = dict(self._again)
         again.pop("kernel")._launch_packed(self._kept[1], **again)
-
-
-def _configuration(
-    grid: tuple[int, int, int], block: int, smem: int, stream: int, attributes: list[Any]
-) -> Any:
-    config = cuda_binding("driver").CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-    config.sharedMemBytes = smem
-    config.hStream = stream
-    config.attrs = attributes
-    config.numAttrs = len(attributes)
-    return config
-
-
-def _attributes(cluster: int, cooperative: bool) -> list[Any]:
-    driver = cuda_binding("driver")
-    attributes = []
-    if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = (
-            cluster,
-            1,
-            1,
-        )
-        attributes.append(attribute)
-    if cooperative:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
-        attributes.append(attribute)
-    return attributes
-
-
-def _pack(args: Sequence[Any]) -> tuple[Any, Any]:
-    """Eight bytes an argument (to be kept alive over the launch), and the array of their addresses."""
-    slots = (ctypes.c_uint64 * len(args))()
-    base = ctypes.addressof(slots)
-    addresses = [base + 8 * i for i in range(len(args))]
-    for i, arg in enumerate(args):
-        kind = type(arg)
-        if kind is int:
-            assert -(2**31) <= arg < 2**31, f"{arg} does not fit an int32 argument; pass ctypes.c_int64"
-            slots[i] = arg & 0xFFFFFFFF
-        elif kind is ByValue:
-            addresses[i] = arg.address
-        elif isinstance(arg, torch.Tensor):
-            slots[i] = arg.data_ptr()
-        elif kind is float:
-            slots[i] = int.from_bytes(struct.pack("<f", arg), "little")
-        elif arg is not None:
-            addresses[i] = ctypes.addressof(arg)
-    return slots, (ctypes.c_void_p * len(args))(*addresses)
 
 
 @functools.cache

@@ -1,0 +1,73 @@
+"""The arguments and the shape of a kernel launch, as the driver wants them."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class ByValue:
+    """Bytes passed by value as a struct parameter, such as a tensor map."""
+
+    __slots__ = ("address", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = (ctypes.c_ubyte * len(raw)).from_buffer_copy(raw)
+        self.address = ctypes.addressof(self.raw)
+
+
+def configuration(
+    driver: Any, grid: tuple[int, int, int], block: int, smem: int, stream: int, attributes: list[Any]
+) -> Any:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = smem
+    config.hStream = stream
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
+
+
+def attributes(driver: Any, cluster: int, cooperative: bool) -> list[Any]:
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = (
+            cluster,
+            1,
+            1,
+        )
+        attributes.append(attribute)
+    if cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    return attributes
+
+
+def pack(args: Sequence[Any]) -> tuple[Any, Any]:
+    """Eight bytes an argument (to be kept alive over the launch), and the array of their addresses."""
+    slots = (ctypes.c_uint64 * len(args))()
+    base = ctypes.addressof(slots)
+    addresses = [base + 8 * i for i in range(len(args))]
+    for i, arg in enumerate(args):
+        kind = type(arg)
+        if kind is int:
+            assert -(2**31) <= arg < 2**31, f"{arg} does not fit an int32 argument; pass ctypes.c_int64"
+            slots[i] = arg & 0xFFFFFFFF
+        elif kind is ByValue:
+            addresses[i] = arg.address
+        elif isinstance(arg, torch.Tensor):
+            slots[i] = arg.data_ptr()
+        elif kind is float:
+            slots[i] = int.from_bytes(struct.pack("<f", arg), "little")
+        elif arg is not None:
+            addresses[i] = ctypes.addressof(arg)
+    return slots, (ctypes.c_void_p * len(args))(*addresses)
