@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,6 +118,17 @@ def small(rank: int, world: int) -> list[str]:
     return lines
 
 
+def sums(
+    job: Job, exchange: Any, routed: Any, rows: Tensor, x: Tensor, note: Callable[..., None], nbytes: int
+) -> None:
+    """Combine from both layouts."""
+    for n in (4, 8, 16):
+        note(f"combine compact {n} SMs", lambda n=n: exchange.combine_compact(x, routed, num_sms=n), nbytes)
+    for n in (8, 16, 24, 32):
+        expert = partial(exchange.combine, rows, routed, num_sms=n, num_tokens=job.T)
+        note(f"combine {n} SMs", expert, nbytes)
+
+
 def coded(
     job: Job, exchange: Any, routed: Any, rows: Tensor, x: Tensor, note: Callable[..., None], nbytes: int
 ) -> None:
@@ -161,12 +173,7 @@ def work(rank: int, world: int, beside: bool) -> list[str]:
         lambda: exchange.pull(x, exchange.route(ids, weights, num_sms=24), 24, rows),
         wire,
     )
-    for n in (4, 8, 16):
-        note(f"combine compact {n} SMs", lambda n=n: exchange.combine_compact(x, routed, num_sms=n), wire)
-    for n in (8, 16, 24, 32):
-        note(
-            f"combine {n} SMs", lambda n=n: exchange.combine(rows, routed, num_sms=n, num_tokens=job.T), wire
-        )
+    sums(job, exchange, routed, rows, x, note, wire)
     coded(job, exchange, routed, rows, x, note, wire * 33 // 64)
     if beside:
         lines += beside_gemm(rank, job, exchange, routed, x)
