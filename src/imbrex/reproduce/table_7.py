@@ -30,9 +30,9 @@ EMULATED = (
     "in two chunks over Pipe-A2A with int8 in place of ZFP."
 )
 LAYERS_FOR = 6
-WORK = Work(tokens=2048, width=256, inner=512, experts=4, top_k=1, sequence=32)
+WORK = Work(tokens=1024, width=256, inner=256, experts=4, top_k=1, sequence=32)
 NETWORK = Network(nodes=2, ranks_per_node=2, inter="200mbit")
-ROUNDS = 4
+ROUNDS = 5
 
 
 def find(asked: Asked) -> Finding:
