@@ -60,9 +60,11 @@ class Board:
         while (words_W >> BITS < self.calls).any():
             time.sleep(0)
             if time.monotonic() - start > self.timeout_s:
+                # on the host: the words are in memory that the processes share
                 late = [rank for rank, word in enumerate(words_W.tolist()) if word >> BITS < self.calls]
                 raise RankLostError(
                     f"dispatch: ranks {late} did not come to call {self.calls} of the exchange within "
                     f"{self.timeout_s} s"
                 )
+        # on the host: as above
         return [word & ((1 << BITS) - 1) for word in words_W.tolist()]
