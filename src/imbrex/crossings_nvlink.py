@@ -187,12 +187,12 @@ class NvlinkCrossings:
             self.observer.count("expert_load", load_E, **where)
         ids_TK, weights_TK, x_TD = ids_TK.contiguous(), weights_TK.contiguous(), x_TD.contiguous()
         choose = {"tally": self.tally_WS, "tables": self._tables, "balanced": self.told.balanced}
-        sms = self.transport.dispatch_sms
         if self.told.by_slot:
             with self.observer.span("plan", **where):
                 ids_TK = self._choose_slots(ids_TK)
         if most <= FEW_TOKENS and not _coded(self.wire.dispatch):
             with self.observer.span("dispatch", **where):
+                sms = self.transport.small_sms
                 rows, routed = kernels.dispatch_small(x_TD, ids_TK, weights_TK, sms, **choose)
             return rows[0], routed
         with self.observer.span("plan", **where):

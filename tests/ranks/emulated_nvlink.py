@@ -38,7 +38,7 @@ class EmulatedNvlink(Nvlink):
     load = staticmethod(kernel.load)
 
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
-        super().__init__(group, dispatch_sms=2, push_sms=2, combine_sms=2, **options)
+        super().__init__(group, dispatch_sms=2, small_sms=2, push_sms=2, combine_sms=2, **options)
 
     def reason_against(self) -> str | None:
         return None

@@ -88,8 +88,9 @@ class Nvlink(Collective):
     batches have heaps of their own.
     exact_rows: the experts' rows are as many as there are, for one host synchronisation a dispatch; else
         there is room for the worst case, W times their mean.
-    dispatch_sms, push_sms, combine_sms: multiprocessors of the kernels for rows out, coded rows out, sums
-        back. The blocks of a kernel wait for peers: two kernels that may meet on a GPU must both fit it.
+    dispatch_sms, small_sms, push_sms, combine_sms: multiprocessors of the kernels for rows out, rows of a
+        small batch with their routing, coded rows out, sums back. The blocks of a kernel wait for peers: two
+        kernels that may meet on a GPU must both fit it.
     """
 
     name = "nvlink"
@@ -102,13 +103,15 @@ class Nvlink(Collective):
         timeout: float | None = None,
         max_tokens: int | None = None,
         dispatch_sms: int = 32,
+        small_sms: int = 64,
         push_sms: int = 16,
         combine_sms: int = 96,
         exact_rows: bool = False,
     ) -> None:
         super().__init__(group, timeout=timeout)
         self.max_tokens, self.exact_rows = max_tokens, exact_rows
-        self.dispatch_sms, self.push_sms, self.combine_sms = dispatch_sms, push_sms, combine_sms
+        self.dispatch_sms, self.small_sms = dispatch_sms, small_sms
+        self.push_sms, self.combine_sms = push_sms, combine_sms
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
         reason = self.reason_against()
