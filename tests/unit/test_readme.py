@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -105,6 +106,17 @@ def test_the_code_of_the_documentation_runs(page: str) -> None:
     assert found
     for code in found:
         exec(compile(code, f"docs/{page}.md", "exec"), {})
+
+
+def test_the_figures_shown_are_those_of_the_results() -> None:
+    layer = json.loads((ROOT / "benchmarks/results/layer.json").read_text())
+    us = {(row["case"]["model"], row["op"], row["impl"]): row["median_us"] for row in layer["rows"]
+          if row["case"]["M"] == 16384}  # fmt: skip
+    shown = re.findall(r"^\| ([\w.-]+) \| (forward[+\w]*) \| (.+) \|$", README, re.MULTILINE)
+    assert len(shown) == 4
+    for model, op, cells in shown:
+        measured = [us[model, op, impl] for impl in ("imbrex-serial", "nccl-a2a", "nccl-agrs", "floor")]
+        assert cells == " | ".join(f"{value:.0f}" for value in measured)
 
 
 def test_several_machines_run(tmp_path: Path) -> None:
