@@ -363,9 +363,10 @@ class Crossings:
         """The rows of an earlier dispatch, moved once more."""
         codec, (source_R, _, traffic) = self.wire.dispatch, read_state(state)
         with self.observer.span("dispatch_again", layer=self.layer):
-            alone = self.transport.replicated
-            move = None if alone else self.begin_out(write([x_TD], codec, x_TD.dtype), traffic)
-            return self._expand(x_TD, move and move.finish(), codec, source_R)
+            received = None
+            if not self.transport.replicated:
+                received = self.begin_out(write([x_TD], codec, x_TD.dtype), traffic).finish()
+            return self._expand(x_TD, received, codec, source_R)
 
     def _sum_over_ranks(self, own_TD: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
         """Where the tokens are the same on every rank."""

@@ -1,4 +1,4 @@
-"""Transports for two tiers over NCCL: the tests of tests/ranks/test_hierarchical.py on GPUs, two to a node."""
+"""Transports for two tiers over NCCL: the tests of tests/ranks/test_hierarchical.py on GPUs, two a node."""
 
 from __future__ import annotations
 

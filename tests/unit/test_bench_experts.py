@@ -59,6 +59,7 @@ def test_decode_counts_the_weights_of_experts_with_rows() -> None:
     small = work([10, 0], 512, 256)
     found = bench_experts.rates("decode", None, small, 1.0, 2 * COPY_BYTES / 4e6)
     assert found == {"tbps": 0.786, "limit_tbps": 4.0, "share": 0.197}
+    assert bench_experts.rates("decode", None, small, 1.0, 1.0, value_bytes=1)["tbps"] == 0.393
 
 
 def test_experts_of_one_rank() -> None:

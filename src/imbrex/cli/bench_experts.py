@@ -101,7 +101,7 @@ def measure_op(
 
 
 def rates(
-    op: str, product: str | None, work: timing.Work, median_us: float, limit_us: float, value_bytes: int
+    op: str, product: str | None, work: timing.Work, median_us: float, limit_us: float, value_bytes: int = 2
 ) -> dict[str, float]:
     """TFLOP/s and the share of the dense rate, or GB/s of weights and the share of the copy rate (decode)."""
     if op == "decode":
