@@ -5,47 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Pending
-from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.collective import Done
-from imbrex.transport.nodes import Nodes
+from imbrex.transport.twolevel import Tiered
 
 Half = Callable[[bool], Pending]
 """Begins the half inside the node or, given False, that between nodes."""
 
 
-class Pipe(AllToAll):
+class Pipe(Tiered):
     """Pipe-A2A (ScheMoE, section 5): both halves move at the same time, as two all-to-alls. gloo starts all
     messages of one all-to-all at once anyway, so there it gains nothing over `alltoall`; NCCL's one stream
     does one after the other."""
 
     name = "pipe"
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        ranks_per_node: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        super().__init__(group, timeout=timeout)
-        self.nodes = Nodes.of(self.world_size, ranks_per_node)
-
     def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         if self.world_size == 1:
             return Done(rows)
-        node = self.rank // self.nodes.size
-        near = [rank // self.nodes.size == node for rank in range(self.world_size)]
+        near = [rank // self.nodes.size == self.node for rank in range(self.world_size)]
         parts = rows.split(list(send))
+        scatter = super().scatter_rows
 
         def begin(inside: bool) -> Pending:
             chosen = [n * (here == inside) for n, here in zip(send, near, strict=True)]
             arriving = [n * (here == inside) for n, here in zip(receive, near, strict=True)]
             picked = [rows[:0], *(part for part, here in zip(parts, near, strict=True) if here == inside)]
-            return AllToAll.scatter_rows(self, phase, torch.cat(picked), chosen, arriving)
+            return scatter(phase, torch.cat(picked), chosen, arriving)
 
         return self.begin_halves(begin, list(receive), near)
 

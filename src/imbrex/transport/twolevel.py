@@ -1,4 +1,4 @@
-"""All-to-alls for two tiers that move every row as it is: 2-D hierarchical, and both tiers at once."""
+"""All-to-alls for two tiers: what they share, and the 2-D hierarchical one that moves rows as they are."""
 
 from __future__ import annotations
 
@@ -15,16 +15,8 @@ from imbrex.transport.nodes import Nodes, reorder
 from imbrex.transport.relay import count_pieces, join_pieces, rows_between, splits_with_pieces
 
 
-class TwoLevel(AllToAll):
-    """2DH: first inside the node, to the rank that shares the destination's place there; then between nodes,
-    among ranks of equal place. Tutel's and DeepSpeed's all-to-all, for rows of uneven numbers.
-
-    Bytes between nodes: those of `alltoall`, in W / size - 1 messages a rank instead of W - size. It pays
-    where starting a message costs more than moving it twice: small rows, many nodes.
-    """
-
-    name = "2dh"
-    pieces = 1
+class Tiered(AllToAll):
+    """An all-to-all that knows which ranks share a node."""
 
     def __init__(
         self,
@@ -36,6 +28,18 @@ class TwoLevel(AllToAll):
         super().__init__(group, timeout=timeout)
         self.nodes = Nodes.of(self.world_size, ranks_per_node)
         self.node, self.local = divmod(self.rank, self.nodes.size)
+
+
+class TwoLevel(Tiered):
+    """2DH: first inside the node, to the rank that shares the destination's place there; then between nodes,
+    among ranks of equal place. Tutel's and DeepSpeed's all-to-all, for rows of uneven numbers.
+
+    Bytes between nodes: those of `alltoall`, in W / size - 1 messages a rank instead of W - size. It pays
+    where starting a message costs more than moving it twice: small rows, many nodes.
+    """
+
+    name = "2dh"
+    pieces = 1
 
     def plan_relays(self, wanted: Sequence[Tensor]) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """Collective, of several dispatches at once. From the ranks that want this rank's tokens, bool
