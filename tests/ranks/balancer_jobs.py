@@ -97,11 +97,22 @@ def train(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | 
         if adam
         else torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     )
+    return training_steps(ranks, model, optimizer, balancer, iterations, config.hidden_size)
+
+
+def training_steps(
+    ranks: Ranks,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    balancer: OnlineBalancer | None,
+    iterations: int,
+    width: int,
+) -> dict:
     if balancer is not None:
         balancer.optimizer = optimizer
     outputs, switched = [], 0
     for iteration in range(iterations):
-        y_TD = model(tokens(ranks.rank, iteration, config.hidden_size))
+        y_TD = model(tokens(ranks.rank, iteration, width))
         (y_TD**2).mean().backward()
         imbrex.sync_gradients(model)
         optimizer.step()
@@ -122,20 +133,8 @@ def train_in_two_groups(ranks: Ranks, config: imbrex.MoEConfig, iterations: int,
     balancer = None if pace is None else OnlineBalancer(pace, timeout=20)
     model = Model(inner, balancer, config, 2, data_group=data_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    if balancer is not None:
-        balancer.optimizer = optimizer
-    outputs, switched = [], 0
-    for iteration in range(iterations):
-        y_TD = model(tokens(ranks.rank, iteration, config.hidden_size))
-        (y_TD**2).mean().backward()
-        imbrex.sync_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        outputs.append(y_TD.detach())
-        switched += 0 if balancer is None else len(balancer.step())
-    if balancer is not None:
-        balancer.close()
-    return {"outputs": outputs, "switched": switched, "placements": [x.placement for x in model.layers]}
+    found = training_steps(ranks, model, optimizer, balancer, iterations, config.hidden_size)
+    return {**found, "placements": [x.placement for x in model.layers]}
 
 
 class FileHeap:
