@@ -101,17 +101,10 @@ def _kernel(name: str, entry: str, dtype: torch.dtype, device: torch.device, loa
 def launch_encode(name: str, rows_ND: Tensor, nbytes: int, load: Callable[..., Any]) -> Tensor:
     """`encode` by the kernel that `load` gives: `jit.load`, or what stands in for it."""
     rows_ND = _aligned(rows_ND.detach(), 16)
-    num_rows, width = rows_ND.shape
-    encoded_NB = torch.empty(num_rows, nbytes, dtype=torch.uint8, device=rows_ND.device)
+    width = rows_ND.shape[1]
+    encoded_NB = torch.empty(rows_ND.shape[0], nbytes, dtype=torch.uint8, device=rows_ND.device)
     kernel = _kernel(name, "encode_rows", rows_ND.dtype, rows_ND.device, load)
-    _launch(
-        kernel,
-        name,
-        [rows_ND, _pitch(rows_ND), encoded_NB, _pitch(encoded_NB)],
-        num_rows,
-        width,
-        encodes=True,
-    )
+    _launch(kernel, name, rows_ND, encoded_NB, width, encodes=True)
     return encoded_NB
 
 
@@ -120,17 +113,9 @@ def launch_decode(
 ) -> Tensor:
     """`decode` by the kernel that `load` gives."""
     encoded_NB = _aligned(encoded_NB, 4)
-    num_rows = encoded_NB.shape[0]
-    rows_ND = torch.empty(num_rows, width, dtype=dtype, device=encoded_NB.device)
+    rows_ND = torch.empty(encoded_NB.shape[0], width, dtype=dtype, device=encoded_NB.device)
     kernel = _kernel(name, "decode_rows", dtype, encoded_NB.device, load)
-    _launch(
-        kernel,
-        name,
-        [encoded_NB, _pitch(encoded_NB), rows_ND, _pitch(rows_ND)],
-        num_rows,
-        width,
-        encodes=False,
-    )
+    _launch(kernel, name, encoded_NB, rows_ND, width, encodes=False)
     return rows_ND
 
 
@@ -144,7 +129,8 @@ def _pitch(rows: Tensor) -> ctypes.c_int64:
     return ctypes.c_int64(rows.stride(0) * rows.itemsize)
 
 
-def _launch(kernel: Any, name: str, tensors: list[Any], num_rows: int, width: int, *, encodes: bool) -> None:
+def _launch(kernel: Any, name: str, source: Tensor, target: Tensor, width: int, *, encodes: bool) -> None:
+    num_rows = source.shape[0]
     if zfp := _ZFP.fullmatch(name):
         grid = -(-num_rows * (width // _ZFP_PIECE) // _THREADS)
         smem, last = 16 * 4 * _THREADS if zfp[1] == "2" else 0, int(zfp[2])
@@ -155,4 +141,5 @@ def _launch(kernel: Any, name: str, tensors: list[Any], num_rows: int, width: in
         warps = num_rows if by_rows else num_rows * pieces
         grid = num_rows if wide else -(-warps // (_THREADS // 32))
         smem, last = 128, int(wide)
-    kernel.launch(grid=grid, block=_THREADS, args=[*tensors, num_rows, width, last], smem=smem)
+    args = [source, _pitch(source), target, _pitch(target), num_rows, width, last]
+    kernel.launch(grid=grid, block=_THREADS, args=args, smem=smem)
