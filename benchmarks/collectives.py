@@ -16,13 +16,13 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import imbrex
+from imbrex.cli.meeting import meet
 from imbrex.cli.results import describe_run, write_results
 from imbrex.cost import COSTS, Load, Network
 from imbrex.crossings import Crossings
@@ -48,7 +48,7 @@ class Job:
 
 def main() -> None:
     args = parse()
-    device = start(args.store)
+    device = meet(args.store)
     group = dist.group.WORLD
     assert group is not None
     rows = []
@@ -91,21 +91,6 @@ def predict(args: argparse.Namespace, group: dist.ProcessGroup) -> dict[str, flo
     else:
         auto.pick(group, nodes, load, None)
     return {name: cost(network, load) for name, cost in COSTS.items()}
-
-
-def start(store: str | None) -> torch.device:
-    """gloo on CPUs, NCCL where there are GPUs."""
-    meeting: dict[str, Any] = {}
-    if store is not None:
-        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        meeting = {"init_method": f"file://{store}", **ranks}
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", **meeting)
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_GPU"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", **meeting)
-    return device
 
 
 def make_job(args: argparse.Namespace, name: str, group: dist.ProcessGroup, device: torch.device) -> Job:

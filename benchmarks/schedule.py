@@ -26,6 +26,7 @@ from torch import Tensor
 
 import imbrex
 from imbrex import overlap
+from imbrex.cli.meeting import meet
 from imbrex.cli.results import describe_run, write_results
 from imbrex.overlap.auto import Choice, choose, predict
 from imbrex.overlap.pipelined import Pipelined, parameters_of
@@ -72,7 +73,7 @@ class Layer:
 
 def main() -> None:
     args = parse()
-    device = start(args.store)
+    device = meet(args.store)
     group = dist.group.WORLD
     assert group is not None
     if args.sweep:
@@ -87,21 +88,6 @@ def main() -> None:
         command = os.environ.get("COMMAND", "imbrex netlab run ... --") + " benchmarks/schedule.py "
         write_results(args.out, QUESTION, describe_run(command + " ".join(words)), written)
     dist.destroy_process_group()
-
-
-def start(store: str | None) -> torch.device:
-    """gloo on CPUs, NCCL where there are GPUs."""
-    meeting: dict[str, Any] = {}
-    if store is not None:
-        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        meeting = {"init_method": f"file://{store}", **ranks}
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", **meeting)
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_GPU"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", **meeting)
-    return device
 
 
 def make_layer(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> Layer:
