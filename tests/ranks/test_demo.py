@@ -73,6 +73,18 @@ def test_a_record_accounts_for_the_whole_step(four):
         assert all(1 <= worst <= 8 for worst in record["imbalance"])
 
 
+def test_a_machine_that_cannot_draw_keeps_the_figures_and_is_told(tmp_path):
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['plotly'] = None\n")
+    path = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
+    done = demo("--ranks", 1, *SMALL, "--stop-after", 2, out=tmp_path, PYTHONPATH=path)
+    mend = f"no report: pip install plotly, then imbrex demo --resume --out {tmp_path} draws it"
+    assert mend in done.stdout
+    assert (tmp_path / "summary.json").exists()
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_the_trace_has_every_rank_and_phase(four):
     events = json.loads((four / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]

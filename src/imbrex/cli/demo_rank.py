@@ -156,11 +156,15 @@ def _processor() -> str:
 
 
 def _closing(summary: Mapping[str, Any], out: Path) -> list[str]:
+    report = out / "report.html"
+    drawn = f"report: {report}"
+    if not report.exists():
+        drawn = f"no report: pip install plotly, then imbrex demo --resume --out {out} draws it"
     references = ", ".join(f"{name} {loss:.2f}" for name, loss in summary["reference_losses"].items())
     return [
         f"held-out loss {summary['held_out_loss']:.3f} nats a byte ({references})",
         f"{summary['tokens_per_s']:,.0f} tokens/s, "
         f"{summary['communicating_share']:.0%} of the time communicating",
-        f"report: {out / 'report.html'}",
+        drawn,
         f"trace for https://ui.perfetto.dev: {out / 'trace.json'}",
     ]

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ class Run:
         return gathered.view(self.num_ranks, -1)
 
     def report(self, facts: Mapping[str, Any], references: Mapping[str, float]) -> dict[str, Any] | None:
-        """Write `summary.json`, `trace.json` and `report.html`; the summary, on rank 0."""
+        """Write `summary.json`, `trace.json` and, where plotly is installed, `report.html`; the summary, on
+        rank 0."""
         spans = self._gather_spans()
         sent_WW = self._gather(self.bytes_sent_W)
         if self.rank != 0:
@@ -162,14 +164,16 @@ class Run:
         }
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         merge_traces([trace_events(of_rank, r) for r, of_rank in enumerate(spans)], self.out / "trace.json")
-        write_report(
-            self.out / "report.html",
-            title=f"imbrex demo: {self.num_ranks} ranks, {len(metrics)} steps",
-            facts=_table(summary),
-            metrics=metrics,
-            spans=spans,
-            references=references,
-        )
+        # Figures of a long run must not be lost to a package that only draws them.
+        if find_spec("plotly") is not None:
+            write_report(
+                self.out / "report.html",
+                title=f"imbrex demo: {self.num_ranks} ranks, {len(metrics)} steps",
+                facts=_table(summary),
+                metrics=metrics,
+                spans=spans,
+                references=references,
+            )
         return summary
 
     def _gather_spans(self) -> list[list[Span]]:
