@@ -88,6 +88,26 @@ def infer(
     return found
 
 
+def infer_two_steps_a_migration(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, layers: int) -> set:
+    """Numbers of the layers that switched where every migration is opened in one step, ended by the next and
+    used in the one after, one layer a turn."""
+    pace = replace(EAGER, layer_updates_per_iter=1)
+    mover = type("Mover", (Unlucky,), {"slow_s": 0.01})
+    balancer = OnlineBalancer(pace, timeout=20, mover=mover)
+    model = Model(ranks, balancer, config, layers).eval()
+    switched: list[int] = []
+    for iteration in range(iterations):
+        with torch.no_grad():
+            model(tokens(ranks.rank, iteration, config.hidden_size, turn=2))
+        if balancer._round is not None:
+            balancer._round.future.exception()
+        dist.barrier(ranks.group)
+        switched += balancer.step()
+    balancer.settle()
+    balancer.close()
+    return set(switched)
+
+
 def train(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, adam: bool) -> dict:
     """Outputs of a training run: AdamW with an epsilon that keeps it from blowing rounding up, or SGD."""
     balancer = None if pace is None else OnlineBalancer(pace, timeout=20)

@@ -17,6 +17,7 @@ from tests.ranks.balancer_jobs import (
     infer,
     infer_by_peer_copies,
     infer_exactly,
+    infer_two_steps_a_migration,
     infer_unlucky,
     train,
     train_in_two_groups,
@@ -53,6 +54,11 @@ def test_inference_is_the_same_while_weights_move(pool: Pool, world: int, option
         assert found["placements"] == moving[0]["placements"]
         assert found["tally"]["switches"] == found["switched"] == moving[0]["switched"]
     assert sum(found["tally"]["bytes_moved"] for found in moving) > 0
+
+
+def test_every_layer_has_its_turn_whatever_a_migration_takes(pool: Pool) -> None:
+    found = pool.run(2, infer_two_steps_a_migration, CONFIG, 24, 4)
+    assert found == [{3, 4, 5, 6}] * 2
 
 
 def test_the_journal_tells_what_happened(pool: Pool, tmp_path) -> None:

@@ -79,7 +79,7 @@ class OnlineBalancer:
         self._others: Channel | None = None
         self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None
         self._round: Round | None = None
-        self._rounds = self._failures = 0
+        self._rounds = self._turns = self._failures = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="imbrex-balancer")
 
     def attach(self, layer: Layer) -> None:
@@ -213,9 +213,9 @@ class OnlineBalancer:
     def _open(self, training: bool) -> None:
         """Begin to plan and move what is due; what the plan is made from is fixed here, on every rank."""
         assert self.mover is not None
-        due = layers_due(
-            int(self.tally.values["iterations"]), len(self.seats), self.pace.layer_updates_per_iter
-        )
+        # By turns, not iterations: migrations of two steps each would meet every other layer only.
+        due = layers_due(self._turns, len(self.seats), self.pace.layer_updates_per_iter)
+        self._turns += 1
         due = [at for at in due if self.seats[at].recent]
         if not due:
             return
