@@ -10,10 +10,7 @@ the balance says. Writes benchmarks/results/placement_gpu.json.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -24,12 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 import imbrex.balancer.online as online
 from imbrex import MoEConfig, MoELayer
 from imbrex.balancer import OnlineBalancer, Pace
 from imbrex.balancer.migration import Change
+from imbrex.cli.exchange_clock import run_ranks
 from imbrex.cli.layer_timing import DrawnHere
 from imbrex.cli.results import describe_run, write_results
 from imbrex.contracts import Placement, Routing
@@ -42,7 +39,11 @@ SKEWED = {
     "DeepSeek-V2-Lite": MoEConfig(hidden_size=2048, intermediate_size=1408, num_experts=64, top_k=6),
     "DeepSeek-V3's width": MoEConfig(hidden_size=7168, intermediate_size=2048, num_experts=64, top_k=6),
 }
-LAYERS, SPARES, TURNS, ITERATIONS = 8, 2, 3, 10
+LAYERS, TURNS, LEAD, ITERATIONS = 8, 3, 6, 24
+MOST_MOVES = 12
+"""Experts of one migration, which takes three or four iterations; as many slots are replicas."""
+ASKED = 2.25
+"""Experts asked for an iteration: what is under way at the end of a block is not counted."""
 QUESTION = "What does balance cost and bring on GPUs?"
 
 
@@ -126,7 +127,7 @@ def make_layer(
 
 class TwoExperts:
     """Plans that fetch two experts for every iteration since the last: ranks in turn, each from the next one,
-    into their last slots."""
+    into their last slots. Plans are made in another thread than iterations are counted in."""
 
     def __init__(self, balancer: OnlineBalancer) -> None:
         self.turn, self.iterations, self.planned = 0, 0.0, 0.0
@@ -141,33 +142,37 @@ class TwoExperts:
     def __call__(self, asked, others) -> list[Change]:
         one = asked[0]
         old, ranks = one.placement, one.placement.num_ranks
-        held = [list(old.local(rank)) for rank in range(ranks)]
-        moves = int(min(2 * (self.iterations - self.planned), SPARES * ranks))
+        held, spares = [list(old.local(rank)) for rank in range(ranks)], MOST_MOVES // ranks
+        moves = int(min(round(ASKED * (self.iterations - self.planned)), spares * ranks))
         self.planned = self.iterations
         for move in range(moves):
             mine, slot = held[(self.turn + move) % ranks], -1 - move // ranks
-            theirs = held[(self.turn + move + 1) % ranks][:-SPARES]
+            theirs = held[(self.turn + move + 1) % ranks][:-spares]
             mine[slot] = next(e for e in np.roll(theirs, -self.turn).tolist() if e not in mine)
         self.turn += 1
         new = from_slots(held, old.num_experts)
         return [Change(layer=one.layer, old=old, new=new, tensors=one.tensors)]
 
 
-def iterate(layers: list[MoELayer], x_TD: Tensor, balancer) -> list[float]:
-    """Microseconds of iterations in a row, the first left out."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(ITERATIONS + 2)]
+def iterate(layers: list[MoELayer], x_TD: Tensor, balancer, count: int) -> tuple[list[float], int]:
+    """Microseconds of so many iterations in a row after a lead-in, and the experts that this rank fetched and
+    that took effect in them."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(LEAD + count + 1)]
+    fetched = 0
     dist.barrier()
     for number, mark in enumerate(marks):
         mark.record()
         # As in a server: the host is at most two iterations ahead.
         marks[max(number - 1, 0)].synchronize()
+        if balancer is not None and number in (LEAD, LEAD + count):
+            fetched = int(balancer.tally.values["fetched_experts"]) - fetched
         with torch.no_grad():
             for layer in layers:
                 layer(x_TD)
         if balancer is not None:
             balancer.step()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks[1:])]
+    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks[LEAD:])], fetched
 
 
 def iteration_times(
@@ -176,7 +181,7 @@ def iteration_times(
     """Iterations of all layers in turns: balancer off, on with nothing to do, on and moving two experts."""
     x_TD = torch.randn(tokens, V3.hidden_size, device="cuda", dtype=torch.bfloat16)
     found: dict[str, list[float]] = {name: [] for name in ("off", "nothing_to_do", "two_experts")}
-    done = dict.fromkeys(found, 0.0)
+    done = dict.fromkeys(found, 0)
     plan, two = online.plan, TwoExperts(balancer)
     for turn in range(TURNS + 1):
         for name, times in found.items():
@@ -184,23 +189,24 @@ def iteration_times(
                 seat.count(on=name != "off")
             online.plan = two if name == "two_experts" else plan
             two.planned = balancer.tally.values["iterations"]
-            before = balancer.tally.values["fetched_experts"]
-            taken = iterate(layers, x_TD, balancer if name != "off" else None)
+            running = balancer if name != "off" else None
+            taken, fetched = iterate(layers, x_TD, running, ITERATIONS if turn else 1)
             balancer.settle()
             if turn:
                 times += taken
-                done[name] += balancer.tally.values["fetched_experts"] - before
+                done[name] += fetched
     online.plan = plan
     del balancer._open
+    slots = sum(len(layers[0].placement.local(r)) for r in range(ranks))
     case = {
-        "L": LAYERS,
+        "L": len(layers),
         "T": tokens,
         "D": 7168,
         "F": 2048,
         "E": 256,
         "K": 8,
         "W": ranks,
-        "S": 256 + SPARES * ranks,
+        "S": slots,
     }
     return [
         {"op": "iteration", "impl": name, "case": case, "fetched": done[name], "times": times}
@@ -257,35 +263,34 @@ def compare(case: dict, before: MoELayer, after: MoELayer, x_TD: Tensor, ids_TK:
     return row
 
 
-def serve(rank: int, ranks: int, store: str, args: argparse.Namespace, answers: Any) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        device_id=torch.device("cuda", rank),
-    )
+def serve(rank: int, ranks: int, num_layers: int, trace: Path | None) -> list[dict[str, Any]]:
     rows = split_times() if rank == 0 else []
     dist.barrier()
     if ranks > 1:
-        if args.trace is not None:
-            rows += skewed_times(rank, ranks, args.trace, 4096)
-        home = contiguous(V3.num_experts, ranks)
-        placement = from_slots([[*home.local(r), *[-1] * SPARES] for r in range(ranks)], V3.num_experts)
-        balancer = OnlineBalancer(Pace(threshold=1e9, max_moves=SPARES * ranks))
-        layers = [make_layer(V3, placement, rank, "balanced", balancer, n) for n in range(args.layers)]
+        if trace is not None:
+            rows += skewed_times(rank, ranks, trace, 4096)
+        balancer = OnlineBalancer(Pace(threshold=1e9, max_moves=MOST_MOVES))
+        placement = with_replicas(ranks)
+        layers = [make_layer(V3, placement, rank, "balanced", balancer, n) for n in range(num_layers)]
         for tokens in (4096, 128):
             rows += iteration_times(rank, ranks, tokens, layers, balancer)
         assert balancer.mover is not None
-        moved_by = balancer.mover.name
-        balancer.close()
         for row in rows:
             if row["op"] == "iteration":
-                row["moved_by"] = moved_by
-    answers[rank] = rows
-    dist.barrier()
-    dist.destroy_process_group()
+                row["moved_by"] = balancer.mover.name
+        balancer.close()
+    told: list[Any] = [None] * ranks
+    dist.all_gather_object(told, rows)
+    return over_ranks(told)
+
+
+def with_replicas(ranks: int) -> Placement:
+    """Experts in order, and behind them the first ones of the next rank: no slot is empty, so that layers
+    have as much to do before a migration as after."""
+    home, spares = contiguous(V3.num_experts, ranks), MOST_MOVES // ranks
+    return from_slots(
+        [[*home.local(r), *home.local((r + 1) % ranks)[:spares]] for r in range(ranks)], V3.num_experts
+    )
 
 
 def over_ranks(rows_W: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -297,8 +302,10 @@ def over_ranks(rows_W: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if row["op"] == "iteration":
             times = [max(call) for call in zip(*(one["times"] for one in same), strict=True)]
             del row["times"]
-            fetched = sum(one["fetched"] for one in same) / (TURNS * (ITERATIONS + 2))
-            row |= summary(times) | {"fetched_an_iteration": round(fetched, 2)}
+            fetched = sum(one["fetched"] for one in same) / (TURNS * ITERATIONS)
+            # The mean has the iterations in which a migration ends, which a median may leave out.
+            row |= summary(times) | {"mean_us": round(statistics.fmean(times), 1)}
+            row |= {"fetched_an_iteration": round(fetched, 2)}
             del row["fetched"]
             rows.append(row)
             continue
@@ -337,11 +344,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="npz with {task}_ids [layers, tokens, choices]")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/placement_gpu.json")
     args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder, multiprocessing.Manager() as shared:
-        answers = shared.dict()
-        spawn(serve, (args.ranks, f"{folder}/store", args, answers), nprocs=args.ranks)
-        rows = over_ranks([answers[rank] for rank in range(args.ranks)])
+    rows = run_ranks(serve, args.ranks, args.layers, args.trace)
     trace = f" --trace {args.trace.name}" if args.trace else ""
     command = f"python benchmarks/placement_gpu.py --ranks {args.ranks}{trace}"
     write_results(args.out, QUESTION, describe_run(command), rows)

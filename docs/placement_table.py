@@ -58,17 +58,19 @@ def split() -> str:
 
 
 def iterations() -> str:
-    rows = _rows("placement_gpu", "iteration")
-    lines = [["tokens a rank", "balancer", "iteration, ms", "over off", "experts fetched an iteration"]]
+    """Medians and, where they were written down, means: those have the iterations in which a migration ends."""
+    rows = _rows("placement_gpu", "iteration", every=True)
+    lines = [["GPUs", "tokens a rank", "balancer", "iteration, ms", "over off", "mean over off", "experts"]]
     for row in rows:
         off = next(r for r in rows if r["impl"] == "off" and r["case"] == row["case"])
-        over = row["median_us"] / off["median_us"] - 1
+        over = [f"{row[name] / off[name] - 1:+.1%}" for name in ("median_us", "mean_us") if name in row]
         lines.append(
             [
+                str(row["case"]["W"]),
                 str(row["case"]["T"]),
                 VARIANTS[row["impl"]],
                 f"{row['median_us'] / 1000:.2f}",
-                f"{over:+.1%}",
+                *(over + [""])[:2],
                 f"{row.get('fetched_an_iteration', 0):.1f}",
             ]
         )
@@ -76,14 +78,24 @@ def iterations() -> str:
 
 
 def skewed() -> str:
-    rows = _rows("placement_gpu", "skewed")
-    lines = [["model", "task, layer", "in order: ms (imbalance)", "planned: ms", "predicted: ms", "off by"]]
+    rows = _rows("placement_gpu", "skewed", every=True)
+    head = [
+        "GPUs",
+        "model",
+        "task, layer",
+        "in order: ms (imbalance)",
+        "planned: ms",
+        "predicted: ms",
+        "off by",
+    ]
+    lines = [head]
     for row in rows:
         if row["impl"] != "planned":
             continue
         before = next(r for r in rows if r["impl"] == "in_order" and r["case"] == row["case"])
         lines.append(
             [
+                str(row["case"]["W"]),
                 row["case"]["model"],
                 f"{row['case']['task']}, {row['case']['layer']}",
                 f"{before['median_us'] / 1000:.2f} ({before['imbalance']:.2f})",
@@ -104,10 +116,11 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def _rows(name: str, op: str) -> list[dict[str, Any]]:
+def _rows(name: str, op: str, *, every: bool = False) -> list[dict[str, Any]]:
+    """Of the last run that has some, or of every run."""
     rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     last = max(row["run"] for row in rows if row["op"] == op)
-    return [row for row in rows if row["op"] == op and row["run"] == last]
+    return [row for row in rows if row["op"] == op and (every or row["run"] == last)]
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
