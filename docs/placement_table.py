@@ -58,7 +58,7 @@ def split() -> str:
 
 
 def iterations() -> str:
-    """Medians and, where they were written down, means: those have the iterations in which a migration ends."""
+    """Medians and, where written down, means, which have the iterations in which a migration ends."""
     rows = _rows("placement_gpu", "iteration", every=True)
     lines = [["GPUs", "tokens a rank", "balancer", "iteration, ms", "over off", "mean over off", "experts"]]
     for row in rows:
@@ -70,7 +70,7 @@ def iterations() -> str:
                 str(row["case"]["T"]),
                 VARIANTS[row["impl"]],
                 f"{row['median_us'] / 1000:.2f}",
-                *(over + [""])[:2],
+                *[*over, ""][:2],
                 f"{row.get('fetched_an_iteration', 0):.1f}",
             ]
         )
