@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ import imbrex
 from imbrex import overlap
 from imbrex.cli.meeting import meet
 from imbrex.cli.results import describe_run, write_results
-from imbrex.overlap.auto import Choice, choose, predict
+from imbrex.overlap.choice import Choice, choose, predict
 from imbrex.overlap.pipelined import Pipelined, parameters_of
-from imbrex.overlap.profile import Profile, measure
+from imbrex.overlap.profile import Profile
+from imbrex.overlap.profiler import measure
 
 QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
 DEGREES = (1, 2, 4, 8)
@@ -103,7 +104,7 @@ def make_layer(args: argparse.Namespace, group: dist.ProcessGroup, device: torch
         routing = moe.gate(x_TD)
     routing = imbrex.Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK)
     parameters = parameters_of(moe.experts)
-    profile = measure(moe.exchange, moe.experts, x_TD, routing, parameters, degrees=DEGREES, repeats=5)
+    profile = measure(moe.exchange, moe.experts, x_TD, routing, parameters, degrees=DEGREES)
     return Layer(moe=moe, x_TD=x_TD, routing=routing, profile=profile)
 
 
@@ -145,9 +146,7 @@ def strategy(name: str, profile: Profile):
 
 
 def chosen(profile: Profile, scheduler: Any, degree: int, name: str) -> Pipelined:
-    sizes = [profile.tokens / degree] * degree
-    times = profile.times(sizes), profile.times(sizes, backward=True)
-    return Pipelined(scheduler, degree, times=times, name=name)
+    return Pipelined(scheduler, degree, times=profile.even_times(degree), name=name)
 
 
 def time_all(args: argparse.Namespace, layer: Layer, strategies: dict) -> dict[str, list]:
@@ -197,8 +196,10 @@ def sweep(args: argparse.Namespace, layer: Layer) -> list[dict]:
     for name in ("auto", *names[:-1]):
         guess = choice if name == "auto" else predict(layer.profile, "optsche", int(name.split("-")[1]))
         found += rows_of("prediction", name, case_of(args, layer.moe.ranks.expert_size), rounds[name], guess)
+    tasks = predict(replace(layer.profile, whole={}), choice.scheduler, choice.degree)
     for row in found:
         row |= {"picked": picked, "best": best, "best_us": 1e6 * sum(medians[best])}
+        row |= {"from_tasks_us": 1e6 * tasks.seconds} if row["impl"] == "auto" else {}
     if dist.get_rank() == 0:
         took = medians["auto"]
         off = [100 * (g / t - 1) for g, t in zip((choice.forward, choice.backward), took, strict=True)]
@@ -207,7 +208,8 @@ def sweep(args: argparse.Namespace, layer: Layer) -> list[dict]:
         sys.stdout.write(
             f"{args.tokens} x {args.width}, inner {args.inner}, {args.codec}, top-{args.top_k}: {picked} "
             f"{1e3 * took[0]:.1f} and {1e3 * took[1]:.1f} ms, predicted {off[0]:+.1f} % and {off[1]:+.1f} %, "
-            f"both {both:+.1f} %; best {best}, {regret:.1f} % better; contention "
+            f"both {both:+.1f} % (tasks alone {100 * (tasks.seconds / sum(took) - 1):+.1f}); best {best}, "
+            f"{regret:.1f} % better; contention "
             f"{layer.profile.contention.compute:.2f} {layer.profile.contention.moves:.2f}; "
             + " ".join(f"{n} {1e3 * a:.0f}+{1e3 * b:.0f}" for n, (a, b) in medians.items())
             + "\n"

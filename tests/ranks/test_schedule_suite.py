@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task
-from imbrex.overlap.auto import choose, predict
+from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task, profiler
+from imbrex.overlap.choice import choose, predict
 from imbrex.overlap.profile import Profile
+from imbrex.placement import contiguous
 from imbrex.testing import ConformityError, check_schedule
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -95,6 +97,40 @@ def test_more_chunks_where_starting_is_cheap() -> None:
     best = choose(synthetic(1.0, 2.5, 0.0))
     # The processor is busy for 5 seconds and so is the network; the best of 8 chunks is not far above.
     assert 5.0 < best.forward < 6.5
+
+
+class Told:
+    """A layer whose runs take what is told, in turn; the last of it again and again."""
+
+    def __init__(self, *told: dict[int, float]) -> None:
+        self.told = list(told)
+
+    def time_whole(self, strategies, repeats: int) -> dict[int, tuple[float, float]]:
+        told = self.told.pop(0) if len(self.told) > 1 else self.told[0]
+        return {degree: (told[degree], told[degree]) for degree in strategies}
+
+
+def test_what_looks_fastest_is_run_again() -> None:
+    """8 chunks, once too fast, are run again, then 4 are, and 4 it is, with the time of that run."""
+    made = synthetic(1.0, 2.0, 0.1)
+    truth = {1: 10.0, 2: 7.0, 4: 6.0, 8: 9.0}
+    layer: Any = Told(truth | {8: 5.0, 4: 5.5}, truth)
+    corrected = replace(made, whole=profiler._corrections(layer, made, (1, 2, 4, 8), None, 3))
+    found = choose(corrected, (1, 2, 4, 8))
+    assert (found.degree, found.forward, found.backward) == (4, pytest.approx(6.0), pytest.approx(6.0))
+
+
+def run_slowest(ranks: Ranks, seconds: list[list[float]]) -> float:
+    exchange: Any = imbrex.Exchange(contiguous(4, 2), 8, 2, group=ranks.group, transport="alltoall")
+    nothing: Any = None
+    layer = profiler._Layer(exchange=exchange, experts=nothing, x_TD=nothing, routing=nothing, parameters=())
+    return layer.slowest([{(False, "whole"): s} for s in seconds[ranks.rank]])[False, "whole"]
+
+
+def test_the_slowest_rank_of_every_run_counts(pool: Pool) -> None:
+    """Each rank is slow in one run of three: no rank's median shows it, and the layer waits every time."""
+    seconds = [[3.0, 1.0, 1.0], [1.0, 3.0, 2.0]]
+    assert pool.run(2, run_slowest, seconds) == [pytest.approx(3.0)] * 2
 
 
 def test_a_profile_is_kept(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""The scheduler and the number of chunks that a profile says end first."""
+"""The strategy that a profile of the layer, taken at its first call, says ends first."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,44 +12,11 @@ from torch import Tensor
 from imbrex.contracts import Experts, Routing
 from imbrex.crossings import Crossings
 from imbrex.exchange import Exchange
-from imbrex.overlap.exact import MOST_CHUNKS
+from imbrex.overlap.choice import Choice, choose
 from imbrex.overlap.pipelined import Pipelined, parameters_of
-from imbrex.overlap.profile import Profile, measure
-from imbrex.overlap.schedulers import SCHEDULERS
+from imbrex.overlap.profile import Profile
+from imbrex.overlap.profiler import measure
 from imbrex.overlap.serial import Serial
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """Predicted seconds of the forward, planning included, and of the backward."""
-
-    scheduler: str
-    degree: int
-    forward: float
-    backward: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
-
-
-def predict(profile: Profile, scheduler: str, degree: int) -> Choice:
-    """What a scheduler with so many equal chunks takes."""
-    sizes = [profile.tokens / degree] * degree
-    spans = []
-    for backward in (False, True):
-        order = SCHEDULERS[scheduler](profile.times(sizes, backward=backward))
-        spans.append(profile.makespan(order, backward=backward))
-    return Choice(scheduler=scheduler, degree=degree, forward=spans[0], backward=spans[1])
-
-
-def choose(
-    profile: Profile, degrees: Sequence[int] = (1, 2, 3, 4, 6, 8), scheduler: str | None = None
-) -> Choice:
-    """The fastest of `degrees`, each with `scheduler` or else with `exact` up to 4 chunks and `optsche`
-    beyond; of equals, the fewest chunks."""
-    found = [predict(profile, scheduler or ("exact" if r <= MOST_CHUNKS else "optsche"), r) for r in degrees]
-    return min(found, key=lambda choice: (choice.seconds, choice.degree))
 
 
 class Auto:
@@ -98,10 +64,10 @@ class Auto:
     def _decide(self, x_TD: Tensor, routing: Routing, exchange: Exchange, experts: Experts) -> None:
         profile = self._profile(x_TD, routing, exchange, experts)
         choice = choose(profile, self.degrees, self.scheduler)
-        sizes = [profile.tokens / choice.degree] * choice.degree
-        times = profile.times(sizes), profile.times(sizes, backward=True)
         self.choices[exchange] = choice
-        self._running[exchange] = Pipelined(choice.scheduler, choice.degree, times=times)
+        self._running[exchange] = Pipelined(
+            choice.scheduler, choice.degree, times=profile.even_times(choice.degree)
+        )
 
     def _profile(self, x_TD: Tensor, routing: Routing, exchange: Exchange, experts: Experts) -> Profile:
         gather = exchange.transport.exchange_counts
@@ -110,7 +76,13 @@ class Auto:
             return Profile.load(self.path)
         plain = Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK.detach())
         measured = measure(
-            exchange, experts, x_TD.detach(), plain, parameters_of(experts), degrees=self.degrees
+            exchange,
+            experts,
+            x_TD.detach(),
+            plain,
+            parameters_of(experts),
+            degrees=self.degrees,
+            scheduler=self.scheduler,
         )
         if self.path is not None and exchange.geometry.rank == 0:
             measured.save(self.path)

@@ -1,0 +1,51 @@
+"""The scheduler and the number of chunks that a profile says end first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from imbrex.overlap.exact import MOST_CHUNKS
+from imbrex.overlap.profile import Profile
+from imbrex.overlap.schedulers import SCHEDULERS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Predicted seconds of the forward, planning included, and of the backward."""
+
+    scheduler: str
+    degree: int
+    forward: float
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+def strongest(degree: int) -> str:
+    """`exact` as far as it goes, and `optsche` beyond."""
+    return "exact" if degree <= MOST_CHUNKS else "optsche"
+
+
+def predict(profile: Profile, scheduler: str, degree: int) -> Choice:
+    """What a scheduler with so many equal chunks takes."""
+    forward, backward = (SCHEDULERS[scheduler](times) for times in profile.even_times(degree))
+    return Choice(
+        scheduler=scheduler,
+        degree=degree,
+        forward=profile.makespan(forward),
+        backward=profile.makespan(backward, backward=True),
+    )
+
+
+def choose(
+    profile: Profile, degrees: Sequence[int] = (1, 2, 3, 4, 6, 8), scheduler: str | None = None
+) -> Choice:
+    """The fastest of `degrees`, each with `scheduler` or else the strongest; of equals, the fewest chunks."""
+    found = [predict(profile, scheduler or strongest(r), r) for r in degrees]
+    return min(found, key=lambda choice: (choice.seconds, choice.degree))
+
+
+__all__ = ["Choice", "choose", "predict", "strongest"]

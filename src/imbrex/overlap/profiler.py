@@ -1,0 +1,221 @@
+"""Times the tasks of a layer one after the other, some beside each other, and then the layer whole."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import Experts, Routing
+from imbrex.crossings import Crossings
+from imbrex.exchange import Exchange
+from imbrex.overlap.choice import predict, strongest
+from imbrex.overlap.chunks import Backward, Forward
+from imbrex.overlap.contention import Contention, fit
+from imbrex.overlap.engine import execute_timed
+from imbrex.overlap.pipelined import Pipelined
+from imbrex.overlap.profile import Points, Profile
+from imbrex.overlap.tasks import Kind
+
+Seconds = dict[tuple[bool, str], float]
+"""By (backward, name), of one run on this rank."""
+
+
+def measure(
+    exchange: Exchange,
+    experts: Experts,
+    x_TD: Tensor,
+    routing: Routing,
+    parameters: Sequence[Tensor],
+    *,
+    degrees: Sequence[int] = (1, 2, 4, 8),
+    scheduler: str | None = None,
+    repeats: int = 5,
+) -> Profile:
+    """Time every task at the size it has with each number of chunks, alone, ranks in step; then some of them
+    beside each other; then the layer whole with each number of chunks, in the orders that would be chosen.
+    Call it on all ranks. Seconds are the median of `repeats` after one for warming up, each of the slowest
+    rank. Gradients are computed and dropped. scheduler: the only one to choose; by default the strongest."""
+    tokens = int(exchange.transport.exchange_counts(torch.tensor([x_TD.shape[0]])).max())
+    layer = _Layer(exchange=exchange, experts=experts, x_TD=x_TD, routing=routing, parameters=parameters)
+    found: dict[bool, dict[str, list[tuple[float, float]]]] = {False: {}, True: {}}
+    for degree in degrees:
+        runs = [layer.time_tasks(degree) for _ in range(repeats + 1)]
+        for (backward, name), seconds in layer.slowest(runs[1:]).items():
+            point = (degree, seconds) if name == "plan" else (tokens / degree, seconds / degree)
+            found[backward].setdefault(name, []).append(point)
+    contention = _contention(layer, repeats)
+    made = Profile(tokens=tokens, forward=found[False], backward=found[True], contention=contention)
+    return replace(made, whole=_corrections(layer, made, degrees, scheduler, repeats))
+
+
+def _contention(layer: _Layer, repeats: int) -> Contention:
+    once = layer.slowest([layer.time_beside() for _ in range(2)])
+    often = max(1, min(32, round(once[False, "move"] / max(once[False, "compute"], 1e-6))))
+    told = layer.slowest([layer.time_beside(often) for _ in range(repeats)])
+    return fit(*(told[False, name] for name in ("compute", "move", "beside", "together")))
+
+
+def _corrections(
+    layer: _Layer, made: Profile, degrees: Sequence[int], scheduler: str | None, repeats: int
+) -> Points:
+    """What tasks alone do not show, from whole runs of every number of chunks in turn.
+
+    The least of several noisy times is too small, and the more so the more there are. So the fastest is run
+    again by itself, and what that says counts; if another is the fastest then, that one is, and so on.
+    """
+    guesses = {r: predict(made, scheduler or strongest(r), r) for r in degrees}
+    strategies = {r: Pipelined(g.scheduler, r, times=made.even_times(r)) for r, g in guesses.items()}
+    seconds, again = layer.time_whole(strategies, repeats), set[int]()
+    while (best := min(seconds, key=lambda r: (sum(seconds[r]), r))) not in again:
+        seconds |= layer.time_whole({best: strategies[best]}, repeats)
+        again.add(best)
+    return {
+        way: [(r, seconds[r][back] / getattr(g, way) if getattr(g, way) else 1.0) for r, g in guesses.items()]
+        for back, way in enumerate(("forward", "backward"))
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    """What is measured."""
+
+    exchange: Exchange
+    experts: Experts
+    x_TD: Tensor
+    routing: Routing
+    parameters: Sequence[Tensor]
+
+    @property
+    def crossings(self) -> Crossings:
+        found = self.exchange._crossings
+        assert isinstance(found, Crossings), "kernels that move rows have no steps to time"
+        return found
+
+    def clock(self) -> _Clock:
+        return _Clock(self.exchange.transport.exchange_counts, self.x_TD.device)
+
+    def begin(self, degree: int) -> Forward:
+        tokens = self.x_TD.shape[0]
+        even = [tokens // degree + (c < tokens % degree) for c in range(degree)]
+        # As a strategy does before it plans.
+        self.crossings.handshake(self.x_TD, self.routing)
+        return Forward(
+            self.crossings, self.experts, self.x_TD, self.routing, None, even, keep=True, defer=True
+        )
+
+    @torch.no_grad()
+    def time_tasks(self, degree: int) -> Seconds:
+        """Summed over chunks, one task after the other."""
+        clock = self.clock()
+        forward: Any = clock.timed("plan", lambda: self.begin(degree))
+        execute_timed(degree, forward, clock)
+        clock.backward = True
+        work = Backward(forward, torch.ones_like(self.x_TD), self.parameters, [True] * len(self.parameters))
+        execute_timed(degree, work, clock, weights=True)
+        return clock.seconds
+
+    def time_whole(self, strategies: Mapping[int, Pipelined], repeats: int) -> dict[int, tuple[float, float]]:
+        """Seconds (forward, backward) by degree, all degrees in turn."""
+        runs: list[Seconds] = []
+        for _ in range(repeats + 1):
+            runs.append({})
+            for degree, strategy in strategies.items():
+                once = self._time_once(strategy)
+                runs[-1] |= {(back, str(degree)): seconds for (back, _), seconds in once.items()}
+        told = self.slowest(runs[1:])
+        return {r: (told[False, str(r)], told[True, str(r)]) for r in strategies}
+
+    @torch.enable_grad()
+    def _time_once(self, strategy: Pipelined) -> Seconds:
+        clock = self.clock()
+        x_TD, weights_TK = (t.detach().requires_grad_() for t in (self.x_TD, self.routing.weights_TK))
+        routing = Routing(ids_TK=self.routing.ids_TK, weights_TK=weights_TK)
+        y_TD = clock.timed("whole", lambda: strategy.run(x_TD, routing, self.exchange, self.experts, None))
+        clock.backward = True
+        # Not `backward`, which would leave gradients with the caller's parameters.
+        wanted = [x_TD, weights_TK, *self.parameters]
+        clock.timed(
+            "whole", lambda: torch.autograd.grad(y_TD, wanted, torch.ones_like(y_TD), allow_unused=True)
+        )
+        return clock.seconds
+
+    @torch.no_grad()
+    def time_beside(self, repeats: int = 1) -> Seconds:
+        """The experts of one of two chunks, as often as given, and all rows twice; alone and beside each
+        other."""
+        work, clock = self.begin(2), self.clock()
+        encoded = []
+        for number, chunk in enumerate(work.chunks):
+            work.encode_out(number)
+            assert chunk.encoded is not None
+            encoded.append((chunk.encoded, chunk.plan.traffic))
+        work.decode_out(0, work.move_out(0).finish())
+
+        def begin() -> list[Any]:
+            return [self.crossings.begin_out(*one) for one in (*encoded, *encoded)]
+
+        def compute() -> None:
+            for _ in range(repeats):
+                work.experts(0)
+
+        def both() -> None:
+            before = time.perf_counter()
+            pending = begin()
+            compute()
+            clock.settle()
+            clock.seconds[False, "beside"] = time.perf_counter() - before
+            for one in pending:
+                one.finish()
+
+        clock.timed("compute", compute)
+        clock.timed("move", lambda: [one.finish() for one in begin()])
+        clock.timed("together", both)
+        return clock.seconds
+
+    def slowest(self, runs: Sequence[Seconds]) -> Seconds:
+        """The median over runs of each run's slowest rank: the same on every rank. Not the slowest rank's
+        median, which is less: another rank is slow in every run."""
+        keys = sorted(runs[0])
+        nanoseconds = torch.tensor([[int(1e9 * run[key]) for key in keys] for run in runs])
+        told = self.exchange.transport.exchange_counts(nanoseconds.flatten()).max(0).values
+        # on the host: counts of all ranks are
+        by_key = told.view(len(runs), len(keys)).T.tolist()
+        return {key: 1e-9 * statistics.median(of) for key, of in zip(keys, by_key, strict=True)}
+
+
+class _Clock:
+    """Seconds by kind, summed over chunks; all ranks start a task together."""
+
+    def __init__(self, gather: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        self.gather, self.device, self.backward = gather, device, False
+        self.seconds: Seconds = {}
+
+    def __call__(self, kind: Kind, step: Callable[[], Any]) -> Any:
+        return self.timed(kind.name, step)
+
+    def timed(self, name: str, step: Callable[[], Any]) -> Any:
+        self._wait()
+        begin = time.perf_counter()
+        made = step()
+        self.settle()
+        key = self.backward, name
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - begin
+        return made
+
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            # host sync: a profile measures what the device does
+            torch.cuda.synchronize(self.device)
+
+    def _wait(self) -> None:
+        self.settle()
+        self.gather(torch.zeros(1, dtype=torch.int64))
+
+
+__all__ = ["measure"]
