@@ -139,15 +139,15 @@ class NvlinkExchange:
         wire_bytes = lay.fp8_bytes(x.shape[-1]) if quantise else row_bytes
         assert not quantise or x.dtype == torch.bfloat16
         pitch = lay.fp8_pitch(x.shape[-1]) if quantise else row_bytes
-        quantisers = lay.quantisers_of(row_bytes, self.shape.ranks) if quantise else 0
-        stages, shared = lay.mover_shared(row_bytes, self.shape.ranks, quantisers)
+        teams = lay.teams_of(row_bytes, self.shape.ranks) if quantise else 0
+        stages, shared = lay.mover_shared(row_bytes, self.shape.ranks, teams)
         buffer, lag = self._next_buffer("push")
         args = lay.Push(
             *map(address_of, (x, routed.send_row_LTW, tokens)),
             *(self.layout.received, self._buffer_bytes(self.shape.token_capacity)),
             x[0].nbytes if x.dim() == 3 else 0,
             *(x.shape[-2], routed.send_row_LTW.shape[1], row_bytes, wire_bytes, pitch),
-            *(stages, quantisers, buffer, lag),
+            *(stages, teams, buffer, lag),
         )
         threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise
         self._launch(PUSH[quantise], "push", num_sms, threads, shared, args)

@@ -1,8 +1,9 @@
 // Rows of the fp8 codec: D bytes of e4m3, then a float32 scale for every 128 values (`imbrex.codec.fp8`, to the bit).
 //
 // scale = amax / 448, value = x / scale rounded to nearest. A block with NaN or an infinity has a NaN scale and zeros.
-// No value needs a division: with r = 1 / s to an ulp, q = x r, the quotient is q - r (q s - x), fused, to the last bit; so for
-// every bf16 amax and x (all 128 x 128 significands tried, r an ulp off either way). Tiny and unusable scales take the slow way.
+// No value needs a division: with r a little below 1 / s and c = 1 / s - r, the quotient is x r + (x c), fused, to the last bit; so
+// for every bf16 amax and x (all 128 x 128 significands tried, r one to three ulps below), and a zero keeps its sign, c being
+// positive. Scales near the ends of the range and unusable ones take the slow way.
 //
 // Example, a block of 4, 448 scaled down to 4: 1 2 -4 0 has scale 1 and stays; 2 4 -8 0 has scale 2 and gives the same bytes.
 #pragma once
@@ -18,7 +19,7 @@ __device__ __forceinline__ u32 larger(u32 amax, u32 pair) { return ptx::max_u16x
 __device__ __forceinline__ u32 larger_of_four(uint4 v) { return larger(larger(larger(v.x & 0x7fff7fffu, v.y), v.z), v.w); }
 
 struct Divisor {
-    float scale, reciprocal;
+    float scale, reciprocal, rest;
     bool plain;   // the fast way is exact
     bool usable;
 };
@@ -28,19 +29,17 @@ __device__ __forceinline__ Divisor divisor_of(u32 amax) {
     const u32 bits = max(amax & 0xffffu, amax >> 16);
     const float largest = __uint_as_float(bits << 16);
     Divisor d;
-    d.plain = bits < 0x7f80 && largest > 0x1p-80f;
+    d.plain = largest > 0x1p-80f && largest < 0x1p80f;
     const float q = largest * kInverse;
     d.scale = __fmaf_rn(-__fmaf_rn(q, kLargest, -largest), kInverse, q);
     if (!d.plain) d.scale = bits >= 0x7f80 ? __uint_as_float(0x7fc00000) : __fdiv_rn(largest, kLargest);
     d.usable = d.scale > 0.0f;
-    d.reciprocal = ptx::reciprocal(d.scale);
+    d.reciprocal = __uint_as_float(__float_as_uint(ptx::reciprocal(d.scale)) - 2);
+    d.rest = __fmaf_rn(-d.reciprocal, d.scale, 1.0f) * d.reciprocal;
     return d;
 }
 
-__device__ __forceinline__ float quotient(float x, const Divisor& d) {
-    const float q = x * d.reciprocal;
-    return __fmaf_rn(-__fmaf_rn(q, d.scale, -x), d.reciprocal, q);  // in this order a zero keeps its sign
-}
+__device__ __forceinline__ float quotient(float x, const Divisor& d) { return __fmaf_rn(x, d.reciprocal, x * d.rest); }
 
 __device__ __forceinline__ float slow_quotient(float x, const Divisor& d) { return d.usable ? __fdiv_rn(x, d.scale) : 0.0f; }
 

@@ -19,7 +19,9 @@ def shipped_variants() -> list[jit.Variant]:
 ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
 PUSH = {
     quantise: jit.Variant(
-        source="exchange_push.cu", entry="push_rows", defines=(("QUANTISE", int(quantise)),)
+        source="exchange_push.cu",
+        entry="push_rows",
+        defines=(("QUANTISE", int(quantise)), ("TEAM", lay.QUANTISE_TEAM)),
     )
     for quantise in (False, True)
 }

@@ -79,7 +79,7 @@ Push = _struct(
     "Push",
     "x send_row tokens",
     "rows_at buffer_bytes x_stride",
-    "num_tokens max_tokens row_bytes wire_bytes pitch stages quantisers buffer lag",
+    "num_tokens max_tokens row_bytes wire_bytes pitch stages teams buffer lag",
 )
 Pull = _struct(
     "Pull",
@@ -229,28 +229,29 @@ def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
     return nbytes
 
 
-QUANTISERS = 14
+QUANTISERS, QUANTISE_TEAM = 14, 2
+"""Warps that quantise, and how many of them share a row."""
 
 
-def mover_shared(row_bytes: int, targets: int, quantisers: int = 0) -> tuple[int, int]:
+def mover_shared(row_bytes: int, targets: int, teams: int = 0) -> tuple[int, int]:
     """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each.
 
-    quantisers: warps between, each of which keeps the scales of a row; the stages are a multiple of them.
+    teams: of warps between, each of which keeps the scales of a row; the stages are a multiple of them.
     """
-    fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128 + quantisers * 4 * (row_bytes // 256)
+    fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128 + teams * 4 * (row_bytes // 256)
     slot = -(-row_bytes // 128) * 128
     stages = min((SHARED_BYTES - fixed) // slot, 40)
     if stages < 6:
         raise ValueError(
             f"exchange: rows of {row_bytes} bytes are too long; at most {SHARED_BYTES // 6 - 3000}"
         )
-    stages -= stages % max(quantisers, 1)
+    stages -= stages % max(teams, 1)
     return stages, fixed + stages * slot
 
 
-def quantisers_of(row_bytes: int, targets: int) -> int:
-    """Warps that quantise rows of so many bytes: one for every stage, at most 14."""
-    return min(QUANTISERS, mover_shared(row_bytes, targets, 0)[0] - 1)
+def teams_of(row_bytes: int, targets: int) -> int:
+    """Teams of warps that quantise rows of so many bytes: one for every stage, at most 14 warps."""
+    return min(QUANTISERS // QUANTISE_TEAM, mover_shared(row_bytes, targets, 0)[0] - 1)
 
 
 FP8_MULTIPLE = 16

@@ -25,7 +25,7 @@ struct Push {
     int wire_bytes;  // of a row at the peers
     int pitch;       // from one of them to the next
     int stages;
-    int quantisers;
+    int teams;       // of warps that quantise
     int buffer;  // which of the buffers
     int lag;     // calls since that buffer was used, at least
 };
@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(kPushThreads, 1) push_rows(const __
                                                                          const __grid_constant__ Push push) {
     const Call call = begin_call(group, kPush);
     const int scales = push.row_bytes / 2 / kBlock;  // of a row
-    const Ring ring = make_ring(call, push.row_bytes, push.wire_bytes, push.stages, group.ranks, push.quantisers, 4 * scales * push.quantisers);
+    const int teams = push.teams, quantisers = teams * kTeam;
+    const Ring ring = make_ring(call, push.row_bytes, push.wire_bytes, push.stages, group.ranks, quantisers, kTeam, 4 * scales * teams);
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
     if (warp == 1 && ptx::lane_id() == 0) {
@@ -77,9 +78,10 @@ extern "C" __global__ void __launch_bounds__(kPushThreads, 1) push_rows(const __
         }
     }
     if (warp == 2) list_push(call, ring, push);
-    if (warp >= 3 && warp < 3 + push.quantisers) {
-        float* own = reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + (warp - 3) * scales;
-        quantise_rows(call, ring, warp - 3, push.quantisers, own);
+    if (warp >= 3 && warp < 3 + quantisers) {
+        const int team = (warp - 3) / kTeam;
+        float* own = reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + team * scales;
+        quantise_rows(call, ring, team, teams, (warp - 3) % kTeam, own);
     }
     end_call(call);
 }
