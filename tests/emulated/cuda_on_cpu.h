@@ -303,6 +303,14 @@ inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) {
     return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (shift & 31));
 }
 inline int __ffs(u32 v) { return __builtin_ffs(static_cast<int>(v)); }
+inline int __ffsll(i64 v) { return __builtin_ffsll(v); }
+inline int __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
+inline u32 __byte_perm(u32 low, u32 high, u32 selectors) {
+    const u64 both = static_cast<u64>(high) << 32 | low;
+    u32 result = 0;
+    for (int i = 0; i < 4; ++i) result |= (both >> 8 * (selectors >> 4 * i & 7) & 255) << 8 * i;
+    return result;
+}
 inline u32 atomicSub(u32* word, u32 value) { u32 before = *word; *word -= value; return before; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 atomicOr(u32* word, u32 bits) { u32 before = *word; *word |= bits; return before; }

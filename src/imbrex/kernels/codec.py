@@ -31,6 +31,8 @@ MOST_ITEMS = 2**31 - 2**12
 _ZFP = re.compile(r"zfp([12])d-(\d+)")
 _DTYPES = (torch.bfloat16, torch.float32)
 _THREADS, _ZFP_PIECE = 128, 32
+_ZFP_SHARED = {"1": 4096, "2": 1024 + 4 * 8 * _THREADS}
+"""Bytes of a thread block, by dimensions: the table of codes; planes."""
 
 
 def variant_of(name: str, entry: str, dtype: torch.dtype) -> Variant:
@@ -133,7 +135,7 @@ def _launch(kernel: Any, name: str, source: Tensor, target: Tensor, width: int, 
     num_rows = source.shape[0]
     if zfp := _ZFP.fullmatch(name):
         grid = -(-num_rows * (width // _ZFP_PIECE) // _THREADS)
-        smem, last = 16 * 4 * _THREADS if zfp[1] == "2" else 0, int(zfp[2])
+        smem, last = _ZFP_SHARED[zfp[1]], int(zfp[2])
     else:
         by_rows = encodes and name in ROW_SCALED
         wide = by_rows and width >= WIDE
