@@ -30,7 +30,6 @@ from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit
 from imbrex.kernels.exchange_kernels import (
     GATHER,
-    GATHER_THREADS,
     MOVER_THREADS,
     PULL,
     PULL_THREADS,
@@ -275,15 +274,16 @@ class NvlinkExchange:
         """
         s, width = self.shape, own.shape[-1]
         buffer, _ = self._next_buffer("gather")
-        piece, entries, shared = lay.gather_shared(2 * width, s.ranks)
+        block = lay.gather_shape(2 * width, lay.gather_crews(2 * width))
         out = self._empty_out(own.shape[-2], width, out_dtype)
         args = lay.Gather(
             *map(address_of, (own, addend, out, routed.send_row_LTW, routed.tokens_LW)),
             self.layout.reduced + buffer * self._buffer_bytes(s.token_capacity),
             *self._strides(own, out),
-            *(routed.send_row_LTW.shape[1], 2 * width, piece, entries, out_dtype == torch.float32),
+            *(routed.send_row_LTW.shape[1], 2 * width, block.piece_bytes, block.crews, block.adders),
+            *(block.slots, out_dtype == torch.float32),
         )
-        self._launch(GATHER, "gather", num_sms, GATHER_THREADS, shared, args)
+        self._launch(GATHER, "gather", num_sms, block.threads, block.shared, args)
         return out
 
     def _empty_out(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -97,7 +97,7 @@ Gather = _struct(
     "Gather",
     "own addend out send_row tokens",
     "sums_at x_stride out_stride",
-    "max_tokens row_bytes piece_bytes entries out_float",
+    "max_tokens row_bytes piece_bytes crews adders slots out_float",
 )
 
 
@@ -283,18 +283,39 @@ def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
     return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, 10)
 
 
-GATHER_TEAMS = 1
-GATHER_PIECE = 16 * 448
-"""Most bytes of a piece: 16 a thread."""
+GATHER_WARPS = 16
 
 
-def gather_shared(row_bytes: int, ranks: int) -> tuple[int, int, int]:
-    """Bytes of a piece, entries and bytes of shared memory of the kernel that adds pulled sums."""
-    places = max(1, ranks - 1)
-    for pieces in range(1, 1 + row_bytes // 16):
-        piece = -(-row_bytes // pieces // 16) * 16
-        entries = (SHARED_BYTES - 1024) // (piece * places)
-        if piece <= GATHER_PIECE and entries >= 8:
-            entries = min(entries, 32) // GATHER_TEAMS * GATHER_TEAMS
-            return piece, entries, 1024 + entries * piece * places
-    raise AssertionError(f"{ranks} pieces of 16 bytes fit")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatherShape:
+    """How a block of the kernel that adds pulled sums is cut: crews of a loading warp and `adders` others.
+
+    piece_bytes: of a row, at most 1024 an adder. slots: pieces that a crew has room for.
+    """
+
+    piece_bytes: int
+    crews: int
+    adders: int
+    slots: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.crews * (1 + self.adders)
+
+    @property
+    def shared(self) -> int:
+        return 1024 + self.crews * self.slots * -(-self.piece_bytes // 128) * 128
+
+
+def gather_crews(row_bytes: int) -> int:
+    """Few columns keep few warps busy: short rows are added by several crews."""
+    return 1 if row_bytes > 7 * 1024 else 2 if row_bytes > 4 * 1024 else 3
+
+
+def gather_shape(row_bytes: int, crews: int) -> GatherShape:
+    """Pieces are whole rows where a crew's warps suffice, else multiples of 128 bytes: others cross slowly."""
+    pieces = -(-row_bytes // (1024 * (GATHER_WARPS // crews - 1)))
+    piece = row_bytes if pieces == 1 else -(-row_bytes // (128 * pieces)) * 128
+    pitch = -(-piece // 128) * 128
+    slots = min((SHARED_BYTES - 1024) // pitch, 64) // crews
+    return GatherShape(piece_bytes=piece, crews=crews, adders=-(-piece // 1024), slots=slots)
