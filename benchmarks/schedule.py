@@ -186,7 +186,7 @@ def sweep(args: argparse.Namespace, layer: Layer) -> list[dict]:
     """What `auto` predicts for one configuration, and what it and the others then take."""
     choice = choose(layer.profile, DEGREES)
     picked = f"{choice.scheduler}-{choice.degree}"
-    names = [*(f"optsche-{degree}" for degree in DEGREES), "serial"]
+    names = [*(f"optsche-{degree}" for degree in DEGREES if degree > 1), "serial"]
     strategies = {name: strategy(name, layer.profile) for name in names}
     strategies["auto"] = chosen(layer.profile, overlap.SCHEDULERS[choice.scheduler], choice.degree, picked)
     rounds = time_all(args, layer, strategies)

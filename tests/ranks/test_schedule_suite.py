@@ -100,24 +100,32 @@ def test_more_chunks_where_starting_is_cheap() -> None:
 
 
 class Told:
-    """A layer whose runs take what is told, in turn; the last of it again and again."""
+    """A layer whose runs take what is told by degree, in turn; the last of it again and again. The order of
+    `exact` takes a tenth longer."""
 
     def __init__(self, *told: dict[int, float]) -> None:
         self.told = list(told)
 
-    def time_whole(self, strategies, repeats: int) -> dict[int, tuple[float, float]]:
+    def time_whole(self, strategies, repeats: int) -> dict[tuple[str, int], tuple[float, float]]:
         told = self.told.pop(0) if len(self.told) > 1 else self.told[0]
-        return {degree: (told[degree], told[degree]) for degree in strategies}
+        times = {(name, r): told[r] * (1.1 if name == "exact" else 1.0) for name, r in strategies}
+        return {key: (seconds, seconds) for key, seconds in times.items()}
 
 
 def test_what_looks_fastest_is_run_again() -> None:
     """8 chunks, once too fast, are run again, then 4 are, and 4 it is, with the time of that run."""
-    made = synthetic(1.0, 2.0, 0.1)
+    made, degrees = synthetic(1.0, 2.0, 0.1), (1, 2, 4, 8)
     truth = {1: 10.0, 2: 7.0, 4: 6.0, 8: 9.0}
     layer: Any = Told(truth | {8: 5.0, 4: 5.5}, truth)
-    corrected = replace(made, whole=profiler._corrections(layer, made, (1, 2, 4, 8), None, 3))
-    found = choose(corrected, (1, 2, 4, 8))
-    assert (found.degree, found.forward, found.backward) == (4, pytest.approx(6.0), pytest.approx(6.0))
+    corrected = replace(made, whole=profiler._corrections(layer, made, degrees, None, 3))
+    found = choose(corrected, degrees)
+    assert (found.scheduler, found.degree) == ("optsche", 4)
+    assert (found.forward, found.backward) == (pytest.approx(6.0), pytest.approx(6.0))
+    # Where no run says anything: as others with so many chunks, else between their numbers.
+    ratio = corrected.correction("stage-major", 2)[0]
+    of_both = [corrected.whole[name, 2][0] for name in ("optsche", "exact")]
+    assert ratio == pytest.approx(sum(of_both) / 2)
+    assert corrected.correction("optsche", 16) == corrected.whole["optsche", 8]
 
 
 def run_slowest(ranks: Ranks, seconds: list[list[float]]) -> float:
@@ -134,10 +142,11 @@ def test_the_slowest_rank_of_every_run_counts(pool: Pool) -> None:
 
 
 def test_a_profile_is_kept(tmp_path: Path) -> None:
-    made = synthetic(1.0, 2.0, 0.1)
+    made = replace(synthetic(1.0, 2.0, 0.1), whole={("stage-major", 2): (1.1, 0.9)})
     made.save(tmp_path / "profile.json")
     again = Profile.load(tmp_path / "profile.json")
     assert again.times([250, 250]) == made.times([250, 250])
+    assert again.whole == made.whole
     (tmp_path / "profile.json").write_text('{"tokens": 3}')
     with pytest.raises(ValueError, match=r"profile\.json is not a profile \('forward'\); measure it again"):
         Profile.load(tmp_path / "profile.json")

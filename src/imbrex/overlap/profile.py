@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,15 @@ Points = Mapping[str, Sequence[tuple[float, float]]]
 class Profile:
     """What was measured. Seconds are of the slowest rank; tokens those of the rank that has most.
 
-    contention: how much computing and moving slow each other down. whole: by direction, of the layer run
-        whole with some numbers of chunks, (chunks, measured / predicted from the tasks).
+    contention: how much computing and moving slow each other down. whole: of the layer run whole, by
+        scheduler and number of chunks, measured / predicted from the tasks, forward and backward.
     """
 
     tokens: int
     forward: Points
     backward: Points
     contention: Contention = field(default_factory=Contention)
-    whole: Points = field(default_factory=dict)
+    whole: Mapping[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
 
     def times(self, sizes: Sequence[float], *, backward: bool = False) -> Times:
         """Seconds of every task of chunks of `sizes` tokens."""
@@ -42,17 +43,27 @@ class Profile:
         return self.times(sizes), self.times(sizes, backward=True)
 
     def makespan(self, order: Order, *, backward: bool = False) -> float:
-        """Predicted seconds of an order of equal chunks, planning included in the forward's."""
+        """Seconds of an order of equal chunks as its tasks add up, planning included in the forward's."""
         times = self.even_times(order.degree)[backward]
-        seconds = self.contention.makespan(order, times) + (0.0 if backward else self.planning(order.degree))
-        points = self.whole.get("backward" if backward else "forward")
-        return seconds if not points else seconds * self._correction(points, order.degree)
+        return self.contention.makespan(order, times) + (0.0 if backward else self.planning(order.degree))
 
-    @staticmethod
-    def _correction(points: Sequence[tuple[float, float]], degree: int) -> float:
-        """Between the measured numbers of chunks a line, beyond them the last."""
-        first, last = min(points)[0], max(points)[0]
-        return Curve.through(points)(min(max(degree, first), last))
+    def correction(self, scheduler: str, degree: int) -> tuple[float, float]:
+        """By what the makespans, forward and backward, are to be multiplied: as measured, or as another
+        scheduler's with so many chunks, or between the measured numbers of chunks a line."""
+        if (scheduler, degree) in self.whole:
+            return self.whole[scheduler, degree]
+        if not self.whole:
+            return 1.0, 1.0
+        degrees = sorted({number for _, number in self.whole})
+        place = min(max(degree, degrees[0]), degrees[-1])
+        by_degree = {
+            number: [ratios for (_, of), ratios in self.whole.items() if of == number] for number in degrees
+        }
+        forward, backward = (
+            Curve.through((n, statistics.mean(ratios[back] for ratios in of)) for n, of in by_degree.items())
+            for back in (0, 1)
+        )
+        return forward(place), backward(place)
 
     def planning(self, degree: int) -> float:
         """Seconds until the first task of a forward with so many chunks."""
@@ -61,7 +72,7 @@ class Profile:
     def save(self, path: Path | str) -> None:
         written = {"tokens": self.tokens, "forward": dict(self.forward), "backward": dict(self.backward)}
         written["contention"] = {"compute": self.contention.compute, "moves": self.contention.moves}
-        written["whole"] = dict(self.whole)
+        written["whole"] = {f"{name}-{degree}": ratios for (name, degree), ratios in self.whole.items()}
         Path(path).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -74,13 +85,19 @@ class Profile:
                 forward=read["forward"],
                 backward=read["backward"],
                 contention=Contention(**read["contention"]),
-                whole=read["whole"],
+                whole={_named(name): (ratios[0], ratios[1]) for name, ratios in read["whole"].items()},
             )
             made.times([1.0])
             made.times([1.0], backward=True)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"schedule: {path} is not a profile ({error}); measure it again") from error
         return made
+
+
+def _named(schedule: str) -> tuple[str, int]:
+    """`optsche-4` as scheduler and number of chunks."""
+    name, _, degree = schedule.rpartition("-")
+    return name, int(degree)
 
 
 __all__ = ["Points", "Profile"]

@@ -14,13 +14,16 @@ from torch import Tensor
 from imbrex.contracts import Experts, Routing
 from imbrex.crossings import Crossings
 from imbrex.exchange import Exchange
-from imbrex.overlap.choice import predict, strongest
+from imbrex.overlap.choice import candidates, predict
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.contention import Contention, fit
 from imbrex.overlap.engine import execute_timed
 from imbrex.overlap.pipelined import Pipelined
-from imbrex.overlap.profile import Points, Profile
+from imbrex.overlap.profile import Profile
 from imbrex.overlap.tasks import Kind
+
+TASK_REPEATS = 3
+"""Of single tasks: whole runs correct what they miss."""
 
 Seconds = dict[tuple[bool, str], float]
 """By (backward, name), of one run on this rank."""
@@ -40,45 +43,50 @@ def measure(
     """Time every task at the size it has with each number of chunks, alone, ranks in step; then some of them
     beside each other; then the layer whole with each number of chunks, in the orders that would be chosen.
     Call it on all ranks. Seconds are the median of `repeats` after one for warming up, each of the slowest
-    rank. Gradients are computed and dropped. scheduler: the only one to choose; by default the strongest."""
+    rank; of single tasks, of 3. Gradients are computed and dropped. scheduler: the only one to choose."""
     tokens = int(exchange.transport.exchange_counts(torch.tensor([x_TD.shape[0]])).max())
     layer = _Layer(exchange=exchange, experts=experts, x_TD=x_TD, routing=routing, parameters=parameters)
     found: dict[bool, dict[str, list[tuple[float, float]]]] = {False: {}, True: {}}
     for degree in degrees:
-        runs = [layer.time_tasks(degree) for _ in range(repeats + 1)]
+        runs = [layer.time_tasks(degree) for _ in range(TASK_REPEATS + 1)]
         for (backward, name), seconds in layer.slowest(runs[1:]).items():
             point = (degree, seconds) if name == "plan" else (tokens / degree, seconds / degree)
             found[backward].setdefault(name, []).append(point)
-    contention = _contention(layer, repeats)
+    contention = _contention(layer)
     made = Profile(tokens=tokens, forward=found[False], backward=found[True], contention=contention)
     return replace(made, whole=_corrections(layer, made, degrees, scheduler, repeats))
 
 
-def _contention(layer: _Layer, repeats: int) -> Contention:
+def _contention(layer: _Layer) -> Contention:
     once = layer.slowest([layer.time_beside() for _ in range(2)])
     often = max(1, min(32, round(once[False, "move"] / max(once[False, "compute"], 1e-6))))
-    told = layer.slowest([layer.time_beside(often) for _ in range(repeats)])
+    told = layer.slowest([layer.time_beside(often) for _ in range(TASK_REPEATS)])
     return fit(*(told[False, name] for name in ("compute", "move", "beside", "together")))
 
 
 def _corrections(
     layer: _Layer, made: Profile, degrees: Sequence[int], scheduler: str | None, repeats: int
-) -> Points:
-    """What tasks alone do not show, from whole runs of every number of chunks in turn.
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """What tasks alone do not show, from whole runs of every candidate in turn.
 
     The least of several noisy times is too small, and the more so the more there are. So the fastest is run
     again by itself, and what that says counts; if another is the fastest then, that one is, and so on.
     """
-    guesses = {r: predict(made, scheduler or strongest(r), r) for r in degrees}
-    strategies = {r: Pipelined(g.scheduler, r, times=made.even_times(r)) for r, g in guesses.items()}
-    seconds, again = layer.time_whole(strategies, repeats), set[int]()
-    while (best := min(seconds, key=lambda r: (sum(seconds[r]), r))) not in again:
+    found = [predict(made, name, r) for r in degrees for name in candidates(r, scheduler)]
+    guesses = {(g.scheduler, g.degree): g for g in found}
+    strategies = {key: Pipelined(*key, times=made.even_times(key[1])) for key in guesses}
+    seconds, again = layer.time_whole(strategies, repeats), set[tuple[str, int]]()
+    while (best := min(seconds, key=lambda key: sum(seconds[key]))) not in again:
         seconds |= layer.time_whole({best: strategies[best]}, repeats)
         again.add(best)
     return {
-        way: [(r, seconds[r][back] / getattr(g, way) if getattr(g, way) else 1.0) for r, g in guesses.items()]
-        for back, way in enumerate(("forward", "backward"))
+        key: (_ratio(seconds[key][0], guess.forward), _ratio(seconds[key][1], guess.backward))
+        for key, guess in guesses.items()
     }
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    return measured / predicted if predicted > 0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,16 +128,18 @@ class _Layer:
         execute_timed(degree, work, clock, weights=True)
         return clock.seconds
 
-    def time_whole(self, strategies: Mapping[int, Pipelined], repeats: int) -> dict[int, tuple[float, float]]:
-        """Seconds (forward, backward) by degree, all degrees in turn."""
+    def time_whole(
+        self, strategies: Mapping[tuple[str, int], Pipelined], repeats: int
+    ) -> dict[tuple[str, int], tuple[float, float]]:
+        """Seconds (forward, backward) of every strategy, all in turn."""
         runs: list[Seconds] = []
         for _ in range(repeats + 1):
             runs.append({})
-            for degree, strategy in strategies.items():
+            for key, strategy in strategies.items():
                 once = self._time_once(strategy)
-                runs[-1] |= {(back, str(degree)): seconds for (back, _), seconds in once.items()}
+                runs[-1] |= {(back, str(key)): seconds for (back, _), seconds in once.items()}
         told = self.slowest(runs[1:])
-        return {r: (told[False, str(r)], told[True, str(r)]) for r in strategies}
+        return {key: (told[False, str(key)], told[True, str(key)]) for key in strategies}
 
     @torch.enable_grad()
     def _time_once(self, strategy: Pipelined) -> Seconds:
