@@ -25,6 +25,7 @@ from imbrex.geometry import Geometry
 from imbrex.handshake import HEADER, TOKENS, check_headers, find_problem, write_header
 from imbrex.observe import Observer
 from imbrex.placement.flow import split_near
+from imbrex.transport.nodes import Nodes
 
 
 def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
@@ -176,9 +177,19 @@ class Crossings:
 
     def _observed(self, begin, encoded: Tensor, traffic: Traffic, way: int) -> Pending:
         if self.observer.enabled:
-            nbytes = traffic.splits_2W[way] * encoded.shape[1]
-            self.observer.count("bytes_sent", nbytes, layer=self.layer)
+            self._count_bytes(traffic, way, encoded.shape[1])
         return begin(encoded, traffic)
+
+    def _count_bytes(self, traffic: Traffic, way: int, row_bytes: int) -> None:
+        """By rank that they are sent to and, on several nodes, inside this node and to others: as they travel
+        where rows are passed on, so that all ranks' together are what the networks carry."""
+        relayed = getattr(self.transport, "rows_sent", None)
+        rows_W = traffic.splits_2W[way] if relayed is None else relayed(traffic, back=bool(way))
+        self.observer.count("bytes_sent", rows_W * row_bytes, layer=self.layer)
+        nodes = getattr(self.transport, "nodes", None) or Nodes.if_they_divide(self.world_size)
+        if nodes is not None and nodes.num_nodes > 1:
+            rows_2 = nodes.by_tier(rows_W, self.geometry.rank)
+            self.observer.count("bytes_by_tier", rows_2 * row_bytes, layer=self.layer)
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Plan, Pending]:
         with self.observer.span("plan", layer=self.layer):

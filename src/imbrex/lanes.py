@@ -29,9 +29,9 @@ class Lane:
         self._stream: Any = None
 
     def start(self, work: Callable[[], Any]) -> Begun:
-        """Begin `work`. On a CPU it may wait for what it likes, but only for what other ranks begin without
-        waiting for this one. On a GPU it is queued at once, behind what the caller has queued so far, and
-        must not synchronise."""
+        """Begin `work`. On a CPU it may wait for what other ranks do, in their work of the same place in
+        their order at the latest: ranks that give works in one order never wait in a circle. On a GPU it is
+        queued at once, behind what the caller has queued so far, and must not synchronise."""
         if self.device.type == "cuda":
             return self._queue(work)
         if self._threads is None:

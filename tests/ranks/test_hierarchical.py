@@ -9,6 +9,7 @@ import torch
 
 import imbrex
 from imbrex.contracts import Traffic
+from imbrex.observe import Recorder
 from imbrex.testing import ConformityError, check_transport
 from imbrex.transport import AllToAll, Hierarchical, Leader, Pipe, Sequential, TwoLevel, relay
 from imbrex.transport.nodes import Nodes
@@ -66,6 +67,33 @@ def test_pieces_are_passed_on_while_nobody_waits(pool: Pool, world: int, per_nod
     assert pool.run(world, run_in_pieces, per_node, 1) == [("", True)] * world
 
 
+def run_begun(ranks: Ranks, name: str) -> int:
+    """Rows that later steps bring while nobody waits for the move."""
+    made = KINDS[name](ranks.group, ranks_per_node=2)
+    begun, start = [], made.lane.start
+
+    def started(work):
+        begun.append(start(work))
+        return begun[-1]
+
+    made.lane.start = started
+    wanted = torch.arange(4).expand(40, -1) != ranks.rank
+    traffic = Traffic(sent_tokens_N=wanted.T.nonzero()[:, 1], splits_2W=torch.full((2, 4), 40))
+    traffic.splits_2W[:, ranks.rank] = 0
+    if hasattr(made, "plan_relays"):
+        ((_, relayed),) = made.plan_relays([wanted])
+        traffic = Traffic(sent_tokens_N=traffic.sent_tokens_N, **relayed)
+    pending = made.begin_move(torch.full((40, 3), ranks.rank, dtype=torch.uint8), traffic)
+    (beside,) = begun
+    beside.future.result(10.0)
+    return int(pending.finish().sum())
+
+
+@pytest.mark.parametrize("name", ["1dh", "2dh", "sequential"])
+def test_later_steps_begin_while_nobody_waits(pool: Pool, name: str) -> None:
+    assert pool.run(4, run_begun, name) == [40 * 3 * (6 - rank) for rank in range(4)]
+
+
 def test_pieces_by_number() -> None:
     with pytest.raises(ValueError, match="3 pieces; use a power of two"):
         Hierarchical(None, pieces=3)
@@ -105,30 +133,53 @@ def test_codecs_round_once_more_on_the_way_back(pool: Pool, codec: str, most: fl
     assert 1e-4 < max(errors.values()) < most, errors
 
 
-def run_counted(ranks: Ranks, kind: Any) -> list[int]:
-    """Bytes of rows that this rank sends to other nodes, forward and backward, two nodes of two."""
-    sent = []
+def run_counted(ranks: Ranks, kind: Any, per_node: int) -> dict[str, list[int]]:
+    """Bytes of rows that this rank sends to every rank, forward and backward, as messages and as counted."""
+    sent_W = torch.zeros(ranks.world_size, dtype=torch.int64)
+    recorder = Recorder(rank=ranks.rank)
 
     class Counted(kind):
         def scatter_rows(self, phase, rows, send, receive):
-            far = [n for rank, n in enumerate(send) if rank // 2 != self.rank // 2]
-            sent.append(sum(far) * rows.shape[1])
+            if phase != "plan" and kind is not Sequential:  # its rows are posted
+                sent_W.add_(torch.tensor(send) * rows.shape[1])
             return super().scatter_rows(phase, rows, send, receive)
 
         def post(self, phase, sends, receives):
-            far = [m.rows.numel() for m in sends if m.peer // 2 != self.rank // 2]
-            sent.append(sum(far))
+            for message in sends:
+                sent_W[message.peer] += message.rows.numel()
             return super().post(phase, sends, receives)
 
-    made = Counted(ranks.group, **({} if kind is AllToAll else {"ranks_per_node": 2}))
+    made = Counted(ranks.group, **({} if kind is AllToAll else {"ranks_per_node": per_node}))
     config = imbrex.MoEConfig(hidden_size=64, intermediate_size=8, num_experts=16, top_k=8)
-    run_layer(ranks, Case(config=config, tokens=(128,), options={"transport": made}))
-    return sent
+    recorder.begin_step(0)
+    run_layer(ranks, Case(config=config, tokens=(128,), options={"transport": made, "observer": recorder}))
+    recorder.end_step()
+    found: dict[str, list[int]] = {"sent": [0] * ranks.world_size, "tiers": [0, 0]}
+    for (name, _), value in recorder.take_counters().items():
+        if name in ("bytes_sent", "bytes_by_tier"):
+            found["sent" if name == "bytes_sent" else "tiers"] = list(value)
+    sent_W[ranks.rank] = 0
+    return found | {"messages": sent_W.tolist()}
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("name", KINDS)
+def test_bytes_are_counted_as_they_travel(pool: Pool, name: str, world: int, per_node: int) -> None:
+    for rank, found in enumerate(pool.run(world, run_counted, KINDS[name], per_node)):
+        assert found["sent"] == found["messages"]
+        far = [n for peer, n in enumerate(found["sent"]) if peer // per_node != rank // per_node]
+        assert found["tiers"] == [sum(found["sent"]) - sum(far), sum(far)]
 
 
 def test_a_token_crosses_once_to_a_node(pool: Pool) -> None:
     """With 8 of 16 experts on 4 ranks a token wants nearly both ranks of the other node: half the bytes."""
-    direct, once = (sum(map(sum, pool.run(4, run_counted, kind))) for kind in (AllToAll, Hierarchical))
+    direct, once = (
+        sum(
+            sum(found["sent"][2 * (rank < 2) :][:2])
+            for rank, found in enumerate(pool.run(4, run_counted, kind, 2))
+        )
+        for kind in (AllToAll, Hierarchical)
+    )
     assert 0.48 < once / direct < 0.56
 
 

@@ -12,9 +12,10 @@ class Observer:
     """Hears nothing and costs nothing; the base of observers that listen, such as `Recorder`.
 
     Names are stable. Spans and phases: `route`, `plan`, `dispatch`, `experts`, `combine` in the forward,
-    the same with `_backward` in the backward. Counters: `bytes_sent` [W] by destination rank,
-    `rows` (computed by the local experts), `drops` (choices left out), `expert_load` [E] (choices of this
-    rank's tokens per logical expert), `host_syncs`. `where` says where, at least `layer=int`.
+    the same with `_backward` in the backward. Counters: `bytes_sent` [W] by the rank that they are sent to,
+    `bytes_by_tier` [2] (on several nodes: inside this one, to others), `rows` (computed by the local
+    experts), `drops` (choices left out), `expert_load` [E] (choices of this rank's tokens per logical
+    expert), `host_syncs`. `where` says where, at least `layer=int`.
 
     `enabled` lets a caller skip the work of preparing what it would count.
     """

@@ -44,13 +44,8 @@ class Auto:
     def nodes(self, group: dist.ProcessGroup) -> Nodes | None:
         """Of a group whose ranks are on several nodes, else None; ranks that do not divide into nodes are
         left to transports that do not ask."""
-        try:
-            found = Nodes.of(dist.get_world_size(group), self.ranks_per_node)
-        except ValueError:
-            if self.ranks_per_node is not None:
-                raise
-            return None
-        return found if found.num_nodes > 1 else None
+        found = Nodes.if_they_divide(dist.get_world_size(group), self.ranks_per_node)
+        return found if found is not None and found.num_nodes > 1 else None
 
     def pick(
         self, group: dist.ProcessGroup, nodes: Nodes, load: Load, timeout: float | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Pending, Traffic
-from imbrex.lanes import Lane
 from imbrex.transport.collective import Done, Message
 from imbrex.transport.relay import Relay
+from imbrex.transport.steps import Crossing
 from imbrex.transport.twolevel import TwoLevel
 
 Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
@@ -51,8 +50,6 @@ class Hierarchical(TwoLevel):
         if pieces < 1 or pieces & (pieces - 1):
             raise ValueError(f"transport: {pieces} pieces; use a power of two")
         self.pieces = 1 if self.groups_messages else pieces
-        self.lane = Lane(self.device)
-        self._calls = itertools.count()
 
     @property
     def adds_on_the_way(self) -> bool:
@@ -81,6 +78,9 @@ class Hierarchical(TwoLevel):
         """The token of every row that comes back, and how many come under which rank."""
         return self._relay(traffic).home()
 
+    def rows_sent(self, traffic: Traffic, *, back: bool) -> Tensor:
+        return self._relay(traffic).sent(back=back)
+
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         if self.world_size == 1:
             return Done(encoded_TB[:0])
@@ -96,46 +96,15 @@ class Hierarchical(TwoLevel):
     def _relay(self, traffic: Traffic) -> Relay:
         return Relay.of(traffic, self.nodes, self.rank)
 
-    def next_call(self) -> int:
-        return next(self._calls)
 
-
-class _Crossing:
-    """What both ways share: messages posted, and a second step that runs beside the caller."""
-
-    phase = ""
-
-    def __init__(self, transport: Hierarchical, relay: Relay) -> None:
-        self.transport, self.relay = transport, relay
-        self.call = transport.next_call() % (1 << 12)
-        self.works: list[dist.Work] = []
-        self.held: list[Message] = []
-
-    def message(self, rows: Tensor, peer: int, step: int, piece: int = 0, node: int = 0) -> Message:
-        """The tag is unique among messages of the two ranks that can be under way: bits of the call, the
-        step, the piece and the node. The highest bit keeps it apart from the caller's own messages."""
-        tag = 1 << 30 | self.call << 18 | step << 16 | piece % 16 << 12 | node % 4096
-        return Message(rows=rows, peer=peer, tag=tag)
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
-        """Start messages; the receives are the caller's to wait for, the sends are waited for at the end."""
-        self.held += sends
-        sent, got = self.transport.post(self.phase, sends, receives)
-        self.works += sent
-        return got
-
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        for work in works:
-            self.transport.finish(self.phase, work)
-
-
-class _Out(_Crossing):
+class _Out(Crossing):
     """Tokens on their way to this node, and on inside it."""
 
     phase = "dispatch"
 
     def __init__(self, transport: Hierarchical, relay: Relay, encoded_TB: Tensor) -> None:
-        super().__init__(transport, relay)
+        super().__init__(transport, self.phase)
+        self.relay = relay
         world = transport.world_size
         rows = [relay.rows(source, relay.rank) for source in range(world)]
         self.out = encoded_TB.new_empty(sum(map(sum, rows)), encoded_TB.shape[1])
@@ -212,13 +181,14 @@ class _Out(_Crossing):
         return self.out
 
 
-class _Back(_Crossing):
+class _Back(Crossing):
     """Partial sums on their way inside the node, and their sums on to where the tokens live."""
 
     phase = "combine"
 
     def __init__(self, transport: Hierarchical, relay: Relay, encoded_MB: Tensor, add: Add) -> None:
-        super().__init__(transport, relay)
+        super().__init__(transport, self.phase)
+        self.relay = relay
         self.add, self.encoded = add, encoded_MB
         world = transport.world_size
         rows = [relay.rows(source, relay.rank) for source in range(world)]

@@ -28,8 +28,23 @@ class Nodes:
             )
         return Nodes(num_nodes=world_size // size, size=size)
 
+    @staticmethod
+    def if_they_divide(world_size: int, ranks_per_node: int | None = None) -> Nodes | None:
+        """As `of`; None where the launcher's number does not divide the ranks."""
+        try:
+            return Nodes.of(world_size, ranks_per_node)
+        except ValueError:
+            if ranks_per_node is not None:
+                raise
+            return None
+
     def rank(self, node: int, local: int) -> int:
         return node * self.size + local
+
+    def by_tier(self, of_W: Tensor, rank: int) -> Tensor:
+        """Sums [2] of what a rank has for every other: for those of its node, for those of other nodes."""
+        inside = torch.arange(len(of_W)) // self.size == rank // self.size
+        return torch.stack([of_W[inside].sum(), of_W[~inside].sum()])
 
 
 def reorder(rows: Tensor, sizes: dict[tuple[int, int], int], order: list[tuple[int, int]]) -> Tensor:

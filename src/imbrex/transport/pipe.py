@@ -9,10 +9,8 @@ from torch import Tensor
 
 from imbrex.contracts import Pending
 from imbrex.transport.collective import Done
-from imbrex.transport.twolevel import Tiered
-
-Half = Callable[[bool], Pending]
-"""Begins the half inside the node or, given False, that between nodes."""
+from imbrex.transport.steps import Step, Stepped
+from imbrex.transport.tiered import Tiered
 
 
 class Pipe(Tiered):
@@ -26,51 +24,61 @@ class Pipe(Tiered):
         if self.world_size == 1:
             return Done(rows)
         near = [rank // self.nodes.size == self.node for rank in range(self.world_size)]
-        parts = rows.split(list(send))
-        scatter = super().scatter_rows
+        parts = list(zip(rows.split(list(send)), near, strict=True))
 
-        def begin(inside: bool) -> Pending:
-            chosen = [n * (here == inside) for n, here in zip(send, near, strict=True)]
-            arriving = [n * (here == inside) for n, here in zip(receive, near, strict=True)]
-            picked = [rows[:0], *(part for part, here in zip(parts, near, strict=True) if here == inside)]
-            return scatter(phase, torch.cat(picked), chosen, arriving)
+        def pick(inside: bool) -> Tensor:
+            return torch.cat([rows[:0], *(part for part, here in parts if here == inside)])
 
-        return self.begin_halves(begin, list(receive), near)
+        halves = [
+            Step(
+                send=[n * (here == inside) for n, here in zip(send, near, strict=True)],
+                receive=[n * (here == inside) for n, here in zip(receive, near, strict=True)],
+                arrange=lambda _, inside=inside: pick(inside),
+            )
+            for inside in (True, False)
+        ]
+        return _Halves(self.begin_halves(phase, rows, halves), list(receive), near)
 
-    def begin_halves(self, begin: Half, receive: list[int], near: list[bool]) -> Pending:
+    def begin_halves(self, phase: str, rows: Tensor, halves: Sequence[Step]) -> Finish:
+        """Rows by destination; the rows that come from inside the node and those from other nodes."""
+        begun = []
         # Between nodes first: it takes longer.
-        across, inside = begin(False), begin(True)
-        return _Halves(lambda: (across.finish(), inside.finish()), receive, near)
+        for half in reversed(halves):
+            assert half.arrange is not None
+            picked = half.arrange(rows)
+            begun.append(super().scatter_rows(phase, picked, half.send, half.receive))
+        return lambda: [one.finish() for one in reversed(begun)]
 
 
 class Sequential(Pipe):
     """What stays inside the node, and only then what leaves it: the exchange that Pipe-A2A is compared with
-    (ScheMoE, Eq. 17). Nothing else speaks for it. The second half begins when the rows are waited for."""
+    (ScheMoE, Eq. 17). Nothing else speaks for it."""
 
     name = "sequential"
 
-    def begin_halves(self, begin: Half, receive: list[int], near: list[bool]) -> Pending:
-        first = begin(True)
+    def begin_halves(self, phase: str, rows: Tensor, halves: Sequence[Step]) -> Finish:
+        stepped = Stepped(self, phase, rows, halves)
 
-        def finish() -> tuple[Tensor, Tensor]:
-            inside = first.finish()
-            return begin(False).finish(), inside
+        def finish() -> list[Tensor]:
+            stepped.finish()
+            return stepped.arrived
 
-        return _Halves(finish, receive, near)
+        return finish
+
+
+Finish = Callable[[], list[Tensor]]
 
 
 class _Halves:
-    """Two all-to-alls under way; the rows of both by source rank."""
+    """Both halves under way; the rows of both by source rank."""
 
-    def __init__(
-        self, finish: Callable[[], tuple[Tensor, Tensor]], receive: list[int], near: list[bool]
-    ) -> None:
-        self.finish_both, self.receive, self.near = finish, receive, near
+    def __init__(self, finish_both: Finish, receive: list[int], near: list[bool]) -> None:
+        self.finish_both, self.receive, self.near = finish_both, receive, near
 
     def finish(self) -> Tensor:
-        halves = self.finish_both()
-        parts, taken = [halves[0][:0]], [0, 0]
-        for count, inside in zip(self.receive, self.near, strict=True):
-            parts.append(halves[inside][taken[inside] : taken[inside] + count])
-            taken[inside] += count
+        inside, across = self.finish_both()
+        parts, taken = [inside[:0]], [0, 0]
+        for count, here in zip(self.receive, self.near, strict=True):
+            parts.append((across, inside)[here][taken[here] : taken[here] + count])
+            taken[here] += count
         return torch.cat(parts)

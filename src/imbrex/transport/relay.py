@@ -131,6 +131,22 @@ class Relay:
         first[1:] = ordered[1:] != ordered[:-1]
         return ordered[torch.nonzero_static(first, size=most)[:, 0]]
 
+    def sent(self, *, back: bool) -> Tensor:
+        """int64 [W]: rows that this rank sends to every other, its own and those that it passes on."""
+        rank, sent_W = self.rank, torch.zeros(len(self.sent_tokens), dtype=torch.int64)
+        for place in self.peers:
+            peer = self.at(place)
+            if back:
+                sources = [peer, *(self.nodes.rank(n, place) for n in self.others)]
+                sent_W[peer] = sum(sum(self.rows(source, rank)) for source in sources)
+            else:
+                sources = [rank, *(self.counterpart(n) for n in self.others)]
+                sent_W[peer] = sum(sum(self.rows(source, peer)) for source in sources)
+        for n in self.others:
+            far = self.counterpart(n)
+            sent_W[far] = sum(self.tokens(far, self.node) if back else self.tokens(rank, n))
+        return sent_W
+
     def home(self) -> tuple[Tensor, list[int]]:
         """The token of every row that comes back, and the rows by rank: from the ranks of this node each its
         partial sums, from another node one sum for every token, under its first rank."""

@@ -1,33 +1,18 @@
-"""All-to-alls for two tiers: what they share, and the 2-D hierarchical one that moves rows as they are."""
+"""The 2-D hierarchical all-to-all, which moves rows as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Pending, Traffic
-from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.collective import Done
-from imbrex.transport.nodes import Nodes, reorder
+from imbrex.transport.nodes import reorder
 from imbrex.transport.relay import count_pieces, join_pieces, rows_between, splits_with_pieces
-
-
-class Tiered(AllToAll):
-    """An all-to-all that knows which ranks share a node."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        ranks_per_node: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        super().__init__(group, timeout=timeout)
-        self.nodes = Nodes.of(self.world_size, ranks_per_node)
-        self.node, self.local = divmod(self.rank, self.nodes.size)
+from imbrex.transport.steps import Step, Stepped, rows_sent
+from imbrex.transport.tiered import Tiered
 
 
 class TwoLevel(Tiered):
@@ -63,18 +48,26 @@ class TwoLevel(Tiered):
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         rows = encoded_TB[traffic.sent_tokens_N]
-        return self._two_steps("dispatch", rows, rows_between(traffic, self.world_size))
+        return self._begin("dispatch", rows, rows_between(traffic, self.world_size))
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
-        return self._two_steps("combine", encoded_MB, rows_between(traffic, self.world_size).T)
+        return self._begin("combine", encoded_MB, rows_between(traffic, self.world_size).T)
 
-    def _two_steps(self, phase: str, rows: Tensor, counts_WW: Tensor) -> Pending:
-        """Rows by destination rank; `counts_WW[s, d]` rows go from s to d. The second step starts when the
-        first is waited for."""
+    def _begin(self, phase: str, rows: Tensor, counts_WW: Tensor) -> Pending:
+        """Rows by destination rank; `counts_WW[s, d]` rows go from s to d."""
         if self.world_size == 1:
             return Done(rows)
         # on the host: the counts that were exchanged
-        nodes, counts = self.nodes, counts_WW.tolist()
+        return Stepped(self, phase, rows, self.steps(counts_WW.tolist()))
+
+    def rows_sent(self, traffic: Traffic, *, back: bool) -> Tensor:
+        counts_WW = rows_between(traffic, self.world_size)
+        # on the host: the counts that were exchanged
+        return rows_sent(self.steps((counts_WW.T if back else counts_WW).tolist()), self.rank)
+
+    def steps(self, counts: list[list[int]]) -> list[Step]:
+        """From rows by source and destination rank: inside the node, then between nodes."""
+        nodes = self.nodes
         ours = {divmod(d, nodes.size): counts[self.rank][d] for d in range(self.world_size)}
         by_place = [(n, p) for p in range(nodes.size) for n in range(nodes.num_nodes)]
         send, receive, arriving = [0] * self.world_size, [0] * self.world_size, {}
@@ -84,10 +77,11 @@ class TwoLevel(Tiered):
             for n in range(nodes.num_nodes):
                 arriving[place, n] = counts[peer][nodes.rank(n, self.local)]
                 receive[peer] += arriving[place, n]
-        first = self.scatter_rows(phase, reorder(rows, ours, by_place), send, receive)
-        return _Second(self, phase, first, arriving, counts)
+        inside = Step(send=send, receive=receive, arrange=lambda rows: reorder(rows, ours, by_place))
+        return [inside, self._between(arriving, counts)]
 
-    def second_step(self, phase: str, rows: Tensor, arriving: dict, counts: list[list[int]]) -> Tensor:
+    def _between(self, arriving: dict[tuple[int, int], int], counts: list[list[int]]) -> Step:
+        """arriving: the rows that the first step brought, by (place of the source, node)."""
         nodes = self.nodes
         order = [(place, n) for n in range(nodes.num_nodes) for place in range(nodes.size)]
         send, receive = [0] * self.world_size, [0] * self.world_size
@@ -95,14 +89,4 @@ class TwoLevel(Tiered):
             peer = nodes.rank(n, self.local)
             send[peer] = sum(arriving[place, n] for place in range(nodes.size))
             receive[peer] = sum(counts[nodes.rank(n, place)][self.rank] for place in range(nodes.size))
-        return self.scatter_rows(phase, reorder(rows, arriving, order), send, receive).finish()
-
-
-class _Second:
-    """The second step of two, begun when it is waited for."""
-
-    def __init__(self, transport: TwoLevel, phase: str, first: Pending, *rest) -> None:
-        self.transport, self.phase, self.first, self.rest = transport, phase, first, rest
-
-    def finish(self) -> Tensor:
-        return self.transport.second_step(self.phase, self.first.finish(), *self.rest)
+        return Step(send=send, receive=receive, arrange=lambda rows: reorder(rows, arriving, order))

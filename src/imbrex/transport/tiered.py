@@ -1,0 +1,31 @@
+"""What the all-to-alls that know which ranks share a node have in common."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch.distributed as dist
+
+from imbrex.lanes import Lane
+from imbrex.transport.alltoall import AllToAll
+from imbrex.transport.nodes import Nodes
+
+
+class Tiered(AllToAll):
+    """An all-to-all that knows which ranks share a node, with a lane for what follows its first step."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        ranks_per_node: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(group, timeout=timeout)
+        self.nodes = Nodes.of(self.world_size, ranks_per_node)
+        self.node, self.local = divmod(self.rank, self.nodes.size)
+        self.lane = Lane(self.device)
+        self._calls = itertools.count()
+
+    def next_call(self) -> int:
+        return next(self._calls)
