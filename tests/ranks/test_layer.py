@@ -30,6 +30,11 @@ def largest_error(case: Case, world: int, results: list[dict[str, Any]]) -> dict
     """Relative errors of outputs and all gradients against the oracle in float64."""
     replicated = case.options.get("transport") == "allreduce"
     truth = run_reference(case, world, replicated=replicated, routing=results)
+    return errors_beside(truth, case, results)
+
+
+def errors_beside(truth: dict[str, Any], case: Case, results: list[dict[str, Any]]) -> dict[str, float]:
+    """Relative errors of outputs and all gradients against `run_reference`'s."""
     ours = results[: len(truth["y"])]
     gate = torch.stack([r["grads"]["gate.weight"].double() for r in ours]).sum(0)
     errors = {
