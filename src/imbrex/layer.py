@@ -174,6 +174,7 @@ class MoELayer(nn.Module):
         transport, experts = self.exchange.transport, self.experts
         return {
             "transport": f"{transport.name}: {self.exchange.transport_reason}",
+            "schedule": f"{self.strategy.name}: {overlap.reason(self.strategy, self.exchange)}",
             "experts": f"{experts.implementation}: {experts.implementation_reason}"
             if isinstance(experts, Experts)
             else f"{type(experts).__name__}: given by the caller",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task, profiler
+from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task, auto, profiler
 from imbrex.overlap.choice import choose, predict
 from imbrex.overlap.profile import Profile
 from imbrex.placement import contiguous
 from imbrex.testing import ConformityError, check_schedule
+from tests.emulated import kernel
+from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import SMALL, relative
@@ -159,6 +162,7 @@ def run_auto(ranks: Ranks, path: str) -> tuple[Any, ...]:
     layer = make_layer(
         Case(config=SMALL, tokens=(64,), options={"transport": "alltoall", "schedule": schedule}), ranks.group
     )
+    assert layer.reasons["schedule"] == "auto: measures at its first call"
     x_TD = tokens_of(case, ranks.rank).requires_grad_()
     y_TD = layer(x_TD)
     (y_TD * coefficients(y_TD)).sum().backward()
@@ -167,7 +171,9 @@ def run_auto(ranks: Ranks, path: str) -> tuple[Any, ...]:
     for name, parameter in layer.named_parameters():
         if parameter.grad is not None:
             error = max(error, relative(parameter.grad, plain["grads"][name]))
-    return error, schedule.choices[layer.exchange]
+    choice = schedule.choices[layer.exchange]
+    assert layer.reasons["schedule"].startswith(f"auto: {choice.scheduler}-{choice.degree}, predicted ")
+    return error, choice
 
 
 def test_auto_measures_once_and_every_rank_decides_alike(pool: Pool, tmp_path: Path) -> None:
@@ -182,6 +188,32 @@ def test_auto_measures_once_and_every_rank_decides_alike(pool: Pool, tmp_path: P
         assert choice.forward > 0 < choice.backward
 
 
+def run_alike(ranks: Ranks) -> list[int]:
+    """Measurements until each of four layers has decided; rank 1 has forgotten before the third."""
+    counted, before = [], auto.measure
+
+    def counting(*given, **more):
+        counted.append(1)
+        return before(*given, **more)
+
+    auto.measure, found = counting, []
+    try:
+        for number, tokens in enumerate((12, 12, 12, 14)):
+            if number == 2 and ranks.rank == 1:
+                auto._measured.clear()
+            options = {"transport": "alltoall", "schedule": Auto(degrees=(1, 3))}
+            case = Case(config=SMALL, tokens=(tokens,), options=options)
+            make_layer(case, ranks.group)(tokens_of(case, ranks.rank))
+            found.append(len(counted))
+    finally:
+        auto.measure = before
+    return found
+
+
+def test_layers_that_are_alike_are_measured_once(pool: Pool) -> None:
+    assert pool.run(2, run_alike) == [[1, 1, 2, 3]] * 2
+
+
 def test_a_measurement_leaves_no_gradients(pool: Pool) -> None:
     assert torch.tensor(pool.run(2, run_measurement)).all()
 
@@ -194,3 +226,29 @@ def run_measurement(ranks: Ranks) -> bool:
     with torch.no_grad():
         layer(tokens_of(case, ranks.rank))
     return all(p.grad is None for p in layer.parameters())
+
+
+def run_chunks_over_nvlink(ranks: Ranks) -> list[str]:
+    config = imbrex.MoEConfig(hidden_size=64, intermediate_size=24, num_experts=6, top_k=3)
+    case = Case(config=config, dtype=torch.bfloat16)
+    outputs, said = [], []
+    for schedule in ("serial", "optsche-4"):
+        options = {"transport": EmulatedNvlink(ranks.group), "schedule": schedule}
+        layer = make_layer(replace(case, options=options), ranks.group)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            outputs.append(layer(tokens_of(case, ranks.rank)))
+        said += [str(one.message) for one in heard if "schedule:" in str(one.message)]
+        said.append(layer.reasons["schedule"])
+    assert torch.equal(*outputs)
+    return said
+
+
+@pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+def test_chunks_over_nvlink_are_said_to_run_serially(pool: Pool) -> None:
+    """Never silently: the setting cannot take effect there."""
+    serially = "runs serially over nvlink, whose kernels move all rows of a call at once"
+    asked, warned, reason = pool.run(2, run_chunks_over_nvlink)[0]
+    assert asked == "serial: asked for"
+    assert warned == f"schedule: optsche-4: {serially}; transport='alltoall' has chunks"
+    assert reason == f"optsche-4: {serially}"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from imbrex.contracts import Strategy
+from imbrex.exchange import Exchange
 from imbrex.overlap.auto import Auto
 from imbrex.overlap.pipelined import Pipelined, split_by_source
 from imbrex.overlap.schedulers import SCHEDULERS, register
@@ -48,6 +49,12 @@ def make(strategy: str | Strategy) -> Strategy:
     )
 
 
+def reason(strategy: Strategy, exchange: Exchange) -> str:
+    """Why this one, and what it does over the exchange's transport."""
+    says: Callable[[Exchange], str] | None = getattr(strategy, "reason", None)
+    return "given by the caller" if says is None else says(exchange)
+
+
 __all__ = [
     "PRESETS",
     "SCHEDULERS",
@@ -61,6 +68,7 @@ __all__ = [
     "Times",
     "make",
     "makespan",
+    "reason",
     "register",
     "tasks",
 ]

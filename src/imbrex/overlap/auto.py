@@ -5,23 +5,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Experts, Routing
 from imbrex.crossings import Crossings
 from imbrex.exchange import Exchange
 from imbrex.overlap.choice import Choice, choose
-from imbrex.overlap.pipelined import Pipelined, parameters_of
+from imbrex.overlap.pipelined import WHOLE, Pipelined, parameters_of
 from imbrex.overlap.profile import Profile
 from imbrex.overlap.profiler import measure
 from imbrex.overlap.serial import Serial
 
+_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Profile]] = weakref.WeakKeyDictionary()
+
 
 class Auto:
     """Measures the tasks at an exchange's first call, or reads them from `profile`, and from then on runs
-    what is predicted to end first.
+    what is predicted to end first. Layers of a model that are alike are measured once.
 
     profile: a file; written by the group's first rank if it is not there, read by all if it is. On several
         machines it must lie where all see it. The same numbers on every rank decide, so every rank runs the
@@ -45,6 +49,15 @@ class Auto:
         self.scheduler, self.name = scheduler, name
         self.choices: weakref.WeakKeyDictionary[Exchange, Choice] = weakref.WeakKeyDictionary()
         self._running: weakref.WeakKeyDictionary[Exchange, Pipelined] = weakref.WeakKeyDictionary()
+
+    def reason(self, exchange: Exchange) -> str:
+        if not isinstance(exchange._crossings, Crossings):
+            return WHOLE
+        choice = self.choices.get(exchange)
+        if choice is None:
+            return "measures at its first call"
+        times = f"{1e3 * choice.forward:.3g} ms forward and {1e3 * choice.backward:.3g} backward"
+        return f"{choice.scheduler}-{choice.degree}, predicted {times}"
 
     def run(
         self,
@@ -74,16 +87,26 @@ class Auto:
         there = self.path is not None and self.path.exists()
         if self.path is not None and bool(gather(torch.tensor([int(there)])).min()):
             return Profile.load(self.path)
-        plain = Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK.detach())
-        measured = measure(
-            exchange,
-            experts,
-            x_TD.detach(),
-            plain,
-            parameters_of(experts),
-            degrees=self.degrees,
-            scheduler=self.scheduler,
-        )
+        known, key = self._known(exchange), self._key(x_TD, exchange, experts)
+        # A rank that has it waits for one that has not.
+        if not bool(gather(torch.tensor([int(key in known)])).min()):
+            plain = Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK.detach())
+            settings = {"degrees": self.degrees, "scheduler": self.scheduler}
+            known[key] = measure(exchange, experts, x_TD.detach(), plain, parameters_of(experts), **settings)
         if self.path is not None and exchange.geometry.rank == 0:
-            measured.save(self.path)
-        return measured
+            known[key].save(self.path)
+        return known[key]
+
+    def _known(self, exchange: Exchange) -> dict[Any, Profile]:
+        """Profiles of layers before, on the same ranks."""
+        group = getattr(exchange.transport, "group", None)
+        return {} if group is None else _measured.setdefault(group, {})
+
+    def _key(self, x_TD: Tensor, exchange: Exchange, experts: Experts) -> Any:
+        """Layers with the same are taken to be alike."""
+        shapes = tuple((p.shape, p.dtype) for p in parameters_of(experts))
+        wire = exchange.wire
+        codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
+        asked = self.degrees, self.scheduler
+        named = type(experts), exchange.transport.name, exchange.geometry.top_k
+        return asked, named, tuple(codec.name for codec in codecs), shapes, x_TD.shape, x_TD.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,8 @@ from imbrex.overlap.engine import execute
 from imbrex.overlap.schedulers import Scheduler
 from imbrex.overlap.serial import Serial
 from imbrex.overlap.tasks import Kind, Order, check, tasks
+
+WHOLE = "runs serially over nvlink, whose kernels move all rows of a call at once"
 
 Split = Callable[[int, int, int, int], Sequence[int]]
 """Tokens of every chunk, from the tokens of a rank, the degree, the rank and the number of ranks."""
@@ -97,6 +100,9 @@ class Pipelined:
             self._orders = found
         return self._orders
 
+    def reason(self, exchange: Exchange) -> str:
+        return "asked for" if isinstance(exchange._crossings, Crossings) else WHOLE
+
     def run(
         self,
         x_TD: Tensor,
@@ -106,7 +112,10 @@ class Pipelined:
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
         crossings = exchange._crossings
-        if torch.compiler.is_compiling() or not isinstance(crossings, Crossings):
+        if torch.compiler.is_compiling():
+            return Serial().run(x_TD, routing, exchange, experts, addend)
+        if not isinstance(crossings, Crossings):
+            warnings.warn(f"schedule: {self.name}: {WHOLE}; transport='alltoall' has chunks", stacklevel=2)
             return Serial().run(x_TD, routing, exchange, experts, addend)
         # The message of a layer that runs serially, so that one rank's wrong input is heard by all.
         crossings.handshake(x_TD, routing)
@@ -218,4 +227,4 @@ class _Run(torch.autograd.Function):
         return None, work.d_x_TD, work.d_weights_TK, d_addend, *d_parameters
 
 
-__all__ = ["Orders", "Pipelined", "find", "split_by_source", "split_evenly"]
+__all__ = ["WHOLE", "Orders", "Pipelined", "find", "split_by_source", "split_evenly"]

@@ -24,6 +24,9 @@ class Serial:
     def __init__(self, *, keep_rows: bool = True) -> None:
         self.keep_rows = keep_rows
 
+    def reason(self, exchange: Exchange) -> str:
+        return "asked for"
+
     def run(
         self,
         x_TD: Tensor,

@@ -26,8 +26,8 @@ WAYS = {
 """Emulations: other systems' orders and exchanges made of our own parts."""
 EMULATED = (
     "All ways are emulations made of our own parts, dropless: `megatron` without overlap, `tutel` "
-    "stage-major in two chunks over 2DH, `fastermoe` two chunks by source rank, `schemoe` its order (Eq. 12) "
-    "in two chunks over Pipe-A2A with int8 in place of ZFP."
+    "stage-major over 2DH in 1, 2, 4 or 8 chunks by a measurement, `fastermoe` two chunks by source rank, "
+    "`schemoe` its order (Eq. 12) in two chunks over Pipe-A2A with int8 in place of ZFP."
 )
 LAYERS_FOR = 6
 WORK = Work(tokens=1024, width=256, inner=256, experts=4, top_k=1, sequence=32)
