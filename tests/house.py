@@ -34,9 +34,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 ROOM_OF = {
     file: room
     for room, files in {
+        "contracts": "tracing",
         "router": "gates losses capacity global_batch sparsemixer",
         "plan": "rows handshake",
-        "ops": "grouped deferred",
+        "ops": "grouped deferred eager",
         "exchange": "crossings crossings_nvlink geometry",
         "layer": "ranks",
         "checkpoint": "logical_tensors",

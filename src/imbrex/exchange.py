@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import ops
+from imbrex import eager, ops
 from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
 from imbrex.crossings import Crossings
@@ -233,7 +233,7 @@ class Exchange:
         ):
             # An operator refuses tensors of several devices before its body can tell the other ranks.
             self._crossings.handshake(x_TD, routing)
-        rows_RD, weights_R, counts_e, state = ops.dispatch(
+        rows_RD, weights_R, counts_e, state = eager.dispatch(
             x_TD, routing.weights_TK, routing.ids_TK, self._crossings.key, ticket
         )
         handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0])
@@ -259,7 +259,7 @@ class Exchange:
     def _combine(
         self, rows_RD: Tensor, handle: Handle, addend: Tensor | None, weighted: bool, ticket: int
     ) -> Tensor:
-        return ops.combine(
+        return eager.combine(
             rows_RD,
             handle.weights_R,
             addend,

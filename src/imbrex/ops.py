@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def _(d_rows_RD, d_weights_R, state, num_tokens, top_k, key):
     return d_rows_RD.new_empty(num_tokens, d_rows_RD.shape[1]), d_weights_R.new_empty(num_tokens, top_k)
 
 
-def _dispatch_setup(ctx, inputs, output):
+def set_up_dispatch(ctx, inputs, output):
     x_TD, weights_TK, _ids, ctx.key, _ticket = inputs
     ctx.shape, ctx.width, ctx.dtype = weights_TK.shape, x_TD.shape[1], x_TD.dtype
     # Else autograd makes zeros for every integer tensor among the outputs.
@@ -85,16 +85,17 @@ def _dispatch_setup(ctx, inputs, output):
     ctx.save_for_backward(output[1], *output[3])
 
 
-def _dispatch_backward(ctx, d_rows_RD, d_weights_R, *_):
+def differentiate_dispatch(ctx, d_rows_RD, d_weights_R, *_, run: Callable[..., Any] = dispatch_backward):
+    """run: `dispatch_backward`, or its body."""
     weights_R, *state = ctx.saved_tensors
     if d_rows_RD is None:
         d_rows_RD = weights_R.new_zeros(weights_R.shape[0], ctx.width, dtype=ctx.dtype)
     d_weights_R = torch.zeros_like(weights_R) if d_weights_R is None else d_weights_R
-    d_x_TD, d_weights_TK = dispatch_backward(d_rows_RD, d_weights_R, state, *ctx.shape, ctx.key)
+    d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, state, *ctx.shape, ctx.key)
     return d_x_TD, d_weights_TK, None, None, None
 
 
-dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+dispatch.register_autograd(differentiate_dispatch, setup_context=set_up_dispatch)
 
 
 @custom_op("imbrex::combine", mutates_args=())
@@ -132,21 +133,22 @@ def _(d_y_TD, rows_RD, weights_R, state, key):
     return d_y_TD.new_empty(weights_R.shape[0], d_y_TD.shape[1]), d_weights_R
 
 
-def _combine_setup(ctx, inputs, output):
+def set_up_combine(ctx, inputs, output):
     rows_RD, weights_R, addend, state, _tokens, ctx.key, _ticket, ctx.weighted = inputs
     ctx.has_addend, ctx.num_state = addend is not None, len(state)
     # Rows that were weighted before are not needed again, and they are the largest tensor of a layer.
     ctx.save_for_backward(None if ctx.weighted else rows_RD, weights_R, *state)
 
 
-def _combine_backward(ctx, d_y_TD):
+def differentiate_combine(ctx, d_y_TD, *, run: Callable[..., Any] = combine_backward):
+    """run: `combine_backward`, or its body."""
     rows_RD, weights_R, *state = ctx.saved_tensors
-    d_rows_RD, d_weights_R = combine_backward(d_y_TD, rows_RD, weights_R, state, ctx.key)
+    d_rows_RD, d_weights_R = run(d_y_TD, rows_RD, weights_R, state, ctx.key)
     d_weights, d_addend = None if ctx.weighted else d_weights_R, d_y_TD if ctx.has_addend else None
     return d_rows_RD, d_weights, d_addend, [None] * ctx.num_state, None, None, None, None
 
 
-combine.register_autograd(_combine_backward, setup_context=_combine_setup)
+combine.register_autograd(differentiate_combine, setup_context=set_up_combine)
 
 
 @custom_op("imbrex::grouped_mm", mutates_args=())

@@ -6,6 +6,8 @@ import gc
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import imbrex
 from imbrex import ops
@@ -140,6 +142,36 @@ def test_operators_obey_torchs_rules(op: str) -> None:
         (outputs[0].sum() + outputs[1].sum()).backward()
         assert x.grad is not None
         assert x.grad[:, 0].tolist() == [2.0, 1.0, 2.0, 0.0, 2.0]
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_operators_are_for_those_who_trace() -> None:
+    """Elsewhere the same gradients come without torch's dispatcher, and can be asked for only once."""
+    ours = {"imbrex::dispatch", "imbrex::combine", "imbrex::dispatch_backward", "imbrex::combine_backward"}
+    found, layer, x = [], make(), torch.randn(5, 8)
+    for mode in (Seen(), profile(activities=[ProfilerActivity.CPU])):
+        mine = x.clone().requires_grad_()
+        layer.zero_grad()
+        with mode:
+            layer(mine).square().sum().backward()
+        found.append([mine.grad, *(p.grad for p in layer.parameters())])
+        names = mode.names if isinstance(mode, Seen) else {event.name for event in mode.events() or ()}
+        assert names & ours == (ours if isinstance(mode, Seen) else set())
+    for traced, eager in zip(*found, strict=True):
+        assert torch.equal(traced, eager)
+    mine = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(mine).square().sum(), mine, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def test_grouped_products_by_hand() -> None:

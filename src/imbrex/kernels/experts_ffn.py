@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.library import Library, register_autograd, register_fake
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant, unavailable
+from imbrex.tracing import differentiated, traced
 
 # Plain dispatcher registrations: `custom_op` adds host time to every call.
 _library = Library("imbrex_experts", "DEF")
@@ -78,13 +80,14 @@ def ffn(
     gradients: tensors like the two weights, contiguous, float32 or bfloat16: the backward adds the weights'
     gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
     """
-    tensors = (rows_RD, gate_up_eGD, down_eDF, weights_R)
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    training = differentiated(rows_RD, gate_up_eGD, down_eDF, weights_R)
     keep = training and not recompute
-    if gradients is None:
-        return torch.ops.imbrex_experts.ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)[0]
-    _check_gradients(gradients, gate_up_eGD, down_eDF)
-    return FfnAdding.apply(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, gradients)
+    given = rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep
+    if gradients is not None:
+        _check_gradients(gradients, gate_up_eGD, down_eDF)
+    elif traced(*given[:-1]):
+        return torch.ops.imbrex_experts.ffn(*given)[0]
+    return Ffn.apply(*given, gradients) if training else run_ffn(*given)[0]
 
 
 def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None:
@@ -272,10 +275,9 @@ def _backward(ctx, d_y_RD, *_):
     )
 
 
-class FfnAdding(torch.autograd.Function):
-    """`ffn` whose backward adds the weights' gradients to tensors of the caller's.
-
-    They are no saved tensors: other micro-batches may have added to them in between.
+class Ffn(torch.autograd.Function):
+    """`ffn` where nobody traces. gradients: the caller's tensors, to which the backward adds the weights', or
+    `None`; they are no saved tensors: other micro-batches may have added to them in between.
     """
 
     @staticmethod
@@ -286,17 +288,22 @@ class FfnAdding(torch.autograd.Function):
         return y_RD
 
     @staticmethod
-    def backward(ctx, *grad_outputs):
+    @once_differentiable
+    def backward(ctx, *grad_outputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         (d_y_RD,) = grad_outputs
         rows, gate_up, down, _, weights, *_ = ctx.needs_input_grad
-        d_rows, _, _, d_weights = run_ffn_backward(
-            d_y_RD,
-            *ctx.saved_tensors,
-            need_rows=rows,
-            need_weights=gate_up or down,
-            gradients=ctx.gradients,
+        saved, add_to = ctx.saved_tensors, ctx.gradients
+        if add_to is None and traced(d_y_RD):
+            found = torch.ops.imbrex_experts.ffn_backward(d_y_RD, *saved, rows, gate_up or down)
+        else:
+            found = run_ffn_backward(
+                d_y_RD, *saved, need_rows=rows, need_weights=gate_up or down, gradients=add_to
+            )
+        wanted = rows, gate_up and add_to is None, down and add_to is None, weights
+        d_rows, d_gate_up, d_down, d_weights = (
+            found if is_wanted else None for found, is_wanted in zip(found, wanted, strict=True)
         )
-        return d_rows if rows else None, None, None, None, d_weights if weights else None, None, None
+        return d_rows, d_gate_up, d_down, None, d_weights, None, None
 
 
 _library.impl("ffn", run_ffn, "CUDA")
