@@ -351,6 +351,9 @@ inline u32 load_acquire_sys(const u32* word) { return *const_cast<volatile const
 inline u32 load_relaxed_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
 inline u32 load_acquire_gpu(const u32* word) { return *const_cast<volatile const u32*>(word); }
 inline void store_relaxed_sys(u32* word, u32 value) { *word = value; }
+inline void store_relaxed_sys(u64* word, u64 value) { *word = value; }
+inline u64 load_relaxed_sys(const u64* word) { return *const_cast<volatile const u64*>(word); }
+inline bool named_barrier_and(int id, int threads, bool fine) { return emu::meet(emu::self().block->named[id], threads, fine); }
 inline u32 add_acq_rel_gpu(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
 inline u32 claim_zero_sys(u32* word, u32 value) { u32 before = *word; if (!before) *word = value; return before; }
 

@@ -312,6 +312,26 @@ def check_quantised(
         assert torch.equal(received[me, : len(want)].cpu(), want)
 
 
+def check_dispatch(
+    case: Case, exchange: NvlinkExchange, device: torch.device | str = "cpu", sms: int = 2
+) -> None:
+    """Routing beside the push: the integers of the one and the rows of the other, as they are and as fp8."""
+    inputs = make_inputs(case, device)
+    plans = make_plans(case, inputs)
+    given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
+    for quantise in (False, True) if case.width % 512 == 0 else (False,):
+        received, routed = exchange.dispatch(*given, balanced=case.balanced, quantise=quantise)
+        exchange.check(synchronize=True)
+        check_positions(case, plans, routed)
+        for me, tokens in enumerate(case.tokens):
+            want = compact_rows(case, plans, inputs, me)
+            if quantise:
+                want = Fp8.e4m3().encode(want, torch.bfloat16)
+            assert torch.equal(received[me, : len(want)].cpu(), want)
+            weights = routed.weights_LWTK[:, me, :tokens].cpu()
+            assert torch.equal(weights, inputs.weights_WTK[me, :tokens].cpu().expand_as(weights))
+
+
 def check_small(
     case: Case, exchange: NvlinkExchange, device: torch.device | str = "cpu", sms: int = 2
 ) -> None:

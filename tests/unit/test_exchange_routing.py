@@ -13,6 +13,7 @@ from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated import kernel
 from tests.emulated.scenario import (
     Case,
+    check_dispatch,
     check_exchange,
     check_quantised,
     check_small,
@@ -55,6 +56,27 @@ def test_exchange(name: str) -> None:
     case = CASES[name]
     exchange = make_exchange(case, load=kernel.load, timeout=20.0, route_blocks=2)
     check_exchange(case, exchange)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "four ranks, ragged",
+        "replicas and a spare",
+        "two chunks",
+        "one rank",
+        "several routing blocks",
+        "fp8 on the way home",
+        "experts split over two ranks",
+        "nothing at all",
+    ],
+)
+def test_rows_leave_while_routing_goes_on(name: str) -> None:
+    case = replace(CASES[name], width=max(512, CASES[name].width // 512 * 512))
+    exchange = make_exchange(case, load=kernel.load, timeout=20.0)
+    for seed in range(2):
+        check_dispatch(replace(case, seed=seed), exchange, sms=1 + seed)
+    check_exchange(case, exchange)  # calls of either kind follow each other
 
 
 @pytest.mark.parametrize("name", ["four ranks, ragged", "replicas and a spare", "two chunks", "one rank"])

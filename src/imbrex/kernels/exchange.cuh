@@ -120,20 +120,26 @@ __device__ inline bool leave_if_failed(const Call& call, Phase phase) {
     return true;
 }
 
+// Whether to stop waiting: time is up, or something has failed. `polls` so far.
+__device__ inline bool stop_waiting(const Call& call, Phase phase, int peer, u64 start, u32 polls) {
+    if ((polls & 31) == 0) {
+        if (leave_if_failed(call, phase)) return true;
+        if (ptx::global_timer() - start > call.group->timeout_ns) {
+            give_up(call, kTimedOut, phase, peer);
+            return true;
+        }
+    }
+    ptx::pause();
+    return false;
+}
+
 // Wait until `word` has reached `epoch`; false after the time-out or any failure. One thread or many.
 __device__ inline bool wait_flag(const Call& call, const u32* word, u32 epoch, Phase phase, int peer) {
     if (reached(ptx::load_acquire_sys(word), epoch)) return true;
     const u64 start = ptx::global_timer();
     for (u32 polls = 1;; ++polls) {
         if (reached(ptx::load_acquire_sys(word), epoch)) return true;
-        if ((polls & 31) == 0) {
-            if (leave_if_failed(call, phase)) return false;
-            if (ptx::global_timer() - start > call.group->timeout_ns) {
-                give_up(call, kTimedOut, phase, peer);
-                return false;
-            }
-        }
-        ptx::pause();
+        if (stop_waiting(call, phase, peer, start, polls)) return false;
     }
 }
 
@@ -147,17 +153,6 @@ __device__ inline bool wait_stage(const Call& call, u32 barrier, u32 parity) {
             return false;
         }
     return true;
-}
-
-// All blocks of this rank have come here, for the `times`-th time in this call. All threads; false on failure.
-__device__ inline bool own_blocks(const Call& call, u32 times) {
-    bool fine = true;
-    __syncthreads();
-    if (call.group->blocks > 1 && threadIdx.x == 0) {
-        ptx::add_acq_rel_gpu(&call.own->barrier, 1);
-        fine = wait_flag(call, &call.own->barrier, times * static_cast<u32>(call.group->blocks), kOwnBlocks, call.me);
-    }
-    return __syncthreads_and(fine) != 0;
 }
 
 // "My call has begun": whatever I read from, or was given in, earlier buffers is done with. Lanes of one warp.

@@ -28,7 +28,10 @@ from torch import Tensor
 from imbrex.contracts import Placement
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit
+from imbrex.kernels.exchange_dispatch import Dispatch, dispatch_shape, push_args, push_shape
 from imbrex.kernels.exchange_kernels import (
+    BESIDE_THREADS,
+    DISPATCH,
     GATHER,
     MOVER_THREADS,
     PULL,
@@ -111,14 +114,27 @@ class NvlinkExchange:
         """
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
-        at = self.layout.ids, self.layout.counts, self.layout.tokens
-        made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
-        args = route_args(*made, *given, tables or self._tables, balanced=balanced)
+        args = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
         blocks, shared = self.route_blocks, self._route_shared
         if num_sms is not None:
             blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)
         self._launch(ROUTE, "route", blocks, ROUTE_THREADS, shared, args)
         return routed
+
+    def _route_args(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        tokens: Tensor | None,
+        routed: Routed,
+        tally: Tensor | None,
+        tables: Tables | None,
+        *,
+        balanced: bool,
+    ) -> ctypes.Structure:
+        at = self.layout.ids, self.layout.counts, self.layout.tokens
+        made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
+        return route_args(*made, *given, tables or self._tables, balanced=balanced)
 
     def push(
         self,
@@ -134,24 +150,55 @@ class NvlinkExchange:
         quantise: bf16 tokens cross as rows of the `fp8` codec, uint8 [L, token_capacity, D + D / 32], to the
         bit what it encodes. D is a multiple of 512.
         """
-        row_bytes = self._row_bytes(x)
-        wire_bytes = lay.fp8_bytes(x.shape[-1]) if quantise else row_bytes
-        assert not quantise or x.dtype == torch.bfloat16
-        pitch = lay.fp8_pitch(x.shape[-1]) if quantise else row_bytes
-        teams = lay.teams_of(row_bytes, self.shape.ranks) if quantise else 0
-        stages, shared = lay.mover_shared(row_bytes, self.shape.ranks, teams)
-        buffer, lag = self._next_buffer("push")
-        args = lay.Push(
-            *map(address_of, (x, routed.send_row_LTW, tokens)),
-            *(self.layout.received, self._buffer_bytes(self.shape.token_capacity)),
-            x[0].nbytes if x.dim() == 3 else 0,
-            *(x.shape[-2], routed.send_row_LTW.shape[1], row_bytes, wire_bytes, pitch),
-            *(stages, teams, buffer, lag),
+        block = push_shape(self._row_bytes(x), self.shape.ranks, quantise=quantise)
+        buffer = self._next_buffer("push")
+        args = push_args(
+            self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer, quantise=quantise
         )
         threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise
-        self._launch(PUSH[quantise], "push", num_sms, threads, shared, args)
-        dtype, width = (torch.uint8, wire_bytes) if quantise else (x.dtype, x.shape[-1])
-        return self._rows(self.layout.received, buffer, width, dtype)
+        self._launch(PUSH[quantise], "push", num_sms, threads, block.shared, args)
+        return self._received(x, buffer[0], quantise=quantise)
+
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_sms: int = 8,
+        tokens: Tensor | None = None,
+        tally: Tensor | None = None,
+        tables: Tables | None = None,
+        *,
+        balanced: bool = False,
+        quantise: bool = False,
+    ) -> tuple[Tensor, Routed]:
+        """`route` and `push` in one kernel, rows under way while routing goes on: compact rows and where.
+
+        Arguments as there. Two kernels where experts may have replicas, or routing has no room beside rows.
+        """
+        row_bytes = self._row_bytes(x)
+        block = dispatch_shape(self.shape, row_bytes, num_sms, quantise=quantise) if not self._room else None
+        if block is None:
+            given = tokens, tally, tables
+            routed = self.route(ids, weights, *given, balanced=balanced, num_sms=num_sms)
+            return self.push(x, routed, num_sms, tokens, quantise=quantise), routed
+        routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
+        route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=False)
+        buffer = self._next_buffer("push")
+        push = push_args(
+            self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer, quantise=quantise
+        )
+        args = Dispatch(route, push, self.layout.early, block.scratch_at, block.early_from, block.window)
+        threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise + BESIDE_THREADS
+        self._calls["route"] += 1
+        self._launch(DISPATCH[quantise], "push", num_sms, threads, block.shared, args)
+        return self._received(x, buffer[0], quantise=quantise), routed
+
+    def _received(self, x: Tensor, buffer: int, *, quantise: bool) -> Tensor:
+        width = x.shape[-1]
+        if quantise:
+            return self._rows(self.layout.received, buffer, lay.fp8_bytes(width), torch.uint8)
+        return self._rows(self.layout.received, buffer, width, x.dtype)
 
     def pull(self, x: Tensor, routed: Routed, num_sms: int = 24, out: Tensor | None = None) -> Tensor:
         """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are

@@ -9,10 +9,11 @@ MOVER_THREADS = 96
 PULL_THREADS = MOVER_THREADS + 32 * 8
 REDUCE_THREADS = 32 * lay.REDUCE_WARPS
 ROUTE_THREADS = 1024
+BESIDE_THREADS = 256
 
 
 def shipped_variants() -> list[jit.Variant]:
-    return [ROUTE, *PUSH.values(), PULL, SMALL, *REDUCE.values(), GATHER]
+    return [ROUTE, *PUSH.values(), *DISPATCH.values(), PULL, SMALL, *REDUCE.values(), GATHER]
 
 
 ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
@@ -20,9 +21,13 @@ PUSH = {
     quantise: jit.Variant(
         source="exchange_push.cu",
         entry="push_rows",
-        defines=(("QUANTISE", int(quantise)), ("TEAM", lay.QUANTISE_TEAM)),
+        defines=(("QUANTISE", int(quantise)), ("LAG", 1 if quantise else 2)),
     )
     for quantise in (False, True)
+}
+DISPATCH = {
+    quantise: jit.Variant(source="exchange_dispatch.cu", entry="dispatch_rows", defines=push.defines)
+    for quantise, push in PUSH.items()
 }
 SMALL = jit.Variant(source="exchange_small.cu", entry="dispatch_small")
 PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")

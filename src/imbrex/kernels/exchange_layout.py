@@ -13,6 +13,7 @@ What is where, in the heap of every rank (one symmetric allocation, sized once f
     staged          [buffers, T, row]                       this rank's tokens, pulled by peers
     reduced         [buffers, token capacity, row]          sums given by the caller, pulled by peers
     partials        [2, W - 1, T, row]                      sums of this rank's tokens, pushed by peers
+    early           u64 [2, W, blocks, W], [2, T / 32, W]   tokens that every owner gets, with the epoch above
 
 Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
 A buffer is written again only when every peer has begun a later call of the same kind ("credit"), which,
@@ -42,7 +43,7 @@ PHASES = (
 PEER_GAVE_UP = "a peer gave up"
 CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
 CONTROL_BYTES = 272_896
-CHUNK = 128
+CHUNK, SEGMENT = 128, 32
 SHARED_BYTES = 227 * 1024
 
 
@@ -79,7 +80,7 @@ Push = _struct(
     "Push",
     "x send_row tokens",
     "rows_at buffer_bytes x_stride",
-    "num_tokens max_tokens row_bytes wire_bytes pitch stages teams buffer lag",
+    "num_tokens max_tokens row_bytes wire_bytes pitch stages quantisers buffer lag",
 )
 Pull = _struct(
     "Pull",
@@ -156,6 +157,7 @@ class Layout:
     small_ids: int
     small_tokens: int
     small_staged: int
+    early: int
     nbytes: int
 
 
@@ -178,7 +180,7 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         reduced_flags=take(4 * ranks * flags),
         ids=take(4 * 4 * ranks * tokens * shape.choices),
         tokens=take(4 * 2 * ranks),
-        counts=take(4 * chunks * (shape.experts + ranks)),
+        counts=take(4 * chunks * (2 * shape.experts + ranks)),
         received=take(rows if compact else 0),
         staged=take(shape.buffers * tokens * shape.row_bytes if expert else 0),
         reduced=take(rows if compact else 0),
@@ -186,13 +188,17 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
         small_tokens=take(4 * 2 * ranks),
         small_staged=take(2 * ranks * few * shape.row_bytes if expert else 0),
+        early=take(16 * ranks * (MAX_BLOCKS * ranks + -(-tokens // SEGMENT)) if compact else 0),
         nbytes=at,
     )
 
 
-def route_shared(shape: Shape, chunks: int, room: int = 0) -> int:
-    """Shared memory of a routing block that has `chunks` chunks. room: slots more than experts."""
-    words = chunks * (4 + 5 * shape.experts + 5 * shape.ranks + CHUNK * (shape.choices + 1) // 2)
+def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> int:
+    """Shared memory of a routing block that has `chunks` chunks, `window` of them at once (0: all). room:
+    slots more than experts.
+    """
+    words = (window or chunks) * (4 + 5 * shape.experts + CHUNK * (shape.choices + 1) // 2)
+    words += 5 * chunks * shape.ranks
     words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
     words += shape.ranks**2 * -(-shape.max_tokens // CHUNK)
     flow = flow_bytes(shape.ranks, shape.ranks, room) if room else 0
@@ -229,29 +235,29 @@ def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
     return nbytes
 
 
-QUANTISERS, QUANTISE_TEAM = 14, 2
-"""Warps that quantise, and how many of them share a row."""
+QUANTISERS = 14
 
 
-def mover_shared(row_bytes: int, targets: int, teams: int = 0) -> tuple[int, int]:
+def mover_shared(row_bytes: int, targets: int, quantisers: int = 0, besides: int = 0) -> tuple[int, int]:
     """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each.
 
-    teams: of warps between, each of which keeps the scales of a row; the stages are a multiple of them.
+    quantisers: warps between, each of which keeps the scales of a row; the stages are a multiple of them.
+    besides: bytes that something else in the block needs.
     """
-    fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128 + teams * 4 * (row_bytes // 256)
+    fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128 + quantisers * 4 * (row_bytes // 256)
     slot = -(-row_bytes // 128) * 128
-    stages = min((SHARED_BYTES - fixed) // slot, 40)
+    stages = min((SHARED_BYTES - besides - fixed) // slot, 40)
     if stages < 6:
         raise ValueError(
             f"exchange: rows of {row_bytes} bytes are too long; at most {SHARED_BYTES // 6 - 3000}"
         )
-    stages -= stages % max(teams, 1)
+    stages -= stages % max(quantisers, 1)
     return stages, fixed + stages * slot
 
 
-def teams_of(row_bytes: int, targets: int) -> int:
-    """Teams of warps that quantise rows of so many bytes: one for every stage, at most 14 warps."""
-    return min(QUANTISERS // QUANTISE_TEAM, mover_shared(row_bytes, targets, 0)[0] - 1)
+def quantisers_of(row_bytes: int, targets: int, besides: int = 0) -> int:
+    """Warps that quantise rows of so many bytes: one for every stage, at most 14."""
+    return min(QUANTISERS, mover_shared(row_bytes, targets, 0, besides)[0] - 1)
 
 
 FP8_MULTIPLE = 16

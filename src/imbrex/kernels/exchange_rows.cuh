@@ -52,9 +52,8 @@ __device__ __forceinline__ ItemHead* item_of(const Ring& ring, SegmentHead* segm
 __device__ __forceinline__ u8** targets_of(ItemHead* item) { return reinterpret_cast<u8**>(item + 1); }
 
 // Shared memory: 1 KB of barriers, the segments, `extra` bytes, then slots at a multiple of 128. All threads; ends in a
-// barrier. `between`: warps that change rows after the loader; the storer then waits for a team of `team` of them.
-__device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes, int stages, int max_targets, int between = 0, int team = 1,
-                                 int extra = 0) {
+// barrier. `between`: warps that change rows after the loader; the storer then waits for one of them.
+__device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes, int stages, int max_targets, int between = 0, int extra = 0) {
     u8* shared = ptx::shared_memory();
     Ring ring;
     const u32 base = ptx::smem_u32(shared);
@@ -77,7 +76,7 @@ __device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes
         }
         for (int i = 0; i < stages; ++i) {
             ptx::mbarrier_init(ring.slot_loaded + 8 * i, 1);
-            if (between) ptx::mbarrier_init(ring.slot_full + 8 * i, 32 * team);
+            if (between) ptx::mbarrier_init(ring.slot_full + 8 * i, 32);
             ptx::mbarrier_init(ring.slot_empty + 8 * i, 1);
         }
         ptx::fence_barrier_init();

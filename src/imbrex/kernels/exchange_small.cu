@@ -46,7 +46,7 @@ __device__ inline void route_alone(const Call& call, const Route& route, const S
     place_slots(call, route, s);
     place_sources(route, s, ranks);
     place_choices(call, route, s, [&](int c, int token, int k, int row) { position[(c * kChunk + token) * route.choices + k] = row; });
-    write_rows(call, route, s);
+    write_rows(call, route, s, true);
     if (call.block == 0) write_totals(call, route, s, tokens);
     __syncthreads();
 }
@@ -117,7 +117,8 @@ __device__ inline void route_and_place(const Call& call, const Small& small) {
     int* columns = position + s.chunks * kChunk * route.choices;
     give_choices(call, route);
     tell_given(call);
-    prepare(call, route, s);
+    clear_masks(route, s);
+    find_homes(route, s);
     if (!take_choices(call)) return leave_nothing(call, route);
     route_alone(call, route, s, reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) + (call.epoch & 1) * call.group->ranks, position, columns);
     if (take_tokens(call, small)) place_parts(call, small, s, position);

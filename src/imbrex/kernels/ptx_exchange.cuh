@@ -45,6 +45,28 @@ __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
     return before;
 }
 
+// A word whose parts arrive together, so that a count carries its own flag.
+__device__ __forceinline__ void store_relaxed_sys(u64* word, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 load_relaxed_sys(const u64* word) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+// A named barrier that tells whether all of its threads are `fine`.
+__device__ __forceinline__ bool named_barrier_and(int id, int threads, bool fine) {
+    u32 all;
+    asm volatile(
+        "{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n barrier.cta.red.and.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+        : "=r"(all)
+        : "r"(id), "r"(threads), "r"(static_cast<u32>(fine))
+        : "memory");
+    return all != 0;
+}
+
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Completes `bytes` on `barrier`.
@@ -105,10 +127,10 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     return larger;
 }
 
-// To an ulp.
+// To an ulp, of normal numbers.
 __device__ __forceinline__ float reciprocal(float x) {
     float inverse;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
     return inverse;
 }
 

@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
     const int* tokens = reinterpret_cast<const int*>(group.heap[call.me] + route.tokens_at) + (call.epoch & 1) * ranks;
     give_choices(call, route);
     tell_given(call);
-    prepare(call, route, s);
+    clear_masks(route, s);
+    find_homes(route, s);
     bool fine = take_choices(call);
     if (fine) {
         cut_chunks(route, s, tokens);
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route_choices(con
         place_slots(call, route, s);
         place_sources(route, s, ranks);
         place_choices(call, route, s, [](int, int, int, int) {});
-        write_rows(call, route, s);
+        write_rows(call, route, s, true);
         if (call.block == 0) write_totals(call, route, s, tokens);
     } else {
         leave_nothing(call, route);

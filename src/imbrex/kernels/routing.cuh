@@ -5,7 +5,7 @@
 // My ids and weights into every heap.
 __device__ inline void give_choices(const Call& call, const Route& route) {
     const Group& group = *call.group;
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = route_thread();
     const int tokens = route.tokens ? route.tokens[call.local] : route.num_tokens;
     const i64 all = static_cast<i64>(group.ranks) * route.max_tokens * route.choices;
     const i64 mine = static_cast<i64>(route.max_tokens) * route.choices;
@@ -37,8 +37,8 @@ __device__ inline void give_choices(const Call& call, const Route& route) {
 
 // What this block has given is there: one flag per block at every rank, the own included. All threads.
 __device__ inline void tell_given(const Call& call) {
-    const int thread = static_cast<int>(threadIdx.x);
-    __syncthreads();
+    const int thread = route_thread();
+    route_sync();
     if (thread < call.group->ranks) {
         ptx::fence_sys();
         ptx::store_relaxed_sys(&control_of(*call.group, thread)->arrived[call.kind][call.me][call.block], call.epoch);
@@ -48,17 +48,31 @@ __device__ inline void tell_given(const Call& call) {
 __device__ inline bool take_choices(const Call& call) {
     const int words = call.group->ranks * call.blocks;
     bool fine = true;
-    for (int i = static_cast<int>(threadIdx.x); i < words; i += kRouteThreads) {
+    for (int i = route_thread(); i < words; i += kRouteThreads) {
         const int p = i / call.blocks;
         fine = fine && wait_flag(call, &call.own->arrived[call.kind][p][i % call.blocks], call.epoch, kIdsArrived, p);
     }
-    return __syncthreads_and(fine) != 0;
+    return route_all(fine);
 }
 
-// Tables that need nobody: what the chunks are, where experts with one slot live; masks cleared.
-__device__ inline void prepare(const Call& call, const Route& route, const Scratch& s) {
-    const int thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < s.chunks * route.experts * 4; i += kRouteThreads) s.mask[i] = 0;
+// All blocks of this rank have come here, for the `times`-th time in this call. All threads; false on failure.
+__device__ inline bool own_blocks(const Call& call, u32 times) {
+    bool fine = true;
+    route_sync();
+    if (call.group->blocks > 1 && route_thread() == 0) {
+        ptx::add_acq_rel_gpu(&call.own->barrier, 1);
+        fine = wait_flag(call, &call.own->barrier, times * static_cast<u32>(call.group->blocks), kOwnBlocks, call.me);
+    }
+    return route_all(fine);
+}
+
+__device__ __forceinline__ void clear_masks(const Route& route, const Scratch& s) {
+    for (int i = route_thread(); i < s.chunks * route.experts * 4; i += kRouteThreads) s.mask[i] = 0;
+}
+
+// A table that needs nobody: where experts with one slot live.
+__device__ inline void find_homes(const Route& route, const Scratch& s) {
+    const int thread = route_thread();
     for (int e = thread; e < route.experts; e += kRouteThreads) {
         const int first = route.first_replica[e];
         int home = -1;
@@ -73,18 +87,18 @@ __device__ inline void prepare(const Call& call, const Route& route, const Scrat
 }
 
 __device__ inline void cut_chunks(const Route& route, const Scratch& s, const int* tokens) {
-    for (int i = static_cast<int>(threadIdx.x); i < s.chunks; i += kRouteThreads) {
+    for (int i = route_thread(); i < s.chunks; i += kRouteThreads) {
         const int source = (s.first + i) / s.per_source, first = (s.first + i - source * s.per_source) * kChunk;
         s.chunk[i] = {source, first, max(0, min(kChunk, tokens[source] - first)), source * route.max_tokens + first};
     }
-    __syncthreads();
+    route_sync();
 }
 
 // Calls `each(chunk, token in chunk, choice, expert)` for the block's choices, spread over its threads, and `done(chunk, token)`
 // in all lanes after a token's choices.
 template <class Each, class Done>
 __device__ __forceinline__ void for_choices(const Route& route, const Scratch& s, Each each, Done done) {
-    const int token = static_cast<int>(threadIdx.x) / kPerToken, lane = static_cast<int>(threadIdx.x) % kPerToken;
+    const int token = route_thread() / kPerToken, lane = route_thread() % kPerToken;
     for (int c = 0; c < s.chunks; ++c) {
         for (int k = lane; k < route.choices; k += kPerToken) each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
         done(c, token);
@@ -97,7 +111,7 @@ __device__ __forceinline__ void note_owners(const Scratch& s, int c, int token, 
     const u32 mine = ((1u << kPerToken) - 1) << (ptx::lane_id() / kPerToken * kPerToken);
     u32 wanted = 0;
     for (int p = 0; p < s.owners; ++p) wanted |= static_cast<u32>((__ballot_sync(0xffffffffu, bits >> p & 1) & mine) != 0) << p;
-    if (threadIdx.x % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<u16>(wanted);
+    if (route_thread() % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<u16>(wanted);
     bits = 0;
 }
 
@@ -115,14 +129,14 @@ __device__ inline void mark_experts(const Call& call, const Route& route, const 
         },
         [&](int c, int token) { note_owners(s, c, token, bits); });
     if (repeated) give_up(call, kBadIds, kIdsArrived, call.me);
-    __syncthreads();
+    route_sync();
 }
 
 // Prefixes over the chunks of every source, of columns [chunks][width] that all blocks of this rank have written; a thread has kScan
 // loads in flight.
 template <int kScan>
 __device__ inline void scan_chunks(const Scratch& s, const int* columns, int width, int ranks, int* before, int* total) {
-    for (int x = static_cast<int>(threadIdx.x); x < ranks * width; x += kRouteThreads) {
+    for (int x = route_thread(); x < ranks * width; x += kRouteThreads) {
         const int source = x / width, column = x - source * width;
         int sum = 0;
         for (int j = 0; j < s.per_source; j += kScan) {
@@ -145,15 +159,15 @@ __device__ inline void balance(const Call& call, const Route& route, const Scrat
     const int ranks = call.group->ranks;
     const Tables tables{route.first_replica, route.replica_slots, route.rank_offsets, route.experts, s.owners, ranks};
     split_choices(tables, s.flow, kRouteThreads, [&](int source, int expert) { return s.total[source * route.experts + expert]; });
-    for (int i = static_cast<int>(threadIdx.x); i < *s.flow.several; i += kRouteThreads) s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
-    __syncthreads();
+    for (int i = route_thread(); i < *s.flow.several; i += kRouteThreads) s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
+    route_sync();
 }
 
 // The same for the few columns of owners, which come in one load and are added in shared memory. All threads.
 __device__ inline void scan_owners(const Scratch& s, const int* columns, int ranks) {
-    const int thread = static_cast<int>(threadIdx.x), width = s.owners;
+    const int thread = route_thread(), width = s.owners;
     for (int i = thread; i < ranks * s.per_source * width; i += kRouteThreads) s.staged[i] = columns[i];
-    __syncthreads();
+    route_sync();
     for (int x = thread; x < ranks * width; x += kRouteThreads) {
         const int source = x / width, column = x - source * width;
         int sum = 0;
@@ -205,12 +219,12 @@ __device__ inline void mark_owners(const Route& route, const Scratch& s) {
             bits |= 1u << (home_of(route, s, s.chunk[c].source, expert, nth) >> 16);
         },
         [&](int c, int token) { note_owners(s, c, token, bits); });
-    __syncthreads();
+    route_sync();
 }
 
 // Masks of owners, and how many tokens want each.
 __device__ inline void give_owners(const Scratch& s, int* columns) {
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id());
+    const int warp = route_thread() / 32, lane = static_cast<int>(ptx::lane_id());
     for (int x = warp; x < 4 * s.chunks; x += kRouteThreads / 32) {
         const u32 bits = s.wanted[32 * x + lane];
         for (int p = 0; p < s.owners; ++p) {
@@ -218,8 +232,8 @@ __device__ inline void give_owners(const Scratch& s, int* columns) {
             if (lane == 0) s.rank_mask[(x / 4 * s.owners + p) * 4 + x % 4] = mask;
         }
     }
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < s.chunks * s.owners; i += kRouteThreads)
+    route_sync();
+    for (int i = route_thread(); i < s.chunks * s.owners; i += kRouteThreads)
         columns[s.first * s.owners + i] = held(&s.rank_mask[4 * i]);
 }
 
@@ -227,9 +241,9 @@ __device__ inline void give_owners(const Scratch& s, int* columns) {
 __device__ inline void place_slots(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks, owner = call.me / route.tensor;
     const int first = route.rank_offsets[owner], slots = route.rank_offsets[owner + 1] - first;
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = route_thread();
     for (int x = thread; x < route.most_slots; x += kRouteThreads) s.slot_rows[x] = 0;
-    __syncthreads();
+    route_sync();
     for (int e = thread; e < route.experts; e += kRouteThreads) {
         const int home = s.home[e];
         const int begin = home < 0 ? route.first_replica[e] : 0, replicas = home < 0 ? route.first_replica[e + 1] - begin : 1;
@@ -244,14 +258,14 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
             s.slot_rows[slot] = (sum + route.alignment - 1) / route.alignment * route.alignment;
         }
     }
-    __syncthreads();
+    route_sync();
     for (int slot = thread; slot < slots; slot += kRouteThreads) {
         int start = 0;
 #pragma unroll 8
         for (int i = 0; i < slot; ++i) start += s.slot_rows[i];
         for (int source = 0; source < ranks; ++source) s.slot_base[source * route.most_slots + slot] += start;
     }
-    __syncthreads();
+    route_sync();
 }
 
 // Writes the position of every choice, and tells `also`.
@@ -269,7 +283,7 @@ __device__ inline void place_choices(const Call& call, const Route& route, const
         const int row = s.slot_base[s.chunk[c].source * route.most_slots + (home & 0xffff) - first] + nth;
         return row < route.row_capacity ? row : -1;
     };
-    const int token = static_cast<int>(threadIdx.x) / kPerToken, lane = static_cast<int>(threadIdx.x) % kPerToken;
+    const int token = route_thread() / kPerToken, lane = route_thread() % kPerToken;
     for (int k = lane; k < route.choices; k += kPerToken)
 #pragma unroll 4
         for (int c = 0; c < s.chunks; ++c) {
@@ -281,25 +295,26 @@ __device__ inline void place_choices(const Call& call, const Route& route, const
 
 // First compact row on every rank of the tokens of every source.
 __device__ inline void place_sources(const Route& route, const Scratch& s, int ranks) {
-    for (int x = static_cast<int>(threadIdx.x); x < ranks * ranks; x += kRouteThreads) {
+    for (int x = route_thread(); x < ranks * ranks; x += kRouteThreads) {
         const int source = x / ranks, to = x - source * ranks;
         int sum = 0;
         for (int p = 0; p < source; ++p)
             if (p != to) sum += s.rank_total[p * s.owners + to / route.tensor];
         s.base[x] = sum;
     }
-    __syncthreads();
+    route_sync();
 }
 
-__device__ inline void write_rows(const Call& call, const Route& route, const Scratch& s) {
+// `sent`: the rows of the own tokens, too.
+__device__ inline void write_rows(const Call& call, const Route& route, const Scratch& s, bool sent) {
     const int ranks = call.group->ranks, me = call.me;
     int* recv_row = route.recv_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
     int* send_row = route.send_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
-    for (int x = static_cast<int>(threadIdx.x); x < s.chunks * kChunk; x += kRouteThreads) {
+    for (int x = route_thread(); x < s.chunks * kChunk; x += kRouteThreads) {
         const int c = x / kChunk, in_chunk = x % kChunk, source = s.chunk[c].source, token = s.chunk[c].first + in_chunk;
         if (token >= route.max_tokens || !writes(s, c)) continue;
         for (int p = 0; p < ranks; ++p) {
-            if (source != me && p != me) continue;
+            if (p != me && (source != me || !sent)) continue;
             const int owner = p / route.tensor;
             const u32* mask = &s.rank_mask[(c * s.owners + owner) * 4];
             const bool goes = (mask[in_chunk >> 5] >> (in_chunk & 31)) & 1;
@@ -307,7 +322,7 @@ __device__ inline void write_rows(const Call& call, const Route& route, const Sc
             if (goes) row = source == p ? 0 : s.base[source * ranks + p] + s.rank_before[c * s.owners + owner] + below(mask, in_chunk);
             if (row >= route.token_capacity) row = -1;
             if (p == me) recv_row[static_cast<i64>(source) * route.max_tokens + token] = source == me ? -1 : row;
-            if (source == me) send_row[static_cast<i64>(token) * ranks + p] = row;
+            if (source == me && sent) send_row[static_cast<i64>(token) * ranks + p] = row;
         }
     }
 }
@@ -316,7 +331,7 @@ __device__ inline void write_rows(const Call& call, const Route& route, const Sc
 __device__ inline void add_tally(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks;
     int* tally = route.tally + static_cast<i64>(call.local) * ranks * route.slots;
-    for (int x = static_cast<int>(threadIdx.x); x < ranks * route.experts; x += kRouteThreads) {
+    for (int x = route_thread(); x < ranks * route.experts; x += kRouteThreads) {
         const int source = x / route.experts, e = x - source * route.experts;
         const int first = route.first_replica[e], replicas = route.first_replica[e + 1] - first;
         for (int number = 0; number < replicas; ++number)
@@ -325,7 +340,7 @@ __device__ inline void add_tally(const Call& call, const Route& route, const Scr
 }
 
 __device__ inline void write_totals(const Call& call, const Route& route, const Scratch& s, const int* tokens) {
-    const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
+    const int ranks = call.group->ranks, thread = route_thread();
     int* counts = route.counts + call.local * route.most_slots;
     int* totals = route.totals + call.local * 4;
     int* all_tokens = route.all_tokens + call.local * ranks;
@@ -350,12 +365,12 @@ __device__ inline void write_totals(const Call& call, const Route& route, const 
 __device__ inline void leave_nothing(const Call& call, const Route& route) {
     const int ranks = call.group->ranks, pairs = ranks * route.max_tokens, step = call.blocks * kRouteThreads;
     int* position = route.position + static_cast<i64>(call.local) * pairs * route.choices;
-    for (int i = call.block * kRouteThreads + static_cast<int>(threadIdx.x); i < pairs; i += step) {
+    for (int i = call.block * kRouteThreads + route_thread(); i < pairs; i += step) {
         for (int k = 0; k < route.choices; ++k) position[static_cast<i64>(i) * route.choices + k] = -1;
         route.recv_row[static_cast<i64>(call.local) * pairs + i] = route.send_row[static_cast<i64>(call.local) * pairs + i] = -1;
     }
     if (call.block != 0) return;
-    for (int i = static_cast<int>(threadIdx.x); i < route.most_slots; i += kRouteThreads) route.counts[call.local * route.most_slots + i] = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < ranks; i += kRouteThreads) route.all_tokens[call.local * ranks + i] = 0;
-    if (threadIdx.x < 4) route.totals[call.local * 4 + threadIdx.x] = 0;
+    for (int i = route_thread(); i < route.most_slots; i += kRouteThreads) route.counts[call.local * route.most_slots + i] = 0;
+    for (int i = route_thread(); i < ranks; i += kRouteThreads) route.all_tokens[call.local * ranks + i] = 0;
+    if (route_thread() < 4) route.totals[call.local * 4 + route_thread()] = 0;
 }

@@ -4,9 +4,29 @@
 #include "split.cuh"
 
 constexpr int kChunk = 128;
-constexpr int kRouteThreads = 1024;
+#ifndef ROUTE_THREADS
+#define ROUTE_THREADS 1024
+#define ROUTE_FIRST 0
+#endif
+constexpr int kRouteThreads = ROUTE_THREADS;  // that route, in warps of their own where a block does more
+constexpr int kRouteFirst = ROUTE_FIRST;
+constexpr int kRouteBarrier = 9;
 constexpr int kPerToken = kRouteThreads / kChunk;  // threads that share a token's choices
 constexpr u16 kNone = 0xffff;
+
+__device__ __forceinline__ int route_thread() { return static_cast<int>(threadIdx.x) - kRouteFirst; }
+
+// All threads that route.
+__device__ __forceinline__ void route_sync() {
+    if (kRouteFirst == 0)
+        __syncthreads();
+    else
+        ptx::named_barrier(kRouteBarrier, kRouteThreads);
+}
+
+__device__ __forceinline__ bool route_all(bool fine) {
+    return kRouteFirst == 0 ? __syncthreads_and(fine) != 0 : ptx::named_barrier_and(kRouteBarrier, kRouteThreads, fine);
+}
 
 struct Route {
     const i64* ids;        // [ranks of the launch, max_tokens, K]
@@ -24,7 +44,7 @@ struct Route {
     int* all_tokens;          // [.., W]; tokens of every rank
     int* tally;               // [.., W, S] or null; choices of every rank for every slot are added to it
     i64 ids_at;               // offset in a heap: int32 [2, W, max_tokens * K], then as many floats
-    i64 counts_at;            // offset in a heap: scratch of this rank alone, int32 [chunks, E], then [chunks, W]
+    i64 counts_at;            // offset in a heap: scratch of this rank alone, int32 [chunks, E], then [chunks, W], then [chunks, E]
     i64 tokens_at;            // offset in a heap: int32 [2, W]
     int num_tokens;
     int max_tokens;
@@ -45,13 +65,14 @@ struct Chunk {
     int at;                     // (source * max_tokens + first)
 };
 
+// Of all chunks of a block at once, or of a window of them where shared memory is short; `..` are the chunks of the window.
 struct Scratch {
-    Chunk* chunk;      // [chunks of the block]
+    Chunk* chunk;      // [..]
     u32* mask;         // [.., E, 4]
-    u32* rank_mask;    // [.., owners, 4]
+    u32* rank_mask;    // [chunks of the block, owners, 4]
     int* before;       // [.., E]; choices of the expert in earlier chunks of the source
     int* total;        // [W, E]
-    int* rank_before;  // [.., owners]
+    int* rank_before;  // [chunks of the block, owners]
     int* rank_total;   // [W, owners]
     int* base;         // [W, W]; first compact row on rank `column` of the tokens of rank `row`
     int* slot_base;    // [W, most_slots]; row of the first choice of a source in a local slot
@@ -69,8 +90,8 @@ struct Scratch {
     int per_source;    // chunks of a source
 };
 
-// Of block `block` among `blocks` that share the chunks.
-__device__ inline Scratch carve(const Call& call, const Route& route, int block, int blocks) {
+// Of block `block` among `blocks` that share the chunks, from `from` on in shared memory; `window` chunks at once, 0: all.
+__device__ inline Scratch carve(const Call& call, const Route& route, int block, int blocks, int from = 0, int window = 0) {
     const int ranks = call.group->ranks, experts = route.experts;
     Scratch s;
     s.owners = ranks / route.tensor;
@@ -81,16 +102,17 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     const int per_block = (all + blocks - 1) / blocks;
     s.first = block * per_block;
     s.chunks = max(0, min(per_block, all - s.first));
-    u8* at = ptx::shared_memory();
+    const int most = window ? window : per_block;
+    u8* at = ptx::shared_memory() + from;
     const auto take = [&at](int words) {
         u8* start = at;
         at += 4 * words;
         return start;
     };
-    s.chunk = reinterpret_cast<Chunk*>(take(4 * per_block));
-    s.mask = reinterpret_cast<u32*>(take(per_block * experts * 4));
+    s.chunk = reinterpret_cast<Chunk*>(take(4 * most));
+    s.mask = reinterpret_cast<u32*>(take(most * experts * 4));
     s.rank_mask = reinterpret_cast<u32*>(take(per_block * s.owners * 4));
-    s.before = reinterpret_cast<int*>(take(per_block * experts));
+    s.before = reinterpret_cast<int*>(take(most * experts));
     s.total = reinterpret_cast<int*>(take(ranks * experts));
     s.rank_before = reinterpret_cast<int*>(take(per_block * s.owners));
     s.rank_total = reinterpret_cast<int*>(take(ranks * s.owners));
@@ -100,7 +122,7 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     s.home = reinterpret_cast<int*>(take(experts));
     s.flow = carve_flow(take(route.room ? s.owners * (s.owners + 2) + route.room * (5 + 2 * ranks) + 1 : 0), s.owners, ranks, route.room);
     s.staged = reinterpret_cast<int*>(take(all * s.owners));
-    s.wanted = reinterpret_cast<u16*>(take(per_block * kChunk / 2));
+    s.wanted = reinterpret_cast<u16*>(take(most * kChunk / 2));
     s.ids = reinterpret_cast<u16*>(at);
     return s;
 }

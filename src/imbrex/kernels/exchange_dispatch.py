@@ -1,0 +1,93 @@
+"""What the pushing kernels are given: with `dispatch_rows`, which routes besides, their shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.kernels import exchange_layout as lay
+from imbrex.kernels.exchange_route import address_of
+
+WINDOWS_BYTES = 640
+"""Room for what a block knows of its windows of chunks."""
+MOST_WINDOW = 4
+"""Chunks that are routed at once beside rows: more shared memory for routing is less for rows."""
+
+
+class Dispatch(ctypes.Structure):
+    _fields_ = (
+        ("route", lay.Route),
+        ("push", lay.Push),
+        ("early_at", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("scratch_at", "early_from", "window")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushShape:
+    """A block of a pushing kernel. quantisers: warps. scratch_at, early_from: where routing keeps
+    what it knows in shared memory, `window` chunks at once."""
+
+    stages: int
+    quantisers: int
+    shared: int
+    scratch_at: int = 0
+    early_from: int = 0
+    window: int = 0
+
+
+def push_shape(row_bytes: int, ranks: int, *, quantise: bool, besides: int = 0) -> PushShape:
+    quantisers = lay.quantisers_of(row_bytes, ranks, besides) if quantise else 0
+    stages, shared = lay.mover_shared(row_bytes, ranks, quantisers, besides)
+    return PushShape(stages=stages, quantisers=quantisers, shared=shared)
+
+
+def dispatch_shape(shape: lay.Shape, row_bytes: int, blocks: int, *, quantise: bool) -> PushShape | None:
+    """None where rows and routing do not fit one block: then the two kernels are for it."""
+    chunks = -(-shape.ranks * -(-shape.max_tokens // lay.CHUNK) // blocks)
+    owners, segments = shape.ranks // shape.tensor, -(-shape.max_tokens // lay.SEGMENT)
+    early = 4 * (1 + shape.ranks * owners + -(-segments // blocks) * owners) + segments * owners
+    early = -(-early // 16) * 16
+    window = min(chunks, 2 if quantise else MOST_WINDOW)
+    besides = early + WINDOWS_BYTES + lay.route_shared(shape, chunks, 0, window)
+    try:
+        rows = push_shape(row_bytes, shape.ranks, quantise=quantise, besides=besides)
+    except ValueError:
+        return None
+    early_from = -(-rows.shared // 16) * 16
+    return PushShape(
+        stages=rows.stages,
+        quantisers=rows.quantisers,
+        shared=early_from + besides,
+        scratch_at=early_from + early,
+        early_from=early_from,
+        window=window,
+    )
+
+
+def push_args(
+    shape: lay.Shape,
+    layout: lay.Layout,
+    block: PushShape,
+    x: Tensor,
+    send_row: Tensor,
+    tokens: Tensor | None,
+    buffer: tuple[int, int],
+    *,
+    quantise: bool,
+) -> Any:
+    """buffer: which of the buffers, and how many calls ago it was last used."""
+    assert not quantise or x.dtype == torch.bfloat16
+    row_bytes = x.shape[-1] * x.element_size()
+    wire_bytes = lay.fp8_bytes(x.shape[-1]) if quantise else row_bytes
+    pitch = lay.fp8_pitch(x.shape[-1]) if quantise else row_bytes
+    return lay.Push(
+        *map(address_of, (x, send_row, tokens)),
+        *(layout.received, shape.token_capacity * shape.row_bytes, x[0].nbytes if x.dim() == 3 else 0),
+        *(x.shape[-2], send_row.shape[1], row_bytes, wire_bytes, pitch),
+        *(block.stages, block.quantisers, *buffer),
+    )
