@@ -27,6 +27,7 @@ using i64 = long long;
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { unsigned x; };
 using std::max;
@@ -393,15 +394,6 @@ uint4 load_once(const void* from, bool wanted) {
     if (wanted) std::memcpy(&v, static_cast<const u8*>(from) + kOffset, 16);
     return v;
 }
-template <int kOffset, int kScaleOffset>
-uint4 load_coded(const void* from, const void* scale, bool wanted) {
-    uint4 v{0x7fc07fc0, 0x7fc07fc0, 0x7fc07fc0, 0x7fc07fc0};
-    if (!wanted) return v;
-    std::memcpy(&v, static_cast<const u8*>(from) + kOffset, 8);
-    std::memcpy(&v.z, static_cast<const u8*>(scale) + kScaleOffset, 4);
-    return v;
-}
-
 inline uint4 load_shared(u32 address) { uint4 v; std::memcpy(&v, shared_memory() + address, 16); return v; }
 inline void store_shared(u32 address, uint4 v) { std::memcpy(shared_memory() + address, &v, 16); }
 

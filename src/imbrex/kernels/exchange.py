@@ -286,14 +286,9 @@ class NvlinkExchange:
             *map(address_of, (rows, addend, out, routed.position_LWTK)),
             *map(address_of, (routed.weights_LWTK if weighted else None, routed.recv_row_LWT)),
             *map(address_of, (routed.send_row_LTW, routed.tokens_LW)),
-            *(self.layout.partials, (s.ranks - 1) * s.max_tokens * s.row_bytes, rows[0].nbytes),
+            *(self.layout.partials, lay.partial_bytes(s), rows[0].nbytes),
             *self._strides(addend, out),
-            *(
-                most,
-                s.choices,
-                2 * width,
-                -(-(width + width // 32) // 128) * 128 if wire == "fp8" else 2 * width,
-            ),
+            *(most, s.choices, 2 * width, lay.wire_bytes(2 * width, wire)),
             *(*pieces, out_dtype == torch.float32),
         )
         variant = REDUCE[wire == "fp8"]

@@ -1,28 +1,24 @@
 // Combine from compact rows, each already the sum of its token's rows on one rank: every rank pulls the sums of its own tokens and
 // adds them in the order of the ranks. Nothing is written on the way, so 8 SMs load each byte once.
 //
-// A block is some crews, each on tokens of its own: a warp that lets pieces of the other ranks' rows come by TMA into a ring of
-// slots, one after the other, and warps that add them, every thread its columns, with own row and addend straight from memory,
-// asked for some pieces ahead. What comes next is nowhere written down: all warps of a crew read the same table of rows and count.
+// A block is some crews, each on tokens of its own: a warp that lets rows come by TMA into a ring of slots, one after the other, and
+// warps that add them, every thread its columns. Rows of the other ranks, the own row in its place among them and the addend behind
+// them go the same way. What comes next is nowhere written down: all warps of a crew read the same table of rows, and count.
 //
 // Floor: 27 MB an SM at D = 7168 (8 SMs, 4 ranks), 20 of them remote at the 39 GB/s that a pull of whole rows reached with 200 KB
 // in flight: 515 us. So all shared memory is slots, none is kept for a rank without a row, and pieces are multiples of 128 bytes
-// (others halve the rate of remote loads). A slot is freed by one lane of every warp: arrivals on a barrier take 3 cycles each, and
-// 448 for each half row took 776 us.
+// (others halve the rate of remote loads). Own rows by plain loads, two tokens ahead in registers, bound all shapes at 1.6 us for
+// what was ahead (630 us on virtual ranks). A slot is freed by one lane of every warp (every lane: 5 % slower).
 //
 // Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
 #include "exchange_terms.cuh"
 
-#ifndef GATHER_WARPS
-#define GATHER_WARPS 16
-#endif
-#ifndef RANKS_AT_ONCE
-#define RANKS_AT_ONCE 4
-#endif
-constexpr int kMostGatherThreads = 32 * GATHER_WARPS;
+constexpr int kMostGatherThreads = 32 * 20;
 constexpr int kWide = 2;          // columns of 16 bytes that a thread has of a piece
-constexpr int kAhead = 2;         // pieces of own rows and addends on their way to a thread
-constexpr int kRanksAtOnce = RANKS_AT_ONCE;   // whose rows a thread reads together
+#ifndef ROWS_AT_ONCE
+#define ROWS_AT_ONCE 4
+#endif
+constexpr int kRowsAtOnce = ROWS_AT_ONCE;  // that a thread reads together
 constexpr int kBarrierBytes = 1024;
 
 // racecheck follows barriers by thread: with this it sees who has read a slot.
@@ -98,33 +94,40 @@ __device__ __forceinline__ int ask_batch(const Call& call, const Gather& gather,
     return lane / ranks < 32 / ranks && token < tokens ? send_row[static_cast<i64>(token) * ranks + lane % ranks] : -1;
 }
 
-__device__ inline void pull_rows(const Call& call, const Gather& gather, const Crew& crew, int tokens) {
+// The loading warp's side: one piece of one row, asked for by lane `asking`. False on failure.
+__device__ __forceinline__ bool load_piece(const Call& call, const Gather& gather, const Crew& crew, Place& place, int asking, const u8* from, int bytes) {
+    const bool fine = place.round == 0 || wait_stage(call, crew.empty + 8 * place.slot, (place.round & 1) ^ 1);
+    // a slow lane would otherwise look when the slot is full again
+    if (!__all_sync(0xffffffffu, fine)) return false;
+    if (static_cast<int>(ptx::lane_id()) == asking) {
+        ptx::mbarrier_expect(crew.full + 8 * place.slot, bytes);
+        ptx::bulk_load(crew.ring + place.slot * crew.pitch, from, bytes, crew.full + 8 * place.slot);
+    }
+    place.next(gather.slots);
+    return true;
+}
+
+__device__ inline void load_rows(const Call& call, const Gather& gather, const Crew& crew, int tokens) {
     const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks, batch = 32 / ranks, p = lane % ranks;
+    const u8* own = gather.own + call.local * gather.x_stride;
+    const u8* addend = gather.addend + call.local * gather.x_stride;
     const u8* sums = call.group->heap[p] + gather.sums_at;
     int row = ask_batch(call, gather, crew, crew.first, tokens);
     if (!wait_credit(call, lane, 1)) return;  // every peer has begun this call: its sums are there
     ptx::fence_async();
     Place place = {0, 0};
     for (int first = crew.first; first < tokens; first += batch * crew.step) {
-        const u32 wanted = __ballot_sync(0xffffffffu, row >= 0 && p != call.me);
-        const u8* source = sums + static_cast<i64>(row) * gather.row_bytes;
+        const i64 mine = static_cast<i64>(first + lane / ranks * crew.step) * gather.row_bytes;  // of this lane's token
+        const u32 wanted = __ballot_sync(0xffffffffu, row >= 0);
+        const u8* source = p == call.me ? own + mine : sums + static_cast<i64>(row) * gather.row_bytes;
         row = ask_batch(call, gather, crew, first + batch * crew.step, tokens);
-        for (int i = 0; i < batch; ++i) {
-            const u32 bits = wanted & ((1u << ranks) - 1) << i * ranks;
+        for (int i = 0; i < batch && first + i * crew.step < tokens; ++i)
             for (int offset = 0; offset < gather.row_bytes; offset += gather.piece_bytes) {
                 const int bytes = min(gather.piece_bytes, gather.row_bytes - offset);
-                for (u32 left = bits; left; left &= left - 1) {
-                    const bool fine = place.round == 0 || wait_stage(call, crew.empty + 8 * place.slot, (place.round & 1) ^ 1);
-                    // a slow lane would otherwise look when the slot is full again
-                    if (!__all_sync(0xffffffffu, fine)) return;
-                    if (lane == __ffs(left) - 1) {
-                        ptx::mbarrier_expect(crew.full + 8 * place.slot, bytes);
-                        ptx::bulk_load(crew.ring + place.slot * crew.pitch, source + offset, bytes, crew.full + 8 * place.slot);
-                    }
-                    place.next(gather.slots);
-                }
+                for (u32 left = wanted & ((1u << ranks) - 1) << i * ranks; left; left &= left - 1)
+                    if (!load_piece(call, gather, crew, place, __ffs(left) - 1, source + offset, bytes)) return;
+                if (gather.addend && !load_piece(call, gather, crew, place, i * ranks, addend + mine + offset, bytes)) return;
             }
-        }
     }
 }
 
@@ -137,18 +140,6 @@ __device__ inline void store_sum(const Gather& gather, u8* out, i64 column, cons
     }
 }
 
-// A crew's pieces, one after the other.
-struct Walk {
-    int token, offset;
-    __device__ __forceinline__ void next(const Crew& crew, const Gather& gather) {
-        offset += gather.piece_bytes;
-        if (offset >= gather.row_bytes) {
-            offset = 0;
-            token += crew.step;
-        }
-    }
-};
-
 // This warp has read `rows` slots from `place` on.
 __device__ __forceinline__ void free_slots(const Gather& gather, const Crew& crew, Place place, int rows) {
     __syncwarp();
@@ -158,16 +149,15 @@ __device__ __forceinline__ void free_slots(const Gather& gather, const Crew& cre
     if (!EVERY_LANE_ARRIVES && static_cast<int>(ptx::lane_id()) < rows) ptx::mbarrier_arrive(crew.empty + 8 * mine);
 }
 
-// One piece of the rows of the ranks in order, `bits` saying which there are; this rank's is `home`. False on failure.
-__device__ __forceinline__ bool add_ranks(const Call& call, const Gather& gather, const Crew& crew, Place& place, u32 bits,
-                                          int mine, const uint4 (&home)[kWide], float (&sum)[kWide][8]) {
-    for (int first = 0; first < call.group->ranks; first += kRanksAtOnce) {
-        uint4 value[kRanksAtOnce][kWide];
-        const u32 some = bits >> first, pulled = (bits & ~(1u << call.me)) >> first;
+// The next `rows` slots of the ring, in order. False on failure.
+__device__ __forceinline__ bool add_slots(const Call& call, const Gather& gather, const Crew& crew, Place& place, int rows, float (&sum)[kWide][8]) {
+    const int mine = 16 * (32 * (crew.warp - 1) + static_cast<int>(ptx::lane_id()));
+    for (; rows > 0; rows -= kRowsAtOnce) {
+        uint4 value[kRowsAtOnce][kWide];
         const Place begin = place;
 #pragma unroll
-        for (int u = 0; u < kRanksAtOnce; ++u)
-            if (pulled >> u & 1) {
+        for (int u = 0; u < kRowsAtOnce; ++u)
+            if (u < rows) {
                 if (!wait_stage(call, crew.full + 8 * place.slot, place.round & 1)) return false;
                 const u32 from = crew.ring + place.slot * crew.pitch;
 #pragma unroll
@@ -176,64 +166,39 @@ __device__ __forceinline__ bool add_ranks(const Call& call, const Gather& gather
                 place.next(gather.slots);
             }
 #pragma unroll
-        for (int u = 0; u < kRanksAtOnce; ++u)
-            if (some >> u & 1)
+        for (int u = 0; u < kRowsAtOnce; ++u)
+            if (u < rows)
 #pragma unroll
-                for (int k = 0; k < kWide; ++k) add_eight(sum[k], pulled >> u & 1 ? value[u][k] : home[k], 1.0f);
-        free_slots(gather, crew, begin, __popc(pulled & ((1u << kRanksAtOnce) - 1)));
+                for (int k = 0; k < kWide; ++k) add_eight(sum[k], value[u][k], 1.0f);
+        free_slots(gather, crew, begin, min(rows, kRowsAtOnce));
     }
     return true;
 }
 
 __device__ inline void add_rows(const Call& call, const Gather& gather, const Crew& crew, int tokens) {
     const int ranks = call.group->ranks, mine = 16 * (32 * (crew.warp - 1) + static_cast<int>(ptx::lane_id()));
-    const u8* own = gather.own + call.local * gather.x_stride + mine;
-    const u8* addend = gather.addend + call.local * gather.x_stride + mine;
     u8* out = gather.out + call.local * gather.out_stride;
-    uint4 home[kAhead][kWide], added[kAhead][kWide];
-    Walk walk = {crew.first, 0}, ahead = walk;
-    Place place = {0, 0};
-    const auto inside = [&](const Walk& at, int k) {
-        const int byte = mine + k * 512 * gather.adders;
-        return at.token < tokens && byte < gather.piece_bytes && at.offset + byte < gather.row_bytes;
-    };
-    const auto ask = [&](int d) {
-        const i64 at = static_cast<i64>(ahead.token) * gather.row_bytes + ahead.offset;
-#pragma unroll
-        for (int k = 0; k < kWide; ++k) {
-            home[d][k] = ptx::load_once(own + at + k * 512 * gather.adders, inside(ahead, k));
-            added[d][k] = ptx::load_once(addend + at + k * 512 * gather.adders, gather.addend && inside(ahead, k));
-        }
-        ahead.next(crew, gather);
-    };
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) ask(d);
     int row = ask_batch(call, gather, crew, crew.first, tokens), left = 0;
-    u32 wanted = 0, bits = 0;
-    while (walk.token < tokens) {
-#pragma unroll
-        for (int d = 0; d < kAhead; ++d) {
-            if (walk.token >= tokens) break;
-            if (walk.offset == 0) {
-                if (left == 0) {
-                    left = 32 / ranks;
-                    wanted = __ballot_sync(0xffffffffu, row >= 0);
-                    row = ask_batch(call, gather, crew, walk.token + left * crew.step, tokens);
-                }
-                bits = wanted & ((1u << ranks) - 1);
-                wanted >>= ranks;
-                --left;
-            }
+    u32 wanted = 0;
+    Place place = {0, 0};
+    for (int token = crew.first; token < tokens; token += crew.step) {
+        if (left == 0) {
+            left = 32 / ranks;
+            wanted = __ballot_sync(0xffffffffu, row >= 0);
+            row = ask_batch(call, gather, crew, token + left * crew.step, tokens);
+        }
+        const int rows = __popc(wanted & ((1u << ranks) - 1)) + (gather.addend != nullptr);
+        wanted >>= ranks;
+        --left;
+        for (int offset = 0; offset < gather.row_bytes; offset += gather.piece_bytes) {
             float sum[kWide][8] = {};
-            if (!add_ranks(call, gather, crew, place, bits, mine, home[d], sum)) return;
+            if (!add_slots(call, gather, crew, place, rows, sum)) return;
 #pragma unroll
             for (int k = 0; k < kWide; ++k) {
-                const i64 column = (static_cast<i64>(walk.token) * gather.row_bytes + walk.offset + mine) / 16 + k * 32 * gather.adders;
-                if (gather.addend) add_eight(sum[k], added[d][k], 1.0f);
-                if (inside(walk, k)) store_sum(gather, out, column, sum[k]);
+                const int byte = mine + k * 512 * gather.adders;
+                if (byte < gather.piece_bytes && offset + byte < gather.row_bytes)
+                    store_sum(gather, out, (static_cast<i64>(token) * gather.row_bytes + offset + byte) / 16, sum[k]);
             }
-            ask(d);
-            walk.next(crew, gather);
         }
     }
 }
@@ -245,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kMostGatherThreads, 1) gather_sums(
     const int tokens = gather.tokens[call.local * group.ranks + call.me];
     if (call.block == 0 && threadIdx.x < 32) tell_started(call, static_cast<int>(ptx::lane_id()));
     if (crew.warp == 0)
-        pull_rows(call, gather, crew, tokens);
+        load_rows(call, gather, crew, tokens);
     else
         add_rows(call, gather, crew, tokens);
     end_call(call);

@@ -184,7 +184,7 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         received=take(rows if compact else 0),
         staged=take(shape.buffers * tokens * shape.row_bytes if expert else 0),
         reduced=take(rows if compact else 0),
-        partials=take(2 * (ranks - 1) * tokens * shape.row_bytes if expert else 0),
+        partials=take(2 * partial_bytes(shape) if expert else 0),
         small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
         small_tokens=take(4 * 2 * ranks),
         small_staged=take(2 * ranks * few * shape.row_bytes if expert else 0),
@@ -281,7 +281,22 @@ REDUCE_WARPS = 16
 
 def reduce_shared(row_bytes: int, wire: str) -> int:
     """Shared memory of the combine kernel: warps' terms, and the scales of rows that cross as fp8."""
-    return REDUCE_WARPS * (52 * (8 + 4) + (row_bytes // 64 if wire == "fp8" else 0))
+    return REDUCE_WARPS * (52 * (8 + 4) + (16 * _wire_steps(row_bytes) if wire == "fp8" else 0))
+
+
+def _wire_steps(row_bytes: int) -> int:
+    """Of 512 values: as many as a warp encodes at once."""
+    return -(-row_bytes // 1024)
+
+
+def wire_bytes(row_bytes: int, wire: str) -> int:
+    """From one sum to the next where they cross as `wire`: `exchange_wire.cuh` says what is in it."""
+    return -(-(_wire_steps(row_bytes) * (512 + 16)) // 128) * 128 if wire == "fp8" else row_bytes
+
+
+def partial_bytes(shape: Shape) -> int:
+    """Of a buffer of sums of own tokens, whatever they cross as."""
+    return (shape.ranks - 1) * shape.max_tokens * max(shape.row_bytes, wire_bytes(1, "fp8"))
 
 
 def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
@@ -289,7 +304,7 @@ def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
     return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, 10)
 
 
-GATHER_WARPS = 16
+GATHER_WARPS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,7 +334,7 @@ def gather_crews(row_bytes: int) -> int:
 
 
 def gather_shape(row_bytes: int, crews: int) -> GatherShape:
-    """Pieces are whole rows where a crew's warps suffice, else multiples of 128 bytes: others cross slowly."""
+    """Pieces are whole rows where a crew's warps suffice, else multiples of 128 bytes: others are slow."""
     pieces = -(-row_bytes // (1024 * (GATHER_WARPS // crews - 1)))
     piece = row_bytes if pieces == 1 else -(-row_bytes // (128 * pieces)) * 128
     pitch = -(-piece // 128) * 128

@@ -55,7 +55,8 @@ __device__ inline int groups_of(const Reduce& reduce, int tokens) { return (toke
 
 __device__ inline Piece piece_of(const Reduce& reduce, const int* tokens, int source, u32 rest) {
     const u32 parts = reduce.parts;
-    const int columns = reduce.row_bytes / 16, wide = (columns + 32 * reduce.parts - 1) / (32 * reduce.parts) * 32;
+    constexpr int kUnit = WIRE_FP8 ? kStepColumns : 32;
+    const int columns = reduce.row_bytes / 16, wide = (columns + kUnit * reduce.parts - 1) / (kUnit * reduce.parts) * kUnit;
     Piece piece;
     piece.source = source;
     piece.flag = static_cast<int>(rest);
@@ -97,11 +98,15 @@ __device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Term
         if (recv_row[token] < 0) continue;
         const int count = append_rows(call, reduce, terms, 0, piece.source, token);
         u8* target = partial_at(call, reduce, piece.source, call.me, token);
-        sum_columns(terms, count, Coded{0, count, count}, piece.first, piece.last, columns, [=](int column, const float (&sum)[8], bool inside) {
-            if (WIRE_FP8)
-                store_coded(target, scales, column, sum, inside);
-            else if (inside)
-                reinterpret_cast<uint4*>(target)[column] = pack_eight(sum);
+        sum_columns<false>(terms, count, Coded{}, piece.first, piece.last, columns, [=](int column, const float (&sum)[kColumns][8]) {
+            const int mine = column + static_cast<int>(ptx::lane_id());
+            const bool second = mine + 32 < piece.last;
+            if (WIRE_FP8) {
+                if (column < piece.last) store_coded(target, scales, column, pack_eight(sum[0]), second ? pack_eight(sum[1]) : uint4{}, second);
+                return;
+            }
+            if (mine < piece.last) reinterpret_cast<uint4*>(target)[mine] = pack_eight(sum[0]);
+            if (second) reinterpret_cast<uint4*>(target)[mine + 32] = pack_eight(sum[1]);
         });
         if (WIRE_FP8) store_scales(target, scales, piece.first, piece.last, columns);
     }
@@ -137,13 +142,17 @@ __device__ inline bool add_piece(const Call& call, const Reduce& reduce, Terms& 
         const int count = list_home(call, reduce, terms, token, coded);
         const bool wide = reduce.out_float != 0;
         u8* target = reduce.out + call.local * reduce.out_stride + static_cast<i64>(token) * (wide ? 2 : 1) * reduce.row_bytes;
-        sum_columns(terms, count, coded, piece.first, piece.last, columns, [=](int column, const float (&sum)[8], bool inside) {
-            if (!inside) return;
-            if (wide) {
-                reinterpret_cast<float4*>(target)[2 * column] = {sum[0], sum[1], sum[2], sum[3]};
-                reinterpret_cast<float4*>(target)[2 * column + 1] = {sum[4], sum[5], sum[6], sum[7]};
-            } else {
-                reinterpret_cast<uint4*>(target)[column] = pack_eight(sum);
+        sum_columns<WIRE_FP8 != 0>(terms, count, coded, piece.first, piece.last, columns, [=](int column, const float (&sum)[kColumns][8]) {
+#pragma unroll
+            for (int q = 0; q < kColumns; ++q) {
+                const int mine = column + 32 * q + static_cast<int>(ptx::lane_id());
+                if (mine >= piece.last) continue;
+                if (wide) {
+                    reinterpret_cast<float4*>(target)[2 * mine] = {sum[q][0], sum[q][1], sum[q][2], sum[q][3]};
+                    reinterpret_cast<float4*>(target)[2 * mine + 1] = {sum[q][4], sum[q][5], sum[q][6], sum[q][7]};
+                } else {
+                    reinterpret_cast<uint4*>(target)[mine] = pack_eight(sum[q]);
+                }
             }
         });
     }
@@ -155,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1) reduce_rows(c
     const Call call = begin_call(group, kCombine);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()), ranks = group.ranks;
     Terms& terms = reinterpret_cast<Terms*>(ptx::shared_memory())[warp];
-    float* scales = reinterpret_cast<float*>(ptx::shared_memory() + kReduceWarps * sizeof(Terms)) + warp * (reduce.row_bytes / 256);
+    float* scales = reinterpret_cast<float*>(ptx::shared_memory() + kReduceWarps * sizeof(Terms)) + warp * 4 * wire_steps(reduce.row_bytes / 16);
     if (call.block == 0 && warp == 0) tell_started(call, lane);
     const int* tokens = reduce.tokens + call.local * ranks;
     u32* drawn = call.own->drawn[call.kind];

@@ -106,20 +106,6 @@ __device__ __forceinline__ uint4 load_once(const void* from, bool wanted) {
     return v;
 }
 
-// 8 bytes of e4m3 values and the float at `scale`, both + offset, in the first three words.
-template <int kOffset, int kScaleOffset>
-__device__ __forceinline__ uint4 load_coded(const void* from, const void* scale, bool wanted) {
-    uint4 v;
-    asm volatile(
-        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
-        " @p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%3 + %6];\n @p ld.global.u32 %2, [%4 + %7];\n}"
-        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z)
-        : "l"(from), "l"(scale), "r"(static_cast<u32>(wanted)), "n"(kOffset), "n"(kScaleOffset)
-        : "memory");
-    v.w = 0;
-    return v;
-}
-
 // The larger of the low and of the high halves.
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     u32 larger;

@@ -1,0 +1,52 @@
+// Sums that cross NVLink as e4m3 with a float32 scale for every 128 values: those of the fp8 codec, to the bit, in another order.
+//
+// A warp has 64 columns of 8 values at once, a lane columns l and 32 + l. It stores their 16 bytes side by side, so that a step is
+// one store and one load of 512 bytes; the four scales of each step follow behind all values, ordered by half warp, then column.
+// So a term of either kind is two loads of 16 bytes from two addresses, without a branch.
+//
+// Example, 64 columns: lane 3 has values 24..31 and 280..287 at byte 48 of the row, their scales in words 0 and 1 at byte 512.
+#pragma once
+#include "exchange_fp8.cuh"
+
+constexpr int kStepColumns = 64;
+
+__device__ __forceinline__ int wire_steps(int columns) { return (columns + kStepColumns - 1) / kStepColumns; }
+
+__device__ __forceinline__ void add_decoded(float (&sum)[8], u32 first, u32 second, float scale) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float low, high;
+        ptx::unpack_e4m3((i < 2 ? first : second) >> 16 * (i % 2), low, high);
+        // the codec decodes before it adds: two roundings
+        sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(low, scale));
+        sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(high, scale));
+    }
+}
+
+// `values` and `scales`: the 16 bytes of this lane and of its step.
+__device__ __forceinline__ void add_coded(float (&sum)[2][8], uint4 values, uint4 scales) {
+    const bool upper = ptx::lane_id() >= 16;
+    add_decoded(sum[0], values.x, values.y, __uint_as_float(upper ? scales.z : scales.x));
+    add_decoded(sum[1], values.z, values.w, __uint_as_float(upper ? scales.w : scales.y));
+}
+
+// One step: columns `column` + l and `column` + 32 + l of bf16, the second only where `both`. The maxima of both blocks go through one
+// word. `scales`: shared, of this row, kept until it is done.
+__device__ __forceinline__ void store_coded(u8* row, float* scales, int column, uint4 first, uint4 second, bool both) {
+    const u32 lane = ptx::lane_id(), a = larger_of_four(first), b = larger_of_four(second);
+    u32 amax = ptx::max_u16x2((a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) amax = ptx::max_u16x2(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+    const Divisor d = divisor_of(amax & 0xffffu), e = divisor_of(amax >> 16);
+    const bool plain = __all_sync(0xffffffffu, d.plain && (e.plain || !both));
+    const uint2 low = eight_values(first, d, plain), high = eight_values(second, e, plain);
+    reinterpret_cast<uint4*>(row + 8 * column)[lane] = {low.x, low.y, high.x, high.y};
+    if (lane % 16 == 0) *reinterpret_cast<float2*>(scales + column / 16 + lane / 8) = {d.scale, e.scale};
+}
+
+// The scales of columns `first` to `last` of a row of `columns`: one store for 32 steps, where each alone would be a packet.
+__device__ __forceinline__ void store_scales(u8* row, const float* scales, int first, int last, int columns) {
+    uint4* to = reinterpret_cast<uint4*>(row + 512 * wire_steps(columns));
+    __syncwarp();
+    for (int i = first / kStepColumns + static_cast<int>(ptx::lane_id()); i < wire_steps(last); i += 32) to[i] = reinterpret_cast<const uint4*>(scales)[i];
+}
