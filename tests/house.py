@@ -34,10 +34,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 ROOM_OF = {
     file: room
     for room, files in {
-        "contracts": "tracing",
+        "contracts": "tracing deferred",
         "router": "gates losses capacity global_batch sparsemixer",
         "plan": "rows handshake",
-        "ops": "grouped deferred eager",
+        "ops": "grouped eager",
         "exchange": "crossings crossings_nvlink geometry",
         "layer": "ranks",
         "checkpoint": "logical_tensors",

@@ -28,7 +28,7 @@ class Deferral:
     """Products of one call of the experts whose weight gradients are still to be computed."""
 
     def __init__(self) -> None:
-        self._products: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._products: list[tuple[Tensor, Callable[[], Tensor | None]]] = []
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -39,15 +39,18 @@ class Deferral:
         finally:
             _current.reset(token)
 
-    def add(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
-        """Called in the backward: `gradient` computes that of `weight`."""
+    def add(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
+        """Called in the backward: `gradient` computes that of `weight`, or adds it where it belongs."""
         self._products.append((weight, gradient))
 
     def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Of every parameter what the recorded products contribute, or None. Once."""
         found: list[Tensor | None] = [None] * len(parameters)
         for weight, gradient in self._products:
-            grads = torch.autograd.grad(weight, parameters, gradient(), allow_unused=True)
+            d_weight = gradient()
+            if d_weight is None:
+                continue
+            grads = torch.autograd.grad(weight, parameters, d_weight, allow_unused=True)
             for place, grad in enumerate(grads):
                 before = found[place]
                 found[place] = grad if before is None or grad is None else before + grad

@@ -12,11 +12,14 @@ are kept, or computed again (`recompute`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import Library, register_autograd, register_fake
 
+from imbrex.deferred import Deferral, recording
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
@@ -79,6 +82,8 @@ def ffn(
 
     gradients: tensors like the two weights, contiguous, float32 or bfloat16: the backward adds the weights'
     gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
+
+    Under a `Deferral` the backward leaves the weights' gradients to it.
     """
     training = differentiated(rows_RD, gate_up_eGD, down_eDF, weights_R)
     keep = training and not recompute
@@ -87,7 +92,9 @@ def ffn(
         _check_gradients(gradients, gate_up_eGD, down_eDF)
     elif traced(*given[:-1]):
         return torch.ops.imbrex_experts.ffn(*given)[0]
-    return Ffn.apply(*given, gradients) if training else run_ffn(*given)[0]
+    if not training:
+        return run_ffn(*given)[0]
+    return Ffn.apply(*given, gradients, recording(gate_up_eGD) and recording(down_eDF))
 
 
 def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None:
@@ -153,11 +160,12 @@ def run_ffn_backward(
     need_rows: bool,
     need_weights: bool,
     gradients: tuple[Tensor, Tensor] | None = None,
+    deferral: Deferral | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed. `gradients`: the weights'
-    gradients are added to them, and are not among the results."""
+    """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed. The weights' gradients are
+    not among the results where they are added to `gradients`, or left to `deferral`."""
     rows, groups = rows_RD.shape[0], Groups(plan=plan)
-    d_y_RD, rows_RD = d_y_RD.contiguous(), rows_RD.contiguous()
+    d_y_RD, rows_RD, given = d_y_RD.contiguous(), rows_RD.contiguous(), (gate_up_eGD, down_eDF)
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     d_rows_RD = rows_RD.new_empty(rows_RD.shape if need_rows else 0)
     if rows == 0 or not down_eDF.shape[0]:
@@ -172,6 +180,11 @@ def run_ffn_backward(
         d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_weights
     )
     add_to = (None, None) if gradients is None else gradients
+    if deferral is not None and need_weights:
+        parts = (d_gate_up_RG, rows_RD), (d_y_RD, act_RF)
+        for weight, part, adds in zip(given, parts, add_to, strict=True):
+            deferral.add(weight, partial(_left_gradient, *part, groups, weight, adds))
+        need_weights = False
     d_down_eDF = _weight_gradient(d_y_RD, act_RF, groups, down_eDF, need_weights, add_to[1])
     del act_RF  # each piece goes before the next is made: the peak is the backward's
     d_gate_up_eGD = _weight_gradient(d_gate_up_RG, rows_RD, groups, gate_up_eGD, need_weights, add_to[0])
@@ -195,6 +208,13 @@ def _weight_gradient(
     epilogue = Epilogue.ADD_FLOAT if add_to.dtype == torch.float32 else Epilogue.ADD
     _gemm(Layout.WGRAD, d_out, rows, groups, add_to, epilogue)
     return weight.new_empty(0)
+
+
+def _left_gradient(
+    d_out: Tensor, rows: Tensor, groups: Groups, weight: Tensor, add_to: Tensor | None
+) -> Tensor | None:
+    found = _weight_gradient(d_out, rows, groups, weight, True, add_to)
+    return found if add_to is None else None
 
 
 def _swiglu_gradient(
@@ -281,10 +301,10 @@ class Ffn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, gradients):
+    def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, gradients, deferral):
         y_RD, gate_up_RG, plan = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)
         ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
-        ctx.gradients = gradients
+        ctx.gradients, ctx.deferral = gradients, deferral
         return y_RD
 
     @staticmethod
@@ -293,17 +313,25 @@ class Ffn(torch.autograd.Function):
         (d_y_RD,) = grad_outputs
         rows, gate_up, down, _, weights, *_ = ctx.needs_input_grad
         saved, add_to = ctx.saved_tensors, ctx.gradients
-        if add_to is None and traced(d_y_RD):
+        # Zeros of no rows, or no experts, are not worth leaving.
+        deferral = ctx.deferral if saved[0].shape[0] and saved[2].shape[0] else None
+        ours = add_to is None and deferral is None
+        if ours and traced(d_y_RD):
             found = torch.ops.imbrex_experts.ffn_backward(d_y_RD, *saved, rows, gate_up or down)
         else:
             found = run_ffn_backward(
-                d_y_RD, *saved, need_rows=rows, need_weights=gate_up or down, gradients=add_to
+                d_y_RD,
+                *saved,
+                need_rows=rows,
+                need_weights=gate_up or down,
+                gradients=add_to,
+                deferral=deferral,
             )
-        wanted = rows, gate_up and add_to is None, down and add_to is None, weights
+        wanted = rows, gate_up and ours, down and ours, weights
         d_rows, d_gate_up, d_down, d_weights = (
             found if is_wanted else None for found, is_wanted in zip(found, wanted, strict=True)
         )
-        return d_rows, d_gate_up, d_down, None, d_weights, None, None
+        return d_rows, d_gate_up, d_down, None, d_weights, None, None, None
 
 
 _library.impl("ffn", run_ffn, "CUDA")
