@@ -1,8 +1,11 @@
 """The sentence a lost run ends with, from boards and notes alone."""
 
+import shutil
 import struct
 import subprocess
 import sys
+
+import pytest
 
 from imbrex.observe import PhaseBoard, death, read_board
 
@@ -90,3 +93,36 @@ def test_one_of_all_tells_the_user_once_a_run(tmp_path):
     assert not death.may_speak(tmp_path)
     death.forget(tmp_path, 0)
     assert death.may_speak(tmp_path)
+
+
+FULL = """
+import os
+from pathlib import Path
+from imbrex.observe import death
+
+for rank in (0, 1):
+    death.reserve_note(".", rank)
+with open("fill", "wb", buffering=0) as fill:
+    try:
+        while fill.write(bytes(4096)):
+            pass
+    except OSError as error:
+        assert error.strerror == "No space left on device", error
+death.leave_note(".", 0, death.REFUSED, "the disk is full")
+try:
+    death.leave_note(".", 2, death.REFUSED, "no room was taken for me")
+except OSError:
+    print([note.sentence for note in death.read_notes(".")])
+"""
+
+
+def test_a_full_disk_can_be_told(tmp_path):
+    mounted = f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && cd {tmp_path}"
+    may = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*may, mounted], capture_output=True).returncode:
+        pytest.skip("this machine makes no mount namespaces")
+    done = subprocess.run(
+        [*may, f'{mounted} && exec "$0" -c "$1"', sys.executable, FULL], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['the disk is full']"

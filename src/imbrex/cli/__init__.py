@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from imbrex import __version__
+
 COMMANDS = {
     "demo": "train a small byte-level language model with expert parallelism and write a report",
     "doctor": "say what works on this machine, and why the rest does not",
     "netlab": "run a command on a two-tier network of namespaces on this machine",
-    "bench": "time the layer's phases, transports side by side",
+    "bench": "time layers, exchanges or experts, side by side with what else there is",
     "reproduce": "measure a table of a paper here, beside the paper's figures",
     "balance": "plan where experts live, replay policies on recorded loads",
 }
@@ -22,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. A command's module is imported only when it is called."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _Parser(prog="imbrex", description="Expert-parallel Mixture-of-Experts for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"imbrex {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     for name, about in COMMANDS.items():
@@ -30,16 +34,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"imbrex.cli.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    if not arguments:
+        parser.print_help()
+        return 2
     args = parser.parse_args(arguments)
     try:
         return args.run(args)
     except ValueError as error:
-        parser.error(" ".join(str(error).split()))
+        _refuse(" ".join(str(error).split()))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _refuse(f"{error.filename}: {error.strerror}: give another path")
     except KeyboardInterrupt:
         return 130
 
 
+def _refuse(sentence: str) -> NoReturn:
+    print(f"imbrex: error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
 class _Parser(argparse.ArgumentParser):
+    """argparse in one line, which says the flag that was meant, or where all are listed."""
+
     def error(self, message: str) -> NoReturn:
-        print(f"imbrex: error: {message}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(f"{message}; {self.prog} --help lists what there is")
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            flag = word.partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            if flag.startswith("-") and near:
+                _refuse(f"{flag} is not known to {self.prog}: use {near[0]}")
+        if unknown:
+            self.error(f"{' '.join(unknown)} is not known to {self.prog}")
+        return found, unknown

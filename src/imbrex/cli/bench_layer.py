@@ -23,7 +23,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 START_S = 300.0
 """Ranks may take this long to start and to draw their experts, whatever the time-out of a step."""
 CPU_SCALE = 16
-HINT = "run the command again"
+
+
+def hint() -> str:
+    return "run the command again"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return _be_a_rank(args)
     args.board = tempfile.mkdtemp(prefix="imbrex-bench-")
     words = ["bench", "layer", *words_of(args)]
-    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=HINT)
+    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
     if not code:
         # After a failure the ranks' tracebacks stay there.
         shutil.rmtree(args.board)
@@ -140,7 +143,7 @@ def _be_a_rank(args: argparse.Namespace) -> int:
     board_at.mkdir(exist_ok=True)
     death.forget(board_at, rank)
     board = PhaseBoard(board_at, rank)
-    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=HINT)
+    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint)
     code = end.run(lambda: _measure(args, rank, board))
     if code:
         # A peer is gone: what waits for it in a destructor would wait for ever.

@@ -34,7 +34,6 @@ DEFAULTS: dict[str, Any] = {
 
 ASKED = "run.json"
 OUTPUTS = (ASKED, "metrics.jsonl", "summary.json", "trace.json", "report.html", "checkpoint")
-HINT = "give --resume to go on from the last complete checkpoint"
 NEEDED_BYTES = 100 << 20
 
 
@@ -54,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("device", "auto takes a GPU per rank where there is one", choices=("auto", "cpu", "cuda"))
     flag("data", "text to train on instead of the standard library's source", nargs="+", metavar="FILE")
     flag("seed", "of the parameters and the batches", **number)
-    flag("transport", "auto, alltoall, allgather or allreduce", metavar="NAME")
-    flag("codec", "how rows are written on the wire", metavar="NAME")
+    flag("transport", "how rows move: auto, alltoall, allgather, hierarchical, ...", metavar="NAME")
+    flag("codec", "how rows are written on the wire: identity, bf16, fp8, int8, ...", metavar="NAME")
     flag("batch", "sequences in the global batch", **number)
     flag("length", "bytes in a sequence", **number)
     flag("checkpoint-every", "steps between two checkpoints", **number)
@@ -102,13 +101,22 @@ def run(args: argparse.Namespace) -> int:
         num_ranks=args.ranks,
         board=out / "ranks",
         timeout_s=args.timeout,
-        hint=HINT,
+        hint=lambda: hint(out),
     )
 
 
 def arguments_of(args: argparse.Namespace) -> list[str]:
     """The command line that says what `args` say."""
     words: list[str] = []
+def hint(out: Path) -> str:
+    """What to do after a run that ended early."""
+    from imbrex import checkpoint
+
+    if checkpoint.latest(out / "checkpoint") is None:
+        return "it ended before its first checkpoint: start anew"
+    return "give --resume to go on from the last complete checkpoint"
+
+
     for name, value in vars(args).items():
         if name in ("run", "command") or value is None or value is False or value == []:
             continue
@@ -164,14 +172,19 @@ def check(args: argparse.Namespace) -> None:
     if factors.token_ranks > args.batch:
         raise ValueError(
             f"--batch {args.batch} leaves some of {factors.token_ranks} ranks without a sequence: "
-            "give at least one for each"
+            f"give --batch {factors.token_ranks} or more, or fewer --ranks"
         )
     if args.top_k > args.experts:
         raise ValueError(f"--top-k {args.top_k} is more than --experts {args.experts}: lower it")
     if args.expert_width % args.tp:
-        raise ValueError(f"--tp {args.tp} does not divide --expert-width {args.expert_width}")
+        raise ValueError(
+            f"--tp {args.tp} does not divide --expert-width {args.expert_width}: give a width that it divides"
+        )
     if args.hidden % (2 * args.heads):
-        raise ValueError(f"--hidden {args.hidden} is no multiple of twice --heads {args.heads}")
+        raise ValueError(
+            f"--hidden {args.hidden} is no multiple of twice --heads {args.heads}: give a multiple of "
+            f"{2 * args.heads}"
+        )
     args.timeout = timeout_seconds(args.timeout)
     pick(args.transport, num_ranks=args.ranks, top_k=args.top_k)
     make_wire(args.codec)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from imbrex import MoELayer, checkpoint
 from imbrex.cli import demo
-from imbrex.cli.launch import Rank
+from imbrex.cli.launch import EXIT_REFUSED, Rank, complain
 from imbrex.cli.progress import Progress
 from imbrex.models.corpus import load_corpus
 from imbrex.models.ranks import Factors, factorise, new_group
@@ -35,12 +35,19 @@ def work(args: argparse.Namespace) -> int:
     board_at = Path(args.out) / "ranks"
     try:
         death.forget(board_at, rank)
+        death.reserve_note(board_at, rank)
         board = PhaseBoard(board_at, rank)
     except OSError as error:
-        raise ValueError(
-            f"cannot write to --out {args.out}: {error.strerror}: choose another --out"
-        ) from None
-    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=demo.HINT)
+        if death.may_speak(board_at):
+            complain(f"cannot write to --out {args.out}: {error.strerror}: choose another --out")
+        return EXIT_REFUSED
+    end = Rank(
+        board_at,
+        rank=rank,
+        num_ranks=args.ranks,
+        timeout_s=args.timeout,
+        hint=lambda: demo.hint(Path(args.out)),
+    )
     code = end.run(lambda: _train(args, rank, board))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -80,7 +87,7 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     # Whoever was slow to come up is here now; from the first step on the time-out counts.
     dist.barrier()
     end = min(recipe.steps, args.stop_after or recipe.steps)
-    with Progress(first_step=first_step, steps=end) as progress:
+    with Progress(first_step=first_step, steps=end, shown=rank == 0) as progress:
         run = Run(trainer, shape, recorder, Path(args.out), host_group=host_group, progress=progress)
         run.train(first_step, end, saving)
     recorder.phase("report")

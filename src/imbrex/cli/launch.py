@@ -28,11 +28,13 @@ def complain(sentence: str) -> None:
     print(f"imbrex: error: {sentence}", file=sys.stderr, flush=True)
 
 
-def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: float, hint: str) -> int:
+def launch(
+    arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: float, hint: Callable[[], str]
+) -> int:
     """Run `imbrex ARGUMENTS` on `num_ranks` local ranks and wait; the exit code.
 
     A rank that dies ends the run with one sentence that names it and where it was, read from `board`, and
-    `hint`.
+    what to do then, which is `hint()`.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -49,14 +51,14 @@ def launch(arguments: Sequence[str], *, num_ranks: int, board: Path, timeout_s: 
         elastic_launch(_config(num_ranks), sys.executable)("-m", "imbrex", *arguments)
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        return _report(exit_codes, reaper.ended, board, timeout_s, hint)
+        return _report(exit_codes, reaper.ended, board, timeout_s, hint())
     except Exception as error:
         # torchrun's own exception for a signal that it handled, and Python's for Ctrl-C
         if type(error).__name__ != "SignalException":
             raise
-        return _interrupted(hint)
+        return _interrupted(hint())
     except KeyboardInterrupt:
-        return _interrupted(hint)
+        return _interrupted(hint())
     finally:
         reaper.close()
         logging.disable(logging.NOTSET)
@@ -122,6 +124,9 @@ def _report(exit_codes: dict[int, int], reaped: set[int], board: Path, timeout_s
     noted = {note.rank for note in notes}
     died = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
     killed = {rank: number for rank, number in died.items() if rank not in reaped}
+    if not notes and EXIT_REFUSED in exit_codes.values():
+        # Refused before there was room for a note: a rank has said why.
+        return EXIT_REFUSED
     phases = {phase.rank: phase for phase in read_board(board)}
     dead = [phases[rank] for rank in sorted(killed) if rank in phases and rank not in noted]
     silent = [phases[rank] for rank in sorted(reaped - noted)]
@@ -154,7 +159,9 @@ def _how(dead: Sequence[Phase], killed: dict[int, int]) -> str:
 class Rank:
     """A rank's end, however it comes: a note for the launcher, or under an outer torchrun the sentence."""
 
-    def __init__(self, board: Path, *, rank: int, num_ranks: int, timeout_s: float, hint: str) -> None:
+    def __init__(
+        self, board: Path, *, rank: int, num_ranks: int, timeout_s: float, hint: Callable[[], str]
+    ) -> None:
         self.board, self.rank, self.num_ranks, self.timeout_s = board, rank, num_ranks, timeout_s
         self.hint = hint
         self.launched = _LAUNCHED in os.environ
@@ -195,23 +202,31 @@ class Rank:
 
     def _lost(self, sentence: str | None) -> None:
         own = f"rank {self.rank} lost its peers, and nothing on this host says why"
-        death.leave_note(self.board, self.rank, death.LOST, sentence or own)
+        # A full disk must not keep a rank from ending.
+        with suppress(OSError):
+            death.leave_note(self.board, self.rank, death.LOST, sentence or own)
         if self.launched:
             return
         if sentence is None:
             sentence = death.find_lost(self.board, num_ranks=self.num_ranks, timeout_s=self.timeout_s) or own
-            death.leave_note(self.board, self.rank, death.LOST, sentence)
+            with suppress(OSError):
+                death.leave_note(self.board, self.rank, death.LOST, sentence)
         told = any(note.kind != death.LOST for note in death.read_notes(self.board))
         speaker = death.speaker(self.board, self.num_ranks)
         # The lowest rank alive speaks; it may be gone before another looks, and its watch may see it too.
         if not told and speaker in (self.rank, None) and death.may_speak(self.board):
-            complain(f"{sentence}; {self.hint}")
+            complain(f"{sentence}; {self.hint()}")
 
     def _end(self, kind: str, sentence: str, *, speaks: bool) -> None:
-        death.leave_note(self.board, self.rank, kind, sentence)
-        if speaks and not self.launched:
+        try:
+            death.leave_note(self.board, self.rank, kind, sentence)
+            told = self.launched
+        except OSError:
+            # No launcher will read it.
+            speaks, told = True, False
+        if speaks and not told:
             death.may_speak(self.board)
-            complain(sentence if kind == death.REFUSED else f"{sentence}; {self.hint}")
+            complain(sentence if kind == death.REFUSED else f"{sentence}; {self.hint()}")
 
 
 def _is_network(error: Exception) -> bool:

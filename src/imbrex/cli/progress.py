@@ -9,15 +9,16 @@ from typing import Any
 
 
 class Progress:
-    """A context; calling it with a step's record moves it on."""
+    """A context; calling it with a step's record moves it on. One rank of a run shows it: bars of several
+    would write over each other."""
 
-    def __init__(self, *, first_step: int, steps: int) -> None:
-        self._first, self._steps = first_step, steps
+    def __init__(self, *, first_step: int, steps: int, shown: bool) -> None:
+        self._first, self._steps, self._shown = first_step, steps, shown
         self._began = time.monotonic()
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
-        if sys.stderr.isatty():
+        if self._shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
@@ -42,7 +43,7 @@ class Progress:
         loss, speed = record["loss"], record["tokens_per_s"]
         if self._bar is not None:
             self._bar.update(self._task, completed=done, loss=loss, tokens_per_s=speed)
-        elif done == self._steps or done % max(1, self._steps // 10) == 0:
+        elif self._shown and (done == self._steps or done % max(1, self._steps // 10) == 0):
             left_s = (time.monotonic() - self._began) / (done - self._first) * (self._steps - done)
             line = f"step {done}/{self._steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left_s:.0f} s to go"
             print(line, file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ LOST, FAILED, REFUSED = "lost", "failed", "refused"
 """Kinds of a note: a peer was lost; this rank failed; the input was refused, on every rank alike."""
 
 _SPOKEN = "spoken"
+_NOTE_BYTES = 4096
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
@@ -37,14 +38,30 @@ class Note:
     wall_s: float
 
 
+def reserve_note(directory: str | os.PathLike[str], rank: int) -> None:
+    """Take the room for this rank's note, so that a rank which dies of a full disk can still say so."""
+    _draft(directory, rank).write_text(" " * _NOTE_BYTES)
+
+
 def leave_note(directory: str | os.PathLike[str], rank: int, kind: str, sentence: str) -> None:
-    """Write this rank's note, and the traceback of the exception being handled beside it."""
-    path = Path(directory) / f"rank-{rank:05d}.note"
-    note = Note(rank=rank, kind=kind, sentence=sentence, wall_s=time.time())
-    draft = path.with_suffix(".note-draft")
-    draft.write_text(json.dumps(asdict(note)))
+    """Write this rank's note, and the traceback of the exception being handled beside it.
+
+    Raises OSError where there is no room for the note; a traceback without room goes to stderr.
+    """
+    path, draft = Path(directory) / f"rank-{rank:05d}.note", _draft(directory, rank)
+    note = Note(rank=rank, kind=kind, sentence=sentence[: _NOTE_BYTES // 2], wall_s=time.time())
+    with draft.open("r+" if draft.exists() else "w") as file:
+        file.write(json.dumps(asdict(note)).ljust(_NOTE_BYTES))
     draft.replace(path)
-    path.with_suffix(".traceback").write_text(traceback.format_exc())
+    try:
+        path.with_suffix(".traceback").write_text(traceback.format_exc())
+    except OSError:
+        if kind == FAILED:
+            traceback.print_exc()
+
+
+def _draft(directory: str | os.PathLike[str], rank: int) -> Path:
+    return Path(directory) / f"rank-{rank:05d}.note-draft"
 
 
 def read_notes(directory: str | os.PathLike[str]) -> tuple[Note, ...]:
@@ -62,11 +79,14 @@ def forget(directory: str | os.PathLike[str], rank: int | None = None) -> None:
 
 
 def may_speak(directory: str | os.PathLike[str]) -> bool:
-    """Whether nobody who shares `directory` has told the user yet: true for the first who asks, once."""
+    """Whether nobody who shares `directory` has told the user yet: true for the first who asks, once, and
+    for all where nobody can write there."""
     try:
         (Path(directory) / _SPOKEN).touch(exist_ok=False)
     except FileExistsError:
         return False
+    except OSError:
+        return True
     return True
 
 
