@@ -195,6 +195,11 @@ class NvlinkCrossings:
                 sms = self.transport.small_sms
                 rows, routed = kernels.dispatch_small(x_TD, ids_TK, weights_TK, sms, **choose)
             return rows[0], routed
+        if _coded(self.wire.dispatch):
+            with self.observer.span("dispatch", **where):
+                given = x_TD, ids_TK, weights_TK, self.transport.push_sms
+                coded_1MB, routed = kernels.dispatch(*given, quantise=True, **choose)
+                return self._expand(coded_1MB, x_TD, routed, self._count_rows(routed, kernels)), routed
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
@@ -217,7 +222,10 @@ class NvlinkCrossings:
             rows_1RD = x_TD.new_empty(1, num_rows, x_TD.shape[1])
             return kernels.pull(x_TD, routed, num_sms=transport.dispatch_sms, out=rows_1RD)[0]
         coded_1MB = kernels.push(x_TD, routed, num_sms=transport.push_sms, quantise=True)
-        return expand_fp8(coded_1MB, x_TD, routed, self.geometry.rank, num_rows, load=transport.load)
+        return self._expand(coded_1MB, x_TD, routed, num_rows)
+
+    def _expand(self, coded_1MB: Tensor, x_TD: Tensor, routed: Routed, num_rows: int) -> Tensor:
+        return expand_fp8(coded_1MB, x_TD, routed, self.geometry.rank, num_rows, load=self.transport.load)
 
     def _choose_slots(self, ids_TK: Tensor) -> Tensor:
         geometry = self.geometry

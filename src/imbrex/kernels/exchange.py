@@ -5,6 +5,8 @@
     routed = exchange.route(ids_TK, weights_TK)
     rows_RD = exchange.pull(x_TD, routed)                     # expert-major rows, normal memory
     rows_MD = exchange.push(x_TD, routed)                     # or compact rows, a lease on the heap
+    # or both in one kernel, compact rows under way while routing goes on
+    rows_MD, routed = exchange.dispatch(x_TD, ids_TK, weights_TK)
     y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
 
 Who writes what and who waits for whom stands in `exchange_layout.py` and at the head of each `.cu` file.
@@ -29,11 +31,11 @@ from imbrex.contracts import Placement
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit
 from imbrex.kernels.exchange_dispatch import Dispatch, dispatch_shape, push_args, push_shape
+from imbrex.kernels.exchange_error import ExchangeError as ExchangeError
+from imbrex.kernels.exchange_error import raise_failure
 from imbrex.kernels.exchange_kernels import (
-    BESIDE_THREADS,
     DISPATCH,
     GATHER,
-    MOVER_THREADS,
     PULL,
     PULL_THREADS,
     PUSH,
@@ -47,10 +49,6 @@ from imbrex.kernels.exchange_kernels import (
 from imbrex.kernels.exchange_route import address_of, check_shape, route_args
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routed import Routed, Tables, empty_routed, placement_tables
-
-
-class ExchangeError(RuntimeError):
-    """A wait ran out or a peer gave up: says who missed what. The exchange cannot be used again."""
 
 
 class NvlinkExchange:
@@ -152,11 +150,8 @@ class NvlinkExchange:
         """
         block = push_shape(self._row_bytes(x), self.shape.ranks, quantise=quantise)
         buffer = self._next_buffer("push")
-        args = push_args(
-            self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer, quantise=quantise
-        )
-        threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise
-        self._launch(PUSH[quantise], "push", num_sms, threads, block.shared, args)
+        args = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
+        self._launch(PUSH[quantise], "push", num_sms, block.threads, block.shared, args)
         return self._received(x, buffer[0], quantise=quantise)
 
     def dispatch(
@@ -179,19 +174,15 @@ class NvlinkExchange:
         row_bytes = self._row_bytes(x)
         block = dispatch_shape(self.shape, row_bytes, num_sms, quantise=quantise) if not self._room else None
         if block is None:
-            given = tokens, tally, tables
-            routed = self.route(ids, weights, *given, balanced=balanced, num_sms=num_sms)
+            routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced, num_sms=num_sms)
             return self.push(x, routed, num_sms, tokens, quantise=quantise), routed
         routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=False)
         buffer = self._next_buffer("push")
-        push = push_args(
-            self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer, quantise=quantise
-        )
+        push = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
         args = Dispatch(route, push, self.layout.early, block.scratch_at, block.early_from, block.window)
-        threads = MOVER_THREADS + 32 * lay.QUANTISERS * quantise + BESIDE_THREADS
         self._calls["route"] += 1
-        self._launch(DISPATCH[quantise], "push", num_sms, threads, block.shared, args)
+        self._launch(DISPATCH[quantise], "push", num_sms, block.threads, block.shared, args)
         return self._received(x, buffer[0], quantise=quantise), routed
 
     def _received(self, x: Tensor, buffer: int, *, quantise: bool) -> Tensor:
@@ -339,24 +330,12 @@ class NvlinkExchange:
         return x[0].nbytes if x is not None and x.dim() == 3 else 0, out[0].nbytes if out.dim() == 3 else 0
 
     def check(self, *, synchronize: bool = False) -> None:
-        """Raise `ExchangeError` if a call has failed; without `synchronize`, only calls known to have ended
-        count.
-        """
+        """Raise `ExchangeError` if a call has failed; without `synchronize`, of those known to have ended."""
         if synchronize and self.device.type == "cuda":
             # host sync: asked for
             torch.cuda.synchronize(self.device)
         # on the host: pinned memory that the kernels write
-        failures = [status for status in self._status.tolist() if status[0]]
-        if not failures:
-            return
-        cause = min(failures, key=lambda status: status[0] == lay.CODES.index(lay.PEER_GAVE_UP))
-        code, rank, peer, kind, phase, epoch, block = cause[:7]
-        raise ExchangeError(
-            f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch} (block {block}): {lay.CODES[code]}, "
-            f"waiting for "
-            f"{lay.PHASES[phase]} of rank {peer} (time-out {self.timeout} s); close this exchange and make "
-            f"a new one"
-        )
+        raise_failure(self._status.tolist(), self.timeout)
 
     def close(self) -> None:
         """Free the heap; collective, unless the exchange has failed: then its peers may be gone."""
@@ -395,8 +374,7 @@ class NvlinkExchange:
 
     def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
         """The buffer of the next call and how many calls ago it was last used; a captured call keeps its
-        buffer, so
-        from the first capture on that may have been the call before."""
+        buffer, so from the first capture on that may have been the call before."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:
             self._captured = True
         return self._calls[kind] % self.shape.buffers, 1 if self._captured else self.shape.buffers

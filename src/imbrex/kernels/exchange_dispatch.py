@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels import exchange_layout as lay
+from imbrex.kernels.exchange_kernels import BESIDE_THREADS, MOVER_THREADS
 from imbrex.kernels.exchange_route import address_of
 
 WINDOWS_BYTES = 640
@@ -38,6 +39,11 @@ class PushShape:
     scratch_at: int = 0
     early_from: int = 0
     window: int = 0
+
+    @property
+    def threads(self) -> int:
+        movers = MOVER_THREADS + 32 * lay.QUANTISERS * (self.quantisers > 0)
+        return movers + BESIDE_THREADS * (self.window > 0)
 
 
 def push_shape(row_bytes: int, ranks: int, *, quantise: bool, besides: int = 0) -> PushShape:
@@ -77,10 +83,9 @@ def push_args(
     send_row: Tensor,
     tokens: Tensor | None,
     buffer: tuple[int, int],
-    *,
-    quantise: bool,
 ) -> Any:
     """buffer: which of the buffers, and how many calls ago it was last used."""
+    quantise = block.quantisers > 0
     assert not quantise or x.dtype == torch.bfloat16
     row_bytes = x.shape[-1] * x.element_size()
     wire_bytes = lay.fp8_bytes(x.shape[-1]) if quantise else row_bytes
