@@ -1,0 +1,98 @@
+"""Both combines, emulated: however a block is cut it adds in one order; sums in fp8 are the codec's."""
+are the codec's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from imbrex.kernels import exchange_layout as lay
+from imbrex.placement.layouts import contiguous
+from tests.emulated import kernel
+from tests.emulated.scenario import (
+    Case,
+    check_combine,
+    combined,
+    compact_rows,
+    make_exchange,
+    make_inputs,
+    make_plans,
+    route,
+    sent_to,
+)
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+
+
+def test_a_block_of_the_gather_fits_its_sm() -> None:
+    for row_bytes in (16, 1040, 4096, 14336, 16384, 20480, 38000):
+        for crews in (1, 2, 3, 4):
+            block = lay.gather_shape(row_bytes, crews)
+            assert block.threads <= 640
+            assert block.shared <= lay.SHARED_BYTES
+            assert 4 <= block.slots <= 64 // crews
+            assert block.piece_bytes <= 1024 * block.adders
+            assert block.piece_bytes == row_bytes or block.piece_bytes % 128 == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "crews", "ranks"), [(520, 1, 4), (520, 2, 4), (72, 4, 6), (9000, 2, 3), (7168, 3, 2)]
+)
+def test_sums_of_ranks_are_added_in_their_order(
+    width: int, crews: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lay, "gather_crews", lambda row_bytes: crews)
+    case = Case(
+        placement=contiguous(2 * ranks, ranks), tokens=(23, 0, 41, 7, 9, 2)[:ranks], choices=3, width=width
+    )
+    exchange, inputs = make_exchange(case, load=kernel.load, timeout=30.0), make_inputs(case)
+    plans, routed = make_plans(case, inputs), route(case, exchange, inputs)
+    make = torch.Generator().manual_seed(ranks)
+    for with_addend in (False, True):
+        given = torch.randn(ranks, ranks, max(case.tokens), width, generator=make).bfloat16()  # [rank, home]
+        addend = torch.randn(inputs.x_WTD.shape, generator=make).bfloat16() if with_addend else None
+        reduced = exchange.reduced_rows(width)
+        for me in range(ranks):
+            rows = [given[me, home, sent_to(plan, me)] for home, plan in enumerate(plans) if home != me]
+            reduced[me, : len(compact_rows(case, plans, inputs, me))] = torch.cat(rows)
+        own = given[torch.arange(ranks), torch.arange(ranks)].contiguous()
+        y = exchange.combine_compact(own, routed, addend=addend, num_sms=2, out_dtype=torch.float32)
+        exchange.check()
+        for home, tokens in enumerate(case.tokens):
+            want = torch.zeros(tokens, width)
+            for rank in range(ranks):
+                here = routed.send_row_LTW[home, :tokens, rank] >= 0
+                want[here] += given[rank, home, :tokens][here].float()
+            if addend is not None:
+                want += addend[home, :tokens].float()
+            assert torch.equal(y[home, :tokens], want)
+
+
+@pytest.mark.parametrize("width", [256, 768, 2048])
+def test_sums_cross_as_the_codecs_values(width: int) -> None:
+    case = Case(placement=contiguous(8, 4), tokens=(13, 0, 5, 20), choices=3, width=width)
+    exchange, inputs = make_exchange(case, load=kernel.load, timeout=30.0), make_inputs(case)
+    plans, routed = make_plans(case, inputs), route(case, exchange, inputs)
+    rows = torch.full((4, exchange.shape.row_capacity, width), float("nan"), dtype=torch.bfloat16)
+    check_combine(case, plans, exchange, inputs, routed, rows, 2)
+
+
+def test_awkward_sums_cross_as_the_codecs_values() -> None:
+    """Blocks of zeros, tiny and huge ones, infinities and NaN; more than 512 tokens a rank, so whole rows."""
+    case = Case(placement=contiguous(4, 2), tokens=(520, 30), choices=1, width=768, drop=0.0)
+    exchange, inputs = make_exchange(case, load=kernel.load, timeout=30.0), make_inputs(case)
+    plans, routed = make_plans(case, inputs), route(case, exchange, inputs)
+    given = torch.randn(2, exchange.shape.row_capacity, 6, 128, generator=torch.Generator().manual_seed(3))
+    given *= 10.0 ** (torch.arange(given.shape[1]) % 75 - 37).float()[None, :, None, None]
+    given[:, :, 1] = 0
+    given[:, ::3, 2, 5] = float("inf")
+    given[:, ::5, 3, 7] = float("nan")
+    rows = given.view(2, -1, 768).bfloat16()
+    y = exchange.combine(
+        rows, routed, weighted=False, num_sms=1, num_tokens=520, wire="fp8", out_dtype=torch.float32
+    )
+    exchange.check()
+    want = combined(case, plans, inputs, list(rows), False, "fp8")
+    assert int(want.isnan().sum()) > 1000
+    for home, tokens in enumerate(case.tokens):
+        torch.testing.assert_close(y[home, :tokens], want[home, :tokens], rtol=0, atol=0, equal_nan=True)
