@@ -1,5 +1,4 @@
 """Both combines, emulated: however a block is cut it adds in one order; sums in fp8 are the codec's."""
-are the codec's."""
 
 from __future__ import annotations
 
