@@ -97,7 +97,7 @@ def make_layer(args: argparse.Namespace, group: dist.ProcessGroup, device: torch
         hidden_size=args.width, intermediate_size=args.inner, num_experts=2 * group.size(), top_k=args.top_k
     )
     kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, args.dtype)}
-    pieces = {"transport": args.transport, "codec": args.codec, "experts": "grouped"}
+    pieces = {"transport": args.transport, "codec": args.codec, "experts": args.experts}
     moe = imbrex.MoELayer(config, group, **pieces, **kind)
     x_TD = torch.randn(args.tokens, args.width, **kind)
     with torch.no_grad():
@@ -117,6 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--codec", default="identity", help="one or several, as in identity,fp8")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--transport", default="alltoall")
+    parser.add_argument("--experts", default="grouped", help="how they compute: grouped, kernels, loop")
     parser.add_argument(
         "--schedules", default="serial,megatron,fastermoe,tutel,optsche-2,optsche-4,optsche-8,exact-4"
     )
@@ -225,6 +226,7 @@ def medians_of(rounds: Iterable[tuple[float, float]]) -> list[float]:
 def case_of(args: argparse.Namespace, world: int) -> dict[str, Any]:
     case = {"T": args.tokens, "D": args.width, "F": args.inner, "K": args.top_k, "W": world}
     case |= {"codec": args.codec, "transport": args.transport, "dtype": args.dtype}
+    case |= {"experts": args.experts} if args.experts != "grouped" else {}
     return case | {"network": args.network, "rates": args.rates}
 
 

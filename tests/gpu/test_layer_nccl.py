@@ -52,6 +52,15 @@ def test_grouped_products_on_odd_widths(nccl: Pool, dtype: torch.dtype) -> None:
     assert max(errors.values()) < (1e-5 if dtype == torch.float32 else 0.03), errors
 
 
+def test_fused_experts_in_chunks(nccl: Pool) -> None:
+    """Their weights' gradients are a task of their own in the pipelined backward."""
+    config = imbrex.MoEConfig(hidden_size=64, intermediate_size=128, num_experts=6, top_k=3)
+    options = {"transport": "alltoall", "experts": "kernels", "schedule": "optsche-3"}
+    case, world = Case(config=config, dtype=torch.bfloat16, options=options), worlds()[-1]
+    errors = largest_error(case, world, nccl.run(world, run_layer, case))
+    assert max(errors.values()) < 0.03, errors
+
+
 def test_replicas_and_capacity(nccl: Pool) -> None:
     if torch.cuda.device_count() < 4:
         pytest.skip("replicas on four ranks need four GPUs")

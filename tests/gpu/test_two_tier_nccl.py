@@ -1,4 +1,7 @@
-"""Transports for two tiers over NCCL: the tests of tests/ranks/test_hierarchical.py on GPUs, two a node."""
+"""Transports for two tiers over NCCL: the tests of tests/ranks/test_hierarchical.py on GPUs.
+
+Four GPUs are two nodes of two; two are two nodes of one, or one node of two, and some steps move nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,41 @@ from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_hierarchical import KINDS, run_on_nodes
 from tests.ranks.test_layer import SMALL, largest_error
 
+GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="two nodes of two ranks need four GPUs"),
+    pytest.mark.skipif(GPUS < 2, reason="nodes need two GPUs"),
 ]
+SHAPES = [(world, per_node) for world, per_node in ((2, 1), (2, 2), (4, 2)) if world <= GPUS]
+"""Ranks, and ranks of a node."""
 
 
 @pytest.fixture(scope="module")
 def nccl() -> Iterator[Pool]:
-    ranks = Pool(4, timeout_s=100.0, backend="nccl")
+    ranks = Pool(4 if GPUS >= 4 else 2, timeout_s=100.0, backend="nccl")
     yield ranks
     ranks.close()
 
 
-def run_check(ranks: Ranks, name: str) -> str:
+def run_check(ranks: Ranks, name: str, per_node: int) -> str:
     try:
-        check_transport(KINDS[name](ranks.group, ranks_per_node=2), ranks.group, device=ranks.device)
+        check_transport(KINDS[name](ranks.group, ranks_per_node=per_node), ranks.group, device=ranks.device)
     except ConformityError as error:
         return str(error)
     return ""
 
 
+@pytest.mark.parametrize(("world", "per_node"), SHAPES)
 @pytest.mark.parametrize("name", KINDS)
-def test_contract(nccl: Pool, name: str) -> None:
-    assert nccl.run(4, run_check, name) == [""] * 4
+def test_contract(nccl: Pool, name: str, world: int, per_node: int) -> None:
+    assert nccl.run(world, run_check, name, per_node) == [""] * world
 
 
 @pytest.mark.parametrize("schedule", ["serial", "optsche-3"])
+@pytest.mark.parametrize(("world", "per_node"), SHAPES)
 @pytest.mark.parametrize("name", KINDS)
-def test_oracle(nccl: Pool, name: str, schedule: str) -> None:
+def test_oracle(nccl: Pool, name: str, world: int, per_node: int, schedule: str) -> None:
     case = Case(config=SMALL, options={"schedule": schedule})
-    errors = largest_error(case, 4, nccl.run(4, run_on_nodes, case, name, 2))
+    errors = largest_error(case, world, nccl.run(world, run_on_nodes, case, name, per_node))
     assert max(errors.values()) < 1e-5, errors
