@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -122,3 +123,19 @@ def test_the_report_opens_without_a_network(four):
         assert source not in page
     for heading in ("Loss", "Throughput", "Where the time goes", "One step across ranks"):
         assert f"<h2>{heading}</h2>" in page
+
+
+def test_experts_follow_the_tokens_while_it_trains(one, tmp_path):
+    """The same losses with every expert that moved, its optimizer's state and its replicas."""
+    done = demo("--ranks", 2, "--balance", *SMALL, out=tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(one), abs=1e-3)
+    said = re.search(r"more than the mean; with the experts in order, .*; (\d+) new placements", done.stdout)
+    assert said
+    assert int(said[1]) >= 2
+    lines = [json.loads(line) for line in (tmp_path / "balance.jsonl").read_text().splitlines()]
+    assert sum(len(line["switched"]) for line in lines) == int(said[1])
+    assert len(lines) == 16
+    assert "without" in (tmp_path / "balance.html").read_text()
+    refused = demo("--ranks", 2, "--ep", 1, "--balance", *SMALL, out=tmp_path, check=False)
+    assert refused.returncode == 2
+    assert "--balance: all experts live on one rank" in refused.stderr

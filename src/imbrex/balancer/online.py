@@ -164,7 +164,7 @@ class OnlineBalancer:
 
     def _join(self, layer: Layer) -> None:
         ranks = layer.ranks
-        device = next((p.device for p in layer.experts.parameters()), torch.device("cpu"))
+        device = layer.exchange.transport.device  # a model may be built on the CPU and moved there
         lines = connect(ranks, layer.exchange.transport.exchange_counts, self.timeout_s)
         self._groups, self._ballots = (ranks.group, ranks.data_group), Ballots(lines.votes)
         self._others = lines.counts

@@ -28,19 +28,22 @@ DEFAULTS: dict[str, Any] = {
     "transport": "auto",
     "codec": "identity",
     "checkpoint_every": 50,
+    "balance": False,
     "data": [],
 }
 """What a flag is when neither the command line nor, with --resume, the earlier run says."""
 
 ASKED = "run.json"
+JOURNAL, BALANCE = "balance.jsonl", "balance.html"
 OUTPUTS = (ASKED, "metrics.jsonl", "summary.json", "trace.json", "report.html", "checkpoint")
+OUTPUTS += (JOURNAL, BALANCE)
 NEEDED_BYTES = 100 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     def flag(name: str, about: str, **more: Any) -> None:
         default = DEFAULTS.get(name.replace("-", "_"))
-        about += f" ({default})" if default not in (None, []) else ""
+        about += f" ({default})" if default not in (None, [], False) else ""
         parser.add_argument(f"--{name}", help=about, default=None, **more)
 
     number: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -55,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("seed", "of the parameters and the batches", **number)
     flag("transport", "how rows move: auto, alltoall, allgather, hierarchical, ...", metavar="NAME")
     flag("codec", "how rows are written on the wire: identity, bf16, fp8, int8, ...", metavar="NAME")
+    flag("balance", "let experts move to where their tokens are, while it trains", action="store_true")
     flag("batch", "sequences in the global batch", **number)
     flag("length", "bytes in a sequence", **number)
     flag("checkpoint-every", "steps between two checkpoints", **number)
@@ -105,9 +109,6 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def arguments_of(args: argparse.Namespace) -> list[str]:
-    """The command line that says what `args` say."""
-    words: list[str] = []
 def hint(out: Path) -> str:
     """What to do after a run that ended early."""
     from imbrex import checkpoint
@@ -117,6 +118,9 @@ def hint(out: Path) -> str:
     return "give --resume to go on from the last complete checkpoint"
 
 
+def arguments_of(args: argparse.Namespace) -> list[str]:
+    """The command line that says what `args` say."""
+    words: list[str] = []
     for name, value in vars(args).items():
         if name in ("run", "command") or value is None or value is False or value == []:
             continue
@@ -174,6 +178,8 @@ def check(args: argparse.Namespace) -> None:
             f"--batch {args.batch} leaves some of {factors.token_ranks} ranks without a sequence: "
             f"give --batch {factors.token_ranks} or more, or fewer --ranks"
         )
+    if args.balance and factors.expert < 2:
+        raise ValueError("--balance: all experts live on one rank: give --ranks or --ep 2 or more")
     if args.top_k > args.experts:
         raise ValueError(f"--top-k {args.top_k} is more than --experts {args.experts}: lower it")
     if args.expert_width % args.tp:

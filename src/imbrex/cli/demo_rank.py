@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex import MoELayer, checkpoint
-from imbrex.cli import demo
+from imbrex.cli import demo, demo_balance
 from imbrex.cli.launch import EXIT_REFUSED, Rank, complain
 from imbrex.cli.progress import Progress
 from imbrex.models.corpus import load_corpus
@@ -64,6 +64,7 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     shape, recipe = _asked(args)
     factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
     host_group = new_group(None, args.timeout, backend="gloo") if args.ranks > 1 else None
+    balancer = demo_balance.make(args, rank) if args.balance else None
     model = make_model(
         shape,
         recipe,
@@ -72,6 +73,7 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
         codec=args.codec,
         timeout_s=args.timeout,
         observer=recorder,
+        balancer=balancer,
     ).to(device)
     trainer = Trainer(
         model,
@@ -82,6 +84,7 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
         device=device,
         timeout_s=args.timeout,
         observer=recorder,
+        balancer=balancer,
     )
     first_step, saving = _checkpoints(args, trainer, host_group)
     # Whoever was slow to come up is here now; from the first step on the time-out counts.
@@ -91,12 +94,14 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
         run = Run(trainer, shape, recorder, Path(args.out), host_group=host_group, progress=progress)
         run.train(first_step, end, saving)
     recorder.phase("report")
+    if balancer is not None:
+        balancer.close()
     summary = run.report(
         _facts(args, factors, corpus.name, model), corpus.reference_losses() if rank == 0 else {}
     )
     recorder.phase("done")
     if summary is not None:
-        demo.say(_closing(summary, Path(args.out)))
+        demo.say(_closing(summary, Path(args.out)) + demo_balance.closing(Path(args.out)))
     dist.destroy_process_group()
 
 

@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import imbrex
+from imbrex.balancer import OnlineBalancer
 from imbrex.contracts import Codec
 from imbrex.models import by_sequence
 from imbrex.models.bytes_lm import BytesLM, BytesLMConfig
 from imbrex.models.corpus import Corpus
 from imbrex.models.ranks import Factors, make_groups, new_group
 from imbrex.observe import Observer
+from imbrex.parallel import moe_layers
+from imbrex.placement import contiguous, from_slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +61,12 @@ def make_model(
     codec: str | Codec | Mapping[str, str | Codec],
     timeout_s: float,
     observer: Observer,
+    balancer: OnlineBalancer | None = None,
 ) -> BytesLM:
-    """The language model; its parameters depend on the seed and not on the ranks. Every rank must call it."""
+    """The language model; its parameters depend on the seed and not on the ranks. Every rank must call it.
+
+    balancer: moves experts while the model trains; every rank then has a spare slot.
+    """
     shares, copies = make_groups(factors, timeout_s)
     config = imbrex.MoEConfig(
         hidden_size=shape.hidden_size,
@@ -67,6 +74,9 @@ def make_model(
         num_experts=shape.num_experts,
         top_k=shape.top_k,
     )
+
+    home = contiguous(shape.num_experts, factors.expert)
+    spares = [[*home.local(rank), -1] for rank in range(factors.expert)]
 
     def make_moe(index: int) -> nn.Module:
         layer = imbrex.MoELayer(
@@ -77,6 +87,8 @@ def make_model(
             transport=transport,
             codec=codec,
             losses=imbrex.AuxLosses(load_balance=0.01),
+            placement=home if balancer is None else from_slots(spares, shape.num_experts),
+            balancer=balancer,
             observer=observer,
             layer=index,
             timeout=timeout_s,
@@ -95,7 +107,7 @@ def make_model(
 
 
 class Trainer:
-    """A model, its optimiser, and the batches of this rank."""
+    """A model, its optimiser, and the batches of this rank. balancer: the model's."""
 
     def __init__(
         self,
@@ -108,10 +120,14 @@ class Trainer:
         device: torch.device,
         timeout_s: float,
         observer: Observer,
+        balancer: OnlineBalancer | None = None,
     ) -> None:
         self.model, self.corpus, self.recipe, self.factors = model, corpus, recipe, factors
         self.rank, self.device, self.observer = rank, device, observer
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
+        self.balancer = balancer
+        if balancer is not None:
+            balancer.optimizer = self.optimizer
         experts = {id(parameter) for parameter in imbrex.expert_parameters(model)}
         self._experts = [p for p in model.parameters() if id(p) in experts]
         self._dense = [p for p in model.parameters() if id(p) not in experts]
@@ -139,6 +155,9 @@ class Trainer:
             self._clip()
         with observer.span("optimizer"):
             self.optimizer.step()
+        if self.balancer is not None:
+            with observer.span("balance"):
+                self.balancer.step()
         return nats.detach().double()
 
     def held_out_nats(self) -> Tensor:
@@ -163,7 +182,7 @@ class Trainer:
 
     def _clip(self) -> None:
         """Scale all gradients to a global norm of at most `clip`; every expert counts once."""
-        squares = torch.stack([_square(self._dense, self.device), _square(self._experts, self.device)])
+        squares = torch.stack([_square(self._dense, self.device), self._square_experts()])
         experts = squares[1].clone()
         if self.factors.num_ranks > 1:
             dist.all_reduce(experts, group=self._group)
@@ -172,6 +191,21 @@ class Trainer:
         for parameter in (*self._dense, *self._experts):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
+
+
+    def _square_experts(self) -> Tensor:
+        layers = moe_layers(self.model)
+        if not any(layer.placement.has_replicas for layer in layers):
+            return _square(self._experts, self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for layer in layers:
+            slots = layer.placement.slots
+            share = [1 / max(slots.count(expert), 1) for expert in layer.experts.expert_ids]
+            share_e = torch.tensor(share, dtype=torch.float64, device=self.device)
+            for parameter in layer.experts.parameters():
+                if parameter.grad is not None:
+                    total += parameter.grad.double().square().flatten(1).sum(1) @ share_e
+        return total
 
 
 def _project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
