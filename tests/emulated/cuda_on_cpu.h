@@ -431,6 +431,22 @@ inline void unpack_e4m3(u32 packed, float& low, float& high) {
     low = value_e4m3(packed & 0xff);
     high = value_e4m3(packed >> 8 & 0xff);
 }
+inline u32 round_f16(float f) {
+    const _Float16 half = static_cast<_Float16>(f);
+    u16 bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+inline float value_f16(u16 bits) {
+    _Float16 half;
+    std::memcpy(&half, &bits, 2);
+    return static_cast<float>(half);
+}
+inline u32 pack_f16(float low, float high) { return round_f16(low) | round_f16(high) << 16; }
+inline void unpack_f16(u32 packed, float& low, float& high) {
+    low = value_f16(static_cast<u16>(packed));
+    high = value_f16(static_cast<u16>(packed >> 16));
+}
 // The same with 2 bits of mantissa: 2^-16 below 2^-14, 57344 is the largest.
 inline u32 round_e5m2(float f) {
     const u32 sign = std::signbit(f) ? 0x80 : 0;

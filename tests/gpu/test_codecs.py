@@ -8,10 +8,10 @@ import torch
 from imbrex.codec import make
 from imbrex.kernels import codec as kernels
 from imbrex.testing import check_codec
-from tests.unit.test_codec_kernels import hard_rows
+from tests.unit.test_codec_kernels import hard_rows, same_bytes
 
 pytestmark = pytest.mark.gpu
-NAMES = ["int8", "int8-128", "fp8", "fp8-e5m2", "int4", "nvfp4"]
+NAMES = ["bf16", "fp16", "int8", "int8-128", "fp8", "fp8-e5m2", "int4", "nvfp4"]
 ZFP = ["zfp1d-4", "zfp1d-7", "zfp1d-16", "zfp2d-4", "zfp2d-8", "zfp2d-11", "zfp2d-16"]
 
 
@@ -21,11 +21,14 @@ ZFP = ["zfp1d-4", "zfp1d-7", "zfp1d-16", "zfp2d-4", "zfp2d-8", "zfp2d-11", "zfp2
 def test_the_cpu_s_bytes(name: str, dtype: torch.dtype, width: int) -> None:
     if name in ZFP and width > 1088:
         pytest.skip("the tensor operations take a second, and the kernel knows no rows")
+    if (name, dtype) == ("bf16", torch.bfloat16):
+        pytest.skip("the bytes that are there")
     codec, rows = make(name), hard_rows(width, dtype)
     wanted = codec.encode(rows, dtype)
     written = kernels.encode(name, rows.cuda(), codec.nbytes(width, dtype))
     assert written is not None
-    assert torch.equal(written.cpu(), wanted), (written.cpu() != wanted).any(1).nonzero().flatten()
+    matches = same_bytes(name, written.cpu(), wanted)
+    assert matches.all(), (~matches).any(1).nonzero().flatten()
     back = codec.decode(wanted, width, dtype)
     read = kernels.decode(name, wanted.cuda(), width, dtype)
     assert read is not None

@@ -15,7 +15,7 @@ INFINITY, TINY = float("inf"), 1e-42
 
 
 def hard_rows(width: int, dtype: torch.dtype) -> Tensor:
-    """Noise, ties, every scale there is, blocks of zeros, and rows that hold NaN and infinities: [30, D]."""
+    """Noise, ties, every scale there is up to the largest value, blocks of zeros, NaN, infinities: [32, D]."""
     drawn = torch.Generator().manual_seed(width)
     noise = torch.randn(12, width, generator=drawn)
     scales = 10.0 ** torch.linspace(-44, 38, 8)[:, None]
@@ -26,7 +26,18 @@ def hard_rows(width: int, dtype: torch.dtype) -> Tensor:
     rows[6] = 3.3e38 * noise[6].sign()
     rows[7] = 2.0 ** torch.randint(-60, 60, (width,), generator=drawn)
     rows[29] = torch.where(noise[0] > 2, noise[0], -0.0)
+    largest = torch.finfo(dtype).max
+    rows = torch.cat([rows, largest * noise[8:9].sign(), noise[9:10].clamp(-4, 4) / 4 * largest])
     return rows.to(dtype)
+
+
+def same_bytes(name: str, ours: Tensor, theirs: Tensor) -> Tensor:
+    """By byte; of 16-bit floats, whose NaN has other bits on other devices, by value."""
+    if name not in kernels.SIXTEEN:
+        return ours == theirs
+    kind = torch.bfloat16 if name == "bf16" else torch.float16
+    a, b = ours.view(kind), theirs.view(kind)
+    return ((a == b) & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())
 
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -36,6 +47,8 @@ CASES = [
     *[("fp8", BF16, width) for width in (64, 192)],
     *[("int4", BF16, width) for width in (64, 192)],
     *[("nvfp4", F32, width) for width in (64, 192, 1088)],
+    ("bf16", F32, 192),
+    ("fp16", BF16, 64),
     *[(f"zfp2d-{rate}", F32, 64) for rate in (4, 5, 8, 16)],
     *[(f"zfp1d-{rate}", BF16, 64) for rate in (4, 7, 16)],
 ]
@@ -46,7 +59,8 @@ def test_kernels_keep_the_bytes(name: str, dtype: torch.dtype, width: int) -> No
     codec, rows = make(name), hard_rows(width, dtype)
     wanted = codec.encode(rows, dtype)
     written = kernels.launch_encode(name, rows, codec.nbytes(width, dtype), kernel.load)
-    assert torch.equal(written, wanted), (written != wanted).any(1).nonzero().flatten()
+    same = same_bytes(name, written, wanted)
+    assert same.all(), (~same).any(1).nonzero().flatten()
     read, back = (
         kernels.launch_decode(name, wanted, width, dtype, kernel.load),
         codec.decode(wanted, width, dtype),
@@ -71,4 +85,4 @@ def test_every_block_codec_has_a_kernel_or_is_none() -> None:
     from imbrex.codec import CODECS
 
     without = {name for name in CODECS if not kernels._known(name)}
-    assert without == {"identity", "bf16", "fp16", "int8-truncated"}
+    assert without == {"identity", "int8-truncated"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from imbrex.kernels import codec as kernels
+
 
 class Identity:
     """Rows in the dtype they have outside. A float32 partial sum of 16-bit rows is rounded once to cross."""
@@ -43,13 +45,14 @@ class Cast:
         return width * 2
 
     def encode(self, rows_ND: Tensor, dtype: torch.dtype) -> Tensor:
-        largest = torch.finfo(self.wire_dtype).max
-        if torch.finfo(rows_ND.dtype).max > largest:
-            rows_ND = rows_ND.clamp(-largest, largest)
-        return as_bytes(rows_ND.to(self.wire_dtype))
+        fused = kernels.encode(self.name, rows_ND, self.nbytes(rows_ND.shape[1], dtype))
+        return as_bytes(saturated(rows_ND, self.wire_dtype)) if fused is None else fused
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        return from_bytes(encoded_NB, width, self.wire_dtype).to(dtype)
+        fused = kernels.decode(self.name, encoded_NB, width, dtype)
+        if fused is not None:
+            return fused
+        return saturated(from_bytes(encoded_NB, width, self.wire_dtype), dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
         saturation = amax - torch.finfo(self.wire_dtype).max
@@ -60,6 +63,17 @@ def rounding(amax: float, dtype: torch.dtype) -> float:
     """The largest error of rounding a value of at most `amax` to `dtype`, subnormal ones included."""
     limits = torch.finfo(dtype)
     return max(amax, limits.smallest_normal) * limits.eps / 2
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values as `dtype`; what is too large for it becomes its largest value, NaN stays NaN."""
+    if values.dtype.itemsize < 4:
+        if torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
+            return values.to(dtype)
+        # A limit is rounded to the dtype of what it limits: 65504 is no bfloat16.
+        values = values.float()
+    largest = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
+    return values.clamp(-largest, largest).to(dtype)
 
 
 def as_bytes(rows_ND: Tensor) -> Tensor:

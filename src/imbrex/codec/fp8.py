@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import blocks
-from imbrex.codec.cast import as_bytes, from_bytes, rounding
+from imbrex.codec.cast import as_bytes, from_bytes, rounding, saturated
 from imbrex.kernels import codec as kernels
 
 BLOCK = 128
@@ -50,7 +50,7 @@ class Fp8:
             return fused
         scale = from_bytes(encoded_NB[:, width:], blocks.num_blocks(width, BLOCK), torch.float32)
         values = from_bytes(encoded_NB[:, :width], width, self.wire_dtype)
-        return blocks.join(blocks.cut(values, BLOCK) * scale[:, :, None], width).to(dtype)
+        return saturated(blocks.join(blocks.cut(values, BLOCK) * scale[:, :, None], width), dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
         limits = torch.finfo(self.wire_dtype)

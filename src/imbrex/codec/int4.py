@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import blocks
-from imbrex.codec.cast import as_bytes, from_bytes, rounding
+from imbrex.codec.cast import as_bytes, from_bytes, rounding, saturated
 from imbrex.kernels import codec as kernels
 
 BLOCK = 32
@@ -42,7 +42,7 @@ class Int4:
         packed = encoded_NB[:, : count * BLOCK // 2]
         scale = from_bytes(encoded_NB[:, count * BLOCK // 2 :], count, torch.bfloat16)
         values = blocks.cut(blocks.unpack_nibbles(packed).float() - 8, BLOCK)
-        return blocks.join(values * scale.float()[:, :, None], width).to(dtype)
+        return saturated(blocks.join(values * scale.float()[:, :, None], width), dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
         return amax * ((1 + 2**-7) / 14 * 1.0001) + rounding(amax, dtype)

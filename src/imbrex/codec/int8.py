@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import blocks
-from imbrex.codec.cast import as_bytes, from_bytes, rounding
+from imbrex.codec.cast import as_bytes, from_bytes, rounding, saturated
 from imbrex.kernels import codec as kernels
 
 
@@ -48,7 +48,7 @@ class Int8:
             return encoded_NB.new_zeros(encoded_NB.shape[0], 0, dtype=dtype)
         scale = from_bytes(encoded_NB[:, width:], self._scales(width), torch.float32)
         values = blocks.cut(from_bytes(encoded_NB[:, :width], width, torch.int8), self.block or width)
-        return blocks.join(values * scale[:, :, None], width).to(dtype)
+        return saturated(blocks.join(values * scale[:, :, None], width), dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
         return amax * (0.5 / 127 * 1.0001) + rounding(amax, dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import blocks
-from imbrex.codec.cast import as_bytes, from_bytes, rounding
+from imbrex.codec.cast import as_bytes, from_bytes, rounding, saturated
 from imbrex.kernels import codec as kernels
 
 BLOCK = 16
@@ -59,7 +59,7 @@ class Nvfp4:
         codes = blocks.unpack_nibbles(packed).long()
         signed = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], device=codes.device)
         scale = from_bytes(scales, count, torch.float8_e4m3fn).float() * from_bytes(row, 1, torch.float32)
-        return blocks.join(blocks.cut(signed[codes], BLOCK) * scale[:, :, None], width).to(dtype)
+        return saturated(blocks.join(blocks.cut(signed[codes], BLOCK) * scale[:, :, None], width), dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
         # Half the step from 4 to 6 is one scale, and a scale is rounded by up to a sixteenth.

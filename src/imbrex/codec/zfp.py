@@ -80,7 +80,7 @@ class Zfp:
         values_Bn = torch.where((header_B & 1 == 0)[:, None], 0.0, values_Bn)
         values_Bn = torch.where((header_B == 1)[:, None], torch.nan, values_Bn)
         rows_ND = values_Bn.view(encoded_NB.shape[0], -(-width // self.size) * self.size)[:, :width]
-        limit = torch.finfo(torch.float32).max
+        limit = min(torch.finfo(torch.float32).max, torch.finfo(dtype).max)
         return rows_ND.clamp(-limit, limit).to(torch.float32).to(dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from imbrex.kernels import jit
 from imbrex.kernels.jit import Variant
 
-FORMATS = {"int8": 0, "int8-128": 1, "fp8": 2, "fp8-e5m2": 3, "int4": 4, "nvfp4": 5}
+FORMATS = {"int8": 0, "int8-128": 1, "fp8": 2, "fp8-e5m2": 3, "int4": 4, "nvfp4": 5, "bf16": 6, "fp16": 7}
 WIDTH_MULTIPLE = 64
 """Values; rows, their blocks and their encoded bytes then start at whole words."""
 HELD = {"encode_rows": 32, "decode_rows": 16, "row scaled": 16}
@@ -27,19 +27,21 @@ HELD = {"encode_rows": 32, "decode_rows": 16, "row scaled": 16}
 WIDE = 4096
 """Rows from this width on, that have a scale of their own, take all warps of a thread block."""
 ROW_SCALED = ("int8", "nvfp4")
+SIXTEEN = ("bf16", "fp16")
 MOST_ITEMS = 2**31 - 2**12
 _ZFP = re.compile(r"zfp([12])d-(\d+)")
 _DTYPES = (torch.bfloat16, torch.float32)
-_THREADS, _ZFP_PIECE = 128, 32
-_ZFP_SHARED = {"1": 4096, "2": 1024 + 4 * 8 * _THREADS}
-"""Bytes of a thread block, by dimensions: the table of codes; planes."""
+_THREADS = 128
+_ZFP_SOURCE = {"1": "codec_zfp_line.cu", "2": "codec_zfp_square.cu"}
+_ZFP_SHARED = {"1": 4096 + 8 * 34 * (_THREADS // 32), "2": 1024 + 4 * 8 * _THREADS}
+"""Bytes of a thread block, by dimensions: a table of codes, and blocks or planes."""
 
 
 def variant_of(name: str, entry: str, dtype: torch.dtype) -> Variant:
     """The kernel `encode_rows` or `decode_rows` of a codec, for rows of bfloat16 or float32."""
     rows = ("ROWS_F32", int(dtype == torch.float32))
     if zfp := _ZFP.fullmatch(name):
-        return Variant(source="codec_zfp.cu", entry=entry, defines=(("DIMENSIONS", int(zfp[1])), rows))
+        return Variant(source=_ZFP_SOURCE[zfp[1]], entry=entry, defines=(rows,))
     # Of nibbles a thread stores 16 bytes of rows at once, whatever their dtype; it may load more.
     nibbles = 4 if entry == "decode_rows" and dtype == torch.float32 else 8
     held = _held(name, encodes=entry == "encode_rows")
@@ -55,7 +57,10 @@ def _held(name: str, *, encodes: bool) -> int:
 def shipped_variants() -> list[Variant]:
     names = [*FORMATS, "zfp1d-8", "zfp2d-8"]
     entries = ("encode_rows", "decode_rows")
-    return [variant_of(name, entry, dtype) for name in names for entry in entries for dtype in _DTYPES]
+    pairs = [
+        (name, dtype) for name in names for dtype in _DTYPES if (name, dtype) != ("bf16", torch.bfloat16)
+    ]
+    return [variant_of(name, entry, dtype) for name, dtype in pairs for entry in entries]
 
 
 def encode(name: str, rows_ND: Tensor, nbytes: int) -> Tensor | None:
@@ -76,10 +81,11 @@ def _apply(name: str, rows: Tensor, dtype: torch.dtype, width: int) -> bool:
     return (
         rows.is_cuda
         and _known(name)
+        and (name, dtype) != ("bf16", torch.bfloat16)  # the bytes that are there
         and dtype in _DTYPES
         and width % WIDTH_MULTIPLE == 0
         and rows.numel() > 0
-        and rows.shape[0] * (width // _ZFP_PIECE) < MOST_ITEMS
+        and rows.shape[0] * (width // 16) < MOST_ITEMS
         and not torch.compiler.is_compiling()
         and _works(rows.device.index)
     )
@@ -114,7 +120,7 @@ def launch_decode(
     name: str, encoded_NB: Tensor, width: int, dtype: torch.dtype, load: Callable[..., Any]
 ) -> Tensor:
     """`decode` by the kernel that `load` gives."""
-    encoded_NB = _aligned(encoded_NB, 4)
+    encoded_NB = _aligned(encoded_NB, 8 if name in SIXTEEN else 4)
     rows_ND = torch.empty(encoded_NB.shape[0], width, dtype=dtype, device=encoded_NB.device)
     kernel = _kernel(name, "decode_rows", dtype, encoded_NB.device, load)
     _launch(kernel, name, encoded_NB, rows_ND, width, encodes=False)
@@ -134,8 +140,10 @@ def _pitch(rows: Tensor) -> ctypes.c_int64:
 def _launch(kernel: Any, name: str, source: Tensor, target: Tensor, width: int, *, encodes: bool) -> None:
     num_rows = source.shape[0]
     if zfp := _ZFP.fullmatch(name):
-        grid = -(-num_rows * (width // _ZFP_PIECE) // _THREADS)
         smem, last = _ZFP_SHARED[zfp[1]], int(zfp[2])
+        # In 1-D a warp takes eight spans of 32 blocks, in 2-D a thread one block, or two at an odd rate.
+        items = -(-width // 128) if zfp[1] == "1" else width // (16 * (1 + last % 2))
+        grid = -(-num_rows * items // (_THREADS // 32 * 8 if zfp[1] == "1" else _THREADS))
     else:
         by_rows = encodes and name in ROW_SCALED
         wide = by_rows and width >= WIDE

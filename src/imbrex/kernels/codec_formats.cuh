@@ -32,6 +32,7 @@ struct Int8 {
         const u32 bytes = reinterpret_cast<const u32*>(row)[unit];
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[i] = __fmul_rn(static_cast<float>(static_cast<signed char>(bytes >> 8 * i)), scale);
+        saturate(v, scale, 127.0f);
     }
 };
 
@@ -64,6 +65,7 @@ struct Fp8 {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[i] = __fmul_rn(v[i], scale);
+        saturate(v, scale, kLargest);
     }
 };
 
@@ -101,6 +103,7 @@ struct Int4 {
         const u32 packed = reinterpret_cast<const Word*>(row)[unit];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(static_cast<float>(static_cast<int>(packed >> 4 * i & 15) - 8), scale);
+        saturate(v, scale, 7.0f);
     }
 };
 
@@ -147,6 +150,33 @@ struct Nvfp4 {
             const u32 nibble = packed >> 4 * i, bits = (nibble & 7) << 22 | (nibble & 8) << 28;
             v[i] = __fmul_rn(__fmul_rn(__uint_as_float(bits), 0x1p126f), scale);
         }
+        saturate(v, scale, 6.0f);
+    }
+};
+
+// {1e6, -0.1}: as float16 65504 and -0.0999755859375.
+template <bool kHalf>
+struct Cast {
+    static constexpr int kValues = 4, kLanes = 0;
+    static constexpr bool kRowScale = false;
+    static constexpr float kLargest = kHalf ? 65504.0f : 0x1.fep127f;
+
+    __device__ static float row_scale(u32) { return 0.0f; }
+    __device__ static float fitting(float x) { return x != x ? x : clamped(x, kLargest); }
+    __device__ static u32 pack(float low, float high) {
+        low = fitting(low), high = fitting(high);
+        return kHalf ? ptx::pack_f16(low, high) : ptx::pack_bf16(low, high);
+    }
+    __device__ static void encode(const Unit<4>& x, u32, float, u8* row, int unit, int, bool) {
+        reinterpret_cast<Pair*>(row)[unit] = Pair{{pack(x.value(0), x.value(1)), pack(x.value(2), x.value(3))}};
+    }
+    __device__ static void decode(const u8* row, int unit, int, float (&v)[4]) {
+        const Pair pair = reinterpret_cast<const Pair*>(row)[unit];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (kHalf) ptx::unpack_f16(pair.word[i], v[2 * i], v[2 * i + 1]);
+            else v[2 * i] = ptx::bf16_low(pair.word[i]), v[2 * i + 1] = ptx::bf16_high(pair.word[i]);
+        }
     }
 };
 
@@ -160,6 +190,8 @@ using Format = Fp8<false>;
 using Format = Fp8<true>;
 #elif FORMAT == 4
 using Format = Int4<NIBBLES>;
-#else
+#elif FORMAT == 5
 using Format = Nvfp4<NIBBLES>;
+#else
+using Format = Cast<FORMAT == 7>;
 #endif

@@ -13,6 +13,7 @@ struct alignas(8) Pair {
 
 constexpr bool kF32 = ROWS_F32;
 constexpr u32 kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
+constexpr float kLargestOfRows = kF32 ? 0x1.fffffep127f : 0x1.fep127f;
 
 template <int kValues>
 struct Unit {
@@ -110,3 +111,11 @@ constexpr float kRounder = 12582912.0f;
 
 __device__ __forceinline__ u32 rounded(float x, float offset = 0.0f) { return __float_as_uint(__fadd_rn(x, kRounder + offset)); }
 __device__ __forceinline__ float clamped(float x, float most) { return fminf(fmaxf(x, -most), most); }
+
+// Where the largest code may be too large for a row it is the largest value of rows. NaN stays NaN.
+template <int kValues>
+__device__ __forceinline__ void saturate(float (&v)[kValues], float scale, float largest_code) {
+    if (!(scale > kLargestOfRows / (2.0f * largest_code))) return;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] = clamped(v[i], kLargestOfRows);
+}

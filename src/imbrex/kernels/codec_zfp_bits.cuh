@@ -1,6 +1,6 @@
 // Bits of ZFP's fixed-rate blocks, the lowest of a word first.
 #pragma once
-#include "codec_values.cuh"
+#include "codec_zfp.cuh"
 
 // Words that one thread fills in order.
 struct Writer {
@@ -20,13 +20,6 @@ struct Writer {
     }
     __device__ __forceinline__ void skip(int length) {
         for (; length > 0; length -= 32) put(0, min(length, 32));
-    }
-    // The lowest `length` bits, at most 64.
-    __device__ __forceinline__ void block(u64 bits, int length) {
-        const u32 low = static_cast<u32>(bits), high = static_cast<u32>(bits >> 32);
-        if (length <= 32) return put(low & 0xffffffffu >> (32 - length), length);
-        put(low, 32);
-        put(high & 0xffffffffu >> (64 - length), length - 32);
     }
 };
 
@@ -53,14 +46,5 @@ struct Reader {
     }
     __device__ __forceinline__ void skip(int length) {
         for (; length > 0; length -= 32) drop(min(length, 32));
-    }
-    // The next `length` bits, at most 64, and whatever follows.
-    __device__ __forceinline__ u64 block(int length) {
-        const u64 low = next();
-        drop(min(length, 32));
-        if (length <= 32) return low;
-        const u64 high = next();
-        drop(length - 32);
-        return high << 32 | low;
     }
 };

@@ -40,7 +40,7 @@ def check_codec(
     encodes every row on its own, takes empty, odd and strided rows, changes nothing it is given, keeps
     gradients away, and lets no NaN or infinity pass for a number.
 
-    A NaN must decode to NaN; an infinity to NaN, an infinity, or a magnitude of 60,000 and more. What else of
+    Rows go up to the largest value of their dtype. A NaN must decode to NaN; an infinity to NaN, an infinity, or a magnitude of 60,000 and more. What else of
     such a row is lost is the codec's to state; other rows must not suffer.
 
     Raises ConformityError that says what does not hold, and on what input.
@@ -82,6 +82,9 @@ def _kinds(width: int, dtype: torch.dtype, drawn: torch.Generator) -> Iterator[t
     yield "smooth", noise.cumsum(1).to(dtype)
     sparse = torch.where(noise.abs() > 1, noise, 0)
     yield "sparse", sparse.to(dtype)
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    largest = torch.cat([most * noise[:3].sign(), most / 4 * noise[3:].clamp(-4, 4)])
+    yield "largest", largest.to(dtype)
     yield "strided", noise.T.contiguous().T.to(dtype)
     if dtype != torch.float32:
         yield "float32 (partial sums)", noise

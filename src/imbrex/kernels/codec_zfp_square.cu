@@ -1,11 +1,12 @@
-// The embedded coding of ZFP's blocks of 4 x 4 values.
+// ZFP at a fixed rate in blocks of 4 x 4 values, to the bit what `imbrex.codec.zfp` and the zfp library write.
 //
+// A thread takes one block, or two at an odd rate: whole words, so that no two threads share one and nothing is added atomically.
 // Planes come from a transposition, 16 at once, two to a word, and lie in shared memory, because where they are coded follows the
 // bits. Of a plane, what lies behind the significant coefficients is coded by a table of what 8 bits become.
-#pragma once
 #include "codec_zfp_bits.cuh"
 
-constexpr int kPairs = 8, kSharedBytes = 1024 + 4 * kPairs * kThreads;
+constexpr int kThreads = 128, kSize = 16, kPairs = 8;
+#define SEQUENCY {0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15}
 
 struct Table {
     u32 entry[256];
@@ -26,16 +27,6 @@ constexpr Table encoding() {
 }
 
 __device__ const Table encoding_table = encoding();
-
-__device__ __forceinline__ const Table* decoding_rows() { return nullptr; }
-
-// Bits `kStep` apart change places between two words.
-template <int kStep, u32 kMask>
-__device__ __forceinline__ void exchange(u32& a, u32& b) {
-    const u32 low = (a & kMask) | ((b & kMask) << kStep);
-    b = ((a >> kStep) & kMask) | (b & ~kMask);
-    a = low;
-}
 
 // Words whose numbers differ in bit `kWord`.
 template <int kWord, int kStep, u32 kMask>
@@ -120,8 +111,8 @@ struct Coder {
 #pragma unroll
         for (int i = 0; i < 16; ++i) any |= c[i];
         const int empty = __clz(any) & 31;
-        int left = 16 * rate - 9 - empty, significant = 0;
-        out.put(header, 9);
+        int left = 16 * rate - kHeaderBits - empty, significant = 0;
+        out.put(header, kHeaderBits);
         out.put(0, empty);
 #pragma unroll
         for (int i = 0; i < 16; ++i) c[i] <<= empty;
@@ -204,3 +195,97 @@ struct Coder {
         in.skip(left);
     }
 };
+
+__device__ __forceinline__ void encode_block(const float (&x)[kSize], Writer& out, const Coder& coder, int rate) {
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) amax = max(amax, __float_as_uint(x[i]) & 0x7fffffffu);
+    const Header header(amax);
+    if (!header.coded) {
+        out.put(header.word(amax), kHeaderBits);
+        return out.skip(kSize * rate - kHeaderBits);
+    }
+    int q[kSize];
+    fixed_point(x, header.exponent, q);
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) lift(q[i], q[i + 1], q[i + 2], q[i + 3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) lift(q[i], q[i + 4], q[i + 8], q[i + 12]);
+    constexpr int order[16] = SEQUENCY;
+    u32 coefficients[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) coefficients[i] = to_negabinary(q[order[i]]);
+    coder.write(coefficients, header.word(amax), out, rate);
+}
+
+__device__ __forceinline__ void decode_block(float (&x)[kSize], Reader& in, const Coder& coder, int rate) {
+    const u32 header = in.next() & 511;
+    if ((header & 1) == 0 || header == 1) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) x[i] = header & 1 ? __uint_as_float(kNan) : 0.0f;
+        return in.skip(kSize * rate);
+    }
+    in.drop(kHeaderBits);
+    u32 coefficients[kSize], q[kSize];
+    coder.read(coefficients, in, kSize * rate - kHeaderBits);
+    constexpr int order[16] = SEQUENCY;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) q[order[i]] = from_negabinary(coefficients[i]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) unlift(q[i], q[i + 4], q[i + 8], q[i + 12]);
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) unlift(q[i], q[i + 1], q[i + 2], q[i + 3]);
+    floating_point(q, static_cast<int>(header >> 1) - 127, x);
+}
+
+// Where a thread's piece lies: one block, or two.
+struct Piece {
+    int row, number, blocks;
+
+    __device__ Piece(int width, int rate) : blocks(1 + rate % 2) {
+        const u32 item = blockIdx.x * kThreads + threadIdx.x, pieces = static_cast<u32>(width) / (kSize * blocks);
+        row = static_cast<int>(item / pieces), number = static_cast<int>(item % pieces);
+    }
+    __device__ i64 bytes(int rate) const { return static_cast<i64>(number) * blocks * kSize * rate / 8; }
+    __device__ int unit(int block) const { return (number * blocks + block) * (kSize / 4); }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    encode_rows(const u8* rows, i64 stride, u8* encoded, i64 pitch, int num_rows, int width, int rate) {
+    const Coder coder(&encoding_table);
+    const Piece piece(width, rate);
+    if (piece.row >= num_rows) return;
+    Writer out(encoded + piece.row * pitch + piece.bytes(rate));
+#pragma unroll 1
+    for (int block = 0; block < piece.blocks; ++block) {
+        float x[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; i += 4) {
+            Unit<4> unit;
+            unit.load(rows + piece.row * stride, piece.unit(block) + i / 4);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[i + j] = unit.value(j);
+        }
+        encode_block(x, out, coder, rate);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    decode_rows(const u8* encoded, i64 pitch, u8* rows, i64 stride, int num_rows, int width, int rate) {
+    const Coder coder(nullptr);
+    const Piece piece(width, rate);
+    if (piece.row >= num_rows) return;
+    Reader in(encoded + piece.row * pitch + piece.bytes(rate), piece.blocks * rate / 2);
+#pragma unroll 1
+    for (int block = 0; block < piece.blocks; ++block) {
+        float x[kSize];
+        decode_block(x, in, coder, rate);
+#pragma unroll
+        for (int i = 0; i < kSize; i += 4) {
+            const float four[4] = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+            Unit<4> unit;
+            unit.set(four);
+            unit.store(rows + piece.row * stride, piece.unit(block) + i / 4);
+        }
+    }
+}
