@@ -15,7 +15,7 @@ INFINITY, TINY = float("inf"), 1e-42
 
 
 def hard_rows(width: int, dtype: torch.dtype) -> Tensor:
-    """Noise, ties, every scale there is up to the largest value, blocks of zeros, NaN, infinities: [32, D]."""
+    """Noise, ties, every scale up to the largest value, blocks of zeros, NaN, infinities: [32, D]."""
     drawn = torch.Generator().manual_seed(width)
     noise = torch.randn(12, width, generator=drawn)
     scales = 10.0 ** torch.linspace(-44, 38, 8)[:, None]

@@ -40,8 +40,9 @@ def check_codec(
     encodes every row on its own, takes empty, odd and strided rows, changes nothing it is given, keeps
     gradients away, and lets no NaN or infinity pass for a number.
 
-    Rows go up to the largest value of their dtype. A NaN must decode to NaN; an infinity to NaN, an infinity, or a magnitude of 60,000 and more. What else of
-    such a row is lost is the codec's to state; other rows must not suffer.
+    Rows go up to the largest value of their dtype. A NaN must decode to NaN; an infinity to NaN, an infinity,
+    or a magnitude of 60,000 and more. What else of such a row is lost is the codec's to state; other rows
+    must not suffer.
 
     Raises ConformityError that says what does not hold, and on what input.
     """
