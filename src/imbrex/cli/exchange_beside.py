@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from imbrex.cli.exchange_parts import MAIN, Running
 from imbrex.cli.exchange_rows import Rows
+from imbrex.kernels.heap import SymmetricHeap
 from imbrex.observe.clock import microseconds_side_by_side
 
 SIDE, GEMMS, TURNS = 8192, 6, 5
@@ -24,7 +25,7 @@ Call = Callable[[], Any]
 
 
 def beside_gemm(rows: Rows, world: int) -> None:
-    """Six GEMMs alone, and beside exchanges on 4, 8 and 16 SMs that never pause."""
+    """Six GEMMs alone, and beside exchanges on 4, 8 and 16 SMs, and on the copy engines, that never pause."""
     running = Running(rows, replace(MAIN, W=world))
     left, right = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(left)
@@ -36,20 +37,44 @@ def beside_gemm(rows: Rows, world: int) -> None:
     case = {**running.job.case, "side": SIDE}
     alone = _slowest([_spans(gemms, None)[0] for _ in range(TURNS)])
     _note(rows, "alone", case, alone, alone)
+    calls: list[tuple[str, int, Call]] = [("copy engine", 0, copies(running, world))]
     for n in SMS:
-        kinds: dict[str, Call] = {
-            "push": partial(running.push, n, running.routed),
-            "pull": partial(running.pull, n, running.routed),
-            "combine": partial(running.combine_expert, n),
-        }
-        for name, call in kinds.items():
-            one = rows.clock(call).median_us
-            calls = max(2, round(LONGER * statistics.median(alone) / one))
-            pairs = [_spans(gemms, partial(_repeat, call, calls)) for _ in range(TURNS)]
-            gemm, other = (_slowest(list(times)) for times in zip(*pairs, strict=True))
-            slower = statistics.median(other) / calls / one
-            _note(rows, name, case, gemm, alone, num_sms=n, exchange_slowdown=round(slower, 3))
+        calls += [
+            ("push", n, partial(running.push, n, running.routed)),
+            ("pull", n, partial(running.pull, n, running.routed)),
+            ("combine", n, partial(running.combine_expert, n)),
+        ]
+    for name, n, call in calls:
+        one = rows.clock(call).median_us
+        times = max(2, round(LONGER * statistics.median(alone) / one))
+        pairs = [_spans(gemms, partial(_repeat, call, times)) for _ in range(TURNS)]
+        gemm, other = (_slowest(list(both)) for both in zip(*pairs, strict=True))
+        slower = statistics.median(other) / times / one
+        more = {"num_sms": n, "exchange_us": round(one, 1), "exchange_slowdown": round(slower, 3)}
+        _note(rows, name, case, gemm, alone, **more)
     running.close()
+
+
+def copies(running: Running, world: int) -> Call:
+    """As many bytes as the rows that cross, to each peer alike, by copy engines: no multiprocessor, but every
+    token whoever wants it, so this is what the link and the GEMM see of one, not a dispatch."""
+    heap, rank = running.exchange.heap, running.rows.rank
+    assert isinstance(heap, SymmetricHeap)
+    nbytes = running.rows.crossing // (world - 1) // 16 * 16
+    source = running.x.view(torch.uint8).view(-1)[:nbytes]
+    peers = [p for p in range(world) if p != rank]
+    targets = [heap.view(p, running.exchange.layout.received, nbytes) for p in peers]
+    streams = [torch.cuda.Stream() for _ in peers]
+
+    def call() -> None:
+        here = torch.cuda.current_stream()
+        for stream, target in zip(streams, targets, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            here.wait_stream(stream)
+
+    return call
 
 
 def _note(

@@ -13,6 +13,7 @@ from torch import Tensor
 from imbrex.cli.exchange_job import Job, check, draw, open_exchange, shape_of
 from imbrex.cli.exchange_rivals import AllToAll, GatherScatter
 from imbrex.cli.exchange_rows import Rows
+from imbrex.codec.fp8 import Fp8
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels.exchange import NvlinkExchange, Routed
 
@@ -37,7 +38,10 @@ class Running:
         return self.exchange.route(self.ids, self.weights, num_sms=n)
 
     def push(self, n: int, routed: Routed | None = None, *, quantise: bool = False) -> Tensor:
-        return self.exchange.push(self.x, routed or self.route(n), n, quantise=quantise)
+        """With `routed`, rows alone; else the whole call."""
+        if routed is not None:
+            return self.exchange.push(self.x, routed, n, quantise=quantise)
+        return self.exchange.dispatch(self.x, self.ids, self.weights, n, quantise=quantise)[0]
 
     def pull(self, n: int, routed: Routed | None = None) -> Tensor:
         return self.exchange.pull(self.x, routed or self.route(n), n, self.out)
@@ -95,6 +99,15 @@ def rivals(rows: Rows, job: Job) -> None:
     torch.cuda.empty_cache()
 
 
+def coded_rivals(rows: Rows, job: Job) -> None:
+    """NCCL carrying rows that were quantised before, which ours are not."""
+    x, ids, weights = draw(job, rows.rank)
+    coded = Fp8.e4m3().encode(x, x.dtype)
+    for rival in (AllToAll(job, rows.rank), GatherScatter(job, rows.rank)):
+        dispatch = partial(rival.dispatch, coded, ids, weights, False)
+        rows.time("dispatch", rival.name, "compact", dispatch, dtype="fp8", quantised="before")
+
+
 def push_ceiling(rows: Rows, world: int) -> float:
     """GB/s where every token goes to every rank: the push without anything to decide."""
     job = Job(T=8192, D=7168, K=world, E=world, W=world, slack=2.0)
@@ -121,6 +134,7 @@ def main_case(rows: Rows, world: int) -> None:
     running.kernels((4, 8, 16, 24))
     running.close()
     rivals(rows, job)
+    coded_rivals(rows, job)
 
 
 def sweep(rows: Rows, world: int) -> None:
