@@ -27,26 +27,22 @@ class Progress:
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
-                TextColumn("loss {task.fields[loss]:.3f}"),
-                TextColumn("{task.fields[tokens_per_s]:,.0f} tokens/s"),
+                TextColumn("{task.fields[so_far]}"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
             self._bar.start()
-            self._task = self._bar.add_task(
-                "", total=self._steps, completed=self._first, loss=float("nan"), tokens_per_s=0.0
-            )
+            self._task = self._bar.add_task("", total=self._steps, completed=self._first, so_far="")
         return self
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         done = record["step"] + 1
-        loss, speed = record["loss"], record["tokens_per_s"]
+        so_far = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, loss=loss, tokens_per_s=speed)
+            self._bar.update(self._task, completed=done, so_far=so_far)
         elif self._shown and (done == self._steps or done % max(1, self._steps // 10) == 0):
             left_s = (time.monotonic() - self._began) / (done - self._first) * (self._steps - done)
-            line = f"step {done}/{self._steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left_s:.0f} s to go"
-            print(line, file=sys.stderr, flush=True)
+            print(f"step {done}/{self._steps}  {so_far}  {left_s:.0f} s to go", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
