@@ -192,7 +192,6 @@ class Trainer:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
 
-
     def _square_experts(self) -> Tensor:
         layers = moe_layers(self.model)
         if not any(layer.placement.has_replicas for layer in layers):
