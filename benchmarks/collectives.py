@@ -29,9 +29,11 @@ from imbrex.crossings import Crossings
 from imbrex.placement import contiguous
 from imbrex.transport import AllToAll, Auto, Sequential
 from imbrex.transport.collective import Collective
+from imbrex.transport.nodes import Nodes
 
 QUESTION = "Which exchange is fastest between nodes?"
-NAMES = {"alltoall": "copy-per-rank", "hierarchical": "hierarchical-dedup"}
+NAMES = {"alltoall": ("copy-per-rank", "direct"), "hierarchical": ("hierarchical-dedup",)}
+"""In the result file; a copy for each rank by one all-to-all has two."""
 CHOICES = "copy-per-choice"
 OPS = ("dispatch", "combine", "move", "move_back")
 HALVES = ("move_inside", "move_across")
@@ -72,7 +74,7 @@ def measure(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.de
                 slowest = job.exchange.transport.exchange_counts(told).max(0).values
                 if number >= args.warm_up:
                     seconds[name].append(tuple(1e-9 * s for s in slowest.tolist()))
-    crossing = {name: bytes_of(args, name, group.size()) for name in jobs}
+    crossing = {name: bytes_of(args, job) for name, job in jobs.items()}
     predicted = predict(args, group)
     return report(args, seconds, crossing, predicted) if group.rank() == 0 else []
 
@@ -170,25 +172,30 @@ def now(x: Tensor) -> float:
     return time.perf_counter()
 
 
-def bytes_of(args: argparse.Namespace, name: str, world: int) -> tuple[float, float]:
-    """Mean bytes of rows one way: that a node sends to others, and that a rank would get, once each, with
-    those that stay."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """Mean bytes of rows one way: that a node sends inside and to other nodes, relayed rows included; and
+    that a rank is to get, once each, with those that stay."""
+
+    inside: float
+    across: float
+    wanted: float
+
+
+def bytes_of(args: argparse.Namespace, job: Job) -> Sent:
+    crossings, transport = job.exchange._crossings, job.exchange.transport
+    assert isinstance(crossings, Crossings)
+    traffic = crossings.make_plans([(job.x_TD, job.routing)])[0].traffic
+    rows_sent = getattr(transport, "rows_sent", None)
+    rows_W = traffic.splits_2W[0] if rows_sent is None else rows_sent(traffic, back=False)
+    world = len(rows_W)
+    nodes = Nodes.of(world)
+    told_2 = transport.exchange_counts(nodes.by_tier(rows_W, dist.get_rank())).double().sum(0)
     width = args.width * getattr(torch, args.dtype).itemsize
-    size = int(os.environ["LOCAL_WORLD_SIZE"])
-    across = wanted = 0
-    for rank in range(world):
-        target_TK = choices(args, rank) // (args.experts // world)
-        node_TK = target_TK // size
-        far_TK = node_TK != rank // size
-        hits_TW = torch.zeros(args.tokens, world).scatter_(1, target_TK, 1.0)
-        wanted += int(hits_TW.sum())
-        if name == CHOICES:
-            across += int(far_TK.sum())
-            continue
-        by_node = hits_TW.unflatten(1, (-1, size))
-        rows = by_node.amax(2) if name == "hierarchical" else by_node.sum(2)
-        across += int(rows.sum() - rows[:, rank // size].sum())
-    return across * width / (world // size), wanted * width / world
+    inside, across = (told_2 * width / nodes.num_nodes).tolist()
+    targets = [choices(args, rank) // (args.experts // world) for rank in range(world)]
+    wanted = sum(int(torch.zeros(args.tokens, world).scatter_(1, t, 1.0).sum()) for t in targets)
+    return Sent(inside=inside, across=across, wanted=wanted * width / world)
 
 
 def parse() -> argparse.Namespace:
@@ -211,7 +218,7 @@ def parse() -> argparse.Namespace:
 def report(
     args: argparse.Namespace,
     seconds: dict[str, list[tuple[float, ...]]],
-    crossing: dict[str, tuple[float, float]],
+    crossing: dict[str, Sent],
     predicted: dict[str, float],
 ) -> list[dict]:
     world, size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -220,27 +227,28 @@ def report(
     case |= {"dtype": args.dtype, "bytes": args.tokens * args.width * getattr(torch, args.dtype).itemsize}
     rows = []
     for name, rounds in seconds.items():
-        across, wanted = crossing[name]
+        sent = crossing[name]
         ops = OPS + HALVES[: len(rounds[0]) - len(OPS)]
         medians = dict(zip(ops, map(statistics.median, zip(*rounds, strict=True)), strict=True))
         said = ", ".join(f"{op} {1e3 * s:7.1f}" for op, s in medians.items())
         rates = {
             f"{op}_{what}_gbps": 1e-9 * amount / medians[op]
             for op in ("move", "move_back")
-            for what, amount in (("link", across), ("algorithm", wanted))
+            for what, amount in (("link", sent.across), ("algorithm", sent.wanted))
         }
+        said += f"; a node sends {1e-6 * sent.inside:.1f} MB inside, {1e-6 * sent.across:.1f} out"
         said += f", predicted {1e3 * predicted[name]:.1f}" if name in predicted else ""
         sys.stdout.write(f"{name:15} {said} ms; {', '.join(f'{k} {v:.3f}' for k, v in rates.items())}\n")
         for op in (*ops, "exchange"):
             times = [1e6 * (sum(r[:2]) if op == "exchange" else r[ops.index(op)]) for r in rounds]
             measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
-            both = {
-                k.removeprefix(f"{op}_"): v for k, v in rates.items() if k.split("_l")[0].split("_a")[0] == op
-            }
-            impl = NAMES.get(name, name)
-            if op in ("move", "move_back") and name in predicted:
-                both["predicted_us"] = 1e6 * predicted[name]
-            rows.append({"op": op, "impl": impl, "case": case, **measured, "n": len(times), **both})
+            more = {}
+            if op in ("move", "move_back"):
+                more = {what: rates[f"{op}_{what}"] for what in ("link_gbps", "algorithm_gbps")}
+                more |= {"inside_bytes": sent.inside, "across_bytes": sent.across}
+                more |= {"predicted_us": 1e6 * predicted[name]} if name in predicted else {}
+            for impl in NAMES.get(name, (name,)):
+                rows.append({"op": op, "impl": impl, "case": case, **measured, "n": len(times), **more})
     return rows
 
 

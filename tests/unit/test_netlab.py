@@ -125,6 +125,8 @@ def test_the_network_that_is_built() -> None:
         (["--inter", "fast", "--", "x.py"], "--inter 'fast' is not a rate; use e.g. 1gbit"),
         (["--nodes", "0", "--", "x.py"], "0 nodes of 2 ranks; use 1 to 64 nodes"),
         ([], "no command; give one after --"),
+        (["--gpus", "--nodes", "40", "--", "x.py"], "80 ranks want a GPU each, "),
+        (["--gpus", "--inter", "1gbit", "--", "x.py"], "limit namespaces; with --gpus leave them out"),
     ],
 )
 def test_what_cannot_be_built(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +134,25 @@ def test_what_cannot_be_built(words: list[str], says: str, capsys: pytest.Captur
         main(["netlab", "run", *words])
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_nodes_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """What every rank is told, without any GPU; and that ranks which do not end are ended."""
+    monkeypatch.setattr(netlab.torch.cuda, "device_count", lambda: 4)
+    tell = "import os; h=os.environ; print(*(h[k] for k in ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', "
+    tell += "'NCCL_HOSTID', 'CUDA_VISIBLE_DEVICES', 'LOCAL_GPU')))"
+    words = ["netlab", "run", "--gpus", "--nodes", "2", "--ranks-per-node", "2"]
+    assert main([*words, "--", sys.executable, "-c", tell]) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "0 0 2 netlab-0 0,1 0",
+        "1 1 2 netlab-0 0,1 1",
+        "2 0 2 netlab-1 2,3 0",
+        "3 1 2 netlab-1 2,3 1",
+    ]
+    begin = time.monotonic()
+    assert main([*words, "--timeout", "0.5", "--", "sleep", "60"]) == 124
+    assert time.monotonic() - begin < 10
+    assert "not done after 0.5 s" in capfd.readouterr().err
 
 
 def test_without_the_right_to_make_namespaces(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -3,6 +3,9 @@
 Every node is a network namespace with one link to a switch, which a token bucket limits in both directions.
 Nothing is attached to the host's network and there is no default route. It all lives in a mount and network
 namespace of one `unshare`d process: when that ends, however it ends, the kernel removes everything.
+
+With `--gpus` a node is some of this machine's GPUs, which NCCL takes for a host (`NCCL_HOSTID`): it sends
+between nodes over its sockets, at their rate, and inside as it does anyway.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
@@ -25,6 +31,12 @@ INSIDE = "IMBREX_NETLAB_INSIDE"
 RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
 SUBNET = "198.18.7"
 """Of the range for benchmarks, RFC 2544; it exists in the namespaces only."""
+MEETING = {
+    "MASTER_ADDR": f"{SUBNET}.1",
+    "MASTER_PORT": "29511",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "NCCL_SOCKET_IFNAME": "eth0",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser = actions.add_parser("run", help="start a command as every rank, with torchrun's environment")
     run_parser.add_argument("--nodes", type=int, default=2)
     run_parser.add_argument("--ranks-per-node", type=int, default=2)
-    run_parser.add_argument("--inter", default="1gbit", metavar="RATE", help="between nodes, as tc writes it")
-    run_parser.add_argument("--intra", default="none", metavar="RATE", help="inside a node; none is no limit")
+    run_parser.add_argument("--inter", metavar="RATE", help="between nodes, as tc writes it (1gbit)")
+    run_parser.add_argument("--intra", metavar="RATE", help="inside a node; none, the default, is no limit")
+    run_parser.add_argument("--gpus", action="store_true", help="nodes of GPUs, NCCL's sockets between them")
     run_parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="end everything after")
     run_parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
@@ -43,6 +56,10 @@ def run(args: argparse.Namespace) -> int:
     command = list(args.command)
     while command[:1] == ["--"]:
         command.pop(0)
+    if args.gpus:
+        check_gpus(args, command)
+        return _start(args, command, time.monotonic() + args.timeout)
+    args.inter, args.intra = args.inter or "1gbit", args.intra or "none"
     check(args, command)
     if os.environ.get(INSIDE) != "1":
         return _enter(args, command)
@@ -52,10 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace, command: list[str]) -> None:
     """Raise ValueError for what cannot be built."""
-    if not command:
-        raise ValueError("netlab: no command; give one after --, as in: netlab run -- train.py --steps 10")
-    if not 1 <= args.nodes <= 64 or args.ranks_per_node < 1:
-        raise ValueError(f"netlab: {args.nodes} nodes of {args.ranks_per_node} ranks; use 1 to 64 nodes")
+    _check_ranks(args, command)
     for name in ("inter", "intra"):
         rate = getattr(args, name)
         if rate != "none" and not RATE.fullmatch(rate):
@@ -63,6 +77,25 @@ def check(args: argparse.Namespace, command: list[str]) -> None:
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
         raise ValueError(f"netlab: {' and '.join(missing)} not found; install iproute2 and util-linux")
+
+
+def check_gpus(args: argparse.Namespace, command: list[str]) -> None:
+    """Raise ValueError where there are fewer GPUs than ranks, or rates that nobody would keep."""
+    _check_ranks(args, command)
+    if args.inter or args.intra:
+        raise ValueError("netlab: --inter and --intra limit namespaces; with --gpus leave them out")
+    wanted, there = args.nodes * args.ranks_per_node, torch.cuda.device_count()
+    if there < wanted:
+        raise ValueError(
+            f"netlab: {wanted} ranks want a GPU each, {there} are there; use fewer, or no --gpus"
+        )
+
+
+def _check_ranks(args: argparse.Namespace, command: list[str]) -> None:
+    if not command:
+        raise ValueError("netlab: no command; give one after --, as in: netlab run -- train.py --steps 10")
+    if not 1 <= args.nodes <= 64 or args.ranks_per_node < 1:
+        raise ValueError(f"netlab: {args.nodes} nodes of {args.ranks_per_node} ranks; use 1 to 64 nodes")
 
 
 def _enter(args: argparse.Namespace, command: list[str]) -> int:
@@ -147,20 +180,26 @@ def _run(*words: str) -> None:
         raise ValueError(f"netlab: `{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
 
 
-def _start(args: argparse.Namespace, command: list[str]) -> int:
+def _start(args: argparse.Namespace, command: list[str], until: float = float("inf")) -> int:
     """A process a rank, with the environment that torchrun would give it. When one fails, the others end.
 
     Not torchrun itself: after a failure its agents wait minutes for each other.
     """
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
-    processes = []
+    meeting = _gpu_meeting() if args.gpus else MEETING
+    waiting, worst = [], 0
     for rank in range(args.nodes * args.ranks_per_node):
         node, local = divmod(rank, args.ranks_per_node)
-        environment = rank_environment(args, rank, local, node)
-        processes.append(subprocess.Popen(["ip", "netns", "exec", f"n{node}", *command], env=environment))
-    worst, waiting = 0, list(processes)
+        environment = rank_environment(args, rank, local, node) | meeting
+        if args.gpus:
+            environment |= _gpus_of(args, node, local)
+        words = command if args.gpus else ["ip", "netns", "exec", f"n{node}", *command]
+        waiting.append(subprocess.Popen(words, env=environment, preexec_fn=_end_with_parent))
     while waiting:
+        if time.monotonic() > until:
+            print(f"imbrex: netlab: not done after {args.timeout:g} s", file=sys.stderr)
+            return _end(waiting)
         for process in list(waiting):
             try:
                 code = process.wait(0.1)
@@ -170,9 +209,14 @@ def _start(args: argparse.Namespace, command: list[str]) -> int:
             worst = max(worst, code if code >= 0 else 128 - code)
             if code:
                 time.sleep(GRACE_S)
-                for other in waiting:
-                    other.kill()
+                _end(waiting)
     return worst
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> int:
+    for process in processes:
+        process.kill()
+    return 124
 
 
 def rank_environment(args: argparse.Namespace, rank: int, local: int, node: int) -> dict[str, str]:
@@ -182,10 +226,19 @@ def rank_environment(args: argparse.Namespace, rank: int, local: int, node: int)
         "GROUP_RANK": node,
         "WORLD_SIZE": args.nodes * args.ranks_per_node,
         "LOCAL_WORLD_SIZE": args.ranks_per_node,
-        "MASTER_ADDR": f"{SUBNET}.1",
-        "MASTER_PORT": 29511,
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "NCCL_SOCKET_IFNAME": "eth0",
     }
     inherited = {name: value for name, value in os.environ.items() if name != INSIDE}
     return {"OMP_NUM_THREADS": "1"} | inherited | {name: str(value) for name, value in ours.items()}
+
+
+def _gpu_meeting() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
+def _gpus_of(args: argparse.Namespace, node: int, local: int) -> dict[str, str]:
+    """A node sees its own GPUs only, so that LOCAL_RANK numbers them."""
+    first = node * args.ranks_per_node
+    seen = ",".join(map(str, range(first, first + args.ranks_per_node)))
+    return {"NCCL_HOSTID": f"netlab-{node}", "CUDA_VISIBLE_DEVICES": seen, "LOCAL_GPU": str(local)}
