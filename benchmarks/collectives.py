@@ -236,9 +236,9 @@ def report(
             for op in ("move", "move_back")
             for what, amount in (("link", sent.across), ("algorithm", sent.wanted))
         }
+        said += f", predicted {1e3 * predicted[name]:.1f} ms" if name in predicted else " ms"
         said += f"; a node sends {1e-6 * sent.inside:.1f} MB inside, {1e-6 * sent.across:.1f} out"
-        said += f", predicted {1e3 * predicted[name]:.1f}" if name in predicted else ""
-        sys.stdout.write(f"{name:15} {said} ms; {', '.join(f'{k} {v:.3f}' for k, v in rates.items())}\n")
+        sys.stdout.write(f"{name:15} {said}; {', '.join(f'{k} {v:.3f}' for k, v in rates.items())}\n")
         for op in (*ops, "exchange"):
             times = [1e6 * (sum(r[:2]) if op == "exchange" else r[ops.index(op)]) for r in rounds]
             measured = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
