@@ -22,8 +22,8 @@ from imbrex.codec import make
 from imbrex.kernels import codec as kernels
 
 QUESTION = "How fast are rows written and read on a GPU?"
-NAMES = "int8 int8-128 fp8 fp8-e5m2 int4 nvfp4 zfp2d-8 zfp1d-8 zfp2d-4 zfp2d-16 bf16"
-WITH_RIVAL = ("int8", "int8-128", "fp8", "fp8-e5m2", "int4", "nvfp4")
+WITH_RIVAL = ("bf16", "fp16", "int8", "int8-128", "fp8", "fp8-e5m2", "int4", "nvfp4")
+NAMES = (*WITH_RIVAL, *(f"zfp{dimensions}d-{rate}" for dimensions in (1, 2) for rate in range(4, 17)))
 REPEATS = 20
 
 
@@ -105,7 +105,7 @@ def measure_copy() -> float:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--codecs", nargs="*", default=NAMES.split())
+    parser.add_argument("--codecs", nargs="*", default=NAMES)
     parser.add_argument("--widths", type=int, nargs="*", default=[7168, 2048, 1024])
     parser.add_argument("--megabytes", type=int, default=256, help="of the rows")
     parser.add_argument("--no-rivals", action="store_true")

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from imbrex.codec import make
+
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 WIDTH = 7168
+SHOWN_RATES = ("4", "8", "12", "16")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -21,17 +26,37 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def rates() -> str:
-    """A line per codec: share of a copy's rate by direction and dtype of the rows."""
+    """A line per codec: bytes of a row, bound, share of a copy's rate by direction and dtype."""
     share: dict[str, dict[tuple[str, str], float]] = {}
     for row in rows_of("codecs"):
         if row["impl"] == "imbrex" and row["case"]["D"] == WIDTH:
             share.setdefault(row["case"]["codec"], {})[row["op"], row["case"]["dtype"]] = row["share"]
     columns = [(op, dtype) for dtype in ("bfloat16", "float32") for op in ("encode", "decode")]
-    lines = ["| | " + " | ".join(f"{op}, {dtype}" for op, dtype in columns) + " |", "|---|---|---|---|---|"]
-    for codec, of in share.items():
-        cells = (f"{of[column]:.0%}" if column in of else "" for column in columns)
-        lines.append(f"| `{codec}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    head = ["", f"bytes of a row of {WIDTH}", "bound", *(f"{op}, {dtype}" for op, dtype in columns)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name, of in share.items():
+        if name.startswith("zfp") and name.split("-")[1] not in SHOWN_RATES:
+            continue
+        codec = make(name)
+        stated = [str(codec.nbytes(WIDTH, torch.bfloat16)), f"{codec.error_bound(1.0, torch.float32):.2g}"]
+        cells = [f"{of[column]:.0%}" if column in of else "" for column in columns]
+        lines.append(f"| `{name}` | " + " | ".join(stated + cells) + " |")
+    return "\n".join(lines) + "\n\n" + slowest(share)
+
+
+def slowest(share: dict[str, dict[tuple[str, str], float]]) -> str:
+    """Which of ZFP's rates is slowest, each way."""
+    found = []
+    for op in ("encode", "decode"):
+        of_op = [
+            (value, name, dtype)
+            for name, of in share.items()
+            for (way, dtype), value in of.items()
+            if way == op and name.startswith("zfp")
+        ]
+        value, name, dtype = min(of_op)
+        found.append(f"{op} {value:.0%} (`{name}`, {dtype})")
+    return f"The slowest of ZFP's 26 rates: {', '.join(found)}."
 
 
 def learning() -> str:

@@ -58,6 +58,24 @@ def test_truncation_is_biased_and_rounding_is_not() -> None:
         assert (error.mean(1) / step).mean().item() == pytest.approx(bias, abs=0.02)
 
 
+# How many of 256 values a NaN takes along.
+REACH = {
+    **dict.fromkeys(("identity", "bf16", "fp16"), 1),
+    **dict.fromkeys(("int8", "nvfp4", "int8-truncated"), 256),
+    **dict.fromkeys(("int8-128", "fp8", "fp8-e5m2"), 128),
+    **{"int4": 32, "zfp1d-8": 4, "zfp2d-8": 16},
+}
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_what_a_nan_and_an_infinity_take_along(name: str) -> None:
+    rows_ND = torch.randn(3, 256)
+    rows_ND[0, 5], rows_ND[1, 5] = torch.nan, -torch.inf
+    decoded_ND = make(name).decode(make(name).encode(rows_ND, torch.float32), 256, torch.float32)
+    infinities = {"identity": 1, "bf16": 0, "fp16": 0}.get(name, REACH[name])
+    assert (~decoded_ND.isfinite()).sum(1).tolist() == [REACH[name], infinities, 0]
+
+
 def test_nvfp4_values_by_hand() -> None:
     """A row whose scales are 1: amax 6 * 448 / 448 in one block. Ties go to the even code."""
     row = torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.3, 0, 2.4, -6, 1, 2, 3, 4.0]])
