@@ -333,14 +333,21 @@ def check_dispatch(
 
 
 def check_small(
-    case: Case, exchange: NvlinkExchange, device: torch.device | str = "cpu", sms: int = 2
+    case: Case,
+    exchange: NvlinkExchange,
+    device: torch.device | str = "cpu",
+    sms: int = 2,
+    *,
+    large: bool = False,
 ) -> None:
-    """Dispatch in one kernel and the combine of its rows: positions and bits of the two kernels."""
+    """Dispatch in one kernel, `large`: of any number of tokens, and the combine of its rows: positions and
+    bits of the two kernels.
+    """
     inputs = make_inputs(case, device)
     plans = make_plans(case, inputs)
-    rows, routed = exchange.dispatch_small(
-        inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W, balanced=case.balanced
-    )
+    dispatch = exchange.dispatch_expert if large else exchange.dispatch_small
+    given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
+    rows, routed = dispatch(*given, balanced=case.balanced)
     exchange.check(synchronize=True)
     check_positions(case, plans, routed)
     for me in range(case.ranks):

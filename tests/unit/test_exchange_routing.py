@@ -79,6 +79,17 @@ def test_rows_leave_while_routing_goes_on(name: str) -> None:
     check_exchange(case, exchange)  # calls of either kind follow each other
 
 
+@pytest.mark.parametrize(
+    "name", ["four ranks, ragged", "replicas and a spare", "long rows", "nothing at all"]
+)
+def test_tokens_are_staged_while_routing_goes_on(name: str) -> None:
+    case = replace(CASES[name], width=max(1024, CASES[name].width))
+    exchange = make_exchange(case, load=kernel.load, timeout=20.0)
+    for seed in range(2):
+        check_small(replace(case, seed=seed), exchange, sms=1 + seed, large=True)
+    check_exchange(case, exchange)
+
+
 @pytest.mark.parametrize("name", ["four ranks, ragged", "replicas and a spare", "two chunks", "one rank"])
 def test_small_dispatch(name: str) -> None:
     case = CASES[name]

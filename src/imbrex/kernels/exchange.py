@@ -5,7 +5,8 @@
     routed = exchange.route(ids_TK, weights_TK)
     rows_RD = exchange.pull(x_TD, routed)                     # expert-major rows, normal memory
     rows_MD = exchange.push(x_TD, routed)                     # or compact rows, a lease on the heap
-    # or both in one kernel, compact rows under way while routing goes on
+    # or routing and rows of either kind in one kernel
+    rows_RD, routed = exchange.dispatch_expert(x_TD, ids_TK, weights_TK)
     rows_MD, routed = exchange.dispatch(x_TD, ids_TK, weights_TK)
     y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
 
@@ -20,21 +21,25 @@ and every later call, raises `ExchangeError` on all of them, and the exchange is
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Placement
 from imbrex.kernels import exchange_layout as lay
-from imbrex.kernels import jit
-from imbrex.kernels.exchange_dispatch import Dispatch, dispatch_shape, push_args, push_shape
+from imbrex.kernels.exchange_base import ExchangeBase
+from imbrex.kernels.exchange_dispatch import (
+    Dispatch,
+    Expert,
+    dispatch_shape,
+    expert_shape,
+    pull_args,
+    push_args,
+    push_shape,
+)
 from imbrex.kernels.exchange_error import ExchangeError as ExchangeError
-from imbrex.kernels.exchange_error import raise_failure
 from imbrex.kernels.exchange_kernels import (
     DISPATCH,
+    EXPERT,
+    EXPERT_THREADS,
     GATHER,
     PULL,
     PULL_THREADS,
@@ -44,54 +49,13 @@ from imbrex.kernels.exchange_kernels import (
     ROUTE,
     ROUTE_THREADS,
     SMALL,
-    shipped_variants,
 )
-from imbrex.kernels.exchange_route import address_of, check_shape, route_args
-from imbrex.kernels.heap import Heap
-from imbrex.kernels.routed import Routed, Tables, empty_routed, placement_tables
+from imbrex.kernels.exchange_route import address_of, route_args
+from imbrex.kernels.routed import Routed, Tables, empty_routed
 
 
-class NvlinkExchange:
-    """One exchange over the ranks of one host.
-
-    make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
-    compact, expert: which layouts of rows to keep room for. timeout: seconds.
-    route_blocks: SMs that route; 8, or as many as `pull` has where there are expert-major rows only.
-    load: `jit.load`, or what stands in for it.
-    """
-
-    def __init__(
-        self,
-        make_heap: Callable[[int], Heap],
-        placement: Placement,
-        shape: lay.Shape,
-        *,
-        compact: bool = True,
-        expert: bool = True,
-        timeout: float = 60.0,
-        route_blocks: int | None = None,
-        load: Callable[..., Any] = jit.load,
-    ) -> None:
-        check_shape(placement, shape)
-        self.shape = shape
-        self.placement = placement
-        # where replicas may come to be, also those of placements that follow
-        self._room = max(placement.num_slots - placement.num_experts, 0)
-        self.layout = lay.layout(shape, compact=compact, expert=expert)
-        self.heap = make_heap(self.layout.nbytes)
-        self.device = self.heap.local.device
-        self.local_ranks = self.heap.local.shape[0]
-        self.timeout = timeout
-        self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
-        self._captured = False
-        variants = shipped_variants()
-        self._kernels = {variant: load(variant, self.device) for variant in variants}
-        wanted = route_blocks or (8 if compact else 24)
-        self.route_blocks, self._route_shared = lay.route_blocks(shape, wanted, self._room)
-        pinned = self.device.type == "cuda"
-        self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
-        self._tables = placement_tables(placement, self.device)
-        self._made_for = shape, placement, self._room
+class NvlinkExchange(ExchangeBase):
+    """One exchange over the ranks of one host; constructed as `ExchangeBase` says."""
 
     def route(
         self,
@@ -119,21 +83,6 @@ class NvlinkExchange:
         self._launch(ROUTE, "route", blocks, ROUTE_THREADS, shared, args)
         return routed
 
-    def _route_args(
-        self,
-        ids: Tensor,
-        weights: Tensor,
-        tokens: Tensor | None,
-        routed: Routed,
-        tally: Tensor | None,
-        tables: Tables | None,
-        *,
-        balanced: bool,
-    ) -> ctypes.Structure:
-        at = self.layout.ids, self.layout.counts, self.layout.tokens
-        made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
-        return route_args(*made, *given, tables or self._tables, balanced=balanced)
-
     def push(
         self,
         x: Tensor,
@@ -146,7 +95,7 @@ class NvlinkExchange:
         """Tokens to compact rows, in the heap: [L, token_capacity, D]; a lease until the next `push`.
 
         quantise: bf16 tokens cross as rows of the `fp8` codec, uint8 [L, token_capacity, D + D / 32], to the
-        bit what it encodes. D is a multiple of 512.
+        bit what it encodes; rows begin at multiples of 128 bytes. D is a multiple of 512.
         """
         block = push_shape(self._row_bytes(x), self.shape.ranks, quantise=quantise)
         buffer = self._next_buffer("push")
@@ -187,28 +136,53 @@ class NvlinkExchange:
 
     def _received(self, x: Tensor, buffer: int, *, quantise: bool) -> Tensor:
         width = x.shape[-1]
-        if quantise:
-            return self._rows(self.layout.received, buffer, lay.fp8_bytes(width), torch.uint8)
-        return self._rows(self.layout.received, buffer, width, x.dtype)
+        if not quantise:
+            return self._rows(self.layout.received, buffer, width, x.dtype)
+        rows = self._rows(self.layout.received, buffer, lay.fp8_pitch(width), torch.uint8)
+        return rows[..., : lay.fp8_bytes(width)]
 
     def pull(self, x: Tensor, routed: Routed, num_sms: int = 24, out: Tensor | None = None) -> Tensor:
         """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are
         not written.
         """
-        row_bytes = self._row_bytes(x)
-        stages, shared = lay.mover_shared(row_bytes, self.shape.choices)
-        buffer, lag = self._next_buffer("pull")
-        if out is None:
-            size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])
-            out = torch.empty(size, dtype=x.dtype, device=self.device)
-        args = lay.Pull(
-            *map(address_of, (x, out, routed.position_LWTK, routed.tokens_LW)),
-            *(self.layout.staged, self._buffer_bytes(self.shape.max_tokens)),
-            *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
-            *(routed.position_LWTK.shape[2], self.shape.choices, row_bytes, stages, buffer, lag),
-        )
+        self._row_bytes(x)
+        out = self._empty_rows(x) if out is None else out
+        args, shared = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
         self._launch(PULL, "pull", num_sms, PULL_THREADS, shared, args)
         return out
+
+    def dispatch_expert(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_sms: int = 24,
+        tokens: Tensor | None = None,
+        tally: Tensor | None = None,
+        tables: Tables | None = None,
+        *,
+        balanced: bool = False,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Routed]:
+        """`route` and `pull` in one kernel, tokens staged while routing goes on: expert-major rows and where.
+
+        Arguments as there. Two kernels where routing does not fit their shared memory.
+        """
+        place = expert_shape(self.shape, self._row_bytes(x), num_sms, self._room)
+        if place is None:
+            routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced)
+            return self.pull(x, routed, num_sms, out), routed
+        routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
+        route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
+        out = self._empty_rows(x) if out is None else out
+        pull, shared = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        self._calls["route"] += 1
+        self._launch(EXPERT, "pull", num_sms, EXPERT_THREADS, shared, Expert(route, pull, *place))
+        return out, routed
+
+    def _empty_rows(self, x: Tensor) -> Tensor:
+        size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])
+        return torch.empty(size, dtype=x.dtype, device=self.device)
 
     def dispatch_small(
         self,
@@ -228,9 +202,7 @@ class NvlinkExchange:
         """
         row_bytes, few = self._row_bytes(x), min(self.shape.max_tokens, lay.SMALL_TOKENS)
         routed = empty_routed(self.shape, self.local_ranks, self.device, few)
-        out = torch.empty(
-            (self.local_ranks, self.shape.row_capacity, x.shape[-1]), dtype=x.dtype, device=self.device
-        )
+        out = self._empty_rows(x)
         at = self.layout.small_ids, 0, self.layout.small_tokens
         made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
         args = lay.Small(
@@ -328,73 +300,3 @@ class NvlinkExchange:
     def _strides(self, x: Tensor | None, out: Tensor) -> tuple[int, int]:
         """Bytes between the ranks of this launch in `x` and in `out`."""
         return x[0].nbytes if x is not None and x.dim() == 3 else 0, out[0].nbytes if out.dim() == 3 else 0
-
-    def check(self, *, synchronize: bool = False) -> None:
-        """Raise `ExchangeError` if a call has failed; without `synchronize`, of those known to have ended."""
-        if synchronize and self.device.type == "cuda":
-            # host sync: asked for
-            torch.cuda.synchronize(self.device)
-        # on the host: pinned memory that the kernels write
-        raise_failure(self._status.tolist(), self.timeout)
-
-    def close(self) -> None:
-        """Free the heap; collective, unless the exchange has failed: then its peers may be gone."""
-        # on the host: pinned memory that the kernels write
-        failed = any(status[0] for status in self._status.tolist())
-        self.heap.close(together=not failed)
-
-    def _launch(
-        self,
-        variant: jit.Variant,
-        kind: str,
-        blocks: int,
-        threads: int,
-        shared: int,
-        args: ctypes.Structure,
-    ) -> None:
-        self.check()
-        if not 1 <= blocks <= lay.MAX_BLOCKS:
-            raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
-        self._calls[kind] += 1
-        heaps = (ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases)
-        group = lay.Group(
-            heaps,
-            int(self.timeout * 1e9),
-            self._status.data_ptr(),
-            self.layout.staged_flags,
-            self.layout.reduced_flags,
-            self.layout.flags,
-            self.shape.ranks,
-            self.heap.first,
-            blocks,
-        )
-        self._kernels[variant].launch(
-            grid=blocks * self.local_ranks, block=threads, args=[group, args], smem=shared
-        )
-
-    def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
-        """The buffer of the next call and how many calls ago it was last used; a captured call keeps its
-        buffer, so from the first capture on that may have been the call before."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:
-            self._captured = True
-        return self._calls[kind] % self.shape.buffers, 1 if self._captured else self.shape.buffers
-
-    def _buffer_bytes(self, rows: int) -> int:
-        return rows * self.shape.row_bytes
-
-    def _row_bytes(self, x: Tensor) -> int:
-        if not x.is_contiguous():
-            raise ValueError("exchange: the tokens must be contiguous")
-        nbytes = x.shape[-1] * x.element_size()
-        if nbytes % 16 or nbytes > self.shape.row_bytes:
-            raise ValueError(
-                f"exchange: rows of {nbytes} bytes; they must be a multiple of 16, at most "
-                f"{self.shape.row_bytes}: pad them"
-            )
-        return nbytes
-
-    def _rows(self, offset: int, buffer: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        rows = self.shape.token_capacity
-        start = offset + buffer * self._buffer_bytes(rows)
-        part = self.heap.local[:, start : start + rows * width * dtype.itemsize]
-        return part.view(dtype).view(self.local_ranks, rows, width)

@@ -12,6 +12,7 @@ from torch import Tensor
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels.exchange_kernels import BESIDE_THREADS, MOVER_THREADS
 from imbrex.kernels.exchange_route import address_of
+from imbrex.kernels.routed import Routed
 
 WINDOWS_BYTES = 640
 """Room for what a block knows of its windows of chunks."""
@@ -25,6 +26,14 @@ class Dispatch(ctypes.Structure):
         ("push", lay.Push),
         ("early_at", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("scratch_at", "early_from", "window")),
+    )
+
+
+class Expert(ctypes.Structure):
+    _fields_ = (
+        ("route", lay.Route),
+        ("pull", lay.Pull),
+        *((name, ctypes.c_int32) for name in ("scratch_at", "fine_at")),
     )
 
 
@@ -75,6 +84,18 @@ def dispatch_shape(shape: lay.Shape, row_bytes: int, blocks: int, *, quantise: b
     )
 
 
+def expert_shape(shape: lay.Shape, row_bytes: int, blocks: int, room: int) -> tuple[int, int] | None:
+    """Where routing keeps what it knows and the word after it, in the shared memory of a kernel that pulls
+    rows later; None where there is no room: then the two kernels are for it.
+    """
+    chunks = -(-shape.ranks * -(-shape.max_tokens // lay.CHUNK) // blocks)
+    stages, shared = lay.mover_shared(row_bytes, shape.choices)
+    scratch_at = shared - stages * (-(-row_bytes // 128) * 128)
+    if scratch_at % 16 + lay.route_shared(shape, chunks, room) + 32 > shared - scratch_at:
+        return None
+    return -(-scratch_at // 16) * 16, shared - 16
+
+
 def push_args(
     shape: lay.Shape,
     layout: lay.Layout,
@@ -96,3 +117,18 @@ def push_args(
         *(x.shape[-2], send_row.shape[1], row_bytes, wire_bytes, pitch),
         *(block.stages, block.quantisers, *buffer),
     )
+
+
+def pull_args(
+    shape: lay.Shape, layout: lay.Layout, x: Tensor, out: Tensor, routed: Routed, buffer: tuple[int, int]
+) -> tuple[Any, int]:
+    """And the shared memory of a block. buffer: as for `push_args`."""
+    row_bytes, most = x.shape[-1] * x.element_size(), routed.position_LWTK.shape[2]
+    stages, shared = lay.mover_shared(row_bytes, shape.choices)
+    args = lay.Pull(
+        *map(address_of, (x, out, routed.position_LWTK, routed.tokens_LW)),
+        *(layout.staged, shape.max_tokens * shape.row_bytes),
+        *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
+        *(most, shape.choices, row_bytes, stages, *buffer),
+    )
+    return args, shared

@@ -9,11 +9,13 @@ MOVER_THREADS = 96
 PULL_THREADS = MOVER_THREADS + 32 * 8
 REDUCE_THREADS = 32 * lay.REDUCE_WARPS
 ROUTE_THREADS = 1024
-BESIDE_THREADS = 256
+BESIDE_THREADS, BEFORE_THREADS = 256, 512
+"""That route in a kernel that pushes, and that pulls."""
+EXPERT_THREADS = PULL_THREADS + BEFORE_THREADS
 
 
 def shipped_variants() -> list[jit.Variant]:
-    return [ROUTE, *PUSH.values(), *DISPATCH.values(), PULL, SMALL, *REDUCE.values(), GATHER]
+    return [ROUTE, *PUSH.values(), *DISPATCH.values(), EXPERT, PULL, SMALL, *REDUCE.values(), GATHER]
 
 
 ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
@@ -30,6 +32,7 @@ DISPATCH = {
     for quantise, push in PUSH.items()
 }
 SMALL = jit.Variant(source="exchange_small.cu", entry="dispatch_small")
+EXPERT = jit.Variant(source="exchange_expert.cu", entry="dispatch_expert")
 PULL = jit.Variant(source="exchange_pull.cu", entry="pull_rows")
 REDUCE = {
     fp8: jit.Variant(source="exchange_reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))

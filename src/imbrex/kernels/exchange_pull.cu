@@ -10,22 +10,6 @@
 // rows 0 and 1 and stores its own token 0, straight from `x`, to row 2.
 #include "exchange_pull.cuh"
 
-constexpr int kPullThreads = kMoverThreads + 32 * kStagers;
-
-__device__ inline void list_all(const Call& call, const Ring& ring, const Pull& pull, const PullView& view) {
-    const Group& group = *call.group;
-    int most = 0;
-    for (int p = 0; p < group.ranks; ++p) most = max(most, view.tokens[p]);
-    u32 number = 0;
-    for (int g = call.block; g * view.per_group < most; g += group.blocks)
-        if (!list_pull(call, ring, pull, view, g, number++)) {
-            --number;
-            break;
-        }
-    open_segment(call, ring, number);
-    close_segment(ring, segment_of(ring, number), number, 0);
-}
-
 extern "C" __global__ void __launch_bounds__(kPullThreads, 1) pull_rows(const __grid_constant__ Group group,
                                                                         const __grid_constant__ Pull pull) {
     const Call call = begin_call(group, kPull);
@@ -37,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kPullThreads, 1) pull_rows(const __
         const PullView view = view_of(call, pull);
         if (warp == 2) {
             if (call.block == 0) tell_started(call, static_cast<int>(ptx::lane_id()));
-            list_all(call, ring, pull, view);
+            list_all(call, ring, pull, view, true);
         } else {
             stage_groups(call, pull, view, view.tokens[call.me]);
         }

@@ -5,6 +5,7 @@
 
 constexpr int kStagers = 8;       // warps
 constexpr int kStagersBarrier = 1;
+constexpr int kPullThreads = kMoverThreads + 32 * kStagers;
 
 struct Pull {
     const u8* x;          // [ranks of the launch, max_tokens, row_bytes]
@@ -95,4 +96,19 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
     if (!__all_sync(0xffffffffu, fine)) return false;
     close_segment(ring, segment, number, 32);
     return true;
+}
+
+// `fine`: positions are there.
+__device__ inline void list_all(const Call& call, const Ring& ring, const Pull& pull, const PullView& view, bool fine) {
+    const Group& group = *call.group;
+    int most = 0;
+    for (int p = 0; p < group.ranks && fine; ++p) most = max(most, view.tokens[p]);
+    u32 number = 0;
+    for (int g = call.block; g * view.per_group < most; g += group.blocks)
+        if (!list_pull(call, ring, pull, view, g, number++)) {
+            --number;
+            break;
+        }
+    open_segment(call, ring, number);
+    close_segment(ring, segment_of(ring, number), number, 0);
 }

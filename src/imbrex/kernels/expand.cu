@@ -2,7 +2,7 @@
 // row of each of its choices here. The own tokens come from `x`, as they are. A warp has 32 pieces of 16 values of one token.
 //
 // Example, 2 ranks, K = 1, on rank 1: recv_row [[0, -1], ..], position [[[3], [-1]], [[1], [-1]]]: received row 0 becomes row 3,
-// the own token 0 row 1.
+// the own token 0 row 1. Received rows begin every `pitch` bytes.
 #include "ptx_exchange.cuh"
 
 constexpr int kValues = 16;   // of a lane
@@ -39,9 +39,8 @@ __device__ __forceinline__ Sixteen read_plain(const u8* row, int piece) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     expand_fp8(const u8* received, const u8* x, const int* position, const int* recv_row, const int* tokens, int ranks, int me,
-               int max_tokens, int choices, int width, u8* rows, int blocks) {
+               int max_tokens, int choices, int width, int pitch, u8* rows, int blocks) {
     const int lane = static_cast<int>(ptx::lane_id()), pieces = width / kValues, parts = (pieces + 31) / 32;
-    const int wire_bytes = width + width / kScaled * 4;
     const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) / 32, stride = static_cast<i64>(blocks) * kThreads / 32;
     for (i64 work = first; work < static_cast<i64>(ranks) * max_tokens * parts; work += stride) {
         const int part = static_cast<int>(work % parts), source = static_cast<int>(work / parts / max_tokens);
@@ -58,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if (source == me)
                 values = read_plain(x + static_cast<i64>(token) * 2 * width, piece);
             else
-                values = read_coded(received + static_cast<i64>(row) * wire_bytes, width, piece);
+                values = read_coded(received + static_cast<i64>(row) * pitch, width, piece);
         }
         for (int k = 0; k < choices; ++k) {
             const int target = __shfl_sync(0xffffffffu, mine, k);

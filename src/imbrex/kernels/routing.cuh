@@ -158,7 +158,8 @@ __device__ inline void scan_chunks(const Scratch& s, const int* columns, int wid
 __device__ inline void balance(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks;
     const Tables tables{route.first_replica, route.replica_slots, route.rank_offsets, route.experts, s.owners, ranks};
-    split_choices(tables, s.flow, kRouteThreads, [&](int source, int expert) { return s.total[source * route.experts + expert]; });
+    const auto count = [&](int source, int expert) { return s.total[source * route.experts + expert]; };
+    split_choices(tables, s.flow, route_thread(), kRouteThreads, count, [] { route_sync(); });
     for (int i = route_thread(); i < *s.flow.several; i += kRouteThreads) s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
     route_sync();
 }

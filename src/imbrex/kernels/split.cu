@@ -24,7 +24,8 @@ extern "C" __global__ void __launch_bounds__(kSplitThreads, 1) split_counts(cons
     for (int x = thread; x < all; x += kSplitThreads) counts[x] = static_cast<int>(split.counts[x]);
     for (int x = thread; x < split.sources * split.slots; x += kSplitThreads) split.shares[x] = 0;
     __syncthreads();
-    split_choices(t, f, kSplitThreads, [&](int w, int e) { return counts[w * split.experts + e]; });
+    split_choices(
+        t, f, thread, kSplitThreads, [&](int w, int e) { return counts[w * split.experts + e]; }, [] { __syncthreads(); });
     for (int x = thread; x < all; x += kSplitThreads) {
         const int w = x / split.experts, e = x - w * split.experts, first = split.first_replica[e];
         if (split.first_replica[e + 1] - first == 1)

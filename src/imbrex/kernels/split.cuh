@@ -229,14 +229,13 @@ __device__ inline void assign_sources(const Tables& t, const Flow& f, int i, Cou
     }
 }
 
-// All threads of the block. `count(source, expert)`: choices. Fills `share`; ends with the block in step.
-template <class Count>
-__device__ inline void split_choices(const Tables& t, const Flow& f, int threads, Count count) {
-    const int thread = static_cast<int>(threadIdx.x);
+// Thread `thread` of `threads`, which meet in `sync()`. `count(source, expert)`: choices. Fills `share`; ends with them in step.
+template <class Count, class Sync>
+__device__ inline void split_choices(const Tables& t, const Flow& f, int thread, int threads, Count count, Sync sync) {
     for (int x = thread; x < t.ranks; x += threads) f.load[x] = 0;
     for (int x = thread; x < t.ranks * (t.ranks + 1); x += threads) f.between[x] = 0;
     if (thread < 32) list_several(t, f);
-    __syncthreads();
+    sync();
     for (int e = thread; e < t.experts; e += threads) {
         const int first = t.first_replica[e];
         if (t.first_replica[e + 1] - first != 1) continue;
@@ -245,9 +244,9 @@ __device__ inline void split_choices(const Tables& t, const Flow& f, int threads
         atomicAdd(&f.load[owner_of(t, t.replica_slots[first])], sum);
     }
     for (int i = thread; i < *f.several; i += threads) stay_home(t, f, i, count);
-    __syncthreads();
+    sync();
     if (thread < 32) even_out(t, f);
-    __syncthreads();
+    sync();
     for (int i = thread; i < *f.several; i += threads) assign_sources(t, f, i, count);
-    __syncthreads();
+    sync();
 }
