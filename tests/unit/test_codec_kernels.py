@@ -50,7 +50,7 @@ CASES = [
     ("bf16", F32, 192),
     ("fp16", BF16, 64),
     *[(f"zfp2d-{rate}", F32, 64) for rate in (4, 5, 8, 16)],
-    *[(f"zfp1d-{rate}", BF16, 64) for rate in (4, 7, 16)],
+    *[(f"zfp1d-{rate}", BF16, width) for rate, width in ((4, 64), (7, 192), (8, 64), (16, 192))],
 ]
 
 

@@ -63,7 +63,9 @@ REACH = {
     **dict.fromkeys(("identity", "bf16", "fp16"), 1),
     **dict.fromkeys(("int8", "nvfp4", "int8-truncated"), 256),
     **dict.fromkeys(("int8-128", "fp8", "fp8-e5m2"), 128),
-    **{"int4": 32, "zfp1d-8": 4, "zfp2d-8": 16},
+    "int4": 32,
+    "zfp1d-8": 4,
+    "zfp2d-8": 16,
 }
 
 
