@@ -14,6 +14,7 @@ from imbrex.kernels.exchange import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated.scenario import (
     Case,
+    check_dispatch,
     check_exchange,
     check_quantised,
     check_small,
@@ -65,6 +66,15 @@ def test_small_dispatch(name: str) -> None:
     exchange = make_exchange(case, "cuda", timeout=10.0)
     for seed in range(6):
         check_small(replace(case, seed=seed), exchange, "cuda", sms=2 + 3 * seed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_routing_beside_rows(name: str) -> None:
+    case = CASES[name]
+    exchange = make_exchange(case, "cuda", timeout=10.0)
+    for seed in range(4):
+        check_dispatch(replace(case, seed=seed), exchange, "cuda", sms=1 + 3 * seed)
+        check_small(replace(case, seed=seed), exchange, "cuda", sms=1 + 3 * seed, large=True)
 
 
 def test_many_calls_on_rotating_buffers() -> None:

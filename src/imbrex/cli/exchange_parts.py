@@ -44,7 +44,10 @@ class Running:
         return self.exchange.dispatch(self.x, self.ids, self.weights, n, quantise=quantise)[0]
 
     def pull(self, n: int, routed: Routed | None = None) -> Tensor:
-        return self.exchange.pull(self.x, routed or self.route(n), n, self.out)
+        """The same for expert-major rows."""
+        if routed is not None:
+            return self.exchange.pull(self.x, routed, n, self.out)
+        return self.exchange.dispatch_expert(self.x, self.ids, self.weights, n, out=self.out)[0]
 
     def combine_compact(self, n: int) -> Tensor:
         return self.exchange.combine_compact(self.x, self.routed, num_sms=n)
