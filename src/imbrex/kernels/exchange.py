@@ -244,6 +244,7 @@ class NvlinkExchange(ExchangeBase):
             raise ValueError(f"exchange: wire {wire!r} for {width} values; bf16, or fp8 for multiples of 256")
         self._next_buffer("combine")
         pieces = lay.combine_pieces(most)
+        shared, reducers = lay.reduce_shared(2 * width, wire, pieces)
         out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
         args = lay.Reduce(
             *map(address_of, (rows, addend, out, routed.position_LWTK)),
@@ -252,10 +253,9 @@ class NvlinkExchange(ExchangeBase):
             *(self.layout.partials, lay.partial_bytes(s), rows[0].nbytes),
             *self._strides(addend, out),
             *(most, s.choices, 2 * width, lay.wire_bytes(2 * width, wire)),
-            *(*pieces, out_dtype == torch.float32),
+            *(*pieces[:2], reducers, out_dtype == torch.float32),
         )
         variant = REDUCE[wire == "fp8"]
-        shared = lay.reduce_shared(2 * width, wire)
         self._launch(variant, "combine", num_sms, REDUCE_THREADS, shared, args)
         return out
 
@@ -279,7 +279,7 @@ class NvlinkExchange(ExchangeBase):
         """
         s, width = self.shape, own.shape[-1]
         buffer, _ = self._next_buffer("gather")
-        block = lay.gather_shape(2 * width, lay.gather_crews(2 * width))
+        block = lay.gather_shape(2 * width)
         out = self._empty_out(own.shape[-2], width, out_dtype)
         args = lay.Gather(
             *map(address_of, (own, addend, out, routed.send_row_LTW, routed.tokens_LW)),

@@ -13,10 +13,10 @@
 // Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
 #include "exchange_terms.cuh"
 
-constexpr int kMostGatherThreads = 32 * 20;
-constexpr int kWide = 2;          // columns of 16 bytes that a thread has of a piece
+constexpr int kMostGatherThreads = 512;
+constexpr int kWide = 4;          // columns of 16 bytes that a thread has of a piece, 512 bytes apart
 #ifndef ROWS_AT_ONCE
-#define ROWS_AT_ONCE 4
+#define ROWS_AT_ONCE 2
 #endif
 constexpr int kRowsAtOnce = ROWS_AT_ONCE;  // that a thread reads together
 constexpr int kBarrierBytes = 1024;
@@ -131,15 +131,6 @@ __device__ inline void load_rows(const Call& call, const Gather& gather, const C
     }
 }
 
-__device__ inline void store_sum(const Gather& gather, u8* out, i64 column, const float (&sum)[8]) {
-    if (gather.out_float) {
-        reinterpret_cast<float4*>(out)[2 * column] = {sum[0], sum[1], sum[2], sum[3]};
-        reinterpret_cast<float4*>(out)[2 * column + 1] = {sum[4], sum[5], sum[6], sum[7]};
-    } else {
-        reinterpret_cast<uint4*>(out)[column] = pack_eight(sum);
-    }
-}
-
 // This warp has read `rows` slots from `place` on.
 __device__ __forceinline__ void free_slots(const Gather& gather, const Crew& crew, Place place, int rows) {
     __syncwarp();
@@ -149,39 +140,65 @@ __device__ __forceinline__ void free_slots(const Gather& gather, const Crew& cre
     if (!EVERY_LANE_ARRIVES && static_cast<int>(ptx::lane_id()) < rows) ptx::mbarrier_arrive(crew.empty + 8 * mine);
 }
 
-// The next `rows` slots of the ring, in order. False on failure.
-__device__ __forceinline__ bool add_slots(const Call& call, const Gather& gather, const Crew& crew, Place& place, int rows, float (&sum)[kWide][8]) {
-    const int mine = 16 * (32 * (crew.warp - 1) + static_cast<int>(ptx::lane_id()));
+// The next `rows` slots of the ring, in order; `mine`: this thread's offset in a slot. False on failure. One copy of the wait: what
+// is on the way to an answer counts, each instruction of a warp takes some 5 cycles.
+__device__ __forceinline__ bool add_slots(const Call& call, const Gather& gather, const Crew& crew, Place& place, int rows, u32 mine, float (&sum)[kWide][8]) {
+#pragma unroll 1
     for (; rows > 0; rows -= kRowsAtOnce) {
-        uint4 value[kRowsAtOnce][kWide];
         const Place begin = place;
+        const int count = min(rows, kRowsAtOnce);
+        u32 from[kRowsAtOnce];
+#pragma unroll
+        for (int u = 0; u < kRowsAtOnce; ++u) {
+            from[u] = crew.ring + place.slot * crew.pitch + mine;
+            if (u < count) place.next(gather.slots);
+        }
+        Place waited = begin;
+#pragma unroll 1
+        for (int u = 0; u < count; ++u, waited.next(gather.slots))
+            if (!wait_stage(call, crew.full + 8 * waited.slot, waited.round & 1)) return false;
+        uint4 value[kRowsAtOnce][kWide];
 #pragma unroll
         for (int u = 0; u < kRowsAtOnce; ++u)
-            if (u < rows) {
-                if (!wait_stage(call, crew.full + 8 * place.slot, place.round & 1)) return false;
-                const u32 from = crew.ring + place.slot * crew.pitch;
+            if (u < count)
 #pragma unroll
-                for (int k = 0; k < kWide; ++k)  // a thread without a column reads another's
-                    value[u][k] = ptx::load_shared(from + min(mine + k * 512 * gather.adders, crew.pitch - 16));
-                place.next(gather.slots);
-            }
+                for (int k = 0; k < kWide; ++k) value[u][k] = ptx::load_shared(from[u] + 512 * k);
 #pragma unroll
         for (int u = 0; u < kRowsAtOnce; ++u)
-            if (u < rows)
+            if (u < count)
 #pragma unroll
                 for (int k = 0; k < kWide; ++k) add_eight(sum[k], value[u][k], 1.0f);
-        free_slots(gather, crew, begin, min(rows, kRowsAtOnce));
+        free_slots(gather, crew, begin, count);
     }
     return true;
 }
 
+// `to`: of this thread's first column; `left`: bytes of the piece from there on.
+__device__ __forceinline__ void store_sums(const Gather& gather, u8* to, int left, const float (&sum)[kWide][8]) {
+    if (gather.out_float) {
+        float4* wide = reinterpret_cast<float4*>(to);
+#pragma unroll
+        for (int k = 0; k < kWide; ++k)
+            if (512 * k < left) {
+                wide[64 * k] = {sum[k][0], sum[k][1], sum[k][2], sum[k][3]};
+                wide[64 * k + 1] = {sum[k][4], sum[k][5], sum[k][6], sum[k][7]};
+            }
+    } else {
+#pragma unroll
+        for (int k = 0; k < kWide; ++k)
+            if (512 * k < left) reinterpret_cast<uint4*>(to)[32 * k] = pack_eight(sum[k]);
+    }
+}
+
 __device__ inline void add_rows(const Call& call, const Gather& gather, const Crew& crew, int tokens) {
-    const int ranks = call.group->ranks, mine = 16 * (32 * (crew.warp - 1) + static_cast<int>(ptx::lane_id()));
-    u8* out = gather.out + call.local * gather.out_stride;
+    const int ranks = call.group->ranks, mine = 512 * kWide * (crew.warp - 1) + 16 * static_cast<int>(ptx::lane_id());
+    const int scale = gather.out_float ? 2 : 1;
+    const i64 row_bytes = static_cast<i64>(scale) * gather.row_bytes;
+    u8* out = gather.out + call.local * gather.out_stride + crew.first * row_bytes + scale * mine;
     int row = ask_batch(call, gather, crew, crew.first, tokens), left = 0;
     u32 wanted = 0;
     Place place = {0, 0};
-    for (int token = crew.first; token < tokens; token += crew.step) {
+    for (int token = crew.first; token < tokens; token += crew.step, out += crew.step * row_bytes) {
         if (left == 0) {
             left = 32 / ranks;
             wanted = __ballot_sync(0xffffffffu, row >= 0);
@@ -192,13 +209,8 @@ __device__ inline void add_rows(const Call& call, const Gather& gather, const Cr
         --left;
         for (int offset = 0; offset < gather.row_bytes; offset += gather.piece_bytes) {
             float sum[kWide][8] = {};
-            if (!add_slots(call, gather, crew, place, rows, sum)) return;
-#pragma unroll
-            for (int k = 0; k < kWide; ++k) {
-                const int byte = mine + k * 512 * gather.adders;
-                if (byte < gather.piece_bytes && offset + byte < gather.row_bytes)
-                    store_sum(gather, out, (static_cast<i64>(token) * gather.row_bytes + offset + byte) / 16, sum[k]);
-            }
+            if (!add_slots(call, gather, crew, place, rows, mine, sum)) return;
+            store_sums(gather, out + scale * offset, min(gather.piece_bytes, gather.row_bytes - offset) - mine, sum);
         }
     }
 }

@@ -280,9 +280,18 @@ SMALL_PARTS = 4
 REDUCE_WARPS = 16
 
 
-def reduce_shared(row_bytes: int, wire: str) -> int:
-    """Shared memory of the combine kernel: warps' terms, and the scales of rows that cross as fp8."""
-    return REDUCE_WARPS * (52 * (8 + 4) + (16 * _wire_steps(row_bytes) if wire == "fp8" else 0))
+def reduce_shared(row_bytes: int, wire: str, pieces: tuple[int, int, int]) -> tuple[int, int]:
+    """Shared memory of the combine kernel, and warps of a block that begin by reducing, of those of `pieces`.
+
+    Each warp lists its terms; where sums cross as fp8 it has the scales of a row, and, reducing, its bf16.
+    """
+    _, parts, reducers = pieces
+    listed, held = REDUCE_WARPS * 52 * (8 + 4), 0
+    if wire == "fp8":
+        listed += REDUCE_WARPS * 16 * _wire_steps(row_bytes)
+        held = 1024 * -(-_wire_steps(row_bytes) // parts)
+        reducers = min(reducers, (SHARED_BYTES - listed) // held)
+    return listed + reducers * held, reducers
 
 
 def _wire_steps(row_bytes: int) -> int:
@@ -305,7 +314,9 @@ def combine_pieces(max_tokens: int) -> tuple[int, int, int]:
     return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, 10)
 
 
-GATHER_WARPS = 20
+GATHER_WARPS = 16
+GATHER_COLUMNS = 2048
+"""Bytes of a piece that a warp adds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,18 +337,19 @@ class GatherShape:
 
     @property
     def shared(self) -> int:
-        return 1024 + self.crews * self.slots * -(-self.piece_bytes // 128) * 128
+        """Barriers, slots, and what the last warp reads behind the last slot."""
+        pitch = -(-self.piece_bytes // 128) * 128
+        behind = self.adders * GATHER_COLUMNS - pitch
+        return 1024 + self.crews * self.slots * pitch + behind
 
 
-def gather_crews(row_bytes: int) -> int:
-    """Few columns keep few warps busy: short rows are added by several crews."""
-    return 1 if row_bytes > 7 * 1024 else 2 if row_bytes > 4 * 1024 else 3
-
-
-def gather_shape(row_bytes: int, crews: int) -> GatherShape:
-    """Pieces are whole rows where a crew's warps suffice, else multiples of 128 bytes: others are slow."""
-    pieces = -(-row_bytes // (1024 * (GATHER_WARPS // crews - 1)))
+def gather_shape(row_bytes: int) -> GatherShape:
+    """Two crews or more, so that one adds while the other waits: measured. Pieces are whole rows, or multiples
+    of 128 bytes: others cross at half the rate.
+    """
+    pieces = -(-row_bytes // ((GATHER_WARPS // 2 - 1) * GATHER_COLUMNS))
     piece = row_bytes if pieces == 1 else -(-row_bytes // (128 * pieces)) * 128
-    pitch = -(-piece // 128) * 128
-    slots = min((SHARED_BYTES - 1024) // pitch, 64) // crews
-    return GatherShape(piece_bytes=piece, crews=crews, adders=-(-piece // 1024), slots=slots)
+    pitch, adders = -(-piece // 128) * 128, -(-piece // GATHER_COLUMNS)
+    crews = GATHER_WARPS // (1 + adders)
+    slots = min((SHARED_BYTES - 1024 - adders * GATHER_COLUMNS + pitch) // pitch, 64) // crews
+    return GatherShape(piece_bytes=piece, crews=crews, adders=adders, slots=slots)

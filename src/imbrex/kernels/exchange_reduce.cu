@@ -53,10 +53,15 @@ struct Piece {
 
 __device__ inline int groups_of(const Reduce& reduce, int tokens) { return (tokens + reduce.piece_tokens - 1) / reduce.piece_tokens; }
 
+// Columns that are drawn at once.
+__device__ inline int columns_of_part(const Reduce& reduce) {
+    const int unit = (WIRE_FP8 ? kStepColumns : 32), units = unit * reduce.parts;
+    return (reduce.row_bytes / 16 + units - 1) / units * unit;
+}
+
 __device__ inline Piece piece_of(const Reduce& reduce, const int* tokens, int source, u32 rest) {
     const u32 parts = reduce.parts;
-    constexpr int kUnit = WIRE_FP8 ? kStepColumns : 32;
-    const int columns = reduce.row_bytes / 16, wide = (columns + kUnit * reduce.parts - 1) / (kUnit * reduce.parts) * kUnit;
+    const int columns = reduce.row_bytes / 16, wide = columns_of_part(reduce);
     Piece piece;
     piece.source = source;
     piece.flag = static_cast<int>(rest);
@@ -90,8 +95,13 @@ __device__ inline int append_rows(const Call& call, const Reduce& reduce, Terms&
     return append(terms, count, row >= 0, reduce.rows + call.local * reduce.rows_stride + static_cast<i64>(row) * reduce.row_bytes, weight);
 }
 
-// `scales`: shared, of this warp, a float for every 128 values of a row that crosses as fp8.
-__device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Terms& terms, float* scales, const Piece& piece) {
+// Of this warp, for rows that cross as fp8: scales, and the sums as bf16 before they are encoded.
+struct Held {
+    float* scales;
+    u32 sums;
+};
+
+__device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Terms& terms, const Held& held, const Piece& piece) {
     const int columns = reduce.row_bytes / 16;
     const int* recv_row = reduce.recv_row + (static_cast<i64>(call.local) * call.group->ranks + piece.source) * reduce.max_tokens;
     for (int token = piece.first_token; token < piece.end_token; ++token) {
@@ -99,16 +109,17 @@ __device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Term
         const int count = append_rows(call, reduce, terms, 0, piece.source, token);
         u8* target = partial_at(call, reduce, piece.source, call.me, token);
         sum_columns<false>(terms, count, Coded{}, piece.first, piece.last, columns, [=](int column, const float (&sum)[kColumns][8]) {
-            const int mine = column + static_cast<int>(ptx::lane_id());
-            const bool second = mine + 32 < piece.last;
-            if (WIRE_FP8) {
-                if (column < piece.last) store_coded(target, scales, column, pack_eight(sum[0]), second ? pack_eight(sum[1]) : uint4{}, second);
-                return;
+#pragma unroll
+            for (int q = 0; q < kColumns; ++q) {
+                const int mine = column + 32 * q + static_cast<int>(ptx::lane_id());
+                if (mine >= piece.last) continue;
+                if (WIRE_FP8)
+                    ptx::store_shared(held.sums + 16 * (mine - piece.first), pack_eight(sum[q]));
+                else
+                    reinterpret_cast<uint4*>(target)[mine] = pack_eight(sum[q]);
             }
-            if (mine < piece.last) reinterpret_cast<uint4*>(target)[mine] = pack_eight(sum[0]);
-            if (second) reinterpret_cast<uint4*>(target)[mine + 32] = pack_eight(sum[1]);
         });
-        if (WIRE_FP8) store_scales(target, scales, piece.first, piece.last, columns);
+        if (WIRE_FP8) encode_columns(target, held.scales, held.sums, piece.first, piece.last, columns);
     }
     __syncwarp();
     if (ptx::lane_id() == 0) {
@@ -164,7 +175,10 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1) reduce_rows(c
     const Call call = begin_call(group, kCombine);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()), ranks = group.ranks;
     Terms& terms = reinterpret_cast<Terms*>(ptx::shared_memory())[warp];
-    float* scales = reinterpret_cast<float*>(ptx::shared_memory() + kReduceWarps * sizeof(Terms)) + warp * 4 * wire_steps(reduce.row_bytes / 16);
+    const int scales = 16 * wire_steps(reduce.row_bytes / 16), listed = static_cast<int>(kReduceWarps * sizeof(Terms));
+    u8* shared = ptx::shared_memory() + listed;
+    const Held held = {reinterpret_cast<float*>(shared + warp * scales),
+                       ptx::smem_u32(shared) + kReduceWarps * scales + warp * 16 * columns_of_part(reduce)};
     if (call.block == 0 && warp == 0) tell_started(call, lane);
     const int* tokens = reduce.tokens + call.local * ranks;
     u32* drawn = call.own->drawn[call.kind];
@@ -178,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1) reduce_rows(c
         fine = wait_credit(call, lane, 2);
         for (u32 i = fine ? draw(&drawn[0]) : reducing; i < reducing; i = draw(&drawn[0])) {
             const int source = call.me + 1 + static_cast<int>(i % others);
-            reduce_piece(call, reduce, terms, scales, piece_of(reduce, tokens, source < ranks ? source : source - ranks, i / others));
+            reduce_piece(call, reduce, terms, held, piece_of(reduce, tokens, source < ranks ? source : source - ranks, i / others));
         }
     }
     for (u32 i = fine ? draw(&drawn[1]) : adding; i < adding; i = draw(&drawn[1]))

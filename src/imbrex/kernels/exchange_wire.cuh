@@ -30,18 +30,43 @@ __device__ __forceinline__ void add_coded(float (&sum)[2][8], uint4 values, uint
     add_decoded(sum[1], values.z, values.w, __uint_as_float(upper ? scales.w : scales.y));
 }
 
-// One step: columns `column` + l and `column` + 32 + l of bf16, the second only where `both`. The maxima of both blocks go through one
-// word. `scales`: shared, of this row, kept until it is done.
-__device__ __forceinline__ void store_coded(u8* row, float* scales, int column, uint4 first, uint4 second, bool both) {
-    const u32 lane = ptx::lane_id(), a = larger_of_four(first), b = larger_of_four(second);
-    u32 amax = ptx::max_u16x2((a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
+// kSteps steps together, so that their chains of dependent instructions overlap. `held`: shared address of the bf16 of `column`.
+// The maxima of a step's two blocks go through one word. `scales`: shared, of this row, kept until it is done.
+template <int kSteps>
+__device__ __forceinline__ void encode_steps(u8* row, float* scales, u32 held, int column, int last) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    uint4 value[kSteps][2];
+    u32 amax[kSteps];
+    Divisor d[kSteps][2];
+    bool plain = true;
 #pragma unroll
-    for (int step = 1; step < 16; step *= 2) amax = ptx::max_u16x2(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-    const Divisor d = divisor_of(amax & 0xffffu), e = divisor_of(amax >> 16);
-    const bool plain = __all_sync(0xffffffffu, d.plain && (e.plain || !both));
-    const uint2 low = eight_values(first, d, plain), high = eight_values(second, e, plain);
-    reinterpret_cast<uint4*>(row + 8 * column)[lane] = {low.x, low.y, high.x, high.y};
-    if (lane % 16 == 0) *reinterpret_cast<float2*>(scales + column / 16 + lane / 8) = {d.scale, e.scale};
+    for (int i = 0; i < kSteps; ++i) {
+        u32 of[2];
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const int at = i * kStepColumns + 32 * q + lane;
+            value[i][q] = column + at < last ? ptx::load_shared(held + 16 * at) : uint4{0, 0, 0, 0};
+            of[q] = larger_of_four(value[i][q]);
+        }
+        amax[i] = ptx::max_u16x2((of[0] & 0xffffu) | of[1] << 16, of[0] >> 16 | (of[1] & 0xffff0000u));
+    }
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2)
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) amax[i] = ptx::max_u16x2(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], step));
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+        d[i][0] = divisor_of(amax[i] & 0xffffu);
+        d[i][1] = divisor_of(amax[i] >> 16);
+        plain &= d[i][0].plain && (d[i][1].plain || column + i * kStepColumns + 32 >= last);
+    }
+    plain = __all_sync(0xffffffffu, plain);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+        const uint2 low = eight_values(value[i][0], d[i][0], plain), high = eight_values(value[i][1], d[i][1], plain);
+        reinterpret_cast<uint4*>(row + 8 * column + 512 * i)[lane] = {low.x, low.y, high.x, high.y};
+        if (lane % 16 == 0) *reinterpret_cast<float2*>(scales + column / 16 + 4 * i + lane / 8) = {d[i][0].scale, d[i][1].scale};
+    }
 }
 
 // The scales of columns `first` to `last` of a row of `columns`: one store for 32 steps, where each alone would be a packet.
@@ -49,4 +74,13 @@ __device__ __forceinline__ void store_scales(u8* row, const float* scales, int f
     uint4* to = reinterpret_cast<uint4*>(row + 512 * wire_steps(columns));
     __syncwarp();
     for (int i = first / kStepColumns + static_cast<int>(ptx::lane_id()); i < wire_steps(last); i += 32) to[i] = reinterpret_cast<const uint4*>(scales)[i];
+}
+
+// Columns `first` to `last` of a row of `columns`; `held`: shared, the bf16 of these.
+__device__ inline void encode_columns(u8* row, float* scales, u32 held, int first, int last, int columns) {
+    int column = first;
+    for (; column + kStepColumns < last; column += 2 * kStepColumns) encode_steps<2>(row, scales, held + 16 * (column - first), column, last);
+    if (column < last) encode_steps<1>(row, scales, held + 16 * (column - first), column, last);
+    store_scales(row, scales, first, last, columns);
+    __syncwarp();  // before what is held is written again
 }
