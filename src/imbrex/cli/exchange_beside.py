@@ -14,6 +14,7 @@ import torch.distributed as dist
 from imbrex.cli.exchange_parts import MAIN, Running
 from imbrex.cli.exchange_rows import Rows
 from imbrex.kernels.heap import SymmetricHeap
+from imbrex.lanes import Lane
 from imbrex.observe.clock import microseconds_side_by_side
 
 SIDE, GEMMS, TURNS = 8192, 6, 5
@@ -64,15 +65,15 @@ def copies(running: Running, world: int) -> Call:
     source = running.x.view(torch.uint8).view(-1)[:nbytes]
     peers = [p for p in range(world) if p != rank]
     targets = [heap.view(p, running.exchange.layout.received, nbytes) for p in peers]
-    streams = [torch.cuda.Stream() for _ in peers]
+    lanes = [Lane(source.device) for _ in peers]
 
     def call() -> None:
-        here = torch.cuda.current_stream()
-        for stream, target in zip(streams, targets, strict=True):
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-            here.wait_stream(stream)
+        begun = [
+            lane.start(partial(target.copy_, source, non_blocking=True))
+            for lane, target in zip(lanes, targets, strict=True)
+        ]
+        for copy in begun:
+            copy.finish()
 
     return call
 
