@@ -34,7 +34,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 ROOM_OF = {
     file: room
     for room, files in {
-        "contracts": "tracing deferred",
+        "contracts": "tracing deferred given",
         "router": "gates losses capacity global_batch sparsemixer",
         "plan": "rows handshake",
         "ops": "grouped eager",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import cast
 
 import torch
@@ -24,6 +25,7 @@ from imbrex.contracts import Codec, Placement, Routing, Split, Strategy, Transpo
 from imbrex.exchange import Exchange
 from imbrex.experts import Activation, Experts, Shard, SharedExpert
 from imbrex.gates import Gate
+from imbrex.given import expect, piece
 from imbrex.global_batch import GlobalBatch
 from imbrex.losses import AuxLosses
 from imbrex.observe import Observer
@@ -61,8 +63,12 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"MoEConfig: {name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            expect(f"MoEConfig: {name}", value, (int,), "give a whole number")
+            if value < 1:
+                raise ValueError(f"MoEConfig: {name} is {value}; it must be at least 1")
+        expect("MoEConfig: gate", self.gate, (Gate,), "give an object, as in Gate(score='sigmoid')")
+        expect("MoEConfig: shared", self.shared, (SharedExperts, NoneType), "give SharedExperts(...)")
         self.gate.check(self.num_experts, self.top_k)
 
 
@@ -108,6 +114,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_given(losses=losses, placement=placement, balancer=balancer, dtype=dtype)
         self.config = config
         self.ranks = Ranks.of(group, tensor_parallel, data_group)
         self.placement = placement or contiguous(config.num_experts, self.ranks.expert_size)
@@ -186,7 +193,7 @@ class MoELayer(nn.Module):
 
     def _make_experts(self, experts: str | nn.Module, kind: dict) -> Experts:
         if isinstance(experts, nn.Module):
-            return cast("Experts", experts)
+            return cast("Experts", piece("experts", experts))
         config, ranks = self.config, self.ranks
         return Experts(
             self.placement.local(ranks.expert_rank),
@@ -242,3 +249,10 @@ class MoELayer(nn.Module):
         return f"expert_parallel={ranks.expert_size}, tensor_parallel={ranks.tensor_size}, " + ", ".join(
             f"{piece}={choice.split(':')[0]}" for piece, choice in self.reasons.items()
         )
+
+
+def _check_given(*, losses: object, placement: object, balancer: object, dtype: object) -> None:
+    expect("MoELayer: losses", losses, (AuxLosses, NoneType), "give AuxLosses(load_balance=...)")
+    expect("MoELayer: placement", placement, (Placement, NoneType), "make one with imbrex.placement")
+    expect("MoELayer: balancer", balancer, (OnlineBalancer, NoneType), "give an OnlineBalancer")
+    expect("MoELayer: dtype", dtype, (torch.dtype, NoneType), "give one of torch's, as torch.bfloat16")

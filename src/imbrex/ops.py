@@ -40,7 +40,7 @@ def owner_of(key: int) -> Any:
         return _live[key]
     except KeyError:
         raise RuntimeError(
-            "this exchange was closed or deleted while a result of it is still in use"
+            "this exchange was closed, or deleted while a result of it is still in use: make a new one"
         ) from None
 
 

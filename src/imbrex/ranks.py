@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import dataclass
+from types import NoneType
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import ops
+from imbrex.given import expect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +29,21 @@ class Ranks:
         group: dist.ProcessGroup | DeviceMesh | None, tensor_size: int, data_group: dist.ProcessGroup | None
     ) -> Ranks:
         """From what a user has. Raises ValueError where the group does not divide."""
+        expect(
+            "MoELayer: group",
+            group,
+            (dist.ProcessGroup, DeviceMesh, NoneType),
+            "give a process group, as torch.distributed.group.WORLD, or a DeviceMesh",
+        )
         if isinstance(group, DeviceMesh):
             group, tensor_size, data_group = _of_mesh(group, tensor_size, data_group)
+        if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            warnings.warn(
+                "MoELayer: group is None, so this process holds all experts and exchanges nothing, though a "
+                "launcher started several ranks: call torch.distributed.init_process_group() first, and pass "
+                "torch.distributed.group.WORLD, which is None before",
+                stacklevel=3,
+            )
         world = 1 if group is None else group.size()
         if tensor_size < 1 or world % tensor_size:
             raise ValueError(

@@ -118,6 +118,13 @@ class Drifting(Identity):
         return super().encode(rows_ND + 1e-3 * self.calls, dtype)
 
 
+class Contiguous(Identity):
+    """Reads bytes as if nothing were behind them."""
+
+    def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return encoded_NB.view(-1).view(dtype).view(-1, width)
+
+
 class HidesNaN(Int8):
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         return super().decode(encoded_NB, width, dtype).nan_to_num()
@@ -131,6 +138,7 @@ class HidesNaN(Int8):
         (Optimist(), "over the bound"),
         (Drifting(), "differently a second time"),
         (HidesNaN(), "NaN decoded as 0"),
+        (Contiguous(), "a strided view of the bytes: RuntimeError: view size is not compatible"),
     ],
     ids=lambda v: type(v).__name__,
 )

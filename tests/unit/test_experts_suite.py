@@ -63,6 +63,31 @@ class Forgets(Scale):
     applies_weights = True
 
 
+class Detaches(Scale):
+    def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
+        return dispatched.rows_RD * self.vector.detach()[self.slots(dispatched)]
+
+
+class WrongSlope(Scale):
+    """Forward as `Scale`, and a gradient of the rows that is one too large."""
+
+    def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
+        rows_RD = dispatched.rows_RD
+        return super().forward(dispatched) + rows_RD - rows_RD.detach()
+
+
+class Short(Scale):
+    """Leaves out the rows behind the counts."""
+
+    def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
+        return super().forward(dispatched)[: int(dispatched.counts_e.sum())]
+
+
+class Raises(Scale):
+    def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
+        return dispatched.rows_RD.view(7, 8)
+
+
 class Wide(Scale):
     def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
         return super().forward(dispatched).double()
@@ -80,6 +105,10 @@ def test_other_experts_pass(experts) -> None:
         (InPlace, "other bits a second time|were changed"),
         (Forgets, "depends on more than itself"),
         (Wide, "come out as torch.float64"),
+        (Detaches, r"ragged .*: the gradient of `vector` is wrong: 0 along a direction"),
+        (WrongSlope, "the gradient of the rows is wrong"),
+        (Short, r"rows, some not counted, leave as"),
+        (Raises, r"no rows \(counts \[0, 0, 0\]\): RuntimeError: shape '\[7, 8\]' is invalid"),
     ],
 )
 def test_experts_that_break_the_contract_are_found(experts, says: str) -> None:

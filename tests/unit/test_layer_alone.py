@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import imbrex
 from imbrex import ops
+from imbrex.codec.int8 import Int8
 from imbrex.experts import Experts, Shard
 from imbrex.placement import contiguous
 from imbrex.testing import dense
@@ -88,6 +89,36 @@ def test_the_layer_says_what_was_chosen() -> None:
     assert "transport=alltoall" in repr(make())
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"hidden_size": 8.5}, "MoEConfig: hidden_size is 8.5; give a whole number"),
+        ({"gate": "sigmoid"}, r"MoEConfig: gate is 'sigmoid'; give an object, as in Gate\(score='sigmoid'\)"),
+        ({"losses": 0.01}, r"MoELayer: losses is 0.01; give AuxLosses\(load_balance=...\)"),
+        ({"placement": [0, 1, 2, 3]}, "MoELayer: placement is .*; make one with imbrex.placement"),
+        ({"group": "world"}, r"MoELayer: group is 'world'; give a process group, as torch.distributed"),
+        ({"dtype": "bfloat16"}, "MoELayer: dtype is 'bfloat16'; give one of torch's, as torch.bfloat16"),
+        ({"codec": Int8}, r"codec: Int8 is a class; give an object, Int8\(...\)"),
+        ({"codec": 8}, "codec: 8 has no name, nbytes, encode, decode; give a name, or an object that keeps"),
+        ({"transport": object()}, "transport: a object has no name, replicated, broadcasts, device, exch"),
+        ({"schedule": 4}, "schedule: 4 has no name, run; give a name, or .* imbrex.contracts.Strategy"),
+        ({"experts": torch.nn.Linear(8, 8)}, "experts: a Linear has no applies_weights; give a name, or an"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_no_piece_is_refused_with_what_to_give(options, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make(**options)
+
+
+def test_ranks_that_forgot_to_make_a_group_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(
+        UserWarning, match=r"holds all experts .* call torch.distributed.init_process_group\(\)"
+    ):
+        make(group=torch.distributed.group.WORLD)
+
+
 def test_autocast_decides_the_dtype() -> None:
     layer = make()
     with torch.autocast("cpu", torch.bfloat16):
@@ -100,7 +131,7 @@ def test_an_exchange_that_is_gone_says_so() -> None:
     routing = imbrex.Routing(ids_TK=torch.tensor([[0], [1]]), weights_TK=torch.ones(2, 1))
     dispatched = exchange.dispatch(x, routing)
     exchange.close()
-    with pytest.raises(RuntimeError, match="closed or deleted while a result of it is still in use"):
+    with pytest.raises(RuntimeError, match=r"closed, or deleted while a result of it is .* make a new one"):
         exchange.combine(dispatched.rows_RD, dispatched.handle)
 
 

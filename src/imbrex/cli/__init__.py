@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _refuse(f"{message}; {self.prog} --help lists what there is")
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         found, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             flag = word.partition("=")[0]

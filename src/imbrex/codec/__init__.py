@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from imbrex import given
 from imbrex.codec.cast import Cast, Identity
 from imbrex.codec.fp8 import Fp8
 from imbrex.codec.int4 import Int4
@@ -44,9 +45,10 @@ def register(name: str, codec: Callable[[], Codec]) -> None:
 
 
 def make(codec: str | Codec) -> Codec:
-    """A codec by name, or the object itself. Raises ValueError that lists the names known."""
+    """A codec by name, or the object itself. Raises ValueError that lists the names known, or says what an
+    object lacks."""
     if not isinstance(codec, str):
-        return codec
+        return given.piece("codec", codec)
     if codec not in CODECS:
         known = [name for name in CODECS if not name.startswith("zfp")]
         raise ValueError(

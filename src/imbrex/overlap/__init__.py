@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from imbrex import given
 from imbrex.contracts import Strategy
 from imbrex.exchange import Exchange
 from imbrex.overlap.auto import Auto
@@ -35,9 +36,9 @@ whichever is predicted to end first, over an all-to-all in two levels."""
 
 def make(strategy: str | Strategy) -> Strategy:
     """A strategy by name, or the object itself. `optsche-4` is the scheduler `optsche` with 4 chunks; without
-    a number, 2. Raises ValueError that lists the names known."""
+    a number, 2. Raises ValueError that lists the names known, or says what an object lacks."""
     if not isinstance(strategy, str):
-        return strategy
+        return given.piece("schedule", strategy)
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]()
     match = re.fullmatch(r"(.+?)(?:-(\d+))?", strategy)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from imbrex.codec import make
 from imbrex.contracts import Codec
-from imbrex.testing.conformity import require
+from imbrex.testing.conformity import on, require
 from imbrex.testing.oracle import round_trip
 
 WIDTHS = (1, 2, 3, 5, 16, 31, 64, 130, 257)
@@ -55,12 +55,14 @@ def check_codec(
             for kind, rows_ND in _kinds(width, dtype, drawn):
                 rows_ND = rows_ND.to(device)
                 where = f"{codec.name} on {kind} rows of {width} {dtype} values"
-                decoded_ND = _check_bytes(codec, rows_ND, dtype, where)
-                share = max(share, _check_bound(codec, rows_ND, decoded_ND, dtype, where))
+                with on(where):
+                    decoded_ND = _check_bytes(codec, rows_ND, dtype, where)
+                    share = max(share, _check_bound(codec, rows_ND, decoded_ND, dtype, where))
                 if kind == "normal" and dtype == torch.float32:
                     norm = rows_ND.double().norm().item()
                     error = (decoded_ND.double() - rows_ND.double()).norm().item() / norm
-            _check_not_finite(codec, width, dtype, device)
+            with on(f"{codec.name} on rows of {width} {dtype} values with NaN and infinity"):
+                _check_not_finite(codec, width, dtype, device)
     width = widths[-1]
     nbytes = codec.nbytes(width, torch.float32)
     return CodecReport(
@@ -117,7 +119,8 @@ def _check_bytes(codec: Codec, rows_ND: Tensor, dtype: torch.dtype, where: str) 
     again = codec.decode(encoded[:, :].clone(), width, dtype)
     require(torch.equal(again, decoded), f"{where}: decoded differently a second time")
     behind = torch.cat([encoded, torch.full((num_rows, 3), 255, dtype=torch.uint8, device=encoded.device)], 1)
-    sliced = codec.decode(behind[:, :stated], width, dtype)
+    with on(f"{where}: a strided view of the bytes"):
+        sliced = codec.decode(behind[:, :stated], width, dtype)
     require(torch.equal(sliced, decoded), f"{where}: bytes with others behind them decode differently")
     return decoded
 

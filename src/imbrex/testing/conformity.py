@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ConformityError(AssertionError):
     """A piece does not keep its contract; the text says which part of it, and on what input."""
@@ -11,3 +14,16 @@ def require(holds: object, what: str) -> None:
     """Raise ConformityError unless `holds`."""
     if not holds:
         raise ConformityError(what)
+
+
+@contextmanager
+def on(where: str) -> Iterator[None]:
+    """What a piece raises inside becomes the cause of a ConformityError that says on what input."""
+    try:
+        yield
+    except ConformityError:
+        raise
+    except ValueError as error:
+        raise ConformityError(f"{where}: {error}") from error
+    except Exception as error:
+        raise ConformityError(f"{where}: {type(error).__name__}: {error}") from error

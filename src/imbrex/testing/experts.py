@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Dispatched, Experts, Handle
-from imbrex.testing.conformity import require
+from imbrex.given import piece
+from imbrex.testing.conformity import on, require
 
 
 def check_experts(
@@ -26,20 +27,24 @@ def check_experts(
     Rows come out in shape and dtype as they went in; a row's result depends on its slot and its values only,
     not on its place, its neighbours, how many there are or what lies behind the counted rows; slots without
     rows and no rows at all are fine; the same bits twice; nothing given changes; gradients reach the rows,
-    the weights where `applies_weights`, and every parameter, and are those of a function of single rows.
+    the weights where `applies_weights`, and every parameter, and are those of a function of single rows; in
+    float32 and float64 they are the slopes that differences of outputs have, within 5 %.
 
     tolerance: relative to the largest magnitude, where the order of sums may differ.
     Raises ConformityError that says what does not hold, and on what input.
     """
+    piece("experts", experts)
     require(isinstance(experts.applies_weights, bool), "`applies_weights` is not a bool")
     drawn = torch.Generator().manual_seed(seed)
     for name, counts in _layouts(num_slots):
         total = sum(counts)
         rows_RD = torch.randn(total, hidden_size, generator=drawn).to(dtype).to(device)
         weights_R = (torch.rand(total, generator=drawn) + 0.5).to(device)
-        _check_layout(
-            _Run(experts, device), f"{name} (counts {counts})", rows_RD, weights_R, counts, tolerance
-        )
+        run, where = _Run(experts, device), f"{name} (counts {counts})"
+        with on(where):
+            _check_layout(run, where, rows_RD, weights_R, counts, tolerance)
+            if name == "ragged" and dtype in (torch.float32, torch.float64):
+                _check_slopes(run, where, rows_RD, weights_R, counts, drawn)
 
 
 def _layouts(num_slots: int) -> Iterator[tuple[str, list[int]]]:
@@ -83,8 +88,12 @@ def _check_layout(
     )
     with torch.no_grad():
         weights = torch.cat([weights_R, weights_R.new_zeros(len(behind) - len(rows_RD))])
-        longer_RD = run(behind, weights, counts)[: len(rows_RD)]
-        close(longer_RD, out_RD, tolerance, f"{where}: rows behind the counts are read")
+        longer_RD = run(behind, weights, counts)
+        shape = list(longer_RD.shape)
+        require(
+            shape == list(behind.shape), f"{where}: {len(behind)} rows, some not counted, leave as {shape}"
+        )
+        close(longer_RD[: len(rows_RD)], out_RD, tolerance, f"{where}: rows behind the counts are read")
         _check_alone(run, where, rows_RD, weights_R, counts, out_RD, tolerance)
     _check_gradients(run, where, rows_RD, weights_R, counts, tolerance)
 
@@ -143,6 +152,44 @@ def _check_gradients(
         require(reaches, f"{where}: no gradient reaches the weights")
 
 
+def _check_slopes(
+    run: _Run,
+    where: str,
+    rows_RD: Tensor,
+    weights_R: Tensor,
+    counts: list[int],
+    drawn: torch.Generator,
+    step: float = 1e-2,
+) -> None:
+    """Along a random direction, a gradient is what the sum of outputs gains."""
+    named = [(n, p) for n, p in getattr(run.experts, "named_parameters", list)() if p.requires_grad]
+    ones_R = torch.ones(len(rows_RD), device=run.device)
+    found = _gradients(run, rows_RD, weights_R, counts, [p for _, p in named], ones_R)
+    given = [("the rows", rows_RD), ("the weights", weights_R), *((f"`{n}`", p) for n, p in named)]
+    with torch.no_grad():
+        parts_RD = run(rows_RD, weights_R, counts).double() * _direction(rows_RD)
+        noise = 3e-3 * parts_RD.norm().item()
+        for (name, value), gradient in zip(given, found, strict=True):
+            if value is weights_R and not run.experts.applies_weights:
+                continue
+            along = torch.randn(value.shape, generator=drawn).to(value)
+            kept, sums = value.clone(), []
+            for sign in (1, -1):
+                value.copy_(kept + sign * step * along)
+                sums.append((run(rows_RD, weights_R, counts).double() * _direction(rows_RD)).sum().item())
+            value.copy_(kept)
+            slope, said = (sums[0] - sums[1]) / (2 * step), (gradient.double() * along).sum().item()
+            require(
+                abs(slope - said) <= noise + 0.05 * abs(slope),
+                f"{where}: the gradient of {name} is wrong: {said:g} along a direction where outputs gain "
+                f"{slope:g}",
+            )
+
+
+def _direction(rows_RD: Tensor) -> Tensor:
+    return torch.cos(torch.arange(rows_RD.shape[1], device=rows_RD.device))
+
+
 def _gradients(run: _Run, rows_RD: Tensor, weights_R: Tensor, counts, parameters, scale_R: Tensor):
     rows_RD, weights_R = (
         rows_RD.detach().clone().requires_grad_(),
@@ -152,7 +199,7 @@ def _gradients(run: _Run, rows_RD: Tensor, weights_R: Tensor, counts, parameters
     wanted = [rows_RD, weights_R, *parameters]
     if not out_RD.requires_grad:
         return [torch.zeros_like(w) for w in wanted]
-    direction = torch.cos(torch.arange(out_RD.shape[1], device=run.device)) * scale_R[:, None]
+    direction = _direction(out_RD) * scale_R[:, None]
     found = torch.autograd.grad((out_RD.float() * direction).sum(), wanted, allow_unused=True)
     return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
 

@@ -17,7 +17,7 @@ from imbrex.overlap.pipelined import Pipelined, find
 from imbrex.overlap.schedulers import Scheduler
 from imbrex.overlap.tasks import check, tasks
 from imbrex.placement import contiguous
-from imbrex.testing.conformity import ConformityError, require
+from imbrex.testing.conformity import ConformityError, on, require
 from imbrex.testing.experts import close
 
 TOKENS = (7, 0, 4, 13)
@@ -53,7 +53,8 @@ def check_schedule(
         for tokens in (TOKENS, (1, 2), (0,)):
             found = ""
             try:
-                _check_numbers(strategy, group, tokens, tolerance, seed)
+                with on(f"{strategy.name}, {tokens} tokens by rank"):
+                    _check_numbers(strategy, group, tokens, tolerance, seed)
             except ConformityError as error:
                 found = str(error)
             _tell(group, found)
@@ -72,11 +73,9 @@ def _check_orders(scheduler: Scheduler, degree: int, seed: int) -> None:
     drawn = random.Random(seed)
     for _ in range(5):
         times = {task: drawn.random() for task in tasks(degree)}
-        order = scheduler(times)
-        try:
+        with on(f"{degree} chunks"):
+            order = scheduler(times)
             check(order, degree)
-        except ValueError as error:
-            raise ConformityError(f"{degree} chunks: {error}") from error
         again = scheduler(dict(reversed(times.items())))
         require(again == order, f"{degree} chunks: another order for the same times")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from imbrex import given
 from imbrex.contracts import Transport
 from imbrex.cost import Load
 from imbrex.transport.allgather import AllGather
@@ -70,7 +71,7 @@ def make(
     """
     automatic = Auto() if isinstance(transport, str) and transport == "auto" else transport
     if not isinstance(automatic, str | Auto):
-        return automatic, "given by the caller"
+        return given.piece("transport", automatic), "given by the caller"
     chosen = automatic if isinstance(automatic, Auto) else None
     name, reason = pick("auto" if chosen else str(transport), num_ranks=num_ranks, top_k=top_k)
     if chosen is None or group is None or dist.get_world_size(group) == 1:

@@ -1,0 +1,35 @@
+"""Whether what a caller gave is of the kind that was asked for; the sentence comes before it is used."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+Value = TypeVar("Value")
+PARTS = {
+    "codec": ("Codec", "name nbytes encode decode"),
+    "transport": ("Transport", "name replicated broadcasts device exchange_counts"),
+    "schedule": ("Strategy", "name run"),
+    "experts": ("Experts", "applies_weights"),
+}
+"""By the argument: the protocol in `imbrex.contracts`, and what no layer can do without."""
+
+
+def piece(argument: str, value: Value) -> Value:
+    """A piece of the caller's own, as it is. Raises ValueError for a class, and for what lacks a part."""
+    protocol, parts = PARTS[argument]
+    if isinstance(value, type):
+        raise ValueError(f"{argument}: {value.__name__} is a class; give an object, {value.__name__}(...)")
+    missing = [part for part in parts.split() if not hasattr(value, part)]
+    if missing:
+        what = repr(value) if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
+        raise ValueError(
+            f"{argument}: {what} has no {', '.join(missing)}; give a name, or an object that keeps "
+            f"imbrex.contracts.{protocol}"
+        )
+    return value
+
+
+def expect(what: str, value: object, kinds: tuple[type, ...], mend: str) -> None:
+    """Raise ValueError unless `value` is of one of `kinds`; the text ends in `mend`."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{what} is {value!r}; {mend}")
