@@ -2,7 +2,7 @@
 
 Dispatch routes on the device and pulls tokens straight into expert-major rows; combine sums a token's rows on
 each rank, and the sums at home. The gradient of combine pulls dy over the same routing, that of dispatch is a
-combine of dx; the gate weights' gradients, four bytes a choice, go home in one all-to-all of equal pieces.
+combine of dx, with which the gate weights' gradients go home, four bytes a choice.
 Rows have the worst-case size; how many there are stands in `counts_e`, and nothing reads past them.
 
 The kernels choose replicas in equal parts or by the loads of the batch. Any other split is computed on the
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import ops, plan
@@ -26,7 +25,8 @@ from imbrex.geometry import Geometry
 from imbrex.handshake import PROBLEMS, find_problem
 from imbrex.kernels.exchange import NvlinkExchange, Routed
 from imbrex.kernels.expand import expand_fp8
-from imbrex.kernels.gates import collect, spread
+from imbrex.kernels.experts_glue import weigh_rows
+from imbrex.kernels.gates import spread
 from imbrex.kernels.routed import Tables, placement_tables, write_tables
 from imbrex.observe import Observer
 from imbrex.placement import SPLITS, split_evenly
@@ -265,16 +265,11 @@ class NvlinkCrossings:
     ) -> tuple[Tensor, Tensor]:
         routed = read_state(state)
         with self.observer.span("dispatch_backward", layer=self.layer):
-            here_WTK = collect(d_weights_R, routed.position_LWTK[0])
-            home_WTK = torch.empty_like(here_WTK)
-            work = self.transport.start(
-                "dispatch_backward",
-                lambda: dist.all_to_all_single(home_WTK, here_WTK, group=self.transport.group, async_op=True),
-            )
             codec = self.wire.dispatch_backward
-            d_x_TD = self._combine(d_rows_RD, routed, None, num_tokens, codec, weighted=False)
-            self.transport.finish("dispatch_backward", work)
-            return d_x_TD, home_WTK.sum(0)[:num_tokens]
+            d_weights_TK = d_weights_R.new_empty(num_tokens, self.geometry.top_k)
+            values = d_weights_R.contiguous(), d_weights_TK
+            d_x_TD = self._combine(d_rows_RD, routed, None, num_tokens, codec, weighted=False, values=values)
+            return d_x_TD, d_weights_TK
 
     def dispatch_again(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         """The rows of an earlier dispatch, moved once more."""
@@ -306,10 +301,16 @@ class NvlinkCrossings:
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         with self.observer.span("combine_backward", layer=self.layer):
-            num_rows, codec = weights_R.shape[0], self.wire.combine_backward
-            d_y_RD = self._move_out(d_y_TD.contiguous(), read_state(state), num_rows, codec)
+            num_rows, codec, routed = weights_R.shape[0], self.wire.combine_backward, read_state(state)
+            d_y_RD = self._move_out(d_y_TD.contiguous(), routed, num_rows, codec)
             if rows_RD is None:
                 return d_y_RD, weights_R.new_empty(0)
+            if rows_RD.is_cuda:
+                d_rows_RD, d_weights_R = weigh_rows(
+                    d_y_RD, rows_RD.contiguous(), weights_R, routed.totals_L4[0, :1]
+                )
+                assert d_weights_R is not None
+                return d_rows_RD, d_weights_R
             d_weights_R = (rows_RD.float() * d_y_RD.float()).sum(1)
             return (d_y_RD.float() * weights_R[:, None]).to(DTYPE), d_weights_R
 
@@ -325,6 +326,7 @@ class NvlinkCrossings:
         codec: Codec,
         *,
         weighted: bool,
+        values: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         return self._kernels(routed).combine(
             rows_RD.contiguous()[None],
@@ -333,5 +335,6 @@ class NvlinkCrossings:
             addend=None if addend is None else addend.contiguous(),
             num_sms=self.transport.combine_sms,
             num_tokens=num_tokens,
+            values=values,
             wire="fp8" if _coded(codec) else "bf16",
         )

@@ -258,11 +258,33 @@ def check_combine(
     wires = ["bf16", "bf16"] + ["fp8"] * (case.width % 256 == 0)
     for weighted, wire in zip((True, False, True), wires, strict=False):
         dtype = torch.bfloat16 if weighted else torch.float32
-        y = exchange.combine(given, routed, weighted=weighted, num_sms=sms, wire=wire, out_dtype=dtype)
+        numbers = torch.randn(given.shape[:2], generator=torch.Generator().manual_seed(int(weighted)))
+        home = torch.full(inputs.weights_WTK.shape, float("nan"), device=given.device)
+        y = exchange.combine(
+            given,
+            routed,
+            weighted=weighted,
+            num_sms=sms,
+            wire=wire,
+            out_dtype=dtype,
+            values=(numbers.to(given.device), home),
+        )
         exchange.check(synchronize=True)
+        check_numbers(case, plans, numbers, home.cpu())
         want = combined(case, plans, inputs, outputs, weighted, wire).to(dtype)
         for me, tokens in enumerate(case.tokens):
             assert torch.equal(y.view(want.shape)[me, :tokens].cpu(), want[me, :tokens])
+
+
+def check_numbers(case: Case, plans: list[Plan], given_WR: Tensor, home_WTK: Tensor) -> None:
+    """Every choice has its row's number; where ranks share an expert, their sum in the order of the ranks."""
+    for home, plan in enumerate(plans):
+        want_TK = torch.zeros(plan.slot_TK.shape)
+        for rank in range(case.ranks):
+            low, high = case.slots_of(rank)
+            here_TK = (plan.slot_TK >= low) & (plan.slot_TK < high)
+            want_TK[here_TK] += given_WR[rank][plan.position_TK[here_TK]]
+        assert torch.equal(home_WTK[home, : case.tokens[home]], want_TK)
 
 
 def check_compact_combine(

@@ -11,7 +11,7 @@ import imbrex
 from imbrex.codec import make_wire
 from imbrex.crossings_nvlink import tell, unfit
 from imbrex.geometry import Geometry
-from imbrex.kernels.gates import collect, spread
+from imbrex.kernels.gates import spread
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 
 GOOD = Geometry(
@@ -63,7 +63,6 @@ def test_weights_stand_where_their_rows_are() -> None:
     weights_WTK = torch.tensor([[[0.5, 9.0]], [[9.0, 0.25]]])
     weights_R = spread(weights_WTK, position_WTK, 3)
     assert weights_R[[0, 2]].tolist() == [0.25, 0.5]
-    assert collect(weights_R, position_WTK).tolist() == [[[0.5, 0.0]], [[0.0, 0.25]]]
 
 
 def test_slots_stand_for_experts_where_the_caller_splits() -> None:

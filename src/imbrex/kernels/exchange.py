@@ -50,6 +50,7 @@ from imbrex.kernels.exchange_kernels import (
     ROUTE_THREADS,
     SMALL,
 )
+from imbrex.kernels.exchange_reduce import check_wire, reduce_args
 from imbrex.kernels.exchange_route import address_of, route_args
 from imbrex.kernels.routed import Routed, Tables, empty_routed
 
@@ -232,28 +233,28 @@ class NvlinkExchange(ExchangeBase):
         num_tokens: int | None = None,
         wire: str = "bf16",
         out_dtype: torch.dtype = torch.bfloat16,
+        values: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Expert-major bf16 rows [L, row_capacity, D] to [T, D] ([L, max_tokens, D] with virtual ranks).
 
         weighted: multiply by the gate weights. addend: bf16, shaped as the result, joins the sum last (the
         shared experts' output). wire: "bf16", or "fp8": a rank's sums cross as rows of the `fp8` codec; D is
-        then a multiple of 256. out_dtype: bfloat16 or float32.
+        then a multiple of 256. out_dtype: bfloat16 or float32. values: float32 numbers of the rows, [R] (or
+        [L, row_capacity]), and where those of every choice's row go, [T, K] (or [L, max_tokens, K]).
         """
-        s, width, most = self.shape, rows.shape[-1], routed.position_LWTK.shape[2]
-        if wire not in ("bf16", "fp8") or (wire == "fp8" and width % 256):
-            raise ValueError(f"exchange: wire {wire!r} for {width} values; bf16, or fp8 for multiples of 256")
+        width, most = rows.shape[-1], routed.position_LWTK.shape[2]
+        check_wire(wire, width)
         self._next_buffer("combine")
-        pieces = lay.combine_pieces(most)
-        shared, reducers = lay.reduce_shared(2 * width, wire, pieces)
         out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
-        args = lay.Reduce(
-            *map(address_of, (rows, addend, out, routed.position_LWTK)),
-            *map(address_of, (routed.weights_LWTK if weighted else None, routed.recv_row_LWT)),
-            *map(address_of, (routed.send_row_LTW, routed.tokens_LW)),
-            *(self.layout.partials, lay.partial_bytes(s), rows[0].nbytes),
-            *self._strides(addend, out),
-            *(most, s.choices, 2 * width, lay.wire_bytes(2 * width, wire)),
-            *(*pieces[:2], reducers, out_dtype == torch.float32),
+        tokens, parts, reducers = lay.combine_pieces(most)
+        shared, reducers = lay.reduce_shared(2 * width, wire, (tokens, parts, reducers))
+        args = reduce_args(
+            *(self.shape, self.layout, rows, addend, out, routed),
+            (rows[0].nbytes, *self._strides(addend, out)),
+            values,
+            pieces=(tokens, parts, reducers),
+            wire=wire,
+            weighted=weighted,
         )
         variant = REDUCE[wire == "fp8"]
         self._launch(variant, "combine", num_sms, REDUCE_THREADS, shared, args)

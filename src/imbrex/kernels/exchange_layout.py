@@ -13,6 +13,7 @@ What is where, in the heap of every rank (one symmetric allocation, sized once f
     staged          [buffers, T, row]                       this rank's tokens, pulled by peers
     reduced         [buffers, token capacity, row]          sums given by the caller, pulled by peers
     partials        [2, W - 1, T, row]                      sums of this rank's tokens, pushed by peers
+    values          float32 [2, W - 1, T, K]                numbers of its choices' rows, with the sums
     early           u64 [2, W, blocks, W], [2, T / 32, W]   tokens that every owner gets, with the epoch above
 
 Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
@@ -90,8 +91,8 @@ Pull = _struct(
 )
 Reduce = _struct(
     "Reduce",
-    "rows addend out position weights recv_row send_row tokens",
-    "partials_at buffer_bytes rows_stride x_stride out_stride",
+    "rows addend out position weights recv_row send_row tokens values values_out",
+    "values_at values_bytes partials_at buffer_bytes rows_stride x_stride out_stride",
     "max_tokens choices row_bytes wire_bytes piece_tokens parts reducers out_float",
 )
 Gather = _struct(
@@ -158,6 +159,7 @@ class Layout:
     small_tokens: int
     small_staged: int
     early: int
+    values: int
     nbytes: int
 
 
@@ -189,8 +191,14 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         small_tokens=take(4 * 2 * ranks),
         small_staged=take(2 * ranks * few * shape.row_bytes if expert else 0),
         early=take(16 * ranks * (MAX_BLOCKS * ranks + -(-tokens // SEGMENT)) if compact else 0),
+        values=take(2 * value_bytes(shape) if expert else 0),
         nbytes=at,
     )
+
+
+def value_bytes(shape: Shape) -> int:
+    """Of the numbers of rows that come with a combine's sums, without the own rank's."""
+    return 4 * (shape.ranks - 1) * shape.max_tokens * shape.choices
 
 
 def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> int:

@@ -3,8 +3,9 @@
 //
 // Every warp works alone. It draws a piece of work: some tokens of one home rank, or, once those are drawn and for some warps
 // from the start, some own tokens. Sums are written into the home's heap, at a place known from rank and token, and one
-// flag says that a piece is there. Reducing waits for no peer but the credit and is drawn in the order of the tokens; adding at home
-// waits for flags. So nobody waits in a circle, and the wire, the reducing and the adding overlap.
+// flag says that a piece is there; numbers of rows (gradients of gate weights) travel beside them. Reducing waits for no peer but
+// the credit and is drawn in the order of the tokens; adding at home waits for flags. So nobody waits in a circle, and the wire,
+// the reducing and the adding overlap.
 //
 // Example, 2 ranks: token 5 of rank 0 has rows r on rank 0 (weight .5) and s, t on rank 1 (weights .25, .25). Rank 1 writes
 // u = bf16(.25 t + .25 s) into rank 0's heap; rank 0 writes bf16(u + .5 r).
@@ -24,6 +25,10 @@ struct Reduce {
     const int* recv_row;   // [.., W, max_tokens]; at least 0 where a token of that rank has a row here
     const int* send_row;   // [.., max_tokens, W]; at least 0 where an own token has a row there
     const int* tokens;     // [.., W]
+    const float* values;   // [.., rows]: a number of every row that goes home as it is, or null
+    float* values_out;     // [.., tokens, K]: that of every choice's row; of its ranks, where several share an expert, the sum
+    i64 values_at;         // offset in a heap of the two buffers of numbers, [W - 1, max_tokens, K]
+    i64 values_bytes;
     i64 partials_at;       // offset in a heap of the two buffers of sums, [W - 1, max_tokens, wire_bytes]
     i64 buffer_bytes;
     i64 rows_stride;       // bytes between ranks of the launch
@@ -79,6 +84,29 @@ __device__ inline u8* partial_at(const Call& call, const Reduce& reduce, int hom
     return call.group->heap[home] + reduce.partials_at + (call.epoch & 1) * reduce.buffer_bytes + row * reduce.wire_bytes;
 }
 
+__device__ inline u32* value_at(const Call& call, const Reduce& reduce, int home, int from, int token) {
+    const int slot = from < home ? from : from - 1;
+    u8* buffer = call.group->heap[home] + reduce.values_at + (call.epoch & 1) * reduce.values_bytes;
+    return reinterpret_cast<u32*>(buffer) + (static_cast<i64>(slot) * reduce.max_tokens + token) * reduce.choices;
+}
+
+// The number of the row, here, of this lane's choice of a token; 0 without.
+__device__ inline float value_here(const Call& call, const Reduce& reduce, int source, int token) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    const i64 at = ((static_cast<i64>(call.local) * call.group->ranks + source) * reduce.max_tokens + token) * reduce.choices;
+    const int row = lane < reduce.choices ? reduce.position[at + lane] : -1;
+    return row < 0 ? 0.0f : reduce.values[call.local * (reduce.rows_stride / reduce.row_bytes) + row];
+}
+
+__device__ inline void send_values(const Call& call, const Reduce& reduce, const Piece& piece) {
+    const int lane = static_cast<int>(ptx::lane_id());
+#pragma unroll 1
+    for (int token = piece.first_token; token < piece.end_token; ++token) {
+        const float value = value_here(call, reduce, piece.source, token);
+        if (lane < reduce.choices) value_at(call, reduce, piece.source, call.me, token)[lane] = __float_as_uint(value);
+    }
+}
+
 __device__ inline u32 draw(u32* drawn) {
     int at = 0;
     if (ptx::lane_id() == 0) at = static_cast<int>(ptx::add_acq_rel_gpu(drawn, 1));
@@ -121,6 +149,7 @@ __device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Term
         });
         if (WIRE_FP8) encode_columns(target, held.scales, held.sums, piece.first, piece.last, columns);
     }
+    if (reduce.values && piece.first == 0) send_values(call, reduce, piece);
     __syncwarp();
     if (ptx::lane_id() == 0) {
         ptx::fence_sys();
@@ -140,6 +169,22 @@ __device__ inline int list_home(const Call& call, const Reduce& reduce, Terms& t
     coded.end = append(terms, coded.last, sent && lane > call.me, partial, 1.0f);
     if (!reduce.addend) return coded.end;
     return append(terms, coded.end, lane == 0, reduce.addend + call.local * reduce.x_stride + static_cast<i64>(token) * reduce.row_bytes, 1.0f);
+}
+
+// In the order of the ranks, like the rows.
+__device__ inline void add_values(const Call& call, const Reduce& reduce, int token) {
+    const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks;
+    const i64 at = static_cast<i64>(call.local) * reduce.max_tokens + token;
+    const bool any = lane < reduce.choices;
+    const float own = value_here(call, reduce, call.me, token);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int p = 0; p < ranks; ++p) {
+        const bool sent = p != call.me && reduce.send_row[at * ranks + p] >= 0;
+        sum += p == call.me ? own : sent && any ? __uint_as_float(ptx::load_relaxed_sys(value_at(call, reduce, call.me, p, token) + lane)) : 0.0f;
+    }
+    const i64 row_bytes = (reduce.out_float ? 2 : 1) * reduce.row_bytes;
+    if (any) reduce.values_out[(call.local * (reduce.out_stride / row_bytes) + token) * reduce.choices + lane] = sum;
 }
 
 __device__ inline bool add_piece(const Call& call, const Reduce& reduce, Terms& terms, const Piece& piece) {
@@ -167,6 +212,9 @@ __device__ inline bool add_piece(const Call& call, const Reduce& reduce, Terms& 
             }
         });
     }
+    if (reduce.values && piece.first == 0)
+#pragma unroll 1
+        for (int token = piece.first_token; token < piece.end_token; ++token) add_values(call, reduce, token);
     return true;
 }
 

@@ -1,5 +1,5 @@
-// The gate weights of expert-major rows, from where every choice's row is, and back. Four bytes a choice: one launch is all
-// they cost. position {2, -1, 0}, weights {.5, 9, .25}: rows {.25, unset, .5}; rows {1, 2, 3} collected: {3, 0, 1}.
+// The gate weights of expert-major rows, from where every choice's row is. Four bytes a choice: one launch is all they cost.
+// position {2, -1, 0}, weights {.5, 9, .25}: rows {.25, unset, .5}.
 #include "ptx.cuh"
 
 __device__ __forceinline__ int first() { return blockIdx.x * blockDim.x + threadIdx.x; }
@@ -10,13 +10,5 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = first(); i < choices; i += stride()) {
         const int row = position[i];
         if (row >= 0 && row < rows) weights_R[row] = weights[i];
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    collect_weights(const int* position, const float* weights_R, int choices, float* weights) {
-    for (int i = first(); i < choices; i += stride()) {
-        const int row = position[i];
-        weights[i] = row < 0 ? 0.f : weights_R[row];
     }
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from imbrex.kernels.jit import Kernel, Variant, load
 
 _THREADS, _BLOCKS = 256, 264
-KERNELS = ("spread_weights", "collect_weights")
+KERNELS = ("spread_weights",)
 
 
 def shipped_variants() -> list[Variant]:
@@ -35,15 +35,3 @@ def spread(weights: Tensor, position: Tensor, num_rows: int) -> Tensor:
         here = (position >= 0) & (position < num_rows)
         weights_R[position[here].long()] = weights[here]
     return weights_R
-
-
-def collect(weights_R: Tensor, position: Tensor) -> Tensor:
-    """The row's value of every choice, 0 where it has no row here: float32, shaped as `position`."""
-    weights = torch.empty(position.shape, device=weights_R.device)
-    if weights.is_cuda:
-        args = [position, weights_R.contiguous(), position.numel(), weights]
-        _kernel("collect_weights", weights.device).launch(grid=_BLOCKS, block=_THREADS, args=args)
-    else:
-        here = position >= 0
-        weights.zero_()[here] = weights_R[position[here].long()]
-    return weights
