@@ -214,16 +214,19 @@ def test_layers_that_are_alike_are_measured_once(pool: Pool) -> None:
     assert pool.run(2, run_alike) == [[1, 1, 2, 3]] * 2
 
 
-def test_a_measurement_leaves_no_gradients(pool: Pool) -> None:
-    assert torch.tensor(pool.run(2, run_measurement)).all()
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_measurement_leaves_no_gradients(pool: Pool, inference: bool) -> None:
+    assert torch.tensor(pool.run(2, run_measurement, inference)).all()
 
 
-def run_measurement(ranks: Ranks) -> bool:
+def run_measurement(ranks: Ranks, inference: bool) -> bool:
     case = Case(
-        config=SMALL, tokens=(16,), options={"transport": "alltoall", "schedule": Auto(degrees=(1, 2))}
+        config=SMALL,
+        tokens=(16 + inference,),
+        options={"transport": "alltoall", "schedule": Auto(degrees=(1, 2))},
     )
     layer = make_layer(case, ranks.group)
-    with torch.no_grad():
+    with torch.inference_mode() if inference else torch.no_grad():
         layer(tokens_of(case, ranks.rank))
     return all(p.grad is None for p in layer.parameters())
 

@@ -90,9 +90,12 @@ class Auto:
         known, key = self._known(exchange), self._key(x_TD, exchange, experts)
         # A rank that has it waits for one that has not.
         if not bool(gather(torch.tensor([int(key in known)])).min()):
-            plain = Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK.detach())
             settings = {"degrees": self.degrees, "scheduler": self.scheduler}
-            known[key] = measure(exchange, experts, x_TD.detach(), plain, parameters_of(experts), **settings)
+            # A backward is timed too, which tensors made for inference do not have.
+            with torch.inference_mode(False), torch.no_grad():
+                x_TD, weights_TK, ids_TK = (t.clone() for t in (x_TD, routing.weights_TK, routing.ids_TK))
+                plain = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+                known[key] = measure(exchange, experts, x_TD, plain, parameters_of(experts), **settings)
         if self.path is not None and exchange.geometry.rank == 0:
             known[key].save(self.path)
         return known[key]
