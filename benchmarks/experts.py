@@ -1,5 +1,7 @@
 """What do the experts of one rank cost? `make gpu-bench NAME=experts`, on one Hopper GPU.
 
+    make gpu-bench NAME=experts ARGS="--trace deepseek_v2_lite_routing.npz:law_ids:13"
+
 Forward, forward from unpermuted tokens, forward and backward, the grouped GEMMs alone and decode, for the
 published models on one of four ranks, beside torch, eager and compiled; all rows into one run.
 """
@@ -24,22 +26,24 @@ CASES = (
     [MODELS, "--rows=16384", SKEWS, "--ops=grouped_gemm", PAIR],
     [MODELS, "--rows=16384", SKEWS, "--ops=ffn_training", "--details", PAIR],
     [MODELS, "--rows=1024,4096,65536", "--skew=uniform", "--ops=grouped_gemm,ffn,ffn_unpermuted", PAIR],
-    [
-        "--model=qwen2-moe,deepseek-v3",
-        "--rows=16384",
-        "--skew=uniform",
-        "--ops=ffn,ffn_unpermuted,ffn_training",
-    ],
+    [MODELS, "--rows=16384", "--skew=uniform", "--ops=ffn,ffn_unpermuted,ffn_training", "--repeats=10"],
 )
 """The last one with torch compiled, whose compilation takes longer than all measurements."""
+RECORDED = "--ops=grouped_gemm,ffn,ffn_unpermuted,ffn_training"
 
 
 def main() -> None:
     """Rows are written after every case, so that a run that is cut short keeps what it has."""
+    own = argparse.ArgumentParser()
+    own.add_argument(
+        "--trace", metavar="FILE[:ARRAY[:LAYER]]", help="ids that a model's gate chose; adds its skew"
+    )
+    trace = own.parse_args().trace
+    recorded = [[MODELS, "--rows=16384", f"--skew=load:{trace}", RECORDED, PAIR]] if trace else []
     parser = argparse.ArgumentParser()
     bench_experts.add_arguments(parser)
     rows: list[dict[str, Any]] = []
-    for words in CASES:
+    for words in (*CASES[:-1], *recorded, CASES[-1]):
         rows += bench_experts.measure(parser.parse_args(words))
         run = describe_run(COMMAND, bench_experts.ceilings_of(rows))
         write_results(RESULTS, bench_experts.QUESTION, run, rows)

@@ -89,3 +89,13 @@ def test_a_trace_is_read_by_rank_and_wraps(tmp_path: Path) -> None:
 def test_a_wrong_skew_says_how_to_mend_it(skew: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make_routing(skew, MIXTRAL, 4)
+
+
+def test_recorded_load_fits_any_model(tmp_path: Path) -> None:
+    """Of 4 recorded experts with loads 4, 3, 2, 1 the first two: 4/7 and 3/7; a token takes either once."""
+    np.save(tmp_path / "ids.npy", np.repeat(np.arange(4), [4, 3, 2, 1]).reshape(5, 2))
+    two = Shape(hidden_size=8, intermediate_size=8, num_experts=2, top_k=1)
+    ids_TK = make_routing(f"load:{tmp_path / 'ids.npy'}", two, 20_000).ids_TK
+    torch.testing.assert_close(loads(ids_TK, 2), torch.tensor([4 / 7, 3 / 7]), atol=0.01, rtol=0)
+    with pytest.raises(ValueError, match="the trace has 4 experts"):
+        make_routing(f"load:{tmp_path / 'ids.npy'}", MIXTRAL, 10)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(MODELS)}, or all (deepseek-v3)",
     )
     add("--rows", default="16384", metavar="R,...", help="rows of this rank's experts together (16384)")
-    add("--skew", default="uniform", metavar="LAW,...", help="balanced, uniform, zipf:A, std:S or trace:FILE")
+    add("--skew", default="uniform", metavar="LAW,...", help="balanced, uniform, zipf:A, std:S or load:FILE")
     add("--ops", default="ffn", metavar="OP,...", help=f"{', '.join(timing.OPS)}, or all (ffn)")
     add("--impls", default=",".join(timing.IMPLS), metavar="NAME,...", help="who takes turns (all)")
     add("--ranks", type=int, default=4, metavar="W", help="ranks the experts are spread over (4)")
@@ -57,7 +57,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for model, count, skew in itertools.product(models, args.rows.split(","), args.skew.split(",")):
         shape = parse_shape(model)
-        case = {"model": model, "rows": int(count), "skew": skew, "ranks": args.ranks, "dtype": "bf16"}
+        case = {
+            "model": model,
+            "rows": int(count),
+            "skew": name_of(skew),
+            "ranks": args.ranks,
+            "dtype": "bf16",
+        }
         work = timing.make_work(shape, experts_of(shape, args.ranks), int(count), skew)
         for op in ops:
             rows = measure_op(op, work, case, args)
@@ -67,6 +73,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         gc.collect()
         torch.cuda.empty_cache()
     return found
+
+
+def name_of(skew: str) -> str:
+    """As results call it: a trace by its file, wherever that lies."""
+    kind, _, value = skew.partition(":")
+    return f"{kind}:{value.rpartition('/')[2]}" if kind in ("load", "trace") else skew
 
 
 def experts_of(shape: Shape, ranks: int) -> int:

@@ -17,7 +17,9 @@ def make_routing(skew: str, shape: Shape, num_tokens: int, *, rank: int = 0, see
 
     skew: `uniform`; `zipf:A`, the e-th most popular expert in proportion to e^-A; `std:S`, shares of the load
     with standard deviation S over the experts (Comet section 5.4: 0.032 is their production average);
-    `trace:FILE[:ARRAY[:LAYER]]`, ids [T, K] or [layers, T, K] of a `.npy` or `.npz`, repeated as needed.
+    `trace:FILE[:ARRAY[:LAYER]]`, ids [T, K] or [layers, T, K] of a `.npy` or `.npz`, repeated as needed;
+    `load:FILE[:ARRAY[:LAYER]]`, drawn at random with the shares that as many experts, the first ones, have in
+    such a trace, whatever its top-k.
     Weights are positive and sum to 1 per token, or the trace's where it has them.
     Raises ValueError for a skew that cannot be read or reached.
     """
@@ -49,8 +51,10 @@ def _shares(kind: str, value: str, skew: str, shape: Shape, generator: torch.Gen
     num_experts, most = shape.num_experts, 1 / shape.top_k
     if kind == "uniform" and not value:
         return torch.full((num_experts,), 1 / num_experts, dtype=torch.float64)
+    if kind == "load":
+        return _cap(_recorded_shares(value, num_experts), most)
     if kind not in ("zipf", "std"):
-        raise ValueError(f"--skew: {skew!r} is not known; use uniform, zipf:A, std:S or trace:FILE")
+        raise ValueError(f"--skew: {skew!r} is unknown; use uniform, zipf:A, std:S, trace:FILE or load:FILE")
     try:
         number = float(value)
     except ValueError:
@@ -95,15 +99,17 @@ def _random_weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator).softmax(1)
 
 
+def _recorded_shares(value: str, num_experts: int) -> Tensor:
+    ids, _ = _read_layer(value)
+    counts = torch.from_numpy(np.bincount(ids.flatten())[:num_experts].astype(np.float64))
+    if counts.numel() < num_experts or not counts.any():
+        raise ValueError(f"--skew: the trace has {counts.numel()} experts; choose a --model with no more")
+    return counts / counts.sum()
+
+
 def _from_trace(value: str, shape: Shape, num_tokens: int, rank: int, generator: torch.Generator) -> Routing:
-    path, array, layer = [*value.split(":"), "", ""][:3]
-    ids, weights = _read_trace(path, array)
-    if ids.ndim == 3:
-        layers = {str(i): i for i in range(ids.shape[0])} | {"": ids.shape[0] // 2}
-        if layer not in layers:
-            raise ValueError(f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {layer}")
-        at = layers[layer]
-        ids, weights = ids[at], None if weights is None else weights[at]
+    path = value.split(":")[0]
+    ids, weights = _read_layer(value)
     if ids.ndim != 2 or ids.shape[1] != shape.top_k or not ids.size or ids.max() >= shape.num_experts:
         raise ValueError(
             f"--skew: the trace {path} has ids {ids.shape} up to {ids.max() if ids.size else None} but the "
@@ -114,6 +120,19 @@ def _from_trace(value: str, shape: Shape, num_tokens: int, rank: int, generator:
     if weights is None:
         return Routing(ids_TK=ids_TK, weights_TK=_random_weights(ids_TK.shape, generator))
     return Routing(ids_TK=ids_TK, weights_TK=torch.from_numpy(weights[rows].astype(np.float32)))
+
+
+def _read_layer(value: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """ids [T, K] of `FILE[:ARRAY[:LAYER]]`, and weights where it has them."""
+    path, array, layer = [*value.split(":"), "", ""][:3]
+    ids, weights = _read_trace(path, array)
+    if ids.ndim != 3:
+        return ids, weights
+    layers = {str(i): i for i in range(ids.shape[0])} | {"": ids.shape[0] // 2}
+    if layer not in layers:
+        raise ValueError(f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {layer}")
+    at = layers[layer]
+    return ids[at], None if weights is None else weights[at]
 
 
 def _read_trace(path: str, array: str) -> tuple[np.ndarray, np.ndarray | None]:
