@@ -86,6 +86,7 @@ class Pipelined:
         label = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "scheduler")
         self.name = name or f"{label}-{degree}"
         self._agreed: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._orders: Orders | None = None
 
     def orders(self) -> Orders:
@@ -115,7 +116,7 @@ class Pipelined:
         if torch.compiler.is_compiling():
             return Serial().run(x_TD, routing, exchange, experts, addend)
         if not isinstance(crossings, Crossings):
-            warnings.warn(f"schedule: {self.name}: {WHOLE}; transport='alltoall' has chunks", stacklevel=2)
+            self._warn(exchange)
             return Serial().run(x_TD, routing, exchange, experts, addend)
         # The message of a layer that runs serially, so that one rank's wrong input is heard by all.
         crossings.handshake(x_TD, routing)
@@ -128,6 +129,11 @@ class Pipelined:
         parameters = tuple(parameters_of(experts))
         call = _Call(crossings=crossings, experts=experts, ids_TK=routing.ids_TK, orders=orders, sizes=sizes)
         return _Run.apply(call, x_TD, routing.weights_TK, added, *parameters)
+
+    def _warn(self, exchange: Exchange) -> None:
+        if exchange not in self._warned:
+            self._warned.add(exchange)
+            warnings.warn(f"schedule: {self.name}: {WHOLE}; transport='alltoall' has chunks", stacklevel=3)
 
     def _agree(self, exchange: Exchange) -> Orders:
         """The orders, compared once an exchange: ranks that start their moves in other orders would wait for
