@@ -29,8 +29,9 @@ from imbrex.given import expect, piece
 from imbrex.global_batch import GlobalBatch
 from imbrex.losses import AuxLosses
 from imbrex.observe import Observer
+from imbrex.overlap.schedulers import Scheduler
 from imbrex.placement import contiguous, split_evenly
-from imbrex.ranks import Ranks
+from imbrex.ranks import Ranks, refuse_ddp
 from imbrex.router import Router
 from imbrex.transport import Auto
 
@@ -101,7 +102,7 @@ class MoELayer(nn.Module):
         data_group: dist.ProcessGroup | None = None,
         transport: str | Transport | Auto = "auto",
         codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
-        schedule: str | Strategy = "serial",
+        schedule: str | Strategy | Scheduler = "serial",
         experts: str | nn.Module = "auto",
         losses: AuxLosses | None = None,
         placement: Placement | None = None,
@@ -239,6 +240,8 @@ class MoELayer(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.compiler.is_compiling():
             return x
+        if self.routing is None:
+            refuse_ddp(self.experts, self.ranks)
         wrong = self.exchange.problem_with(x)
         if wrong or (self.gate.is_collective and self.ranks.group is not None):
             self.exchange.check_in(x)

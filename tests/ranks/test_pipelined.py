@@ -249,6 +249,8 @@ def test_unknown_names() -> None:
         overlap.make("optimal")
     with pytest.raises(ValueError, match="'best' is not a scheduler; use one of sequential"):
         Pipelined("best")
+    made: Any = overlap.make(reversed_moves)
+    assert (made.name, made.degree) == ("reversed_moves-2", 2)
 
 
 def test_split_by_source() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import FunctionType
+from typing import cast
 
 from imbrex import given
 from imbrex.contracts import Strategy
 from imbrex.exchange import Exchange
 from imbrex.overlap.auto import Auto
 from imbrex.overlap.pipelined import Pipelined, split_by_source
-from imbrex.overlap.schedulers import SCHEDULERS, register
+from imbrex.overlap.schedulers import SCHEDULERS, Scheduler, register
 from imbrex.overlap.serial import Serial
 from imbrex.overlap.tasks import Kind, Order, Task, Times, makespan, tasks
 
@@ -34,11 +36,14 @@ chunks by source rank; Tutel takes every kind of task for all chunks before the 
 whichever is predicted to end first, over an all-to-all in two levels."""
 
 
-def make(strategy: str | Strategy) -> Strategy:
+def make(strategy: str | Strategy | Scheduler) -> Strategy:
     """A strategy by name, or the object itself. `optsche-4` is the scheduler `optsche` with 4 chunks; without
-    a number, 2. Raises ValueError that lists the names known, or says what an object lacks."""
+    a number, 2, as a scheduler's function has. Raises ValueError that lists the names known, or says what an
+    object lacks."""
+    if isinstance(strategy, FunctionType):
+        return Pipelined(strategy)
     if not isinstance(strategy, str):
-        return given.piece("schedule", strategy)
+        return given.piece("schedule", cast("Strategy", strategy))
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]()
     match = re.fullmatch(r"(.+?)(?:-(\d+))?", strategy)
