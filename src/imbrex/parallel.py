@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from imbrex import waiting
@@ -47,12 +49,29 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
     Collective over the groups of the layers. Gradients are rewritten in place.
     """
     layers = moe_layers(model)
+    if not layers:
+        warnings.warn("sync_gradients: the model has no MoELayer, so nothing is done", stacklevel=3)
+        return
+    _refuse_sharded(model, dense=dense)
     for layer in layers:
         _sync_experts(layer)
-    if dense and layers:
+    if dense:
         experts = {id(parameter) for parameter in expert_parameters(model)}
         shared = [p for p in model.parameters() if id(p) not in experts and p.requires_grad]
         _average(shared, layers[0])
+
+
+def _refuse_sharded(model: nn.Module, *, dense: bool) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in expert_parameters(model)):
+        raise ValueError(
+            "sync_gradients: FSDP shards the experts, which differ between ranks; give it "
+            "fully_shard(..., ignored_params=set(imbrex.expert_parameters(model)))"
+        )
+    if dense and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "sync_gradients: FSDP shards and averages the other parameters; call "
+            "sync_gradients(model, dense=False)"
+        )
 
 
 def num_token_ranks(layer: MoELayer) -> int:

@@ -9,7 +9,9 @@ from types import NoneType
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from imbrex import ops
 from imbrex.given import expect
@@ -90,6 +92,20 @@ class Ranks:
                 # host sync: once, at construction
                 drawn = ops.gather_over_ranks(drawn.to(device), group.group_name, group.size())[0].cpu()
         return int(drawn)
+
+
+def refuse_ddp(experts: nn.Module, ranks: Ranks) -> None:
+    """Inside a DistributedDataParallel that holds the experts too, raise ValueError: it has made those of all
+    ranks those of its first rank, and would average the gradients of different experts."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is None or ranks.size == 1:
+        return
+    held = {id(parameter) for parameter in getattr(wrapper, "_module_parameters", ())}
+    if any(id(parameter) in held for parameter in experts.parameters()):
+        raise ValueError(
+            "MoELayer: DistributedDataParallel wraps the experts, which differ between ranks; make the model "
+            "anew and call imbrex.ignore_in_ddp(model) before you wrap it"
+        )
 
 
 def _of_mesh(mesh: DeviceMesh, tensor_size: int, data_group: dist.ProcessGroup | None):

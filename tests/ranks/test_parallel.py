@@ -115,6 +115,41 @@ def test_wrappers_change_no_gradient(pool: Pool, kind: str) -> None:
             assert relative(ours[name], grad) < 1e-5, name
 
 
+def run_wrapped_whole(ranks: Ranks, case: Case, kind: str) -> str:
+    """What is said where a wrapper takes the experts for the same on every rank."""
+    model = Model(case, ranks.group)
+    run: nn.Module = model
+    if kind == "ddp":
+        run = DistributedDataParallel(model, process_group=ranks.group)
+    else:
+        ignored = set(imbrex.expert_parameters(model)) if kind == "fsdp, averaged twice" else None
+        fully_shard(model, mesh=DeviceMesh.from_group(ranks.group, "cpu"), ignored_params=ignored)
+    try:
+        run(tokens_of(case, ranks.rank)).sum().backward()
+        imbrex.sync_gradients(model)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "mend"),
+    [
+        ("ddp", "call imbrex.ignore_in_ddp(model) before you wrap it"),
+        ("fsdp", "fully_shard(..., ignored_params=set(imbrex.expert_parameters(model)))"),
+        ("fsdp, averaged twice", "call sync_gradients(model, dense=False)"),
+    ],
+)
+def test_a_wrapper_that_would_mix_experts_is_refused(pool: Pool, kind: str, mend: str) -> None:
+    for said in pool.run(2, run_wrapped_whole, Case(config=SMALL), kind):
+        assert said.endswith(mend)
+
+
+def test_a_model_without_experts_has_nothing_to_sync() -> None:
+    with pytest.warns(UserWarning, match="the model has no MoELayer, so nothing is done"):
+        imbrex.sync_gradients(nn.Linear(2, 2))
+
+
 def test_replicated_tokens_give_every_rank_the_whole_gate_gradient(pool: Pool) -> None:
     case = Case(config=SMALL, options={"transport": "allreduce"})
     first, *others = pool.run(4, run_layer, case)
