@@ -120,16 +120,18 @@ class OnlineBalancer:
         page = None if self._book is None else self._book.turn()
         for seat in self.seats:
             seat.end_iteration(page)
-        switched = self._conclude(void=training) if self._round else []
+        switched = self._conclude(void=training) if self._round and self._round.cast else []
         while training and self._round:
             self._vote(wait=True)
             switched += self._conclude(void=True)
-        if self._round is None and not self.stopped_because:
+        if self._round is not None:
+            self._vote(wait=False)
+        elif not self.stopped_because:
+            # Votes begin a step later: nobody has anything to say yet, and telling it costs the host.
             self._open(training)
-        if self._round:
-            self._vote(wait=training)
-            if training:
-                switched += self._conclude()
+        if training and self._round:
+            self._vote(wait=True)
+            switched += self._conclude()
         self.tally.add(iterations=1, seconds_exposed=time.perf_counter() - begin)
         if self._journal is not None:
             self._journal.add(self.seats, self.tally, switched)
@@ -138,9 +140,9 @@ class OnlineBalancer:
     def settle(self) -> None:
         """End the migration under way without using it. Collective. Call before weights are replaced."""
         while self._round:
-            self._conclude(void=True)
-            if self._round:
+            if not self._round.cast:
                 self._vote(wait=True)
+            self._conclude(void=True)
         if self._journal is not None:
             self._journal.write(wait=True)
 
@@ -258,11 +260,12 @@ class OnlineBalancer:
         if wait:
             self._round.future.exception()
         self._ballots.cast(int(self._round.vote), self._round.number, self._round.checksum)
+        self._round.cast = True
 
     def _conclude(self, *, void: bool = False) -> list[int]:
         """Read the votes cast last and do what they say. void: the migration may not be used."""
         assert self._round is not None
-        said = self._ballots.read()
+        said, self._round.cast = self._ballots.read(), False
         votes = [Vote(vote) for vote, _, _ in said]
         standing = self._round.standing
         if void or len({number for _, number, _ in said}) > 1:

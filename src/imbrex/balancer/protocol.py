@@ -6,7 +6,8 @@ A migration under way only reads live slots and writes staging memory that nobod
 
     open ──▶ every rank moves ──▶ votes, one all-gather a step ──▶ nobody is moving ──▶ switch, or drop
 
-A vote is read one step after it was cast, so that nobody waits for it. All ranks read the same votes and
+The first vote is cast a step after the opening, and a vote is read a step after it was cast, so that nobody
+waits for it. All ranks read the same votes and
 so switch inside the same `step`. As long as one rank moves, nobody writes: it may be reading, or be read.
 `tests/unit/test_balancer_protocol.py` walks through every order of events, with failures and deaths.
 """

@@ -27,10 +27,10 @@ class Migrated:
 
 
 class Round:
-    """An open migration: planned and moved by `future`, in the background."""
+    """An open migration: planned and moved by `future`, in the background. cast: votes are under way."""
 
     def __init__(self, number: int, future: Future[Migrated]) -> None:
-        self.number, self.future, self.standing = number, future, Standing()
+        self.number, self.future, self.standing, self.cast = number, future, Standing(), False
 
     @property
     def vote(self) -> Vote:
