@@ -73,14 +73,14 @@ __device__ __forceinline__ Call begin_call(const Group& group, Kind kind, int as
     call.blocks = group.blocks - aside;
     call.kind = kind;
     call.own = control_of(group, call.me);
-    call.epoch = ptx::load_acquire_gpu(&call.own->epoch[kind]) + 1;
+    call.epoch = ptx::load_relaxed_sys(&call.own->epoch[kind]) + 1;  // written by a kernel before
     return call;
 }
 
-// The last block of a rank to leave closes the epoch. All threads of the block.
-__device__ __forceinline__ void end_call(const Call& call) {
+// The last block of a rank to leave closes the epoch. All threads of the block, of which `thread` does it.
+__device__ __forceinline__ void end_call(const Call& call, u32 thread = 0) {
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == thread) {
         const u32 left = ptx::add_acq_rel_gpu(&call.own->tickets[call.kind], 1);
         if (left + 1 == static_cast<u32>(call.group->blocks)) {
             call.own->tickets[call.kind] = 0;

@@ -11,6 +11,7 @@
 // Example: as routing.cu, whose integers it gives, and exchange_push.cu, whose rows.
 #define ROUTE_FIRST (96 + 32 * 14 * QUANTISE)
 #define ROUTE_THREADS 256
+#define IN_FLIGHT (2 - QUANTISE)  // 25 warps have 72 registers a thread
 #include "exchange_push.cuh"
 #include "routing_early.cuh"
 #include "routing_windows.cuh"
@@ -64,5 +65,5 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1) dis
         push_listed(call, ring, dispatch.push);
     }
     end_call(call);
-    end_call(routing);
+    end_call(routing, 32);
 }

@@ -65,7 +65,7 @@ def dispatch_shape(shape: lay.Shape, row_bytes: int, blocks: int, *, quantise: b
     """None where rows and routing do not fit one block: then the two kernels are for it."""
     chunks = -(-shape.ranks * -(-shape.max_tokens // lay.CHUNK) // blocks)
     owners, segments = shape.ranks // shape.tensor, -(-shape.max_tokens // lay.SEGMENT)
-    early = 4 * (1 + shape.ranks * owners + -(-segments // blocks) * owners) + segments * owners
+    early = 4 * (1 + shape.ranks * owners + 2 * -(-segments // blocks) * owners) + segments * owners
     early = -(-early // 16) * 16
     window = min(chunks, 2 if quantise else MOST_WINDOW)
     besides = early + WINDOWS_BYTES + lay.route_shared(shape, chunks, 0, window)

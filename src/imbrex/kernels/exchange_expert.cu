@@ -51,5 +51,5 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1) dis
         stage_groups(call, pull, view_of(call, pull), expert.route.tokens ? expert.route.tokens[call.local] : expert.route.num_tokens);
     }
     end_call(call);
-    end_call(routing);
+    end_call(routing, 32);
 }

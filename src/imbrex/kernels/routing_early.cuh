@@ -11,9 +11,14 @@
 #include "routing.cuh"
 
 constexpr int kSegment = 32;
+#ifndef IN_FLIGHT
+#define IN_FLIGHT 2
+#endif
+constexpr int kAhead = IN_FLIGHT;  // segments whose ids a warp has in flight
 
 struct Early {
     u32* mask;   // [segments of the block, owners]: tokens that the owner gets
+    int* before; // the same: how many of the rank's earlier tokens
     int* total;  // [W, owners]: tokens of lower ranks that the owner gets
     int* fine;   // whether rows are known; one word
     u8* held;    // [segments of the rank, owners]: how many
@@ -31,7 +36,8 @@ __device__ inline Early carve_early(const Call& call, const Route& route, i64 at
     early.fine = reinterpret_cast<int*>(ptx::shared_memory() + from);
     early.total = early.fine + 1;
     early.mask = reinterpret_cast<u32*>(early.total + call.group->ranks * early.owners);
-    early.held = reinterpret_cast<u8*>(early.mask + mine * early.owners);
+    early.before = reinterpret_cast<int*>(early.mask + mine * early.owners);
+    early.held = reinterpret_cast<u8*>(early.before + mine * early.owners);
     return early;
 }
 
@@ -48,32 +54,54 @@ __device__ __forceinline__ u64* segment_word(const Call& call, const Early& earl
 
 __device__ __forceinline__ u64 counted(const Call& call, int count) { return static_cast<u64>(call.epoch) << 32 | static_cast<u32>(count); }
 
-// The owners that a token wants. Ids out of range are told later.
-__device__ __forceinline__ u32 owners_of(const Route& route, const Scratch& s, const i64* ids) {
-    u32 wanted = 0;
-    for (int k = 0; k < route.choices; k += kBatch) {
-        i64 id[kBatch];
+// The low words, which is what the choices are cut to everywhere.
+__device__ __forceinline__ void load_ids(int (&id)[kBatch], const i64* ids, int k, int choices) {
 #pragma unroll
-        for (int u = 0; u < kBatch; ++u) id[u] = ids[min(k + u, route.choices - 1)];
+    for (int u = 0; u < kBatch; ++u) id[u] = reinterpret_cast<const int*>(ids)[2 * min(k + u, choices - 1)];
+}
+
+// The owners that a token wants; `id`: its first choices. Ids out of range are told later.
+__device__ __forceinline__ u32 owners_of(const Route& route, const Scratch& s, const i64* ids, int (&id)[kBatch]) {
+    u32 wanted = 0;
+    for (int k = 0;;) {
 #pragma unroll
         for (int u = 0; u < kBatch; ++u)
             if (id[u] >= 0 && id[u] < route.experts) wanted |= 1u << (s.home[id[u]] >> 16);
+        if ((k += kBatch) >= route.choices) return wanted;
+        load_ids(id, ids, k, route.choices);
     }
-    return wanted;
 }
 
-// Masks of the block's segments, and its counts told.
+// Masks of the block's segments, and its counts told. A warp has the ids of kAhead segments in flight, the first while homes are looked up.
 __device__ inline void count_segments(const Call& call, const Route& route, const Scratch& s, const Early& early, int tokens) {
+    constexpr int kWarps = kRouteThreads / 32;
     const int warp = route_thread() / 32, lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks;
     const i64* ids = route.ids + static_cast<i64>(call.local) * route.max_tokens * route.choices;
-    for (int i = warp; call.block + i * call.blocks < early.segments; i += kRouteThreads / 32) {
-        const int segment = call.block + i * call.blocks, token = segment * kSegment + lane;
-        const u32 wanted = token < tokens ? owners_of(route, s, ids + static_cast<i64>(token) * route.choices) : 0;
+    int id[kAhead][kBatch];
+    const auto token_of = [&](int i) { return (call.block + i * call.blocks) * kSegment + lane; };
+    const auto fetch = [&](int i, int (&to)[kBatch]) {
+        if (token_of(i) < tokens) load_ids(to, ids + static_cast<i64>(token_of(i)) * route.choices, 0, route.choices);
+    };
+    const auto count = [&](int i, int (&of)[kBatch]) {
+        const int segment = call.block + i * call.blocks;
+        if (segment >= early.segments) return;
+        const u32 wanted = token_of(i) < tokens ? owners_of(route, s, ids + static_cast<i64>(token_of(i)) * route.choices, of) : 0;
         for (int o = 0; o < early.owners; ++o) {
             const u32 mask = __ballot_sync(0xffffffffu, wanted >> o & 1);
             if (lane != o) continue;
             early.mask[i * early.owners + o] = mask;
             ptx::store_relaxed_sys(segment_word(call, early, segment, o), counted(call, __popc(mask)));
+        }
+    };
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) fetch(warp + u * kWarps, id[u]);
+    find_homes(route, s);
+    route_sync();
+    for (int i = warp; call.block + i * call.blocks < early.segments; i += kAhead * kWarps) {
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+            count(i + u * kWarps, id[u]);
+            fetch(i + (u + kAhead) * kWarps, id[u]);
         }
     }
     route_sync();
@@ -113,18 +141,26 @@ __device__ inline bool take_counts(const Call& call, const Early& early) {
     return route_all(fine);
 }
 
-// Tokens of the rank before a segment that every owner gets: lane o has owner o's. All lanes of a warp.
-__device__ __forceinline__ int held_before(const Early& early, int segment) {
-    const int lane = static_cast<int>(ptx::lane_id());
-    int before = 0;
-    for (int o = 0; o < early.owners; ++o) {
+// Tokens of the rank before each of the block's segments that every owner gets. A warp an owner, a lane some segments in a row.
+__device__ inline void count_before(const Call& call, const Early& early) {
+    const int warp = route_thread() / 32, lane = static_cast<int>(ptx::lane_id()), each = (early.segments + 31) / 32;
+    for (int o = warp; o < early.owners; o += kRouteThreads / 32) {
+        const int first = lane * each, last = min(first + each, early.segments);
         int sum = 0;
 #pragma unroll 4
-        for (int j = lane; j < segment; j += 32) sum += early.held[j * early.owners + o];
-        for (int step = 16; step; step /= 2) sum += static_cast<int>(__shfl_xor_sync(0xffffffffu, static_cast<u32>(sum), step));
-        if (lane == o) before = sum;
+        for (int j = first; j < last; ++j) sum += early.held[j * early.owners + o];
+        int before = 0;  // of lower lanes: a lane adds what each lower bit's half of the warp below it holds
+        for (int step = 1, all = sum; step < 32; step *= 2) {
+            const int other = static_cast<int>(__shfl_xor_sync(0xffffffffu, static_cast<u32>(all), step));
+            if (lane & step) before += other;
+            all += other;
+        }
+        for (int j = first; j < last; ++j) {
+            if (j % call.blocks == call.block) early.before[j / call.blocks * early.owners + o] = before;
+            before += early.held[j * early.owners + o];
+        }
     }
-    return before;
+    route_sync();
 }
 
 // Rows of the block's segments at every rank.
@@ -135,11 +171,9 @@ __device__ inline void write_sent(const Call& call, const Route& route, const Ea
     for (int q = 0; q < call.me && lane < ranks; ++q) lower += q == lane ? 0 : early.total[q * owners + lane / route.tensor];
     for (int i = warp; call.block + i * call.blocks < early.segments; i += kRouteThreads / 32) {
         const int segment = call.block + i * call.blocks, token = segment * kSegment + lane;
-        const int before = held_before(early, segment);
         for (int p = 0; p < ranks; ++p) {
             const u32 mask = early.mask[i * owners + p / route.tensor];
-            const int first = static_cast<int>(__shfl_sync(0xffffffffu, static_cast<u32>(lower), p) +
-                                               __shfl_sync(0xffffffffu, static_cast<u32>(before), p / route.tensor));
+            const int first = static_cast<int>(__shfl_sync(0xffffffffu, static_cast<u32>(lower), p)) + early.before[i * owners + p / route.tensor];
             int row = p == call.me ? 0 : first + __popc(mask & ((1u << lane) - 1));
             if (!(mask >> lane & 1) || row >= route.token_capacity) row = -1;
             if (token < route.max_tokens) send_row[static_cast<i64>(token) * ranks + p] = row;
@@ -150,10 +184,9 @@ __device__ inline void write_sent(const Call& call, const Route& route, const Ea
 // All threads that route; `early.fine` says whether the rows are there.
 __device__ inline void find_rows(const Call& call, const Route& route, const Scratch& s, const Early& early, int tokens) {
     for (int x = route_thread(); x < call.group->ranks * early.owners; x += kRouteThreads) early.total[x] = 0;
-    find_homes(route, s);
-    route_sync();
     count_segments(call, route, s, early, tokens);
     const bool fine = take_counts(call, early);
+    count_before(call, early);
     if (fine) write_sent(call, route, early);
     if (route_thread() == 0) *early.fine = fine;
 }

@@ -3,6 +3,11 @@
 #pragma once
 #include "routing.cuh"
 
+#ifndef IN_FLIGHT
+#define IN_FLIGHT 2
+#endif
+constexpr int kInFlight = IN_FLIGHT;  // batches of loads a thread, as registers allow
+
 // Where a block keeps what it knows of its scratch: in shared memory, since registers are short, too.
 struct Windows {
     Scratch whole, part;
@@ -21,7 +26,7 @@ __device__ inline void mark_window(const Call& call, const Route& route, Windows
     route_sync();
     clear_masks(route, windows.part);
     cut_chunks(route, windows.part, tokens);
-    fetch_choices<2, kWeights>(call, route, windows.part);
+    fetch_choices<kInFlight, kWeights>(call, route, windows.part);
     mark_experts(call, route, windows.part);
 }
 
@@ -41,7 +46,7 @@ __device__ inline bool route_windows(const Call& call, const Route& route, Windo
         route_sync();
     }
     if (!own_blocks(call, 1)) return false;
-    scan_chunks<16>(s, columns, experts, ranks, before, s.total);
+    scan_chunks<8 * kInFlight>(s, columns, experts, ranks, before, s.total);
     scan_owners(s, rank_columns, ranks);
     route_sync();
     place_slots(call, route, s);
