@@ -7,6 +7,7 @@ crosses the wire, and the token's rank adds the partial sums in rank order: the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,13 +79,16 @@ class Exchange:
             alignment=alignment,
             rows_per_slot=rows_per_slot,
         )
+        misfit, misuse = unfit(self.geometry, self.wire), unfit_use(dtype, chunked=chunked)
+        asks_dtype = self.world_size > 1 and (isinstance(transport, Auto) or transport == "auto")
+        self._missed_for_dtype = asks_dtype and not chunked and misfit is None and misuse is not None
         self.transport, self.transport_reason = make_transport(
             transport,
             group,
             num_ranks=placement.num_ranks,
             top_k=top_k,
             timeout=timeout,
-            not_nvlink=unfit(self.geometry, self.wire) or unfit_use(dtype, chunked=chunked),
+            not_nvlink=misfit or misuse,
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
         self._check()
@@ -227,17 +231,28 @@ class Exchange:
         return BegunDispatch(self, x_TD, routing, self._crossings.begin(*started))
 
     def _dispatch(self, x_TD: Tensor, routing: Routing, ticket: int) -> Dispatched:
-        if (
-            not torch.compiler.is_compiling()
-            and not x_TD.device == routing.ids_TK.device == routing.weights_TK.device
-        ):
-            # An operator refuses tensors of several devices before its body can tell the other ranks.
-            self._crossings.handshake(x_TD, routing)
+        if not torch.compiler.is_compiling():
+            if self._missed_for_dtype:
+                self._tell_of_dtype(x_TD.dtype, x_TD.device.type)
+            if not x_TD.device == routing.ids_TK.device == routing.weights_TK.device:
+                # An operator refuses tensors of several devices before its body can tell the other ranks.
+                self._crossings.handshake(x_TD, routing)
         rows_RD, weights_R, counts_e, state = eager.dispatch(
             x_TD, routing.weights_TK, routing.ids_TK, self._crossings.key, ticket
         )
         handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0])
         return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle)
+
+    def _tell_of_dtype(self, dtype: torch.dtype, device_type: str) -> None:
+        """Autocast and `.to(torch.bfloat16)` come after `auto` has chosen by the dtype."""
+        if dtype == torch.bfloat16 and device_type == "cuda":
+            self._missed_for_dtype = False
+            warnings.warn(
+                f"transport 'auto' took {self.transport.name} for tokens that are not bfloat16, and these "
+                "are: give dtype=torch.bfloat16, or transport='nvlink' under autocast, and kernels over "
+                "NVLink can move them",
+                stacklevel=4,
+            )
 
     def combine(
         self, rows_RD: Tensor, handle: Handle, addend: Tensor | None = None, *, weighted: bool = False

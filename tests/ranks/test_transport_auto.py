@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from imbrex import Exchange
 from imbrex.cost import Link, Network
+from imbrex.placement import contiguous
 from imbrex.transport import Auto, make, pick
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool, RankError, Ranks
@@ -72,3 +75,27 @@ def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="Auto for 0 tokens; give at least 1"):
         Auto(tokens=0)
     assert pick("auto", num_ranks=1, top_k=1)[0] == "alltoall"
+
+
+def told_of_dtype(ranks: Ranks) -> list[int]:
+    """How often an exchange warns: two calls of bfloat16 on a GPU, of float32 there, of bfloat16 elsewhere;
+    for float32 and bfloat16 tokens expected, and for a transport that was asked for."""
+    found = []
+    for dtype, transport in ((None, "auto"), (torch.bfloat16, "auto"), (None, "alltoall")):
+        exchange = Exchange(contiguous(2, 2), 16, 1, group=ranks.group, dtype=dtype, transport=transport)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for now, device in (
+                (torch.float32, "cuda"),
+                (torch.bfloat16, "cpu"),
+                *[(torch.bfloat16, "cuda")] * 2,
+            ):
+                if exchange._missed_for_dtype:
+                    exchange._tell_of_dtype(now, device)
+        assert all("give dtype=torch.bfloat16" in str(one.message) for one in heard)
+        found.append(len(heard))
+    return found
+
+
+def test_tokens_that_became_bfloat16_are_told_of_nvlink_once(pool: Pool) -> None:
+    assert pool.run(2, told_of_dtype) == [[1, 0, 0]] * 2

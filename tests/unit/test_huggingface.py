@@ -22,7 +22,13 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import imbrex
-from imbrex.adapters.huggingface import SafetensorsFolder, block_prefix, load_block, moe_config
+from imbrex.adapters.huggingface import (
+    SafetensorsFolder,
+    block_prefix,
+    load_block,
+    moe_config,
+    replace_blocks,
+)
 from imbrex.experts import Experts
 
 SMALL: dict[str, Any] = {
@@ -229,3 +235,30 @@ def test_bad_input_says_what_and_how_to_mend(tmp_path):
     biased = imbrex.MoEConfig(hidden_size=16, intermediate_size=12, num_experts=6, top_k=3, bias=True)
     with pytest.raises(ValueError, match="without bias"):
         load_block(imbrex.MoELayer(biased), block)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_a_model_with_its_blocks_replaced_says_the_same(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family][1]).eval()
+    ids = torch.randint(32, (2, 9))
+    want = model(ids).logits
+    layers = replace_blocks(model, losses=imbrex.AuxLosses(load_balance=0.1))
+    assert [layer.exchange.layer for layer in layers] == list(range(1 if family == "deepseek_v3" else 2))
+    assert [m for m in model.modules() if isinstance(m, imbrex.MoELayer)] == layers
+    assert not any(layer.training for layer in layers)
+    torch.testing.assert_close(model(ids).logits, want, rtol=1e-5, atol=1e-5)
+    (model(ids, labels=ids).loss + imbrex.aux_loss(model)).backward()
+    gradients = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_replacing_nothing_and_losing_router_logits_is_said():
+    model = AutoModelForCausalLM.from_config(
+        small(MixtralConfig, intermediate_size=12, output_router_logits=True)
+    )
+    with pytest.warns(UserWarning, match=r"output_router_logits is turned off; give losses=AuxLosses"):
+        replace_blocks(model)
+    model(torch.randint(32, (1, 3)))
+    with pytest.raises(ValueError, match="a MixtralForCausalLM has no MoE blocks; give the whole model"):
+        replace_blocks(model)

@@ -97,9 +97,18 @@ def test_the_ten_lines_run_and_are_ten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["layer", "codecs", "observation", "placement", "schedules", "transports", "extending"]
+    "page",
+    ["layer", "huggingface", "codecs", "observation", "placement", "schedules", "transports", "extending"],
 )
-def test_the_code_of_the_documentation_runs(page: str) -> None:
+def test_the_code_of_the_documentation_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one rank of one, where it makes a process group."""
+    for name, value in (
+        ("RANK", 0),
+        ("WORLD_SIZE", 1),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", free_port()),
+    ):
+        monkeypatch.setenv(name, str(value))
     found = re.findall(
         r"^```python\n(.*?)^```", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL
     )

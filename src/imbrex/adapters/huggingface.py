@@ -1,5 +1,9 @@
 """Mixture-of-Experts blocks of Hugging Face models: their configuration and their weights in a `MoELayer`.
 
+    layers = replace_blocks(model, torch.distributed.group.WORLD)
+
+puts one in the place of every block of a transformers model. A layer alone, from a downloaded checkpoint:
+
     weights = SafetensorsFolder("Mixtral-8x7B-v0.1")
     layer = MoELayer(moe_config(json.loads(Path("Mixtral-8x7B-v0.1/config.json").read_text())), group)
     load_block(layer, weights, block_prefix(weights, 0))
@@ -15,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import Gate, MoEConfig, MoELayer, SharedExperts
 from imbrex.experts import Experts
@@ -48,6 +54,47 @@ def moe_config(hf_config: Any) -> MoEConfig:
             f"moe_config: hidden_act {settings['hidden_act']!r} in {kind}; only 'silu' is supported"
         )
     return _CONFIGS[kind](settings)
+
+
+def replace_blocks(
+    model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None, **options: Any
+) -> list[MoELayer]:
+    """Put a `MoELayer` with the same weights in the place of every MoE block of `model`; the layers.
+
+    model: of transformers, with the same weights on every rank of `group`; each keeps its own experts only.
+        Blocks are replaced one by one, on their device and in their dtype.
+    options: of `MoELayer`. `output_router_logits` is turned off: blocks that told transformers their logits
+        are gone, and `losses=AuxLosses(...)` with `imbrex.aux_loss(model)` take their place.
+
+    Raises ValueError for a model without such blocks, and where `moe_config` or `load_block` does.
+    """
+    config = moe_config(getattr(model, "config", {}))
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name in BLOCK_NAMES and hasattr(child, "experts") and not isinstance(child, MoELayer)
+    ]
+    if not places:
+        raise ValueError(f"replace_blocks: a {type(model).__name__} has no MoE blocks; give the whole model")
+    layers = []
+    for number, (parent, name) in enumerate(places):
+        block: nn.Module = getattr(parent, name)
+        like = next(block.parameters())
+        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "layer": number}
+        layer = MoELayer(config, group, **{**kind, **options}).train(block.training)
+        load_block(layer, block)
+        setattr(parent, name, layer)
+        layers.append(layer)
+    settings: Any = model.config
+    if getattr(settings, "output_router_logits", False):
+        warnings.warn(
+            "replace_blocks: output_router_logits is turned off; give losses=AuxLosses(load_balance=...) and "
+            "add imbrex.aux_loss(model) to the loss",
+            stacklevel=2,
+        )
+        settings.output_router_logits = False
+    return layers
 
 
 def load_block(layer: MoELayer, weights: Mapping[str, Tensor] | nn.Module, prefix: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import torch
@@ -35,6 +36,8 @@ def check_transport(
 
     Raises ConformityError on every rank, with what does not hold on the first rank that found it.
     """
+    if _size(group) == 1:
+        warnings.warn("check_transport: nothing moves on one rank; call it on several", stacklevel=2)
     made, _ = transports.make(transport, group, num_ranks=_size(group), top_k=1)
     check = _Check(made, group, torch.device(device), seed)
     check.together("counts", check.counts)
