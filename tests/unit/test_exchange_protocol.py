@@ -223,3 +223,30 @@ def test_small_needs_two_buffers_and_no_credit() -> None:
     assert explore(small(3, 3, buffers=2)) > 1000
     with pytest.raises(WrongRows):
         explore(small(2, 3, buffers=1))
+
+
+def early(ranks: int, calls: int, buffers: int, *, meeting: bool = True) -> list[Program]:
+    """`routing_early.cuh`: counts of lower ranks, each its own flag; then everybody waits for everybody's
+    choices.
+    """
+    programs = []
+    for me in range(ranks):
+        program: Program = []
+        for call in range(1, calls + 1):
+            buffer = call % buffers
+            program += [("set", f"count {p}<{me} {buffer}", call) for p in range(me + 1, ranks)]
+            for p in range(me):
+                program += [("wait", f"count {me}<{p} {buffer}", call)]
+                program += [("read", f"count {me}<{p} {buffer}", call)]
+            if meeting:
+                program += [("set", f"given {p}<{me}", call) for p in others(ranks, me)]
+                program += [("wait", f"given {me}<{p}", call) for p in others(ranks, me)]
+        programs.append(program)
+    return programs
+
+
+def test_early_counts_need_the_meeting_that_follows() -> None:
+    assert explore(early(2, 6, buffers=2)) > 50
+    assert explore(early(3, 3, buffers=2)) > 500
+    with pytest.raises(WrongRows):
+        explore(early(2, 6, buffers=2, meeting=False))
