@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from imbrex import overlap
+from imbrex import overlap, plan
 from imbrex.balancer import OnlineBalancer
 from imbrex.contracts import Codec, Placement, Routing, Split, Strategy, Transport, Wire
 from imbrex.exchange import Exchange
@@ -167,6 +167,9 @@ class MoELayer(nn.Module):
             routing = self.gate(x_TD, num_sequences=num_sequences, kept_TK=kept_TK)
         if observer.enabled and routing.kept_TK is not None:
             observer.count("drops", (~routing.kept_TK).sum(), layer=number)
+        if observer.co_activation:
+            pairs_EE = plan.count_pairs(routing.ids_TK, self.config.num_experts)
+            observer.count("co_activation", pairs_EE, layer=number)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         y_TD = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
         self.routing = routing

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+import imbrex
 from imbrex.observe import (
     Observer,
     PhaseBoard,
@@ -21,6 +22,7 @@ from imbrex.observe import (
     read_board,
     trace_events,
 )
+from imbrex.plan import count_pairs
 
 
 def test_off_records_nothing_and_costs_no_allocation_per_span():
@@ -89,6 +91,20 @@ def test_counters_add_numbers_sequences_and_tensors():
         ("host_syncs", ()): 2,
     }
     assert recorder.take_counters() == {}
+
+
+def test_experts_that_tokens_chose_together():
+    assert count_pairs(torch.tensor([[0, 2], [2, -1]]), 3).tolist() == [[1, 0, 1], [0, 0, 0], [1, 0, 2]]
+    recorder = Recorder(co_activation=True)
+    config = imbrex.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+    layer = imbrex.MoELayer(config, observer=recorder, layer=3)
+    for _ in range(2):
+        layer(torch.randn(300, 8))
+    counters, where = recorder.take_counters(), (("layer", 3),)
+    pairs_EE = torch.tensor(counters["co_activation", where])
+    assert pairs_EE.diagonal().tolist() == counters["expert_load", where]
+    assert torch.equal(pairs_EE, pairs_EE.T)
+    assert int(pairs_EE.sum()) == 600 * 2 * 2
 
 
 def test_bracket_times_the_backward_of_what_is_inside():

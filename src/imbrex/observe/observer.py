@@ -15,12 +15,14 @@ class Observer:
     the same with `_backward` in the backward. Counters: `bytes_sent` [W] by the rank that they are sent to,
     `bytes_by_tier` [2] (on several nodes: inside this one, to others), `rows` (computed by the local
     experts), `drops` (choices left out), `expert_load` [E] (choices of this rank's tokens per logical
-    expert), `host_syncs`. `where` says where, at least `layer=int`.
+    expert), `co_activation` [E, E] (this rank's tokens that chose both), `host_syncs`. `where` says where, at
+    least `layer=int`.
 
-    `enabled` lets a caller skip the work of preparing what it would count.
+    `enabled` lets a caller skip the work of preparing what it would count; `co_activation` is for that counter.
     """
 
     enabled: bool = False
+    co_activation: bool = False
 
     def span(self, name: str, **where: int) -> AbstractContextManager[Any]:
         """A context whose duration is one span called `name`."""

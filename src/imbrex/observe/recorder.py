@@ -48,8 +48,9 @@ class Recorder(Observer):
         device: torch.device | str = "cpu",
         board: PhaseBoard | None = None,
         keep_spans: int = 100_000,
+        co_activation: bool = False,
     ) -> None:
-        self.rank = rank
+        self.rank, self.co_activation = rank, co_activation
         self.spans: deque[Span] = deque(maxlen=keep_spans)
         self._board = board
         self._clock = _EventClock() if torch.device(device).type == "cuda" else _HostClock()
