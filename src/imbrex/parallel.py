@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from imbrex import waiting
@@ -62,12 +61,13 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
 
 
 def _refuse_sharded(model: nn.Module, *, dense: bool) -> None:
-    if any(isinstance(parameter, DTensor) for parameter in expert_parameters(model)):
+    # DTensors: importing their class would cost every import of imbrex 0.3 s.
+    if any(hasattr(parameter, "full_tensor") for parameter in expert_parameters(model)):
         raise ValueError(
             "sync_gradients: FSDP shards the experts, which differ between ranks; give it "
             "fully_shard(..., ignored_params=set(imbrex.expert_parameters(model)))"
         )
-    if dense and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if dense and any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise ValueError(
             "sync_gradients: FSDP shards and averages the other parameters; call "
             "sync_gradients(model, dense=False)"
