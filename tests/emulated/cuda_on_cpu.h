@@ -315,7 +315,12 @@ inline u32 __byte_perm(u32 low, u32 high, u32 selectors) {
 inline u32 atomicSub(u32* word, u32 value) { u32 before = *word; *word -= value; return before; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 atomicOr(u32* word, u32 bits) { u32 before = *word; *word |= bits; return before; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdiv_rn(float a, float b) {  // a GPU's NaN is another one
+    const u32 nan = 0x7fffffff;
+    float q = a / b;
+    if (std::isnan(q)) std::memcpy(&q, &nan, 4);
+    return q;
+}
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -36,7 +36,10 @@ __device__ __forceinline__ Divisor plain_divisor(u32 bits) {
     return d;
 }
 
-__device__ __forceinline__ float slow_scale(u32 bits) { return __fdiv_rn(__uint_as_float(bits >= 0x7f80 ? 0x7fc00000 : bits << 16), kLargest); }
+// A NaN that was divided would be another one.
+__device__ __forceinline__ float slow_scale(u32 bits) {
+    return bits >= 0x7f80 ? __uint_as_float(0x7fc00000) : __fdiv_rn(__uint_as_float(bits << 16), kLargest);
+}
 
 // `amax`: bits of the largest magnitudes of the even and the odd values of a block.
 __device__ __forceinline__ Divisor divisor_of(u32 amax) {
