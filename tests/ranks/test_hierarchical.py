@@ -99,6 +99,37 @@ def test_pieces_by_number() -> None:
         Hierarchical(None, pieces=3)
 
 
+class AtOnce:
+    """What a lane's work has become when `start` returns, as on a GPU, where it is queued."""
+
+    def __init__(self, work) -> None:
+        work()
+
+    def finish(self) -> None:
+        pass
+
+
+def run_as_over_nccl(ranks: Ranks, name: str, per_node: int) -> str:
+    """The contract with messages posted as NCCL wants them: told apart by nothing but their order."""
+
+    class Ordered(KINDS[name]):
+        groups_messages = True
+
+    made = Ordered(ranks.group, ranks_per_node=per_node)
+    made.lane.start = AtOnce
+    try:
+        check_transport(made, ranks.group)
+    except ConformityError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(4, 2), (8, 4)])
+@pytest.mark.parametrize("name", ["1dh", "2dh", "sequential", "hierarchical"])
+def test_messages_match_by_order(pool: Pool, name: str, world: int, per_node: int) -> None:
+    assert pool.run(world, run_as_over_nccl, name, per_node) == [""] * world
+
+
 def run_on_nodes(ranks: Ranks, case: Case, name: str, per_node: int) -> dict[str, Any]:
     made = KINDS[name](ranks.group, ranks_per_node=per_node)
     options = case.options | {"transport": made}

@@ -173,7 +173,9 @@ class _Out(Crossing):
             together = self._places(piece) if self.transport.groups_messages else []
             self.passed += self.post(sends, together)
         if self.transport.groups_messages:
+            # Here, in the lane, and not once more in `finish`.
             self.wait(self.passed)
+            self.passed = []
 
     def finish(self) -> Tensor:
         self.beside.finish()
@@ -260,6 +262,7 @@ class _Back(Crossing):
             self.came += self.post(sends, self._sums() if self.transport.groups_messages else [])
         if self.transport.groups_messages:
             self.wait(self.came)
+            self.came = []
 
     def finish(self) -> Tensor:
         self.beside.finish()
