@@ -5,26 +5,20 @@
 // warps that add them, every thread its columns. Rows of the other ranks, the own row in its place among them and the addend behind
 // them go the same way. What comes next is nowhere written down: all warps of a crew read the same table of rows, and count.
 //
-// Floor: 27 MB an SM at D = 7168 (8 SMs, 4 ranks), 20 of them remote at the 39 GB/s that a pull of whole rows reached with 200 KB
-// in flight: 515 us. So all shared memory is slots, none is kept for a rank without a row, and pieces are multiples of 128 bytes
-// (others halve the rate of remote loads). Own rows by plain loads, two tokens ahead in registers, bound all shapes at 1.6 us for
-// what was ahead (630 us on virtual ranks). A slot is freed by one lane of every warp (every lane: 5 % slower).
+// Measured on four H200, D = 7168, 4096 tokens a rank: 500 us on 8 SMs, the 319 GB/s of the wire, with or without sums and stores; 739
+// on 4. 27 MB an SM, 20 of them remote, want 80 KB in flight at 2 us: so all shared memory is slots, none is kept for a rank without
+// a row, and pieces are multiples of 128 bytes (others halve the rate of remote loads). Then a token's chain of instructions counts,
+// some 5 cycles each in a warp that waits for itself: 14 warps of two columns on one token took 0.8 to 1.2 us a token whatever its
+// bytes (886 us with pieces of 4784 bytes, 613 with whole rows). Hence few wide warps, two tokens or more at once, one copy of the wait.
+// Own rows by plain loads two tokens ahead bound it alike.
 //
 // Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
 #include "exchange_terms.cuh"
 
 constexpr int kMostGatherThreads = 512;
 constexpr int kWide = 4;          // columns of 16 bytes that a thread has of a piece, 512 bytes apart
-#ifndef ROWS_AT_ONCE
-#define ROWS_AT_ONCE 2
-#endif
-constexpr int kRowsAtOnce = ROWS_AT_ONCE;  // that a thread reads together
+constexpr int kRowsAtOnce = 2;    // that a thread reads together
 constexpr int kBarrierBytes = 1024;
-
-// racecheck follows barriers by thread: with this it sees who has read a slot.
-#ifndef EVERY_LANE_ARRIVES
-#define EVERY_LANE_ARRIVES 0
-#endif
 
 struct Gather {
     const u8* own;        // [ranks of the launch, tokens, row_bytes]
@@ -57,7 +51,7 @@ __device__ inline Crew make_crew(const Call& call, const Gather& gather) {
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < all; ++i) {
             ptx::mbarrier_init(base + 8 * i, 1);
-            ptx::mbarrier_init(base + 8 * (all + i), gather.adders * (EVERY_LANE_ARRIVES ? 32 : 1));
+            ptx::mbarrier_init(base + 8 * (all + i), 32 * gather.adders);
         }
         ptx::fence_barrier_init();
         ptx::fence_async_shared();
@@ -131,17 +125,7 @@ __device__ inline void load_rows(const Call& call, const Gather& gather, const C
     }
 }
 
-// This warp has read `rows` slots from `place` on.
-__device__ __forceinline__ void free_slots(const Gather& gather, const Crew& crew, Place place, int rows) {
-    __syncwarp();
-    for (int i = 0; EVERY_LANE_ARRIVES && i < rows; ++i, place.next(gather.slots)) ptx::mbarrier_arrive(crew.empty + 8 * place.slot);
-    u32 mine = place.slot + ptx::lane_id();
-    if (mine >= static_cast<u32>(gather.slots)) mine -= gather.slots;
-    if (!EVERY_LANE_ARRIVES && static_cast<int>(ptx::lane_id()) < rows) ptx::mbarrier_arrive(crew.empty + 8 * mine);
-}
-
-// The next `rows` slots of the ring, in order; `mine`: this thread's offset in a slot. False on failure. One copy of the wait: what
-// is on the way to an answer counts, each instruction of a warp takes some 5 cycles.
+// The next `rows` slots of the ring, in order; `mine`: this thread's offset in a slot. False on failure.
 __device__ __forceinline__ bool add_slots(const Call& call, const Gather& gather, const Crew& crew, Place& place, int rows, u32 mine, float (&sum)[kWide][8]) {
 #pragma unroll 1
     for (; rows > 0; rows -= kRowsAtOnce) {
@@ -168,7 +152,9 @@ __device__ __forceinline__ bool add_slots(const Call& call, const Gather& gather
             if (u < count)
 #pragma unroll
                 for (int k = 0; k < kWide; ++k) add_eight(sum[k], value[u][k], 1.0f);
-        free_slots(gather, crew, begin, count);
+        Place read = begin;  // every lane arrives: racecheck follows barriers by thread
+#pragma unroll 1
+        for (int u = 0; u < count; ++u, read.next(gather.slots)) ptx::mbarrier_arrive(crew.empty + 8 * read.slot);
     }
     return true;
 }

@@ -352,8 +352,8 @@ class GatherShape:
 
 
 def gather_shape(row_bytes: int) -> GatherShape:
-    """Two crews or more, so that one adds while the other waits: measured. Pieces are whole rows, or multiples
-    of 128 bytes: others cross at half the rate.
+    """Two crews or more, so that one adds while the other waits. Pieces are whole rows, or multiples of 128
+    bytes: others cross at half the rate.
     """
     pieces = -(-row_bytes // ((GATHER_WARPS // 2 - 1) * GATHER_COLUMNS))
     piece = row_bytes if pieces == 1 else -(-row_bytes // (128 * pieces)) * 128
