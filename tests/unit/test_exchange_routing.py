@@ -136,6 +136,22 @@ def test_a_missing_rank_ends_in_one_exception() -> None:
         exchange.route(*given)
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("missing", [0, 3])
+def test_a_missing_rank_of_a_call_in_one_kernel_ends_in_one_exception(missing: int, large: bool) -> None:
+    case = Case(placement=contiguous(8, 4), tokens=(16,) * 4, choices=2, width=1024)
+    exchange = make_exchange(case, load=kernel.load, timeout=0.2)
+    inputs = make_inputs(case)
+    first = 1 if missing == 0 else 0
+    exchange.heap.first, exchange.local_ranks = first, 3
+    there = slice(first, first + 3)
+    exchange.heap.local = exchange.heap.local[there]
+    given = inputs.x_WTD[there], inputs.ids_WTK[there], inputs.weights_WTK[there], 2, inputs.tokens_W[there]
+    (exchange.dispatch_expert if large else exchange.dispatch)(*given)
+    with pytest.raises(ExchangeError, match=rf"timed out, waiting for expert ids of rank {missing}"):
+        exchange.check()
+
+
 def test_a_rank_that_dies_in_pull_ends_in_one_exception() -> None:
     case = Case(placement=contiguous(8, 4), tokens=(16,) * 4, choices=2)
     exchange = make_exchange(case, load=kernel.load, timeout=0.2)
