@@ -256,5 +256,6 @@ def _grouped_product(rows_RK: Tensor, weight_eNK: Tensor, bias_eN: Tensor | None
     if bias_eN is None:
         return out_RN
     row = torch.arange(rows_RK.shape[0], device=rows_RK.device)
-    expert_R = torch.searchsorted(counts_e.cumsum(0), row, right=True).clamp(max=max(len(bias_eN) - 1, 0))
-    return out_RN + bias_eN.to(rows_RK.dtype)[expert_R]
+    # Rows past the counts get a bias of their own: what their gradients are, nobody knows.
+    bias_eN = F.pad(bias_eN.to(rows_RK.dtype), [0, 0, 0, 1])
+    return out_RN + bias_eN[torch.searchsorted(counts_e.cumsum(0), row, right=True)]

@@ -22,8 +22,10 @@ def count_choices(ids_TK: Tensor, num_bins: int) -> Tensor:
 
 
 def count_pairs(ids_TK: Tensor, num_bins: int) -> Tensor:
-    """How many tokens chose both of two ids: int64 [num_bins, num_bins], how many chose one on its diagonal. -1
-    is not counted. Exact up to 2^24 tokens, no host sync. [[0, 2], [2, -1]] of 3: [[1,0,1], [0,0,0], [1,0,2]]."""
+    """How many tokens chose both of two ids: int64 [num_bins, num_bins], with those that chose one on the
+    diagonal; -1 is not counted. Exact up to 2^24 tokens, no host sync.
+    Example: [[0, 2], [2, -1]] of 3: [[1, 0, 1], [0, 0, 0], [1, 0, 2]].
+    """
     chosen_TE = torch.zeros(len(ids_TK), num_bins + 1, device=ids_TK.device)
     chosen_TE = chosen_TE.scatter_(1, torch.where(ids_TK < 0, num_bins, ids_TK), 1.0)[:, :num_bins]
     with torch.autocast(ids_TK.device.type, enabled=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -20,10 +21,14 @@ SPLIT_SLOTS = [[0, 1], [2, 3, 0], [4, 5], [1, -1]]
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """||ours - theirs|| / ||theirs||, or the norm itself where there is nothing to compare with."""
+    """||ours - theirs|| / ||theirs||, or the norm itself where there is nothing to compare with.
+
+    Infinity where there is a NaN, which `max` may pass over.
+    """
     assert ours.shape == theirs.shape
     norm = theirs.double().norm().item()
-    return (ours.double() - theirs.double()).norm().item() / (norm or 1.0)
+    error = (ours.double() - theirs.double()).norm().item() / (norm or 1.0)
+    return math.inf if math.isnan(error) else error
 
 
 def largest_error(case: Case, world: int, results: list[dict[str, Any]]) -> dict[str, float]:

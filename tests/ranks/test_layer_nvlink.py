@@ -39,6 +39,7 @@ def run_emulated(ranks: Ranks, case: Case, options: dict[str, Any]) -> dict[str,
         ({"slots": SPLIT_SLOTS}, {"split": "balanced"}),
         ({"slots": [[0, 1, 5], [2, 3, 4, 0]], "tensor_parallel": 2}, {"split": "balanced"}),
         ({"slots": [[0, 1, 5], [2, 3, 4, 0]], "tensor_parallel": 2}, {"split": "nearest"}),
+        ({"config": replace(CASE.config, activation="gelu", bias=True)}, {"experts": "grouped"}),
     ],
 )
 def test_outputs_and_all_gradients(pool: Pool, change: dict[str, Any], options: dict[str, Any]) -> None:

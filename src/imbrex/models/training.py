@@ -19,7 +19,6 @@ from imbrex.models.bytes_lm import BytesLM, BytesLMConfig
 from imbrex.models.corpus import Corpus
 from imbrex.models.ranks import Factors, make_groups, new_group
 from imbrex.observe import Observer
-from imbrex.parallel import moe_layers
 from imbrex.placement import contiguous, from_slots
 
 
@@ -193,7 +192,7 @@ class Trainer:
                 parameter.grad.mul_(scale)
 
     def _square_experts(self) -> Tensor:
-        layers = moe_layers(self.model)
+        layers = [module for module in self.model.modules() if isinstance(module, imbrex.MoELayer)]
         if not any(layer.placement.has_replicas for layer in layers):
             return _square(self._experts, self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)

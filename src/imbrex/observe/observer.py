@@ -18,7 +18,7 @@ class Observer:
     expert), `co_activation` [E, E] (this rank's tokens that chose both), `host_syncs`. `where` says where, at
     least `layer=int`.
 
-    `enabled` lets a caller skip the work of preparing what it would count; `co_activation` is for that counter.
+    `enabled` lets a caller skip the work of preparing what it would count, `co_activation` for that counter.
     """
 
     enabled: bool = False
