@@ -436,16 +436,22 @@ inline void unpack_e4m3(u32 packed, float& low, float& high) {
     low = value_e4m3(packed & 0xff);
     high = value_e4m3(packed >> 8 & 0xff);
 }
+// float16: 2^-24 below 2^-14, else 10 bits of mantissa.
 inline u32 round_f16(float f) {
-    const _Float16 half = static_cast<_Float16>(f);
-    u16 bits;
-    std::memcpy(&bits, &half, 2);
-    return bits;
+    const u32 sign = std::signbit(f) ? 0x8000 : 0;
+    const float x = std::fabs(f);
+    if (std::isnan(f)) return 0x7fff;
+    if (x >= 65520.0f) return sign | 0x7c00;
+    int exponent = x < 0x1p-14f ? -14 : std::ilogb(x);
+    long units = std::lrint(std::ldexp(x, 10 - exponent));
+    if (units == 2048) units = 1024, ++exponent;
+    return sign | (units < 1024 ? static_cast<u32>(units) : static_cast<u32>((exponent + 15) << 10 | (units - 1024)));
 }
 inline float value_f16(u16 bits) {
-    _Float16 half;
-    std::memcpy(&half, &bits, 2);
-    return static_cast<float>(half);
+    const float sign = bits & 0x8000 ? -1.0f : 1.0f;
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    if (exponent == 31) return mantissa ? std::nanf("") : sign * INFINITY;
+    return sign * std::ldexp(static_cast<float>(exponent ? 1024 + mantissa : mantissa), (exponent ? exponent : 1) - 25);
 }
 inline u32 pack_f16(float low, float high) { return round_f16(low) | round_f16(high) << 16; }
 inline void unpack_f16(u32 packed, float& low, float& high) {
