@@ -246,7 +246,7 @@ class NvlinkExchange(ExchangeBase):
         check_wire(wire, width)
         self._next_buffer("combine")
         out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
-        tokens, parts, reducers = lay.combine_pieces(most)
+        tokens, parts, reducers = lay.combine_pieces(most, wire)
         shared, reducers = lay.reduce_shared(2 * width, wire, (tokens, parts, reducers))
         args = reduce_args(
             *(self.shape, self.layout, rows, addend, out, routed),

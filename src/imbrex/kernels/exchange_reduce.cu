@@ -22,7 +22,6 @@ struct Reduce {
     u8* out;               // bf16 or float32 [.., tokens, D]
     const int* position;   // [.., W, max_tokens, K]
     const float* weights;  // [.., W, max_tokens, K], or null: already applied
-    const int* recv_row;   // [.., W, max_tokens]; at least 0 where a token of that rank has a row here
     const int* send_row;   // [.., max_tokens, W]; at least 0 where an own token has a row there
     const int* tokens;     // [.., W]
     const float* values;   // [.., rows]: a number of every row that goes home as it is, or null
@@ -113,14 +112,23 @@ __device__ inline u32 draw(u32* drawn) {
     return static_cast<u32>(__shfl_sync(0xffffffffu, at, 0));
 }
 
-// The rows of a token on this rank, in the order of its choices.
-__device__ inline int append_rows(const Call& call, const Reduce& reduce, Terms& terms, int count, int source, int token) {
+// A token's choice of this lane, here: its row, or -1, and weight. Asked for a token ahead, or each token would begin by waiting.
+struct Choice {
+    int row;
+    float weight;
+};
+
+__device__ __forceinline__ Choice ask_choice(const Call& call, const Reduce& reduce, int source, int token, int end) {
     const int lane = static_cast<int>(ptx::lane_id());
     const i64 at = ((static_cast<i64>(call.local) * call.group->ranks + source) * reduce.max_tokens + token) * reduce.choices;
-    const bool any = lane < reduce.choices;
-    const int row = any ? reduce.position[at + lane] : -1;
-    const float weight = any && reduce.weights ? reduce.weights[at + lane] : 1.0f;
-    return append(terms, count, row >= 0, reduce.rows + call.local * reduce.rows_stride + static_cast<i64>(row) * reduce.row_bytes, weight);
+    const bool any = lane < reduce.choices && token < end;
+    return {any ? reduce.position[at + lane] : -1, any && reduce.weights ? reduce.weights[at + lane] : 1.0f};
+}
+
+// The rows of a token on this rank, in the order of its choices.
+__device__ __forceinline__ int append_rows(const Call& call, const Reduce& reduce, Terms& terms, int count, const Choice& choice) {
+    const u8* rows = reduce.rows + call.local * reduce.rows_stride;
+    return append(terms, count, choice.row >= 0, rows + static_cast<i64>(choice.row) * reduce.row_bytes, choice.weight);
 }
 
 // Of this warp, for rows that cross as fp8: scales, and the sums as bf16 before they are encoded.
@@ -131,10 +139,11 @@ struct Held {
 
 __device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Terms& terms, const Held& held, const Piece& piece) {
     const int columns = reduce.row_bytes / 16;
-    const int* recv_row = reduce.recv_row + (static_cast<i64>(call.local) * call.group->ranks + piece.source) * reduce.max_tokens;
+    Choice next = ask_choice(call, reduce, piece.source, piece.first_token, piece.end_token);
     for (int token = piece.first_token; token < piece.end_token; ++token) {
-        if (recv_row[token] < 0) continue;
-        const int count = append_rows(call, reduce, terms, 0, piece.source, token);
+        const int count = append_rows(call, reduce, terms, 0, next);
+        next = ask_choice(call, reduce, piece.source, token + 1, piece.end_token);
+        if (count == 0) continue;
         u8* target = partial_at(call, reduce, piece.source, call.me, token);
         sum_columns<false>(terms, count, Coded{}, piece.first, piece.last, columns, [=](int column, const float (&sum)[kColumns][8]) {
 #pragma unroll
@@ -158,14 +167,19 @@ __device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Term
     __syncwarp();
 }
 
-// The terms of an own token: sums of the ranks before this one, own rows, sums of the ranks behind it, addend.
-__device__ inline int list_home(const Call& call, const Reduce& reduce, Terms& terms, int token, Coded& coded) {
+// Whether rank `lane` has a sum of an own token.
+__device__ __forceinline__ bool ask_sent(const Call& call, const Reduce& reduce, int token, int end) {
     const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks;
     const i64 at = (static_cast<i64>(call.local) * reduce.max_tokens + token) * ranks;
-    const bool sent = lane < ranks && lane != call.me && reduce.send_row[at + min(lane, ranks - 1)] >= 0;
+    return lane < ranks && lane != call.me && token < end && reduce.send_row[at + lane] >= 0;
+}
+
+// The terms of an own token: sums of the ranks before this one, own rows, sums of the ranks behind it, addend.
+__device__ inline int list_home(const Call& call, const Reduce& reduce, Terms& terms, int token, bool sent, const Choice& choice, Coded& coded) {
+    const int lane = static_cast<int>(ptx::lane_id());
     const u8* partial = sent ? partial_at(call, reduce, call.me, lane, token) : nullptr;
     coded.first = append(terms, 0, sent && lane < call.me, partial, 1.0f);
-    coded.last = append_rows(call, reduce, terms, coded.first, call.me, token);
+    coded.last = append_rows(call, reduce, terms, coded.first, choice);
     coded.end = append(terms, coded.last, sent && lane > call.me, partial, 1.0f);
     if (!reduce.addend) return coded.end;
     return append(terms, coded.end, lane == 0, reduce.addend + call.local * reduce.x_stride + static_cast<i64>(token) * reduce.row_bytes, 1.0f);
@@ -190,12 +204,15 @@ __device__ inline void add_values(const Call& call, const Reduce& reduce, int to
 __device__ inline bool add_piece(const Call& call, const Reduce& reduce, Terms& terms, const Piece& piece) {
     const Group& group = *call.group;
     const int columns = reduce.row_bytes / 16, p = static_cast<int>(ptx::lane_id());
-    bool fine = true;
+    Choice next = ask_choice(call, reduce, call.me, piece.first_token, piece.end_token);
+    bool sent = ask_sent(call, reduce, piece.first_token, piece.end_token), fine = true;
     if (p < group.ranks && p != call.me) fine = wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, piece.flag), call.epoch, kRowsReduced, p);
     if (!__all_sync(0xffffffffu, fine)) return false;
     for (int token = piece.first_token; token < piece.end_token; ++token) {
         Coded coded;
-        const int count = list_home(call, reduce, terms, token, coded);
+        const int count = list_home(call, reduce, terms, token, sent, next, coded);
+        next = ask_choice(call, reduce, call.me, token + 1, piece.end_token);
+        sent = ask_sent(call, reduce, token + 1, piece.end_token);
         const bool wide = reduce.out_float != 0;
         u8* target = reduce.out + call.local * reduce.out_stride + static_cast<i64>(token) * (wide ? 2 : 1) * reduce.row_bytes;
         sum_columns<WIRE_FP8 != 0>(terms, count, coded, piece.first, piece.last, columns, [=](int column, const float (&sum)[kColumns][8]) {

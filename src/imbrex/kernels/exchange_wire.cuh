@@ -30,8 +30,8 @@ __device__ __forceinline__ void add_coded(float (&sum)[2][8], uint4 values, uint
     add_decoded(sum[1], values.z, values.w, __uint_as_float(upper ? scales.w : scales.y));
 }
 
-// kSteps steps together, so that their chains of dependent instructions overlap. `held`: shared address of the bf16 of `column`.
-// The maxima of a step's two blocks go through one word. `scales`: shared, of this row, kept until it is done.
+// kSteps steps together, so that their chains of dependent instructions overlap; no branch but one. `held`: shared address of the bf16
+// of `column`. The maxima of a step's two blocks go through one word. `scales`: shared, of this row, kept until it is done.
 template <int kSteps>
 __device__ __forceinline__ void encode_steps(u8* row, float* scales, u32 held, int column, int last) {
     const int lane = static_cast<int>(ptx::lane_id());
@@ -41,30 +41,38 @@ __device__ __forceinline__ void encode_steps(u8* row, float* scales, u32 held, i
     bool plain = true;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-        u32 of[2];
-#pragma unroll
-        for (int q = 0; q < 2; ++q) {
-            const int at = i * kStepColumns + 32 * q + lane;
-            value[i][q] = column + at < last ? ptx::load_shared(held + 16 * at) : uint4{0, 0, 0, 0};
-            of[q] = larger_of_four(value[i][q]);
-        }
-        amax[i] = ptx::max_u16x2((of[0] & 0xffffu) | of[1] << 16, of[0] >> 16 | (of[1] & 0xffff0000u));
+        const bool both = column + i * kStepColumns + 32 < last;
+        value[i][0] = ptx::load_shared(held + 16 * (i * kStepColumns + lane));
+        value[i][1] = ptx::load_shared(held + 16 * (i * kStepColumns + lane + (both ? 32 : 0)));  // a lonely block goes twice
+        const u32 a = larger_of_four(value[i][0]), b = larger_of_four(value[i][1]);
+        amax[i] = ptx::max_u16x2((a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
     }
 #pragma unroll
     for (int step = 1; step < 16; step *= 2)
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) amax[i] = ptx::max_u16x2(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], step));
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-        d[i][0] = divisor_of(amax[i] & 0xffffu);
-        d[i][1] = divisor_of(amax[i] >> 16);
-        plain &= d[i][0].plain && (d[i][1].plain || column + i * kStepColumns + 32 >= last);
+    for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            d[i][q] = plain_divisor(q ? amax[i] >> 16 : amax[i] & 0xffffu);
+            plain &= d[i][q].plain;
+        }
+    uint2 coded[kSteps][2];
+    if (__all_sync(0xffffffffu, plain)) {
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; ++i) coded[i / 2][i % 2] = eight_values<true>(value[i / 2][i % 2], d[i / 2][i % 2]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; ++i) {
+            Divisor& slow = d[i / 2][i % 2];
+            if (!slow.plain) slow.scale = slow_scale(i % 2 ? amax[i / 2] >> 16 : amax[i / 2] & 0xffffu);
+            coded[i / 2][i % 2] = eight_values<false>(value[i / 2][i % 2], slow);
+        }
     }
-    plain = __all_sync(0xffffffffu, plain);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-        const uint2 low = eight_values(value[i][0], d[i][0], plain), high = eight_values(value[i][1], d[i][1], plain);
-        reinterpret_cast<uint4*>(row + 8 * column + 512 * i)[lane] = {low.x, low.y, high.x, high.y};
+        reinterpret_cast<uint4*>(row + 8 * column + 512 * i)[lane] = {coded[i][0].x, coded[i][0].y, coded[i][1].x, coded[i][1].y};
         if (lane % 16 == 0) *reinterpret_cast<float2*>(scales + column / 16 + 4 * i + lane / 8) = {d[i][0].scale, d[i][1].scale};
     }
 }
