@@ -252,6 +252,7 @@ inline void load_matrix_x4(u32 address, u32 (&m)[4]) {
     __syncwarp();
 }
 inline float load_constant(const float* from) { return *from; }
+inline float tanh_fast(float x) { return std::tanh(x); }
 inline void store_shared_16(u32 address, uint4 v) { store_shared(address, v); }
 
 }  // namespace ptx

@@ -92,19 +92,26 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
     }
 }
 
+// Tile number `index` of the block, and its slot free again.
+__device__ __forceinline__ Slot take_slot(const Shared& shared, u32 index, u32& patience) {
+    const u32 slot = index % kSlots;
+    ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
+    const Slot tile = shared.slots[slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.slot_empty + 8 * slot);
+    return tile;
+}
+
 __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared,
                                         const float* weights, const Scales& scales, const Slopes& slopes, int columns, u32* status) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int first_block = PINGPONG ? 0 : group;  // of this group's rows in the tile
-    u32 patience = ptx::kPatience;
+    u32 patience = ptx::kPatience, index = PINGPONG ? group : 0;
     Stores stores{shared.staging + group * PANELS * kPanel, group, thread};
-    for (u32 index = PINGPONG ? group : 0;; index += PINGPONG ? GROUPS : 1) {
-        const u32 slot = index % kSlots;
-        ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
-        const Slot tile = shared.slots[slot];
-        __syncwarp();
-        if (thread % 32 == 0) ptx::mbarrier_arrive(shared.slot_empty + 8 * slot);
-        if (tile.steps < 0 || patience == 0) break;
+    Slot tile = take_slot(shared, index, patience);
+    StepScales next;
+    if (FP8 && tile.steps >= 0) next.begin(scales, tile, 64 * group, columns);
+    while (tile.steps >= 0 && patience != 0) {
         float d[BLOCKS_M][kBlockN / 2];
         if (kWgrad && tile.steps == 0)
 #pragma unroll
@@ -120,11 +127,18 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
         if (rows <= 0)
             multiply_tile<0>(d, shared, 0, tile, patience);
         else if constexpr (FP8)
-            multiply_tile_fp8(d[0], shared, group, tile, scales, columns, patience);
+            multiply_tile_fp8(d[0], shared, group, tile, next, scales, patience);
         else if (BLOCKS_M > 1 && rows <= 64)
             multiply_tile<1>(d, shared, 0, tile, patience);
         else
             multiply_tile<BLOCKS_M>(d, shared, first_block * kPanel, tile, patience);
+        // Known, and its scales asked for, before this one is stored. Not in turns: it comes only as the other group's loads end.
+        index += PINGPONG ? GROUPS : 1;
+        Slot then;
+        if constexpr (!PINGPONG) {
+            then = take_slot(shared, index, patience);
+            if (FP8 && then.steps >= 0) next.begin(scales, then, 64 * group, columns);
+        }
         if constexpr (FP8 && kSwiglu) {
             if (rows > 0) store_block_fp8(d[0], map_d, stores, tile, tile.row + 64 * group, least(rows, 64), scales);
         } else {
@@ -141,6 +155,7 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
                         store_block(d[m], map_d, map_h, stores, tile, row, live, weights);
                 }
         }
+        tile = PINGPONG ? take_slot(shared, index, patience) : then;
     }
     if (thread == 0) ptx::bulk_wait<0>();
     if (patience == 0) *status = 1;

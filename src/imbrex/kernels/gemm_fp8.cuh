@@ -38,7 +38,8 @@ struct StepScales {
     int row[2], column[kBlocksN];  // from scales.a and scales.b on
     float a[2], b[kBlocksN];
 
-    __device__ __forceinline__ StepScales(const Scales& scales, const Slot& tile, int first_row, int columns) {
+    // Those of a tile's first step.
+    __device__ __forceinline__ void begin(const Scales& scales, const Slot& tile, int first_row, int columns) {
         const int thread = threadIdx.x % 128, mine = first_row + 16 * (thread / 32) + thread % 32 / 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) row[i] = (tile.row + least(mine + 8 * i, tile.rows - 1)) * scales.stride_a;
@@ -48,6 +49,7 @@ struct StepScales {
             const int block = kSwiglu ? first + i * blocks_n : least(first + i, blocks_n - 1);
             column[i] = (tile.expert * (kSwiglu ? 2 : 1) * blocks_n + block) * tile.steps;
         }
+        load(scales, 0);
     }
     __device__ __forceinline__ void load(const Scales& scales, int step) {
 #pragma unroll
@@ -57,19 +59,21 @@ struct StepScales {
     }
 };
 
+// One scale after the other: an operand that the next instruction uses again is not read from the registers again.
 __device__ __forceinline__ void add_wave(float* sum, const float (&product)[WAVE / 2], float low, float high) {
 #pragma unroll
-    for (int i = 0; i < WAVE / 2; ++i) sum[i] += product[i] * (i & 2 ? high : low);
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < WAVE / 2; ++i)
+            if (i / 2 % 2 == half) sum[i] += product[i] * (half ? high : low);
 }
 
-// All steps of one tile for one group that has rows in it.
+// All steps of one tile for one group that has rows in it; `next`: the scales of its first step.
 __device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const Shared& shared, int group, const Slot& tile,
-                                                  const Scales& scales, int columns, u32& patience) {
+                                                  StepScales& next, const Scales& scales, u32& patience) {
     const bool leader = threadIdx.x % 32 == 0;
     const u32 rows_a = __shfl_sync(0xffffffffu, group, 0) * kPanel;
     Ring ring(tile.position);
-    StepScales next(scales, tile, 64 * group, columns);
-    next.load(scales, 0);
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; ++i) d[i] = 0.f;
 #pragma unroll 1
@@ -108,7 +112,8 @@ __device__ __forceinline__ void store_block_fp8(float (&d)[kBlockN / 2], const T
     float most[2] = {};
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-        d[i] = silu(d[i]) * d[64 + i];
+        const float half = .5f * d[i], both = half * d[64 + i];  // silu(x) = x / 2 (1 + tanh(x / 2))
+        d[i] = both * ptx::tanh_fast(half) + both;
         most[i / 2 % 2] = fmaxf(most[i / 2 % 2], d[i] < 0.f ? -d[i] : d[i]);
     }
     float inverse[2];
