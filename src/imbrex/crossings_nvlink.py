@@ -190,16 +190,17 @@ class NvlinkCrossings:
         if self.told.by_slot:
             with self.observer.span("plan", **where):
                 ids_TK = self._choose_slots(ids_TK)
-        if most <= FEW_TOKENS and not _coded(self.wire.dispatch):
-            with self.observer.span("dispatch", **where):
-                sms = self.transport.small_sms
-                rows, routed = kernels.dispatch_small(x_TD, ids_TK, weights_TK, sms, **choose)
-            return rows[0], routed
-        if _coded(self.wire.dispatch):
-            with self.observer.span("dispatch", **where):
-                given = x_TD, ids_TK, weights_TK, self.transport.push_sms
-                coded_1MB, routed = kernels.dispatch(*given, quantise=True, **choose)
+        given, transport = (x_TD, ids_TK, weights_TK), self.transport
+        with self.observer.span("dispatch", **where):
+            if _coded(self.wire.dispatch):
+                coded_1MB, routed = kernels.dispatch(*given, transport.push_sms, quantise=True, **choose)
                 return self._expand(coded_1MB, x_TD, routed, self._count_rows(routed, kernels)), routed
+            if most <= FEW_TOKENS:
+                rows_1RD, routed = kernels.dispatch_small(*given, transport.small_sms, **choose)
+                return rows_1RD[0], routed
+            if not self._exact:
+                rows_1RD, routed = kernels.dispatch_expert(*given, transport.dispatch_sms, **choose)
+                return rows_1RD[0], routed
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
@@ -207,9 +208,14 @@ class NvlinkCrossings:
             rows_RD = self._move_out(x_TD, routed, num_rows, self.wire.dispatch)
         return rows_RD, routed
 
+    @property
+    def _exact(self) -> bool:
+        """Whether the host asks how many rows there are."""
+        return self.transport.exact_rows and not self.transport.capturing
+
     def _count_rows(self, routed: Routed, kernels: NvlinkExchange) -> int:
         """Rows to make room for: those that there are, where the user asked for that, else the worst case."""
-        if not self.transport.exact_rows or self.transport.capturing:
+        if not self._exact:
             return kernels.shape.row_capacity
         self.observer.count("host_syncs", 1, layer=self.layer)
         # host sync: asked for by `exact_rows`
