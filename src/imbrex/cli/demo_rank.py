@@ -19,7 +19,7 @@ from imbrex import MoELayer, checkpoint
 from imbrex.cli import demo, demo_balance
 from imbrex.cli.launch import EXIT_REFUSED, Rank, complain
 from imbrex.cli.progress import Progress
-from imbrex.models.corpus import load_corpus
+from imbrex.models.corpus import Corpus, load_corpus
 from imbrex.models.ranks import Factors, factorise, new_group
 from imbrex.models.run import Run, Saving
 from imbrex.models.training import Recipe, Shape, Trainer, make_model
@@ -61,31 +61,10 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     corpus = load_corpus(args.data, length=args.length)
     device = _join(args)
     recorder = Recorder(rank=rank, device=device, board=board, keep_spans=20_000)
-    shape, recipe = _asked(args)
-    factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
+    shape, _ = _asked(args)
     host_group = new_group(None, args.timeout, backend="gloo") if args.ranks > 1 else None
-    balancer = demo_balance.make(args, rank) if args.balance else None
-    model = make_model(
-        shape,
-        recipe,
-        factors,
-        transport=args.transport,
-        codec=args.codec,
-        timeout_s=args.timeout,
-        observer=recorder,
-        balancer=balancer,
-    ).to(device)
-    trainer = Trainer(
-        model,
-        corpus,
-        recipe,
-        factors,
-        rank=rank,
-        device=device,
-        timeout_s=args.timeout,
-        observer=recorder,
-        balancer=balancer,
-    )
+    trainer = _make_trainer(args, rank, corpus, recorder, device)
+    recipe = trainer.recipe
     first_step, saving = _checkpoints(args, trainer, host_group)
     # Whoever was slow to come up is here now; from the first step on the time-out counts.
     dist.barrier()
@@ -94,15 +73,27 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
         run = Run(trainer, shape, recorder, Path(args.out), host_group=host_group, progress=progress)
         run.train(first_step, end, saving)
     recorder.phase("report")
-    if balancer is not None:
-        balancer.close()
+    if trainer.balancer is not None:
+        trainer.balancer.close()
     summary = run.report(
-        _facts(args, factors, corpus.name, model), corpus.reference_losses() if rank == 0 else {}
+        _facts(args, trainer.factors, corpus.name, trainer.model),
+        corpus.reference_losses() if rank == 0 else {},
     )
     recorder.phase("done")
     if summary is not None:
         demo.say(_closing(summary, Path(args.out)) + demo_balance.closing(Path(args.out)))
     dist.destroy_process_group()
+
+
+def _make_trainer(
+    args: argparse.Namespace, rank: int, corpus: Corpus, recorder: Recorder, device: torch.device
+) -> Trainer:
+    shape, recipe = _asked(args)
+    factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
+    balancer = demo_balance.make(args, rank) if args.balance else None
+    told: dict[str, Any] = {"timeout_s": args.timeout, "observer": recorder, "balancer": balancer}
+    model = make_model(shape, recipe, factors, transport=args.transport, codec=args.codec, **told)
+    return Trainer(model.to(device), corpus, recipe, factors, rank=rank, device=device, **told)
 
 
 def _join(args: argparse.Namespace) -> torch.device:
