@@ -27,18 +27,21 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.timeout > 0:
         raise ValueError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
-    found = try_everything(args.timeout)
-    report = {
-        "versions": versions(),
-        "devices": devices(),
-        "links": links(),
-        "checks": [asdict(finding) for finding in found],
-    }
+    report: dict[str, Any] = {"versions": versions(), "devices": devices(), "links": links()}
+    found: list[dict[str, Any]] = []
+
+    def remembered() -> Iterable[dict[str, Any]]:
+        for finding in try_everything(args.timeout):
+            found.append(asdict(finding))
+            yield found[-1]
+
     if args.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps({**report, "checks": list(remembered())}, indent=2))
     else:
-        print("\n".join(_lines(report)))
-    broken = [finding for finding in found if finding.device == "cpu" and not finding.works]
+        # A line as soon as it is known: compiling kernels and starting NCCL takes its time.
+        for line in _lines({**report, "checks": remembered()}):
+            print(line, flush=True)
+    broken = [check for check in found if check["device"] == "cpu" and not check["works"]]
     return 1 if broken else 0
 
 
@@ -68,7 +71,7 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
         yield f"  {mark}  {check['name']:14} {check['device']:5} {check['why']}"
 
 
-def _families(checks: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+def _families(checks: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     """Neighbours such as zfp1d-4, zfp1d-5, ... that end alike, as one: zfp1d-4..16."""
     for (family, *_), group in itertools.groupby(checks, key=_family):
         members = list(group)

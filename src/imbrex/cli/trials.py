@@ -50,20 +50,21 @@ class Finding:
     why: str
 
 
-def try_everything(timeout_s: float) -> list[Finding]:
-    """All findings, room by room, the processor first."""
+def try_everything(timeout_s: float) -> Iterator[Finding]:
+    """All findings, each as soon as it is found, room by room, the processor first."""
     gpu = torch.cuda.is_available()
     on = ["cpu", *(["cuda"] if gpu else [])]
-    found = [finding for device in on for finding in try_transports(device, timeout_s)]
+    for device in on:
+        yield from try_transports(device, timeout_s)
     if not gpu:
-        found += [_finding("transport", name, "cuda", "torch sees no GPU") for name in TRANSPORTS]
+        yield from (_finding("transport", name, "cuda", "torch sees no GPU") for name in TRANSPORTS)
     for room, names, trial in (
         ("codec", CODECS, _try_codec),
         ("strategy", overlap.STRATEGIES, _try_strategy),
     ):
-        found += [_attempt(room, name, device, trial) for name in names for device in on]
-    found += [_try_implementation(name, device) for name in IMPLEMENTATIONS for device in on]
-    return [*found, *try_kernels()]
+        yield from (_attempt(room, name, device, trial) for name in names for device in on)
+    yield from (_try_implementation(name, device) for name in IMPLEMENTATIONS for device in on)
+    yield from try_kernels()
 
 
 def _finding(room: str, name: str, device: str, problem: str, seen: str = "") -> Finding:
