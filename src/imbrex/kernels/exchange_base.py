@@ -52,6 +52,7 @@ class ExchangeBase:
         self.timeout = timeout
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
+        self._groups: dict[int, lay.Group] = {}
         variants = shipped_variants()
         self._kernels = {variant: load(variant, self.device) for variant in variants}
         wanted = route_blocks or (8 if compact else 24)
@@ -103,21 +104,27 @@ class ExchangeBase:
         if not 1 <= blocks <= lay.MAX_BLOCKS:
             raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
         self._calls[kind] += 1
-        heaps = (ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases)
-        group = lay.Group(
-            heaps,
-            int(self.timeout * 1e9),
-            self._status.data_ptr(),
-            self.layout.staged_flags,
-            self.layout.reduced_flags,
-            self.layout.flags,
-            self.shape.ranks,
-            self.heap.first,
-            blocks,
-        )
         self._kernels[variant].launch(
-            grid=blocks * self.local_ranks, block=threads, args=[group, args], smem=shared
+            grid=blocks * self.local_ranks, block=threads, args=[self._group(blocks), args], smem=shared
         )
+
+    def _group(self, blocks: int) -> lay.Group:
+        """What every kernel is told of the ranks; made once a number of blocks."""
+        made = self._groups.get(blocks)
+        if made is None:
+            heaps = (ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases)
+            made = self._groups[blocks] = lay.Group(
+                heaps,
+                int(self.timeout * 1e9),
+                self._status.data_ptr(),
+                self.layout.staged_flags,
+                self.layout.reduced_flags,
+                self.layout.flags,
+                self.shape.ranks,
+                self.heap.first,
+                blocks,
+            )
+        return made
 
     def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
         """The buffer of the next call and how many calls ago it was last used; a captured call keeps its
