@@ -183,6 +183,10 @@ class Nvlink(Collective):
         wrong = next((rank for rank, word in enumerate(words) if word & 1), None)
         return max(word >> 1 for word in words), wrong
 
+    def agree_on(self, value: int) -> bool:
+        """Whether every rank's host came here with the same number, 0 to 2^32 - 1."""
+        return all(word == value for word in self._board.tell(value))
+
     @property
     def capturing(self) -> bool:
         """Whether calls are being captured in a CUDA graph."""

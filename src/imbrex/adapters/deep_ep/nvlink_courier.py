@@ -29,7 +29,6 @@ from imbrex.observe import Observer
 from imbrex.placement import contiguous
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
 
-DIGESTS = 1 << 30
 ALL_EXPERTS = 16
 """A routing map over so few experts is packed whole."""
 
@@ -125,10 +124,7 @@ class NvlinkCourier(Carrier):
 
     def _agree(self, call: str, settings: Mapping[str, int]) -> None:
         """ValueError on every rank where settings differ."""
-        mine = zlib.crc32(repr(sorted(settings.items())).encode()) % DIGESTS
-        most, _ = self.transport.agree_on_call(mine, fine=True)
-        least, _ = self.transport.agree_on_call(DIGESTS - mine, fine=True)
-        if (most, DIGESTS - least) != (mine, mine):
+        if not self.transport.agree_on(zlib.crc32(repr(sorted(settings.items())).encode())):
             told = self.transport.exchange_counts(torch.tensor([*settings.values()]))
             # on the host: counts are told there
             self.check_alike(call, settings, told.tolist())
