@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from imbrex.codec import make
+from imbrex.codec import CODECS, make
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 WIDTH = 7168
@@ -34,9 +34,10 @@ def rates() -> str:
     columns = [(op, dtype) for dtype in ("bfloat16", "float32") for op in ("encode", "decode")]
     head = ["", f"bytes of a row of {WIDTH}", "bound", *(f"{op}, {dtype}" for op, dtype in columns)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for name, of in share.items():
+    for name in (name for name in CODECS if name in share):
         if name.startswith("zfp") and name.split("-")[1] not in SHOWN_RATES:
             continue
+        of = share[name]
         codec = make(name)
         stated = [str(codec.nbytes(WIDTH, torch.bfloat16)), f"{codec.error_bound(1.0, torch.float32):.2g}"]
         cells = [f"{of[column]:.0%}" if column in of else "" for column in columns]

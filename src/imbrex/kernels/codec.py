@@ -25,8 +25,8 @@ WIDTH_MULTIPLE = 64
 HELD = {"encode_rows": 32, "decode_rows": 16, "row scaled": 16}
 """Values of a row that a thread holds at a time: measured, benchmarks/codecs.py."""
 WIDE_BYTES = 8192
-"""Rows from this size on, that have a scale of their own, take all warps of a thread block: they are read twice,
-and what all warps hold has to stay in the L1 until then."""
+"""Rows from this size on, that have a scale of their own, take all warps of a thread block: they are read
+twice, and what all warps hold has to stay in the L1 until then."""
 ROW_SCALED = ("int8", "nvfp4")
 SIXTEEN = ("bf16", "fp16")
 MOST_ITEMS = 2**31 - 2**12
