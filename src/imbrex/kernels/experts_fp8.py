@@ -29,6 +29,8 @@ BLOCK = 128
 LARGEST = 448.0
 """Of e4m3."""
 SOURCE = "experts_quantise.cu"
+_BLOCKS_PER_SM = 40
+"""More than are resident (5), so that they even out: 89 us instead of 100 (16384 rows of 7168)."""
 _library = Library("imbrex_experts_fp8", "DEF")
 _library.define(
     "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor gate_up_scales, Tensor down_eDF, Tensor down_scales,"
@@ -150,7 +152,7 @@ def quantise_rows(
 @functools.cache
 def _quantiser(device: torch.device) -> tuple[Kernel, int]:
     kernel = load(Variant(source=SOURCE, entry="quantise_rows"), device)
-    return kernel, 8 * multiprocessors(kernel.device)
+    return kernel, _BLOCKS_PER_SM * multiprocessors(kernel.device)
 
 
 def _gemm(

@@ -99,8 +99,6 @@ class Slopes:
         return ByValue(struct.pack("<QQii", *self.key()[:4]))
 
 
-FP8_WAVE = 64
-"""Columns of an fp8 product under way, see gemm_fp8.cuh."""
 _NO_SCALES = ByValue(bytes(32))
 _NO_SLOPES = ByValue(bytes(24))
 
@@ -123,7 +121,7 @@ def gemm_variant(
             ("GROUP_M", tiling.group_m),
             ("WIDE", int(wide and layout is not Layout.FORWARD)),
             ("FP8", int(fp8)),
-            ("WAVE", FP8_WAVE),
+            ("WAVE", 128 if tiling.groups == 2 else 64),
         ),
     )
 

@@ -24,8 +24,13 @@ SMALL = Tiling(groups=1, block_n=128, stages=8)
 OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
 """Each group its own 128 x 128 in turn: stores hide behind the other group's products, at more traffic."""
 
+STAGED = Tiling(stages=3, panels=4)
+"""128 x 256 in fp8, where a step takes as long as two in bf16: three of them are as far ahead, and a tile can be
+stored whole while the next one is computed (1 to 3 % over `SHARED`)."""
+
 _COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.58, SMALL: 0.4}
-FP8_TILINGS = (SHARED, LOW)
+_FP8_COSTS = {STAGED: 1.0, LOW: 0.65}
+FP8_TILINGS = tuple(_FP8_COSTS)
 """A tile of 256 columns holds whole blocks of 128, of gate and of up."""
 GRADIENT_TILINGS = (OWN, NARROW._replace(stages=5, panels=3), SMALL._replace(panels=3))
 """For SwiGLU's gradient: three panels leave at once; with 256 columns its registers spill."""
@@ -63,7 +68,8 @@ def choose_tiling(
 
 def _waves(tiling: Tiling, rows: int, experts: int, columns: int, sms: int) -> float:
     high = math.ceil(rows / tiling.block_m)
-    cost = _COSTS[tiling] if tiling in _COSTS else _COSTS[SMALL if tiling.groups == 1 else NARROW]
+    costs = _COSTS | _FP8_COSTS
+    cost = costs[tiling] if tiling in costs else costs[SMALL if tiling.groups == 1 else NARROW]
     if tiling.groups == 2 and high > 1 and 0 < rows % tiling.block_m <= 64:
         cost *= (high - 1 + _TAIL_COST) / high
     return math.ceil(experts * high * math.ceil(columns / tiling.block_n) / sms) * cost

@@ -51,57 +51,65 @@ struct StepScales {
         }
         load(scales, 0);
     }
-    __device__ __forceinline__ void load(const Scales& scales, int step) {
+    __device__ __forceinline__ void load(const Scales& scales, int ahead) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) a[i] = ptx::load_constant(scales.a + row[i] + step);
+        for (int i = 0; i < 2; ++i) a[i] = ptx::load_constant(scales.a + (row[i] += ahead));
 #pragma unroll
-        for (int i = 0; i < kBlocksN; ++i) b[i] = ptx::load_constant(scales.b + column[i] + step);
+        for (int i = 0; i < kBlocksN; ++i) b[i] = ptx::load_constant(scales.b + (column[i] += ahead));
     }
 };
 
 // One scale after the other: an operand that the next instruction uses again is not read from the registers again.
+template <bool kFirst>
 __device__ __forceinline__ void add_wave(float* sum, const float (&product)[WAVE / 2], float low, float high) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int i = 0; i < WAVE / 2; ++i)
-            if (i / 2 % 2 == half) sum[i] += product[i] * (half ? high : low);
+            if (i / 2 % 2 == half) sum[i] = (kFirst ? 0.f : sum[i]) + product[i] * (half ? high : low);
 }
 
-// All steps of one tile for one group that has rows in it; `next`: the scales of its first step.
+// One step of a tile. `next`: its scales, which become those `ahead` steps on.
+template <bool kFirst>
+__device__ __forceinline__ void multiply_step_fp8(float (&d)[kBlockN / 2], const Shared& shared, const Ring& ring, u32 rows_a,
+                                                  StepScales& next, const Scales& scales, int ahead, u32& patience) {
+    const bool leader = threadIdx.x % 32 == 0;
+    float product[kProducts][WAVE / 2], scale[kBlocksN][2];
+    // The same in all lanes, and the compiler has to know: else every operand of every product is moved lane 0's way.
+    const int stage = __shfl_sync(0xffffffffu, static_cast<int>(ring.stage), 0);
+    const u32 a = (shared.a_of(stage) + rows_a) >> 4, b = shared.b_of(stage) >> 4;
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
+    next.load(scales, ahead);
+    ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
+#pragma unroll
+    for (int wave = 0; wave < kProducts - 1; ++wave) multiply_wave(product[wave], a, b + wave * WAVE * 8);
+#pragma unroll
+    for (int wave = 0; wave < kWaves; ++wave) {
+        constexpr int kAhead = kProducts - 1;
+        if (wave + kAhead < kWaves) {
+            multiply_wave(product[(wave + kAhead) % kProducts], a, b + (wave + kAhead) * WAVE * 8);
+            ptx::wgmma_wait<kAhead>();
+        } else {
+            ptx::wgmma_wait<0>();
+        }
+        ptx::wgmma_results(product[wave % kProducts]);
+        if (wave == kWaves - 1 && leader) ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
+        const float(&times)[2] = scale[wave * WAVE / kBlock];
+        add_wave<kFirst>(d + WAVE / 2 * wave, product[wave % kProducts], times[0], times[1]);
+    }
+}
+
+// All steps of one tile (one at least) for one group that has rows in it; `next`: the scales of its first step.
 __device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const Shared& shared, int group, const Slot& tile,
                                                   StepScales& next, const Scales& scales, u32& patience) {
-    const bool leader = threadIdx.x % 32 == 0;
     const u32 rows_a = __shfl_sync(0xffffffffu, group, 0) * kPanel;
     Ring ring(tile.position);
-#pragma unroll
-    for (int i = 0; i < kBlockN / 2; ++i) d[i] = 0.f;
+    multiply_step_fp8<true>(d, shared, ring, rows_a, next, scales, tile.steps > 1, patience);
 #pragma unroll 1
-    for (int step = 0; step < tile.steps; ++step, ring.next()) {
-        float product[kProducts][WAVE / 2], scale[kBlocksN][2];
-        // The same in all lanes, and the compiler has to know: else every operand of every product is moved lane 0's way.
-        const int stage = __shfl_sync(0xffffffffu, static_cast<int>(ring.stage), 0);
-        const u32 a = (shared.a_of(stage) + rows_a) >> 4, b = shared.b_of(stage) >> 4;
-#pragma unroll
-        for (int i = 0; i < 2 * kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
-        next.load(scales, least(step + 1, tile.steps - 1));
-        ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
-#pragma unroll
-        for (int wave = 0; wave < kProducts - 1; ++wave) multiply_wave(product[wave], a, b + wave * WAVE * 8);
-#pragma unroll
-        for (int wave = 0; wave < kWaves; ++wave) {
-            constexpr int kAhead = kProducts - 1;
-            if (wave + kAhead < kWaves) {
-                multiply_wave(product[(wave + kAhead) % kProducts], a, b + (wave + kAhead) * WAVE * 8);
-                ptx::wgmma_wait<kAhead>();
-            } else {
-                ptx::wgmma_wait<0>();
-            }
-            ptx::wgmma_results(product[wave % kProducts]);
-            if (wave == kWaves - 1 && leader) ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
-            const float(&times)[2] = scale[wave * WAVE / kBlock];
-            add_wave(d + WAVE / 2 * wave, product[wave % kProducts], times[0], times[1]);
-        }
+    for (int left = tile.steps - 1; left > 0; --left) {
+        ring.next();
+        multiply_step_fp8<false>(d, shared, ring, rows_a, next, scales, left > 1, patience);
     }
 }
 
