@@ -17,7 +17,7 @@ from imbrex.kernels.experts_fp8 import (
     run_ffn_fp8,
     run_fp8_rows,
 )
-from imbrex.kernels.experts_glue import plan_groups
+from imbrex.kernels.experts_glue import COUNTERS
 from tests.emulated.gemm import emulate
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
@@ -54,17 +54,13 @@ def test_rows_are_quantised_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
     torch.manual_seed(0)
     x, index = draw(20, 384), torch.arange(10) * 2 * 4 + 3
     x[4] = 0
-    groups = plan(monkeypatch, [4, 5])
-    values, scales = quantise_rows(x, groups, index, 4)
+    emulate(monkeypatch, blocks=2)
+    groups, values, scales = quantise_rows(x, torch.tensor([4, 5]), index, 4)
+    assert groups.plan.tolist() == [0] * COUNTERS + [4, 9]
     wanted = x[::2][:9].double()
     assert torch.equal(scales[:9], x[::2][:9].float().view(9, 3, 128).abs().amax(2) / 448)
     assert ((dequantise(values[:9], scales[:9], 1) - wanted).abs() <= wanted.abs() / 16 + 1e-4).all()
     assert (values[2].float() == 0).all()
-
-
-def plan(monkeypatch: pytest.MonkeyPatch, counts: list[int]):
-    emulate(monkeypatch, blocks=2)
-    return plan_groups(torch.tensor(counts))
 
 
 def reference_ffn(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -83,12 +79,12 @@ def test_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against fp64 on the quantised numbers; a value next to a rounding boundary may fall on either side."""
     torch.manual_seed(1)
     width, inner = 256, 384
-    groups = plan(monkeypatch, COUNTS)
+    emulate(monkeypatch, blocks=2)
     experts = quantise_experts(draw(4, 2 * inner, width) / 16, draw(4, width, inner) / 20)
     x, weights = draw(sum(COUNTS) + TAIL, width), torch.rand(sum(COUNTS) + TAIL)
     x[::7] *= 100
     x[sum(COUNTS) :] = float("nan")
-    values, scales = quantise_rows(x, groups)
+    groups, values, scales = quantise_rows(x, torch.tensor(COUNTS))
     found = run_fp8_rows(values, scales, experts, groups, weights)[:-TAIL]
     exact = reference_ffn(
         dequantise(values[:-TAIL], scales[:-TAIL], 1),

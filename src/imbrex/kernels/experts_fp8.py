@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm, multiprocessors
-from imbrex.kernels.experts_glue import Groups, plan_groups
+from imbrex.kernels.experts_glue import COUNTERS, Groups
 from imbrex.kernels.experts_tiling import FP8_TILINGS, choose_tiling
 from imbrex.kernels.jit import Kernel, Variant, load
 
@@ -103,11 +103,10 @@ def run_ffn_fp8(
     counts_e: Tensor,
     weights_R: Tensor | None,
 ) -> Tensor:
-    groups = plan_groups(counts_e)
     experts = Fp8Experts(
         gate_up_eGD=gate_up_eGD, gate_up_scales=gate_up_scales, down_eDF=down_eDF, down_scales=down_scales
     )
-    values, scales = quantise_rows(rows_RD.contiguous(), groups)
+    groups, values, scales = quantise_rows(rows_RD.contiguous(), counts_e)
     return run_fp8_rows(values, scales, experts, groups, weights_R)
 
 
@@ -133,20 +132,20 @@ def run_fp8_rows(
 
 
 def quantise_rows(
-    x_TD: Tensor, groups: Groups, index_R: Tensor | None = None, choices: int = 1
-) -> tuple[Tensor, Tensor]:
-    """e4m3 [R, D] and scales [R, D/128] of bf16 rows, of `x_TD[index_R[r] // choices]` where given."""
+    x_TD: Tensor, counts_e: Tensor, index_R: Tensor | None = None, choices: int = 1
+) -> tuple[Groups, Tensor, Tensor]:
+    """The plan, as `plan_groups` makes it, and e4m3 [R, D] and scales [R, D/128] of bf16 rows, or of
+    `x_TD[index_R[r] // choices]`. counts_e: int64, rows of every expert."""
     rows, width = x_TD.shape[0] if index_R is None else index_R.numel(), x_TD.shape[1]
     values = x_TD.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = x_TD.new_empty(rows, width // BLOCK, dtype=torch.float32)
     kernel, blocks = _quantiser(x_TD.device)
-    ends_e = groups.ends_e
-    kernel.launch(
-        grid=blocks,
-        block=256,
-        args=[x_TD, index_R, choices, ends_e, ends_e.numel(), width // 8, values, scales],
-    )
-    return values, scales
+    experts = counts_e.numel()
+    groups = Groups(plan=torch.empty(COUNTERS + experts, dtype=torch.int32, device=x_TD.device))
+    counts_e, plan = counts_e.contiguous(), groups.plan
+    rows_in = x_TD, index_R, choices, counts_e, experts, width // 8
+    kernel.launch(grid=blocks, block=256, args=[*rows_in, values, scales, groups.ends_e, plan, COUNTERS])
+    return groups, values, scales
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 // The memory-bound pieces around the expert GEMMs. Every kernel loops to a count that lies on the device, so rows past
 // the experts' rows cost nothing, and every access of rows is 16 bytes a lane.
+#include "experts_plan.cuh"
 #include "ptx.cuh"
 
 struct __align__(16) Eight {
@@ -35,21 +36,9 @@ __device__ __forceinline__ void load_units(const Eight* row, int first, int unit
     for (int i = 0; i < kDeep; ++i) found[i] = row[first + 32 * i < units ? first + 32 * i : units - 1];
 }
 
-// ends[i] = counts[0] + ... + counts[i]; counters zeroed. One warp. counts = {130, 0, 170}: ends = {130, 130, 300}.
+// One warp.
 extern "C" __global__ void plan_groups(const i64* counts, int* ends, int* counters, int experts, int num_counters) {
-    const int lane = threadIdx.x;
-    for (int i = lane; i < num_counters; i += 32) counters[i] = 0;
-    int before = 0;
-    for (int first = 0; first < experts; first += 32) {
-        int sum = first + lane < experts ? static_cast<int>(counts[first + lane]) : 0;
-#pragma unroll
-        for (int offset = 1; offset < 32; offset *= 2) {
-            const int left = __shfl_up_sync(0xffffffffu, sum, offset);
-            if (lane >= offset) sum += left;
-        }
-        if (first + lane < experts) ends[first + lane] = before + sum;
-        before += __shfl_sync(0xffffffffu, sum, 31);
-    }
+    write_plan(counts, ends, counters, experts, num_counters);
 }
 
 // act [R, F] = silu(gate) * up, times the row's weight where `weights` is not null; gate_up [R, 2F].

@@ -2,6 +2,7 @@
 // rounded to nearest. Rows are read in order or from an index, so that quantising replaces a permuted copy.
 //
 // Example, a block of 4, 448 scaled down to 4: 1 2 -8 0 has scale 2 and values .5 1 -4 0.
+#include "experts_plan.cuh"
 #include "ptx.cuh"
 
 struct __align__(16) Eight {
@@ -18,11 +19,13 @@ __device__ __forceinline__ float magnitude(u32 packed) {
     return low > high ? low : high;
 }
 
-// rows[r] of x[r], or of x[index[r] / choices], for the rows before the last end. units: D / 8. A warp has kPieces pieces of a row.
+// rows[r] of x[r], or of x[index[r] / choices], for the rows that the experts have. units: D / 8. A warp has kPieces pieces of a
+// row. The first block also plans: `ends` and `num_counters` zeros, for the products that follow.
 extern "C" __global__ void __launch_bounds__(256)
-    quantise_rows(const Eight* x, const i64* index, int choices, const int* ends, int experts, int units, Bytes* values,
-                  float* scales) {
-    const int lane = threadIdx.x % 32, rows = ends[experts - 1];
+    quantise_rows(const Eight* x, const i64* index, int choices, const i64* counts, int experts, int units, Bytes* values,
+                  float* scales, int* ends, int* counters, int num_counters) {
+    if (blockIdx.x == 0 && threadIdx.x < 32) write_plan(counts, ends, counters, experts, num_counters);
+    const int lane = threadIdx.x % 32, rows = static_cast<int>(all_rows(counts, experts));
     const int parts = (units + 32 * kPieces - 1) / (32 * kPieces);
     const i64 stride = gridDim.x * blockDim.x / 32;
     for (i64 work = (blockIdx.x * blockDim.x + threadIdx.x) / 32; work < i64(rows) * parts; work += stride) {

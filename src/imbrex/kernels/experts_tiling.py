@@ -25,8 +25,8 @@ OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
 """Each group its own 128 x 128 in turn: stores hide behind the other group's products, at more traffic."""
 
 STAGED = Tiling(stages=3, panels=4)
-"""128 x 256 in fp8, where a step takes as long as two in bf16: three of them are as far ahead, and a tile can be
-stored whole while the next one is computed (1 to 3 % over `SHARED`)."""
+"""128 x 256 in fp8, where a step takes as long as two in bf16: three of them are far enough ahead, and a tile
+can be stored whole while the next one is computed (1 to 3 % over `SHARED`)."""
 
 _COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.58, SMALL: 0.4}
 _FP8_COSTS = {STAGED: 1.0, LOW: 0.65}
