@@ -13,7 +13,10 @@
 #define WIRE_FP8 0
 #endif
 constexpr int kMostTerms = 52;    // 32 choices, 16 ranks, an addend
-constexpr int kColumns = 2;       // of 16 bytes of bf16 that a lane has of a row
+#ifndef COLUMNS
+#define COLUMNS 2
+#endif
+constexpr int kColumns = COLUMNS;  // of 16 bytes of bf16 that a lane has of a row; even
 
 #ifndef DEPTH
 #define DEPTH 6
@@ -69,10 +72,14 @@ template <bool kMixed>
 __device__ __forceinline__ void load_term(uint4 (&value)[kColumns], const u8* row, int column, int last, int columns, bool coded) {
     const int mine = column + static_cast<int>(ptx::lane_id());
     if constexpr (kMixed) {
-        const bool any = mine < last;
-        const u8* scales = row + 512 * wire_steps(columns) + column / 4;
-        value[0] = ptx::load_once(row + (coded ? 16 * mine - 8 * column : 16 * mine), any);
-        value[1] = ptx::load_once(coded ? scales : row + 16 * mine + 512, coded ? any : mine + 32 < last);
+        const u8* values = row + (coded ? 16 * mine - 8 * column : 16 * mine);
+        const u8* second = coded ? row + 512 * wire_steps(columns) + column / 4 : row + 16 * mine + 512;
+#pragma unroll
+        for (int q = 0; q < kColumns; q += 2) {
+            const bool any = mine + 32 * q < last;
+            value[q] = ptx::load_once(values + (coded ? 256 : 512) * q, any);
+            value[q + 1] = ptx::load_once(second + (coded ? 8 : 512) * q, coded ? any : mine + 32 * q + 32 < last);
+        }
     } else {
         load_columns(value, row + 16 * mine, mine, last);
     }
@@ -81,7 +88,8 @@ __device__ __forceinline__ void load_term(uint4 (&value)[kColumns], const u8* ro
 template <bool kMixed>
 __device__ __forceinline__ void add_term(float (&sum)[kColumns][8], const uint4 (&value)[kColumns], float weight, bool coded) {
     if (kMixed && coded) {
-        add_coded(sum, value[0], value[1]);
+#pragma unroll
+        for (int q = 0; q < kColumns; q += 2) add_coded(sum[q], sum[q + 1], value[q], value[q + 1]);
     } else {
 #pragma unroll
         for (int q = 0; q < kColumns; ++q) add_eight(sum[q], value[q], weight);

@@ -24,10 +24,10 @@ __device__ __forceinline__ void add_decoded(float (&sum)[8], u32 first, u32 seco
 }
 
 // `values` and `scales`: the 16 bytes of this lane and of its step.
-__device__ __forceinline__ void add_coded(float (&sum)[2][8], uint4 values, uint4 scales) {
+__device__ __forceinline__ void add_coded(float (&first)[8], float (&second)[8], uint4 values, uint4 scales) {
     const bool upper = ptx::lane_id() >= 16;
-    add_decoded(sum[0], values.x, values.y, __uint_as_float(upper ? scales.z : scales.x));
-    add_decoded(sum[1], values.z, values.w, __uint_as_float(upper ? scales.w : scales.y));
+    add_decoded(first, values.x, values.y, __uint_as_float(upper ? scales.z : scales.x));
+    add_decoded(second, values.z, values.w, __uint_as_float(upper ? scales.w : scales.y));
 }
 
 // kSteps steps together, so that their chains of dependent instructions overlap; no branch but one. `held`: shared address of the bf16
