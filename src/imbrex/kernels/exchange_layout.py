@@ -319,7 +319,7 @@ def partial_bytes(shape: Shape) -> int:
 
 def combine_pieces(max_tokens: int, wire: str = "bf16") -> tuple[int, int, int]:
     """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing: measured."""
-    reducers = 14 if wire == "fp8" else 10
+    reducers = 14 if wire == "fp8" else 11
     return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, reducers)
 
 
