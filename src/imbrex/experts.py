@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -164,6 +165,18 @@ class Experts(nn.Module):
             self._fp8 = None  # frees the old ones first
             self._fp8 = state, quantise_experts(*weights)
         return self._fp8[1]
+
+    @torch.no_grad()
+    def weights_written(self, slots: Sequence[int]) -> None:
+        """Whoever writes weights of slots in place, under autograd's and this module's notice, says so: what
+        is kept of them in fp8 follows, where it is, so that captured calls do too."""
+        if self._fp8 is None:
+            return
+        for slot in slots:
+            here = slice(slot, slot + 1)
+            made = quantise_experts(self.gate_up_proj[here], self.down_proj[here])
+            for kept, new in zip(self._fp8[1].tensors(), made.tensors(), strict=True):
+                kept[here].view(torch.uint8).copy_(new.view(torch.uint8))
 
     def _by_products(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         product = _loop_product if self.implementation == "loop" else _grouped_product

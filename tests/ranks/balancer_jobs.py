@@ -15,6 +15,7 @@ from torch import nn
 import imbrex
 from imbrex.balancer import Mover, OnlineBalancer, Pace
 from imbrex.balancer.peer_memory import PeerMover
+from imbrex.kernels.experts_fp8 import quantise_experts
 from imbrex.models.ranks import factorise, make_groups
 from imbrex.placement import from_slots
 from tests.ranks.pool import Ranks
@@ -106,6 +107,26 @@ def infer_two_steps_a_migration(ranks: Ranks, config: imbrex.MoEConfig, iteratio
     balancer.settle()
     balancer.close()
     return set(switched)
+
+
+def keep_in_fp8(ranks: Ranks, config: imbrex.MoEConfig, iterations: int) -> tuple[int, bool]:
+    """Layers switched; whether fp8 copies made before are those of the weights that are there now."""
+    balancer = OnlineBalancer(EAGER, timeout=20)
+    model = Model(ranks, balancer, config, 2).eval()
+    kept = [layer.experts.quantised() for layer in model.layers]
+    switched = 0
+    for iteration in range(iterations):
+        with torch.no_grad():
+            model(tokens(ranks.rank, iteration, config.hidden_size, turn=2))
+        switched += len(balancer.step())
+    balancer.settle()
+    balancer.close()
+    same = True
+    for layer, copies in zip(model.layers, kept, strict=True):
+        fresh = quantise_experts(layer.experts.gate_up_proj, layer.experts.down_proj)
+        for old, new in zip(copies.tensors(), fresh.tensors(), strict=True):
+            same &= torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+    return switched, same
 
 
 def train(ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, adam: bool) -> dict:

@@ -19,6 +19,7 @@ from tests.ranks.balancer_jobs import (
     infer_exactly,
     infer_two_steps_a_migration,
     infer_unlucky,
+    keep_in_fp8,
     train,
     train_in_two_groups,
 )
@@ -59,6 +60,13 @@ def test_inference_is_the_same_while_weights_move(pool: Pool, world: int, option
 def test_every_layer_has_its_turn_whatever_a_migration_takes(pool: Pool) -> None:
     found = pool.run(2, infer_two_steps_a_migration, CONFIG, 24, 4)
     assert found == [{3, 4, 5, 6}] * 2
+
+
+def test_weights_kept_in_fp8_move_too(pool: Pool) -> None:
+    config = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
+    for switched, same in pool.run(2, keep_in_fp8, config, 10):
+        assert switched >= 2
+        assert same
 
 
 def test_the_journal_tells_what_happened(pool: Pool, tmp_path) -> None:

@@ -105,6 +105,9 @@ class Seat:
         """Write the weights that arrived and use the placement from the next forward on; bytes written."""
         layer, me = self.layer, self.layer.ranks.expert_rank
         written = land(change, arrived, me)
+        first, told = change.old.rank_offsets[me], getattr(layer.experts, "weights_written", None)
+        if told is not None:
+            told([fetch.slot - first for fetch in change.fetches if fetch.target == me])
         for parameter in layer.experts.parameters():
             parameter.grad = None
         layer.placement = change.new
