@@ -9,7 +9,7 @@
 // on 4. 27 MB an SM, 20 of them remote, want 80 KB in flight at 2 us: so all shared memory is slots, none is kept for a rank without
 // a row, and pieces are multiples of 128 bytes (others halve the rate of remote loads). Then a token's chain of instructions counts,
 // some 5 cycles each in a warp that waits for itself: 14 warps of two columns on one token took 0.8 to 1.2 us a token whatever its
-// bytes (886 us with pieces of 4784 bytes, 613 with whole rows). Hence few wide warps, two tokens or more at once, one copy of the wait.
+// bytes (886 us with two teams of ten). Hence few wide warps, two tokens or more at once, one copy of the wait.
 // Own rows by plain loads two tokens ahead bound it alike.
 //
 // Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
