@@ -110,6 +110,18 @@ class Optimist(Int8):
         return super().error_bound(amax, dtype) * 0.9
 
 
+class Overflows(Identity):
+    """Through float16, without a thought of what is too large for it."""
+
+    name = "overflows"
+
+    def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return super().decode(encoded_NB, width, dtype).half().to(dtype)
+
+    def error_bound(self, amax: float, dtype: torch.dtype) -> float:
+        return max(amax, 1.0) / 1024 + max(0.0, amax - 65504)
+
+
 class Drifting(Identity):
     calls = 0
 
@@ -136,6 +148,7 @@ class HidesNaN(Int8):
         (TooShort(), "4 bytes a row stated, encoded as \\[0, 3\\]"),
         (OneScale(), "depends on the rows beside it"),
         (Optimist(), "over the bound"),
+        (Overflows(), "on largest rows of 1 torch.float32 values: an error of inf"),
         (Drifting(), "differently a second time"),
         (HidesNaN(), "NaN decoded as 0"),
         (Contiguous(), "a strided view of the bytes: RuntimeError: view size is not compatible"),
