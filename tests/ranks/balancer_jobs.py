@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,8 @@ def keep_in_fp8(ranks: Ranks, config: imbrex.MoEConfig, iterations: int) -> tupl
     """Layers switched; whether fp8 copies made before are those of the weights that are there now."""
     balancer = OnlineBalancer(EAGER, timeout=20)
     model = Model(ranks, balancer, config, 2).eval()
-    kept = [layer.experts.quantised() for layer in model.layers]
+    experts = [cast("imbrex.MoELayer", layer).experts for layer in model.layers]
+    kept = [one.quantised() for one in experts]
     switched = 0
     for iteration in range(iterations):
         with torch.no_grad():
@@ -122,8 +123,8 @@ def keep_in_fp8(ranks: Ranks, config: imbrex.MoEConfig, iterations: int) -> tupl
     balancer.settle()
     balancer.close()
     same = True
-    for layer, copies in zip(model.layers, kept, strict=True):
-        fresh = quantise_experts(layer.experts.gate_up_proj, layer.experts.down_proj)
+    for one, copies in zip(experts, kept, strict=True):
+        fresh = quantise_experts(one.gate_up_proj, one.down_proj)
         for old, new in zip(copies.tensors(), fresh.tensors(), strict=True):
             same &= torch.equal(old.view(torch.uint8), new.view(torch.uint8))
     return switched, same
