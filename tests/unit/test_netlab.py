@@ -149,6 +149,9 @@ def test_nodes_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -
         "2 0 2 netlab-1 2,3 0",
         "3 1 2 netlab-1 2,3 1",
     ]
+    with pytest.raises(SystemExit):
+        main([*words, "--", "nowhere.py"])
+    assert "nowhere.py is not there; give a script or a command" in capfd.readouterr().err
     begin = time.monotonic()
     assert main([*words, "--timeout", "0.5", "--", "sleep", "60"]) == 124
     assert time.monotonic() - begin < 10

@@ -185,7 +185,10 @@ def _start(args: argparse.Namespace, command: list[str], until: float = float("i
 
     Not torchrun itself: after a failure its agents wait minutes for each other.
     """
-    if command[0].endswith(".py"):
+    script = command[0].endswith(".py")
+    if not (Path(command[0]).exists() if script else shutil.which(command[0])):
+        raise ValueError(f"netlab: {command[0]} is not there; give a script or a command after --")
+    if script:
         command = [sys.executable, *command]
     meeting = _gpu_meeting() if args.gpus else MEETING
     waiting, worst = [], 0
