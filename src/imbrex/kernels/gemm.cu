@@ -34,11 +34,15 @@
 //   are drawn at random (DeepSeek-V3 gate and up). Blocks on a fixed walk drift apart, and the row tiles that share a
 //   panel of B then read it from HBM at different times.
 //   One TMA a 64-wide panel, 6 a step: wgrad 582 (Qwen2 down); one for all panels: 630; torch 564 (805).
-//   fp8, WAVE 128, operands in vector registers (dense bf16 790): DeepSeek-V3 gate/up 1046, down 983, Mixtral 1077 and 1104.
-//   Groups made to take turns, 3 or 4 stages, GROUP_M 4, 8, 16: the same within noise, so neither order nor loads
-//   are the limit. An operand that is not known to be uniform costs four moves to uniform registers a product, up to
-//   100 instructions between two of them; in the scalar pipe: 1085, 1002, 1088, 1125. WAVE 64: 1102, 1007, 1088, 1153.
-//   torch's dense fp8 without promotion or block scales runs at 1507 (fast) and 1470 beside it.
+//   fp8: an operand that is not known to be uniform costs four moves to uniform registers a product (1046 -> 1085 TFLOP/s,
+//   DeepSeek-V3 gate/up). Then, in cycles of a tile of 128 x 256 (1.5 GHz while it runs; a step of 128 of k needs 1024 of the
+//   tensor cores): 1400 a step, 1240 with the sums left out, 110 of them to see that a stage is full; and 4300 a tile, a third
+//   at F = 768: 340 to learn of it, 1500 to begin and end, 2300 to store it (SwiGLU 3900; with one tanh a value 2900). The next
+//   tile and its scales asked for before this one is stored, tanh, one scale after the other in the sums, us of gate/up and
+//   down: Qwen2 184 -> 168, 100 -> 95; Qwen3 108 -> 103, 68 -> 61; DeepSeek-V3 854 -> 826, 451 -> 437; Phi-3.5 1454 -> 1386,
+//   724 -> 699. WAVE 128 and the whole tile staged: 1 to 3 % more. cuBLAS with the same scales, dense 8192^3: 1351, without 1517.
+//   Half of B left out of the loads, the most that sharing it over a cluster could save: gate/up fp8 3 to 6 %, bf16 4 % (9 % for
+//   DeepSeek-V3, whose HBM traffic it halves, too): not built.
 //   SwiGLU's gradient, 4-byte loads of gate and up after the product (us; own kernel after it in brackets): Qwen2 211
 //   (215), Qwen3 131 (120), DeepSeek-V3 829 (775), Mixtral 3013 (3140); the product alone in those tiles 145, 90, 744,
 //   2542: the epilogue took three times as long as the other group's product, so only part of it was hidden. With 16
@@ -48,6 +52,10 @@
 // wgmma: C7518, hence `patience`); one arrival a group instead of one a warp to free a stage (another warp may still
 // read); a product in flight over the loop's end (C7514) or behind a branch (C7518) while others are added up: both
 // serialise; SwiGLU's gradient with 256 columns (spills); gathering A's rows with cp.async (329 us against 309 with a copy first, Qwen3, 16384 rows, whole FFN).
+// Rejected in fp8: A from registers (920 us against 914); groups in turns by step (915 to 920); sums between the instructions of
+// the next wave (919); tiles of 128 x 128, two blocks an SM (478 against 478, Mixtral 1810 against 1633: L2); rows quantised by
+// the producer's idle warps while others multiply (DeepSeek-V3 1516 against 1525 with a kernel before, Qwen2 352 against 324,
+// Qwen3 280 against 220: what these warps issue comes out of the products).
 #include "gemm_backward.cuh"
 #include "gemm_fp8.cuh"
 #include "gemm_load.cuh"

@@ -4,7 +4,7 @@
 // The tensor cores keep 14 bits of an fp8 sum, so the sum over 128 of k is taken to the float32 registers, times its two
 // scales, before the next one starts (section 3.3.2 again). A group has 128 registers a thread of sums (64 x 256) and 64 for
 // products under way: WAVE 128: one of 64 x 128, and while a group adds it the other group's multiplies; WAVE 64: two of
-// 64 x 64, of which one multiplies while the other is added.
+// 64 x 64, of which one multiplies while the other is added; the first where there are two groups.
 //
 // Example of one value, 4 of k: a = 1 2 -4 0 with scale .5, b = 1 1 1 1 with scale 2: sum -1, times 1, is -1.
 #pragma once
