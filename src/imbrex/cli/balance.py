@@ -9,7 +9,7 @@ from imbrex.cli import balance_plan, balance_record, balance_replay, balance_rep
 WHATS = {
     "plan": (balance_plan, "replication and placement from statistics, to a file"),
     "replay": (balance_replay, "what the balance would have been, by policy"),
-    "stability": (balance_replay, "does the load of one batch tell that of the next?"),
+    "stability": (balance_replay, "how well the load of one batch tells that of the next"),
     "record": (balance_record, "statistics from a run's metrics.jsonl, or from any other format"),
     "report": (balance_report, "one HTML file with what an online balancer did, from its journal"),
 }
