@@ -47,7 +47,7 @@ types: $(DEV)
 unit: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/coverage erase
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/unit tests/compile -n 2 --cov --cov-report= --cov-fail-under=0
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/ranks --cov --cov-append --cov-report=term
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/ranks -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-append --cov-report=term
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -74,9 +74,12 @@ def _lines(report: dict[str, Any]) -> Iterable[str]:
 def _families(checks: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     """Neighbours such as zfp1d-4, zfp1d-5, ... that end alike, as one: zfp1d-4..16."""
     for (family, *_), group in itertools.groupby(checks, key=_family):
+        if not family:
+            yield from group
+            continue
         members = list(group)
         first, last = members[0], members[-1]
-        if family and len(members) > 1:
+        if len(members) > 1:
             number = last["name"].rpartition("-")[2]
             why = f"{first['why']} .. {last['why']}" if first["why"] != last["why"] else first["why"]
             yield {**first, "name": f"{first['name']}..{number}", "why": why}

@@ -52,6 +52,16 @@ class Finding:
 
 def try_everything(timeout_s: float) -> Iterator[Finding]:
     """All findings, each as soon as it is found, room by room, the processor first."""
+    # A thread a core for a dozen tokens is slow where there are many cores.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from _try_rooms(timeout_s)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _try_rooms(timeout_s: float) -> Iterator[Finding]:
     gpu = torch.cuda.is_available()
     on = ["cpu", *(["cuda"] if gpu else [])]
     for device in on:
@@ -215,6 +225,7 @@ def _answer(pipe: Connection, timeout_s: float) -> dict[str, str]:
 
 
 def _be_a_rank(rank: int, device: str, store: str, timeout_s: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
     try:
         here = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
         if device == "cuda":
