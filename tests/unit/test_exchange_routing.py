@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels.exchange import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated import kernel
@@ -82,9 +83,13 @@ def test_rows_leave_while_routing_goes_on(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["four ranks, ragged", "replicas and a spare", "long rows", "nothing at all"]
 )
-def test_tokens_are_staged_while_routing_goes_on(name: str) -> None:
+def test_tokens_are_staged_while_routing_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of tokens come unasked, the others are staged."""
     case = replace(CASES[name], width=max(1024, CASES[name].width))
+    some = 2 * (32 // case.ranks) * (case.ranks - 1) * 2 * case.width
+    monkeypatch.setattr("imbrex.kernels.exchange_layout.EARLY_BYTES", some)
     exchange = make_exchange(case, load=kernel.load, timeout=20.0)
+    assert lay.early_groups(exchange.shape) == min(2, -(-max(case.tokens) // (32 // case.ranks)))
     for seed in range(2):
         check_small(replace(case, seed=seed), exchange, sms=1 + seed, large=True)
     check_exchange(case, exchange)

@@ -165,7 +165,8 @@ class NvlinkExchange(ExchangeBase):
         balanced: bool = False,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Routed]:
-        """`route` and `pull` in one kernel, tokens staged while routing goes on: expert-major rows and where.
+        """`route` and `pull` in one kernel, first tokens under way while ranks route: expert-major rows and
+        where.
 
         Arguments as there. Two kernels where routing does not fit their shared memory.
         """
@@ -176,7 +177,8 @@ class NvlinkExchange(ExchangeBase):
         routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
         out = self._empty_rows(x) if out is None else out
-        pull, shared = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        early, buffer = lay.early_groups(self.shape), self._next_buffer("pull")
+        pull, shared = pull_args(self.shape, self.layout, x, out, routed, buffer, early)
         self._calls["route"] += 1
         self._launch(EXPERT, "pull", num_sms, EXPERT_THREADS, shared, Expert(route, pull, *place))
         return out, routed

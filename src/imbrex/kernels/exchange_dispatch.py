@@ -14,8 +14,8 @@ from imbrex.kernels.exchange_kernels import BESIDE_THREADS, MOVER_THREADS
 from imbrex.kernels.exchange_route import address_of
 from imbrex.kernels.routed import Routed
 
-WINDOWS_BYTES = 640
-"""Room for what a block knows of its windows of chunks."""
+SCRATCH_BYTES, WINDOWS_BYTES = 320, 640
+"""Room for what a block knows of its scratch, and of windows of it."""
 MOST_WINDOW = 4
 """Chunks that are routed at once beside rows: more shared memory for routing is less for rows."""
 
@@ -91,7 +91,7 @@ def expert_shape(shape: lay.Shape, row_bytes: int, blocks: int, room: int) -> tu
     chunks = -(-shape.ranks * -(-shape.max_tokens // lay.CHUNK) // blocks)
     stages, shared = lay.mover_shared(row_bytes, shape.choices)
     scratch_at = shared - stages * (-(-row_bytes // 128) * 128)
-    if scratch_at % 16 + lay.route_shared(shape, chunks, room) + 32 > shared - scratch_at:
+    if scratch_at % 16 + lay.route_shared(shape, chunks, room) + SCRATCH_BYTES + 32 > shared - scratch_at:
         return None
     return -(-scratch_at // 16) * 16, shared - 16
 
@@ -120,15 +120,21 @@ def push_args(
 
 
 def pull_args(
-    shape: lay.Shape, layout: lay.Layout, x: Tensor, out: Tensor, routed: Routed, buffer: tuple[int, int]
+    shape: lay.Shape,
+    layout: lay.Layout,
+    x: Tensor,
+    out: Tensor,
+    routed: Routed,
+    buffer: tuple[int, int],
+    early_groups: int = 0,
 ) -> tuple[Any, int]:
     """And the shared memory of a block. buffer: as for `push_args`."""
     row_bytes, most = x.shape[-1] * x.element_size(), routed.position_LWTK.shape[2]
     stages, shared = lay.mover_shared(row_bytes, shape.choices)
     args = lay.Pull(
         *map(address_of, (x, out, routed.position_LWTK, routed.tokens_LW)),
-        *(layout.staged, shape.max_tokens * shape.row_bytes),
+        *(layout.staged, shape.max_tokens * shape.row_bytes, layout.inbox),
         *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
-        *(most, shape.choices, row_bytes, stages, *buffer),
+        *(most, shape.choices, row_bytes, stages, *buffer, early_groups),
     )
     return args, shared

@@ -1,8 +1,10 @@
 // Routing and the pull to expert-major rows in one kernel: tokens are staged while routing goes on.
 //
-// A row's place in expert-major rows needs everybody's choices, but a token is staged whoever wants it. So the warps that stage begin at
-// once, and when the rank's blocks have met with all positions written, most of the staging is done and the ring pulls with nothing beside
-// it. Routing's shared memory is the ring's: its slots are empty until then.
+// A row's place in expert-major rows needs everybody's choices, but a token can be brought whoever wants it. So the warps that stage begin
+// at once: the first groups, as many as cross while ranks route, they store at every peer -- with 4 ranks and 8 choices nine of ten are
+// wanted, and the wire is idle --, the others where they are pulled from. When the rank's blocks have met with all positions written, the
+// ring begins with what has come. Staging alone was no gain (571 us for 574 in two kernels): the wire bounds the pull, not the staging.
+// Routing's shared memory is the ring's: its slots are empty until then.
 //
 // One launch is a call of both kinds, so it may stand between calls of either kernel.
 //
@@ -13,6 +15,8 @@
 #include "routing_whole.cuh"
 
 static_assert(kRouteFirst == kPullThreads, "the warps that route come last");
+constexpr int kScratchBytes = 320;
+static_assert(sizeof(Scratch) <= kScratchBytes, "mirrored by exchange_dispatch.py");
 constexpr int kPlacedBarrier = 10;  // the lister waits for the threads that route
 
 struct Expert {
@@ -23,7 +27,11 @@ struct Expert {
 };
 
 __device__ inline void route_first(const Call& call, const Expert& expert, int* fine) {
-    bool placed = route_whole(call, expert.route, carve(call, expert.route, call.block, call.blocks, expert.scratch_at));
+    // in shared memory, since registers are short
+    Scratch& scratch = *reinterpret_cast<Scratch*>(ptx::shared_memory() + expert.scratch_at);
+    if (route_thread() == 0) scratch = carve(call, expert.route, call.block, call.blocks, expert.scratch_at + kScratchBytes);
+    route_sync();
+    bool placed = route_whole(call, expert.route, scratch);
     placed = placed && own_blocks(call, expert.route.replicated ? 3 : 2);
     if (route_thread() == 0) *fine = placed;
     ptx::fence_async_shared();  // rows come where the scratch was

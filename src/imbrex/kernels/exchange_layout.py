@@ -14,6 +14,7 @@ What is where, in the heap of every rank (one symmetric allocation, sized once f
     reduced         [buffers, token capacity, row]          sums given by the caller, pulled by peers
     partials        [2, W - 1, T, row]                      sums of this rank's tokens, pushed by peers
     values          float32 [2, W - 1, T, K]                numbers of its choices' rows, with the sums
+    inbox           [buffers, W, early groups, row]         first tokens of every rank, pushed by peers
     early           u64 [2, W, blocks, W], [2, T / 32, W]   tokens that every owner gets, with the epoch above
 
 Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
@@ -86,8 +87,8 @@ Push = _struct(
 Pull = _struct(
     "Pull",
     "x out position tokens",
-    "staged_at buffer_bytes x_stride out_stride",
-    "max_tokens choices row_bytes stages buffer lag",
+    "staged_at buffer_bytes inbox_at x_stride out_stride",
+    "max_tokens choices row_bytes stages buffer lag early_groups",
 )
 Reduce = _struct(
     "Reduce",
@@ -158,6 +159,7 @@ class Layout:
     small_ids: int
     small_tokens: int
     small_staged: int
+    inbox: int
     early: int
     values: int
     nbytes: int
@@ -190,6 +192,9 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
         small_tokens=take(4 * 2 * ranks),
         small_staged=take(2 * ranks * few * shape.row_bytes if expert else 0),
+        inbox=take(
+            shape.buffers * ranks * early_groups(shape) * (32 // ranks) * shape.row_bytes if expert else 0
+        ),
         early=take(16 * ranks * (MAX_BLOCKS * ranks + -(-tokens // SEGMENT)) if compact else 0),
         values=take(2 * value_bytes(shape) if expert else 0),
         nbytes=at,
@@ -199,6 +204,18 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
 def value_bytes(shape: Shape) -> int:
     """Of the numbers of rows that come with a combine's sums, without the own rank's."""
     return 4 * (shape.ranks - 1) * shape.max_tokens * shape.choices
+
+
+EARLY_BYTES = 12 << 20
+"""That a rank stores at its peers while ranks route: some 38 us of the wire."""
+
+
+def early_groups(shape: Shape) -> int:
+    """Groups of 32 / W tokens that a rank stores at all peers before it knows who wants them."""
+    if shape.ranks == 1:
+        return 0
+    group, tokens = 32 // shape.ranks, EARLY_BYTES // ((shape.ranks - 1) * shape.row_bytes)
+    return min(tokens // group, -(-shape.max_tokens // group))
 
 
 def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> int:

@@ -14,6 +14,7 @@ struct Pull {
     const int* tokens;    // [.., W]; tokens of every rank
     i64 staged_at;        // offset in a heap of the staging buffers
     i64 buffer_bytes;
+    i64 inbox_at;         // the same of tokens that come unasked, [W, early groups, row] a buffer
     i64 x_stride;
     i64 out_stride;
     int max_tokens;
@@ -22,6 +23,7 @@ struct Pull {
     int stages;
     int buffer;  // which of the buffers
     int lag;     // calls since that buffer was used, at least
+    int early_groups;  // that are stored at every peer, whoever wants them, instead of staged here
 };
 
 struct PullView {
@@ -48,6 +50,30 @@ __device__ inline PullView view_of(const Call& call, const Pull& pull) {
     return view;
 }
 
+// Where in a heap the early tokens of a rank are.
+__device__ __forceinline__ i64 inbox_of(const Call& call, const Pull& pull, const PullView& view, int source) {
+    const i64 rows = static_cast<i64>(pull.buffer) * call.group->ranks + source;
+    return pull.inbox_at + rows * pull.early_groups * view.per_group * pull.row_bytes;
+}
+
+// Words to the same place in every peer's heap, read once.
+__device__ inline void store_at_peers(const Call& call, i64 to, const u8* from, int words, int thread, int threads) {
+    constexpr int kWords = 4;
+    for (int first = thread; first < words; first += kWords * threads) {
+        uint4 value[kWords];
+#pragma unroll
+        for (int u = 0; u < kWords; ++u) value[u] = reinterpret_cast<const uint4*>(from)[min(first + u * threads, words - 1)];
+#pragma unroll 1
+        for (int i = 1; i < call.group->ranks; ++i) {
+            const int p = call.me + i < call.group->ranks ? call.me + i : call.me + i - call.group->ranks;
+            uint4* there = reinterpret_cast<uint4*>(call.group->heap[p] + to) + first;
+#pragma unroll
+            for (int u = 0; u < kWords; ++u)
+                if (first + u * threads < words) there[u * threads] = value[u];
+        }
+    }
+}
+
 // This block's own tokens into the heap, group after group, as fast as it goes: a peer never waits for what we pull.
 __device__ inline void stage_groups(const Call& call, const Pull& pull, const PullView& view, int tokens) {
     const Group& group = *call.group;
@@ -56,7 +82,11 @@ __device__ inline void stage_groups(const Call& call, const Pull& pull, const Pu
     u8* staged = group.heap[call.me] + view.buffer;
     for (int g = call.block; g * view.per_group < tokens; g += group.blocks) {
         const i64 at = static_cast<i64>(g) * view.per_group * pull.row_bytes;
-        copy_words(staged + at, view.x + at, min(view.per_group, tokens - g * view.per_group) * (pull.row_bytes / 16), thread, 32 * kStagers);
+        const int words = min(view.per_group, tokens - g * view.per_group) * (pull.row_bytes / 16);
+        if (g < pull.early_groups)
+            store_at_peers(call, inbox_of(call, pull, view, call.me) + at, view.x + at, words, thread, 32 * kStagers);
+        else
+            copy_words(staged + at, view.x + at, words, thread, 32 * kStagers);
         ptx::named_barrier(kStagersBarrier, 32 * kStagers);
         if (thread < group.ranks && thread != call.me) {
             ptx::fence_sys();
@@ -76,7 +106,7 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
     bool fine = true;
     if (lane < view.per_group * group.ranks && token < view.tokens_there) {
         const i64 at = static_cast<i64>(source) * pull.max_tokens + token;
-        for (int k = 0; k < pull.choices; k += kBatch) {
+    for (int k = 0; k < pull.choices; k += kBatch) {
             int row[kBatch];
 #pragma unroll
             for (int u = 0; u < kBatch; ++u) row[u] = k + u < pull.choices ? view.position[at * pull.choices + k + u] : -1;
@@ -87,7 +117,9 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
         if (source == call.me) {
             item->source = view.x + static_cast<i64>(token) * pull.row_bytes;
         } else {
-            item->source = group.heap[source] + view.buffer + static_cast<i64>(token) * pull.row_bytes;
+            const bool early = g < pull.early_groups;
+            const u8* rows = early ? group.heap[call.me] + inbox_of(call, pull, view, source) : group.heap[source] + view.buffer;
+            item->source = rows + static_cast<i64>(token) * pull.row_bytes;
             if (targets) fine = wait_flag(call, flag_of(group, group.staged_flags, call.me, source, g), call.epoch, kRowsStaged, source);
         }
     }
