@@ -99,3 +99,11 @@ def test_under_an_outer_torchrun_its_ranks_count(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "--ranks 4, but torchrun started 3" in refused(capsys, "--ranks", 4)
     assert "--ep 2 x --tp 1 does not divide --ranks 3" in refused(capsys, "--ep", 2)
+
+
+def test_a_path_that_cannot_be_written_is_one_sentence(capsys, tmp_path, monkeypatch):
+    def full(args):
+        raise PermissionError(13, "Permission denied", "/locked/plan.json")
+
+    monkeypatch.setattr(demo, "run", full)
+    assert refused(capsys).endswith("/locked/plan.json: Permission denied: give another path")

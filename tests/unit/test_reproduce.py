@@ -111,6 +111,13 @@ def test_the_list_and_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> Non
         find("table-99", Asked())
 
 
+def test_a_text_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["reproduce", "schemoe-table-6", "--data", "/no/such/text"])
+    said = "cannot read the data file /no/such/text: No such file or directory: give files that can be read"
+    assert capsys.readouterr().err == f"imbrex: error: {said}\n"
+
+
 def test_table_10_from_measured_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Naive 4 s, then 2, 1.6, 1: the gains are 1, 2, 2.5 and 4, and each step's share 2, 1.25 and 1.6."""
     steps = dict(zip(table_10.WAYS, (4.0, 2.0, 1.6, 1.0, 3.0), strict=True))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from imbrex.cli.results import describe_run, write_results
+from imbrex.models.corpus import load_corpus
 from imbrex.reproduce import ALIASES, TABLES, Asked, find
 
 
@@ -27,6 +28,9 @@ def run(args: argparse.Namespace) -> int:
         listed = [*((name, about) for name, (_, about) in TABLES.items()), *aliases]
         sys.stdout.write("".join(f"{name:18} {about}\n" for name, about in listed))
         return 0
+    if args.data:
+        # Here it is one sentence; on ranks of their own it would be a traceback.
+        load_corpus(args.data, length=1)
     try:
         finding = find(args.name, Asked(full=args.full, rounds=args.rounds, data=tuple(args.data)))
     except RuntimeError as error:
