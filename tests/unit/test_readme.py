@@ -159,3 +159,15 @@ def test_links_lead_somewhere() -> None:
     for file in ("README.md", "CONTRIBUTING.md"):
         for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / file).read_text()):
             assert (ROOT / link).exists(), f"{file} links to {link}"
+
+
+def test_every_variable_that_is_read_is_documented() -> None:
+    read = {
+        name
+        for path in (ROOT / "src").rglob("*.py")
+        for name in re.findall(r"environ(?:\.get\(|\[)\"(IMBREX_[A-Z_]+)\"", path.read_text())
+    }
+    internal = {"IMBREX_NETLAB_INSIDE"}
+    text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    assert read >= {"IMBREX_TIMEOUT_S", "IMBREX_DEBUG", "IMBREX_CACHE_DIR"}
+    assert {name for name in read - internal if f"`{name}" not in text} == set()
