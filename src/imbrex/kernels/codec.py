@@ -24,10 +24,10 @@ WIDTH_MULTIPLE = 64
 """Values; rows, their blocks and their encoded bytes then start at whole words."""
 HELD = {"encode_rows": 32, "decode_rows": 16, "row scaled": 16}
 """Values of a row that a thread holds at a time: measured, benchmarks/codecs.py."""
-WIDE_BYTES = 8192
+WIDE_BYTES = {"int8": 6144, "nvfp4": 8192}
 """Rows from this size on, that have a scale of their own, take all warps of a thread block: they are read
-twice, and what all warps hold has to stay in the L1 until then."""
-ROW_SCALED = ("int8", "nvfp4")
+twice, and what all warps hold has to stay in the L1 until then. Measured, docs/LOG.md."""
+ROW_SCALED = tuple(WIDE_BYTES)
 SIXTEEN = ("bf16", "fp16")
 MOST_ITEMS = 2**31 - 2**12
 _ZFP = re.compile(r"zfp([12])d-(\d+)")
@@ -147,7 +147,7 @@ def _launch(kernel: Any, name: str, source: Tensor, target: Tensor, width: int, 
         grid = -(-num_rows * items // (_THREADS // 32 * 8 if zfp[1] == "1" else _THREADS))
     else:
         by_rows = encodes and name in ROW_SCALED
-        wide = by_rows and width * source.itemsize >= WIDE_BYTES
+        wide = by_rows and width * source.itemsize >= WIDE_BYTES[name]
         pieces = -(-width // (32 * _held(name, encodes=encodes)))
         warps = num_rows if by_rows else num_rows * pieces
         grid = num_rows if wide else -(-warps // (_THREADS // 32))
