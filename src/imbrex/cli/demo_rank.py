@@ -35,8 +35,8 @@ def work(args: argparse.Namespace) -> int:
     board_at = Path(args.out) / "ranks"
     try:
         death.forget(board_at, rank)
-        death.reserve_note(board_at, rank)
         board = PhaseBoard(board_at, rank)
+        death.reserve_note(board_at, rank)
     except OSError as error:
         if death.may_speak(board_at):
             complain(f"cannot write to --out {args.out}: {error.strerror}: choose another --out")
