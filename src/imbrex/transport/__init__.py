@@ -80,12 +80,14 @@ def make(
     found = not_nvlink or Nvlink.of_or_reason(group, timeout=timeout)
     if isinstance(found, Nvlink):
         return found, "bfloat16 tokens on GPUs of one host that reach each other's memory"
+    # Nobody on CPUs waits for NVLink.
+    missed = f"; not nvlink: {found}" if "nccl" in str(dist.get_backend(group)) else ""
     if nodes is None:
-        return TRANSPORTS[name](group, timeout=timeout), f"{reason}; not nvlink: {found}"
+        return TRANSPORTS[name](group, timeout=timeout), reason + missed
     load = Load(tokens=chosen.tokens, row_bytes=row_bytes, top_k=top_k)
     name, reason = chosen.pick(group, nodes, load, timeout)
     more = {"ranks_per_node": nodes.size} if name in TWO_TIERS else {}
-    return TRANSPORTS[name](group, timeout=timeout, **more), f"{reason}; not nvlink: {found}"
+    return TRANSPORTS[name](group, timeout=timeout, **more), reason + missed
 
 
 __all__ = [
