@@ -29,8 +29,7 @@ STAGED = Tiling(stages=3, panels=4)
 can be stored whole while the next one is computed (1 to 3 % over `SHARED`)."""
 
 _COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.58, SMALL: 0.4}
-_FP8_COSTS = {STAGED: 1.0, LOW: 0.65}
-FP8_TILINGS = tuple(_FP8_COSTS)
+FP8_TILINGS = (SHARED, STAGED, LOW)
 """A tile of 256 columns holds whole blocks of 128, of gate and of up."""
 GRADIENT_TILINGS = (OWN, NARROW._replace(stages=5, panels=3), SMALL._replace(panels=3))
 """For SwiGLU's gradient: three panels leave at once; with 256 columns its registers spill."""
@@ -60,7 +59,9 @@ def choose_tiling(
     columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
     mean = max(1, rows // experts)
     usual = mean + math.isqrt(mean)  # experts a standard deviation above the mean decide the number of tiles
-    tilings = FP8_TILINGS if fp8 else tuple(_COSTS)
+    tilings = tuple(_COSTS)
+    if fp8:  # SwiGLU's result is a quarter of the tile and always staged whole
+        tilings = (SHARED if epilogue is Epilogue.SWIGLU else STAGED, LOW)
     if epilogue is Epilogue.SWIGLU_GRADIENT:
         tilings = GRADIENT_TILINGS[1:]
     return min(tilings, key=lambda tiling: _waves(tiling, usual, experts, columns, sms))
@@ -68,7 +69,7 @@ def choose_tiling(
 
 def _waves(tiling: Tiling, rows: int, experts: int, columns: int, sms: int) -> float:
     high = math.ceil(rows / tiling.block_m)
-    costs = _COSTS | _FP8_COSTS
+    costs = _COSTS | {STAGED: _COSTS[SHARED]}
     cost = costs[tiling] if tiling in costs else costs[SMALL if tiling.groups == 1 else NARROW]
     if tiling.groups == 2 and high > 1 and 0 < rows % tiling.block_m <= 64:
         cost *= (high - 1 + _TAIL_COST) / high
