@@ -69,7 +69,8 @@ def test_small_dispatch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_routing_beside_rows(name: str) -> None:
+def test_routing_beside_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imbrex.kernels.exchange_dispatch.FEW_SMS", 0)
     case = CASES[name]
     exchange = make_exchange(case, "cuda", timeout=10.0)
     for seed in range(4):

@@ -168,7 +168,8 @@ class NvlinkExchange(ExchangeBase):
         """`route` and `pull` in one kernel, first tokens under way while ranks route: expert-major rows and
         where.
 
-        Arguments as there. Two kernels where routing does not fit their shared memory.
+        Arguments as there. Two kernels where routing does not fit their shared memory, and for short rows on
+        few SMs.
         """
         place = expert_shape(self.shape, self._row_bytes(x), num_sms, self._room)
         if place is None:

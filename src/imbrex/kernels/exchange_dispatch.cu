@@ -3,7 +3,9 @@
 // A row's place needs only how many tokens lower ranks send to the same rank and how many of the own come before (routing_early.cuh): a
 // few hundred words instead of everybody's choices. That takes some 10 us; all else that routing tells -- positions of choices, rows
 // received, counts -- is found by warps of their own while rows cross, in windows, since shared memory belongs to the rows
-// (routing_windows.cuh). Measured before: 60 us of routing on 8 SMs, then 309 (fp8) or 483 (bf16) us of rows.
+// (routing_windows.cuh). Four H200, T=4096, D=7168, K=8, 8 SMs: 60 us of routing before 309 (fp8) or 483 (bf16) us of rows became
+// 277 and 495 in all. By one block's clock: homes 2.5 us, counted 5 (fp8 7), counts of others 6, rows written 11 to 13, first list 12 to
+// 14; routing ends at 190 to 270.
 //
 // One launch is a call of both kinds, so it may stand between calls of either kernel. Placements with replicas take the two kernels:
 // there, who gets a token depends on everybody's choices.
