@@ -45,7 +45,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for words in (*CASES[:-1], *recorded, CASES[-1]):
         rows += bench_experts.measure(parser.parse_args(words))
-        run = describe_run(COMMAND, bench_experts.ceilings_of(rows))
+        command = f'{COMMAND} ARGS="--trace {Path(trace).name}"' if trace else COMMAND
+        run = describe_run(command, bench_experts.ceilings_of(rows))
         write_results(RESULTS, bench_experts.QUESTION, run, rows)
 
 
