@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,3 +92,24 @@ def test_awkward_sums_cross_as_the_codecs_values() -> None:
     assert int(want.isnan().sum()) > 1000
     for home, tokens in enumerate(case.tokens):
         torch.testing.assert_close(y[home, :tokens], want[home, :tokens], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_a_token_whose_rows_are_all_one_too_many_adds_zero(wire: str) -> None:
+    """As with DeepEP's `num_permuted_tokens`: its home was told that it was sent, and adds what arrives."""
+    case = Case(placement=contiguous(6, 3), tokens=(9, 14, 6), choices=2, width=512)
+    exchange, inputs = make_exchange(case, load=kernel.load, timeout=30.0), make_inputs(case)
+    routed = route(case, exchange, inputs)
+    rows = exchange.pull(inputs.x_WTD, routed, num_sms=2)
+    for _ in range(2):  # what stands in both buffers must not come back
+        exchange.combine(torch.full_like(rows, float("nan")), routed, weighted=False, num_sms=2, wire=wire)
+    budget, position_LWTK = 5, routed.position_LWTK
+    few = replace(routed, position_LWTK=torch.where(position_LWTK < budget, position_LWTK, -1))
+    fewer = rows.clone()
+    fewer[:, budget:] = 0
+    y = exchange.combine(rows, few, weighted=False, num_sms=2, wire=wire)
+    want = exchange.combine(fewer, routed, weighted=False, num_sms=2, wire=wire)
+    exchange.check()
+    for home, tokens in enumerate(case.tokens):
+        assert torch.equal(y[home, :tokens], want[home, :tokens])
+        assert (want[home, :tokens] == 0).all(1).any()

@@ -22,7 +22,8 @@ struct Reduce {
     u8* out;               // bf16 or float32 [.., tokens, D]
     const int* position;   // [.., W, max_tokens, K]
     const float* weights;  // [.., W, max_tokens, K], or null: already applied
-    const int* send_row;   // [.., max_tokens, W]; at least 0 where an own token has a row there
+    const int* recv_row;   // [.., W, max_tokens]; at least 0 where a token of that rank was sent here
+    const int* send_row;   // [.., max_tokens, W]; at least 0 where an own token was sent there
     const int* tokens;     // [.., W]
     const float* values;   // [.., rows]: a number of every row that goes home as it is, or null
     float* values_out;     // [.., tokens, K]: that of every choice's row; of its ranks, where several share an expert, the sum
@@ -131,6 +132,11 @@ __device__ __forceinline__ int append_rows(const Call& call, const Reduce& reduc
     return append(terms, count, choice.row >= 0, rows + static_cast<i64>(choice.row) * reduce.row_bytes, choice.weight);
 }
 
+// Whether a token of another rank was sent here: then its home adds a sum, also where all its rows were one too many (zero).
+__device__ __forceinline__ bool received(const Call& call, const Reduce& reduce, int source, int token) {
+    return reduce.recv_row[(static_cast<i64>(call.local) * call.group->ranks + source) * reduce.max_tokens + token] >= 0;
+}
+
 // Of this warp, for rows that cross as fp8: scales, and the sums as bf16 before they are encoded.
 struct Held {
     float* scales;
@@ -143,7 +149,7 @@ __device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Term
     for (int token = piece.first_token; token < piece.end_token; ++token) {
         const int count = append_rows(call, reduce, terms, 0, next);
         next = ask_choice(call, reduce, piece.source, token + 1, piece.end_token);
-        if (count == 0) continue;
+        if (count == 0 && !received(call, reduce, piece.source, token)) continue;  // asked for only then: registers
         u8* target = partial_at(call, reduce, piece.source, call.me, token);
         sum_columns<false>(terms, count, Coded{}, piece.first, piece.last, columns, [=](int column, const float (&sum)[kColumns][8]) {
 #pragma unroll

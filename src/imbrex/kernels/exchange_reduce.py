@@ -40,8 +40,8 @@ def reduce_args(
         assert value.is_contiguous()
     return lay.Reduce(
         *map(address_of, (rows, addend, out, routed.position_LWTK)),
-        *map(address_of, (routed.weights_LWTK if weighted else None, routed.send_row_LTW)),
-        *map(address_of, (routed.tokens_LW, given, home)),
+        *map(address_of, (routed.weights_LWTK if weighted else None, routed.recv_row_LWT)),
+        *map(address_of, (routed.send_row_LTW, routed.tokens_LW, given, home)),
         *(layout.values, lay.value_bytes(shape), layout.partials, lay.partial_bytes(shape), *strides),
         *(most, shape.choices, 2 * width, lay.wire_bytes(2 * width, wire)),
         *(*pieces, out.dtype == torch.float32),
