@@ -300,11 +300,14 @@ def infer_exactly(
 
 
 class Unlucky(Mover):
-    """Rank 1's migrations fail, die or take their time, by their number."""
+    """Rank 1's migrations fail, die or take their time, by their number; `slow_steps` of the model, however
+    fast it runs, where who runs it counts them in `steps`."""
 
     failing: tuple[int, ...] = ()
     deadly: tuple[int, ...] = ()
     slow_s = 0.0
+    slow_steps = 0
+    steps = 0
 
     def move(self, number, changes):
         unlucky = self.peers.expert_rank == 1
@@ -313,6 +316,9 @@ class Unlucky(Mover):
         arrived = super().move(number, changes)
         if unlucky:
             time.sleep(self.slow_s)
+            first, until = self.steps, time.monotonic() + 2
+            while self.steps < first + self.slow_steps and time.monotonic() < until:
+                time.sleep(0.001)
             if number in self.failing:
                 raise ConnectionError("cut off")
         return arrived
@@ -322,7 +328,8 @@ def infer_unlucky(
     ranks: Ranks, config: imbrex.MoEConfig, iterations: int, patience: int, luck: dict[str, Any]
 ) -> dict:
     """As `infer`; placements before every iteration, and the layers switched after it."""
-    balancer = OnlineBalancer(EAGER, timeout=20, mover=type("Mover", (Unlucky,), luck), patience=patience)
+    mover = type("Mover", (Unlucky,), dict(luck))
+    balancer = OnlineBalancer(EAGER, timeout=20, mover=mover, patience=patience)
     model = Model(ranks, balancer, config, 2).eval()
     outputs, switched, placements = [], [], []
     with warnings.catch_warnings(record=True) as caught:
@@ -334,6 +341,7 @@ def infer_unlucky(
             # Time for a migration to end, as a larger model would take.
             time.sleep(0.01)
             switched.append(balancer.step())
+            mover.steps += 1
         balancer.settle()
     said = [str(w.message) for w in caught if "balancer" in str(w.message)]
     found = {"outputs": outputs, "switched": switched, "placements": placements, "said": said}

@@ -141,7 +141,7 @@ def test_a_slow_rank_is_waited_for(pool: Pool) -> None:
 
 
 def test_late_migrations_are_dropped_and_reported(pool: Pool) -> None:
-    late = pool.run(4, infer_unlucky, CONFIG, 30, 1, {"slow_s": 0.05})
+    late = pool.run(4, infer_unlucky, CONFIG, 30, 1, {"slow_steps": 4})
     still = pool.run(4, infer, CONFIG, 30, None, {})
     assert largest_difference(late, still) <= 1e-5
     for found in late:
