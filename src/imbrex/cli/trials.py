@@ -35,6 +35,7 @@ from imbrex.transport import TRANSPORTS
 TOKENS, WIDTH, EXPERTS, TOP_K, RANKS = 12, 128, 4, 2, 2
 TOLERANCE = 1e-5
 BF16_TOLERANCE = 3e-2
+FP8_TOLERANCE = 1e-1
 UNFIT = "not for this machine"
 """How a problem begins where a transport refuses the ranks it is built on."""
 
@@ -156,7 +157,8 @@ def _try_implementation(name: str, device: str) -> Finding:
     if experts.implementation != name:
         return _finding("experts", name, "cuda", experts.implementation_reason)
     reference = _experts("loop", torch.device("cpu"))
-    within = TOLERANCE if device == "cpu" else BF16_TOLERANCE
+    rounded = FP8_TOLERANCE if name.endswith("fp8") else BF16_TOLERANCE
+    within = TOLERANCE if device == "cpu" else rounded
 
     def compare(*_: object) -> str:
         return _close(_run_layer("serial", experts), _run_layer("serial", reference), within)
