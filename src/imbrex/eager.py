@@ -27,13 +27,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        run = ops.dispatch_backward if traced(*gradients[:2]) else _dispatch_backward
+        run = ops.dispatch_backward if traced(*gradients[:2]) else ops.run_dispatch_backward
         return ops.differentiate_dispatch(ctx, *gradients, run=run)
-
-
-def _dispatch_backward(d_rows_RD: Tensor, d_weights_R: Tensor, state: list[Tensor], *sizes: int) -> Any:
-    num_tokens, _top_k, key = sizes
-    return ops.owner_of(key).run_dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens)
 
 
 def dispatch(
@@ -54,21 +49,14 @@ class _Combine(torch.autograd.Function):
         rows_RD, weights_R, addend_TD, num_tokens, key, ticket, weighted, *state = inputs
         given = rows_RD, weights_R, addend_TD, state, num_tokens, key, ticket, weighted
         ops.set_up_combine(ctx, given, None)
-        weights = None if weighted else weights_R
-        return ops.owner_of(key).run_combine(rows_RD, weights, addend_TD, state, num_tokens, ticket)
+        return ops.run_combine(*given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        run = ops.combine_backward if traced(*gradients) else _combine_backward
+        run = ops.combine_backward if traced(*gradients) else ops.run_combine_backward
         d_rows_RD, d_weights_R, d_addend, *_ = ops.differentiate_combine(ctx, *gradients, run=run)
         return d_rows_RD, d_weights_R, d_addend, *[None] * (4 + ctx.num_state)
-
-
-def _combine_backward(
-    d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: list[Tensor], key: int
-) -> Any:
-    return ops.owner_of(key).run_combine_backward(d_y_TD, rows_RD, weights_R, state)
 
 
 def combine(
@@ -85,6 +73,5 @@ def combine(
     if traced(rows_RD, weights_R, addend_TD):
         return ops.combine(rows_RD, weights_R, addend_TD, state, num_tokens, key, ticket, weighted)
     if not differentiated(rows_RD, weights_R, addend_TD):
-        weights = None if weighted else weights_R
-        return ops.owner_of(key).run_combine(rows_RD, weights, addend_TD, state, num_tokens, ticket)
+        return ops.run_combine(rows_RD, weights_R, addend_TD, state, num_tokens, key, ticket, weighted)
     return _Combine.apply(rows_RD, weights_R, addend_TD, num_tokens, key, ticket, weighted, *state)

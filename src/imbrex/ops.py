@@ -64,12 +64,14 @@ def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, ticket: int):
     )
 
 
-@custom_op("imbrex::dispatch_backward", mutates_args=())
-def dispatch_backward(
+def run_dispatch_backward(
     d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int, top_k: int, key: int
 ) -> tuple[Tensor, Tensor]:
     """d_x_TD, d_weights_TK."""
     return owner_of(key).run_dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens)
+
+
+dispatch_backward = custom_op("imbrex::dispatch_backward", run_dispatch_backward, mutates_args=())
 
 
 @dispatch_backward.register_fake
@@ -86,7 +88,7 @@ def set_up_dispatch(ctx, inputs, output):
 
 
 def differentiate_dispatch(ctx, d_rows_RD, d_weights_R, *_, run: Callable[..., Any] = dispatch_backward):
-    """run: `dispatch_backward`, or its body."""
+    """run: `dispatch_backward`, or `run_dispatch_backward`."""
     weights_R, *state = ctx.saved_tensors
     if d_rows_RD is None:
         d_rows_RD = weights_R.new_zeros(weights_R.shape[0], ctx.width, dtype=ctx.dtype)
@@ -98,8 +100,7 @@ def differentiate_dispatch(ctx, d_rows_RD, d_weights_R, *_, run: Callable[..., A
 dispatch.register_autograd(differentiate_dispatch, setup_context=set_up_dispatch)
 
 
-@custom_op("imbrex::combine", mutates_args=())
-def combine(
+def run_combine(
     rows_RD: Tensor,
     weights_R: Tensor,
     addend_TD: Tensor | None,
@@ -114,17 +115,22 @@ def combine(
     return owner_of(key).run_combine(rows_RD, weights, addend_TD, state, num_tokens, ticket)
 
 
+combine = custom_op("imbrex::combine", run_combine, mutates_args=())
+
+
 @combine.register_fake
 def _(rows_RD, weights_R, addend_TD, state, num_tokens, key, ticket, weighted):
     return rows_RD.new_empty(num_tokens, rows_RD.shape[1])
 
 
-@custom_op("imbrex::combine_backward", mutates_args=())
-def combine_backward(
+def run_combine_backward(
     d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor], key: int
 ) -> tuple[Tensor, Tensor]:
     """d_rows_RD, d_weights_R. Without `rows_RD` they were weighted before, and d_weights_R is empty."""
     return owner_of(key).run_combine_backward(d_y_TD, rows_RD, weights_R, state)
+
+
+combine_backward = custom_op("imbrex::combine_backward", run_combine_backward, mutates_args=())
 
 
 @combine_backward.register_fake
@@ -141,7 +147,7 @@ def set_up_combine(ctx, inputs, output):
 
 
 def differentiate_combine(ctx, d_y_TD, *, run: Callable[..., Any] = combine_backward):
-    """run: `combine_backward`, or its body."""
+    """run: `combine_backward`, or `run_combine_backward`."""
     rows_RD, weights_R, *state = ctx.saved_tensors
     d_rows_RD, d_weights_R = run(d_y_TD, rows_RD, weights_R, state, ctx.key)
     d_weights, d_addend = None if ctx.weighted else d_weights_R, d_y_TD if ctx.has_addend else None
