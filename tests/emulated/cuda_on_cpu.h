@@ -408,17 +408,29 @@ inline u32 round_bf16(float f) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
-// Round to nearest even on the grid of e4m3: 2^-9 below 2^-6, else 3 bits of mantissa; 448 is the largest.
+// Bits of x >= 0, small enough, in a format of its own: to nearest even, with gradual underflow below 2^(1 - kBias).
+template <int kMantissa, int kBias>
+u32 round_small(float x) {
+    constexpr long one = 1L << kMantissa;
+    int exponent = x < std::ldexp(1.0f, 1 - kBias) ? 1 - kBias : std::ilogb(x);
+    long units = std::lrint(std::ldexp(x, kMantissa - exponent));
+    if (units == 2 * one) units = one, ++exponent;
+    return static_cast<u32>(units < one ? units : (exponent + kBias) << kMantissa | (units - one));
+}
+// The finite value of such bits, without a sign.
+template <int kMantissa, int kBias>
+float value_small(u32 bits) {
+    constexpr u32 one = 1u << kMantissa;
+    const int exponent = static_cast<int>(bits >> kMantissa);
+    const u32 mantissa = bits & (one - 1);
+    return std::ldexp(static_cast<float>(exponent ? one + mantissa : mantissa), (exponent ? exponent : 1) - kBias - kMantissa);
+}
+// 448 is the largest.
 inline u32 round_e4m3(float f) {
     const u32 sign = std::signbit(f) ? 0x80 : 0;
     const float x = std::fabs(f);
     if (std::isnan(f)) return 0x7f;
-    if (x >= 464.0f) return sign | 0x7e;
-    int exponent = x < 0x1p-6f ? -6 : std::ilogb(x);
-    long units = std::lrint(std::ldexp(x, 3 - exponent));
-    if (units == 16) units = 8, ++exponent;
-    if (exponent == 8 && units > 14) units = 14;
-    return sign | (units < 8 ? static_cast<u32>(units) : static_cast<u32>((exponent + 7) << 3 | (units - 8)));
+    return sign | (x >= 464.0f ? 0x7e : round_small<3, 7>(x));
 }
 inline u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
 inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
@@ -428,52 +440,40 @@ inline float reciprocal(float x) {  // to an ulp, either way
 }
 inline float value_e4m3(u32 bits) {
     const float sign = bits & 0x80 ? -1.0f : 1.0f;
-    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
     if ((bits & 0x7f) == 0x7f) return std::nanf("");
-    return sign * std::ldexp(static_cast<float>(exponent ? 8 + mantissa : mantissa), (exponent ? exponent : 1) - 10);
+    return sign * value_small<3, 7>(bits & 0x7f);
 }
 inline void unpack_e4m3(u32 packed, float& low, float& high) {
     low = value_e4m3(packed & 0xff);
     high = value_e4m3(packed >> 8 & 0xff);
 }
-// float16: 2^-24 below 2^-14, else 10 bits of mantissa.
 inline u32 round_f16(float f) {
     const u32 sign = std::signbit(f) ? 0x8000 : 0;
     const float x = std::fabs(f);
     if (std::isnan(f)) return 0x7fff;
-    if (x >= 65520.0f) return sign | 0x7c00;
-    int exponent = x < 0x1p-14f ? -14 : std::ilogb(x);
-    long units = std::lrint(std::ldexp(x, 10 - exponent));
-    if (units == 2048) units = 1024, ++exponent;
-    return sign | (units < 1024 ? static_cast<u32>(units) : static_cast<u32>((exponent + 15) << 10 | (units - 1024)));
+    return sign | (x >= 65520.0f ? 0x7c00 : round_small<10, 15>(x));
 }
 inline float value_f16(u16 bits) {
     const float sign = bits & 0x8000 ? -1.0f : 1.0f;
-    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    if (exponent == 31) return mantissa ? std::nanf("") : sign * INFINITY;
-    return sign * std::ldexp(static_cast<float>(exponent ? 1024 + mantissa : mantissa), (exponent ? exponent : 1) - 25);
+    if ((bits & 0x7c00) == 0x7c00) return bits & 0x3ff ? std::nanf("") : sign * INFINITY;
+    return sign * value_small<10, 15>(bits & 0x7fff);
 }
 inline u32 pack_f16(float low, float high) { return round_f16(low) | round_f16(high) << 16; }
 inline void unpack_f16(u32 packed, float& low, float& high) {
     low = value_f16(static_cast<u16>(packed));
     high = value_f16(static_cast<u16>(packed >> 16));
 }
-// The same with 2 bits of mantissa: 2^-16 below 2^-14, 57344 is the largest.
+// 57344 is the largest.
 inline u32 round_e5m2(float f) {
     const u32 sign = std::signbit(f) ? 0x80 : 0;
     const float x = std::fabs(f);
     if (std::isnan(f)) return 0x7f;
-    if (x >= 61440.0f) return sign | 0x7b;
-    int exponent = x < 0x1p-14f ? -14 : std::ilogb(x);
-    long units = std::lrint(std::ldexp(x, 2 - exponent));
-    if (units == 8) units = 4, ++exponent;
-    return sign | (units < 4 ? static_cast<u32>(units) : static_cast<u32>((exponent + 15) << 2 | (units - 4)));
+    return sign | (x >= 61440.0f ? 0x7b : round_small<2, 15>(x));
 }
 inline u32 pack_e5m2(float low, float high) { return round_e5m2(low) | round_e5m2(high) << 8; }
 inline float value_e5m2(u32 bits) {
     const float sign = bits & 0x80 ? -1.0f : 1.0f;
-    const int exponent = bits >> 2 & 31, mantissa = bits & 3;
-    return sign * std::ldexp(static_cast<float>(exponent ? 4 + mantissa : mantissa), (exponent ? exponent : 1) - 17);
+    return sign * value_small<2, 15>(bits & 0x7f);
 }
 inline void unpack_e5m2(u32 packed, float& low, float& high) {
     low = value_e5m2(packed & 0xff);
