@@ -3,6 +3,9 @@
     imbrex netlab run --nodes 2 --ranks-per-node 1 --inter 1gbit -- benchmarks/schedule.py
     imbrex netlab run --nodes 2 --ranks-per-node 1 --inter 1gbit -- benchmarks/schedule.py --sweep 0:10
 
+`optsche-2-joined` is `optsche-2` with the weights' gradients computed with the rows', to see what it gives to
+leave them for the waits.
+
 Forward and backward of the strategy apart, router excluded; the median over calls of the slowest rank; all
 schedules in turn within a round, so that what else the machine does meets all of them alike. Predictions come
 from a profile of the same process. `--sweep` takes some of the configurations in `SWEEP` and says for each
@@ -12,6 +15,7 @@ what `auto` predicts, what it then takes, and what the best of the others takes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -32,9 +36,13 @@ from imbrex.overlap.choice import Choice, choose, predict
 from imbrex.overlap.pipelined import Pipelined, parameters_of
 from imbrex.overlap.profile import Profile
 from imbrex.overlap.profiler import measure
+from imbrex.overlap.schedulers import Scheduler
 
 QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
 DEGREES = (1, 2, 4, 8)
+LISTS = ("experts", "codec", "transport")
+"""Options that take several, as in `--codec identity,fp8`."""
+JOINED = "-joined"
 SWEEP = [
     {"tokens": tokens, "width": width, "inner": inner, "codec": codec, "top_k": top_k}
     for tokens, width, inner, codec, top_k in (
@@ -82,8 +90,9 @@ def main() -> None:
         configurations = [argparse.Namespace(**{**vars(args), **more}) for more in SWEEP[first:last]]
         written = [row for one in configurations for row in sweep(one, make_layer(one, group, device))]
     else:
-        codecs = [argparse.Namespace(**{**vars(args), "codec": c}) for c in args.codec.split(",")]
-        written = [row for one in codecs for row in compare(one, make_layer(one, group, device))]
+        lists = itertools.product(*(vars(args)[name].split(",") for name in LISTS))
+        each = [argparse.Namespace(**{**vars(args), **dict(zip(LISTS, one, strict=True))}) for one in lists]
+        written = [row for one in each for row in compare(one, make_layer(one, group, device))]
     if group.rank() == 0 and args.out:
         words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
         command = os.environ.get("COMMAND", "imbrex netlab run ... --") + " benchmarks/schedule.py "
@@ -114,7 +123,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--inner", type=int, default=176)
     parser.add_argument("--top-k", type=int, default=1)
-    parser.add_argument("--codec", default="identity", help="one or several, as in identity,fp8")
+    parser.add_argument("--codec", default="identity")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--transport", default="alltoall")
     parser.add_argument("--experts", default="grouped", help="how they compute: grouped, kernels, loop")
@@ -140,10 +149,24 @@ def compare(args: argparse.Namespace, layer: Layer) -> list[dict]:
 
 def strategy(name: str, profile: Profile):
     """By name; with the profile's times where the scheduler looks at them."""
+    if name.endswith(JOINED):
+        scheduler, degree = name.removesuffix(JOINED).rsplit("-", 1)
+        return Pipelined(joined(scheduler), int(degree), name=name)
     made = overlap.make(name)
     if not isinstance(made, Pipelined) or not name.startswith("exact"):
         return made
     return chosen(profile, made.scheduler, made.degree, name)
+
+
+def joined(scheduler: str) -> Scheduler:
+    """The order without tasks for the weights' gradients, which then belong to `experts`."""
+
+    def without(times: overlap.Times) -> overlap.Order:
+        found = overlap.SCHEDULERS[scheduler](times)
+        kept = tuple(task for task in found.compute if task.kind != overlap.Kind.weights)
+        return overlap.Order(compute=kept, moves=found.moves)
+
+    return without
 
 
 def chosen(profile: Profile, scheduler: Any, degree: int, name: str) -> Pipelined:
@@ -235,12 +258,14 @@ def report(args: argparse.Namespace, rows: dict[str, list], profile: Profile, wo
     for name, times in zip(("forward", "backward"), alone, strict=True):
         said = ", ".join(f"{t.kind.name} {1e3 * s:.1f}" for t, s in times.items())
         sys.stdout.write(f"{name} alone, ms: {said}\n")
-    sys.stdout.write(f"{args.codec}: {profile.contention}\nchosen: {choose(profile, DEGREES)}\n")
+    pieces = f"{args.experts}, {args.codec}, {args.transport}"
+    sys.stdout.write(f"{pieces}: {profile.contention}\nchosen: {choose(profile, DEGREES)}\n")
     written: list[dict] = []
     for name, rounds in rows.items():
         forward, backward = medians_of(rounds)
         scheduler, _, degree = name.rpartition("-")
-        guess = predict(profile, scheduler, int(degree)) if scheduler in overlap.SCHEDULERS else None
+        known = scheduler in overlap.SCHEDULERS
+        guess = predict(profile, scheduler, int(degree)) if known else None
         said = f", predicted {1e3 * guess.forward:.1f} and {1e3 * guess.backward:.1f}" if guess else ""
         sys.stdout.write(f"{name:12} forward {1e3 * forward:7.1f} ms, backward {1e3 * backward:7.1f}{said}\n")
         written += rows_of("layer", name, case_of(args, world), rounds, guess)
