@@ -114,11 +114,14 @@ class Dispatched:
     rows_RD: expert-major, in local slot order, within a slot by source rank and token. Padding rows are zero.
     counts_e: int64; rows of every local slot, padding included. Rows past their sum are never read.
     handle: give it to `combine`; its `weights_R` are for experts that apply the weights themselves.
+    scales_RB: only for who asked for rows in fp8: `rows_RD` is float8_e4m3fn, and these are float32
+        [R, D/128]; a value stands for itself times the scale of its 128.
     """
 
     rows_RD: Tensor
     counts_e: Tensor
     handle: Handle
+    scales_RB: Tensor | None = None
 
 
 @runtime_checkable
@@ -194,7 +197,10 @@ class Transport(Protocol):
 
 
 class Experts(Protocol):
-    """The local experts. `applies_weights`: the rows returned are already times `handle.weights_R`."""
+    """The local experts. `applies_weights`: the rows returned are already times `handle.weights_R`.
+
+    May have `takes_fp8_rows`, a bool: whether this call may get rows in fp8, with `scales_RB`.
+    """
 
     applies_weights: bool
 

@@ -225,23 +225,26 @@ class Crossings:
         self, made: Plan, received: Tensor, x_TD: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """From what arrived to rows, weights, counts and state."""
-        width, top_k = x_TD.shape[1], weights_TK.shape[1]
-        nbytes = self.wire.dispatch.nbytes(width, x_TD.dtype)
-        foreign = self.wire.dispatch.decode(received[:, :nbytes], width, x_TD.dtype)
-        labels = received[:, nbytes:].unflatten(1, (3, 4 * top_k))
+        codec, width = self.wire.dispatch, x_TD.shape[1]
+        foreign = codec.decode(received[:, : codec.nbytes(width, x_TD.dtype)], width, x_TD.dtype)
+        weights_R, state = self.place(made, received, weights_TK)
+        return rows.expand([x_TD, foreign], state[0]), weights_R, made.counts_e, state
+
+    def place(self, made: Plan, received: Tensor, weights_TK: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Weights of the rows and the state, from the labels behind what arrived."""
+        top_k, traffic = weights_TK.shape[1], made.traffic
+        labels = received[:, -12 * top_k :].unflatten(1, (3, 4 * top_k))
         slot = torch.cat([made.slot_TK, from_bytes(labels[:, 0], top_k, torch.int32).long()])
         position = torch.cat([made.position_TK, from_bytes(labels[:, 1], top_k, torch.int32).long()])
         weights = torch.cat([weights_TK, from_bytes(labels[:, 2], top_k, torch.float32)])
         source_R, position_PK, weights_R = rows.index_rows(
             slot, position, weights, self.geometry.local_slots, made.num_rows
         )
-        rows_RD = rows.expand([x_TD, foreign], source_R)
         self.observer.count("rows", made.num_rows, layer=self.layer)
-        traffic = made.traffic
         state = [source_R, position_PK, traffic.sent_tokens_N, traffic.splits_2W]
         if traffic.relay_XM is not None:
             state.append(traffic.relay_XM)
-        return rows_RD, weights_R, made.counts_e, state
+        return weights_R, state
 
     def run_dispatch_backward(
         self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int

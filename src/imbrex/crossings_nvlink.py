@@ -24,7 +24,7 @@ from imbrex.contracts import Codec, Placement, Routing, Wire
 from imbrex.geometry import Geometry
 from imbrex.handshake import PROBLEMS, find_problem
 from imbrex.kernels.exchange import NvlinkExchange, Routed
-from imbrex.kernels.expand import expand_fp8
+from imbrex.kernels.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.experts_glue import weigh_rows
 from imbrex.kernels.gates import spread
 from imbrex.kernels.routed import Tables, placement_tables, write_tables
@@ -177,8 +177,11 @@ class NvlinkCrossings:
             return f"x has {x_TD.shape[0]} tokens; this exchange was made for {most}: use Nvlink(max_tokens=)"
         return None
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Routed]:
-        """Kernels run in the order of the stream, so begun is as good as done."""
+    def start_dispatch(
+        self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, expand: Callable[..., Any] = expand_fp8
+    ) -> tuple[Any, Routed]:
+        """Kernels run in the order of the stream, so begun is as good as done. Rows as `expand` makes them of
+        those that cross in fp8."""
         most = self.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
         kernels = self.transport.exchange_for(self.size, self.told.placement, most, self.observer)
         where = {"layer": self.layer}
@@ -194,7 +197,8 @@ class NvlinkCrossings:
         with self.observer.span("dispatch", **where):
             if _coded(self.wire.dispatch):
                 coded_1MB, routed = kernels.dispatch(*given, transport.push_sms, quantise=True, **choose)
-                return self._expand(coded_1MB, x_TD, routed, self._count_rows(routed, kernels)), routed
+                num_rows = self._count_rows(routed, kernels)
+                return self._expand(coded_1MB, x_TD, routed, num_rows, expand), routed
             if most <= FEW_TOKENS:
                 rows_1RD, routed = kernels.dispatch_small(*given, transport.small_sms, **choose)
                 return rows_1RD[0], routed
@@ -230,8 +234,15 @@ class NvlinkCrossings:
         coded_1MB = kernels.push(x_TD, routed, num_sms=transport.push_sms, quantise=True)
         return self._expand(coded_1MB, x_TD, routed, num_rows)
 
-    def _expand(self, coded_1MB: Tensor, x_TD: Tensor, routed: Routed, num_rows: int) -> Tensor:
-        return expand_fp8(coded_1MB, x_TD, routed, self.geometry.rank, num_rows, load=self.transport.load)
+    def _expand(
+        self,
+        coded_1MB: Tensor,
+        x_TD: Tensor,
+        routed: Routed,
+        num_rows: int,
+        expand: Callable[..., Any] = expand_fp8,
+    ) -> Any:
+        return expand(coded_1MB, x_TD, routed, self.geometry.rank, num_rows, load=self.transport.load)
 
     def _choose_slots(self, ids_TK: Tensor) -> Tensor:
         geometry = self.geometry
@@ -245,9 +256,18 @@ class NvlinkCrossings:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         begun = self.begun.pop(ticket, None)
         rows_RD, routed = begun or self.start_dispatch(x_TD, weights_TK, ids_TK)
-        weights_R = spread(routed.weights_LWTK, routed.position_LWTK, rows_RD.shape[0])
-        counts_e = routed.counts_Le[0, : self.num_local_slots].long()
-        return rows_RD, weights_R, counts_e, write_state(routed)
+        return rows_RD, *self._describe(routed, rows_RD.shape[0])
+
+    def run_dispatch_fp8(
+        self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, list[Tensor]]:
+        """As `run_dispatch`, rows as they cross: values in float8_e4m3fn and scales."""
+        coded, routed = self.start_dispatch(x_TD, weights_TK, ids_TK, expand_fp8_rows)
+        return coded, *self._describe(routed, coded[0].shape[0])
+
+    def _describe(self, routed: Routed, num_rows: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        weights_R = spread(routed.weights_LWTK, routed.position_LWTK, num_rows)
+        return weights_R, routed.counts_Le[0, : self.num_local_slots].long(), write_state(routed)
 
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
         """The shapes of the state, for the compiler."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import eager, ops
+from imbrex import crossings_fp8, eager, ops
 from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
 from imbrex.crossings import Crossings
@@ -196,14 +196,22 @@ class Exchange:
         weights_TK = torch.zeros(ids_TK.shape, device=x.device)
         self._crossings.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing, *, fp8_rows: bool = False) -> Dispatched:
         """Rows for the local experts. Differentiable in `x_TD` and `routing.weights_TK`.
 
         x_TD: [T, hidden_size], float32, bfloat16, float16 or float64; T may differ between ranks and be 0.
+        fp8_rows: leave rows as they cross, with `scales_RB`, where that is fp8, tokens are bfloat16, and
+            nobody differentiates or traces; elsewhere rows come as they do without it. Ranks may differ in
+            it: the same bytes cross.
         Raises ValueError on every rank, before any row moves, where one rank's input is wrong; RankLostError
         where a rank does not answer.
         """
-        return self._dispatch(x_TD, routing, -1)
+        return self._dispatch(x_TD, routing, -1, fp8_rows=fp8_rows)
+
+    @property
+    def not_fp8_rows(self) -> str | None:
+        """None if rows cross in fp8, so that `dispatch(fp8_rows=True)` can leave them so, else why not."""
+        return crossings_fp8.unfit(self.wire, self.geometry.hidden_size)
 
     @contextmanager
     def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> Iterator[None]:
@@ -230,18 +238,21 @@ class Exchange:
             started = self._crossings.start_dispatch(x_TD, routing.weights_TK, routing.ids_TK)
         return BegunDispatch(self, x_TD, routing, self._crossings.begin(*started))
 
-    def _dispatch(self, x_TD: Tensor, routing: Routing, ticket: int) -> Dispatched:
+    def _dispatch(self, x_TD: Tensor, routing: Routing, ticket: int, *, fp8_rows: bool = False) -> Dispatched:
         if not torch.compiler.is_compiling():
             if self._missed_for_dtype:
                 self._tell_of_dtype(x_TD.dtype, x_TD.device.type)
             if not x_TD.device == routing.ids_TK.device == routing.weights_TK.device:
                 # An operator refuses tensors of several devices before its body can tell the other ranks.
                 self._crossings.handshake(x_TD, routing)
-        rows_RD, weights_R, counts_e, state = eager.dispatch(
-            x_TD, routing.weights_TK, routing.ids_TK, self._crossings.key, ticket
-        )
+        inputs, scales_RB = (x_TD, routing.weights_TK, routing.ids_TK), None
+        if fp8_rows and self.not_fp8_rows is None and not crossings_fp8.unfit_call(*inputs[:2]):
+            found = crossings_fp8.dispatch_fp8(self._crossings, *inputs)
+            (rows_RD, scales_RB), weights_R, counts_e, state = found
+        else:
+            rows_RD, weights_R, counts_e, state = eager.dispatch(*inputs, self._crossings.key, ticket)
         handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0])
-        return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle)
+        return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle, scales_RB=scales_RB)
 
     def _tell_of_dtype(self, dtype: torch.dtype, device_type: str) -> None:
         """Autocast and `.to(torch.bfloat16)` come after `auto` has chosen by the dtype."""

@@ -141,10 +141,13 @@ class Experts(nn.Module):
         return torch.cat([self.shard.take(half, 0) for half in halves])
 
     def forward(self, dispatched: Dispatched) -> Tensor:
-        """rows_RD of the dispatch's dtype, times `handle.weights_R` where `applies_weights`. Rows past the
-        counts are unset."""
-        rows_RD, counts_e = dispatched.rows_RD, dispatched.counts_e
+        """rows_RD of the dispatch's dtype (of rows in fp8: bfloat16), times `handle.weights_R` where
+        `applies_weights`. Rows past the counts are unset."""
+        rows_RD, counts_e, scales_RB = dispatched.rows_RD, dispatched.counts_e, dispatched.scales_RB
         weights_R = dispatched.handle.weights_R if self.applies_weights else None
+        if scales_RB is not None:
+            self._check_fp8_rows()
+            return ffn_fp8(rows_RD, self.quantised(), counts_e, scales_RB=scales_RB, weights_R=weights_R)
         if weights_R is None or not rows_RD.is_cuda or rows_RD.dtype != torch.bfloat16:
             out_RD = self._by_products(rows_RD, counts_e)
             return out_RD if weights_R is None else out_RD * weights_R[:, None].to(out_RD.dtype)
@@ -156,6 +159,18 @@ class Experts(nn.Module):
         gate_up_RG = ops.grouped_mm(rows_RD, gate_up.mT, counts_e)
         act_RF = swiglu(gate_up_RG, counts_e.cumsum(0).to(torch.int32), weights_R)
         return ops.grouped_mm(act_RF, down.mT, counts_e)
+
+    @property
+    def takes_fp8_rows(self) -> bool:
+        """Whether a call now computes in fp8, and so takes rows that are fp8 already."""
+        return self.implementation == "kernels-fp8" and not torch.is_grad_enabled()
+
+    def _check_fp8_rows(self) -> None:
+        if not self.takes_fp8_rows:
+            raise ValueError(
+                f"Experts: rows in fp8 for {self.implementation!r}, or where gradients are recorded; use "
+                "implementation='kernels-fp8' under torch.no_grad(), or dispatch without fp8_rows"
+            )
 
     def quantised(self) -> Fp8Experts:
         """The weights in fp8, as they are now; kept until they change."""

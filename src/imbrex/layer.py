@@ -186,10 +186,18 @@ class MoELayer(nn.Module):
         return {
             "transport": f"{transport.name}: {self.exchange.transport_reason}",
             "schedule": f"{self.strategy.name}: {overlap.reason(self.strategy, self.exchange)}",
-            "experts": f"{experts.implementation}: {experts.implementation_reason}"
+            "experts": f"{experts.implementation}: {experts.implementation_reason}{self._about_rows()}"
             if isinstance(experts, Experts)
             else f"{type(experts).__name__}: given by the caller",
         }
+
+    def _about_rows(self) -> str:
+        """Where experts compute in fp8: whether rows come so, or why not."""
+        if self.experts.implementation != "kernels-fp8":
+            return ""
+        serial = isinstance(self.strategy, overlap.Serial)
+        reason = self.exchange.not_fp8_rows if serial else "only schedule 'serial' hands rows on in fp8"
+        return "; rows come in fp8" if reason is None else f"; rows are quantised here: {reason}"
 
     def close(self) -> None:
         """Free what the exchange holds. The layer cannot be used afterwards."""

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from imbrex.codec.fp8 import Fp8
 from imbrex.kernels.experts_fp8 import (
+    ffn_fp8,
     quantise_experts,
     quantise_rows,
     quantise_weight,
@@ -102,8 +104,44 @@ def test_near_the_exact_network(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, blocks=1)
     gate_up, down, x = draw(4, 256, 128) / 11, draw(4, 128, 128) / 11, draw(sum(COUNTS), 128)
     experts = quantise_experts(gate_up, down)
-    found = run_ffn_fp8(x, *experts.tensors(), torch.tensor(COUNTS), None)
+    found = run_ffn_fp8(x, None, *experts.tensors(), torch.tensor(COUNTS), None)
     assert 2e-2 < error(found, reference_ffn(x.double(), gate_up.double(), down.double())) < 8e-2
+
+
+@pytest.mark.parametrize("width", [256, 512])
+def test_rows_that_come_as_fp8(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """As the codec writes them, bytes and scales in one row (of 256 values at no multiple of 16 bytes): the
+    bits of rows that were decoded and quantised again, which gives the same bytes."""
+    torch.manual_seed(3)
+    emulate(monkeypatch, blocks=2)
+    counts, rows = [9, 0, 8], 17
+    x = draw(rows + TAIL, width) * 10.0 ** torch.linspace(-25, 25, rows + TAIL).bfloat16()[:, None]
+    x[2, :128] = 0
+    experts = quantise_experts(draw(3, 256, width) / 16, draw(3, width, 128) / 20)
+    coded = Fp8.e4m3().encode(x, torch.bfloat16)
+    values, scales = coded[:, :width].view(torch.float8_e4m3fn), coded[:, width:].view(torch.float32)
+    decoded = Fp8.e4m3().decode(coded, width, torch.bfloat16)
+    _, values_again, scales_again = quantise_rows(decoded, torch.tensor(counts))
+    assert torch.equal(values_again[:rows].view(torch.uint8), coded[:rows, :width])
+    assert torch.equal(scales_again[:rows], scales[:rows])
+    straight = run_ffn_fp8(values, scales, *experts.tensors(), torch.tensor(counts), None)
+    again = run_ffn_fp8(decoded, None, *experts.tensors(), torch.tensor(counts), None)
+    assert straight.dtype == torch.bfloat16
+    assert torch.equal(straight[:rows], again[:rows])
+
+
+def test_rows_and_scales_that_do_not_fit_are_said() -> None:
+    experts = quantise_experts(draw(1, 256, 256), draw(1, 256, 128))
+    rows, counts = draw(4, 256), torch.tensor([4])
+    coded, scales = rows.to(torch.float8_e4m3fn), torch.ones(4, 2)
+    for given, more, said in (
+        (coded, {}, "float8_e4m3fn; give bfloat16, or float8_e4m3fn with scales_RB"),
+        (rows, {"scales_RB": scales}, "rows with scales are torch.bfloat16"),
+        (coded, {"scales_RB": scales[:, :1]}, r"float32 \[4, 1\]; give float32 \[4, 2\]"),
+        (coded, {"scales_RB": scales.double()}, "float64"),
+    ):
+        with pytest.raises(ValueError, match=f"ffn_fp8: .*{said}"):
+            ffn_fp8(given, experts, counts, **more)
 
 
 def test_widths_that_do_not_fit_are_said() -> None:

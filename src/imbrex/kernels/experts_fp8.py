@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm, multiprocessors
-from imbrex.kernels.experts_glue import COUNTERS, Groups
+from imbrex.kernels.experts_glue import COUNTERS, Groups, plan_groups
 from imbrex.kernels.experts_tiling import FP8_TILINGS, choose_tiling
 from imbrex.kernels.jit import Kernel, Variant, load
 
@@ -33,8 +33,8 @@ _BLOCKS_PER_SM = 40
 """More than are resident (5), so that they even out: 89 us instead of 100 (16384 rows of 7168)."""
 _library = Library("imbrex_experts_fp8", "DEF")
 _library.define(
-    "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor gate_up_scales, Tensor down_eDF, Tensor down_scales,"
-    " Tensor counts_e, Tensor? weights_R) -> Tensor"
+    "ffn(Tensor rows_RD, Tensor? scales_RB, Tensor gate_up_eGD, Tensor gate_up_scales, Tensor down_eDF,"
+    " Tensor down_scales, Tensor counts_e, Tensor? weights_R) -> Tensor"
 )
 
 
@@ -85,17 +85,43 @@ def quantise_weight(weight_eNK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ffn_fp8(
-    rows_RD: Tensor, experts: Fp8Experts, counts_e: Tensor, *, weights_R: Tensor | None = None
+    rows_RD: Tensor,
+    experts: Fp8Experts,
+    counts_e: Tensor,
+    *,
+    scales_RB: Tensor | None = None,
+    weights_R: Tensor | None = None,
 ) -> Tensor:
-    """down(silu(gate) * up) of every bf16 row by its expert, times `weights_R` (float32) where given; bf16.
+    """down(silu(gate) * up) of every row by its expert, times `weights_R` (float32) where given; bf16.
 
     Rows expert-major, counts_e int64 on the device, as for `ffn`. No gradients.
+    rows_RD: bf16; or, with `scales_RB`, float8_e4m3fn, whose rows may lie apart.
+    scales_RB: float32 [R, D/128]; a value stands for itself times the scale of its 128, as rows cross under
+        the codec `fp8` and DeepEP's fp8 dispatch hands them on.
+    Raises ValueError where rows and scales do not fit each other.
     """
-    return torch.ops.imbrex_experts_fp8.ffn(rows_RD, *experts.tensors(), counts_e, weights_R)
+    if (problem := _misfit(rows_RD, scales_RB)) is not None:
+        raise ValueError(f"ffn_fp8: {problem}")
+    return torch.ops.imbrex_experts_fp8.ffn(rows_RD, scales_RB, *experts.tensors(), counts_e, weights_R)
+
+
+def _misfit(rows_RD: Tensor, scales_RB: Tensor | None) -> str | None:
+    if scales_RB is None:
+        if rows_RD.dtype == torch.bfloat16:
+            return None
+        return f"rows are {rows_RD.dtype}; give bfloat16, or float8_e4m3fn with scales_RB="
+    if rows_RD.dtype != torch.float8_e4m3fn:
+        return f"rows with scales are {rows_RD.dtype}; give float8_e4m3fn (`.view` of bytes)"
+    wanted = rows_RD.shape[0], rows_RD.shape[1] // BLOCK
+    if scales_RB.dtype == torch.float32 and tuple(scales_RB.shape) == wanted:
+        return None
+    found = f"{scales_RB.dtype} {list(scales_RB.shape)}"
+    return f"scales are {found}; give float32 {list(wanted)}, one for every {BLOCK} values of a row"
 
 
 def run_ffn_fp8(
     rows_RD: Tensor,
+    scales_RB: Tensor | None,
     gate_up_eGD: Tensor,
     gate_up_scales: Tensor,
     down_eDF: Tensor,
@@ -106,8 +132,18 @@ def run_ffn_fp8(
     experts = Fp8Experts(
         gate_up_eGD=gate_up_eGD, gate_up_scales=gate_up_scales, down_eDF=down_eDF, down_scales=down_scales
     )
-    groups, values, scales = quantise_rows(rows_RD.contiguous(), counts_e)
+    if scales_RB is None:
+        groups, values, scales = quantise_rows(rows_RD.contiguous(), counts_e)
+    else:
+        groups, values, scales = plan_groups(counts_e), _aligned(rows_RD), scales_RB
+        scales = scales if scales.stride(1) == 1 else scales.contiguous()
     return run_fp8_rows(values, scales, experts, groups, weights_R)
+
+
+def _aligned(rows_RD: Tensor) -> Tensor:
+    """Where the copy engine takes them: at multiples of 16 bytes."""
+    fits = rows_RD.stride(1) == 1 and not (rows_RD.stride(0) | rows_RD.data_ptr()) % 16
+    return rows_RD if fits else rows_RD.contiguous()
 
 
 def run_fp8_rows(
@@ -117,7 +153,8 @@ def run_fp8_rows(
     groups: Groups,
     weights_R: Tensor | None = None,
 ) -> Tensor:
-    """From rows that are e4m3 already, with their scales [R, D/128]; rows may lie any distance apart."""
+    """From rows that are e4m3 already, with their scales [R, D/128]; rows may lie any multiple of 16 bytes
+    apart, those of scales any distance."""
     rows, inner = rows_RD.shape[0], experts.down_eDF.shape[2]
     act_RF = rows_RD.new_empty(rows, inner)
     act_scales = scales_RB.new_empty(rows, inner // BLOCK)
@@ -180,8 +217,8 @@ def _gemm(
     )
 
 
-def _fake_ffn(rows_RD, gate_up_eGD, gate_up_scales, down_eDF, down_scales, counts_e, weights_R):
-    return rows_RD.new_empty(rows_RD.shape)
+def _fake_ffn(rows_RD, scales_RB, gate_up_eGD, gate_up_scales, down_eDF, down_scales, counts_e, weights_R):
+    return rows_RD.new_empty(rows_RD.shape, dtype=torch.bfloat16)
 
 
 _library.impl("ffn", run_ffn_fp8, "CUDA")

@@ -35,7 +35,8 @@ class Serial:
         experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
-        dispatched = exchange.dispatch(x_TD, routing)
+        fp8_rows = getattr(experts, "takes_fp8_rows", False)
+        dispatched = exchange.dispatch(x_TD, routing, fp8_rows=fp8_rows)
         keeping = nullcontext() if self.keep_rows else exchange.dispatching_again(x_TD, dispatched)
         with exchange.observer.span("experts", layer=exchange.layer), keeping:
             rows_RD = _computed(dispatched, exchange, experts)

@@ -1,0 +1,129 @@
+"""Rows that reach the experts as they crossed, in fp8: the bytes that the codec writes, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import imbrex
+from imbrex.codec.fp8 import Fp8
+from imbrex.contracts import Dispatched
+from imbrex.placement import from_slots
+from tests.emulated import kernel
+from tests.ranks.emulated_nvlink import EmulatedNvlink
+from tests.ranks.pool import Pool, Ranks
+
+WIDTH, TOKENS = 1536, (5, 0, 3, 8)
+SLOTS = [[0, 1], [2, 3, 0], [4, 5], [1, -1]]
+
+
+def draw(rank: int, tokens: int, width: int = WIDTH) -> tuple[Tensor, imbrex.Routing]:
+    """Tokens of all magnitudes, some blocks of zeros, infinities or NaN, and a choice dropped."""
+    drawn = torch.Generator().manual_seed(rank)
+    blocks = torch.randn(tokens, width // 128, 128, generator=drawn)
+    blocks *= 10.0 ** torch.arange(-20, 20)[torch.arange(blocks.shape[1]) % 40, None]
+    if tokens:
+        blocks[0, 0], blocks[0, 1, 5], blocks[0, 2, 7] = 0, float("inf"), float("nan")
+    ids_TK = torch.rand(tokens, 6, generator=drawn).argsort(1)[:, :3]
+    ids_TK[:1, 1] = -1
+    weights_TK = torch.rand(ids_TK.shape, generator=drawn)
+    return blocks.flatten(1).bfloat16(), imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+
+
+def make_exchange(ranks: Ranks, transport: str, codec: Any, slots: list[list[int]], **more: Any):
+    moves = EmulatedNvlink(ranks.group) if transport == "nvlink" else transport
+    placement = from_slots(slots, 6)
+    return imbrex.Exchange(placement, WIDTH, 3, group=ranks.group, transport=moves, codec=codec, **more)
+
+
+def run_dispatch(ranks: Ranks, transport: str, tensor: int) -> list[bool]:
+    """Rows in fp8 against the codec on rows that crossed as they are; what the rest of a layer sees is equal;
+    they decode to the rows of the same exchange without them, but for the own tokens, which stay whole."""
+    more = {"tensor_parallel": tensor}
+    slots = SLOTS if tensor == 1 else [[0, 1, 2], [3, 4, 5]]
+    plain = make_exchange(ranks, "alltoall", "identity", slots, **more)
+    ours = make_exchange(ranks, transport, {"dispatch": "fp8"}, slots, **more)
+    x_TD, routing = draw(ranks.rank // tensor, TOKENS[ranks.rank // tensor])
+    same = []
+    for _ in range(2):
+        wanted, found = plain.dispatch(x_TD, routing), ours.dispatch(x_TD, routing, fp8_rows=True)
+        rows = len(wanted.rows_RD)
+        encoded = Fp8.e4m3().encode(wanted.rows_RD, torch.bfloat16)
+        assert found.scales_RB is not None
+        parts = found.rows_RD[:rows], found.scales_RB[:rows]
+        bytes_RB = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+        same += [torch.equal(bytes_RB, encoded), torch.equal(found.counts_e, wanted.counts_e)]
+        same += [torch.equal(found.handle.weights_R[:rows], wanted.handle.weights_R)]
+        y = torch.where(torch.isfinite(wanted.rows_RD), wanted.rows_RD, 1.0)
+        room = torch.ones(len(found.rows_RD), WIDTH).bfloat16()
+        room[:rows] = y
+        truth, sums = plain.combine(y, wanted.handle), ours.combine(room, found.handle)
+        same += [torch.allclose(sums.float(), truth.float(), rtol=2**-7)]
+    return same
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("transport", ["nvlink", "alltoall", "allgather"])
+def test_rows_are_what_the_codec_writes(pool: Pool, transport: str, tensor: int) -> None:
+    if transport == "nvlink" and not kernel.available():
+        pytest.skip("the emulation needs g++")
+    for same in pool.run(4, run_dispatch, transport, tensor):
+        assert same == [True] * 8
+
+
+class Noting(torch.nn.Module):
+    """Experts that take rows in fp8 outside of gradients, note what they get, and return it."""
+
+    applies_weights = False
+    takes_fp8_rows = property(lambda _: not torch.is_grad_enabled())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def forward(self, dispatched: Dispatched) -> Tensor:
+        rows, scales = dispatched.rows_RD, dispatched.scales_RB
+        self.seen.append(f"{rows.dtype}"[6:])
+        return rows if scales is None else (rows.float() * scales.repeat_interleave(128, 1)).bfloat16()
+
+
+def run_layers(ranks: Ranks) -> list[Any]:
+    """What experts get: gradients, another codec, another dtype, and a schedule that asks for nothing."""
+    config = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=6, top_k=3)
+    x_TD = torch.randn(4, 256, generator=torch.Generator().manual_seed(ranks.rank))
+    found: list[Any] = []
+    for codec, schedule, dtype in (
+        ("fp8", "serial", torch.bfloat16),
+        ("int8", "serial", torch.bfloat16),
+        ("fp8", "serial", torch.float32),
+        ("fp8", "optsche-2", torch.bfloat16),
+    ):
+        noting = Noting()
+        layer = imbrex.MoELayer(
+            config,
+            ranks.group,
+            transport="alltoall",
+            codec={"dispatch": codec},
+            schedule=schedule,
+            experts=noting,
+            dtype=dtype,
+        )
+        y_TD = layer(x_TD.to(dtype)).detach()
+        with torch.no_grad():
+            without = layer(x_TD.to(dtype))
+        close = (without - y_TD).float().norm() < 0.05 * y_TD.float().norm()
+        found.append((noting.seen[0], noting.seen[-1], bool(close)))
+    return found
+
+
+def test_where_they_do_not_fit_rows_are_decoded(pool: Pool) -> None:
+    for answer in pool.run(2, run_layers):
+        assert answer == [
+            ("bfloat16", "float8_e4m3fn", True),
+            ("bfloat16", "bfloat16", True),
+            ("float32", "float32", True),
+            ("bfloat16", "bfloat16", True),
+        ]
