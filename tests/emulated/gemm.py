@@ -103,7 +103,8 @@ class EmulatedKernel:
         self._library, self._tensors, self.seed = _library(variant, smem, edits), tensors, 0
         self._emulate = getattr(self._library, f"emulate_{variant.entry}")
 
-    def launch(self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0) -> None:
+    def launch(self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0, cluster: int = 1) -> None:
+        assert grid % cluster == 0
         self._library.forget()
         ranges = [(0, 2**62)]
         if self._tensors is not None:

@@ -13,6 +13,9 @@
 #include <utility>
 
 #define __align__(bytes) alignas(bytes)
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 #define blockDim (Index{emu::self().block->threads})
 #define gridDim (Index{static_cast<unsigned>(emu::machine->blocks.size())})
 inline u32 atomicAdd(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
@@ -160,10 +163,39 @@ inline void mbarrier_wait(u32 barrier, u32 parity, u32& patience) {
     while (!mbarrier_try(barrier, parity) && patience != 0) --patience;
 }
 
-inline void tiled_load(u32 target, const TensorMap* map, u32 barrier, std::array<int, 4> at) {
-    emu::walk(*map, target, at, [&](u32 shared, const u8* global) {
-        emu::machine->loads.push_back({shared_memory() + shared, global ? global : emu::zeros, 16, barrier_at(barrier), {}});
-    });
+inline emu::Block& block_of_cluster(u32 rank) {
+    emu::Block& block = *emu::machine->blocks[emu::self().block->index / CLUSTER * CLUSTER + rank];
+    if (block.alive == 0) emu::fail("a block of the cluster left before this access to its memory");
+    return block;
+}
+inline u32 cluster_rank() { return emu::self().block->index % CLUSTER; }
+inline void cluster_arrive() {}
+inline void cluster_wait() { emu::meet(block_of_cluster(0).named[15], CLUSTER * emu::self().block->threads, true); }
+inline void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
+    emu::change(reinterpret_cast<u64*>(block_of_cluster(rank).shared + barrier), 1, 0);
+}
+inline void store_cluster_16(u32 address, u32 barrier, u32 rank, uint4 v) {
+    u8* memory = block_of_cluster(rank).shared;
+    std::memcpy(memory + address, &v, 16);
+    emu::change(reinterpret_cast<u64*>(memory + barrier), 0, -16);
+}
+
+// `blocks`: a bit for each of the cluster that gets it; 0: this block alone.
+inline void tiled_load(u32 target, const TensorMap* map, u32 barrier, std::array<int, 4> at, u16 blocks = 0) {
+    for (u32 rank = 0; rank < CLUSTER; ++rank) {
+        if (blocks ? !(blocks >> rank & 1) : rank != cluster_rank()) continue;
+        u8* memory = block_of_cluster(rank).shared;
+        emu::walk(*map, target, at, [&](u32 shared, const u8* global) {
+            emu::machine->loads.push_back(
+                {memory + shared, global ? global : emu::zeros, 16, reinterpret_cast<u64*>(memory + barrier), {}});
+        });
+    }
+}
+inline void tma_load_3d_multicast(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, u16 blocks) {
+    tiled_load(target, map, barrier, {x, y, z, 0}, blocks);
+}
+inline void tma_load_4d_multicast(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w, u16 blocks) {
+    tiled_load(target, map, barrier, {x, y, z, w}, blocks);
 }
 inline void tma_load_3d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z) {
     tiled_load(target, map, barrier, {x, y, z, 0});

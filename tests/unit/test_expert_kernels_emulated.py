@@ -266,7 +266,7 @@ def test_a_lost_arrival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     word = ctypes.c_int32.from_address(status.data_ptr())
     monkeypatch.setattr(experts_gemm, "_status", lambda device: status)
     monkeypatch.setattr(experts_gemm, "_status_word", lambda device: word)
-    lost = ("if (step > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);", "")
+    lost = ("if (step > 0) release_stage(shared.empty + 8 * last);", "")
     rows, weight, out = draw(8, 512), draw(1, 64, 512), poisoned(8, 64)
     emulate(monkeypatch, blocks=1, edits=(lost,))
     with pytest.raises(KernelError, match="its result is wrong"):

@@ -50,6 +50,7 @@ class Tiling(NamedTuple):
     stages: int = 4
     panels: int = 2
     group_m: int = 8
+    cluster: int = 1
 
     @property
     def block_m(self) -> int:
@@ -119,6 +120,7 @@ def gemm_variant(
             ("STAGES", tiling.stages),
             ("PANELS", tiling.panels),
             ("GROUP_M", tiling.group_m),
+            ("CLUSTER", tiling.cluster),
             ("WIDE", int(wide and layout is not Layout.FORWARD)),
             ("FP8", int(fp8)),
             ("WAVE", 128 if tiling.groups == 2 else 64),
@@ -223,13 +225,17 @@ def _gemm_kernel(
 ) -> tuple[Kernel, int, int]:
     """The kernel, its bytes of shared memory, the blocks of a launch."""
     kernel = load(gemm_variant(layout, epilogue, tiling, wide, fp8), device)
-    return kernel, tiling.smem, multiprocessors(device)
+    if tiling.cluster == 1:
+        return kernel, tiling.smem, multiprocessors(device)
+    threads = 128 * (tiling.groups + 1)
+    return kernel, tiling.smem, tiling.cluster * kernel.clusters(tiling.cluster, threads, tiling.smem)
 
 
 def _operand_maps(
     layout: Layout, a: torch.Tensor, b: torch.Tensor, tiling: Tiling, epilogue: Epilogue, wide: bool
 ) -> tuple[ByValue, ByValue]:
-    columns = tiling.block_n // 64
+    width = tiling.block_n // tiling.cluster  # what one instruction loads of B
+    columns = width // 64
     if layout is Layout.WGRAD and wide:
         return ragged_panels_map(a, tiling.block_m // 64), ragged_panels_map(b, columns)
     if layout is Layout.WGRAD:
@@ -239,7 +245,7 @@ def _operand_maps(
     if layout is Layout.DGRAD:
         return map_a, stacked_panels_map(b, columns) if wide else stacked_map(b, 64, 64)
     split = 2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1
-    return map_a, stacked_map(b, line, tiling.block_n // split, split)
+    return map_a, stacked_map(b, line, min(width, tiling.block_n // split), split)
 
 
 def _result_maps(layout: Layout, out: torch.Tensor, halves: torch.Tensor | None) -> tuple[ByValue, ByValue]:
@@ -290,12 +296,16 @@ def launch_gemm(
     if launch is None:
         fp8 = scales is not None
         wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
+        panels = wide or layout is Layout.FORWARD
+        if not panels or (blocks is not None and blocks % tiling.cluster):
+            tiling = tiling._replace(cluster=1)
         halves = gate_up if slopes is None else slopes.d_gate_up
         kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, a.get_device())
         launch = kernel.prepare(
             grid=blocks or sms,
             block=128 * (tiling.groups + 1),
             smem=smem,
+            cluster=tiling.cluster,
             args=[
                 *_operand_maps(layout, a, b, tiling, epilogue, wide),
                 *_result_maps(layout, out, halves),

@@ -59,6 +59,7 @@
 #include "gemm_backward.cuh"
 #include "gemm_fp8.cuh"
 #include "gemm_load.cuh"
+#include "gemm_load_pairs.cuh"
 #include "gemm_store.cuh"
 
 template <int kBlocks>
@@ -78,7 +79,6 @@ __device__ __forceinline__ void multiply_step(float (&d)[BLOCKS_M][kBlockN / 2],
 template <int kBlocks>
 __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2], const Shared& shared, u32 rows_a, const Slot& tile,
                                               u32& patience) {
-    const bool leader = threadIdx.x % 32 == 0;
     Ring ring(tile.position);
     u32 last = 0;
 #pragma unroll 1
@@ -87,16 +87,16 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
         if constexpr (kBlocks > 0) {
             multiply_step<kBlocks>(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), step == 0);
             ptx::wgmma_wait<1>();
-            if (step > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);
+            if (step > 0) release_stage(shared.empty + 8 * last);
             last = ring.stage;
-        } else if (leader) {
-            ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
+        } else {
+            release_stage(shared.empty + 8 * ring.stage);
         }
     }
-    if (PINGPONG && leader) ptx::mbarrier_arrive(shared.order + 8 * (1 - threadIdx.x / 128));
+    if (PINGPONG && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.order + 8 * (1 - threadIdx.x / 128));
     if constexpr (kBlocks > 0) {
         ptx::wgmma_wait<0>();
-        if (tile.steps > 0 && leader) ptx::mbarrier_arrive(shared.empty + 8 * last);
+        if (tile.steps > 0) release_stage(shared.empty + 8 * last);
     }
 }
 
@@ -106,9 +106,12 @@ __device__ __forceinline__ Slot take_slot(const Shared& shared, u32 index, u32& 
     ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
     const Slot tile = shared.slots[slot];
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.slot_empty + 8 * slot);
+    if (threadIdx.x % 32 == 0) release_slot(shared.slot_empty + 8 * slot);
     return tile;
 }
+
+// False only for a tile that the last of an odd number leaves to a cluster's second block.
+__device__ __forceinline__ bool has_rows(const Slot& tile) { return CLUSTER == 1 || tile.rows > 0; }
 
 __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared,
                                         const float* weights, const Scales& scales, const Slopes& slopes, int columns, u32* status) {
@@ -118,7 +121,7 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
     Stores stores{shared.staging + group * PANELS * kPanel, group, thread};
     Slot tile = take_slot(shared, index, patience);
     StepScales next;
-    if (FP8 && tile.steps >= 0) next.begin(scales, tile, 64 * group, columns);
+    if (FP8 && tile.steps >= 0 && has_rows(tile)) next.begin(scales, tile, 64 * group, columns);
     while (tile.steps >= 0 && patience != 0) {
         float d[BLOCKS_M][kBlockN / 2];
         if (kWgrad && tile.steps == 0)
@@ -145,7 +148,7 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
         Slot then;
         if constexpr (!PINGPONG) {
             then = take_slot(shared, index, patience);
-            if (FP8 && then.steps >= 0) next.begin(scales, then, 64 * group, columns);
+            if (FP8 && then.steps >= 0 && has_rows(then)) next.begin(scales, then, 64 * group, columns);
         }
         if constexpr (FP8 && kSwiglu) {
             if (rows > 0) store_block_fp8(d[0], map_d, stores, tile, tile.row + 64 * group, least(rows, 64), scales);
@@ -167,6 +170,17 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
     }
     if (thread == 0) ptx::bulk_wait<0>();
     if (patience == 0) *status = 1;
+}
+
+// All threads of the block, or of the cluster.
+__device__ __forceinline__ void meet() {
+    if constexpr (CLUSTER > 1) {
+        __syncwarp();
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+    } else {
+        __syncthreads();
+    }
 }
 
 // map_h: gate and up (EPILOGUE 2), else unused. `rows` is the fixed number of output rows (wgrad), `columns` the
@@ -195,11 +209,11 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         constexpr int kReaders = PINGPONG ? 4 : 4 * GROUPS;  // warps that read a stage or a slot
         for (int i = 0; i < STAGES; ++i) {
             ptx::mbarrier_init(shared.full + 8 * i, 1);
-            ptx::mbarrier_init(shared.empty + 8 * i, kReaders);
+            ptx::mbarrier_init(shared.empty + 8 * i, CLUSTER * kReaders);
         }
         for (int i = 0; i < kSlots; ++i) {
             ptx::mbarrier_init(shared.slot_full + 8 * i, 1);
-            ptx::mbarrier_init(shared.slot_empty + 8 * i, kReaders);
+            ptx::mbarrier_init(shared.slot_empty + 8 * i, CLUSTER * kReaders + CLUSTER - 1);
         }
         for (int i = 0; i < 2; ++i) ptx::mbarrier_init(shared.order + 8 * i, 4);
         ptx::fence_barrier_init();
@@ -207,13 +221,19 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         ptx::prefetch_map(&map_b);
         ptx::prefetch_map(&map_d);
     }
-    __syncthreads();
+    meet();
     if (threadIdx.x >= GROUPS * 128) {
         ptx::fewer_registers<kProducerRegisters>();
-        const Order order{ends, segments, count, rows, columns};
-        if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter, status);
+        if constexpr (CLUSTER > 1) {
+            const Pairs order{{ends, segments, count, rows, columns}};
+            if (threadIdx.x == GROUPS * 128) produce_pairs(&map_a, &map_b, shared, order, ends, k, counter, status);
+        } else {
+            const Order order{ends, segments, count, rows, columns};
+            if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter, status);
+        }
     } else {
         ptx::more_registers<kConsumerRegisters>();
         consume(&map_d, &map_h, shared, weights, scales, slopes, columns, status);
     }
+    if constexpr (CLUSTER > 1) meet();  // arrivals and panels of the other block have come
 }

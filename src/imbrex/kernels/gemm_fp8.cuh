@@ -73,7 +73,6 @@ __device__ __forceinline__ void add_wave(float* sum, const float (&product)[WAVE
 template <bool kFirst>
 __device__ __forceinline__ void multiply_step_fp8(float (&d)[kBlockN / 2], const Shared& shared, const Ring& ring, u32 rows_a,
                                                   StepScales& next, const Scales& scales, int ahead, u32& patience) {
-    const bool leader = threadIdx.x % 32 == 0;
     float product[kProducts][WAVE / 2], scale[kBlocksN][2];
     // The same in all lanes, and the compiler has to know: else every operand of every product is moved lane 0's way.
     const int stage = __shfl_sync(0xffffffffu, static_cast<int>(ring.stage), 0);
@@ -94,7 +93,7 @@ __device__ __forceinline__ void multiply_step_fp8(float (&d)[kBlockN / 2], const
             ptx::wgmma_wait<0>();
         }
         ptx::wgmma_results(product[wave % kProducts]);
-        if (wave == kWaves - 1 && leader) ptx::mbarrier_arrive(shared.empty + 8 * ring.stage);
+        if (wave == kWaves - 1) release_stage(shared.empty + 8 * ring.stage);
         const float(&times)[2] = scale[wave * WAVE / kBlock];
         add_wave<kFirst>(d + WAVE / 2 * wave, product[wave % kProducts], times[0], times[1]);
     }

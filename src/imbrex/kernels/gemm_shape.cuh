@@ -1,7 +1,7 @@
 // What the parts of the grouped GEMM share: sizes from the defines (see gemm.cu), shared memory, the ring of stages.
 #pragma once
 #include "ptx.cuh"
-#include "gemm_scheduler.cuh"
+#include "gemm_pairs.cuh"
 
 constexpr int kTileBlocks = PINGPONG ? BLOCKS_M : GROUPS;  // 64-row blocks of a tile
 constexpr int kBlockM = 64 * kTileBlocks;
@@ -17,15 +17,18 @@ constexpr int kProducerRegisters = kManyRegisters ? 40 : 56;
 constexpr int kConsumerRegisters = GROUPS > 1 ? (kManyRegisters ? 232 : 224) : 240;
 constexpr int kSlots = 4;
 static_assert(!FP8 || (kForward && !PINGPONG && kBlockN % 128 == 0), "fp8: forward, tiles shared by the groups");
+static_assert(CLUSTER == 1 || kForward || WIDE, "a block of a cluster loads half of B's panels by one instruction");
 static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one block of rows each");
 
 using Order = Schedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;
+using Pairs = PairSchedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;
 
-// What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles.
+// What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles. rows 0: none for this
+// block; `together`: the cluster's two tiles share their columns.
 struct __align__(16) Slot {
     int expert, row, rows, column, columns, steps;
     u32 position;
-    int unused;
+    int together;
 };
 
 struct Shared {
@@ -42,5 +45,23 @@ struct Ring {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 };
+
+// A warp has read a stage: whoever fills it may do so, which are all blocks of the cluster.
+__device__ __forceinline__ void release_stage(u32 barrier) {
+    const u32 lane = threadIdx.x % 32;
+    if constexpr (CLUSTER > 1) {
+        if (lane < CLUSTER) ptx::mbarrier_arrive_cluster(barrier, lane);
+    } else if (lane == 0) {
+        ptx::mbarrier_arrive(barrier);
+    }
+}
+
+// A thread (of a warp) has read a slot: the block that writes it may do so, which is the first of the cluster.
+__device__ __forceinline__ void release_slot(u32 barrier) {
+    if constexpr (CLUSTER > 1)
+        ptx::mbarrier_arrive_cluster(barrier, 0);
+    else
+        ptx::mbarrier_arrive(barrier);
+}
 
 __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }

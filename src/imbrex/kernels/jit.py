@@ -319,6 +319,12 @@ class Kernel:
             shape = f"grid {grid}, block {block}, {smem} bytes of shared memory"
             raise KernelError(f"CUDA said {code.name} while launching {self.variant} ({shape})")
 
+    def clusters(self, cluster: int, block: int, smem: int) -> int:
+        """How many clusters of `cluster` blocks an idle device holds at once."""
+        driver = cuda_binding("driver")
+        config = configuration(driver, (cluster, 1, 1), block, smem, 0, attributes(driver, cluster, False))
+        return cuda_ok(driver.cuOccupancyMaxActiveClusters(self._function, config), "counting clusters")
+
     def prepare(
         self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0, cluster: int = 1
     ) -> Prepared:

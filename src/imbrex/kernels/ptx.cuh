@@ -64,7 +64,8 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Orders no accesses: what the others are to see needs a fence before it (fence_barrier_init).
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Section: fences.
@@ -85,11 +86,12 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
 
-// Arrive at the barrier at the same offset in block `rank` of the cluster.
+// Arrive at the barrier at the same offset in block `rank` of the cluster. Orders nothing but this thread's accesses to its own
+// block's memory: with `.release.cluster` every arrival would wait for a fence of the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
     asm volatile(
         "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
+        " mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
@@ -151,6 +153,15 @@ __device__ __forceinline__ void tma_load_3d_multicast(u32 target, const TensorMa
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
         "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d_multicast(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w,
+                                                      u16 blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(blocks)
         : "memory");
 }
 
@@ -293,6 +304,15 @@ __device__ __forceinline__ void load_matrix_x4(u32 address, u32 (&m)[4]) {
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(address)
                  : "memory");
+}
+
+// To the same place in block `rank` of the cluster; completes 16 bytes on its `barrier`, whose waiters then see them.
+__device__ __forceinline__ void store_cluster_16(u32 address, u32 barrier, u32 rank, uint4 v) {
+    asm volatile(
+        "{\n .reg .b32 remote, done;\n mapa.shared::cluster.u32 remote, %0, %2;\n mapa.shared::cluster.u32 done, %1, %2;\n"
+        " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [remote], {%3, %4, %5, %6}, [done];\n}" ::"r"(address),
+        "r"(barrier), "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+        : "memory");
 }
 
 __device__ __forceinline__ void store_shared_16(u32 address, uint4 v) {

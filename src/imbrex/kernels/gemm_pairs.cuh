@@ -1,0 +1,82 @@
+// Which two tiles come next: the order of a grouped GEMM whose blocks work in pairs (a cluster) and share panels of B.
+//
+// Two row tiles of an expert that have the same columns are a pair. What is left over of an expert, an odd row tile and a
+// last one of 64 rows or fewer (half the work: its partner would wait), goes with itself: a row tile and two neighbouring
+// columns, nothing shared, next to the pairs of these columns, whose panels of B it reads again. Where the number of columns is
+// odd, too, the last one has the rows that are left, two and two, and the second block may have none (rows 0).
+//
+// Example: 330 rows, 128 x 256 tiles, 768 columns: row tiles 0, 1 and 2 (74 rows), column tiles 0, 1, 2. Pairs: rows 0 1 of
+// column 0, of column 1, row 2 of columns 0 1, rows 0 1 of column 2, row 2 of column 2 and none.
+//
+// Plain C++ but for the qualifiers, as gemm_scheduler.cuh.
+#pragma once
+#include "gemm_scheduler.cuh"
+
+// How the pairs of a segment lie: `groups` groups of kHigh pairs of row tiles but the last, which has `shared` of them and
+// `left` single row tiles. Made anew for every pair, since the producer has few registers to keep it in.
+struct Pairing {
+    int row_tiles, column_tiles, groups, shared, left;
+};
+
+template <int kBlockM, int kBlockN, int kGroupM, bool kFixedRows>
+struct PairSchedule : Schedule<kBlockM, kBlockN, kGroupM, kFixedRows> {
+    static constexpr int kHigh = kGroupM / 2;  // pairs side by side
+    int first_pair = 0, pairs = 0;             // of the segment
+
+    IMBREX_BOTH Pairing pairing() const {
+        const int rows = this->row_end - this->row_begin, columns = this->column_end - this->column_begin;
+        const int full = rows > 64 ? (rows - 65) / kBlockM + 1 : 0;  // row tiles of more than 64 rows
+        Pairing found;
+        found.row_tiles = (rows + kBlockM - 1) / kBlockM;
+        found.column_tiles = (columns + kBlockN - 1) / kBlockN;
+        found.groups = full / 2 > kHigh ? (full / 2 + kHigh - 1) / kHigh : 1;
+        found.shared = full / 2 - (found.groups - 1) * kHigh;
+        found.left = found.row_tiles - full / 2 * 2;
+        return found;
+    }
+
+    IMBREX_BOTH void place(Tile& tile, int row_tile, int column_tile) const {
+        tile.expert = this->expert;
+        tile.row = this->row_begin + row_tile * kBlockM;
+        tile.rows = tile.row < this->row_end ? this->row_end - tile.row : 0;
+        tile.column = this->column_begin + column_tile * kBlockN;
+        tile.columns = this->column_end - tile.column;
+    }
+
+    // The two tiles of this number, which must not fall from call to call; `together`: they share their columns.
+    IMBREX_BOTH bool seek(int number, Tile (&tile)[2], bool& together) {
+        while (number >= first_pair + pairs) {
+            if (this->segment + 1 >= this->count) return false;
+            this->enter(this->segment + 1);
+            const Pairing next = pairing();
+            first_pair += pairs;
+            pairs = (next.groups - 1) * kHigh * next.column_tiles + next.column_tiles / 2 * (2 * next.shared + next.left);
+            if (next.column_tiles % 2) pairs += next.shared + (next.left + 1) / 2;
+        }
+        const Pairing here = pairing();
+        int local = number - first_pair, group = local / (kHigh * here.column_tiles);
+        if (group > here.groups - 1) group = here.groups - 1;
+        local -= group * kHigh * here.column_tiles;
+        int row = 2 * group * kHigh, column;
+        together = true;
+        if (group < here.groups - 1) {
+            column = local / kHigh, row += 2 * (local % kHigh);
+        } else {
+            const int each = 2 * here.shared + here.left;
+            column = local / each * 2, local %= each;
+            const bool two = column + 1 < here.column_tiles;
+            const int rest = local - (two ? 2 : 1) * here.shared;  // its number among those left over
+            if (rest < 0) {
+                column += local / here.shared, row += 2 * (local % here.shared);
+            } else if (two) {
+                row += 2 * here.shared + rest, together = false;
+                place(tile[0], row, column), place(tile[1], row, column + 1);
+                return true;
+            } else {
+                row += 2 * (here.shared + rest), together = row + 1 < here.row_tiles;
+            }
+        }
+        place(tile[0], row, column), place(tile[1], row + 1, column);
+        return true;
+    }
+};
