@@ -38,7 +38,7 @@ ROOM_OF = {
         "router": "gates losses capacity global_batch sparsemixer",
         "plan": "rows handshake",
         "ops": "grouped eager",
-        "exchange": "crossings crossings_fp8 crossings_nvlink geometry",
+        "exchange": "crossings crossings_fp8 crossings_nvlink nvlink_fit geometry",
         "layer": "ranks",
         "checkpoint": "logical_tensors",
     }.items()

@@ -6,66 +6,48 @@ combine of dx, with which the gate weights' gradients go home, four bytes a choi
 Rows have the worst-case size; how many there are stands in `counts_e`, and nothing reads past them.
 
 The kernels choose replicas in equal parts or by the loads of the batch. Any other split is computed on the
-host, after one synchronisation, and the kernels are told slots for experts (`tell`).
+host, after one synchronisation, and the kernels are told slots for experts (`nvlink_fit.tell`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from imbrex import ops, plan
-from imbrex.contracts import Codec, Placement, Routing, Wire
+from imbrex.contracts import Codec, Routing, Wire
 from imbrex.geometry import Geometry
 from imbrex.handshake import PROBLEMS, find_problem
 from imbrex.kernels.exchange import NvlinkExchange, Routed
+from imbrex.kernels.exchange_layout import Shape
 from imbrex.kernels.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.experts_glue import weigh_rows
 from imbrex.kernels.gates import spread
 from imbrex.kernels.routed import Tables, placement_tables, write_tables
+from imbrex.nvlink_fit import DTYPE, is_coded, tell
 from imbrex.observe import Observer
-from imbrex.placement import SPLITS, split_evenly
-from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
+from imbrex.transport.nvlink import Nvlink, Size, Sms
 
-DTYPE = torch.bfloat16
 FEW_TOKENS = 256
 """Most tokens of a rank for which one kernel routes and moves: of 128 tokens in 43 us, against 59 in two
 kernels; of 512 in 110, like two (4 H200, rows of 7168 values, K=8)."""
-FP8_OUT_MULTIPLE, FP8_BACK_MULTIPLE = 512, 256
 STATE = tuple(Routed.__dataclass_fields__)
 
 
-def unfit(geometry: Geometry, wire: Wire) -> str | None:
-    """None if the kernels serve this exchange, else why not."""
-    out, back = (wire.dispatch, wire.combine_backward), (wire.combine, wire.dispatch_backward)
-    if any(codec.name not in ("identity", "fp8") for codec in (*out, *back)):
-        return "its kernels write rows as they are or as fp8"
-    for codecs, multiple in ((out, FP8_OUT_MULTIPLE), (back, FP8_BACK_MULTIPLE)):
-        if any(_coded(codec) for codec in codecs) and geometry.hidden_size % multiple:
-            return f"its kernels write fp8 rows of multiples of {multiple} values"
-    if geometry.rows_per_slot is not None or geometry.alignment != 1:
-        return "rows are padded"
-    if geometry.hidden_size * DTYPE.itemsize % ROW_MULTIPLE or geometry.top_k > MOST_CHOICES:
-        return f"rows must be multiples of {ROW_MULTIPLE} bytes, choices at most {MOST_CHOICES}"
-    return None
+def most_rows(shape: Shape, most: int) -> int:
+    """Rows that `most` tokens of every rank can be, for a heap that may have room for more. Of a few sizes
+    only, so that memory for them is found again: that of the heap halved while it is enough.
 
-
-def _coded(codec: Codec) -> bool:
-    return codec.name == "fp8"
-
-
-def unfit_use(dtype: torch.dtype | None, *, chunked: bool) -> str | None:
-    """None if the kernels move what is asked for, tokens of `dtype` and all at once, else why not."""
-    if chunked:
-        return "the schedule moves rows in chunks"
-    if dtype is None:
-        return "nobody said that tokens are bfloat16 (dtype=)"
-    return None if dtype == DTYPE else f"tokens are {str(dtype).removeprefix('torch.')}, not bfloat16"
+    Example: kernels for 16384 tokens that are given 5000 at most have rows for 8192.
+    """
+    room = shape.max_tokens
+    while room % 2 == 0 and room // 2 >= most:
+        room //= 2
+    return shape.row_capacity // shape.max_tokens * room
 
 
 def write_state(routed: Routed) -> list[Tensor]:
@@ -75,26 +57,6 @@ def write_state(routed: Routed) -> list[Tensor]:
 
 def read_state(state: Sequence[Tensor]) -> Routed:
     return Routed(**dict(zip(STATE, state, strict=True)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """What the kernels take for the placement. by_slot: its experts are the slots of the placement that was
-    given. balanced: the kernels choose replicas by the loads, else in equal parts."""
-
-    placement: Placement
-    by_slot: bool
-    balanced: bool
-
-
-def tell(geometry: Geometry) -> Told:
-    """Slots 0 1 | 1 2 and a split of the caller's: experts 0 1 | 2 3, each in one slot."""
-    given, balanced = geometry.placement, geometry.split is SPLITS["balanced"]
-    if balanced or geometry.split is split_evenly:
-        return Told(placement=given, by_slot=False, balanced=balanced)
-    slots = tuple(range(given.num_slots))
-    named = Placement(slots=slots, rank_offsets=given.rank_offsets, num_experts=len(slots))
-    return Told(placement=named, by_slot=True, balanced=False)
 
 
 class NvlinkCrossings:
@@ -127,7 +89,7 @@ class NvlinkCrossings:
             experts=told.placement.num_experts,
             choices=geometry.top_k,
             row_bytes=geometry.hidden_size * DTYPE.itemsize,
-            compact=_coded(self.wire.dispatch) or _coded(self.wire.combine_backward),
+            compact=is_coded(self.wire.dispatch) or is_coded(self.wire.combine_backward),
         )
         lengths = told.placement.num_experts + 1, told.placement.num_slots, told.placement.num_ranks + 1
         if self._tables and tuple(len(table) for table in self._tables) == lengths:
@@ -183,7 +145,20 @@ class NvlinkCrossings:
         """Kernels run in the order of the stream, so begun is as good as done. Rows as `expand` makes them of
         those that cross in fp8."""
         most = self.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
+        return self.send(x_TD, weights_TK, ids_TK, most, self.transport.sms, expand)
+
+    def send(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        most: int,
+        sms: Sms,
+        expand: Callable[..., Any] = expand_fp8,
+    ) -> tuple[Any, Routed]:
+        """Rows of a call in which ranks have at most `most` tokens, and where they stand."""
         kernels = self.transport.exchange_for(self.size, self.told.placement, most, self.observer)
+        kernels.layer = self.layer
         where = {"layer": self.layer}
         if self.observer.enabled:
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
@@ -193,23 +168,24 @@ class NvlinkCrossings:
         if self.told.by_slot:
             with self.observer.span("plan", **where):
                 ids_TK = self._choose_slots(ids_TK)
-        given, transport = (x_TD, ids_TK, weights_TK), self.transport
+        given = x_TD, ids_TK, weights_TK
         with self.observer.span("dispatch", **where):
-            if _coded(self.wire.dispatch):
-                coded_1MB, routed = kernels.dispatch(*given, transport.push_sms, quantise=True, **choose)
-                num_rows = self._count_rows(routed, kernels)
+            if is_coded(self.wire.dispatch):
+                coded_1MB, routed = kernels.dispatch(*given, sms.push, quantise=True, **choose)
+                num_rows = self._count_rows(routed, kernels, most)
                 return self._expand(coded_1MB, x_TD, routed, num_rows, expand), routed
             if most <= FEW_TOKENS:
-                rows_1RD, routed = kernels.dispatch_small(*given, transport.small_sms, **choose)
+                rows_1RD, routed = kernels.dispatch_small(*given, sms.small, **choose)
                 return rows_1RD[0], routed
             if not self._exact:
-                rows_1RD, routed = kernels.dispatch_expert(*given, transport.dispatch_sms, **choose)
+                rows_1RD = x_TD.new_empty(1, most_rows(kernels.shape, most), x_TD.shape[1])
+                _, routed = kernels.dispatch_expert(*given, sms.dispatch, out=rows_1RD, **choose)
                 return rows_1RD[0], routed
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
-            num_rows = self._count_rows(routed, kernels)
-            rows_RD = self._move_out(x_TD, routed, num_rows, self.wire.dispatch)
+            num_rows = self._count_rows(routed, kernels, most)
+            rows_RD = self._move_out(x_TD, routed, num_rows, self.wire.dispatch, sms)
         return rows_RD, routed
 
     @property
@@ -217,21 +193,21 @@ class NvlinkCrossings:
         """Whether the host asks how many rows there are."""
         return self.transport.exact_rows and not self.transport.capturing
 
-    def _count_rows(self, routed: Routed, kernels: NvlinkExchange) -> int:
+    def _count_rows(self, routed: Routed, kernels: NvlinkExchange, most: int) -> int:
         """Rows to make room for: those that there are, where the user asked for that, else the worst case."""
         if not self._exact:
-            return kernels.shape.row_capacity
+            return most_rows(kernels.shape, most)
         self.observer.count("host_syncs", 1, layer=self.layer)
         # host sync: asked for by `exact_rows`
         return int(routed.totals_L4[0, 0])
 
-    def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec) -> Tensor:
+    def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec, sms: Sms) -> Tensor:
         """Expert-major rows [num_rows, D] of tokens."""
-        kernels, transport = self._kernels(routed), self.transport
-        if not _coded(codec):
+        kernels = self._kernels(routed)
+        if not is_coded(codec):
             rows_1RD = x_TD.new_empty(1, num_rows, x_TD.shape[1])
-            return kernels.pull(x_TD, routed, num_sms=transport.dispatch_sms, out=rows_1RD)[0]
-        coded_1MB = kernels.push(x_TD, routed, num_sms=transport.push_sms, quantise=True)
+            return kernels.pull(x_TD, routed, num_sms=sms.dispatch, out=rows_1RD)[0]
+        coded_1MB = kernels.push(x_TD, routed, num_sms=sms.push, quantise=True)
         return self._expand(coded_1MB, x_TD, routed, num_rows)
 
     def _expand(
@@ -256,16 +232,16 @@ class NvlinkCrossings:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         begun = self.begun.pop(ticket, None)
         rows_RD, routed = begun or self.start_dispatch(x_TD, weights_TK, ids_TK)
-        return rows_RD, *self._describe(routed, rows_RD.shape[0])
+        return rows_RD, *self.describe(routed, rows_RD.shape[0])
 
     def run_dispatch_fp8(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, list[Tensor]]:
         """As `run_dispatch`, rows as they cross: values in float8_e4m3fn and scales."""
         coded, routed = self.start_dispatch(x_TD, weights_TK, ids_TK, expand_fp8_rows)
-        return coded, *self._describe(routed, coded[0].shape[0])
+        return coded, *self.describe(routed, coded[0].shape[0])
 
-    def _describe(self, routed: Routed, num_rows: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def describe(self, routed: Routed, num_rows: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         weights_R = spread(routed.weights_LWTK, routed.position_LWTK, num_rows)
         return weights_R, routed.counts_Le[0, : self.num_local_slots].long(), write_state(routed)
 
@@ -289,18 +265,29 @@ class NvlinkCrossings:
     def run_dispatch_backward(
         self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        routed = read_state(state)
+        d_x_TD = d_rows_RD.new_empty(num_tokens, d_rows_RD.shape[1])
+        d_weights_TK = d_weights_R.new_empty(num_tokens, self.geometry.top_k)
+        self.sum_gradients(d_rows_RD, d_weights_R, state, (d_x_TD, d_weights_TK), self.transport.sms)
+        return d_x_TD, d_weights_TK
+
+    def sum_gradients(
+        self,
+        d_rows_RD: Tensor,
+        d_weights_R: Tensor,
+        state: Sequence[Tensor],
+        out: tuple[Tensor, Tensor],
+        sms: Sms,
+    ) -> None:
+        """Of a token's rows and of their weights, into `out`: [T, D] and [T, K], contiguous."""
         with self.observer.span("dispatch_backward", layer=self.layer):
-            codec = self.wire.dispatch_backward
-            d_weights_TK = d_weights_R.new_empty(num_tokens, self.geometry.top_k)
-            values = d_weights_R.contiguous(), d_weights_TK
-            d_x_TD = self._combine(d_rows_RD, routed, None, num_tokens, codec, weighted=False, values=values)
-            return d_x_TD, d_weights_TK
+            values, codec = (d_weights_R.contiguous(), out[1]), self.wire.dispatch_backward
+            self._combine(d_rows_RD, state, None, out[0], codec, sms, weighted=False, values=values)
 
     def dispatch_again(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         """The rows of an earlier dispatch, moved once more."""
         with self.observer.span("dispatch_again", layer=self.layer):
-            return self._move_out(x_TD.contiguous(), read_state(state), num_rows, self.wire.dispatch)
+            routed, codec = read_state(state), self.wire.dispatch
+            return self._move_out(x_TD.contiguous(), routed, num_rows, codec, self.transport.sms)
 
     def start_combine(
         self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int
@@ -318,49 +305,77 @@ class NvlinkCrossings:
         ticket: int,
     ) -> Tensor:
         self.begun.pop(ticket, None)
-        weighted = weights_R is not None
+        y_TD, weighted = rows_RD.new_empty(num_tokens, rows_RD.shape[1]), weights_R is not None
+        self.sum_rows(rows_RD, addend_TD, state, y_TD, self.transport.sms, weighted=weighted)
+        return y_TD
+
+    def sum_rows(
+        self,
+        rows_RD: Tensor,
+        addend_TD: Tensor | None,
+        state: Sequence[Tensor],
+        out_TD: Tensor,
+        sms: Sms,
+        *,
+        weighted: bool,
+    ) -> None:
+        """Of a token, and of the addend, into `out_TD`, contiguous."""
         with self.observer.span("combine", layer=self.layer):
-            routed, codec = read_state(state), self.wire.combine
-            return self._combine(rows_RD, routed, addend_TD, num_tokens, codec, weighted=weighted)
+            codec = self.wire.combine
+            self._combine(rows_RD, state, addend_TD, out_TD, codec, sms, weighted=weighted)
 
     def run_combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
+        d_y_RD = self.send_gradients(d_y_TD, state, weights_R.shape[0], self.transport.sms)
+        return self.weigh(d_y_RD, rows_RD, weights_R, state)
+
+    def send_gradients(self, d_y_TD: Tensor, state: Sequence[Tensor], num_rows: int, sms: Sms) -> Tensor:
+        """Those of the outputs, to the rows that they are sums of."""
         with self.observer.span("combine_backward", layer=self.layer):
-            num_rows, codec, routed = weights_R.shape[0], self.wire.combine_backward, read_state(state)
-            d_y_RD = self._move_out(d_y_TD.contiguous(), routed, num_rows, codec)
-            if rows_RD is None:
-                return d_y_RD, weights_R.new_empty(0)
+            codec = self.wire.combine_backward
+            return self._move_out(d_y_TD.contiguous(), read_state(state), num_rows, codec, sms)
+
+    def weigh(
+        self, d_y_RD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the rows and of their weights. Without rows these were weighted before."""
+        if rows_RD is None:
+            return d_y_RD, weights_R.new_empty(0)
+        with self.observer.span("combine_backward", layer=self.layer):
             if rows_RD.is_cuda:
-                d_rows_RD, d_weights_R = weigh_rows(
-                    d_y_RD, rows_RD.contiguous(), weights_R, routed.totals_L4[0, :1]
-                )
+                num_rows_1 = read_state(state).totals_L4[0, :1]
+                d_rows_RD, d_weights_R = weigh_rows(d_y_RD, rows_RD.contiguous(), weights_R, num_rows_1)
                 assert d_weights_R is not None
                 return d_rows_RD, d_weights_R
             d_weights_R = (rows_RD.float() * d_y_RD.float()).sum(1)
             return (d_y_RD.float() * weights_R[:, None]).to(DTYPE), d_weights_R
 
     def _kernels(self, routed: Routed) -> NvlinkExchange:
-        return self.transport.exchange_of(self.size, routed.position_LWTK.shape[2])
+        kernels = self.transport.exchange_of(self.size, routed.position_LWTK.shape[2])
+        kernels.layer = self.layer
+        return kernels
 
     def _combine(
         self,
         rows_RD: Tensor,
-        routed: Routed,
+        state: Sequence[Tensor],
         addend: Tensor | None,
-        num_tokens: int,
+        out_TD: Tensor,
         codec: Codec,
+        sms: Sms,
         *,
         weighted: bool,
         values: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        return self._kernels(routed).combine(
+    ) -> None:
+        routed = read_state(state)
+        self._kernels(routed).combine(
             rows_RD.contiguous()[None],
             routed,
             weighted=weighted,
             addend=None if addend is None else addend.contiguous(),
-            num_sms=self.transport.combine_sms,
-            num_tokens=num_tokens,
+            num_sms=sms.combine,
+            out=out_TD,
             values=values,
-            wire="fp8" if _coded(codec) else "bf16",
+            wire="fp8" if is_coded(codec) else "bf16",
         )

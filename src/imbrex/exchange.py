@@ -20,9 +20,10 @@ from imbrex import crossings_fp8, eager, ops
 from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
 from imbrex.crossings import Crossings
-from imbrex.crossings_nvlink import NvlinkCrossings, unfit, unfit_use
+from imbrex.crossings_nvlink import NvlinkCrossings
 from imbrex.geometry import Geometry
 from imbrex.handshake import DTYPES, agree
+from imbrex.nvlink_fit import unfit, unfit_use
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
 from imbrex.transport import Auto, Nvlink
@@ -40,8 +41,7 @@ class Exchange:
     split: which replica takes which choice, a name in `imbrex.placement.SPLITS` or a function.
     alignment: rows of a slot are padded to a multiple of it.
     rows_per_slot: from the tokens of the group to the rows that every slot is padded to instead.
-    dtype, chunked: what transport `auto` must know to pick `nvlink`: that tokens are bfloat16, and that no
-        schedule moves them in chunks.
+    dtype: what transport `auto` must know to pick `nvlink`: that tokens are bfloat16.
     timeout: seconds until a wait for a peer ends in `RankLostError` (`IMBREX_TIMEOUT_S`, 60).
     observer, layer: who is told what happens, and under which number.
 
@@ -62,7 +62,6 @@ class Exchange:
         alignment: int = 1,
         rows_per_slot: Callable[[int], int] | None = None,
         dtype: torch.dtype | None = None,
-        chunked: bool = False,
         timeout: float | None = None,
         observer: Observer | None = None,
         layer: int = 0,
@@ -79,9 +78,9 @@ class Exchange:
             alignment=alignment,
             rows_per_slot=rows_per_slot,
         )
-        misfit, misuse = unfit(self.geometry, self.wire), unfit_use(dtype, chunked=chunked)
+        misfit, misuse = unfit(self.geometry, self.wire), unfit_use(dtype)
         asks_dtype = self.world_size > 1 and (isinstance(transport, Auto) or transport == "auto")
-        self._missed_for_dtype = asks_dtype and not chunked and misfit is None and misuse is not None
+        self._missed_for_dtype = asks_dtype and misfit is None and misuse is not None
         self.transport, self.transport_reason = make_transport(
             transport,
             group,

@@ -87,18 +87,21 @@ class Mark:
                 raise TimeoutError(f"a GPU has not come to a point in its work within {timeout_s:g} s")
             time.sleep(POLL_S)
 
-    def hold(self, stream: Any) -> None:
-        """What is queued on `stream` from now on waits for it."""
+    def hold(self, stream: Any = None) -> None:
+        """What is queued on `stream`, or on the caller's, from now on waits for it."""
         if self._event is not None:
-            stream.wait_event(self._event)
+            self._event.wait(stream)
 
 
 class Aside:
-    """A stream for a thread of its own: its work waits for nothing but the marks that it is given."""
+    """A stream whose work waits for nothing but the marks that it is given. On a CPU, the caller works.
 
-    def __init__(self, device: torch.device) -> None:
+    urgent: of kernels that could begin, the GPU begins with these.
+    """
+
+    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-urgent) if device.type == "cuda" else None
 
     def run(self, work: Callable[[], object], *after: Mark) -> Mark:
         """Queue `work` behind `after`; the mark of its end."""

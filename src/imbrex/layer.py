@@ -131,7 +131,6 @@ class MoELayer(nn.Module):
             split=split,
             rows_per_slot=self._rows_per_slot(),
             dtype=dtype or torch.get_default_dtype(),
-            chunked=isinstance(self.strategy, overlap.Pipelined),
             timeout=timeout,
             observer=observer,
             layer=layer,

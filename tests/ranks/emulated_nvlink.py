@@ -38,7 +38,8 @@ class EmulatedNvlink(Nvlink):
     load = staticmethod(kernel.load)
 
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
-        super().__init__(group, dispatch_sms=2, small_sms=2, push_sms=2, combine_sms=2, **options)
+        few = dict.fromkeys(("dispatch_sms", "small_sms", "push_sms", "combine_sms", "beside_sms"), 2)
+        super().__init__(group, **few, **options)
 
     def reason_against(self) -> str | None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.overlap import Serial
+from imbrex.overlap import Auto, Serial
 from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
@@ -170,8 +171,9 @@ def test_experts_move_between_calls(pool: Pool) -> None:
         assert same == [True] * 12
 
 
-def run_wrong_later(ranks: Ranks) -> list[str]:
-    layer = make_layer(replace(CASE, options={"transport": EmulatedNvlink(ranks.group)}), ranks.group)
+def run_wrong_later(ranks: Ranks, schedule: str) -> list[str]:
+    options = {"transport": EmulatedNvlink(ranks.group), "schedule": schedule}
+    layer = make_layer(replace(CASE, options=options), ranks.group)
     x_TD, answers = tokens_of(CASE, ranks.rank), []
     for given in (x_TD, x_TD.float() if ranks.rank == 1 else x_TD, x_TD):
         try:
@@ -181,7 +183,71 @@ def run_wrong_later(ranks: Ranks) -> list[str]:
     return answers
 
 
-def test_a_wrong_input_is_every_ranks_error_at_any_call(pool: Pool) -> None:
-    answers = pool.run(2, run_wrong_later)
+@pytest.mark.parametrize("schedule", ["serial", "optsche-2"])
+def test_a_wrong_input_is_every_ranks_error_at_any_call(pool: Pool, schedule: str) -> None:
+    answers = pool.run(2, run_wrong_later, schedule)
     assert answers[0] == ["5", "dispatch: rank 1 was given tokens that cannot be dispatched", "5"]
     assert answers[1][1].startswith("dispatch: on rank 1, x is torch.float32; NVLink's kernels move bfloat16")
+
+
+def run_chunked(ranks: Ranks, case: Case, schedules: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """`serial`, then every schedule, over one heap."""
+    transport = EmulatedNvlink(ranks.group)
+    given = {**case.options, "transport": transport}
+    return [run_layer(ranks, replace(case, options={**given, "schedule": s})) for s in ("serial", *schedules)]
+
+
+SHARED = replace(CONFIG, activation="gelu", bias=True, shared=imbrex.SharedExperts(intermediate_size=8))
+
+
+@pytest.mark.parametrize(
+    ("change", "schedules"),
+    [
+        ({"tokens": (300, 0, 7, 130)}, ("optsche-1", "exact-2", "stage-major-3")),
+        ({"config": SHARED, "tensor_parallel": 2}, ("optsche-11", "fastermoe")),
+        ({"tokens": (0,)}, ("optsche-2",)),
+    ],
+)
+def test_chunks_have_the_bits_of_serial(
+    pool: Pool, change: dict[str, Any], schedules: tuple[str, ...]
+) -> None:
+    """Those of tokens and gate, and of the tokens' gradients where no shared experts' are added. Gradients of
+    experts are sums over chunks, each rounded."""
+    for serial, *others in pool.run(4, run_chunked, replace(CASE, **change), schedules):
+        for one in others:
+            assert torch.equal(one["y"], serial["y"])
+            grads = {"x": one["x_grad"], **one["grads"]}
+            for name, grad in {"x": serial["x_grad"], **serial["grads"]}.items():
+                exact = name in (("gate.weight",) if "shared" in str([*grads]) else ("gate.weight", "x"))
+                assert relative(grads[name], grad) <= (0.0 if exact else 8e-3), name
+
+
+def test_chunks_cross_in_fp8(pool: Pool) -> None:
+    config = imbrex.MoEConfig(hidden_size=512, intermediate_size=24, num_experts=6, top_k=3)
+    case = replace(CASE, config=config, tokens=(5, 0, 130, 8), options={"codec": "fp8"})
+    for serial, one in pool.run(2, run_chunked, case, ("optsche-2",)):
+        assert torch.equal(one["y"], serial["y"])
+        assert torch.equal(one["x_grad"], serial["x_grad"])
+
+
+def test_chunks_choose_replicas(pool: Pool) -> None:
+    """Each for itself, so only their sums are those of the oracle; one split is the caller's."""
+    for split in ("balanced", "nearest"):
+        case = replace(CASE, slots=SPLIT_SLOTS)
+        found = pool.run(4, run_emulated, case, {"split": split, "schedule": "optsche-3"})
+        errors = largest_error(case, 4, found)
+        assert max(errors.values()) < 0.03, errors
+
+
+def run_auto(ranks: Ranks) -> tuple[str, bool]:
+    case = replace(CASE, options={"schedule": Auto(degrees=(1, 2)), "transport": EmulatedNvlink(ranks.group)})
+    layer = make_layer(case, ranks.group)
+    y_TD = layer(tokens_of(case, ranks.rank))
+    serial = run_emulated(ranks, CASE, {})
+    return layer.reasons["schedule"], torch.equal(y_TD, serial["y"])
+
+
+def test_auto_measures_and_picks(pool: Pool) -> None:
+    (answer,) = set(pool.run(2, run_auto))
+    assert re.match("auto: (optsche|exact)-[12], predicted ", answer[0]), answer
+    assert answer[1]

@@ -101,9 +101,8 @@ def run_apart(ranks: Ranks) -> list[bool]:
     ids_TK = torch.tensor([[0, 2], [1, 3], [2, 1]])
     routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.ones(3, 2))
     x_TD, parameters = torch.randn(3, 8), list(experts.parameters())
-    crossings: Any = exchange._crossings
     with torch.no_grad():
-        forward = Forward(crossings, experts, x_TD, routing, None, [3], keep=True, defer=True)
+        forward = Forward(exchange, experts, x_TD, routing, None, [3], keep=True, defer=True)
         execute(SCHEDULERS["sequential"](dict.fromkeys(tasks(1), 1.0)), forward)
         work = Backward(forward, torch.ones_like(x_TD), parameters, [True] * len(parameters))
         work.encode_out(0)

@@ -9,9 +9,9 @@ import torch
 
 import imbrex
 from imbrex.codec import make_wire
-from imbrex.crossings_nvlink import tell, unfit
 from imbrex.geometry import Geometry
 from imbrex.kernels.gates import spread
+from imbrex.nvlink_fit import tell, unfit
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 
 GOOD = Geometry(

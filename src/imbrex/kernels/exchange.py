@@ -237,6 +237,7 @@ class NvlinkExchange(ExchangeBase):
         wire: str = "bf16",
         out_dtype: torch.dtype = torch.bfloat16,
         values: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Expert-major bf16 rows [L, row_capacity, D] to [T, D] ([L, max_tokens, D] with virtual ranks).
 
@@ -244,11 +245,13 @@ class NvlinkExchange(ExchangeBase):
         shared experts' output). wire: "bf16", or "fp8": a rank's sums cross as rows of the `fp8` codec; D is
         then a multiple of 256. out_dtype: bfloat16 or float32. values: float32 numbers of the rows, [R] (or
         [L, row_capacity]), and where those of every choice's row go, [T, K] (or [L, max_tokens, K]).
+        out: where the result goes, contiguous.
         """
         width, most = rows.shape[-1], routed.position_LWTK.shape[2]
         check_wire(wire, width)
         self._next_buffer("combine")
-        out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
+        if out is None:
+            out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
         tokens, parts, reducers = lay.combine_pieces(most, wire)
         shared, reducers = lay.reduce_shared(2 * width, wire, (tokens, parts, reducers))
         args = reduce_args(

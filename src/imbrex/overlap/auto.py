@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Experts, Routing
-from imbrex.crossings import Crossings
 from imbrex.exchange import Exchange
 from imbrex.overlap.choice import Choice, choose
-from imbrex.overlap.pipelined import WHOLE, Pipelined, parameters_of
+from imbrex.overlap.pipelined import Pipelined, parameters_of
 from imbrex.overlap.profile import Profile
 from imbrex.overlap.profiler import measure
 from imbrex.overlap.serial import Serial
@@ -51,8 +50,6 @@ class Auto:
         self._running: weakref.WeakKeyDictionary[Exchange, Pipelined] = weakref.WeakKeyDictionary()
 
     def reason(self, exchange: Exchange) -> str:
-        if not isinstance(exchange._crossings, Crossings):
-            return WHOLE
         choice = self.choices.get(exchange)
         if choice is None:
             return "measures at its first call"
@@ -67,7 +64,7 @@ class Auto:
         experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
-        if torch.compiler.is_compiling() or not isinstance(exchange._crossings, Crossings):
+        if torch.compiler.is_compiling():
             return Serial().run(x_TD, routing, exchange, experts, addend)
         if exchange not in self._running:
             exchange._crossings.handshake(x_TD, routing)

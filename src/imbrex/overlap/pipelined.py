@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from imbrex.contracts import Experts, Routing
-from imbrex.crossings import Crossings
 from imbrex.exchange import Exchange
 from imbrex.overlap import schedulers
 from imbrex.overlap.chunks import Backward, Forward
@@ -22,8 +20,6 @@ from imbrex.overlap.engine import execute
 from imbrex.overlap.schedulers import Scheduler
 from imbrex.overlap.serial import Serial
 from imbrex.overlap.tasks import Kind, Order, check, tasks
-
-WHOLE = "runs serially over nvlink, whose kernels move all rows of a call at once"
 
 Split = Callable[[int, int, int, int], Sequence[int]]
 """Tokens of every chunk, from the tokens of a rank, the degree, the rank and the number of ranks."""
@@ -66,8 +62,8 @@ class Pipelined:
         gives them; without, all tasks count alike. The backward's have `Kind.weights`, the gradients of the
         weights; an order without them computes these with the experts.
 
-    Ranks compare their orders before the first exchange. Inside a compiled graph, and where the rows are
-    moved by kernels of their own, the layer runs serially. Gradients of gradients are not there.
+    Ranks compare their orders before the first exchange. Inside a compiled graph the layer runs serially.
+    Gradients of gradients are not there.
     """
 
     def __init__(
@@ -86,7 +82,6 @@ class Pipelined:
         label = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "scheduler")
         self.name = name or f"{label}-{degree}"
         self._agreed: weakref.WeakSet[Exchange] = weakref.WeakSet()
-        self._warned: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._orders: Orders | None = None
 
     def orders(self) -> Orders:
@@ -102,7 +97,7 @@ class Pipelined:
         return self._orders
 
     def reason(self, exchange: Exchange) -> str:
-        return "asked for" if isinstance(exchange._crossings, Crossings) else WHOLE
+        return "asked for"
 
     def run(
         self,
@@ -112,14 +107,10 @@ class Pipelined:
         experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
-        crossings = exchange._crossings
         if torch.compiler.is_compiling():
             return Serial().run(x_TD, routing, exchange, experts, addend)
-        if not isinstance(crossings, Crossings):
-            self._warn(exchange)
-            return Serial().run(x_TD, routing, exchange, experts, addend)
         # The message of a layer that runs serially, so that one rank's wrong input is heard by all.
-        crossings.handshake(x_TD, routing)
+        exchange._crossings.handshake(x_TD, routing)
         orders = self._agree(exchange)
         added = None if addend is None else addend()
         geometry = exchange.geometry
@@ -127,13 +118,8 @@ class Pipelined:
         split = split_evenly if exchange.transport.replicated else self.split
         sizes = split(x_TD.shape[0], orders.degree, geometry.rank, exchange.world_size)
         parameters = tuple(parameters_of(experts))
-        call = _Call(crossings=crossings, experts=experts, ids_TK=routing.ids_TK, orders=orders, sizes=sizes)
+        call = _Call(exchange=exchange, experts=experts, ids_TK=routing.ids_TK, orders=orders, sizes=sizes)
         return _Run.apply(call, x_TD, routing.weights_TK, added, *parameters)
-
-    def _warn(self, exchange: Exchange) -> None:
-        if exchange not in self._warned:
-            self._warned.add(exchange)
-            warnings.warn(f"schedule: {self.name}: {WHOLE}; transport='alltoall' has chunks", stacklevel=3)
 
     def _agree(self, exchange: Exchange) -> Orders:
         """The orders, compared once an exchange: ranks that start their moves in other orders would wait for
@@ -149,7 +135,7 @@ class Pipelined:
             0 if found is None else zlib.crc32(repr((found.forward.moves, found.backward.moves)).encode())
         )
         message = torch.tensor([bool(problem), self.degree, print_of])
-        gathered = exchange._crossings.transport.exchange_counts(message)
+        gathered = exchange.transport.exchange_counts(message)
         if problem:
             raise ValueError(problem)
         # on the host: counts are told there
@@ -187,7 +173,7 @@ def parameters_of(experts: Experts) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    crossings: Crossings
+    exchange: Exchange
     experts: Experts
     ids_TK: Tensor
     orders: Orders
@@ -203,7 +189,7 @@ class _Run(torch.autograd.Function):
         keep = any(ctx.needs_input_grad)
         routing = Routing(ids_TK=call.ids_TK, weights_TK=weights_TK)
         work = Forward(
-            call.crossings,
+            call.exchange,
             call.experts,
             x_TD,
             routing,
@@ -233,4 +219,4 @@ class _Run(torch.autograd.Function):
         return None, work.d_x_TD, work.d_weights_TK, d_addend, *d_parameters
 
 
-__all__ = ["WHOLE", "Orders", "Pipelined", "find", "split_by_source", "split_evenly"]
+__all__ = ["Orders", "Pipelined", "find", "split_by_source", "split_evenly"]

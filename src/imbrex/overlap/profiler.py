@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Experts, Routing
-from imbrex.crossings import Crossings
 from imbrex.exchange import Exchange
 from imbrex.overlap.choice import candidates, predict
 from imbrex.overlap.chunks import Backward, Forward
@@ -99,12 +98,6 @@ class _Layer:
     routing: Routing
     parameters: Sequence[Tensor]
 
-    @property
-    def crossings(self) -> Crossings:
-        found = self.exchange._crossings
-        assert isinstance(found, Crossings), "kernels that move rows have no steps to time"
-        return found
-
     def clock(self) -> _Clock:
         return _Clock(self.exchange.transport.exchange_counts, self.x_TD.device)
 
@@ -112,9 +105,9 @@ class _Layer:
         tokens = self.x_TD.shape[0]
         even = [tokens // degree + (c < tokens % degree) for c in range(degree)]
         # As a strategy does before it plans.
-        self.crossings.handshake(self.x_TD, self.routing)
+        self.exchange._crossings.handshake(self.x_TD, self.routing)
         return Forward(
-            self.crossings, self.experts, self.x_TD, self.routing, None, even, keep=True, defer=True
+            self.exchange, self.experts, self.x_TD, self.routing, None, even, keep=True, defer=True
         )
 
     @torch.no_grad()
@@ -160,15 +153,16 @@ class _Layer:
         """The experts of one of two chunks, as often as given, and all rows twice; alone and beside each
         other."""
         work, clock = self.begin(2), self.clock()
-        encoded = []
+        moves = []
         for number, chunk in enumerate(work.chunks):
             work.encode_out(number)
-            assert chunk.encoded is not None
-            encoded.append((chunk.encoded, chunk.plan.traffic))
-        work.decode_out(0, work.move_out(0).finish())
+            assert chunk.crossing is not None
+            moves.append(chunk.crossing.move)
+        pending: Any = work.move_out(0)
+        work.decode_out(0, pending.finish())
 
         def begin() -> list[Any]:
-            return [self.crossings.begin_out(*one) for one in (*encoded, *encoded)]
+            return [move() for move in (*moves, *moves)]
 
         def compute() -> None:
             for _ in range(repeats):

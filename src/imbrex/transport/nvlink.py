@@ -23,6 +23,7 @@ from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit, unavailable
 from imbrex.kernels.exchange import NvlinkExchange
 from imbrex.kernels.heap import Heap, SymmetricHeap
+from imbrex.lanes import Aside
 from imbrex.observe import Observer
 from imbrex.transport.board import Board
 from imbrex.transport.collective import Collective
@@ -72,6 +73,17 @@ def room_for(tokens: int) -> int:
     return 0 if tokens > lay.SMALL_TOKENS else max(TOKENS_MULTIPLE, 1 << (tokens - 1).bit_length())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sms:
+    """Multiprocessors of the kernels for rows out, rows of a small batch with their routing, coded rows out,
+    sums back."""
+
+    dispatch: int
+    small: int
+    push: int
+    combine: int
+
+
 class NvlinkError(ValueError):
     """The kernels cannot run on this group."""
 
@@ -88,9 +100,9 @@ class Nvlink(Collective):
     batches have heaps of their own.
     exact_rows: the experts' rows are as many as there are, for one host synchronisation a dispatch; else
         there is room for the worst case, W times their mean.
-    dispatch_sms, small_sms, push_sms, combine_sms: multiprocessors of the kernels for rows out, rows of a
-        small batch with their routing, coded rows out, sums back. The blocks of a kernel wait for peers: two
-        kernels that may meet on a GPU must both fit it.
+    dispatch_sms, small_sms, push_sms, combine_sms: multiprocessors, as in `Sms`. The blocks of a kernel wait
+        for peers: two kernels that may meet on a GPU must both fit it.
+    beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
     """
 
     name = "nvlink"
@@ -106,17 +118,19 @@ class Nvlink(Collective):
         small_sms: int = 64,
         push_sms: int = 16,
         combine_sms: int = 96,
+        beside_sms: int = 24,
         exact_rows: bool = False,
     ) -> None:
         super().__init__(group, timeout=timeout)
         self.max_tokens, self.exact_rows = max_tokens, exact_rows
-        self.dispatch_sms, self.small_sms = dispatch_sms, small_sms
-        self.push_sms, self.combine_sms = push_sms, combine_sms
+        self.sms = Sms(dispatch=dispatch_sms, small=small_sms, push=push_sms, combine=combine_sms)
+        self.sms_beside = Sms(dispatch=beside_sms, small=beside_sms, push=beside_sms, combine=beside_sms)
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
         reason = self.reason_against()
         if reason is not None:
             raise NvlinkError(reason)
+        self.aside = Aside(self.device, urgent=True)
         self._board = self._open_board()
 
     @classmethod

@@ -158,10 +158,10 @@ class NvlinkCourier(Carrier):
         encoded = F.pad(encoded, [0, -size % ROW_MULTIPLE]).contiguous()
         out = encoded.new_empty(1, source_R.numel(), encoded.shape[1])
         if out.numel():
-            self._kernels(link).pull(encoded, routed, self.transport.dispatch_sms, out)
+            self._kernels(link).pull(encoded, routed, self.transport.sms.dispatch, out)
         else:  # peers pull from here all the same
             out = encoded.new_empty(1, 1, encoded.shape[1])
-            self._kernels(link).pull(encoded, routed, self.transport.dispatch_sms, out)
+            self._kernels(link).pull(encoded, routed, self.transport.sms.dispatch, out)
             out = out[:, :0]
         clear_rows(out[0], source_R)
         return cut(out[0, :, :size], [column])[0]
@@ -200,7 +200,7 @@ class NvlinkCourier(Carrier):
             given[None],
             routed,
             weighted=False,
-            num_sms=self.transport.combine_sms,
+            num_sms=self.transport.sms.combine,
             num_tokens=link.num_tokens,
             out_dtype=torch.bfloat16 if rounded else torch.float32,
         )[:, :width]
