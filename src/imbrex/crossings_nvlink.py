@@ -159,6 +159,7 @@ class NvlinkCrossings:
         """Rows of a call in which ranks have at most `most` tokens, and where they stand."""
         kernels = self.transport.exchange_for(self.size, self.told.placement, most, self.observer)
         kernels.layer = self.layer
+        kernels.layer = self.layer
         where = {"layer": self.layer}
         if self.observer.enabled:
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
@@ -171,9 +172,9 @@ class NvlinkCrossings:
         given = x_TD, ids_TK, weights_TK
         with self.observer.span("dispatch", **where):
             if is_coded(self.wire.dispatch):
-                coded_1MB, routed = kernels.dispatch(*given, sms.push, quantise=True, **choose)
+                lease, routed = kernels.dispatch(*given, sms.push, quantise=True, **choose)
                 num_rows = self._count_rows(routed, kernels, most)
-                return self._expand(coded_1MB, x_TD, routed, num_rows, expand), routed
+                return self._expand(lease.rows, x_TD, routed, num_rows, expand), routed
             if most <= FEW_TOKENS:
                 rows_1RD, routed = kernels.dispatch_small(*given, sms.small, **choose)
                 return rows_1RD[0], routed
@@ -207,8 +208,8 @@ class NvlinkCrossings:
         if not is_coded(codec):
             rows_1RD = x_TD.new_empty(1, num_rows, x_TD.shape[1])
             return kernels.pull(x_TD, routed, num_sms=sms.dispatch, out=rows_1RD)[0]
-        coded_1MB = kernels.push(x_TD, routed, num_sms=sms.push, quantise=True)
-        return self._expand(coded_1MB, x_TD, routed, num_rows)
+        lease = kernels.push(x_TD, routed, num_sms=sms.push, quantise=True)
+        return self._expand(lease.rows, x_TD, routed, num_rows)
 
     def _expand(
         self,

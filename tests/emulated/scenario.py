@@ -223,7 +223,7 @@ def check_exchange(
     exchange.check(synchronize=True)
     check_positions(case, plans, routed)
 
-    received = exchange.push(inputs.x_WTD, routed, num_sms=sms, tokens=inputs.tokens_W)
+    received = exchange.push(inputs.x_WTD, routed, num_sms=sms, tokens=inputs.tokens_W).rows
     rows = exchange.pull(inputs.x_WTD, routed, num_sms=sms)
     exchange.check(synchronize=True)
     expert_rows = []
@@ -327,7 +327,7 @@ def check_quantised(
     blocks[:, 1, 1] = 2.0**-130
     plans = make_plans(case, inputs)
     routed = route(case, exchange, inputs)
-    received = exchange.push(inputs.x_WTD, routed, num_sms=sms, tokens=inputs.tokens_W, quantise=True)
+    received = exchange.push(inputs.x_WTD, routed, num_sms=sms, tokens=inputs.tokens_W, quantise=True).rows
     exchange.check(synchronize=True)
     for me in range(case.ranks):
         want = Fp8.e4m3().encode(compact_rows(case, plans, inputs, me), torch.bfloat16)
@@ -342,14 +342,14 @@ def check_dispatch(
     plans = make_plans(case, inputs)
     given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
     for quantise in (False, True) if case.width % 512 == 0 else (False,):
-        received, routed = exchange.dispatch(*given, balanced=case.balanced, quantise=quantise)
+        lease, routed = exchange.dispatch(*given, balanced=case.balanced, quantise=quantise)
         exchange.check(synchronize=True)
         check_positions(case, plans, routed)
         for me, tokens in enumerate(case.tokens):
             want = compact_rows(case, plans, inputs, me)
             if quantise:
                 want = Fp8.e4m3().encode(want, torch.bfloat16)
-            assert torch.equal(received[me, : len(want)].cpu(), want)
+            assert torch.equal(lease.rows[me, : len(want)].cpu(), want)
             weights = routed.weights_LWTK[:, me, :tokens].cpu()
             assert torch.equal(weights, inputs.weights_WTK[me, :tokens].cpu().expand_as(weights))
 

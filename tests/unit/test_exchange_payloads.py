@@ -31,7 +31,7 @@ def test_opaque_rows(payload: str) -> None:
     exchange = make_exchange(CASE, load=kernel.load, timeout=20.0)
     plans = make_plans(CASE, inputs)
     routed = exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
-    received = exchange.push(x, routed, 2, inputs.tokens_W)
+    received = exchange.push(x, routed, 2, inputs.tokens_W).keep()
     rows = exchange.pull(x, routed, 2)
     exchange.check()
     for me in range(3):

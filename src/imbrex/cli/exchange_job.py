@@ -133,8 +133,8 @@ def _find_fault(job: Job, exchange: NvlinkExchange, rank: int, routed: Routed) -
     wanted[rank] = False
     source, token = wanted.nonzero(as_tuple=True)
     if compact := exchange.layout.staged > exchange.layout.received:  # there is room for them
-        received, found = exchange.dispatch(x, ids, weights, 8)
-        expect("compact rows", torch.equal(received[0, : len(source)], all_x[source, token]))
+        lease, found = exchange.dispatch(x, ids, weights, 8)
+        expect("compact rows", torch.equal(lease.rows[0, : len(source)], all_x[source, token]))
         expect("positions beside rows", torch.equal(found.position_LWTK, routed.position_LWTK))
     y = exchange.combine(rows, routed, num_sms=24, num_tokens=job.T)
     again = exchange.combine(rows, routed, num_sms=16, num_tokens=job.T)

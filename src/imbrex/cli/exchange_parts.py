@@ -15,7 +15,7 @@ from imbrex.cli.exchange_rivals import AllToAll, GatherScatter
 from imbrex.cli.exchange_rows import Rows
 from imbrex.codec.fp8 import Fp8
 from imbrex.kernels import exchange_layout as lay
-from imbrex.kernels.exchange import NvlinkExchange, Routed
+from imbrex.kernels.exchange import Lease, NvlinkExchange, Routed
 
 COMPACT_SMS, EXPERT_SMS = 8, 24
 MAIN = Job(T=4096, D=7168, K=8, E=256, W=4)
@@ -37,7 +37,7 @@ class Running:
     def route(self, n: int) -> Routed:
         return self.exchange.route(self.ids, self.weights, num_sms=n)
 
-    def push(self, n: int, routed: Routed | None = None, *, quantise: bool = False) -> Tensor:
+    def push(self, n: int, routed: Routed | None = None, *, quantise: bool = False) -> Lease:
         """With `routed`, rows alone; else the whole call."""
         if routed is not None:
             return self.exchange.push(self.x, routed, n, quantise=quantise)

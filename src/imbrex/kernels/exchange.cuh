@@ -19,7 +19,7 @@ enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4 };
 
 // The first bytes of every heap. Zeroed once, when the heap is made. Mirrored by `exchange_layout.py`.
 struct Control {
-    u32 status[8];  // code, rank, peer, kind, phase, epoch, block, 0: the first failure of this rank
+    u32 status[8];  // code, rank, peer, kind, phase, epoch, block, 1 + layer: the first failure of this rank
     u32 gave_up;    // 1 + a peer that failed; written by that peer
     u32 barrier;    // arrivals of this rank's own blocks in the current routing
     u32 overflows;  // calls that did not fit
@@ -42,6 +42,7 @@ struct Group {
     int ranks;
     int first;
     int blocks;
+    int layer;  // 1 + the layer whose call it is, 0: nobody said
 };
 
 struct Call {
@@ -59,6 +60,18 @@ __device__ __forceinline__ Control* control_of(const Group& group, int rank) {
     return reinterpret_cast<Control*>(group.heap[rank]);
 }
 
+// Tests run the protocol with a variant whose threads stall here and there, one of four, for up to STALL_NS.
+__device__ __forceinline__ void stall(const Call& call, u32 where) {
+#ifdef STALL_NS
+    u32 mixed = ((call.epoch * kMaxRanks + static_cast<u32>(call.me)) * kMaxBlocks + static_cast<u32>(call.block)) * 8191 + where * 64 + threadIdx.x / 32;
+    mixed = (mixed ^ mixed >> 15) * 0x2c1b3c6du;
+    mixed = (mixed ^ mixed >> 12) * 0x297a2d39u;
+    if (mixed >> 30) return;
+    const u64 until = ptx::global_timer() + mixed % STALL_NS;
+    while (ptx::global_timer() < until) ptx::pause();
+#endif
+}
+
 __device__ __forceinline__ u32* flag_of(const Group& group, i64 flags, int at, int from, int index) {
     return reinterpret_cast<u32*>(group.heap[at] + flags) + static_cast<i64>(from) * group.flags + index;
 }
@@ -74,6 +87,7 @@ __device__ __forceinline__ Call begin_call(const Group& group, Kind kind, int as
     call.kind = kind;
     call.own = control_of(group, call.me);
     call.epoch = ptx::load_relaxed_sys(&call.own->epoch[kind]) + 1;  // written by a kernel before
+    stall(call, 0);
     return call;
 }
 
@@ -101,7 +115,7 @@ __device__ __forceinline__ bool failed(const Call& call) {
 __device__ inline void give_up(const Call& call, Code code, Phase phase, int peer) {
     if (ptx::claim_zero_sys(&call.own->status[0], code) != 0) return;
     const u32 what[8] = {static_cast<u32>(code), static_cast<u32>(call.me),    static_cast<u32>(peer), static_cast<u32>(call.kind),
-                         static_cast<u32>(phase), call.epoch, static_cast<u32>(call.block), 0};
+                         static_cast<u32>(phase), call.epoch, static_cast<u32>(call.block), static_cast<u32>(call.group->layer)};
     for (int i = 7; i >= 1; --i) {
         call.own->status[i] = what[i];
         ptx::store_relaxed_sys(&call.group->host_status[call.local * 8 + i], what[i]);
@@ -135,6 +149,7 @@ __device__ inline bool stop_waiting(const Call& call, Phase phase, int peer, u64
 
 // Wait until `word` has reached `epoch`; false after the time-out or any failure. One thread or many.
 __device__ inline bool wait_flag(const Call& call, const u32* word, u32 epoch, Phase phase, int peer) {
+    stall(call, 1);
     if (reached(ptx::load_acquire_sys(word), epoch)) return true;
     const u64 start = ptx::global_timer();
     for (u32 polls = 1;; ++polls) {
@@ -158,6 +173,7 @@ __device__ inline bool wait_stage(const Call& call, u32 barrier, u32 parity) {
 
 // "My call has begun": whatever I read from, or was given in, earlier buffers is done with. Lanes of one warp.
 __device__ inline void tell_started(const Call& call, int lane) {
+    stall(call, 2);
     ptx::fence_sys();
     for (int p = lane; p < call.group->ranks; p += 32)
         if (p != call.me) ptx::store_relaxed_sys(&control_of(*call.group, p)->started[call.kind][call.me], call.epoch);

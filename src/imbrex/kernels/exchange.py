@@ -4,10 +4,10 @@
     # positions of every row; no host synchronisation
     routed = exchange.route(ids_TK, weights_TK)
     rows_RD = exchange.pull(x_TD, routed)                     # expert-major rows, normal memory
-    rows_MD = exchange.push(x_TD, routed)                     # or compact rows, a lease on the heap
+    lease = exchange.push(x_TD, routed)                       # or compact rows, in the heap: lease.rows
     # or routing and rows of either kind in one kernel
     rows_RD, routed = exchange.dispatch_expert(x_TD, ids_TK, weights_TK)
-    rows_MD, routed = exchange.dispatch(x_TD, ids_TK, weights_TK)
+    lease, routed = exchange.dispatch(x_TD, ids_TK, weights_TK)
     y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
 
 Who writes what and who waits for whom stands in `exchange_layout.py` and at the head of each `.cu` file.
@@ -16,7 +16,10 @@ whatever others wait for, and all blocks of a launch are resident, one to an SM.
 
 Every rank makes the same calls in the same order with the same number of SMs. The waits are bounded: a rank
 that waits longer than `timeout` seconds stores what it missed, tells its peers and leaves; then `check()`,
-and every later call, raises `ExchangeError` on all of them, and the exchange is not usable again.
+and every later call, raises `ExchangeError` on all of them, and `usable` is False for good.
+
+Under `IMBREX_DEBUG=1` ids, positions and sizes are looked at before a kernel uses them, and what nobody has
+written, expired leases included, reads as NaN (`exchange_debug.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels.exchange_base import ExchangeBase
+from imbrex.kernels.exchange_debug import check_choices, check_rows, check_sent
 from imbrex.kernels.exchange_dispatch import (
     Dispatch,
     Expert,
@@ -47,12 +51,15 @@ from imbrex.kernels.exchange_kernels import (
     REDUCE,
     REDUCE_THREADS,
     ROUTE,
+    ROUTE_MANY,
+    ROUTE_MANY_THREADS,
     ROUTE_THREADS,
     SMALL,
 )
+from imbrex.kernels.exchange_lease import Lease as Lease
 from imbrex.kernels.exchange_reduce import check_wire, reduce_args
 from imbrex.kernels.exchange_route import address_of, route_args
-from imbrex.kernels.routed import Routed, Tables, empty_routed
+from imbrex.kernels.routed import Routed, Tables
 
 
 class NvlinkExchange(ExchangeBase):
@@ -76,12 +83,14 @@ class NvlinkExchange(ExchangeBase):
         num_sms: blocks; more where a batch needs them.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
-        routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
+        routed = self._empty_routed(self.shape.max_tokens)
         args = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
         blocks, shared = self.route_blocks, self._route_shared
         if num_sms is not None:
             blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)
-        self._launch(ROUTE, "route", blocks, ROUTE_THREADS, shared, args)
+        few = self.shape.ranks <= lay.MOST_RANKS
+        kernel, threads = (ROUTE, ROUTE_THREADS) if few else (ROUTE_MANY, ROUTE_MANY_THREADS)
+        self._launch(kernel, "route", blocks, threads, shared, args)
         return routed
 
     def push(
@@ -92,17 +101,21 @@ class NvlinkExchange(ExchangeBase):
         tokens: Tensor | None = None,
         *,
         quantise: bool = False,
-    ) -> Tensor:
-        """Tokens to compact rows, in the heap: [L, token_capacity, D]; a lease until the next `push`.
+    ) -> Lease:
+        """Tokens to compact rows, in the heap: [L, token_capacity, D], there until the next `push` or
+        `dispatch` begins.
 
         quantise: bf16 tokens cross as rows of the `fp8` codec, uint8 [L, token_capacity, D + D / 32], to the
         bit what it encodes; rows begin at multiples of 128 bytes. D is a multiple of 512.
         """
+        if self.debug:
+            check_sent(self.shape, routed)
+        self._poison_expired()
         block = push_shape(self._row_bytes(x), self.shape.ranks, quantise=quantise)
         buffer = self._next_buffer("push")
         args = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
         self._launch(PUSH[quantise], "push", num_sms, block.threads, block.shared, args)
-        return self._received(x, buffer[0], quantise=quantise)
+        return self._lease(x, buffer[0], quantise=quantise)
 
     def dispatch(
         self,
@@ -116,7 +129,7 @@ class NvlinkExchange(ExchangeBase):
         *,
         balanced: bool = False,
         quantise: bool = False,
-    ) -> tuple[Tensor, Routed]:
+    ) -> tuple[Lease, Routed]:
         """`route` and `push` in one kernel, rows under way while routing goes on: compact rows and where.
 
         Arguments as there. Two kernels where experts may have replicas, or routing has no room beside rows.
@@ -126,21 +139,25 @@ class NvlinkExchange(ExchangeBase):
         if block is None:
             routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced, num_sms=num_sms)
             return self.push(x, routed, num_sms, tokens, quantise=quantise), routed
-        routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
+        self._poison_expired()
+        routed = self._empty_routed(self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=False)
         buffer = self._next_buffer("push")
         push = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
         args = Dispatch(route, push, self.layout.early, block.scratch_at, block.early_from, block.window)
-        self._calls["route"] += 1
+        self._count_routing(num_sms)
         self._launch(DISPATCH[quantise], "push", num_sms, block.threads, block.shared, args)
-        return self._received(x, buffer[0], quantise=quantise), routed
+        return self._lease(x, buffer[0], quantise=quantise), routed
 
-    def _received(self, x: Tensor, buffer: int, *, quantise: bool) -> Tensor:
-        width = x.shape[-1]
-        if not quantise:
-            return self._rows(self.layout.received, buffer, width, x.dtype)
-        rows = self._rows(self.layout.received, buffer, lay.fp8_pitch(width), torch.uint8)
-        return rows[..., : lay.fp8_bytes(width)]
+    def _lease(self, x: Tensor, buffer: int, *, quantise: bool) -> Lease:
+        width, calls = x.shape[-1], self._calls
+        if quantise:
+            rows = self._rows(self.layout.received, buffer, lay.fp8_pitch(width), torch.uint8)
+            rows = rows[..., : lay.fp8_bytes(width)]
+        else:
+            rows = self._rows(self.layout.received, buffer, width, x.dtype)
+        lasts = max(1, self.shape.buffers - 1)
+        return Lease(view=rows, call=calls["push"], lasts=lasts, calls=lambda: calls["push"])
 
     def pull(self, x: Tensor, routed: Routed, num_sms: int = 24, out: Tensor | None = None) -> Tensor:
         """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are
@@ -148,6 +165,8 @@ class NvlinkExchange(ExchangeBase):
         """
         self._row_bytes(x)
         out = self._empty_rows(x) if out is None else out
+        if self.debug:
+            check_rows(routed, out.shape[1])
         args, shared = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
         self._launch(PULL, "pull", num_sms, PULL_THREADS, shared, args)
         return out
@@ -175,18 +194,18 @@ class NvlinkExchange(ExchangeBase):
         if place is None:
             routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced)
             return self.pull(x, routed, num_sms, out), routed
-        routed = empty_routed(self.shape, self.local_ranks, self.device, self.shape.max_tokens)
+        routed = self._empty_routed(self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
         out = self._empty_rows(x) if out is None else out
         early, buffer = lay.early_groups(self.shape), self._next_buffer("pull")
         pull, shared = pull_args(self.shape, self.layout, x, out, routed, buffer, early)
-        self._calls["route"] += 1
+        self._count_routing(num_sms)
         self._launch(EXPERT, "pull", num_sms, EXPERT_THREADS, shared, Expert(route, pull, *place))
         return out, routed
 
     def _empty_rows(self, x: Tensor) -> Tensor:
         size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])
-        return torch.empty(size, dtype=x.dtype, device=self.device)
+        return self._unwritten(torch.empty(size, dtype=x.dtype, device=self.device))
 
     def dispatch_small(
         self,
@@ -205,7 +224,9 @@ class NvlinkExchange(ExchangeBase):
         Arguments as there. A captured call follows new ids and tokens at every replay.
         """
         row_bytes, few = self._row_bytes(x), min(self.shape.max_tokens, lay.SMALL_TOKENS)
-        routed = empty_routed(self.shape, self.local_ranks, self.device, few)
+        routed = self._empty_routed(few)
+        if self.debug:
+            check_choices(self.shape, ids, tokens)
         out = self._empty_rows(x)
         at = self.layout.small_ids, 0, self.layout.small_tokens
         made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
@@ -249,6 +270,8 @@ class NvlinkExchange(ExchangeBase):
         """
         width, most = rows.shape[-1], routed.position_LWTK.shape[2]
         check_wire(wire, width)
+        if self.debug:
+            check_rows(routed, rows.shape[1])
         self._next_buffer("combine")
         if out is None:
             out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
@@ -302,7 +325,7 @@ class NvlinkExchange(ExchangeBase):
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"exchange: combine to {dtype}; bfloat16 or float32")
         size = (self.local_ranks, tokens, width) if self.local_ranks > 1 else (tokens, width)
-        return torch.empty(size, dtype=dtype, device=self.device)
+        return self._unwritten(torch.empty(size, dtype=dtype, device=self.device))
 
     def _strides(self, x: Tensor | None, out: Tensor) -> tuple[int, int]:
         """Bytes between the ranks of this launch in `x` and in `out`."""

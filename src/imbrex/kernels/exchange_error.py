@@ -17,9 +17,10 @@ def raise_failure(statuses: Sequence[Sequence[int]], timeout: float) -> None:
     if not failures:
         return
     cause = min(failures, key=lambda status: status[0] == lay.CODES.index(lay.PEER_GAVE_UP))
-    code, rank, peer, kind, phase, epoch, block = cause[:7]
+    code, rank, peer, kind, phase, epoch, block, layer = cause
+    where = f" of layer {layer - 1}" if layer else ""
     raise ExchangeError(
-        f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch} (block {block}): {lay.CODES[code]}, "
+        f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch}{where} (block {block}): {lay.CODES[code]}, "
         f"waiting for {lay.PHASES[phase]} of rank {peer} (time-out {timeout} s); close this exchange and "
         f"make a new one"
     )

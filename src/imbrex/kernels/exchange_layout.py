@@ -30,7 +30,8 @@ from dataclasses import dataclass
 
 from imbrex.kernels.split_layout import flow_bytes
 
-MAX_RANKS = 64
+MAX_RANKS, MOST_RANKS = 64, 16
+"""That can route, and that can exchange rows."""
 MAX_BLOCKS = 132
 KINDS = ("route", "push", "pull", "combine", "small", "gather")
 PHASES = (
@@ -44,7 +45,8 @@ PHASES = (
 )
 PEER_GAVE_UP = "a peer gave up"
 CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
-CONTROL_BYTES = 272_896
+CONTROL_BYTES, OVERFLOWS_AT = 272_896, 40
+"""Of the first bytes of every heap; where in them the calls that did not fit are counted."""
 CHUNK, SEGMENT = 128, 32
 SHARED_BYTES = 227 * 1024
 
@@ -60,6 +62,7 @@ class Group(ctypes.Structure):
         ("ranks", ctypes.c_int32),
         ("first", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
     )
 
 
@@ -222,7 +225,8 @@ def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> i
     """Shared memory of a routing block that has `chunks` chunks, `window` of them at once (0: all). room:
     slots more than experts.
     """
-    words = (window or chunks) * (4 + 5 * shape.experts + CHUNK * (shape.choices + 1) // 2)
+    owner_words = CHUNK // 2 if shape.ranks <= MOST_RANKS else 2 * CHUNK
+    words = (window or chunks) * (4 + 5 * shape.experts + CHUNK * shape.choices // 2 + owner_words)
     words += 5 * chunks * shape.ranks
     words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
     words += shape.ranks**2 * -(-shape.max_tokens // CHUNK)

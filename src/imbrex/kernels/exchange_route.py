@@ -52,13 +52,18 @@ def route_args(
     )
 
 
-def check_shape(placement: Placement, shape: lay.Shape) -> None:
-    """ValueError where the kernels cannot serve."""
+def check_shape(placement: Placement, shape: lay.Shape, *, moves: bool) -> None:
+    """ValueError where the kernels cannot serve. moves: rows, not only routing."""
     if placement.num_ranks * shape.tensor != shape.ranks or placement.num_experts != shape.experts:
         raise ValueError(
             f"exchange: a placement of {placement.num_experts} experts on {placement.num_ranks} ranks for "
             f"a shape of "
             f"{shape.experts} experts on {shape.ranks}"
         )
-    if shape.ranks > 16 or shape.choices > 32 or shape.row_bytes % 16:
-        raise ValueError("exchange: at most 16 ranks, 32 choices a token, and rows of a multiple of 16 bytes")
+    if shape.choices > 32 or shape.row_bytes % 16:
+        raise ValueError("exchange: at most 32 choices a token, and rows of a multiple of 16 bytes")
+    if shape.ranks > (lay.MOST_RANKS if moves else lay.MAX_RANKS):
+        raise ValueError(
+            f"exchange: {shape.ranks} ranks; at most {lay.MOST_RANKS} exchange rows, {lay.MAX_RANKS} route "
+            "(compact=False, expert=False)"
+        )

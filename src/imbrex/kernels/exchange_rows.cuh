@@ -156,6 +156,7 @@ __device__ inline void close_segment(const Ring& ring, SegmentHead* segment, u32
 // Every block of every peer tells its namesake here that all it had for this rank is stored. One thread, after its
 // stores are complete.
 __device__ inline void tell_arrived(const Call& call) {
+    stall(call, 3);
     ptx::fence_async();
     ptx::fence_sys();
     for (int p = 0; p < call.group->ranks; ++p)

@@ -39,6 +39,7 @@ __device__ inline void give_choices(const Call& call, const Route& route) {
 __device__ inline void tell_given(const Call& call) {
     const int thread = route_thread();
     route_sync();
+    stall(call, 4);
     if (thread < call.group->ranks) {
         ptx::fence_sys();
         ptx::store_relaxed_sys(&control_of(*call.group, thread)->arrived[call.kind][call.me][call.block], call.epoch);
@@ -107,25 +108,25 @@ __device__ __forceinline__ void for_choices(const Route& route, const Scratch& s
 
 // The owners that a token wants, of which each of its threads knows some. By ballots, since shuffles and atomics share the
 // pipe of shared memory, which bounds this step.
-__device__ __forceinline__ void note_owners(const Scratch& s, int c, int token, u32& bits) {
+__device__ __forceinline__ void note_owners(const Scratch& s, int c, int token, Owners& bits) {
     const u32 mine = ((1u << kPerToken) - 1) << (ptx::lane_id() / kPerToken * kPerToken);
-    u32 wanted = 0;
-    for (int p = 0; p < s.owners; ++p) wanted |= static_cast<u32>((__ballot_sync(0xffffffffu, bits >> p & 1) & mine) != 0) << p;
-    if (route_thread() % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<u16>(wanted);
+    Owners wanted = 0;
+    for (int p = 0; p < s.owners; ++p) wanted |= static_cast<Owners>((__ballot_sync(0xffffffffu, bits >> p & 1) & mine) != 0) << p;
+    if (route_thread() % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<Wanted>(wanted);
     bits = 0;
 }
 
 // Masks of experts, and what owners a token wants where an expert has one slot everywhere.
 __device__ inline void mark_experts(const Call& call, const Route& route, const Scratch& s) {
     bool repeated = false;
-    u32 bits = 0;
+    Owners bits = 0;
     for_choices(
         route, s,
         [&](int c, int token, int, int expert) {
             if (expert == kNone) return;
             const u32 bit = 1u << (token & 31);
             repeated |= (atomicOr(&s.mask[(c * route.experts + expert) * 4 + (token >> 5)], bit) & bit) != 0;
-            bits |= route.replicated ? 0 : 1u << (s.home[expert] >> 16);
+            bits |= route.replicated ? 0 : Owners{1} << (s.home[expert] >> 16);
         },
         [&](int c, int token) { note_owners(s, c, token, bits); });
     if (repeated) give_up(call, kBadIds, kIdsArrived, call.me);
@@ -211,13 +212,13 @@ __device__ __forceinline__ int nth_choice(const Route& route, const Scratch& s, 
 
 // What owners a token wants where replicas have to be chosen.
 __device__ inline void mark_owners(const Route& route, const Scratch& s) {
-    u32 bits = 0;
+    Owners bits = 0;
     for_choices(
         route, s,
         [&](int c, int token, int, int expert) {
             if (expert == kNone) return;
             int nth = s.home[expert] < 0 ? nth_choice(route, s, c, token, expert) : 0;
-            bits |= 1u << (home_of(route, s, s.chunk[c].source, expert, nth) >> 16);
+            bits |= Owners{1} << (home_of(route, s, s.chunk[c].source, expert, nth) >> 16);
         },
         [&](int c, int token) { note_owners(s, c, token, bits); });
     route_sync();
@@ -227,7 +228,7 @@ __device__ inline void mark_owners(const Route& route, const Scratch& s) {
 __device__ inline void give_owners(const Scratch& s, int* columns) {
     const int warp = route_thread() / 32, lane = static_cast<int>(ptx::lane_id());
     for (int x = warp; x < 4 * s.chunks; x += kRouteThreads / 32) {
-        const u32 bits = s.wanted[32 * x + lane];
+        const Owners bits = s.wanted[32 * x + lane];
         for (int p = 0; p < s.owners; ++p) {
             const u32 mask = __ballot_sync(0xffffffffu, bits >> p & 1);
             if (lane == 0) s.rank_mask[(x / 4 * s.owners + p) * 4 + x % 4] = mask;

@@ -14,6 +14,17 @@ constexpr int kRouteBarrier = 9;
 constexpr int kPerToken = kRouteThreads / kChunk;  // threads that share a token's choices
 constexpr u16 kNone = 0xffff;
 
+// Bits of owners in a register, and in shared memory.
+#if defined(MOST_OWNERS) && MOST_OWNERS > 16
+constexpr bool kManyOwners = true;
+using Owners = u64;
+using Wanted = u64;
+#else
+constexpr bool kManyOwners = false;
+using Owners = u32;
+using Wanted = u16;
+#endif
+
 __device__ __forceinline__ int route_thread() { return static_cast<int>(threadIdx.x) - kRouteFirst; }
 
 // All threads that route.
@@ -81,7 +92,7 @@ struct Scratch {
     Flow flow;
     u16* ids;          // [.., kChunk, K]
     int* staged;       // [W, chunks of a source, owners]
-    u16* wanted;       // [.., kChunk]; bits of the owners that a token wants
+    Wanted* wanted;    // [.., kChunk]; bits of the owners that a token wants
     int owners;        // W / tensor
     int sharers;       // blocks that know the same chunks; chunk c is written by number c % sharers
     int share;         // which of them this block is
@@ -110,6 +121,7 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
         return start;
     };
     s.chunk = reinterpret_cast<Chunk*>(take(4 * most));
+    if (kManyOwners) s.wanted = reinterpret_cast<Wanted*>(take(most * kChunk * 2));  // of 8 bytes: before words may shift it
     s.mask = reinterpret_cast<u32*>(take(most * experts * 4));
     s.rank_mask = reinterpret_cast<u32*>(take(per_block * s.owners * 4));
     s.before = reinterpret_cast<int*>(take(most * experts));
@@ -122,7 +134,7 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     s.home = reinterpret_cast<int*>(take(experts));
     s.flow = carve_flow(take(route.room ? s.owners * (s.owners + 2) + route.room * (5 + 2 * ranks) + 1 : 0), s.owners, ranks, route.room);
     s.staged = reinterpret_cast<int*>(take(all * s.owners));
-    s.wanted = reinterpret_cast<u16*>(take(most * kChunk / 2));
+    if (!kManyOwners) s.wanted = reinterpret_cast<Wanted*>(take(most * kChunk / 2));
     s.ids = reinterpret_cast<u16*>(at);
     return s;
 }

@@ -1,0 +1,48 @@
+"""Rows that were received where peers write them: borrowed from the heap, not owned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """Compact rows of one call, in the heap until a later call takes their buffer.
+
+    With two buffers, peers may write over the rows of call n once call n + 1 has begun on the device: kernels
+    that were put on the stream before it read them safely, those after it do not. Example, a push every
+    layer: the experts of layer 3 may read layer 3's rows; a backward that needs them keeps a copy.
+
+    call: the number of the call, from 1. calls: how many calls the exchange has made. lasts: calls, this one
+    included, after which the rows are still there.
+
+    A call that is captured in a CUDA graph keeps its buffer: what is captured with it reads the rows of its
+    own replay. Replays are not counted here.
+    """
+
+    view: Tensor
+    call: int
+    lasts: int
+    calls: Callable[[], int]
+
+    @property
+    def live(self) -> bool:
+        """Whether no call has taken the buffer yet."""
+        return self.calls() < self.call + self.lasts
+
+    @property
+    def rows(self) -> Tensor:
+        """[L, token_capacity, D], in the heap. Raises ValueError where the rows have expired."""
+        if not self.live:
+            raise ValueError(
+                f"exchange: these are the rows of dispatch {self.call}, and dispatch {self.calls()} gave "
+                "their buffer away: read them before it, or keep() a copy"
+            )
+        return self.view
+
+    def keep(self) -> Tensor:
+        """A copy, in normal memory, queued on the current stream. Raises ValueError as `rows` does."""
+        return self.rows.clone()
