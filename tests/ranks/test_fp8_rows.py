@@ -17,24 +17,27 @@ from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.pool import Pool, Ranks
 
 WIDTH, TOKENS = 1536, (5, 0, 3, 8)
-SLOTS = [[0, 1], [2, 3, 0], [4, 5], [1, -1]]
+SLOTS = {4: [[0, 1], [2, 3, 0], [4, 5], [1, -1]], 2: [[0, 1, 2], [3, 4, 5]], 1: [[0, 1, 2, 3, 4, 5]]}
+"""By the number of expert ranks."""
 
 
-def draw(rank: int, tokens: int, width: int = WIDTH) -> tuple[Tensor, imbrex.Routing]:
+def draw(rank: int, tokens: int, device: str) -> tuple[Tensor, imbrex.Routing]:
     """Tokens of all magnitudes, some blocks of zeros, infinities or NaN, and a choice dropped."""
     drawn = torch.Generator().manual_seed(rank)
-    blocks = torch.randn(tokens, width // 128, 128, generator=drawn)
+    blocks = torch.randn(tokens, WIDTH // 128, 128, generator=drawn)
     blocks *= 10.0 ** torch.arange(-20, 20)[torch.arange(blocks.shape[1]) % 40, None]
     if tokens:
         blocks[0, 0], blocks[0, 1, 5], blocks[0, 2, 7] = 0, float("inf"), float("nan")
     ids_TK = torch.rand(tokens, 6, generator=drawn).argsort(1)[:, :3]
     ids_TK[:1, 1] = -1
     weights_TK = torch.rand(ids_TK.shape, generator=drawn)
-    return blocks.flatten(1).bfloat16(), imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+    routing = imbrex.Routing(ids_TK=ids_TK.to(device), weights_TK=weights_TK.to(device))
+    return blocks.flatten(1).bfloat16().to(device), routing
 
 
 def make_exchange(ranks: Ranks, transport: str, codec: Any, slots: list[list[int]], **more: Any):
-    moves = EmulatedNvlink(ranks.group) if transport == "nvlink" else transport
+    emulated = transport == "nvlink" and ranks.device == "cpu"
+    moves = EmulatedNvlink(ranks.group) if emulated else transport
     placement = from_slots(slots, 6)
     return imbrex.Exchange(placement, WIDTH, 3, group=ranks.group, transport=moves, codec=codec, **more)
 
@@ -43,10 +46,10 @@ def run_dispatch(ranks: Ranks, transport: str, tensor: int) -> list[bool]:
     """Rows in fp8 against the codec on rows that crossed as they are; what the rest of a layer sees is equal;
     they decode to the rows of the same exchange without them, but for the own tokens, which stay whole."""
     more = {"tensor_parallel": tensor}
-    slots = SLOTS if tensor == 1 else [[0, 1, 2], [3, 4, 5]]
+    slots = SLOTS[ranks.world_size // tensor]
     plain = make_exchange(ranks, "alltoall", "identity", slots, **more)
     ours = make_exchange(ranks, transport, {"dispatch": "fp8"}, slots, **more)
-    x_TD, routing = draw(ranks.rank // tensor, TOKENS[ranks.rank // tensor])
+    x_TD, routing = draw(ranks.rank // tensor, TOKENS[ranks.rank // tensor], ranks.device)
     same = []
     for _ in range(2):
         wanted, found = plain.dispatch(x_TD, routing), ours.dispatch(x_TD, routing, fp8_rows=True)
@@ -58,7 +61,7 @@ def run_dispatch(ranks: Ranks, transport: str, tensor: int) -> list[bool]:
         same += [torch.equal(bytes_RB, encoded), torch.equal(found.counts_e, wanted.counts_e)]
         same += [torch.equal(found.handle.weights_R[:rows], wanted.handle.weights_R)]
         y = torch.where(torch.isfinite(wanted.rows_RD), wanted.rows_RD, 1.0)
-        room = torch.ones(len(found.rows_RD), WIDTH).bfloat16()
+        room = torch.ones(len(found.rows_RD), WIDTH, device=x_TD.device).bfloat16()
         room[:rows] = y
         truth, sums = plain.combine(y, wanted.handle), ours.combine(room, found.handle)
         same += [torch.allclose(sums.float(), truth.float(), rtol=2**-7)]
