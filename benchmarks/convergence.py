@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 
 from imbrex.cli.results import describe_run, write_results
+from imbrex.models.corpus import load_corpus
 from imbrex.reproduce.convergence import summary
 from imbrex.reproduce.table_6 import row_of
 from imbrex.reproduce.teams import train_all
@@ -28,8 +29,9 @@ def main() -> None:
     recipe = replace(size.recipe, steps=args.steps)
     size = replace(size, recipe=recipe, held_out=args.held_out, encode_on=args.encode_on)
     tasks = [(name, seed) for name, seed in order(args.seeds) if name in args.variants]
+    corpus = load_corpus(args.data, length=recipe.length)
     found = train_all(
-        tasks, files=args.data, size=size, teams=args.teams, stop_after_s=args.stop_after, folder=args.folder
+        tasks, corpus, size=size, teams=args.teams, stop_after_s=args.stop_after, folder=args.folder
     )
     sys.stdout.write("\n".join(summary(found)) + "\n")
     if args.out:

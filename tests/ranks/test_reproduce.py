@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from imbrex.models.corpus import load_corpus
 from imbrex.models.training import Recipe, Shape
 from imbrex.reproduce import layers, stage
 from imbrex.reproduce.teams import train_all
@@ -20,9 +21,9 @@ def test_layers_without_a_network_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
     ways = {"serial": layers.Way(), "int8": layers.Way(codec="int8", schedule="optsche-2")}
     work = layers.Work(layers=2, tokens=32, width=64, inner=32, experts=2, sequence=16)
-    told, network = stage.on_ranks("layers", layers.settings(ways, work, rounds=2), PAIR)
+    told, ran_on = stage.on_ranks("layers", layers.settings(ways, work, rounds=2), PAIR)
     timed = layers.read(told)
-    assert network == "loopback (no namespaces)"
+    assert str(ran_on) == "loopback (no namespaces)"
     assert list(timed) == ["serial", "int8"]
     serial = timed["serial"]
     assert 0 < serial.moving < serial.step
@@ -42,12 +43,13 @@ def test_a_training_is_told_once_and_resumed(tmp_path: Path) -> None:
     size = Size(shape=shape, recipe=Recipe(steps=4, batch=4, length=16), held_out=1, every=2)
     kept = str(tmp_path / "kept")
     tasks = [("none", 0), ("int8", 0), ("dense", 0)]
-    found = train_all(tasks, files=[str(text)], size=size, teams=1, folder=kept)
+    corpus = load_corpus([str(text)], length=16)
+    found = train_all(tasks, corpus, size=size, teams=1, folder=kept)
     assert [one["variant"] for one in found] == ["none", "int8", "dense"]
     assert [step for step, _ in found[0]["curve"]] == [2, 4]
     none, int8, dense = (one["held_out_nats"] for one in found)
     assert none != int8
     assert abs(none - int8) < 0.01 < abs(none - dense) + 0.1
     assert found[2]["parameters"] < found[0]["parameters"]
-    again = train_all(tasks, files=[str(text)], size=replace(size, timeout_s=1.0), teams=1, folder=kept)
+    again = train_all(tasks, corpus, size=replace(size, timeout_s=1.0), teams=1, folder=kept)
     assert again == found

@@ -20,7 +20,7 @@ from imbrex.reproduce.convergence import learned, summary
 from imbrex.reproduce.exchanges import median
 from imbrex.reproduce.figure_9 import _bound
 from imbrex.reproduce.layers import Timed, Way, settings
-from imbrex.reproduce.stage import Network
+from imbrex.reproduce.stage import Network, RanOn
 from imbrex.reproduce.testbed import TESTBED, Layer, every_layer, schemoe, tutel
 from imbrex.reproduce.training import VARIANTS, DenseLayer, OnDevice
 
@@ -118,6 +118,40 @@ def test_a_text_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"imbrex: error: {said}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["schemoe-table-10", "--rounds", "-3"],
+            "-3 rounds; give at least 1, or 0 for schemoe-table-10's own",
+        ),
+        (["schemoe-figure-8", "--data", "a"], "schemoe-table-4 reads no text; leave --data out, or ask for"),
+        (["schemoe-table-6", "--rounds", "2"], "schemoe-table-6 times nothing; leave --rounds out"),
+        (["schemoe-table-1", "--out", __file__], "cannot be made (File exists); give another --out"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_measured(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", *words])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_where_it_ran_is_the_case_of_a_row() -> None:
+    network = Network(nodes=2, ranks_per_node=4, inter="200mbit", intra="70mbit")
+    assert RanOn(network=network).case == {
+        "nodes": 2, "ranks_per_node": 4, "network": "netlab", "rates": "200mbit between nodes, 70mbit inside"
+    }  # fmt: skip
+    assert str(RanOn(network=network)) == "netlab 2 x 4, 200mbit between nodes, 70mbit inside"
+    plain = RanOn(network=network, why_not="tc not found")
+    assert (str(plain), plain.case["network"], plain.case["rates"]) == (
+        "loopback (tc not found)", "loopback", "no limit"
+    )  # fmt: skip
+
+
 def test_table_10_from_measured_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Naive 4 s, then 2, 1.6, 1: the gains are 1, 2, 2.5 and 4, and each step's share 2, 1.25 and 1.6."""
     steps = dict(zip(table_10.WAYS, (4.0, 2.0, 1.6, 1.0, 3.0), strict=True))
@@ -132,13 +166,15 @@ def test_table_10_from_measured_seconds(monkeypatch: pytest.MonkeyPatch) -> None
         }
         for name, s in steps.items()
     }
-    monkeypatch.setattr(table_10, "on_ranks", lambda *_, **__: (told, "a network"))
+    monkeypatch.setattr(table_10, "on_ranks", lambda *_, **__: (told, RanOn(network=table_10.NETWORK)))
     found = table_10.find(Asked())
+    assert "All three together: 4.00 times faster than naive" in found.verdict[0]
+    assert "codec alone 2.00, all-to-all and order after it 2.00" in found.verdict[1]
     assert [row[4:] for row in found.table] == [
         ("1.00x", "1.00x"), ("2.00x", "2.00x"), ("2.50x", "1.25x"), ("4.00x", "1.60x")
     ]  # fmt: skip
     assert {row["impl"] for row in found.rows} >= set(table_10.PAPER)
-    assert all(row["case"]["network"] == "a network" for row in found.rows)
+    assert all(row["case"]["network"] == "netlab" for row in found.rows)
 
 
 def test_table_1_says_what_is_wrong_with_the_paper_s() -> None:
@@ -146,6 +182,13 @@ def test_table_1_says_what_is_wrong_with_the_paper_s() -> None:
     assert Timed(forward=1.0, backward=2.0, least=3, most=3).step == 3.0
     assert settings({"a": Way()}, table_1.WORK, rounds=2)["ways"]["a"]["schedule"] == "serial"
     assert median({"seconds": [3.0, 1.0, 2.0]}) == 2.0
+
+
+def test_table_6_says_whether_experts_gain() -> None:
+    for dense, says in ((2.1, "gain 0.100 nats over"), (1.95, "lose 0.050 nats to")):
+        found = [*FOUND, *({"variant": v, "seed": 0, "held_out_nats": n} for v, n in
+                           (("dense", dense), ("int8-truncated", 2.03)))]  # fmt: skip
+        assert any(says in line for line in table_6._verdict(learned(found), full=True))
 
 
 def test_table_6_names_every_codec_it_claims_for() -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from imbrex.cli.results import describe_run, write_results
-from imbrex.models.corpus import load_corpus
 from imbrex.reproduce import ALIASES, TABLES, Asked, find
 
 
@@ -28,22 +27,29 @@ def run(args: argparse.Namespace) -> int:
         listed = [*((name, about) for name, (_, about) in TABLES.items()), *aliases]
         sys.stdout.write("".join(f"{name:18} {about}\n" for name, about in listed))
         return 0
-    if args.data:
-        # Here it is one sentence; on ranks of their own it would be a traceback.
-        load_corpus(args.data, length=1)
+    folder = Path(args.out)
+    _make(folder)
     try:
         finding = find(args.name, Asked(full=args.full, rounds=args.rounds, data=tuple(args.data)))
     except RuntimeError as error:
         print(f"imbrex: error: {error}", file=sys.stderr)
         return 1
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
     results, picture = Path(args.results or folder / f"{args.name}.json"), folder / f"{args.name}.svg"
-    words = ["imbrex reproduce", args.name, *(["--full"] if args.full else [])]
-    words += ["--rounds", str(args.rounds)] if args.rounds else []
-    write_results(results, finding.question, describe_run(" ".join(words)), finding.rows)
     picture.write_text(finding.chart)
     text = finding.text()
     (folder / f"{args.name}.md").write_text(text)
     sys.stdout.write(f"{text}\nrows: {results}\nplot: {picture}\n")
+    words = ["imbrex reproduce", args.name, *(["--full"] if args.full else [])]
+    words += ["--rounds", str(args.rounds)] if args.rounds else []
+    write_results(results, finding.question, describe_run(" ".join(words)), finding.rows)
     return 0
+
+
+def _make(folder: Path) -> None:
+    """Before anything is measured, since that takes minutes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"reproduce: {folder} cannot be made ({error.strerror}); give another --out"
+        ) from None

@@ -22,11 +22,21 @@ TABLES: dict[str, tuple[str, str]] = {
 ALIASES = {"schemoe-figure-8": "schemoe-table-4"}
 
 
+TRAINED = ("schemoe-table-6",)
+"""Those that read text."""
+
+
 def find(name: str, asked: Asked) -> Finding:
-    """Measure it here. Raises ValueError that lists the names known."""
+    """Measure it here. Raises ValueError for a name that is not known, and what it is not measured with."""
     name = ALIASES.get(name, name)
     if name not in TABLES:
         raise ValueError(f"reproduce: {name!r} is not known; use one of {', '.join([*TABLES, *ALIASES])}")
+    if asked.rounds < 0:
+        raise ValueError(f"reproduce: {asked.rounds} rounds; give at least 1, or 0 for {name}'s own number")
+    if asked.data and name not in TRAINED:
+        raise ValueError(f"reproduce: {name} reads no text; leave --data out, or ask for {TRAINED[0]}")
+    if asked.rounds and name in TRAINED:
+        raise ValueError(f"reproduce: {name} times nothing; leave --rounds out")
     return importlib.import_module(f"imbrex.reproduce.{TABLES[name][0]}").find(asked)
 
 

@@ -1,6 +1,6 @@
 """Ranks on this machine: on a two-tier network of namespaces where the user may make one, else plain.
 
-    measured, network = on_ranks("layers", settings, Network(nodes=2, ranks_per_node=2, inter="1gbit"))
+    measured, ran_on = on_ranks("layers", settings, Network(nodes=2, ranks_per_node=2, inter="1gbit"))
 
 runs `imbrex.reproduce.layers.on_rank(settings)` on four ranks and returns what the first of them returned.
 """
@@ -22,9 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PLAIN = "loopback"
-"""All ranks beside each other, nothing limited."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
@@ -39,15 +36,36 @@ class Network:
     def size(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    def __str__(self) -> str:
+    @property
+    def rates(self) -> str:
         inside = "" if self.intra == "none" else f", {self.intra} inside"
-        return f"netlab {self.nodes} x {self.ranks_per_node}, {self.inter} between nodes{inside}"
+        return f"{self.inter} between nodes{inside}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanOn:
+    """What ranks ran on: the network asked for, or, because of `why_not`, plain beside each other."""
+
+    network: Network
+    why_not: str | None = None
+
+    @property
+    def case(self) -> dict[str, Any]:
+        """Of a row in a result file."""
+        name, rates = ("netlab", self.network.rates) if self.why_not is None else ("loopback", "no limit")
+        nodes, size = self.network.nodes, self.network.ranks_per_node
+        return {"nodes": nodes, "ranks_per_node": size, "network": name, "rates": rates}
+
+    def __str__(self) -> str:
+        if self.why_not is not None:
+            return f"loopback ({self.why_not})"
+        return f"netlab {self.network.nodes} x {self.network.ranks_per_node}, {self.network.rates}"
 
 
 def on_ranks(
     job: str, settings: Mapping[str, Any], network: Network, *, timeout_s: float = 300.0
-) -> tuple[Any, str]:
-    """What `on_rank` of the module `job` of this room returned on rank 0, and the network it ran on.
+) -> tuple[Any, RanOn]:
+    """What `on_rank` of the module `job` of this room returned on rank 0, and what it ran on.
 
     Raises RuntimeError with the ranks' last words where they failed.
     """
@@ -55,12 +73,10 @@ def on_ranks(
         asked, told = Path(folder, "asked.json"), Path(folder, "told.json")
         asked.write_text(json.dumps(settings))
         words = [sys.executable, "-m", "imbrex.reproduce.stage", job, str(asked), str(told)]
-        name = str(network)
-        why = _on_netlab(words, network, timeout_s)
-        if why is not None:
-            name = f"{PLAIN} ({why})"
+        why_not = _on_netlab(words, network, timeout_s)
+        if why_not is not None:
             _on_loopback(words, network, timeout_s)
-        return json.loads(told.read_text()), name
+        return json.loads(told.read_text()), RanOn(network=network, why_not=why_not)
 
 
 def _on_netlab(words: list[str], network: Network, timeout_s: float) -> str | None:

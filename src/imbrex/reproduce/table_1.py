@@ -8,7 +8,7 @@ from typing import Any
 from imbrex.reproduce import chart
 from imbrex.reproduce.frame import Asked, Finding, timed_rows
 from imbrex.reproduce.layers import Timed, Way, Work, read, settings
-from imbrex.reproduce.stage import Network, on_ranks
+from imbrex.reproduce.stage import Network, RanOn, on_ranks
 
 PAPER = {12: (252.6, 497.1), 16: (324.8, 623.0), 20: (419.3, 768.9), 24: (507.4, 863.6)}
 """Milliseconds of all-to-all and of a step, by layers."""
@@ -23,20 +23,20 @@ def find(asked: Asked) -> Finding:
     rounds = asked.rounds or (20 if asked.full else ROUNDS)
     rows: list[dict[str, Any]] = []
     found: dict[int, Timed] = {}
-    network = ""
+    ran_on = RanOn(network=NETWORK)
     for layers in PAPER:
         work = replace(WORK, layers=layers // LAYERS_FOR)
-        measured, network = on_ranks("layers", settings({"serial": Way()}, work, rounds=rounds), NETWORK)
+        measured, ran_on = on_ranks("layers", settings({"serial": Way()}, work, rounds=rounds), NETWORK)
         timed = read(measured)
         found[layers] = timed["serial"]
-        rows += timed_rows("share", timed, asdict(work) | {"network": network}, rounds=rounds)
+        rows += timed_rows("share", timed, asdict(work) | ran_on.case, rounds=rounds)
     return Finding(
         title="ScheMoE, table 1: the share of the all-to-all in a step",
         question="What share of a step is the all-to-all?",
         head=("layers, paper / here", "paper, ms", "paper", "here, ms", "here"),
         table=tuple(_line(layers, one) for layers, one in found.items()),
         differs=(
-            f"The network: {network}; the paper has 32 GPUs, 8 nodes, 100 Gb/s.",
+            f"The network: {ran_on}; the paper has 32 GPUs, 8 nodes, 100 Gb/s.",
             f"{WORK.tokens} tokens a rank of width {WORK.width} in place of 4216 of 512, a quarter of the "
             "layers; forward and backward without an optimizer. Moving counts planning and copies to the "
             "experts' rows, and waiting for slower ranks.",

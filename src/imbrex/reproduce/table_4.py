@@ -11,7 +11,7 @@ from typing import Any
 from imbrex.reproduce import chart
 from imbrex.reproduce.frame import Asked, Finding, timed_rows
 from imbrex.reproduce.layers import Timed, Way, Work, read, settings
-from imbrex.reproduce.stage import Network, on_ranks
+from imbrex.reproduce.stage import Network, RanOn, on_ranks
 from imbrex.reproduce.table_7 import WAYS
 from imbrex.reproduce.testbed import TESTBED, Layer, Rates, every_layer, schemoe, tutel
 
@@ -28,7 +28,7 @@ ROUNDS = 5
 
 def find(asked: Asked) -> Finding:
     rounds = asked.rounds or (15 if asked.full else ROUNDS)
-    measured, rows, network = _measure(rounds)
+    measured, rows, ran_on = _measure(rounds)
     here = fit(measured)
     gains = {
         "the paper's testbed": gains_of([*every_layer()], TESTBED),
@@ -52,7 +52,7 @@ def find(asked: Asked) -> Finding:
             "`the paper's testbed` is a simulation: rates that its tables 1, 9 and 10 imply, our schedulers "
             "on them, tasks that disturb each other in nothing.",
             f"`here, scaled`: tokens / {TOKENS_FOR}, widths / {WIDTH_FOR}, rates fitted to {len(SAMPLE)} "
-            f"layers measured on {network}.",
+            f"layers measured on {ran_on}.",
             "Tutel is emulated: stage-major, no codec; simulated with the best of 1, 2, 4 and 8 chunks, "
             "measured with 2.",
         ),
@@ -65,20 +65,20 @@ def find(asked: Asked) -> Finding:
     )
 
 
-def _measure(rounds: int) -> tuple[list[dict[str, Timed]], list[dict[str, Any]], str]:
-    """The sample, its rows, and the network."""
+def _measure(rounds: int) -> tuple[list[dict[str, Timed]], list[dict[str, Any]], RanOn]:
+    """The sample, its rows, and what it ran on."""
     ways = {
         "serial": Way(),
         "codec": Way(codec="int8"),
         "tutel": Way(schedule="tutel"),
         "schemoe": WAYS["schemoe"],
     }
-    measured, rows, network = [], [], ""
+    measured, rows, ran_on = [], [], RanOn(network=NETWORK)
     for work in SAMPLE:
-        told, network = on_ranks("layers", settings(ways, work, rounds=rounds), NETWORK)
+        told, ran_on = on_ranks("layers", settings(ways, work, rounds=rounds), NETWORK)
         measured.append(read(told))
-        rows += timed_rows("sweep", measured[-1], asdict(work) | {"network": network}, rounds=rounds)
-    return measured, rows, network
+        rows += timed_rows("sweep", measured[-1], asdict(work) | ran_on.case, rounds=rounds)
+    return measured, rows, ran_on
 
 
 def fit(measured: Sequence[dict[str, Timed]]) -> Rates:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from imbrex.models.corpus import load_corpus
 from imbrex.reproduce import chart
 from imbrex.reproduce.convergence import TOLERANCE_NATS, Learned, learned
 from imbrex.reproduce.frame import Asked, Finding
@@ -32,7 +33,8 @@ def find(asked: Asked) -> Finding:
     names, seeds = (tuple(VARIANTS), 3) if asked.full else (BRIEFLY, 1)
     tasks = [(name, seed) for seed in range(seeds) for name in names]
     teams = max(1, (os.cpu_count() or RANKS) // RANKS)
-    found = train_all(tasks, files=asked.data, size=size, teams=teams)
+    corpus = load_corpus(asked.data, length=size.recipe.length)
+    found = train_all(tasks, corpus, size=size, teams=teams)
     every = learned(found)
     return Finding(
         title="ScheMoE, table 6: what a codec does to learning",
@@ -102,9 +104,9 @@ def _verdict(every: list[Learned], *, full: bool) -> tuple[str, ...]:
         "released code, which is not known.",
     ]
     if "dense" in by_name:
-        lines.append(
-            f"Experts gain {_mean(by_name['dense']):.3f} nats over the dense model, as in the paper."
-        )
+        gain = _mean(by_name["dense"])
+        how = f"gain {gain:.3f} nats over" if gain > 0 else f"lose {-gain:.3f} nats to"
+        lines.append(f"Experts {how} the dense model; in the paper they gain.")
     return tuple(lines if full else [*lines, "One seed and few steps decide nothing: see --full."])
 
 

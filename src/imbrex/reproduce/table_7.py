@@ -8,7 +8,7 @@ from typing import Any
 from imbrex.reproduce import chart
 from imbrex.reproduce.frame import Asked, Finding, timed_rows
 from imbrex.reproduce.layers import Timed, Way, Work, read, settings
-from imbrex.reproduce.stage import Network, on_ranks
+from imbrex.reproduce.stage import Network, RanOn, on_ranks
 
 PAPER = {
     12: {"tutel": 497, "fastermoe": 506, "schemoe": 454},
@@ -39,12 +39,12 @@ def find(asked: Asked) -> Finding:
     rounds = asked.rounds or (20 if asked.full else ROUNDS)
     rows: list[dict[str, Any]] = []
     found: dict[int, dict[str, Timed]] = {}
-    network = ""
+    ran_on = RanOn(network=NETWORK)
     for layers in PAPER if asked.full else (12, 24):
         work = replace(WORK, layers=layers // LAYERS_FOR)
-        measured, network = on_ranks("layers", settings(WAYS, work, rounds=rounds), NETWORK)
+        measured, ran_on = on_ranks("layers", settings(WAYS, work, rounds=rounds), NETWORK)
         found[layers] = read(measured)
-        rows += timed_rows("model", found[layers], asdict(work) | {"network": network}, rounds=rounds)
+        rows += timed_rows("model", found[layers], asdict(work) | ran_on.case, rounds=rounds)
     ratios = {name: [_gain(of, name) for of in found.values()] for name in ("tutel", "fastermoe", "megatron")}
     return Finding(
         title="ScheMoE, table 7: step time of a model of x layers",
@@ -52,7 +52,7 @@ def find(asked: Asked) -> Finding:
         head=("x, paper / here", "way", "paper, ms", "ScheMoE faster, paper", "here, ms", "faster, here"),
         table=tuple(_line(layers, name, of) for layers, of in found.items() for name in WAYS),
         differs=(
-            f"The network: {network}; the paper has 32 GPUs, 8 nodes, 100 Gb/s.",
+            f"The network: {ran_on}; the paper has 32 GPUs, 8 nodes, 100 Gb/s.",
             f"{WORK.tokens} tokens a rank of width {WORK.width} in place of 4216 of 512, a sixth of the "
             "layers; forward and backward without an optimizer.",
             EMULATED,

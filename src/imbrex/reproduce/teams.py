@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from imbrex.models.corpus import Corpus, load_corpus
+from imbrex.models.corpus import Corpus
 from imbrex.reproduce.training import RANKS, Size, train
 
 Task = tuple[str, int]
@@ -27,8 +27,8 @@ Task = tuple[str, int]
 
 def train_all(
     tasks: Sequence[Task],
+    corpus: Corpus,
     *,
-    files: Sequence[str],
     size: Size,
     teams: int,
     stop_after_s: float = 1e9,
@@ -36,9 +36,8 @@ def train_all(
 ) -> list[dict[str, Any]]:
     """Train every (variant, seed) with `teams` teams of `RANKS` processes of one thread each.
 
-    files: text to train on; none is the standard library's source. No task is begun after `stop_after_s`;
-    tasks that were not begun are missing in the results. folder: keep every result there as it comes; what
-    it already has is not trained again.
+    No task is begun after `stop_after_s`; tasks that were not begun are missing in the results. folder: keep
+    every result there as it comes; what it already has is not trained again.
     """
     # Processes that join on one host need no other interface, and a host may lack a name of its own.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -48,7 +47,7 @@ def train_all(
         kept = Path(folder or meeting)
         kept.mkdir(parents=True, exist_ok=True)
         left = [task for task in tasks if not _result(kept, task).exists()]
-        more = (taken, left, list(files), size, Path(meeting), kept, time.time() + stop_after_s)
+        more = (taken, left, corpus, size, Path(meeting), kept, time.time() + stop_after_s)
         if left:
             spawn(_member, args=more, nprocs=min(teams, len(left)) * RANKS)
         paths = [_result(kept, task) for task in tasks]
@@ -64,7 +63,7 @@ def _member(
     process: int,
     taken: Synchronized,
     tasks: list[Task],
-    files: list[str],
+    corpus: Corpus,
     size: Size,
     meeting: Path,
     kept: Path,
@@ -79,7 +78,6 @@ def _member(
         world_size=RANKS,
         timeout=timedelta(seconds=size.timeout_s),
     )
-    corpus = load_corpus(files, length=size.recipe.length)
     while (number := _take(taken, len(tasks), stop_at, rank)) >= 0:
         variant, seed = tasks[number]
         result = train(variant, seed, corpus, size)
