@@ -231,3 +231,42 @@ def test_a_wrong_width_stops_every_rank_at_the_first_call(nccl: Pool) -> None:
     answers = nccl.run(2, run_wrong, replace(NVLINK, config=config))
     assert answers[1] == "dispatch: on rank 1, x has 2 dimensions and last size 264; give tokens [T, 256]"
     assert answers[0] == "dispatch: rank 1 was given tokens that cannot be dispatched"
+
+
+@pytest.mark.parametrize("schedule", ["optsche-1", "optsche-3", "stage-major-2"])
+@pytest.mark.parametrize("options", [{"experts": "kernels"}, {"experts": "grouped"}, {"codec": "fp8"}])
+def test_chunks_have_the_numbers_of_serial(nccl: Pool, schedule: str, options: dict[str, Any]) -> None:
+    """As in `tests/ranks/test_layer_nvlink.py`; products of fewer rows may round otherwise."""
+    config = replace(CONFIG, hidden_size=1024)
+    case = replace(
+        NVLINK, config=config, tokens=(1600, 0, 520, 700), options={"transport": "nvlink", **options}
+    )
+    serial = nccl.run(worlds()[-1], run_layer, case)
+    chunked = replace(case, options={**case.options, "schedule": schedule})
+    for theirs, ours in zip(serial, nccl.run(worlds()[-1], run_layer, chunked), strict=True):
+        assert relative(ours["y"], theirs["y"]) < 4e-3
+        assert relative(ours["x_grad"], theirs["x_grad"]) < 4e-3
+        for name, grad in theirs["grads"].items():
+            assert relative(ours["grads"][name], grad) < 8e-3, name
+
+
+@pytest.mark.parametrize("tokens", [(70, 0, 33, 128), (2, 0, 1, 0), (0,)])
+def test_small_chunks_of_tensor_ranks(nccl: Pool, tokens: tuple[int, ...]) -> None:
+    world = worlds()[-1]
+    options = {"transport": "nvlink", "schedule": "exact-3"}
+    case = replace(NVLINK, tokens=tokens, tensor_parallel=world // 2, options=options)
+    results = nccl.run(world, run_layer, case)
+    if any(tokens):
+        errors = largest_error(case, world, results)
+        assert max(errors.values()) < 0.03, errors
+
+
+def test_captured_chunks_follow_their_tokens(nccl: Pool) -> None:
+    options = {"transport": "nvlink", "experts": "kernels", "schedule": "optsche-2"}
+    for same in nccl.run(worlds()[-1], run_captured, replace(NVLINK, options=options), 8):
+        assert same == [True] * 8
+
+
+def test_chunks_without_host_synchronisation(nccl: Pool) -> None:
+    case = replace(NVLINK, tokens=(1200, 700), options={"transport": "nvlink", "schedule": "optsche-2"})
+    nccl.run(worlds()[-1], run_silent, case)
