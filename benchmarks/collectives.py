@@ -4,7 +4,8 @@
 
 Tokens go out to their ranks and come back, without experts; the median over rounds of the slowest rank, all
 transports in turn within a round. `dispatch` and `combine` are whole calls, planning and copies to the
-experts' rows included; `move` and `move_back` are the rows alone, planned and written before. With
+experts' rows included, `exchange` is both, and `backward` is that of both, the weights' gradients included;
+`move` and `move_back` are the rows alone, planned and written before. With
 `sequential` the two halves of the way out are timed alone too, for the bound of Pipe-A2A (ScheMoE, Eq. 18).
 """
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 import imbrex
 from imbrex.cli.meeting import meet
+from imbrex.cli.netlab import started_by
 from imbrex.cli.results import describe_run, write_results
 from imbrex.cost import COSTS, Load, Network
 from imbrex.crossings import Crossings
@@ -35,7 +37,7 @@ QUESTION = "Which exchange is fastest between nodes?"
 NAMES = {"alltoall": ("copy-per-rank", "direct"), "hierarchical": ("hierarchical-dedup",)}
 """In the result file; a copy for each rank by one all-to-all has two."""
 CHOICES = "copy-per-choice"
-OPS = ("dispatch", "combine", "move", "move_back")
+OPS = ("dispatch", "combine", "backward", "move", "move_back")
 HALVES = ("move_inside", "move_across")
 
 
@@ -58,22 +60,21 @@ def main() -> None:
         rows += measure(argparse.Namespace(**{**vars(args), "top_k": top_k}), group, device)
     if group.rank() == 0 and args.out:
         words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
-        command = os.environ.get("COMMAND", "imbrex netlab run ... --") + " benchmarks/collectives.py "
-        write_results(args.out, QUESTION, describe_run(command + " ".join(words)), rows)
+        command = " ".join((started_by(), "benchmarks/collectives.py", *words))
+        write_results(args.out, QUESTION, describe_run(command), rows)
     dist.destroy_process_group()
 
 
 def measure(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[dict]:
     jobs = {name: make_job(args, name, group, device) for name in args.transports.split(",")}
     seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in jobs}
-    with torch.no_grad():
-        for number in range(args.rounds + args.warm_up):
-            for name, job in jobs.items():
-                took = once(job, check=number == 0)
-                told = torch.tensor([int(1e9 * s) for s in took])
-                slowest = job.exchange.transport.exchange_counts(told).max(0).values
-                if number >= args.warm_up:
-                    seconds[name].append(tuple(1e-9 * s for s in slowest.tolist()))
+    for number in range(args.rounds + args.warm_up):
+        for name, job in jobs.items():
+            took = [*calls(job, check=number == 0), *moves(job)]
+            told = torch.tensor([int(1e9 * s) for s in took])
+            slowest = job.exchange.transport.exchange_counts(told).max(0).values
+            if number >= args.warm_up:
+                seconds[name].append(tuple(1e-9 * s for s in slowest.tolist()))
     crossing = {name: bytes_of(args, job) for name, job in jobs.items()}
     predicted = predict(args, group)
     return report(args, seconds, crossing, predicted) if group.rank() == 0 else []
@@ -115,23 +116,39 @@ def choices(args: argparse.Namespace, rank: int) -> Tensor:
     return torch.rand(args.tokens, args.experts, generator=drawn).argsort(1)[:, : args.top_k].contiguous()
 
 
-def once(job: Job, *, check: bool) -> tuple[float, ...]:
-    """Seconds of a dispatch, a combine, and of the rows' way out and back alone."""
-    exchange, x_TD, routing = job.exchange, job.x_TD, job.routing
+def calls(job: Job, *, check: bool) -> list[float]:
+    """Seconds of a dispatch, of a combine, and of the backward of both."""
+    exchange, x_TD = job.exchange, job.x_TD.detach().requires_grad_()
+    weights_TK = job.routing.weights_TK.detach().requires_grad_()
     begin = together(exchange)
-    there = exchange.dispatch(x_TD, routing)
+    there = exchange.dispatch(x_TD, imbrex.Routing(ids_TK=job.routing.ids_TK, weights_TK=weights_TK))
     middle = now(x_TD)
     y_TD = exchange.combine(there.rows_RD, there.handle)
-    times = [middle - begin, now(x_TD) - middle]
+    found = [middle - begin, now(x_TD) - middle]
+    d_y_TD = torch.ones_like(y_TD)
+    begin = together(exchange)
+    y_TD.backward(d_y_TD)
+    found.append(now(x_TD) - begin)
     if check:
-        assert torch.allclose(y_TD, x_TD, atol=1e-4 if x_TD.dtype == torch.float32 else 0.1), job
+        # The experts leave rows as they are and the weights add up to 1.
+        assert x_TD.grad is not None
+        near = 1e-4 if x_TD.dtype == torch.float32 else 0.1
+        assert torch.allclose(y_TD, x_TD, atol=near), job
+        assert torch.allclose(x_TD.grad, d_y_TD, atol=near), job
+    return found
+
+
+@torch.no_grad()
+def moves(job: Job) -> list[float]:
+    """Seconds of the rows' way out and of their way back alone; with `sequential` also of its halves."""
+    exchange, x_TD, routing = job.exchange, job.x_TD, job.routing
     crossings = exchange._crossings
     assert isinstance(crossings, Crossings)
     made = crossings.make_plans([(x_TD, routing)])[0]
     encoded = crossings.write_dispatch(made, x_TD, routing.weights_TK)
     begin = together(exchange)
     received = crossings.begin_out(encoded, made.traffic).finish()
-    times.append(now(x_TD) - begin)
+    times = [now(x_TD) - begin]
     codec = crossings.wire.combine
     sums_MB = received[:, : codec.nbytes(x_TD.shape[1], x_TD.dtype)].contiguous()
     begin = together(exchange)
@@ -139,7 +156,7 @@ def once(job: Job, *, check: bool) -> tuple[float, ...]:
     times.append(now(x_TD) - begin)
     if isinstance(exchange.transport, Sequential):
         times += halves(job, encoded[made.traffic.sent_tokens_N], made.traffic.splits_2W)
-    return tuple(times)
+    return times
 
 
 def halves(job: Job, rows: Tensor, splits_2W: Tensor) -> list[float]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from torch import Tensor
 import imbrex
 from imbrex import overlap
 from imbrex.cli.meeting import meet
+from imbrex.cli.netlab import started_by
 from imbrex.cli.results import describe_run, write_results
 from imbrex.overlap.choice import Choice, choose, predict
 from imbrex.overlap.pipelined import Pipelined, parameters_of
@@ -95,8 +95,8 @@ def main() -> None:
         written = [row for one in each for row in compare(one, make_layer(one, group, device))]
     if group.rank() == 0 and args.out:
         words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
-        command = os.environ.get("COMMAND", "imbrex netlab run ... --") + " benchmarks/schedule.py "
-        write_results(args.out, QUESTION, describe_run(command + " ".join(words)), written)
+        command = " ".join((started_by(), "benchmarks/schedule.py", *words))
+        write_results(args.out, QUESTION, describe_run(command), written)
     dist.destroy_process_group()
 
 

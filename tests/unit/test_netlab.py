@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -123,7 +124,9 @@ def test_the_network_that_is_built() -> None:
     ("words", "says"),
     [
         (["--inter", "fast", "--", "x.py"], "--inter 'fast' is not a rate; use e.g. 1gbit"),
-        (["--nodes", "0", "--", "x.py"], "0 nodes of 2 ranks; use 1 to 64 nodes"),
+        (["--inter", "0.0gbit", "--", "x.py"], "--inter '0.0gbit' is not a rate; use e.g. 1gbit"),
+        (["--timeout", "0", "--", "x.py"], "--timeout 0 is no time; give seconds"),
+        (["--nodes", "0", "--", "x.py"], "0 nodes of 2 ranks; use 1 to 64 nodes of at least 1"),
         ([], "no command; give one after --"),
         (["--gpus", "--nodes", "40", "--", "x.py"], "80 ranks want a GPU each, "),
         (["--gpus", "--inter", "1gbit", "--", "x.py"], "limit namespaces; with --gpus leave them out"),
@@ -156,6 +159,17 @@ def test_nodes_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -
     assert main([*words, "--timeout", "0.5", "--", "sleep", "60"]) == 124
     assert time.monotonic() - begin < 10
     assert "not done after 0.5 s" in capfd.readouterr().err
+
+
+def test_ranks_know_the_command_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.delenv(netlab.COMMAND, raising=False)
+    assert netlab.started_by() == "torchrun --nproc-per-node 3"
+    args = argparse.Namespace(gpus=False, inter="1Gbit", intra="none", nodes=2, ranks_per_node=4)
+    for name, value in netlab.rank_environment(args, 5, 1, 1).items():
+        monkeypatch.setenv(name, value)
+    words = "--inter 1Gbit --intra none --nodes 2 --ranks-per-node 4 --"
+    assert netlab.started_by() == f"imbrex netlab run {words}"
 
 
 def test_without_the_right_to_make_namespaces(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

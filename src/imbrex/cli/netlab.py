@@ -28,7 +28,9 @@ PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
 """How long the other ranks may still speak when one has failed."""
 INSIDE = "IMBREX_NETLAB_INSIDE"
-RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
+RATE = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[kmg]?bit", re.IGNORECASE)
+COMMAND = "IMBREX_NETLAB_COMMAND"
+"""What ranks are told of how they were started, so that a benchmark can write it into its results."""
 SUBNET = "198.18.7"
 """Of the range for benchmarks, RFC 2544; it exists in the namespaces only."""
 MEETING = {
@@ -95,7 +97,11 @@ def _check_ranks(args: argparse.Namespace, command: list[str]) -> None:
     if not command:
         raise ValueError("netlab: no command; give one after --, as in: netlab run -- train.py --steps 10")
     if not 1 <= args.nodes <= 64 or args.ranks_per_node < 1:
-        raise ValueError(f"netlab: {args.nodes} nodes of {args.ranks_per_node} ranks; use 1 to 64 nodes")
+        raise ValueError(
+            f"netlab: {args.nodes} nodes of {args.ranks_per_node} ranks; use 1 to 64 nodes of at least 1"
+        )
+    if not args.timeout > 0:
+        raise ValueError(f"netlab: --timeout {args.timeout:g} is no time; give seconds")
 
 
 def _enter(args: argparse.Namespace, command: list[str]) -> int:
@@ -135,6 +141,11 @@ def _end_with_parent() -> None:
 def _options(args: argparse.Namespace) -> list[str]:
     names = ("nodes", "ranks_per_node", "inter", "intra", "timeout")
     return [word for n in names for word in (f"--{n.replace('_', '-')}", str(getattr(args, n)))]
+
+
+def started_by() -> str:
+    """The command that started this rank, up to the script."""
+    return os.environ.get(COMMAND) or f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', 1)}"
 
 
 def build(args: argparse.Namespace) -> None:
@@ -231,6 +242,10 @@ def rank_environment(args: argparse.Namespace, rank: int, local: int, node: int)
         "LOCAL_WORLD_SIZE": args.ranks_per_node,
     }
     inherited = {name: value for name, value in os.environ.items() if name != INSIDE}
+    network = "--gpus " if args.gpus else f"--inter {args.inter} --intra {args.intra} "
+    ours[COMMAND] = (
+        f"imbrex netlab run {network}--nodes {args.nodes} --ranks-per-node {args.ranks_per_node} --"
+    )
     return {"OMP_NUM_THREADS": "1"} | inherited | {name: str(value) for name, value in ours.items()}
 
 
