@@ -239,7 +239,7 @@ void wgmma_wait() {
         for (auto& product : groups.front()) emu::multiply(product);
         groups.pop_front();
     }
-    if (kPending == 0) __syncwarp();  // the instruction is the whole warp's: no lane goes on before all its products are done
+    __syncwarp();  // the instruction is the whole warp's: no lane goes on before all its products are done
 }
 inline void queue_product(const emu::Product& product) {
     auto& groups = emu::products[&emu::self()];

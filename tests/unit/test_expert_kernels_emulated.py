@@ -111,6 +111,37 @@ def test_segments_give_the_order_and_the_part(monkeypatch: pytest.MonkeyPatch) -
     check_rows(out, per_expert(COUNTS, a, b.mT) * weights[: sum(COUNTS), None].double())
 
 
+PAIRED = {
+    "swiglu": (Layout.FORWARD, Epilogue.SWIGLU, SHARED, 192, 288),
+    "forward": (Layout.FORWARD, Epilogue.PLAIN, SHARED, 136, 600),
+    "rows' gradient": (Layout.DGRAD, Epilogue.PLAIN, SHARED, 72, 640),
+    "weights' gradient": (Layout.WGRAD, Epilogue.PLAIN, SHARED, 320, 384),
+    "in turns": (Layout.WGRAD, Epilogue.PLAIN, OWN, 320, 192),
+}
+
+
+@pytest.mark.parametrize("case", list(PAIRED))
+def test_a_cluster_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Two clusters against one block; pairs that share columns, that do not, and one of a single tile."""
+    torch.manual_seed(8)
+    (layout, epilogue, tiling, depth, columns), counts = PAIRED[case], [200, 0, 1, 330]
+    a = rows_of(counts, depth)
+    b = draw(4, *((depth, columns) if layout is Layout.DGRAD else (columns, depth)))
+    shape = (a.shape[0], columns // 2 if epilogue is Epilogue.SWIGLU else columns)
+    if layout is Layout.WGRAD:
+        b, shape = rows_of(counts, columns), (4, depth, columns)
+    found = []
+    for cluster in (1, 2):
+        out, counter = poisoned(*shape), torch.zeros(2, dtype=torch.int32)
+        emulate(monkeypatch, [a, b, out], blocks=3 * cluster - 2, seed=cluster)
+        one = tiling._replace(cluster=cluster)
+        launch_gemm(layout, a, b, ends_of(counts), out, counter, tiling=one, epilogue=epilogue)
+        assert counter.tolist() == [0, 0]
+        found.append(out)
+    assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
+    assert found[0].isnan().sum() == (0 if layout is Layout.WGRAD else TAIL * shape[1])
+
+
 @pytest.mark.parametrize("columns", [128, 136], ids=["wide", "narrow"])
 def test_gradient_of_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     torch.manual_seed(2)

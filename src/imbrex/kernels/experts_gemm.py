@@ -254,6 +254,17 @@ def _result_maps(layout: Layout, out: torch.Tensor, halves: torch.Tensor | None)
     return map_out, map_out if halves is None else halves_map(halves)
 
 
+def _fitted(
+    layout: Layout, tiling: Tiling, a: torch.Tensor, b: torch.Tensor, blocks: int | None
+) -> tuple[Tiling, bool]:
+    """The tiling, without its cluster where that does not fit, and `wide` of gemm.cu."""
+    wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
+    halves = wide or layout is Layout.FORWARD
+    if halves and (blocks is None or blocks % tiling.cluster == 0):
+        return tiling, wide
+    return tiling._replace(cluster=1), wide
+
+
 def launch_gemm(
     layout: Layout,
     a: torch.Tensor,
@@ -295,10 +306,7 @@ def launch_gemm(
     launch = _launches.get(key)
     if launch is None:
         fp8 = scales is not None
-        wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
-        panels = wide or layout is Layout.FORWARD
-        if not panels or (blocks is not None and blocks % tiling.cluster):
-            tiling = tiling._replace(cluster=1)
+        tiling, wide = _fitted(layout, tiling, a, b, blocks)
         halves = gate_up if slopes is None else slopes.d_gate_up
         kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, a.get_device())
         launch = kernel.prepare(

@@ -1,0 +1,112 @@
+"""The order of a grouped GEMM whose blocks work in pairs: its own header, compiled for the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import subprocess
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+import imbrex.kernels
+from tests.compile.test_gemm_scheduler import BLOCK_M, COMPILER, by_expert, expected
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="runs the kernel's header through a C++ compiler")
+GROUP_M = 4
+HARNESS = """
+#include "gemm_pairs.cuh"
+template <bool kFixedRows>
+int walk(const int* ends, const int* segments, int count, int rows, int columns, int* out) {
+    PairSchedule<128, 256, %d, kFixedRows> order{{ends, segments, count, rows, columns}};
+    Tile tile[2];
+    bool together;
+    int number = 0;
+    for (; order.seek(number, tile, together); ++number)
+        for (int i = 0; i < 2; ++i) {
+            int* row = out + 6 * (2 * number + i);
+            row[0] = tile[i].expert, row[1] = tile[i].row, row[2] = tile[i].rows;
+            row[3] = tile[i].column, row[4] = tile[i].columns, row[5] = together;
+        }
+    return number;
+}
+extern "C" int walk_ragged(const int* e, const int* s, int c, int r, int n, int* out) {
+    return walk<false>(e, s, c, r, n, out);
+}
+extern "C" int walk_fixed(const int* e, const int* s, int c, int r, int n, int* out) {
+    return walk<true>(e, s, c, r, n, out);
+}
+"""
+Found = tuple[int, int, int, int, int]
+Pair = tuple[Found, Found, bool]
+Walk = Callable[..., list[Pair]]
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    folder = tmp_path_factory.mktemp("pairs")
+    (folder / "walk.cpp").write_text(HARNESS % GROUP_M)
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{Path(imbrex.kernels.__file__).parent}"]
+    command = [str(COMPILER), *flags, "-o", "walk.so", "walk.cpp"]
+    subprocess.run(command, cwd=folder, check=True, timeout=60)
+    library = ctypes.CDLL(str(folder / "walk.so"))
+
+    def run(ends: list[int], rows: int, columns: int, fixed: bool = False) -> list[Pair]:
+        out = (ctypes.c_int * 100000)()
+        function = library.walk_fixed if fixed else library.walk_ragged
+        number = function((ctypes.c_int * len(ends))(*ends), None, len(ends), rows, columns, out)
+        tiles = [tuple(out[6 * i : 6 * i + 6]) for i in range(2 * number)]
+        return [(a[:5], b[:5], bool(a[5])) for a, b in zip(tiles[::2], tiles[1::2], strict=True)]
+
+    return run
+
+
+def test_the_worked_example(walk: Walk) -> None:
+    pairs = walk([330], 0, 768)
+    where = [tuple((row // BLOCK_M, column // 256) for _, row, _, column, _ in pair[:2]) for pair in pairs]
+    assert where == [
+        ((0, 0), (1, 0)),
+        ((0, 1), (1, 1)),
+        ((2, 0), (2, 1)),
+        ((0, 2), (1, 2)),
+        ((2, 2), (3, 2)),
+    ]
+    assert [together for _, _, together in pairs] == [True, True, False, True, False]
+    assert [second[2] > 0 for _, second, _ in pairs] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
+def test_every_tile_once_and_pairs_share_their_columns(walk: Walk, seed: int, fixed: bool) -> None:
+    random.seed(seed)
+    some = [0, 0, 1, 64, 65, 127, 128, 129, 192, 193, 256, 384, 1024]
+    counts = [random.choice([*some, random.randrange(2000)]) for _ in range(random.randrange(1, 12))]
+    ends, columns, rows = (
+        list(accumulate(counts)),
+        random.choice([8, 256, 264, 1408]),
+        random.choice(some[2:]),
+    )
+    wanted = by_expert(ends, columns)
+    if fixed:
+        wanted = [(e, 0, rows, 0, columns) for e in range(len(ends))]
+    pairs = walk(ends, rows, columns, fixed)
+    live = [tile for *both, _ in pairs for tile in both if tile[2] > 0]
+    assert sorted(live) == sorted(expected(wanted))
+    for first, second, together in pairs:
+        assert first[2] > 0
+        assert first[0] == second[0]
+        if together:
+            assert (second[1] - first[1], second[3]) == (BLOCK_M, first[3])
+            assert second[2] > 0
+        elif second[2] > 0:
+            assert (second[1], second[3] - first[3]) == (first[1], 256)
+    halves = sum(second[2] == 0 for _, second, _ in pairs)
+    assert halves <= sum(begin < end for _, begin, end, _, _ in wanted)
+
+
+def test_short_row_tiles_have_no_full_partner(walk: Walk) -> None:
+    """An expert of 2 full row tiles and 10 rows, two columns: the short tile's partner is as short."""
+    pairs = walk([266], 0, 512)
+    assert [(first[2] > 64) == (second[2] > 64) for first, second, _ in pairs] == [True] * 3
