@@ -28,6 +28,15 @@ def _poisoned_empty() -> Iterator[None]:
     restore()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix",
+        choices=("share", "full"),
+        default="share",
+        help="cells of codec x transport x schedule x tensor ranks: a share in which any two meet, or all",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and (reason := _no_hopper()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import shutil
@@ -31,8 +32,10 @@ def _library(variant: jit.Variant) -> Any:
     built = folder / "kernel.so"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # several processes may build at once
-            _build(variant, sources, Path(own)).rename(built)
+        with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as own:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ranks want the same kernels at once
+            if not built.exists():
+                _build(variant, sources, Path(own)).rename(built)
     return ctypes.CDLL(str(built))
 
 
