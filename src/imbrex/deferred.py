@@ -20,6 +20,9 @@ from torch import Tensor
 
 _current: ContextVar[Deferral | None] = ContextVar("imbrex_deferral", default=None)
 
+Gradient = Callable[[Tensor | None], Tensor | None]
+"""That of a weight, added to the tensor given, in place, or by itself; `None`: it is added elsewhere."""
+
 VIEWS = ("AccumulateGrad", "TransposeBackward0", "TBackward0", "PermuteBackward0", "ToCopyBackward0")
 """Steps from a parameter to the weight that is multiplied which keep nothing: they can be gone back twice."""
 
@@ -28,7 +31,7 @@ class Deferral:
     """Products of one call of the experts whose weight gradients are still to be computed."""
 
     def __init__(self) -> None:
-        self._products: list[tuple[Tensor, Callable[[], Tensor | None]]] = []
+        self._products: list[tuple[Tensor, Gradient]] = []
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -39,25 +42,37 @@ class Deferral:
         finally:
             _current.reset(token)
 
-    def add(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
-        """Called in the backward: `gradient` computes that of `weight`, or adds it where it belongs."""
+    def add(self, weight: Tensor, gradient: Gradient) -> None:
+        """Called in the backward: `gradient` computes that of `weight`."""
         self._products.append((weight, gradient))
 
-    def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of every parameter what the recorded products contribute, or None. Once."""
-        found: list[Tensor | None] = [None] * len(parameters)
+    def gradients(
+        self, parameters: Sequence[Tensor], sums: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor | None]:
+        """Of every parameter what the recorded products contribute, or None. Once.
+
+        sums: what such calls have returned before; it is added to, in place.
+        """
+        found = [None] * len(parameters) if sums is None else list(sums)
         for weight, gradient in self._products:
-            d_weight = gradient()
+            place = next((i for i, parameter in enumerate(parameters) if parameter is weight), None)
+            d_weight = gradient(None if place is None else found[place])
             if d_weight is None:
                 continue
-            grads = torch.autograd.grad(weight, parameters, d_weight, allow_unused=True)
-            for place, grad in enumerate(grads):
-                before = found[place]
-                found[place] = grad if before is None or grad is None else before + grad
-                if grad is None:
-                    found[place] = before
+            if place is not None:
+                found[place] = d_weight
+                continue
+            for i, grad in enumerate(torch.autograd.grad(weight, parameters, d_weight, allow_unused=True)):
+                found[i] = added(found[i], grad)
         self._products.clear()
         return found
+
+
+def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Their sum, in `total` where both are there."""
+    if total is None or grad is None:
+        return grad if total is None else total
+    return total.add_(grad)
 
 
 def recording(weight: Tensor) -> Deferral | None:
@@ -74,4 +89,4 @@ def recording(weight: Tensor) -> Deferral | None:
     return current
 
 
-__all__ = ["Deferral", "recording"]
+__all__ = ["Deferral", "Gradient", "added", "recording"]

@@ -189,7 +189,9 @@ def _grouped_backward(ctx, d_out_RN):
     need_rows, need_weight, _ = ctx.needs_input_grad
     d_rows = grouped_mm(d_out_RN, weight_eKN.mT, counts_e) if need_rows else None
     if need_weight and ctx.deferral is not None:
-        ctx.deferral.add(weight_eKN, lambda: grouped_wgrad(rows_RK, d_out_RN, counts_e))
+        ctx.deferral.add(
+            weight_eKN, lambda total: deferred.added(total, grouped_wgrad(rows_RK, d_out_RN, counts_e))
+        )
         return d_rows, None, None
     d_weight = grouped_wgrad(rows_RK, d_out_RN, counts_e) if need_weight else None
     return d_rows, d_weight, None

@@ -51,6 +51,24 @@ def test_weight_gradients_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert deferral.gradients(given[1:3]) == [None, None]
 
 
+def test_those_of_two_calls_are_added_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the product's epilogue: one rounding, where two gradients and their sum are three."""
+    emulate(monkeypatch, blocks=1)
+    given, sums, wanted = leaves(), None, [0.0, 0.0]
+    for counts in ([70, 0, 3], [1, 60, 12]):
+        d_y, deferral = draw(73, WIDTH), Deferral()
+        with deferral.record():
+            y = ffn(given[0], given[1], given[2], torch.tensor(counts))
+        torch.autograd.grad(y, given[:1], d_y)
+        before, sums = sums, deferral.gradients(given[1:3], sums)
+        alone = torch.autograd.grad(ffn(*given[:3], torch.tensor(counts)), given[1:3], d_y)
+        wanted = [total + grad.float() for total, grad in zip(wanted, alone, strict=True)]
+        assert before is None or all(a is b for a, b in zip(before, sums, strict=True))
+    for total, exact in zip(sums, wanted, strict=True):
+        assert total is not None
+        assert (total.float() - exact).norm() < 4e-3 * exact.norm()
+
+
 def test_they_are_added_where_the_caller_says(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, blocks=1)
     counts, d_y, given = torch.tensor(COUNTS), draw(73, WIDTH), leaves()[:3]

@@ -211,10 +211,17 @@ def _weight_gradient(
 
 
 def _left_gradient(
-    d_out: Tensor, rows: Tensor, groups: Groups, weight: Tensor, add_to: Tensor | None
+    d_out: Tensor,
+    rows: Tensor,
+    groups: Groups,
+    weight: Tensor,
+    add_to: Tensor | None,
+    total: Tensor | None,
 ) -> Tensor | None:
-    found = _weight_gradient(d_out, rows, groups, weight, True, add_to)
-    return found if add_to is None else None
+    found = _weight_gradient(d_out, rows, groups, weight, True, total if add_to is None else add_to)
+    if add_to is not None:
+        return None
+    return found if total is None else total
 
 
 def _swiglu_gradient(

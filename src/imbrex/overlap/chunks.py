@@ -124,7 +124,8 @@ class Backward:
         self.forward, self.exchange, self.moves = forward, forward.exchange, forward.moves
         self.d_y_TD = d_y_TD
         self.parameters = [p for p, need in zip(parameters, needed, strict=True) if need]
-        self.d_parameters: list[Tensor | None] = [None] * len(self.parameters)
+        self.with_rows: list[Tensor | None] = [None] * len(self.parameters)
+        self.left: list[Tensor | None] = [None] * len(self.parameters)
         self.d_x_TD = d_y_TD.new_empty(d_y_TD.shape)
         self.d_weights_TK = forward.weights_TK.new_empty(forward.weights_TK.shape)
         self.d_rows: list[tuple[Tensor, Tensor] | None] = [None] * len(forward.chunks)
@@ -171,14 +172,20 @@ class Backward:
         c = self.forward.chunks[chunk]
         if c.deferral is not None and self.parameters:
             with self.exchange.observer.span("weights_backward", layer=self.exchange.layer):
-                self._add(c.deferral.gradients(self.parameters))
+                self.left = c.deferral.gradients(self.parameters, self.left)
         c.deferral = None
 
     def _add(self, grads: Sequence[Tensor | None]) -> None:
         for place, grad in enumerate(grads):
-            before = self.d_parameters[place]
+            before = self.with_rows[place]
             if grad is not None:
-                self.d_parameters[place] = grad if before is None else before + grad
+                self.with_rows[place] = grad if before is None else before + grad
+
+    @property
+    def d_parameters(self) -> list[Tensor | None]:
+        """Gradients of the parameters, of all chunks so far."""
+        both = zip(self.left, self.with_rows, strict=True)
+        return [left if grad is None else grad if left is None else left + grad for left, grad in both]
 
     def encode_back(self, chunk: int) -> None:
         c, d_rows = self.forward.chunks[chunk], self.d_rows[chunk]
