@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results" / "experts.json"
 COMMAND = "make gpu-bench NAME=experts"
 MODELS = "--model=mixtral,qwen2-moe,phi3.5-moe,deepseek-v3,qwen3-30b-a3b"
 SKEWS = "--skew=balanced,uniform,zipf:0.6"
-PAIR = "--impls=imbrex,imbrex-fp8,torch"
+PAIR = "--impls=imbrex,imbrex-fp8,imbrex-fp8-rows,torch"
 CASES = (
     [MODELS, "--rows=16384", SKEWS, "--ops=ffn,ffn_unpermuted", PAIR],
     ["--model=deepseek-v3", "--rows=64,128,256,512", "--skew=uniform", "--ops=decode", PAIR],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,15 @@ def table() -> str:
 
 
 def fp8_table() -> str:
-    """The same of the fp8 forward: our bf16's time over it, and torch's."""
-    head = "our bf16 time over it: mean, least | torch's bf16 time over it: mean, least"
-    ours = "imbrex-fp8"
-    return _lines(
-        head, lambda rows: (_faster(rows, "imbrex", ours), _faster(rows, "torch", ours)), (ours,), "{:.2f}"
-    )
+    """The same of the fp8 forward: our bf16's time over it, quantising rows or not, and torch's."""
+    ours, given = "imbrex-fp8", "imbrex-fp8-rows"
+    heads = "our bf16 time over it", "the same, rows given in fp8", "torch's bf16 time over it"
+
+    def figures(rows: dict[str, Any]) -> tuple[float, ...]:
+        straight = _faster(rows, "imbrex", given) if given in rows else math.nan
+        return _faster(rows, "imbrex", ours), straight, _faster(rows, "torch", ours)
+
+    return _lines(" | ".join(f"{head}: mean, least" for head in heads), figures, (ours,))
 
 
 def _faster(rows: dict[str, Any], rival: str, ours: str) -> float:
@@ -46,12 +50,12 @@ def _faster(rows: dict[str, Any], rival: str, ours: str) -> float:
 
 def _lines(
     head: str,
-    figures: Callable[[dict[str, Any]], tuple[float, float]],
+    figures: Callable[[dict[str, Any]], tuple[float, ...]],
     needed: tuple[str, ...] = (),
-    second: str = "{:.0%}",
 ) -> str:
-    """A line per operation, rows and skew: two figures of every model, mean and least (ratios: geometric)."""
-    found: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
+    """A line per operation, rows and skew: figures of every model, mean and least. All are ratios, whose mean
+    is geometric, but the second of two, a share."""
+    found: dict[tuple[str, int, str], list[tuple[float, ...]]] = {}
     cases: dict[str, dict[str, Any]] = {}
     for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
         cases.setdefault(json.dumps([row["run"], row["op"], row["case"]]), {}).setdefault(row["impl"], row)
@@ -60,12 +64,21 @@ def _lines(
             ours = rows["imbrex"]
             key = ours["op"], ours["case"]["rows"], ours["case"]["skew"]
             found.setdefault(key, []).append(figures(rows))
-    lines = [f"| | rows | skew | {head} |", "|---|---|---|---|---|"]
+    columns = 3 + head.count("|") + 1
+    lines = [f"| | rows | skew | {head} |", "|" + "---|" * columns]
     for op, title in TITLES.items():
         for (_, rows, skew), values in sorted((k, v) for k, v in found.items() if k[0] == op):
-            firsts, seconds = zip(*values, strict=True)
-            cells = [title, rows, skew, f"{statistics.geometric_mean(firsts):.2f}, {min(firsts):.2f}"]
-            mean = statistics.geometric_mean(seconds) if needed else statistics.mean(seconds)
-            cells.append(f"{second.format(mean)}, {second.format(min(seconds))}")
+            cells = [title, rows, skew]
+            for number, column in enumerate(zip(*values, strict=True)):
+                share = number == 1 and len(values[0]) == 2
+                cells.append(_cell([value for value in column if not math.isnan(value)], share=share))
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _cell(values: list[float], *, share: bool) -> str:
+    if not values:
+        return ""
+    if share:
+        return f"{statistics.mean(values):.0%}, {min(values):.0%}"
+    return f"{statistics.geometric_mean(values):.2f}, {min(values):.2f}"

@@ -102,7 +102,8 @@ def measure_op(
         for name, measured in times.items():
             row = {"op": op, "impl": name, "case": {**case, **({"product": product} if product else {})}}
             row |= timing.summary(measured)
-            row |= rates(op, product, work, row["median_us"], limit_us, 1 if name == "imbrex-fp8" else 2)
+            value_bytes = 1 if name in timing.FP8_IMPLS else 2
+            row |= rates(op, product, work, row["median_us"], limit_us, value_bytes)
             if args.details:
                 row |= {
                     "launches": timing.count_launches(calls[name]),

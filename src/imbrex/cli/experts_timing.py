@@ -19,7 +19,7 @@ from torch import Tensor
 from imbrex.cli.shapes import Shape
 from imbrex.cli.skew import make_routing
 from imbrex.kernels.experts_ffn import ffn
-from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, unfit_for_fp8
+from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows, unfit_for_fp8
 from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import plan_groups
 from imbrex.kernels.experts_tiling import choose_tiling
@@ -27,7 +27,9 @@ from imbrex.kernels.experts_tokens import ffn_tokens
 from imbrex.observe.clock import device_microseconds
 
 OPS = ("grouped_gemm", "ffn", "ffn_unpermuted", "ffn_training", "decode")
-IMPLS = ("imbrex", "imbrex-fp8", "torch", "torch-compiled")
+FP8_IMPLS = ("imbrex-fp8", "imbrex-fp8-rows")
+"""Rows quantised in the call, and rows that come as fp8, as a dispatch with the codec `fp8` delivers them."""
+IMPLS = ("imbrex", *FP8_IMPLS, "torch", "torch-compiled")
 Call = Callable[[], Any]
 DENSE_SIDE = 8192
 COPY_BYTES = 1 << 31
@@ -143,7 +145,9 @@ def calls_of(op: str, work: Work) -> dict[str, Call]:
     }
     if unfit_for_fp8(work.down_eDF.shape[1], work.down_eDF.shape[2]) is None:
         experts = quantise_experts(*weights)
+        _, values_RD, scales_RB = quantise_rows(rows_RD, work.counts_e)
         calls["imbrex-fp8"] = lambda: ffn_fp8(rows_RD, experts, work.counts_e)
+        calls["imbrex-fp8-rows"] = lambda: ffn_fp8(values_RD, experts, work.counts_e, scales_RB=scales_RB)
     return calls
 
 
