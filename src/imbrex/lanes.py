@@ -94,14 +94,11 @@ class Mark:
 
 
 class Aside:
-    """A stream whose work waits for nothing but the marks that it is given. On a CPU, the caller works.
+    """A stream for a thread of its own: its work waits for nothing but the marks that it is given."""
 
-    urgent: of kernels that could begin, the GPU begins with these.
-    """
-
-    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device, priority=-urgent) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[], object], *after: Mark) -> Mark:
         """Queue `work` behind `after`; the mark of its end."""
@@ -115,4 +112,53 @@ class Aside:
             return Mark(self.device)
 
 
-__all__ = ["Aside", "Begun", "Lane", "Mark"]
+class Line:
+    """Works on a stream beside the caller's, one after the other, each behind what the caller has queued so
+    far. On a CPU the caller works.
+
+    A work that can begin does so before anything that the caller queues from then on: else products that take
+    all multiprocessors could begin a microsecond earlier, and a work of a few would wait for their end.
+    Memory of either stream may be freed by the caller as soon as he has waited for the works that use it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._last: Queued | None = None
+
+    def start(self, work: Callable[[], Any]) -> Queued:
+        """Queue `work`; `finish` of what comes back waits for it and returns its result."""
+        if self._stream is None:
+            return Queued(work(), Mark(self.device), Mark(self.device))
+        ready, before = Mark(self.device), self._last
+        with torch.cuda.stream(self._stream):
+            ready.hold()
+            begins = Mark(self.device)
+            made = self._last = Queued(work(), begins, Mark(self.device))
+        if before is None or before.waited:
+            begins.hold()
+        else:
+            before.next = made
+        return made
+
+
+class Queued:
+    """A work in a line."""
+
+    def __init__(self, result: Any, begins: Mark, over: Mark) -> None:
+        self.result, self.begins, self.over = result, begins, over
+        self.waited, self.next = False, None
+
+    next: Queued | None
+
+    def finish(self) -> Any:
+        """Wait for it, on a GPU with the caller's stream only; once."""
+        self.over.hold()
+        self.waited = True
+        if self.next is not None:
+            self.next.begins.hold()
+        result, self.result = self.result, None
+        return result
+
+
+__all__ = ["Aside", "Begun", "Lane", "Line", "Mark"]

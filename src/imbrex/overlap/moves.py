@@ -19,7 +19,6 @@ from imbrex.contracts import Codec, Pending, Plan, Routing
 from imbrex.crossings import Crossings, read_state
 from imbrex.crossings_nvlink import NvlinkCrossings, Sms
 from imbrex.exchange import Exchange
-from imbrex.lanes import Mark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,11 +161,8 @@ class Part:
 
 class Kernels:
     """Over NVLink: a move is the whole call of a kernel, on a stream beside the caller's, so that nothing is
-    left to write, and little to read.
-
-    The stream waits for what the caller has queued before the move, the caller for the end of the move before
-    it reads; so memory of either may be freed by the caller as soon as he no longer needs it. All layers of a
-    transport have one stream: kernels that wait for peers never wait for each other on one GPU.
+    left to write, and little to read. All layers of a transport have one such stream: of the kernels that
+    wait for peers a GPU has one at a time.
     """
 
     def __init__(self, crossings: NvlinkCrossings) -> None:
@@ -187,7 +183,7 @@ class Kernels:
             rows_RD, routed = sent
             return rows_RD, *self.crossings.describe(routed, len(rows_RD))
 
-        return Crossing(move=partial(self._begin, send), read=read)
+        return Crossing(move=self._move(send), read=read)
 
     def combine(
         self,
@@ -199,14 +195,14 @@ class Kernels:
     ) -> Crossing:
         given = rows_RD, addend_TD, state, out_TD, self.sms
         work = partial(self.crossings.sum_rows, *given, weighted=weights_R is not None)
-        return Crossing(move=partial(self._begin, work), read=_done)
+        return Crossing(move=self._move(work), read=_done)
 
     def combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> Crossing:
         work = partial(self.crossings.send_gradients, d_y_TD, state, len(weights_R), self.sms)
         return Crossing(
-            move=partial(self._begin, work),
+            move=self._move(work),
             read=lambda d_y_RD: self.crossings.weigh(d_y_RD, rows_RD, weights_R, state),
         )
 
@@ -214,32 +210,14 @@ class Kernels:
         self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], out: tuple[Tensor, Tensor]
     ) -> Crossing:
         work = partial(self.crossings.sum_gradients, d_rows_RD, d_weights_R, state, out, self.sms)
-        return Crossing(move=partial(self._begin, work), read=_done)
+        return Crossing(move=self._move(work), read=_done)
 
-    def _begin(self, work: Callable[[], Any]) -> Beside:
-        aside = self.crossings.transport.aside
-        could_begin = aside.run(_nothing, Mark(aside.device))
-        found: list[Any] = []
-        over = aside.run(lambda: found.append(work()))
-        # Else the experts of the next chunk, which the GPU hears of earlier, would take all multiprocessors.
-        could_begin.hold()
-        return Beside(found=found, over=over)
+    def _move(self, work: Callable[[], Any]) -> Callable[[], Pending]:
+        return partial(self.crossings.transport.line.start, work)
 
 
 def _done(_: Any) -> None:
     return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
-    """A kernel queued beside the caller, and what it makes."""
-
-    found: list[Any]
-    over: Mark
-
-    def finish(self) -> Any:
-        self.over.hold()
-        return self.found.pop()
 
 
 __all__ = ["Crossing", "Moves", "moves_of"]

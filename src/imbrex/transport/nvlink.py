@@ -23,7 +23,7 @@ from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit, unavailable
 from imbrex.kernels.exchange import NvlinkExchange
 from imbrex.kernels.heap import Heap, SymmetricHeap
-from imbrex.lanes import Aside
+from imbrex.lanes import Line
 from imbrex.observe import Observer
 from imbrex.transport.board import Board
 from imbrex.transport.collective import Collective
@@ -130,7 +130,7 @@ class Nvlink(Collective):
         reason = self.reason_against()
         if reason is not None:
             raise NvlinkError(reason)
-        self.aside = Aside(self.device, urgent=True)
+        self.line = Line(self.device)
         self._board = self._open_board()
 
     @classmethod
