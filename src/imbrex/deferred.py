@@ -53,7 +53,7 @@ class Deferral:
 
         sums: what such calls have returned before; it is added to, in place.
         """
-        found = [None] * len(parameters) if sums is None else list(sums)
+        found: list[Tensor | None] = [None] * len(parameters) if sums is None else list(sums)
         for weight, gradient in self._products:
             place = next((i for i, parameter in enumerate(parameters) if parameter is weight), None)
             d_weight = gradient(None if place is None else found[place])

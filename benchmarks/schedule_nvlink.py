@@ -1,0 +1,162 @@
+"""Where do chunks lose to serial on NVLink, and where do they win?
+
+    python benchmarks/schedule_nvlink.py --out benchmarks/results/schedule.json
+
+Published layers on all GPUs of this machine, M tokens over all ranks, every schedule in turn. The GPU's time
+from aligned ranks, each sample the slowest rank's; the host queues a call while the GPU waits, so that what
+the host takes does not count: `host_us` says that, and where it is longer a layer by itself takes as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex import overlap
+from imbrex.cli.exchange_clock import run_ranks
+from imbrex.cli.layer_race import Entry, Inputs, Race
+from imbrex.cli.results import describe_run, write_results
+from imbrex.contracts import Routing
+from imbrex.exchange import Exchange
+from imbrex.observe.clock import device_microseconds
+
+QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
+RESULTS = Path(__file__).parent / "results" / "schedule.json"
+OPS = ("layer-forward", "layer")
+PAUSE_CYCLES = {"layer-forward": 12_000_000, "layer": 36_000_000}
+"""About 6 and 18 ms of an H200, in which the host queues a call."""
+Call = Callable[[], list[Tensor]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--models", default="qwen2-moe,deepseek-v3,mixtral")
+    parser.add_argument("--tokens", default="16384,65536", help="over all ranks")
+    parser.add_argument("--codec", default="identity")
+    parser.add_argument("--schedules", default="serial,optsche-1,optsche-2,optsche-3,optsche-4")
+    parser.add_argument("--sms", type=int, default=None, help="multiprocessors of a move (Nvlink.beside_sms)")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    given = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]
+    words = [word for word in given if not word.startswith("--out")]
+    rows = run_ranks(measure, torch.cuda.device_count(), args)
+    command = " ".join(["python benchmarks/schedule_nvlink.py", *words])
+    write_results(str(args.out), QUESTION, describe_run(command), rows)
+
+
+def measure(rank: int, world: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of a results file."""
+    rows: list[dict[str, Any]] = []
+    for model in args.models.split(","):
+        race = Race(model, rank, world)
+        exchange = _exchange(race, args)
+        for tokens in map(int, args.tokens.split(",")):
+            inputs = race.inputs(Entry(model=model, M=tokens))
+            for op in OPS:
+                calls = {
+                    name: _call(overlap.make(name), race, exchange, inputs, training=op == "layer")
+                    for name in args.schedules.split(",")
+                }
+                found = _rows(race, args, tokens, op, calls)
+                rows += found
+                if rank == 0:
+                    _tell(found)
+            torch.cuda.empty_cache()
+        race.close()
+        del race, exchange
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _exchange(race: Race, args: argparse.Namespace) -> Exchange:
+    exchange = race.exchange
+    if args.codec != "identity":
+        size = race.placement, race.shape.hidden_size, race.shape.top_k
+        exchange = Exchange(*size, group=dist.group.WORLD, transport="nvlink", codec=args.codec)
+    if args.sms is not None:
+        transport: Any = exchange.transport
+        transport.sms_beside = type(transport.sms)(**dict.fromkeys(transport.sms.__slots__, args.sms))
+    return exchange
+
+
+def _call(strategy: Any, race: Race, exchange: Exchange, inputs: Inputs, *, training: bool) -> Call:
+    x_TD = inputs.x_TD.clone().requires_grad_(training)
+    weights_TK = inputs.routing.weights_TK.clone().requires_grad_(training)
+    routing = Routing(ids_TK=inputs.routing.ids_TK, weights_TK=weights_TK)
+    leaves = [x_TD, weights_TK, *race.experts.parameters()]
+
+    def call() -> list[Tensor]:
+        with torch.set_grad_enabled(training):
+            y_TD = strategy.run(x_TD, routing, exchange, race.experts, None)
+        found = list(torch.autograd.grad(y_TD, leaves, inputs.d_y_TD)) if training else []
+        return [y_TD.detach(), *found[:2]]
+
+    return call
+
+
+def _rows(
+    race: Race, args: argparse.Namespace, tokens: int, op: str, calls: dict[str, Call]
+) -> list[dict[str, Any]]:
+    truth = calls["serial"]()
+    error = {name: _difference(call(), truth) for name, call in calls.items()}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    align = torch.zeros(1, device="cuda")
+    for turn in range(-2, args.repeats):
+        for name, call in calls.items():
+            spent = device_microseconds(call, PAUSE_CYCLES[op], lambda: dist.all_reduce(align))
+            taken[name] += [spent] if turn >= 0 else []
+    slowest = torch.tensor(list(taken.values()), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    shape, serial = race.shape, statistics.median(slowest[list(calls).index("serial")].tolist())
+    case = {"model": race.model, "M": tokens, "T": tokens // race.world, "W": race.world, "K": shape.top_k}
+    case |= {"D": shape.hidden_size, "F": shape.intermediate_size, "E": shape.num_experts}
+    case |= {"codec": args.codec, "transport": "nvlink", "dtype": "bfloat16", "network": "nvlink"}
+    case |= {} if args.sms is None else {"beside_sms": args.sms}
+    found = []
+    for name, times in zip(calls, slowest.tolist(), strict=True):
+        row = {"op": op, "impl": name, "case": case, "n": len(times), "error": error[name]}
+        row |= {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+        row |= {"over_serial": round(statistics.median(times) / serial, 3)}
+        found.append(row | {"host_us": round(_host_us(calls[name], op))})
+    return found
+
+
+def _difference(found: list[Tensor], truth: list[Tensor]) -> float:
+    """The largest relative difference of outputs and gradients of tokens and weights."""
+    pairs = zip(found, truth, strict=True)
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
+def _host_us(call: Call, op: str, repeats: int = 5) -> float:
+    spent = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(PAUSE_CYCLES[op])
+        start = time.perf_counter()
+        call()
+        spent.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(spent)
+
+
+def _tell(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        case = row["case"]
+        print(
+            f"{case['model']:12} M={case['M']:<6} {case['codec']:8} {row['op']:14} {row['impl']:14}"
+            f"{row['median_us']:9.0f} us ({row['min_us']:.0f} to {row['max_us']:.0f}), "
+            f"{row['over_serial']:.3f} of serial, host {row['host_us']:.0f} us, error {row['error']:.1e}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
