@@ -38,23 +38,22 @@ Call = Callable[[], list[Tensor]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--models", default="qwen2-moe,deepseek-v3,mixtral")
+    parser.add_argument("--models", default="qwen2-moe,deepseek-v3")
     parser.add_argument("--tokens", default="16384,65536", help="over all ranks")
     parser.add_argument("--codec", default="identity")
-    parser.add_argument("--schedules", default="serial,optsche-1,optsche-2,optsche-3,optsche-4")
+    parser.add_argument("--schedules", default="serial,optsche-1,optsche-2,optsche-4")
     parser.add_argument("--sms", type=int, default=None, help="multiprocessors of a move (Nvlink.beside_sms)")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     given = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]
     words = [word for word in given if not word.startswith("--out")]
-    rows = run_ranks(measure, torch.cuda.device_count(), args)
-    command = " ".join(["python benchmarks/schedule_nvlink.py", *words])
-    write_results(str(args.out), QUESTION, describe_run(command), rows)
+    run = describe_run(" ".join(["python benchmarks/schedule_nvlink.py", *words]))
+    run_ranks(measure, torch.cuda.device_count(), args, run)
 
 
-def measure(rank: int, world: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of a results file."""
+def measure(rank: int, world: int, args: argparse.Namespace, run: dict[str, Any]) -> None:
+    """Rows of a results file, there as soon as a model's are."""
     rows: list[dict[str, Any]] = []
     for model in args.models.split(","):
         race = Race(model, rank, world)
@@ -71,10 +70,11 @@ def measure(rank: int, world: int, args: argparse.Namespace) -> list[dict[str, A
                 if rank == 0:
                     _tell(found)
             torch.cuda.empty_cache()
+        if rank == 0:
+            write_results(args.out, QUESTION, run, rows)
         race.close()
         del race, exchange
         torch.cuda.empty_cache()
-    return rows
 
 
 def _exchange(race: Race, args: argparse.Namespace) -> Exchange:
