@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +24,6 @@ from tests.unit.test_exchange_balanced import CASES
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need a GPU each")
 CONFIG = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=16, top_k=3)
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Pool]:
-    ranks = Pool(torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -3,7 +3,7 @@ nothing on the hot path waits for the GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,13 +21,6 @@ pytestmark = [
 E, K, D, PAD = 32, 4, 256, 16
 TOKENS = (70, 0, 33, 128)
 ROOM = 4 * 128
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Pool]:
-    ranks = Pool(torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
-    yield ranks
-    ranks.close()
 
 
 def worlds() -> list[int]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,6 @@ pytestmark = [
 T, K, E, D = 96, 6, 16, 256
 CALLS = 1000
 TIMEOUT_S = 3.0
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Pool]:
-    ranks = Pool(torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
-    yield ranks
-    ranks.close()
 
 
 def worlds() -> list[int]:

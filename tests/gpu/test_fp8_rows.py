@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NVLink needs two GPUs")
 COUNTS = [300, 0, 1, 129, 650]
 CONFIG = imbrex.MoEConfig(hidden_size=1024, intermediate_size=256, num_experts=8, top_k=3)
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Pool]:
-    ranks = Pool(torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("width", [384, 1024])

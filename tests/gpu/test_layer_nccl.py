@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,13 +12,6 @@ from tests.ranks.pool import Pool
 from tests.ranks.test_layer import SMALL, SPLIT_SLOTS, TRANSPORTS, largest_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Pool]:
-    ranks = Pool(torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
-    yield ranks
-    ranks.close()
 
 
 def worlds() -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,13 +23,6 @@ pytestmark = [
 ]
 CONFIG = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=12, top_k=3)
 NVLINK = Case(config=CONFIG, dtype=torch.bfloat16, tokens=(70, 0, 33, 128), options={"transport": "nvlink"})
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[Pool]:
-    ranks = Pool(torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
-    yield ranks
-    ranks.close()
 
 
 def worlds() -> list[int]:
