@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 import imbrex.kernels
-from tests.compile.test_gemm_scheduler import BLOCK_M, COMPILER, by_expert, expected
+from tests.compile.test_gemm_scheduler import BLOCK_M, COMPILER, Segment, by_expert, expected
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="runs the kernel's header through a C++ compiler")
 GROUP_M = 4
 HARNESS = """
 #include "gemm_pairs.cuh"
-template <bool kFixedRows>
-int walk(const int* ends, const int* segments, int count, int rows, int columns, int* out) {
-    PairSchedule<128, 256, %d, kFixedRows> order{{ends, segments, count, rows, columns}};
+extern "C" int walk(const int* ends, const int* segments, int count, int columns, int* out) {
+    PairSchedule<128, 256, %d> order{{ends, segments, count, 0, columns}};
     Tile tile[2];
     bool together;
     int number = 0;
@@ -31,12 +30,6 @@ int walk(const int* ends, const int* segments, int count, int rows, int columns,
             row[3] = tile[i].column, row[4] = tile[i].columns, row[5] = together;
         }
     return number;
-}
-extern "C" int walk_ragged(const int* e, const int* s, int c, int r, int n, int* out) {
-    return walk<false>(e, s, c, r, n, out);
-}
-extern "C" int walk_fixed(const int* e, const int* s, int c, int r, int n, int* out) {
-    return walk<true>(e, s, c, r, n, out);
 }
 """
 Found = tuple[int, int, int, int, int]
@@ -53,10 +46,12 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     subprocess.run(command, cwd=folder, check=True, timeout=60)
     library = ctypes.CDLL(str(folder / "walk.so"))
 
-    def run(ends: list[int], rows: int, columns: int, fixed: bool = False) -> list[Pair]:
+    def run(ends: list[int], columns: int, segments: list[Segment] | None = None) -> list[Pair]:
         out = (ctypes.c_int * 100000)()
-        function = library.walk_fixed if fixed else library.walk_ragged
-        number = function((ctypes.c_int * len(ends))(*ends), None, len(ends), rows, columns, out)
+        flat = [value for segment in segments or [] for value in segment]
+        table = (ctypes.c_int * len(flat))(*flat) if segments is not None else None
+        count = len(ends) if segments is None else len(segments)
+        number = library.walk((ctypes.c_int * len(ends))(*ends), table, count, columns, out)
         tiles = [tuple(out[6 * i : 6 * i + 6]) for i in range(2 * number)]
         return [(a[:5], b[:5], bool(a[5])) for a, b in zip(tiles[::2], tiles[1::2], strict=True)]
 
@@ -64,7 +59,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
 
 
 def test_the_worked_example(walk: Walk) -> None:
-    pairs = walk([330], 0, 768)
+    pairs = walk([330], 768)
     where = [tuple((row // BLOCK_M, column // 256) for _, row, _, column, _ in pair[:2]) for pair in pairs]
     assert where == [
         ((0, 0), (1, 0)),
@@ -78,20 +73,16 @@ def test_the_worked_example(walk: Walk) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
-def test_every_tile_once_and_pairs_share_their_columns(walk: Walk, seed: int, fixed: bool) -> None:
+@pytest.mark.parametrize("sliced", [False, True], ids=["experts", "segments"])
+def test_every_tile_once_and_pairs_share_their_columns(walk: Walk, seed: int, sliced: bool) -> None:
     random.seed(seed)
     some = [0, 0, 1, 64, 65, 127, 128, 129, 192, 193, 256, 384, 1024]
     counts = [random.choice([*some, random.randrange(2000)]) for _ in range(random.randrange(1, 12))]
-    ends, columns, rows = (
-        list(accumulate(counts)),
-        random.choice([8, 256, 264, 1408]),
-        random.choice(some[2:]),
-    )
+    ends, columns = list(accumulate(counts)), random.choice([8, 256, 264, 1408])
     wanted = by_expert(ends, columns)
-    if fixed:
-        wanted = [(e, 0, rows, 0, columns) for e in range(len(ends))]
-    pairs = walk(ends, rows, columns, fixed)
+    if sliced:
+        wanted = [(e, a, b, c, c + 768) for c in (768, 0) for e, a, b, _, _ in wanted]
+    pairs = walk(ends, columns, wanted if sliced else None)
     live = [tile for *both, _ in pairs for tile in both if tile[2] > 0]
     assert sorted(live) == sorted(expected(wanted))
     for first, second, together in pairs:
@@ -108,5 +99,5 @@ def test_every_tile_once_and_pairs_share_their_columns(walk: Walk, seed: int, fi
 
 def test_short_row_tiles_have_no_full_partner(walk: Walk) -> None:
     """An expert of 2 full row tiles and 10 rows, two columns: the short tile's partner is as short."""
-    pairs = walk([266], 0, 512)
+    pairs = walk([266], 512)
     assert [(first[2] > 64) == (second[2] > 64) for first, second, _ in pairs] == [True] * 3

@@ -259,7 +259,7 @@ def _fitted(
 ) -> tuple[Tiling, bool]:
     """The tiling, without its cluster where that does not fit, and `wide` of gemm.cu."""
     wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
-    halves = wide or layout is Layout.FORWARD
+    halves = layout is Layout.FORWARD or (layout is Layout.DGRAD and wide)
     if halves and (blocks is None or blocks % tiling.cluster == 0):
         return tiling, wide
     return tiling._replace(cluster=1), wide

@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         ptx::fewer_registers<kProducerRegisters>();
         if constexpr (CLUSTER > 1) {
             const Pairs order{{ends, segments, count, rows, columns}};
-            if (threadIdx.x == GROUPS * 128) produce_pairs(&map_a, &map_b, shared, order, ends, k, counter, status);
+            if (threadIdx.x == GROUPS * 128) produce_pairs(&map_a, &map_b, shared, order, k, counter, status);
         } else {
             const Order order{ends, segments, count, rows, columns};
             if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter, status);

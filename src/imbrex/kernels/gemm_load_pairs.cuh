@@ -7,8 +7,7 @@
 #include "gemm_load.cuh"
 
 // Half of a step of B into both blocks (`both`) or this one.
-__device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 full, const Slot& tile, int k, int v, int half,
-                                          bool both) {
+__device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 full, const Slot& tile, int k, int half, bool both) {
     constexpr u16 kBoth = 3;
     b += half * (kBytesB / 2);
     if constexpr (kForward) {
@@ -20,28 +19,23 @@ __device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 ful
             ptx::tma_load_3d(b, map_b, full, k, column, matrix);
     } else {
         const int panel = tile.column / 64 + half * (kBlockN / 128);
-        const int y = kDgrad ? k : kBlockK - v, z = kDgrad ? panel : k + v, w = kDgrad ? tile.expert : panel;
         if (both)
-            ptx::tma_load_4d_multicast(b, map_b, full, 0, y, z, w, kBoth);
+            ptx::tma_load_4d_multicast(b, map_b, full, 0, k, panel, tile.expert, kBoth);
         else
-            ptx::tma_load_4d(b, map_b, full, 0, y, z, w);
+            ptx::tma_load_4d(b, map_b, full, 0, k, panel, tile.expert);
     }
 }
 
 __device__ __forceinline__ void load_pair_step(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, u32 stage,
-                                               const Slot& tile, int rank, int k, int k_left) {
+                                               const Slot& tile, int rank, int k) {
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
     if (tile.rows <= 0) return ptx::mbarrier_arrive(full);
-    const int v = least(kWgrad ? k_left : tile.rows, kWgrad ? kBlockK : kBlockM);
-    const int halves = kSwiglu || tile.columns > kBlockN / 2 ? 2 : 1;  // a box outside altogether is not asked for
+    const int v = least(tile.rows, kBlockM), halves = kSwiglu || tile.columns > kBlockN / 2 ? 2 : 1;
     ptx::mbarrier_expect(full, kBytesA + halves * (kBytesB / 2));
-    if constexpr (kWgrad)
-        ptx::tma_load_4d(a, map_a, full, 0, kBlockK - v, k + v, tile.row / 64);
-    else
-        ptx::tma_load_3d(a, map_a, full, k, kBlockM - v, tile.row + v);
+    ptx::tma_load_3d(a, map_a, full, k, kBlockM - v, tile.row + v);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-        if (half < halves && (half == rank || !tile.together)) load_half(map_b, b, full, tile, k, v, half, tile.together);
+        if (half < halves && (half == rank || !tile.together)) load_half(map_b, b, full, tile, k, half, tile.together);
 }
 
 // Into this block's slot and, once it expects it, the other's.
@@ -57,29 +51,22 @@ __device__ __forceinline__ void write_slots(const Shared& shared, u32 slot, cons
 
 // The producer thread of either block; `counter` as in `produce`, for clusters.
 __device__ __forceinline__ void produce_pairs(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, Pairs order,
-                                              const int* ends, int k, u32* counter, u32* status) {
+                                              int k, u32* counter, u32* status) {
     const int rank = ptx::cluster_rank(), clusters = gridDim.x / 2;
     u32 patience = ptx::kPatience, position = 0, index = 0;
     Ring ring(0);
     int number = blockIdx.x / 2;
-    for (int stops = 0; stops < (PINGPONG ? GROUPS : 1) && patience != 0; ++index) {
+    Slot tile{};
+    for (; tile.steps >= 0 && patience != 0; ++index) {
         const u32 slot = index % kSlots;
-        Slot tile;
-        int k_begin, k_count;
-        const auto range = [&](int expert) {
-            k_begin = kWgrad && expert > 0 ? ends[expert - 1] : 0;
-            k_count = kWgrad ? ends[expert] - k_begin : k;
-        };
         if (rank == 0) {
             ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (index / kSlots & 1) ^ 1, patience);
             Tile pair[2] = {};
             bool together = false;
-            const bool found = stops == 0 && order.seek(number, pair, together);
             int steps = -1;
-            if (found) {
+            if (order.seek(number, pair, together)) {
                 number = clusters + atomicAdd(counter, 1);
-                range(pair[0].expert);
-                steps = (k_count + kBlockK - 1) / kBlockK;
+                steps = (k + kBlockK - 1) / kBlockK;
             }
             const auto slot_of = [&](const Tile& of) {
                 return Slot{of.expert, of.row, of.rows, of.column, of.columns, steps, position, together};
@@ -91,13 +78,11 @@ __device__ __forceinline__ void produce_pairs(const TensorMap* map_a, const Tens
             ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
             tile = shared.slots[slot];
             release_slot(shared.slot_empty + 8 * slot);
-            range(tile.expert);
         }
-        if (tile.steps < 0) ++stops;
 #pragma unroll 1
         for (int step = 0; step < tile.steps; ++step, ring.next()) {
             ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
-            load_pair_step(map_a, map_b, shared, ring.stage, tile, rank, k_begin + step * kBlockK, k_count - step * kBlockK);
+            load_pair_step(map_a, map_b, shared, ring.stage, tile, rank, step * kBlockK);
         }
         if (tile.steps > 0) position += tile.steps;
     }

@@ -18,8 +18,8 @@ struct Pairing {
     int row_tiles, column_tiles, groups, shared, left;
 };
 
-template <int kBlockM, int kBlockN, int kGroupM, bool kFixedRows>
-struct PairSchedule : Schedule<kBlockM, kBlockN, kGroupM, kFixedRows> {
+template <int kBlockM, int kBlockN, int kGroupM>
+struct PairSchedule : Schedule<kBlockM, kBlockN, kGroupM, false> {
     static constexpr int kHigh = kGroupM / 2;  // pairs side by side
     int first_pair = 0, pairs = 0;             // of the segment
 

@@ -17,11 +17,11 @@ constexpr int kProducerRegisters = kManyRegisters ? 40 : 56;
 constexpr int kConsumerRegisters = GROUPS > 1 ? (kManyRegisters ? 232 : 224) : 240;
 constexpr int kSlots = 4;
 static_assert(!FP8 || (kForward && !PINGPONG && kBlockN % 128 == 0), "fp8: forward, tiles shared by the groups");
-static_assert(CLUSTER == 1 || kForward || WIDE, "a block of a cluster loads half of B's panels by one instruction");
+static_assert(CLUSTER == 1 || (!PINGPONG && (kForward || (kDgrad && WIDE))), "clusters: see gemm_load_pairs.cuh");
 static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one block of rows each");
 
 using Order = Schedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;
-using Pairs = PairSchedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;
+using Pairs = PairSchedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M>;
 
 // What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles. rows 0: none for this
 // block; `together`: the cluster's two tiles share their columns.
