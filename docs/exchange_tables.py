@@ -34,7 +34,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def rows_of(name: str) -> list[Row]:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    """Of one call measured in several runs, the last."""
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    what = ("op", "impl", "case", "num_sms", "full_call", "cached", "graph", "quantised")
+    return list({json.dumps([row.get(field) for field in what]): row for row in found}.values())
 
 
 def as_table(head: list[str], lines: list[list[Any]]) -> str:

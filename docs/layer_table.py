@@ -19,6 +19,8 @@ def table() -> str:
     """A line per model, number of tokens and operation: microseconds, and ratios within a run."""
     cases: dict[tuple[str, int, str], dict[str, float]] = {}
     for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
+        if row["case"]["W"] != 4:
+            continue
         key = row["case"]["model"], row["case"]["M"], row["op"]
         cases.setdefault(key, {})[row["impl"]] = row["median_us"]
     lines = [

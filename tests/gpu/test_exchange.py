@@ -6,20 +6,26 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from imbrex.kernels import jit
 from imbrex.kernels.exchange import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated.scenario import (
     Case,
     check_dispatch,
     check_exchange,
+    check_positions,
     check_quantised,
     check_small,
+    compact_rows,
     make_exchange,
     make_inputs,
+    make_plans,
+    route,
 )
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +35,7 @@ CASES = {
     "four ranks, ragged": Case(
         placement=contiguous(32, 4), tokens=(170, 0, 5, 333), choices=8, alignment=64, width=7168
     ),
+    "sixteen ranks": Case(placement=contiguous(64, 16), tokens=(40, 0, 77, 9) * 4, choices=6, width=512),
     "eight ranks": Case(placement=contiguous(64, 8), tokens=(90,) * 8, choices=6, width=1024, alignment=16),
     "one rank": Case(placement=contiguous(4, 1), tokens=(99,), choices=2),
     "replicas and a spare": Case(
@@ -74,8 +81,9 @@ def test_routing_beside_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     case = CASES[name]
     exchange = make_exchange(case, "cuda", timeout=10.0)
     for seed in range(4):
-        check_dispatch(replace(case, seed=seed), exchange, "cuda", sms=1 + 3 * seed)
-        check_small(replace(case, seed=seed), exchange, "cuda", sms=1 + 3 * seed, large=True)
+        sms = min(1 + 3 * seed, 132 // case.ranks)
+        check_dispatch(replace(case, seed=seed), exchange, "cuda", sms=sms)
+        check_small(replace(case, seed=seed), exchange, "cuda", sms=sms, large=True)
 
 
 def test_many_calls_on_rotating_buffers() -> None:
@@ -92,6 +100,60 @@ def test_many_calls_on_rotating_buffers() -> None:
         )
         exchange = exchange or make_exchange(case, "cuda", timeout=10.0)
         check_exchange(case, exchange, "cuda", sms=1 + seed % 7)
+
+
+def test_routing_among_64_ranks() -> None:
+    case = Case(
+        placement=contiguous(64, 64), tokens=tuple(7 * r % 100 for r in range(64)), choices=2, width=8
+    )
+    only = {"compact": False, "expert": False, "route_blocks": 1}
+    exchange = make_exchange(case, "cuda", timeout=10.0, **only)
+    for seed in range(3):
+        inputs = make_inputs(replace(case, seed=seed), "cuda")
+        routed = route(case, exchange, inputs)
+        exchange.check(synchronize=True)
+        check_positions(case, make_plans(case, inputs), routed)
+
+
+class Stalling:
+    """Kernels whose threads stop here and there for up to 30 us."""
+
+    def __init__(self, variant: jit.Variant, device: torch.device) -> None:
+        self.variant, self.device = replace(variant, defines=(*variant.defines, ("STALL_NS", 30_000))), device
+
+    def launch(self, **options: Any) -> None:
+        jit.load(self.variant, self.device).launch(**options)
+
+
+def test_calls_with_delays_in_them() -> None:
+    case = Case(placement=contiguous(16, 4), tokens=(60, 3, 41, 60), choices=3, width=256)
+    exchange = make_exchange(case, "cuda", timeout=10.0, load=Stalling, route_blocks=3)
+    for seed in range(30):
+        check_exchange(replace(case, seed=seed), exchange, "cuda", sms=1 + seed % 7)
+        check_small(replace(case, seed=seed), exchange, "cuda", sms=2 + seed % 7)
+
+
+def test_leases_and_debug_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMBREX_DEBUG", "1")
+    case = Case(placement=contiguous(16, 4), tokens=(60, 3, 41, 60), choices=3, width=512)
+    exchange, inputs = make_exchange(case, "cuda", timeout=10.0), make_inputs(case, "cuda")
+    routed = route(case, exchange, inputs)
+    lease = exchange.push(inputs.x_WTD, routed, 8, inputs.tokens_W)
+    kept, view = lease.keep(), lease.rows
+    exchange.push(inputs.x_WTD, routed, 8, inputs.tokens_W)
+    with pytest.raises(ValueError, match="gave their buffer away"):
+        _ = lease.rows
+    assert bool(view.isnan().all())
+    want = compact_rows(case, make_plans(case, inputs), inputs, 1)
+    assert torch.equal(kept[1, : len(want)].cpu(), want)
+    wrong = inputs.ids_WTK.clone()
+    wrong[1, 2, 0] = 16
+    with pytest.raises(ValueError, match=r"expert ids outside \[-1, 16\)"):
+        exchange.route(wrong, inputs.weights_WTK, inputs.tokens_W)
+    for check in (check_exchange, check_dispatch, check_small, check_quantised):
+        check(case, exchange, "cuda", 4)
+    assert exchange.overflows() == [0] * 4
+    assert exchange.usable
 
 
 def test_a_captured_call_follows_new_routing() -> None:

@@ -10,9 +10,11 @@ import torch
 import imbrex
 from imbrex.codec import make_wire
 from imbrex.geometry import Geometry
+from imbrex.kernels import jit
 from imbrex.kernels.gates import spread
 from imbrex.nvlink_fit import tell, unfit
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
+from imbrex.transport.nvlink import Nvlink, NvlinkError
 
 GOOD = Geometry(
     placement=contiguous(8, 4),
@@ -71,3 +73,16 @@ def test_slots_stand_for_experts_where_the_caller_splits() -> None:
         told = tell(replace(GOOD, split=split, placement=placement))
         assert (told.by_slot, told.balanced) == (by_slot, balanced)
         assert told.placement.slots == ((0, 1, 2, 3) if by_slot else (0, 1, 1, -1))
+
+
+def test_kernels_that_do_not_compile_are_a_reason_not_an_error() -> None:
+    def load(variant: jit.Variant, device: torch.device) -> None:
+        raise jit.KernelError(f"{variant} cannot be compiled: no such architecture")
+
+    transport = object.__new__(Nvlink)
+    transport.device, transport.load = torch.device("cpu"), load  # pyright: ignore
+    reason = transport._loading_reason()
+    assert reason == "routing.cu:route_choices[] cannot be compiled: no such architecture"
+    assert str(NvlinkError(reason)).endswith("no such architecture; use transport='auto'")
+    transport.load = lambda variant, device: None  # pyright: ignore
+    assert transport._loading_reason() is None

@@ -1,9 +1,7 @@
 """Time dispatch and combine among the GPUs of one host, beside NCCL doing the same job to the same layout.
 
-A row is a full call (`full_call` true: from ids and tokens to finished rows, routing included) or a kernel
-alone. `wire_gbps` counts the bytes of deduplicated rows that the busiest rank receives or sends, over the
-median; `logical_gbps` also those that it keeps; `share_of_push` is over the ceiling of the same run. Rows of
-the own rank stay in place in compact layouts, ours and the rivals'. `host_syncs` is counted by torch.
+What the fields of a row mean is printed first and stands in the result file (`exchange_rows.DEFINITIONS`).
+Rows of the own rank stay in place in compact layouts, ours and the rivals'.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from imbrex.cli.exchange_ceilings import copy_engine_ceiling, dense_ceiling
 from imbrex.cli.exchange_clock import Clock, run_ranks
 from imbrex.cli.exchange_doors import deep_ep_calls
 from imbrex.cli.exchange_parts import heap_bytes, main_case, push_ceiling, skewed, small, sweep
-from imbrex.cli.exchange_rows import Rows
+from imbrex.cli.exchange_rows import DEFINITIONS, Rows
 from imbrex.cli.results import describe_run, write_results
 from imbrex.kernels import unavailable
 
@@ -80,6 +78,8 @@ def work(rank: int, world: int, parts: dict[str, Part], command: str, options: d
     begun, path = time.monotonic(), options["path"]
     rows = Rows(rank, Clock(n=options["repeats"]))
     limits: dict[str, float] = {}
+    for name, meaning in DEFINITIONS.items() if rank == 0 else ():
+        print(f"{name}: {meaning}")
 
     def measure_ceilings(rows: Rows, world: int) -> None:
         limits["dense_tflops"] = round(dense_ceiling(), 1)
@@ -92,7 +92,8 @@ def work(rank: int, world: int, parts: dict[str, Part], command: str, options: d
         if rank == 0:
             print(f"-- {name} done after {time.monotonic() - begun:.0f} s", flush=True)
             if path is not None and rows.found:
-                write_results(path, QUESTION, describe_run(command, limits), rows.found)
+                run = describe_run(command, limits) | {"definitions": DEFINITIONS}
+                write_results(path, QUESTION, run, rows.found)
     return len(rows.found)
 
 

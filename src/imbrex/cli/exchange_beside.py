@@ -38,7 +38,7 @@ def beside_gemm(rows: Rows, world: int) -> None:
     case = {**running.job.case, "side": SIDE}
     alone = _slowest([_spans(gemms, None)[0] for _ in range(TURNS)])
     _note(rows, "alone", case, alone, alone)
-    calls: list[tuple[str, int, Call]] = [("copy engine", 0, copies(running, world))]
+    calls: list[tuple[str, int, Call]] = [("copy engine", 0, copies(running, world))] if world > 1 else []
     for n in SMS:
         calls += [
             ("push", n, partial(running.push, n, running.routed)),

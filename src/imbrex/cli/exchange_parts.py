@@ -32,7 +32,7 @@ class Running:
         self.routed: Routed = check(job, self.exchange, rows.rank)
         self.x, self.ids, self.weights = draw(job, rows.rank)
         self.out: Tensor = self.exchange.pull(self.x, self.routed, EXPERT_SMS)
-        rows.begin(job, self.routed)
+        rows.begin(job, self.routed, self.exchange.last_sms)
 
     def route(self, n: int) -> Routed:
         return self.exchange.route(self.ids, self.weights, num_sms=n)

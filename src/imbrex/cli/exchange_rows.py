@@ -14,6 +14,15 @@ from imbrex.cli.exchange_clock import Clock
 from imbrex.cli.exchange_job import Job
 from imbrex.kernels.exchange import Routed
 
+DEFINITIONS = {
+    "full_call": "from ids and tokens to finished rows, routing included; false: a kernel alone",
+    "wire_gbps": "bytes of deduplicated rows that the busiest rank receives or sends, over median_us",
+    "logical_gbps": "the same with the rows that it keeps",
+    "share_of_push": "wire_gbps over the push ceiling of the same run",
+    "num_sms": "multiprocessors asked for",
+    "sms": "multiprocessors of every kernel of the call, by its phase; one kernel may be of two phases",
+    "host_syncs": "how often one call makes the host wait for the GPU, by torch's account",
+}
 FP8_SHARE = (1 + 4 / 128) / 2
 """Bytes of an fp8 row with its scales over those of a bf16 row."""
 
@@ -29,11 +38,13 @@ class Rows:
         self.rank, self.clock = rank, clock
         self.found: list[dict[str, Any]] = []
         self.push_gbps = 0.0
+        self.launched: dict[str, int] = {}
 
-    def begin(self, job: Job, routed: Routed) -> None:
-        """The rows timed from here on are of `job`. The busiest rank's traffic is what a time is compared
+    def begin(self, job: Job, routed: Routed, launched: dict[str, int]) -> None:
+        """The rows timed from here on are of `job`. launched: where its exchange notes the multiprocessors
+        of every kind of kernel. The busiest rank's traffic is what a time is compared
         with: the most rows that any rank receives or sends, and the most that any keeps."""
-        self.job = job
+        self.job, self.launched = job, launched
         sent = routed.send_row_LTW[0] >= 0
         counts = torch.stack([sent.sum() - sent[:, self.rank].sum(), routed.totals_L4[0, 1].long()])
         most = torch.stack([counts.max(), sent[:, self.rank].sum()])
@@ -54,6 +65,7 @@ class Rows:
         **more: Any,
     ) -> float:
         """Microseconds of one of the `calls` calls that `call` makes, put into a row. more: its fields."""
+        self.launched.clear()
         syncs, timing = count_host_syncs(call), self.clock(call)
         share = FP8_SHARE if dtype == "fp8" else 1.0
         median = timing.median_us / calls
@@ -69,6 +81,8 @@ class Rows:
             "full_call": full_call,
             **more,
         }
+        if impl == "imbrex" and self.launched:
+            row["sms"] = dict(self.launched)
         if op in ("dispatch", "combine") and self.crossing:
             wire = self.crossing * share / median / 1e3
             row["wire_gbps"] = round(wire, 1)

@@ -8,7 +8,7 @@ from imbrex.kernels import jit
 MOVER_THREADS = 96
 PULL_THREADS = MOVER_THREADS + 32 * 8
 REDUCE_THREADS = 32 * lay.REDUCE_WARPS
-ROUTE_THREADS, ROUTE_MANY_THREADS = 1024, 256
+ROUTE_THREADS, ROUTE_MANY_THREADS = 1024, 128
 BESIDE_THREADS, BEFORE_THREADS = 256, 512
 """That route in a kernel that pushes, and that pulls."""
 EXPERT_THREADS = PULL_THREADS + BEFORE_THREADS
@@ -32,7 +32,7 @@ ROUTE = jit.Variant(source="routing.cu", entry="route_choices")
 ROUTE_MANY = jit.Variant(
     source="routing.cu",
     entry="route_choices",
-    defines=(("MOST_OWNERS", lay.MAX_RANKS), ("ROUTE_THREADS", 256), ("ROUTE_FIRST", 0)),
+    defines=(("MOST_OWNERS", lay.MAX_RANKS), ("ROUTE_THREADS", 128), ("ROUTE_FIRST", 0)),
 )
 """For more ranks than exchange rows."""
 PUSH = {

@@ -22,6 +22,7 @@ from imbrex.contracts import Pending, Placement, Traffic
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit, unavailable
 from imbrex.kernels.exchange import NvlinkExchange
+from imbrex.kernels.exchange_kernels import shipped_variants
 from imbrex.kernels.heap import Heap, SymmetricHeap
 from imbrex.lanes import Line
 from imbrex.observe import Observer
@@ -177,7 +178,16 @@ class Nvlink(Collective):
             return f"the kernels exchange between at most {MOST_RANKS} ranks, not {self.world_size}"
         if self.device.type != "cuda":
             return "the group does not communicate on GPUs; initialise it with NCCL"
-        return unavailable(self.device.index)
+        return unavailable(self.device.index) or self._loading_reason()
+
+    def _loading_reason(self) -> str | None:
+        """Why the kernels cannot be compiled or loaded, or None; they are loaded then, as a call would."""
+        try:
+            for variant in shipped_variants():
+                self.load(variant, self.device)
+        except jit.KernelError as error:
+            return str(error)
+        return None
 
     def _open_board(self) -> Board:
         # on the host: counts are told there
