@@ -20,6 +20,8 @@ from typing import Any
 from tests.poison import poison_empty
 
 SIZES = (1, 2, 4, 8)
+PRELOADED = ["torch._dynamo", "imbrex.cli.demo_rank", "imbrex.testing", "plotly.graph_objects", "pytest"]
+PRELOADED += ["tests.ranks.pool", "tests.ranks.layer_jobs"]
 GRACE_S = 3.0
 """How long the other ranks may take to answer once one has failed."""
 
@@ -32,6 +34,14 @@ class Ranks:
     world_size: int
     group: Any
     device: str = "cpu"
+
+
+def warm() -> mp.context.ForkServerContext:
+    """Forks from a server that has loaded what ranks want, and that has one thread."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return context
 
 
 class RankError(AssertionError):
@@ -48,11 +58,7 @@ class Pool:
         self.processes: list[Any] = []
 
     def start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed", "torch._dynamo", "imbrex", "tests.ranks.pool"]
-        )
-        os.environ["OMP_NUM_THREADS"] = "1"
+        context = warm()
         with tempfile.NamedTemporaryFile(prefix="imbrex-pool-") as name_only:
             self.store = name_only.name
         for rank in range(self.size):

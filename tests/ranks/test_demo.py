@@ -1,24 +1,20 @@
-"""`imbrex demo` from its command line, with real ranks: the same curve for any number of them, and files."""
+"""`imbrex demo` with real ranks: the same curve for any number of them, and files."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+
+from imbrex.cli import main
+from tests.ranks.forked import run_ranks
 
 SMALL = ["--steps", "16", "--checkpoint-every", "8", "--batch", "8", "--length", "64", "--hidden", "64"]
 SMALL += ["--expert-width", "64", "--layers", "2", "--timeout", "20"]
 
 
-def demo(*words, out, check=True, **environment):
-    """Run the command in a process of its own, as a user does."""
-    command = [sys.executable, "-m", "imbrex", "demo", "--out", str(out), *map(str, words)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
-    assert not check or done.returncode == 0, done.stderr
-    return done
+def demo(*words, ranks, out, hidden=""):
+    """The command on ranks that a launcher of the user's started; what it printed."""
+    return run_ranks(["demo", "--out", str(out), *map(str, words)], ranks=ranks, folder=out, hidden=hidden)
 
 
 def records(out):
@@ -32,14 +28,14 @@ def losses(out):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     out = tmp_path_factory.mktemp("four")
-    demo("--ranks", 4, *SMALL, out=out)
+    demo(*SMALL, ranks=4, out=out)
     return out
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     out = tmp_path_factory.mktemp("one")
-    demo("--ranks", 1, *SMALL, out=out)
+    demo(*SMALL, ranks=1, out=out)
     return out
 
 
@@ -51,14 +47,14 @@ def test_the_losses_do_not_depend_on_the_number_of_ranks(one, four):
 
 @pytest.mark.parametrize("words", ["--ep 1", "--transport allreduce"])
 def test_data_parallelism_and_replicated_tokens_give_the_same_losses(one, tmp_path, words):
-    demo("--ranks", 2, *words.split(), *SMALL, "--stop-after", 6, out=tmp_path)
+    demo(*words.split(), *SMALL, "--stop-after", 6, ranks=2, out=tmp_path)
     assert losses(tmp_path) == pytest.approx(losses(one)[:6], abs=1e-4)
 
 
 def test_resuming_with_other_ranks_goes_on_along_the_same_curve(one, tmp_path):
-    demo("--ranks", 2, *SMALL, "--stop-after", 11, out=tmp_path)
+    demo(*SMALL, "--stop-after", 11, ranks=2, out=tmp_path)
     assert len(records(tmp_path)) == 11
-    demo("--ranks", 4, "--ep", 2, "--tp", 2, "--resume", out=tmp_path)
+    demo("--ep", 2, "--tp", 2, "--resume", ranks=4, out=tmp_path)
     assert [record["step"] for record in records(tmp_path)] == list(range(16))
     assert losses(tmp_path) == pytest.approx(losses(one), abs=1e-4)
 
@@ -75,13 +71,9 @@ def test_a_record_accounts_for_the_whole_step(four):
 
 
 def test_a_machine_that_cannot_draw_keeps_the_figures_and_is_told(tmp_path):
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['plotly'] = None\n")
-    path = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
-    done = demo("--ranks", 1, *SMALL, "--stop-after", 2, out=tmp_path, PYTHONPATH=path)
+    printed = demo(*SMALL, "--stop-after", 2, ranks=1, out=tmp_path, hidden="plotly")
     mend = f"no report: pip install plotly, then imbrex demo --resume --out {tmp_path} draws it"
-    assert mend in done.stdout
+    assert mend in printed
     assert (tmp_path / "summary.json").exists()
     assert not (tmp_path / "report.html").exists()
 
@@ -125,17 +117,18 @@ def test_the_report_opens_without_a_network(four):
         assert f"<h2>{heading}</h2>" in page
 
 
-def test_experts_follow_the_tokens_while_it_trains(one, tmp_path):
+def test_experts_follow_the_tokens_while_it_trains(one, tmp_path, capsys):
     """The same losses with every expert that moved, its optimizer's state and its replicas."""
-    done = demo("--ranks", 2, "--balance", *SMALL, out=tmp_path)
+    printed = demo("--balance", *SMALL, ranks=2, out=tmp_path)
     assert losses(tmp_path) == pytest.approx(losses(one), abs=1e-3)
-    said = re.search(r"more than the mean; with the experts in order, .*; (\d+) new placements", done.stdout)
+    said = re.search(r"more than the mean; with the experts in order, .*; (\d+) new placements", printed)
     assert said
     assert int(said[1]) >= 2
     lines = [json.loads(line) for line in (tmp_path / "balance.jsonl").read_text().splitlines()]
     assert sum(len(line["switched"]) for line in lines) == int(said[1])
     assert len(lines) == 16
     assert "without" in (tmp_path / "balance.html").read_text()
-    refused = demo("--ranks", 2, "--ep", 1, "--balance", *SMALL, out=tmp_path, check=False)
-    assert refused.returncode == 2
-    assert "--balance: all experts live on one rank" in refused.stderr
+    with pytest.raises(SystemExit) as refused:
+        main(["demo", "--ranks", "2", "--ep", "1", "--balance", *SMALL, "--out", str(tmp_path)])
+    assert refused.value.code == 2
+    assert "--balance: all experts live on one rank" in capsys.readouterr().err

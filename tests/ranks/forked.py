@@ -1,0 +1,92 @@
+"""Commands in processes forked from a server with torch loaded: each is there at once, not after seconds of
+imports."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from imbrex.cli import main
+from tests.ranks.pool import warm
+
+LIMIT_S = 110.0
+
+
+class Forked:
+    """A call in a process and a process group of its own; what it and its children write is in two files."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        *arguments: Any,
+        folder: Path,
+        name: str = "",
+        hidden: str = "",
+        **environment: str,
+    ) -> None:
+        self.paths = folder / f"stdout{name}", folder / f"stderr{name}"
+        for path in self.paths:
+            path.write_text("")
+        self._process = warm().Process(target=_run, args=(call, arguments, environment, self.paths, hidden))
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float = LIMIT_S) -> int:
+        self._process.join(timeout_s)
+        code = self.poll()
+        assert code is not None, f"still running after {timeout_s} s: {self.stderr}"
+        return code
+
+    @property
+    def stdout(self) -> str:
+        return self.paths[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.paths[1].read_text()
+
+
+def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "") -> str:
+    """`imbrex WORDS` on every rank, as an outer torchrun starts them; what they printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    everywhere = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
+    started = []
+    for rank in range(ranks):
+        environment = {**everywhere, "RANK": rank, "LOCAL_RANK": rank}
+        told = {name: str(value) for name, value in environment.items()}
+        started.append(Forked(main, list(words), folder=folder, name=f"-{rank}", hidden=hidden, **told))
+    codes = [one.wait() for one in started]
+    assert codes == [0] * ranks, "\n".join(one.stderr for one in started)
+    return "".join(one.stdout for one in started)
+
+
+def _run(
+    call: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], paths: Any, hidden: str
+) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    for stream, path in zip((sys.stdout, sys.stderr), paths, strict=True):
+        stream.flush()
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream.fileno())
+    for name in [name for name in sys.modules if hidden and name.split(".")[0] == hidden]:
+        del sys.modules[name]
+    if hidden:
+        sys.modules[hidden] = None  # pyright: ignore[reportArgumentType]
+    import torch
+
+    torch.set_num_threads(1)
+    sys.exit(call(*arguments))
