@@ -1,7 +1,9 @@
-"""Rows of the fp8 codec, received once, to expert-major rows, on the host's side of `expand.cu`."""
+"""Rows of the fp8 codec, received once, to expert-major rows: the host's side of `expand.cu` and
+`expand_rows.cu`."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +11,16 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels import jit
+from imbrex.kernels.experts_gemm import multiprocessors
 from imbrex.kernels.routed import Routed
 
-EXPAND, EXPAND_ROWS = (
-    jit.Variant(source="expand.cu", entry=entry) for entry in ("expand_fp8", "expand_fp8_rows")
-)
+EXPAND = jit.Variant(source="expand.cu", entry="expand_fp8")
+EXPAND_ROWS = jit.Variant(source="expand_rows.cu", entry="expand_fp8_rows")
 BLOCKS, THREADS = 1056, 256
 BLOCK = 128
 """Values that share a scale."""
+SLOTS, MOST_WARPS, SHARED_BYTES = 2, 16, 220_000
+"""Rows under way for a warp of `expand_rows.cu`; most warps of a block, as far as they fit into so much."""
 
 
 def shipped_variants() -> list[jit.Variant]:
@@ -38,7 +42,13 @@ def expand_fp8(
     the own tokens, which were never written. Decoded to the bit as the codec does.
     """
     rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    _launch(load(EXPAND, x_TD.device), received_MB, x_TD, routed, rank, rows_RD)
+    _, ranks, most, choices = routed.position_LWTK.shape
+    blocks = BLOCKS if x_TD.is_cuda else 2
+    args = [
+        *(received_MB, x_TD, routed.position_LWTK, routed.recv_row_LWT, routed.tokens_LW),
+        *(ranks, rank, most, choices, x_TD.shape[1], received_MB.stride(-2), rows_RD, blocks),
+    ]
+    load(EXPAND, x_TD.device).launch(grid=blocks, block=THREADS, args=args)
     return rows_RD
 
 
@@ -52,20 +62,19 @@ def expand_fp8_rows(
     load: Callable[..., Any] = jit.load,
 ) -> tuple[Tensor, Tensor]:
     """The same rows as they crossed: float8_e4m3fn [num_rows, D] and float32 scales [num_rows, D/128]. The
-    own tokens are what the codec would have written, to the bit."""
-    rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1], dtype=torch.float8_e4m3fn)
-    scales_RB = x_TD.new_empty(num_rows, x_TD.shape[1] // BLOCK, dtype=torch.float32)
-    _launch(load(EXPAND_ROWS, x_TD.device), received_MB, x_TD, routed, rank, rows_RD, scales_RB)
-    return rows_RD, scales_RB
-
-
-def _launch(
-    kernel: Any, received_MB: Tensor, x_TD: Tensor, routed: Routed, rank: int, *results: Tensor
-) -> None:
+    own tokens are what the codec would have written, to the bit. D is a multiple of 512."""
+    width = x_TD.shape[1]
+    rows_RD = x_TD.new_empty(num_rows, width, dtype=torch.float8_e4m3fn)
+    scales_RB = x_TD.new_empty(num_rows, width // BLOCK, dtype=torch.float32)
     _, ranks, most, choices = routed.position_LWTK.shape
-    blocks = BLOCKS if x_TD.is_cuda else 2
-    args = [
-        *(received_MB, x_TD, routed.position_LWTK, routed.recv_row_LWT, routed.tokens_LW),
-        *(ranks, rank, most, choices, x_TD.shape[1], received_MB.stride(-2), *results, blocks),
-    ]
-    kernel.launch(grid=blocks, block=THREADS, args=args)
+    a_warp = SLOTS * (2 * width + 8) + 4 * (width // BLOCK)
+    warps, blocks = min(MOST_WARPS, SHARED_BYTES // a_warp), 2
+    if x_TD.is_cuda:
+        blocks = multiprocessors(x_TD.get_device())
+    where = received_MB, x_TD, routed.position_LWTK, routed.recv_row_LWT, routed.tokens_LW, rows_RD, scales_RB
+    sizes = ranks, rank, most, choices, width, received_MB.stride(-2), blocks, warps
+    packed = struct.pack("<7Q8i", *(tensor.data_ptr() for tensor in where), *sizes)
+    load(EXPAND_ROWS, x_TD.device).launch(
+        grid=blocks, block=32 * warps, smem=warps * a_warp, args=[jit.ByValue(packed)]
+    )
+    return rows_RD, scales_RB
