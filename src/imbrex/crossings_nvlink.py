@@ -159,7 +159,6 @@ class NvlinkCrossings:
         """Rows of a call in which ranks have at most `most` tokens, and where they stand."""
         kernels = self.transport.exchange_for(self.size, self.told.placement, most, self.observer)
         kernels.layer = self.layer
-        kernels.layer = self.layer
         where = {"layer": self.layer}
         if self.observer.enabled:
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
