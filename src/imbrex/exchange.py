@@ -90,9 +90,13 @@ class Exchange:
             not_nvlink=misfit or misuse,
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
-        self._check()
-        self._crossings = self._make_crossings(observer or Observer(), layer)
-        agree(self.transport, self._settings(layer), "Exchange")
+        problem = None
+        try:
+            self._check()
+            self._crossings = self._make_crossings(observer or Observer(), layer)
+        except ValueError as error:
+            problem = error
+        agree(self.transport, self._settings(layer), "Exchange", problem)
 
     def _make_crossings(self, observer: Observer, layer: int) -> Crossings | NvlinkCrossings:
         if isinstance(self.transport, Nvlink):
@@ -212,6 +216,10 @@ class Exchange:
         """None if rows cross in fp8, so that `dispatch(fp8_rows=True)` can leave them so, else why not."""
         return crossings_fp8.unfit(self.wire, self.geometry.hidden_size)
 
+    def leaves_fp8_rows(self, x_TD: Tensor, weights_TK: Tensor) -> bool:
+        """Whether a dispatch of these that is asked for rows in fp8 gives them."""
+        return self.not_fp8_rows is None and not crossings_fp8.unfit_call(x_TD, weights_TK)
+
     @contextmanager
     def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> Iterator[None]:
         """What is computed inside keeps no rows for its backward: they are dispatched again when it wants
@@ -245,7 +253,7 @@ class Exchange:
                 # An operator refuses tensors of several devices before its body can tell the other ranks.
                 self._crossings.handshake(x_TD, routing)
         inputs, scales_RB = (x_TD, routing.weights_TK, routing.ids_TK), None
-        if fp8_rows and self.not_fp8_rows is None and not crossings_fp8.unfit_call(*inputs[:2]):
+        if fp8_rows and self.leaves_fp8_rows(*inputs[:2]):
             found = crossings_fp8.dispatch_fp8(self._crossings, *inputs)
             (rows_RD, scales_RB), weights_R, counts_e, state = found
         else:

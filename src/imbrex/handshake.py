@@ -112,13 +112,22 @@ def check_headers(headers_WH: Tensor, replicated: bool) -> None:
                 )
 
 
-def agree(transport: Transport, settings: Mapping[str, int | str], what: str) -> None:
+def agree(
+    transport: Transport, settings: Mapping[str, int | str], what: str, problem: ValueError | None = None
+) -> None:
     """One exchange at construction: every rank must have been given the same settings.
 
-    Raises ValueError on every rank, naming the setting and the ranks that differ.
+    problem: what this rank found wrong by itself. Raises ValueError on every rank: the problem where it was
+    found, its rank elsewhere; else the setting and the rank that differs.
     """
     values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
-    gathered = transport.exchange_counts(torch.tensor(values))
+    told = transport.exchange_counts(torch.tensor([problem is not None, *values]))
+    if problem is not None:
+        raise problem
+    wrong, gathered = told[:, 0].nonzero().flatten(), told[:, 1:]
+    if len(wrong):
+        # on the host: settings are compared once, at construction
+        raise ValueError(f"{what}: rank {int(wrong[0])} cannot be served; its own error says why")
     for place, (name, mine) in enumerate(settings.items()):
         column = gathered[:, place]
         # on the host: settings are compared once, at construction

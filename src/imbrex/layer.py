@@ -27,6 +27,7 @@ from imbrex.experts import Activation, Experts, Shard, SharedExpert
 from imbrex.gates import Gate
 from imbrex.given import expect, piece
 from imbrex.global_batch import GlobalBatch
+from imbrex.handshake import agree
 from imbrex.losses import AuxLosses
 from imbrex.observe import Observer
 from imbrex.overlap.schedulers import Scheduler
@@ -135,6 +136,8 @@ class MoELayer(nn.Module):
             observer=observer,
             layer=layer,
         )
+        # Ranks that start their moves in different ways would wait for each other forever.
+        agree(self.exchange.transport, {"the schedule": self.strategy.name}, "MoELayer")
         self.token_groups = self.ranks.token_groups(replicated=self.exchange.transport.replicated)
         kind = {"device": device, "dtype": dtype}
         self.gate = Router(

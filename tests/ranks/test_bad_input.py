@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import imbrex
+from imbrex.codec.int8 import Int8
+from imbrex.contracts import Codec
 from imbrex.placement import contiguous, from_slots
 from tests.ranks.pool import Pool, Ranks
 
@@ -133,6 +135,38 @@ def test_unequal_settings(pool: Pool, name: str) -> None:
         assert SETTINGS[name] in answer
         assert "rank 1 was given something else than rank 0" in answer
         assert "give every rank of the group the same" in answer
+
+
+class OneByteMore(Int8):
+    """States the bytes of int8 and writes one more."""
+
+    def encode(self, rows_ND, dtype):
+        return torch.nn.functional.pad(super().encode(rows_ND, dtype), [0, 1])
+
+
+class Breaks(Int8):
+    def encode(self, rows_ND, dtype):
+        raise RuntimeError("out of order")
+
+
+def run_wrong_codec(ranks: Ranks, wrong: Codec) -> str:
+    codec = wrong if ranks.rank == 1 else "int8"
+    try:
+        imbrex.Exchange(contiguous(E, 2), D, K, group=ranks.group, transport="alltoall", codec=codec)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [(OneByteMore(), "encodes 2 of them as torch.uint8"), (Breaks(), "raises RuntimeError('out of order')")],
+    ids=["bytes", "raises"],
+)
+def test_a_codec_that_is_wrong_on_one_rank_is_every_rank_s_error(pool: Pool, wrong: Codec, says: str) -> None:
+    elsewhere, on_it = pool.run(2, run_wrong_codec, wrong)
+    assert says in on_it
+    assert elsewhere == "Exchange: rank 1 cannot be served; its own error says why"
 
 
 def run_different_tokens(ranks: Ranks) -> str:

@@ -202,8 +202,17 @@ def cyclic(times) -> Order:
     return Order(compute=(*rest, first), moves=found.moves)
 
 
+def breaking(times) -> Order:
+    return times["nothing"]
+
+
+def nothing(times) -> Any:
+    return None
+
+
 def run_disagreeing(ranks: Ranks, odd: Any, degree: int) -> str:
-    schedule = Pipelined(odd if ranks.rank == 1 else "optsche", degree + (degree > 5) * ranks.rank)
+    degree += (degree > 5) * ranks.rank
+    schedule = Pipelined(odd if ranks.rank == 1 else "optsche", degree, name="one or another")
     try:
         run_layer(ranks, Case(config=SMALL, options={"schedule": schedule}))
     except ValueError as error:
@@ -223,6 +232,8 @@ def run_disagreeing(ranks: Ranks, odd: Any, degree: int) -> str:
         ("optsche", 6, "rank 0 moves 6 chunks", "rank 1 moves 7 chunks"),
         (missing, 2, "decode_back of chunk 1 is missing; 1 of 14", "rank 1 has an order that cannot run"),
         (cyclic, 2, "the order has a cycle", "rank 1 has an order that cannot run"),
+        (breaking, 2, "one or another raised KeyError('nothing')", "rank 1 has an order that cannot run"),
+        (nothing, 2, "one or another gave None; return an Order", "rank 1 has an order that cannot run"),
     ],
 )
 def test_ranks_that_disagree_hear_it_before_anything_moves(
@@ -231,6 +242,15 @@ def test_ranks_that_disagree_hear_it_before_anything_moves(
     found = pool.run(2, run_disagreeing, odd, degree)
     assert on_it in found[1]
     assert elsewhere in found[0]
+
+
+def run_other_schedules(ranks: Ranks) -> None:
+    imbrex.MoELayer(SMALL, ranks.group, schedule="optsche-2" if ranks.rank else "serial")
+
+
+def test_another_schedule_on_one_rank_is_every_rank_s_error_when_the_layer_is_made(pool: Pool) -> None:
+    with pytest.raises(RankError, match="ranks disagree about the schedule: rank 1 was given something else"):
+        pool.run(2, run_other_schedules)
 
 
 def test_one_rank_s_wrong_input_is_every_rank_s_error(pool: Pool) -> None:

@@ -77,12 +77,17 @@ def make_wire(codec: str | Codec | Wire | Mapping[str, str | Codec]) -> Wire:
 
 
 def check_bytes(wire: Wire, width: int) -> None:
-    """Encode two rows of `width` values with every codec. Raises ValueError where the bytes are not as
-    many as the codec states, before anybody waits for them."""
+    """Encode two rows of `width` values with every codec. Raises ValueError where that fails or the bytes
+    are not as many as the codec states, before anybody waits for them."""
     for codec in {id(c): c for c in (getattr(wire, crossing) for crossing in Wire.__slots__)}.values():
         for dtype in (torch.float32, torch.bfloat16):
-            encoded = codec.encode(torch.ones(2, width, dtype=dtype), dtype)
-            stated = codec.nbytes(width, dtype)
+            try:
+                encoded = codec.encode(torch.ones(2, width, dtype=dtype), dtype)
+                stated = codec.nbytes(width, dtype)
+            except Exception as error:
+                raise ValueError(
+                    f"codec: {codec.name} raises {error!r} on 2 rows of {width} {dtype} values"
+                ) from error
             if encoded.dtype != torch.uint8 or tuple(encoded.shape) != (2, stated):
                 raise ValueError(
                     f"codec: {codec.name} states {stated} bytes a row of {width} {dtype} values, but encodes "

@@ -19,7 +19,7 @@ from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute
 from imbrex.overlap.schedulers import Scheduler
 from imbrex.overlap.serial import Serial
-from imbrex.overlap.tasks import Kind, Order, check, tasks
+from imbrex.overlap.tasks import Kind, Order, Times, check, tasks
 
 Split = Callable[[int, int, int, int], Sequence[int]]
 """Tokens of every chunk, from the tokens of a rank, the degree, the rank and the number of ranks."""
@@ -75,8 +75,8 @@ class Pipelined:
         times: tuple[Any, Any] | None = None,
         name: str | None = None,
     ) -> None:
-        if degree < 1:
-            raise ValueError(f"schedule: {degree} chunks; use at least 1")
+        if not isinstance(degree, int) or degree < 1:
+            raise ValueError(f"schedule: {degree} chunks; use a whole number of at least 1")
         self.scheduler = find(scheduler)
         self.degree, self.split, self.times = degree, split, times
         label = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "scheduler")
@@ -90,11 +90,23 @@ class Pipelined:
             forward, backward = self.times or (
                 dict.fromkeys(tasks(self.degree, weights=weights), 1.0) for weights in (False, True)
             )
-            found = Orders(forward=self.scheduler(forward), backward=self.scheduler(backward))
+            found = Orders(forward=self._ask(forward), backward=self._ask(backward))
             check(found.forward, self.degree)
             check(found.backward, self.degree, weights=found.defer)
             self._orders = found
         return self._orders
+
+    def _ask(self, times: Times) -> Order:
+        """The scheduler's order. Raises ValueError where there is none, which `_agree` tells the others."""
+        try:
+            order = self.scheduler(times)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"schedule: the scheduler of {self.name} raised {error!r}") from error
+        if not isinstance(order, Order):
+            raise ValueError(f"schedule: the scheduler of {self.name} gave {order!r}; return an Order")
+        return order
 
     def reason(self, exchange: Exchange) -> str:
         return "asked for"
@@ -126,18 +138,18 @@ class Pipelined:
         each other forever."""
         if exchange in self._agreed:
             return self.orders()
-        problem, found = "", None
+        problem, found = None, None
         try:
             found = self.orders()
         except ValueError as error:
-            problem = str(error)
+            problem = error
         print_of = (
             0 if found is None else zlib.crc32(repr((found.forward.moves, found.backward.moves)).encode())
         )
-        message = torch.tensor([bool(problem), self.degree, print_of])
+        message = torch.tensor([problem is not None, self.degree, print_of])
         gathered = exchange.transport.exchange_counts(message)
-        if problem:
-            raise ValueError(problem)
+        if problem is not None:
+            raise problem
         # on the host: counts are told there
         # on the host: counts of all ranks are
         for rank, (wrong, degree, theirs) in enumerate(gathered.tolist()):
