@@ -96,7 +96,7 @@ def main() -> None:
     if group.rank() == 0 and args.out:
         words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
         command = " ".join((started_by(), "benchmarks/schedule.py", *words))
-        write_results(args.out, QUESTION, describe_run(command), written)
+        write_results(args.out, QUESTION, describe_run(command, gpus=group.size()), written)
     dist.destroy_process_group()
 
 

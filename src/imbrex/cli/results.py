@@ -13,13 +13,17 @@ from typing import Any
 from imbrex.cli.machine import hardware, versions
 
 
-def describe_run(command: str, ceilings: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """What a reader needs to repeat a run; `ceilings` are limits measured beside it (GB/s, TFLOP/s, TB/s)."""
+def describe_run(
+    command: str, ceilings: Mapping[str, float] | None = None, *, gpus: int | None = None
+) -> dict[str, Any]:
+    """What a reader needs to repeat a run; `ceilings` are limits measured beside it (GB/s, TFLOP/s, TB/s).
+    gpus: of all ranks, where this one does not see those of the others."""
+    here = hardware()
     return {
         "command": command,
         "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": hardware(),
+        "hardware": here | {"count": gpus} if gpus and "gpu" in here else here,
         "versions": versions(),
         "ceilings": dict(ceilings or {}),
     }
