@@ -13,7 +13,7 @@ from imbrex.overlap import Kind, Order, Task, Times, makespan, tasks
 from imbrex.overlap.contention import Contention, fit
 from imbrex.overlap.exact import exact
 from imbrex.overlap.schedulers import SCHEDULERS, optsche, sequential, stage_major
-from imbrex.overlap.tasks import CHAIN, check, run
+from imbrex.overlap.tasks import CHAIN, MOVES, check, run
 
 
 def random_times(degree: int, drawn: random.Random, *, weights: bool = False) -> dict[Task, float]:
@@ -91,46 +91,85 @@ def test_exact_is_the_best_of_all_orders_of_two_chunks() -> None:
     assert (best < np.inf).all()
 
 
-def shortest_by_clock(times: Times, degree: int) -> int:
-    """The best makespan for whole numbers of seconds, all above 0: what can be the case after every second,
-    whether a line starts something or waits. Independent of orders and of labels."""
+def can_end_by(times: Times, degree: int, end: int) -> bool:
+    """Whether any order of whole seconds, all above 0, is over by `end`: what can be the case after every
+    second, whether a line starts something or waits. Independent of orders and of labels. Weights' gradients,
+    where they have times, begin when their chunk's experts are over, and nothing waits for them."""
     chains = [[int(times[Task(kind=k, chunk=c)]) for k in CHAIN] for c in range(degree)]
-    is_move = [kind in (Kind.move_out, Kind.move_back) for kind in CHAIN]
-    # A state: tasks that every chunk has begun, and per line the chunk under way and its seconds left.
-    states = {((0,) * degree, (-1, 0), (-1, 0))}
-    for second in range(sum(map(sum, chains)) + 1):
+    extra = [int(times.get(Task(kind=Kind.weights, chunk=c), 0)) for c in range(degree)]
+    left = [[_left(chain, place) for place in range(len(CHAIN) + 1)] for chain in chains]
+    # A state: tasks that every chunk has begun, whose weights are still to be begun, and per line the chunk
+    # under way (-1 for weights, which hold up no chunk) and its seconds left.
+    states = {((0,) * degree, tuple(s > 0 for s in extra), (-1, 0), (-1, 0))}
+    for second in range(end + 1):
         started = set()
-        for begun, compute, moves in states:
-            if min(begun) == len(CHAIN) and not compute[1] and not moves[1]:
-                return second
-            busy = {chunk for chunk, left in (compute, moves) if left}
-            options = [[], []]
-            for line, (_, left) in enumerate((compute, moves)):
-                options[line].append(None)
-                if not left:
-                    options[line] += [
-                        c
-                        for c in range(degree)
-                        if c not in busy and begun[c] < len(CHAIN) and is_move[begun[c]] == bool(line)
-                    ]
-            for first, second_line in itertools.product(*options):
-                after, lines = list(begun), [compute, moves]
-                for line, chunk in enumerate((first, second_line)):
-                    if chunk is not None:
+        for begun, owed, compute, moves in states:
+            if min(begun) == len(CHAIN) and not (any(owed) or compute[1] or moves[1]):
+                return True
+            rest = [left[c][place] for c, place in enumerate(begun)]
+            weights = sum(s for s, owes in zip(extra, owed, strict=True) if owes)
+            needed = compute[1] + weights + sum(r[0] for r in rest), moves[1] + sum(r[1] for r in rest)
+            if second + max(*needed, *(sum(r) for r in rest)) > end:
+                continue
+            for first, other in itertools.product(
+                [None] if compute[1] else _startable(begun, owed, compute, moves, is_move=False),
+                [None] if moves[1] else _startable(begun, owed, compute, moves, is_move=True),
+            ):
+                after, owing, lines = list(begun), list(owed), [compute, moves]
+                for line, choice in enumerate((first, other)):
+                    if choice is None:
+                        continue
+                    chunk, of_weights = choice
+                    if of_weights:
+                        owing[chunk], lines[line] = False, (-1, extra[chunk])
+                    else:
                         lines[line] = (chunk, chains[chunk][after[chunk]])
                         after[chunk] += 1
-                lines = [(c, left - 1) if left > 1 else (-1, 0) for c, left in lines]
-                started.add((tuple(after), *lines))
+                lines = [(c, s - 1) if s > 1 else (-1, 0) for c, s in lines]
+                started.add((tuple(after), tuple(owing), *lines))
         states = started
-    raise AssertionError("no order ends")
+    return False
 
 
-@pytest.mark.parametrize(("degree", "instances", "longest"), [(2, 100, 5), (3, 25, 4), (4, 4, 2)])
-def test_exact_equals_an_independent_solver(degree: int, instances: int, longest: int) -> None:
+def _left(chain: list[int], place: int) -> tuple[int, int]:
+    """Seconds of the processor and of the network from a place of a chunk's chain on."""
+    moves = sum(s for kind, s in zip(CHAIN[place:], chain[place:], strict=True) if kind in MOVES)
+    return sum(chain[place:]) - moves, moves
+
+
+def _startable(begun, owed, compute, moves, *, is_move: bool) -> list[tuple[int, bool] | None]:
+    """What a free line can start: nothing, a chunk's next task, or, of the processor, a chunk's weights."""
+    busy = {chunk for chunk, left in (compute, moves) if left}
+    chain = [
+        (c, False)
+        for c, place in enumerate(begun)
+        if c not in busy and place < len(CHAIN) and (CHAIN[place] in MOVES) == is_move
+    ]
+    free = [] if is_move else [(c, True) for c, place in enumerate(begun) if owed[c] and place > Kind.experts]
+    return [None, *chain, *free]
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("degree", "instances", "longest", "largest"), [(1, 20, 9, 3), (2, 60, 5, 3), (3, 16, 4, 2), (4, 4, 2, 1)]
+)
+def test_exact_equals_an_independent_solver(
+    degree: int, instances: int, longest: int, largest: int, weights: bool
+) -> None:
+    """In turn, every task of any time, and chunks up to `largest` times as large as others."""
     drawn = random.Random(degree)
-    for _ in range(instances):
-        times = {task: float(drawn.randint(1, longest)) for task in tasks(degree)}
-        assert makespan(exact(times), times) == shortest_by_clock(times, degree)
+    for number in range(instances):
+        kinds = [drawn.randint(1, longest) for _ in Kind]
+        sizes = [drawn.randint(1, largest) for _ in range(degree)]
+        every = tasks(degree, weights=weights)
+        times = {t: float(kinds[t.kind] * sizes[t.chunk]) for t in every}
+        if number % 2:
+            times = {t: float(drawn.randint(1, longest)) for t in every}
+        order = exact(times)
+        check(order, degree, weights=weights)
+        end = int(makespan(order, times))
+        assert can_end_by(times, degree, end)
+        assert not can_end_by(times, degree, end - 1)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
