@@ -28,13 +28,22 @@ STAGED = Tiling(stages=3, panels=4)
 """128 x 256 in fp8, where a step takes as long as two in bf16: three of them are far enough ahead, and a tile
 can be stored whole while the next one is computed (1 to 3 % over `SHARED`)."""
 
-_COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.58, SMALL: 0.4}
-FP8_TILINGS = (SHARED, STAGED, LOW)
+PAIRED, PAIRED_STAGED = SHARED._replace(cluster=2), STAGED._replace(cluster=2)
+"""Two blocks share the weights' columns: fewer reads of L2, and two row tiles read them at the same time."""
+
+_COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.62, SMALL: 0.4}
+_READ = {SHARED: 1.02, LOW: 1.0, NARROW: 1.2, SMALL: 1.0}
+"""Time to read the weights over the least: less is on its way at once."""
+FP8_TILINGS = (SHARED, STAGED, LOW, PAIRED, PAIRED_STAGED)
 """A tile of 256 columns holds whole blocks of 128, of gate and of up."""
 GRADIENT_TILINGS = (OWN, NARROW._replace(stages=5, panels=3), SMALL._replace(panels=3))
 """For SwiGLU's gradient: three panels leave at once; with 256 columns its registers spill."""
 _TAIL_COST = 0.65
 """The last tile of an expert where its second group has no rows, over a full one."""
+_PANEL_COST = 1.43
+"""Reading 256 columns of an expert's weights from memory, over a full tile: 4.27 TB/s, 783 TFLOP/s."""
+_READ_AGAIN = 0.1
+"""Of that, for every further row tile of an expert: some find the columns gone from L2."""
 _LARGE_GRADIENT = 8 << 20
 """Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
 
@@ -58,22 +67,37 @@ def choose_tiling(
         return OWN
     columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
     mean = max(1, rows // experts)
-    usual = mean + math.isqrt(mean)  # experts a standard deviation above the mean decide the number of tiles
+    spread = math.isqrt(mean) if experts > 1 else 0  # a standard deviation of what an expert gets
     tilings = tuple(_COSTS)
     if fp8:  # SwiGLU's result is a quarter of the tile and always staged whole
         tilings = (SHARED if epilogue is Epilogue.SWIGLU else STAGED, LOW)
     if epilogue is Epilogue.SWIGLU_GRADIENT:
         tilings = GRADIENT_TILINGS[1:]
-    return min(tilings, key=lambda tiling: _waves(tiling, usual, experts, columns, sms))
+    high, low = (mean + spread, experts - experts // 2), (mean - spread, experts // 2)
+
+    def time(tiling: Tiling) -> float:
+        return _waves(tiling, [(mean, experts)], columns, sms) + _waves(tiling, [high, low], columns, sms)
+
+    return min(tilings, key=time)
 
 
-def _waves(tiling: Tiling, rows: int, experts: int, columns: int, sms: int) -> float:
-    high = math.ceil(rows / tiling.block_m)
-    costs = _COSTS | {STAGED: _COSTS[SHARED]}
-    cost = costs[tiling] if tiling in costs else costs[SMALL if tiling.groups == 1 else NARROW]
-    if tiling.groups == 2 and high > 1 and 0 < rows % tiling.block_m <= 64:
-        cost *= (high - 1 + _TAIL_COST) / high
-    return math.ceil(experts * high * math.ceil(columns / tiling.block_n) / sms) * cost
+def _waves(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int) -> float:
+    """Waves of products, or the time to read the weights where that is longer; `groups`: rows, and how many
+    experts have as many."""
+    like = SHARED if tiling == STAGED else tiling
+    if like not in _COSTS:
+        like = SMALL if tiling.groups == 1 else NARROW
+    tiles, tails, experts = 0, 0, sum(number for _, number in groups)
+    for rows, number in groups:
+        high = math.ceil(rows / tiling.block_m)
+        tiles += number * high
+        if tiling.groups == 2 and high > 1 and 0 < rows % tiling.block_m <= 64:
+            tails += number
+    waves = math.ceil(tiles * math.ceil(columns / tiling.block_n) / sms)
+    products = waves * _COSTS[like] * (1 - (1 - _TAIL_COST) * tails / max(1, tiles))
+    panels = experts * columns / SHARED.block_n / sms
+    again = 1 + _READ_AGAIN * max(0, tiles / experts - 1)
+    return max(products, panels * _PANEL_COST * _READ[like] * again)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,12 +114,13 @@ def gemm_choices() -> list[Choice]:
     """Everything that `choose_tiling` can ask for."""
     swiglu = Epilogue.SWIGLU_GRADIENT
     plain = (Epilogue.PLAIN, Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP, Epilogue.WEIGHTED)
-    found = [Choice(layout=Layout.FORWARD, epilogue=e, tiling=t) for e in plain for t in _COSTS]
+    found = [Choice(layout=Layout.FORWARD, epilogue=e, tiling=t) for e in plain for t in (*_COSTS, PAIRED)]
     gradients = (
         (Layout.DGRAD, Epilogue.PLAIN, tuple(_COSTS)),
         (Layout.DGRAD, swiglu, GRADIENT_TILINGS),
         *((Layout.WGRAD, e, (SHARED, OWN)) for e in (Epilogue.PLAIN, Epilogue.ADD, Epilogue.ADD_FLOAT)),
     )
+    found.append(Choice(layout=Layout.DGRAD, epilogue=Epilogue.PLAIN, tiling=PAIRED, wide=True))
     for layout, epilogue, tilings in gradients:
         for tiling, wide in itertools.product(tilings, (True, False)):
             found.append(Choice(layout=layout, epilogue=epilogue, tiling=tiling, wide=wide))
