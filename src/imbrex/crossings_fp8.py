@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imbrex import rows
 from imbrex.codec.fp8 import BLOCK, Fp8
-from imbrex.contracts import Routing, Wire
+from imbrex.contracts import Plan, Routing, Wire
 from imbrex.crossings import Crossings
 from imbrex.crossings_nvlink import NvlinkCrossings
 from imbrex.tracing import differentiated, traced
@@ -41,14 +41,22 @@ def dispatch_fp8(
     """As `run_dispatch` of the crossings, with rows in fp8."""
     if isinstance(crossings, NvlinkCrossings):
         return crossings.run_dispatch_fp8(x_TD, weights_TK, ids_TK)
-    observer, layer, width = crossings.observer, crossings.layer, x_TD.shape[1]
+    observer, layer = crossings.observer, crossings.layer
     with observer.span("plan", layer=layer):
         made = crossings.make_plans([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])[0]
     with observer.span("dispatch", layer=layer):
         encoded = crossings.write_dispatch(made, x_TD, weights_TK)
         received = crossings.begin_out(encoded, made.traffic).finish()
-        nbytes = crossings.wire.dispatch.nbytes(width, x_TD.dtype)
-        weights_R, state = crossings.place(made, received, weights_TK)
-        bytes_RB = rows.expand([encoded[:, :nbytes], received[:, :nbytes]], state[0])
-        values_RD = bytes_RB[:, :width].view(torch.float8_e4m3fn)
-        return (values_RD, bytes_RB[:, width:].view(torch.float32)), weights_R, made.counts_e, state
+        return read_dispatch_fp8(crossings, made, encoded, received, weights_TK)
+
+
+def read_dispatch_fp8(
+    crossings: Crossings, made: Plan, encoded: Tensor, received: Tensor, weights_TK: Tensor
+) -> Dispatched8:
+    """As `read_dispatch` of the crossings, with rows in fp8; the own ones are among what was written."""
+    width = crossings.geometry.hidden_size
+    nbytes = crossings.wire.dispatch.nbytes(width, torch.bfloat16)
+    weights_R, state = crossings.place(made, received, weights_TK)
+    bytes_RB = rows.expand([encoded[:, :nbytes], received[:, :nbytes]], state[0])
+    values_RD = bytes_RB[:, :width].view(torch.float8_e4m3fn)
+    return (values_RD, bytes_RB[:, width:].view(torch.float32)), weights_R, made.counts_e, state

@@ -94,7 +94,7 @@ class Noting(torch.nn.Module):
 
 
 def run_layers(ranks: Ranks) -> list[Any]:
-    """What experts get: gradients, another codec, another dtype, and a schedule that asks for nothing."""
+    """What experts get: gradients, another codec, another dtype, and a schedule in chunks."""
     config = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=6, top_k=3)
     x_TD = torch.randn(4, 256, generator=torch.Generator().manual_seed(ranks.rank))
     found: list[Any] = []
@@ -128,5 +128,28 @@ def test_where_they_do_not_fit_rows_are_decoded(pool: Pool) -> None:
             ("bfloat16", "float8_e4m3fn", True),
             ("bfloat16", "bfloat16", True),
             ("float32", "float32", True),
-            ("bfloat16", "bfloat16", True),
+            ("bfloat16", "float8_e4m3fn", True),
         ]
+
+
+def run_chunks(ranks: Ranks, transport: str) -> list[Any]:
+    """What experts get, and whether chunks have the bits of serial."""
+    config = imbrex.MoEConfig(hidden_size=512, intermediate_size=128, num_experts=6, top_k=3)
+    x_TD = torch.randn(5, 512, generator=torch.Generator().manual_seed(ranks.rank)).bfloat16()
+    found = []
+    for schedule in ("serial", "optsche-2"):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"codec": {"dispatch": "fp8"}, "experts": Noting(), "schedule": schedule}
+        options["transport"] = EmulatedNvlink(ranks.group) if transport == "nvlink" else transport
+        layer = imbrex.MoELayer(config, ranks.group, dtype=torch.bfloat16, **options)
+        with torch.no_grad():
+            found.append(layer(x_TD))
+    return [*options["experts"].seen, torch.equal(*found)]
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "alltoall"])
+def test_chunks_of_them(pool: Pool, transport: str) -> None:
+    if transport == "nvlink" and not kernel.available():
+        pytest.skip("the emulation needs g++")
+    for answer in pool.run(2, run_chunks, transport):
+        assert answer == ["float8_e4m3fn", "float8_e4m3fn", True]

@@ -26,6 +26,7 @@ class Chunk:
     state: Sequence[Tensor] = ()
     weights_R: Tensor | None = None
     rows_RD: Tensor | None = None
+    scales_RB: Tensor | None = None
     counts_e: Tensor | None = None
     out_RD: Tensor | None = None
     deferral: Deferral | None = None
@@ -51,6 +52,8 @@ class Forward:
     ) -> None:
         self.exchange, self.moves, self.layer_experts = exchange, moves_of(exchange), experts
         self.keep, self.defer = keep, keep and defer
+        takes = not keep and getattr(experts, "takes_fp8_rows", False)
+        self.fp8_rows = takes and exchange.leaves_fp8_rows(x_TD, routing.weights_TK)
         self.x_TD, self.weights_TK, self.addend_TD = x_TD, routing.weights_TK, addend_TD
         self.y_TD = x_TD.new_empty(x_TD.shape)
         bounds = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
@@ -63,14 +66,16 @@ class Forward:
 
     def encode_out(self, chunk: int) -> None:
         c = self.chunks[chunk]
-        c.crossing = self.moves.dispatch(c.plan, self.x_TD[c.tokens], self.weights_TK[c.tokens])
+        given = c.plan, self.x_TD[c.tokens], self.weights_TK[c.tokens]
+        c.crossing = self.moves.dispatch(*given, fp8_rows=self.fp8_rows)
 
     def move_out(self, chunk: int) -> Pending | None:
         return _crossing(self.chunks[chunk]).move()
 
     def decode_out(self, chunk: int, received: Any) -> None:
         c = self.chunks[chunk]
-        c.rows_RD, c.weights_R, c.counts_e, c.state = _crossing(c).read(received)
+        rows, c.weights_R, c.counts_e, c.state = _crossing(c).read(received)
+        c.rows_RD, c.scales_RB = rows if self.fp8_rows else (rows, None)
         c.crossing = None
 
     def experts(self, chunk: int) -> None:
@@ -86,7 +91,9 @@ class Forward:
             c.rows_RD = c.rows_RD.detach().requires_grad_(self.keep)
             c.weights_R = c.weights_R.detach().requires_grad_(self.keep and weighs)
             handle = Handle(weights_R=c.weights_R, state=tuple(c.state), num_tokens=self._tokens(c))
-            dispatched = Dispatched(rows_RD=c.rows_RD, counts_e=c.counts_e, handle=handle)
+            dispatched = Dispatched(
+                rows_RD=c.rows_RD, counts_e=c.counts_e, handle=handle, scales_RB=c.scales_RB
+            )
             c.deferral = Deferral() if self.defer else None
             with nullcontext() if c.deferral is None else c.deferral.record():
                 c.out_RD = self.layer_experts(dispatched)
@@ -106,7 +113,7 @@ class Forward:
         _crossing(c).read(received)
         c.crossing = None
         if not self.keep:
-            c.rows_RD = c.weights_R = c.out_RD = None
+            c.rows_RD = c.scales_RB = c.weights_R = c.out_RD = None
 
     def _tokens(self, c: Chunk) -> int:
         return c.tokens.stop - c.tokens.start

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from imbrex.contracts import Codec, Pending, Plan, Routing
 from imbrex.crossings import Crossings, read_state
+from imbrex.crossings_fp8 import read_dispatch_fp8
 from imbrex.crossings_nvlink import NvlinkCrossings, Sms
 from imbrex.exchange import Exchange
+from imbrex.kernels.expand import expand_fp8, expand_fp8_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +39,9 @@ class Moves(Protocol):
         """What ranks must know of each other's chunks, all at once."""
         ...
 
-    def dispatch(self, plan: Any, x_TD: Tensor, weights_TK: Tensor) -> Crossing:
-        """Read: rows_RD, weights_R, counts_e, state."""
+    def dispatch(self, plan: Any, x_TD: Tensor, weights_TK: Tensor, *, fp8_rows: bool) -> Crossing:
+        """Read: rows_RD, weights_R, counts_e, state. fp8_rows: instead of rows_RD, rows as they cross and
+        their scales."""
         ...
 
     def combine(
@@ -80,11 +83,13 @@ class WrittenRows:
     def plan(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
         return self.crossings.make_plans(parts)
 
-    def dispatch(self, plan: Plan, x_TD: Tensor, weights_TK: Tensor) -> Crossing:
+    def dispatch(self, plan: Plan, x_TD: Tensor, weights_TK: Tensor, *, fp8_rows: bool) -> Crossing:
         encoded = self.crossings.write_dispatch(plan, x_TD, weights_TK)
 
         def read(received: Tensor) -> Any:
             with self._span("dispatch"):
+                if fp8_rows:
+                    return read_dispatch_fp8(self.crossings, plan, encoded, received, weights_TK)
                 return self.crossings.read_dispatch(plan, received, x_TD, weights_TK)
 
         return Crossing(move=partial(self.crossings.begin_out, encoded, plan.traffic), read=read)
@@ -176,12 +181,14 @@ class Kernels:
         agree = self.crossings.transport.agree_on_call
         return [Part(ids_TK=routing.ids_TK, most=agree(len(x_TD), fine=True)[0]) for x_TD, routing in parts]
 
-    def dispatch(self, plan: Part, x_TD: Tensor, weights_TK: Tensor) -> Crossing:
-        send = partial(self.crossings.send, x_TD, weights_TK, plan.ids_TK, plan.most, self.sms)
+    def dispatch(self, plan: Part, x_TD: Tensor, weights_TK: Tensor, *, fp8_rows: bool) -> Crossing:
+        expand = expand_fp8_rows if fp8_rows else expand_fp8
+        given = x_TD, weights_TK, plan.ids_TK, plan.most, self.sms, expand
+        send = partial(self.crossings.send, *given)
 
-        def read(sent: tuple[Tensor, Any]) -> Any:
-            rows_RD, routed = sent
-            return rows_RD, *self.crossings.describe(routed, len(rows_RD))
+        def read(sent: tuple[Any, Any]) -> Any:
+            rows, routed = sent
+            return rows, *self.crossings.describe(routed, len(rows[0] if fp8_rows else rows))
 
         return Crossing(move=self._move(send), read=read)
 
