@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
-from imbrex import experts
+from imbrex import MoEConfig, MoELayer, experts
 from imbrex.contracts import Dispatched, Handle
 from imbrex.experts import Experts, pick_implementation
 
@@ -56,6 +57,30 @@ def test_fp8_is_the_kernels_where_widths_do_not_fit() -> None:
     with pytest.warns(UserWarning, match="bfloat16 instead of fp8: .* multiples of 128, not 16 and 256"):
         made = Experts((0,), 16, 256, implementation="kernels-fp8")
     assert made.implementation == "kernels"
+
+
+@pytest.mark.usefixtures("kernels_available")
+@pytest.mark.parametrize(
+    ("codec", "schedule", "said"),
+    [
+        ({"dispatch": "fp8"}, "serial", "rows come in fp8"),
+        ("int8", "serial", "rows are quantised here: they cross as int8, not as fp8"),
+        ("fp8-e5m2", "serial", "rows are quantised here: they cross as fp8-e5m2, not as fp8"),
+        ("fp8", "optsche-2", "rows are quantised here: only schedule 'serial' hands rows on in fp8"),
+    ],
+)
+def test_whether_rows_come_in_fp8_is_said(codec: Any, schedule: str, said: str) -> None:
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=2, top_k=1)
+    layer = MoELayer(config, codec=codec, schedule=schedule, experts="kernels-fp8", dtype=torch.bfloat16)
+    assert layer.reasons["experts"] == f"kernels-fp8: asked for; {said}"
+
+
+def test_rows_in_fp8_want_experts_in_fp8() -> None:
+    handle = Handle(weights_R=torch.ones(4), state=(), num_tokens=4)
+    rows = torch.zeros(4, 128, dtype=torch.float8_e4m3fn)
+    given = Dispatched(rows_RD=rows, counts_e=torch.tensor([4]), handle=handle, scales_RB=torch.ones(4, 1))
+    with pytest.raises(ValueError, match="rows in fp8 for 'grouped'"), torch.no_grad():
+        Experts((0,), 128, 128, implementation="grouped")(given)
 
 
 @pytest.mark.usefixtures("kernels_available")
