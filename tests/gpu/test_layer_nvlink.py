@@ -262,3 +262,33 @@ def test_captured_chunks_follow_their_tokens(nccl: Pool) -> None:
 def test_chunks_without_host_synchronisation(nccl: Pool) -> None:
     case = replace(NVLINK, tokens=(1200, 700), options={"transport": "nvlink", "schedule": "optsche-2"})
     nccl.run(worlds()[-1], run_silent, case)
+
+
+def run_auto(ranks: Ranks, case: Case) -> tuple[str, float]:
+    layer = make_layer(case, ranks.group, ranks.device)
+    serial = make_layer(replace(case, options={"transport": "nvlink"}), ranks.group, ranks.device)
+    x_TD = tokens_of(case, ranks.rank).to(ranks.device)
+    return layer.reasons["schedule"], relative(layer(x_TD), serial(x_TD))
+
+
+def test_schedule_auto_measures_chunks(nccl: Pool) -> None:
+    case = replace(NVLINK, tokens=(1200, 700), options={"transport": "nvlink", "schedule": "auto"})
+    for reason, error in nccl.run(2, run_auto, case):
+        assert reason == "auto: measures at its first call"
+        assert error < 4e-3
+
+
+def test_chunks_give_fp8_experts_their_rows(nccl: Pool) -> None:
+    config = replace(CONFIG, hidden_size=1024)
+    options = {"transport": "nvlink", "experts": "kernels-fp8", "codec": "fp8"}
+    case = replace(NVLINK, config=config, tokens=(1200, 700), options=options)
+    chunked = replace(case, options=options | {"schedule": "optsche-2"})
+    serial, ours = (nccl.run(2, run_inference, one) for one in (case, chunked))
+    for mine, theirs in zip(ours, serial, strict=True):
+        assert relative(mine, theirs) < 4e-3
+
+
+def run_inference(ranks: Ranks, case: Case) -> torch.Tensor:
+    layer = make_layer(case, ranks.group, ranks.device)
+    with torch.no_grad():
+        return layer(tokens_of(case, ranks.rank).to(ranks.device)).cpu()
