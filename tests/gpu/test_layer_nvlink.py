@@ -268,13 +268,15 @@ def run_auto(ranks: Ranks, case: Case) -> tuple[str, float]:
     layer = make_layer(case, ranks.group, ranks.device)
     serial = make_layer(replace(case, options={"transport": "nvlink"}), ranks.group, ranks.device)
     x_TD = tokens_of(case, ranks.rank).to(ranks.device)
-    return layer.reasons["schedule"], relative(layer(x_TD), serial(x_TD))
+    error = relative(layer(x_TD), serial(x_TD))
+    return layer.reasons["schedule"], error
 
 
 def test_schedule_auto_measures_chunks(nccl: Pool) -> None:
     case = replace(NVLINK, tokens=(1200, 700), options={"transport": "nvlink", "schedule": "auto"})
     for reason, error in nccl.run(2, run_auto, case):
-        assert reason == "auto: measures at its first call"
+        assert reason.startswith("auto: ")
+        assert " ms forward and " in reason
         assert error < 4e-3
 
 
