@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,7 @@ def configuration(
     return config
 
 
+@functools.cache
 def attributes(driver: Any, cluster: int, cooperative: bool) -> list[Any]:
     attributes = []
     if cluster > 1:
