@@ -9,12 +9,13 @@ import torch
 
 import imbrex
 from imbrex.codec import make_wire
+from imbrex.crossings_nvlink import most_rows
 from imbrex.geometry import Geometry
 from imbrex.kernels import jit
 from imbrex.kernels.gates import spread
 from imbrex.nvlink_fit import tell, unfit
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
-from imbrex.transport.nvlink import Nvlink, NvlinkError
+from imbrex.transport.nvlink import Nvlink, NvlinkError, Size
 
 GOOD = Geometry(
     placement=contiguous(8, 4),
@@ -86,3 +87,10 @@ def test_kernels_that_do_not_compile_are_a_reason_not_an_error() -> None:
     assert str(NvlinkError(reason)).endswith("no such architecture; use transport='auto'")
     transport.load = lambda variant, device: None  # pyright: ignore
     assert transport._loading_reason() is None
+
+
+def test_rows_for_the_tokens_of_a_call() -> None:
+    """Of a few sizes only: the heap's, halved while the tokens fit."""
+    size = Size(rank_offsets=(0, 3, 6), tensor=1, experts=6, choices=2, row_bytes=64)
+    rows = {most: most_rows(size.shape(640), most) for most in (640, 321, 320, 3, 0)}
+    assert rows == {640: 2560, 321: 2560, 320: 1280, 3: 20, 0: 20}
