@@ -206,7 +206,7 @@ def bytes_of(args: argparse.Namespace, job: Job) -> Sent:
     rows_sent = getattr(transport, "rows_sent", None)
     rows_W = traffic.splits_2W[0] if rows_sent is None else rows_sent(traffic, back=False)
     world = len(rows_W)
-    nodes = Nodes.of(world)
+    nodes = Nodes.of(world, int(os.environ["LOCAL_WORLD_SIZE"]))
     told_2 = transport.exchange_counts(nodes.by_tier(rows_W, dist.get_rank())).double().sum(0)
     width = args.width * getattr(torch, args.dtype).itemsize
     inside, across = (told_2 * width / nodes.num_nodes).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import imbrex
 from imbrex.contracts import Traffic
 from imbrex.observe import Recorder
 from imbrex.testing import ConformityError, check_transport
-from imbrex.transport import AllToAll, Hierarchical, Leader, Pipe, Sequential, TwoLevel, relay
+from imbrex.transport import AllToAll, Auto, Hierarchical, Leader, Pipe, Sequential, TwoLevel, relay
 from imbrex.transport.nodes import Nodes
 from tests.ranks.layer_jobs import Case, run_layer
-from tests.ranks.pool import Pool, Ranks
+from tests.ranks.pool import Pool, RankError, Ranks
 from tests.ranks.test_layer import SMALL, SPLIT_SLOTS, largest_error
 
 KINDS = {
@@ -220,5 +221,52 @@ def test_nodes_by_hand_or_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> No
     assert Nodes.of(8, 2) == Nodes(num_nodes=4, size=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert Nodes.of(8) == Nodes(num_nodes=2, size=4)
-    with pytest.raises(ValueError, match="8 ranks do not divide into nodes of 3; give ranks_per_node="):
-        Nodes.of(8, 3)
+    for size in (3, 0):
+        says = f"8 ranks do not divide into nodes of {size}; give ranks_per_node="
+        with pytest.raises(ValueError, match=says):
+            Nodes.of(8, size)
+
+
+@pytest.mark.parametrize(
+    ("node_of_W", "found"),
+    [
+        ([0, 0, 1, 1], Nodes(num_nodes=2, size=2)),
+        ([3, 3, 3], Nodes(num_nodes=1, size=3)),
+        ([5, 2], Nodes(num_nodes=2, size=1)),
+        ([0, 1, 0, 1], None),
+        ([0, 0, 1], None),
+        ([0, 0, 1, 0], None),
+    ],
+)
+def test_nodes_are_blocks_of_neighbours(node_of_W: list[int], found: Nodes | None) -> None:
+    assert Nodes.in_blocks(node_of_W) == found
+
+
+def run_launched(ranks: Ranks, node_of_W: list[int]) -> tuple[Any, ...]:
+    """What `hierarchical` and `auto` make of it when the launcher says on which node each rank is."""
+    os.environ.update(LOCAL_WORLD_SIZE="4", GROUP_RANK=str(node_of_W[ranks.rank]))
+    try:
+        found = Auto().nodes(ranks.group)
+        return found, Hierarchical(ranks.group).nodes
+    except ValueError as error:
+        return found, str(error)
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]
+
+
+def test_a_group_over_several_launchers(pool: Pool) -> None:
+    """Four ranks of two nodes of four: neighbours are two nodes of two; every second one is none."""
+    two = Nodes(num_nodes=2, size=2)
+    assert pool.run(4, run_launched, [0, 0, 1, 1]) == [(two, two)] * 4
+    for found, says in pool.run(4, run_launched, [0, 1, 0, 1]):
+        assert found is None
+        assert "needs nodes of equally many neighbouring ranks, which this group's are not" in says
+
+
+def run_other_nodes(ranks: Ranks) -> None:
+    Hierarchical(ranks.group, ranks_per_node=2 if ranks.rank else 1)
+
+
+def test_ranks_that_are_given_other_nodes_all_hear_it(pool: Pool) -> None:
+    with pytest.raises(RankError, match="rank 1 was given other nodes than this rank"):
+        pool.run(4, run_other_nodes)

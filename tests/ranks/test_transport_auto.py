@@ -60,6 +60,11 @@ def test_a_measurement_of_other_nodes_is_refused(pool: Pool, tmp_path: Path) -> 
         pool.run(4, run_auto, str(tmp_path / "network.json"), 2)
 
 
+def test_a_measurement_that_could_not_be_kept_is_not_made(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"nowhere/network\.json is in no folder; make it, or give another"):
+        pool.run(4, run_auto, str(tmp_path / "nowhere" / "network.json"), 2)
+
+
 def run_layer_with_auto(ranks: Ranks, case: Case) -> dict:
     options = {"transport": Auto(ranks_per_node=2)}
     return run_layer(ranks, Case(config=case.config, options=options))

@@ -43,8 +43,8 @@ class Auto:
 
     def nodes(self, group: dist.ProcessGroup) -> Nodes | None:
         """Of a group whose ranks are on several nodes, else None; ranks that do not divide into nodes are
-        left to transports that do not ask."""
-        found = Nodes.if_they_divide(dist.get_world_size(group), self.ranks_per_node)
+        left to transports that do not ask. Collective."""
+        found = Nodes.met(Collective(group), self.ranks_per_node)
         return found if found is not None and found.num_nodes > 1 else None
 
     def pick(
@@ -58,11 +58,16 @@ class Auto:
         return name, f"by profile, {said}, for {load.tokens} tokens, top-{load.top_k}, on {shape}"
 
     def network(self, collective: Collective, group: dist.ProcessGroup, nodes: Nodes) -> Network:
-        """From the file, from an earlier layer of the group, or measured. The same on every rank."""
-        there = self.path is not None and self.path.exists()
-        told = collective.exchange_counts(torch.tensor([int(there)])) if self.path is not None else None
-        if self.path is not None and told is not None and bool(told.min()):
-            return Network.load(self.path, nodes.num_nodes, nodes.size)
+        """From the file, from an earlier layer of the group, or measured. The same on every rank. Raises
+        ValueError, on every rank, where the first could not write the file."""
+        if self.path is not None:
+            found = torch.tensor([self.path.exists(), self.path.parent.is_dir()]).long()
+            told = collective.exchange_counts(found)
+            # on the host: once a process group
+            if bool(told[:, 0].min()):
+                return Network.load(self.path, nodes.num_nodes, nodes.size)
+            if not bool(told[0, 1]):
+                raise ValueError(f"transport: profile {self.path} is in no folder; make it, or give another")
         known = _measured.setdefault(group, {})
         if nodes not in known:
             known[nodes] = measure(collective, nodes)

@@ -6,7 +6,10 @@ import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from imbrex.transport.collective import Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +24,7 @@ class Nodes:
         """By hand, or as the launcher says (`LOCAL_WORLD_SIZE`, which torchrun sets); without either, all
         ranks are one node. Raises ValueError where the ranks do not divide into nodes."""
         told = os.environ.get("LOCAL_WORLD_SIZE")
-        size = ranks_per_node or min(int(told or world_size), world_size)
+        size = min(int(told or world_size), world_size) if ranks_per_node is None else ranks_per_node
         if size < 1 or world_size % size:
             raise ValueError(
                 f"transport: {world_size} ranks do not divide into nodes of {size}; give ranks_per_node="
@@ -38,6 +41,36 @@ class Nodes:
                 raise
             return None
 
+    @staticmethod
+    def met(ranks: Collective, ranks_per_node: int | None = None) -> Nodes | None:
+        """By hand, or as the launchers of all ranks say on which node each is; None where these are not
+        neighbouring ranks, equally many on every node. Collective.
+
+        Raises ValueError, on every rank, where ranks were given different numbers, or one that does not
+        divide them.
+        """
+        by_hand = -1 if ranks_per_node is None else ranks_per_node
+        told = ranks.exchange_counts(torch.tensor([by_hand, launched_on()]))
+        # on the host: nodes are told once, at construction
+        for rank, given in enumerate(told[:, 0].tolist()):
+            if given != by_hand:
+                raise ValueError(
+                    f"transport: rank {rank} was given other nodes than this rank (ranks_per_node="
+                    f"{ranks_per_node}); give every rank of the group the same"
+                )
+        if ranks_per_node is not None:
+            return Nodes.of(ranks.world_size, ranks_per_node)
+        # on the host: as above
+        return Nodes.in_blocks(told[:, 1].tolist())
+
+    @staticmethod
+    def in_blocks(node_of_W: list[int]) -> Nodes | None:
+        """From the node of every rank: None unless each has one block of ranks, all of the same size."""
+        names = list(dict.fromkeys(node_of_W))
+        size = len(node_of_W) // len(names)
+        regular = node_of_W == [name for name in names for _ in range(size)]
+        return Nodes(num_nodes=len(names), size=size) if regular else None
+
     def rank(self, node: int, local: int) -> int:
         return node * self.size + local
 
@@ -45,6 +78,14 @@ class Nodes:
         """Sums [2] of what a rank has for every other: for those of its node, for those of other nodes."""
         inside = torch.arange(len(of_W)) // self.size == rank // self.size
         return torch.stack([of_W[inside].sum(), of_W[~inside].sum()])
+
+
+def launched_on() -> int:
+    """The node of this process, as torchrun numbers them; without a launcher all are on one."""
+    size, node = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_RANK")
+    if size is None:
+        return 0
+    return int(node) if node is not None else dist.get_rank() // int(size) if dist.is_initialized() else 0
 
 
 def reorder(rows: Tensor, sizes: dict[tuple[int, int], int], order: list[tuple[int, int]]) -> Tensor:

@@ -22,7 +22,13 @@ class Tiered(AllToAll):
         timeout: float | None = None,
     ) -> None:
         super().__init__(group, timeout=timeout)
-        self.nodes = Nodes.of(self.world_size, ranks_per_node)
+        nodes = Nodes.met(self, ranks_per_node)
+        if nodes is None:
+            raise ValueError(
+                f"transport: {self.name} needs nodes of equally many neighbouring ranks, which this group's "
+                "are not; give ranks_per_node=, or use transport='alltoall'"
+            )
+        self.nodes = nodes
         self.node, self.local = divmod(self.rank, self.nodes.size)
         self.lane = Lane(self.device)
         self._calls = itertools.count()
