@@ -197,8 +197,7 @@ class MoELayer(nn.Module):
         """Where experts compute in fp8: whether rows come so, or why not."""
         if self.experts.implementation != "kernels-fp8":
             return ""
-        serial = isinstance(self.strategy, overlap.Serial)
-        reason = self.exchange.not_fp8_rows if serial else "only schedule 'serial' hands rows on in fp8"
+        reason = self.exchange.not_fp8_rows
         return "; rows come in fp8" if reason is None else f"; rows are quantised here: {reason}"
 
     def close(self) -> None:
