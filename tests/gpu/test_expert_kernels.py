@@ -10,7 +10,7 @@ from torch import Tensor
 from imbrex.kernels.experts_ffn import ffn, supports
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
-from imbrex.kernels.experts_tiling import gemm_choices
+from imbrex.kernels.experts_tiling import PAIRED, SHARED, gemm_choices
 from imbrex.kernels.experts_tokens import ffn_tokens
 
 pytestmark = pytest.mark.gpu
@@ -123,6 +123,18 @@ def test_gradient_of_rows(case, tiling: Tiling) -> None:
     d_out[sum(counts) :] = float("nan")
     launch_gemm(Layout.DGRAD, d_out, b, groups.ends_e, out, groups.counter, tiling=tiling)
     check_rows(out, per_expert(counts, d_out, b))
+
+
+@pytest.mark.parametrize("layout", [Layout.FORWARD, Layout.DGRAD], ids=["forward", "gradient"])
+def test_a_cluster_computes_the_same_bits(case, layout: Layout) -> None:
+    counts, a, b = case
+    groups, found = groups_of(counts), []
+    b = b if layout is Layout.FORWARD else b.mT.contiguous()
+    for tiling in (SHARED, PAIRED):
+        found.append(poisoned(a.shape[0], b.shape[1 if layout is Layout.FORWARD else 2]))
+        launch_gemm(layout, a, b, groups.ends_e, found[-1], groups.counter, tiling=tiling)
+        assert groups.counter.tolist() == [0, 0]
+    assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
 
 
 @pytest.mark.parametrize("tiling", WGRAD_TILINGS, ids=str)

@@ -14,6 +14,9 @@ STEP = """
 import torch
 from imbrex.kernels.experts_ffn import ffn
 from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts
+from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm
+from imbrex.kernels.experts_glue import plan_groups
+from imbrex.kernels.experts_tiling import PAIRED
 torch.manual_seed(0)
 for counts, width, inner in (([70, 0, 1, 130], 256, 128), ([3, 2], 1024, 136), ([150, 140], 1024, 256)):
     rows, experts = sum(counts), len(counts)
@@ -30,6 +33,15 @@ for counts, width, inner in (([70, 0, 1, 130], 256, 128), ([3, 2], 1024, 136), (
         torch.autograd.grad(ffn(*leaves, counts, gradients=sums), leaves[0], d_y)
     if inner % 128 == 0:
         ffn_fp8(leaves[0].detach(), quantise_experts(*leaves[1:]), counts)
+groups = plan_groups(torch.tensor([200, 0, 1, 330], device="cuda"))
+a, down = torch.randn(531, 256, device="cuda").bfloat16(), torch.randn(4, 256, 640, device="cuda").bfloat16()
+for layout, epilogue, columns, b in (
+    (Layout.FORWARD, Epilogue.PLAIN, 640, down.mT.contiguous()),
+    (Layout.FORWARD, Epilogue.SWIGLU, 320, down.mT.contiguous()),
+    (Layout.DGRAD, Epilogue.PLAIN, 640, down),
+):
+    out = a.new_empty(531, columns)
+    launch_gemm(layout, a, b, groups.ends_e, out, groups.counter, tiling=PAIRED, epilogue=epilogue)
 torch.cuda.synchronize()
 print("ran")
 """
