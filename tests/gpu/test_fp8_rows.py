@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,10 +14,12 @@ from torch import Tensor
 import imbrex
 from imbrex.codec.fp8 import Fp8
 from imbrex.contracts import Dispatched
+from imbrex.kernels import jit
 from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_fp8_rows import run_dispatch
 from tests.ranks.test_layer import relative
+from tests.unit.test_expand import check_expansion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NVLink needs two GPUs")
@@ -102,3 +107,22 @@ def test_a_layer_keeps_rows_in_fp8(nccl: Pool, tokens: int) -> None:
         assert apart < 2e-2
         assert 4e-2 < off < 8e-2
         assert same
+
+
+@pytest.mark.parametrize("width", [512, 1536, 7168])
+def test_expansion(width: int) -> None:
+    check_expansion(width, "cuda", jit.load)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizers_find_nothing(tool: str) -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not installed")
+    step = "from tests.unit.test_expand import *; from imbrex.kernels import jit\n"
+    step += "check_expansion(1536, 'cuda', jit.load)\nprint('ran')"
+    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+    ran = subprocess.run(
+        [*command, sys.executable, "-c", step], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert "ran" in ran.stdout
