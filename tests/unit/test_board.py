@@ -49,3 +49,12 @@ def test_the_largest_word(file: Path) -> None:
     board = Board(file, 0, 1, timeout_s=1.0)
     for _ in range(3):
         assert board.tell(2**32 - 1) == [2**32 - 1]
+
+
+def test_notes_are_told_with_the_words(file: Path) -> None:
+    boards = [Board(file, rank, 3, timeout_s=20.0) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        for call in range(20):
+            answers = [threads.submit(board.tell, call, 7 * call + rank) for rank, board in enumerate(boards)]
+            assert [answer.result() for answer in answers] == [[call] * 3] * 3
+            assert [board.notes_W for board in boards] == [[7 * call, 7 * call + 1, 7 * call + 2]] * 3

@@ -75,16 +75,20 @@ class NvlinkExchange(ExchangeBase):
         *,
         balanced: bool = False,
         num_sms: int | None = None,
+        traffic: Tensor | None = None,
     ) -> Routed:
         """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
         int32 [L]. tally: int32 [L, W, S]; choices of every rank for every slot are added to it.
         tables: of another placement of as many experts in the same slots; layers share a heap.
         balanced: replicas are chosen by the loads of this batch, as `split_balanced`; else in equal parts.
-        num_sms: blocks; more where a batch needs them.
+        num_sms: blocks; more where a batch needs them. traffic: int32 [L, W, W]; how many tokens of every
+        rank every rank wants, its own included, is written to it.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = self._empty_routed(self.shape.max_tokens)
-        args = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
+        args = self._route_args(
+            ids, weights, tokens, routed, tally, tables, balanced=balanced, traffic=traffic
+        )
         blocks, shared = self.route_blocks, self._route_shared
         if num_sms is not None:
             blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)

@@ -80,12 +80,13 @@ class ExchangeBase:
         tables: Tables | None,
         *,
         balanced: bool,
+        traffic: Tensor | None = None,
     ) -> ctypes.Structure:
         if self.debug:
             check_choices(self.shape, ids, tokens)
         at = self.layout.ids, self.layout.counts, self.layout.tokens
         made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
-        return route_args(*made, *given, tables or self._tables, balanced=balanced)
+        return route_args(*made, *given, tables or self._tables, balanced=balanced, traffic=traffic)
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise `ExchangeError` if a call has failed; without `synchronize`, of those known to have ended."""

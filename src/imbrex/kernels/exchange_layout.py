@@ -76,7 +76,7 @@ def _struct(name: str, pointers: str, offsets: str, numbers: str) -> type[ctypes
 Route = _struct(
     "Route",
     "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row "
-    "counts totals all_tokens tally",
+    "counts totals all_tokens tally traffic",
     "ids_at counts_at tokens_at",
     "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity tensor "
     "replicated slots room",

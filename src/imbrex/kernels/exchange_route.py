@@ -29,6 +29,7 @@ def route_args(
     tables: Tables,
     *,
     balanced: bool,
+    traffic: Tensor | None = None,
 ) -> ctypes.Structure:
     """`at`: where ids, scratch and token counts lie in the heap."""
     most = routed.position_LWTK.shape[2]
@@ -45,7 +46,7 @@ def route_args(
         *map(address_of, (ids, weights, tokens, *tables)),
         *map(address_of, (routed.position_LWTK, routed.weights_LWTK, routed.recv_row_LWT)),
         *map(address_of, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
-        *(address_of(tally), *at),
+        *(address_of(tally), address_of(traffic), *at),
         *(ids.shape[-2], most, shape.choices, shape.experts, shape.most_slots, shape.alignment),
         *(shape.row_capacity, shape.token_capacity, shape.tensor, room > 0, placement.num_slots),
         room if balanced else 0,

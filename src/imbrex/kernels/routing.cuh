@@ -347,6 +347,8 @@ __device__ inline void write_totals(const Call& call, const Route& route, const 
     int* totals = route.totals + call.local * 4;
     int* all_tokens = route.all_tokens + call.local * ranks;
     if (route.tally) add_tally(call, route, s);
+    for (int x = thread; route.traffic && x < ranks * ranks; x += kRouteThreads)
+        route.traffic[call.local * ranks * ranks + x] = s.rank_total[x / ranks * s.owners + x % ranks / route.tensor];
     for (int i = thread; i < route.most_slots; i += kRouteThreads) counts[i] = s.slot_rows[i];
     for (int i = thread; i < ranks; i += kRouteThreads) all_tokens[i] = tokens[i];
     if (thread != 0) return;
@@ -375,4 +377,5 @@ __device__ inline void leave_nothing(const Call& call, const Route& route) {
     for (int i = route_thread(); i < route.most_slots; i += kRouteThreads) route.counts[call.local * route.most_slots + i] = 0;
     for (int i = route_thread(); i < ranks; i += kRouteThreads) route.all_tokens[call.local * ranks + i] = 0;
     if (route_thread() < 4) route.totals[call.local * 4 + route_thread()] = 0;
+    for (int i = route_thread(); route.traffic && i < ranks * ranks; i += kRouteThreads) route.traffic[call.local * ranks * ranks + i] = 0;
 }

@@ -54,6 +54,7 @@ struct Route {
     int* totals;              // [.., 4]: expert-major rows, rows received, overflow, 0
     int* all_tokens;          // [.., W]; tokens of every rank
     int* tally;               // [.., W, S] or null; choices of every rank for every slot are added to it
+    int* traffic;             // [.., W, W] or null; tokens of rank `row` that rank `column` wants, its own included
     i64 ids_at;               // offset in a heap: int32 [2, W, max_tokens * K], then as many floats
     i64 counts_at;            // offset in a heap: scratch of this rank alone, int32 [chunks, E], then [chunks, W], then [chunks, E]
     i64 tokens_at;            // offset in a heap: int32 [2, W]

@@ -11,6 +11,7 @@ from imbrex.kernels.jit import Variant
 
 FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.codec",
+    "imbrex.kernels.compact",
     "imbrex.kernels.experts_ffn",
     "imbrex.kernels.experts_fp8",
     "imbrex.kernels.exchange_kernels",

@@ -24,7 +24,7 @@ BITS = 32
 
 
 class Board:
-    """Two words for every rank: a rank that is one call ahead writes the other.
+    """Two words and two notes for every rank: a rank that is one call ahead writes the others.
 
     path: of a file that every rank can map, made by rank 0 before the others open it.
     """
@@ -32,14 +32,15 @@ class Board:
     def __init__(self, path: Path, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s, self.calls = rank, world_size, timeout_s, 0
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 2 * 8 * world_size)
-        self._words_2W = np.frombuffer(self._memory, dtype=np.int64).reshape(2, world_size)
+            self._memory = mmap.mmap(file.fileno(), 4 * 8 * world_size)
+        self._words_22W = np.frombuffer(self._memory, dtype=np.int64).reshape(2, 2, world_size)
+        self.notes_W = [0] * world_size
 
     @staticmethod
     def make_file(name: int, world_size: int) -> Path:
         """Zeros for a board; removed by whoever made it once every rank has opened it."""
         path = Board.path_of(name)
-        path.write_bytes(bytes(2 * 8 * world_size))
+        path.write_bytes(bytes(4 * 8 * world_size))
         return path
 
     @staticmethod
@@ -47,24 +48,26 @@ class Board:
         shared = Path("/dev/shm")
         return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"imbrex-{name}"
 
-    def tell(self, value: int) -> list[int]:
-        """`value` (0 to 2^32 - 1) of this rank to the values of all ranks in the same call.
+    def tell(self, value: int, note: int = 0) -> list[int]:
+        """`value` (0 to 2^32 - 1) of this rank to the values of all ranks in the same call; their notes, as
+        large, are then in `notes_W`.
 
         Raises RankLostError where a rank does not make the call within the time-out.
         """
-        assert 0 <= value < 1 << BITS
+        assert 0 <= min(value, note) <= max(value, note) < 1 << BITS
         self.calls += 1
-        words_W = self._words_2W[self.calls % 2]
-        words_W[self.rank] = self.calls << BITS | value
+        words_2W = self._words_22W[self.calls % 2]
+        words_2W[:, self.rank] = self.calls << BITS | value, self.calls << BITS | note
         start = time.monotonic()
-        while (words_W >> BITS < self.calls).any():
+        while (words_2W >> BITS < self.calls).any():
             time.sleep(0)
             if time.monotonic() - start > self.timeout_s:
                 # on the host: the words are in memory that the processes share
-                late = [rank for rank, word in enumerate(words_W.tolist()) if word >> BITS < self.calls]
+                late = [rank for rank, word in enumerate(words_2W[0].tolist()) if word >> BITS < self.calls]
                 raise RankLostError(
                     f"dispatch: ranks {late} did not come to call {self.calls} of the exchange within "
                     f"{self.timeout_s} s"
                 )
         # on the host: as above
-        return [word & ((1 << BITS) - 1) for word in words_W.tolist()]
+        values_W, self.notes_W = (words_2W & ((1 << BITS) - 1)).tolist()
+        return values_W

@@ -37,7 +37,8 @@ _shared: weakref.WeakValueDictionary[str, Nvlink] = weakref.WeakValueDictionary(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """What kernels and a heap are made for, besides tokens: the slots of every expert rank, of which `tensor`
-    ranks share one, E experts, K choices, rows of `row_bytes`. compact: rows are received once, too."""
+    ranks share one, E experts, K choices, rows of `row_bytes`. compact: rows are received once, too.
+    alignment: rows of a slot are padded to a multiple."""
 
     rank_offsets: tuple[int, ...]
     tensor: int
@@ -45,6 +46,7 @@ class Size:
     choices: int
     row_bytes: int
     compact: bool = False
+    alignment: int = 1
 
     @property
     def most_slots(self) -> int:
@@ -61,8 +63,8 @@ class Size:
             experts=self.experts,
             most_slots=slots,
             row_bytes=self.row_bytes,
-            alignment=1,
-            row_capacity=ranks * max_tokens * min(self.choices, slots),
+            alignment=self.alignment,
+            row_capacity=ranks * max_tokens * min(self.choices, slots) + slots * (self.alignment - 1),
             token_capacity=(ranks - 1) * max_tokens,
             tensor=self.tensor,
         )
@@ -200,16 +202,18 @@ class Nvlink(Collective):
             path.unlink()
         return board
 
-    def agree_on_call(self, tokens: int, *, fine: bool) -> tuple[int, int | None]:
+    def agree_on_call(self, tokens: int, *, fine: bool, note: int = 0) -> tuple[int, int | None]:
         """Most tokens of a rank in this call, and the first rank whose input is wrong. Every rank's host
-        waits for the others to come to the same call; the GPUs are asked for nothing."""
-        words = self._board.tell(tokens << 1 | int(not fine))
+        waits for the others to come to the same call; the GPUs are asked for nothing. note: 0 to 2^32 - 1;
+        see `agreed`."""
+        words = self._board.tell(tokens << 1 | int(not fine), note)
         wrong = next((rank for rank, word in enumerate(words) if word & 1), None)
         return max(word >> 1 for word in words), wrong
 
-    def agree_on(self, value: int) -> bool:
-        """Whether every rank's host came here with the same number, 0 to 2^32 - 1."""
-        return all(word == value for word in self._board.tell(value))
+    @property
+    def agreed(self) -> bool:
+        """Whether the notes of all ranks were the same in the last call."""
+        return len(set(self._board.notes_W)) == 1
 
     @property
     def capturing(self) -> bool:

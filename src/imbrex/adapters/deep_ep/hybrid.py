@@ -298,12 +298,12 @@ class HybridEPBuffer:
         self, given: Given, kept: Kept, budget: int | None, *, on_host: bool
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Kept, Permutation]:
         """Expert-major rows, their probabilities and scales; what is kept, and where the rows are."""
-        courier, link, pad = self._courier, kept.route, kept.config.pad_multiple
+        courier, link = self._courier, kept.route
         permutation = kept.permutation
-        if permutation is not None and budget is not None:
+        if permutation is not None and budget not in (None, permutation.num_rows):
             permutation = permutation.resize(budget)
         if isinstance(courier, NvlinkCourier) and isinstance(link, Link):
-            permutation = permutation or permute(link, pad, budget, on_host=on_host)
+            permutation = permutation or permute(link, budget, on_host=on_host)
             columns = [given.hidden, *([] if given.scales is None else [given.scales])]
             rows, weights_R = courier.expand(columns, link, permutation)
             probs_R = None if kept.choices.weights_TK is None else weights_R
@@ -312,7 +312,7 @@ class HybridEPBuffer:
         kept = arrived.kept
         assert kept.ids_NK is not None
         permutation = permutation or make_permutation(
-            kept.ids_NK, kept.config.local(self.rank), pad, budget, on_host=on_host
+            kept.ids_NK, kept.config.local(self.rank), kept.config.pad_multiple, budget, on_host=on_host
         )
         weights_NK, scales_NS = arrived.weights_NK, arrived.scales_NS
         probs_R = None if weights_NK is None else permutation.expand_choices(weights_NK)

@@ -44,8 +44,9 @@ def plan_rows(
     }
     if isinstance(courier, NvlinkCourier):
         choices = _choose(courier, given, config.num_experts, problem)
+        routing = choices.ids_TK, choices.weights_TK
         link = courier.plan(
-            call, problem, choices.ids_TK, choices.weights_TK, settings, config.num_experts, columns
+            call, problem, *routing, settings, config.num_experts, columns, config.pad_multiple
         )
         return Kept(route=link, choices=choices, config=config)
     if problem:

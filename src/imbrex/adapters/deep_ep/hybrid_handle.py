@@ -84,7 +84,7 @@ def make_handle(kept: Kept, rank: int) -> HybridHandle:
         local_map_NE = kept.spread((kept.ids_NK >= 0).float())[:, local.start : local.stop].bool()
     device = kept.choices.ids_TK.device
     if isinstance(route, Link):
-        num_rows = route.received
+        num_rows = route.received(rank)
     else:
         num_rows = torch.tensor([route.num_rows], dtype=torch.int32, device=device)
     fields: tuple[Any, ...] = (None, None, None, num_rows, local_map_NE)

@@ -43,10 +43,13 @@ def make_handle(
     wanted_TW: Tensor, rows_WW: Tensor, route: Route | Link, sources_N: Tensor, rank: int
 ) -> DispatchHandle:
     device = wanted_TW.device
-    heads = torch.where(wanted_TW, wanted_TW.cumsum(0) - 1, -1)
+    if isinstance(route, Link):
+        heads = route.compact.place_TW
+    else:
+        heads = torch.where(wanted_TW, wanted_TW.cumsum(0) - 1, -1).int()
     sent = rows_WW[rank][:, None].int().to(device)
-    prefix = rows_WW.cumsum(0).int().to(device)
-    handle = DispatchHandle((prefix, sent, torch.zeros_like(sent), sources_N, wanted_TW, heads.int()))
+    prefix = rows_WW.cumsum(0, dtype=torch.int32).to(device)
+    handle = DispatchHandle((prefix, sent, torch.zeros_like(sent), sources_N, wanted_TW, heads))
     handle.route = route
     return handle
 
@@ -266,15 +269,22 @@ class Buffer(absent.Calls):
             "the bytes of a row": sum(column.shape[1] * column.dtype.itemsize for column in columns),
             "whether num_worst_tokens is given": worst > 0,
         }
-        route, rows_WW = self._plan(problem, wanted_TW, columns, worst, settings)
-        counts = [] if worst else self._count_experts(per_expert, alignment)
-        labels = [torch.arange(route.num_tokens, dtype=torch.int32, device=wanted_TW.device)[:, None] + 1]
+        # Labels are one higher on the way, so that rows to spare, which are zero, read -1.
+        labels = []
         if topk_idx is not None and topk_weights is not None:
             labels += [topk_idx.int() + 1, topk_weights]
-        # Labels are one higher on the way, so that rows to spare, which are zero, read -1.
+        route, rows_WW = self._plan(problem, wanted_TW, [*columns, *labels], worst, settings)
+        counts = [] if worst else self._count_experts(per_expert, alignment)
+        if not isinstance(route, Link):
+            own = torch.arange(route.num_tokens, dtype=torch.int32, device=wanted_TW.device)
+            labels.append(own[:, None] + 1)
         arrived = [pad_rows(part, worst) for part in carry(self._courier, [*columns, *labels], route)]
-        rows, (sources, *choices) = _like(x, arrived[:values]), arrived[values:]
-        handle = make_handle(wanted_TW, rows_WW, route, sources[:, 0] - 1, self.rank)
+        rows, choices = _like(x, arrived[:values]), arrived[values:]
+        if isinstance(route, Link):
+            sources = route.compact.source_R[: route.num_rows].int()
+        else:
+            sources = choices.pop()[:, 0] - 1
+        handle = make_handle(wanted_TW, rows_WW, route, sources, self.rank)
         if not choices:
             return rows, None, None, counts, handle
         ids_NK, weights_NK = self._make_local(choices[0] - 1, choices[1], per_expert.numel())
@@ -293,7 +303,7 @@ class Buffer(absent.Calls):
         if isinstance(courier, NvlinkCourier):
             settings |= {"num_worst_tokens": worst}
             link = _plan_ranks(courier, problem, wanted_TW, columns, settings)
-            rows_WW = courier.tell(wanted_TW.sum(0))
+            rows_WW = link.traffic_WW
             if 0 < worst < world * link.most:
                 # host sync: only where so many might not have room
                 _check_worst(rows_WW.cpu(), [worst] * world)
@@ -331,6 +341,7 @@ class Buffer(absent.Calls):
             return handle.route
         if isinstance(self._courier, NvlinkCourier):
             link = _plan_ranks(self._courier, "", handle[4], columns, {})
+            link = self._courier.sized(link, self.group_size * link.most)
             return replace(link, num_rows=handle[3].shape[0])
         # host sync: only for a handle that was taken apart
         prefix = handle[0].cpu().long()

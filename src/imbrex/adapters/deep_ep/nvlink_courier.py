@@ -22,6 +22,7 @@ from imbrex.adapters.deep_ep.courier import Carrier, cut
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
 from imbrex.codec.cast import as_bytes
 from imbrex.contracts import Transport
+from imbrex.kernels.compact import Placed, place_compact
 from imbrex.kernels.exchange import NvlinkExchange
 from imbrex.kernels.experts_glue import clear_rows
 from imbrex.kernels.routed import Routed
@@ -37,18 +38,30 @@ ALL_EXPERTS = 16
 class Link:
     """Who sends what to whom in one dispatch, on the device.
 
-    size: of the kernels. expert, compact: the routing as expert-major rows, unpadded, and as compact rows.
-    received: int32 [1], compact rows that there are. num_tokens: T. most: tokens of a rank that there is room
-    for. num_rows: rows of the compact tensors that a program holds, `None` before it has any.
+    size: of the kernels. expert: the routing as expert-major rows. traffic_WW: int32; tokens that every rank
+    has for every other. num_tokens: T. most: tokens of a rank that there is room for.
+    placed: the routing as compact rows, and num_rows: rows of the compact tensors that a program holds;
+    `None` before it has any.
     """
 
     size: Size
     expert: Routed
-    compact: Routed
-    received: Tensor
+    traffic_WW: Tensor
     num_tokens: int
     most: int
+    placed: Placed | None = None
     num_rows: int | None = None
+
+    @property
+    def compact(self) -> Placed:
+        assert self.placed is not None
+        return self.placed
+
+    def received(self, rank: int) -> Tensor:
+        """Compact rows that there are: int32 [1]."""
+        if self.placed is not None:
+            return self.placed.received
+        return self.traffic_WW[:, rank].sum(0, dtype=torch.int32).view(1)
 
 
 class NvlinkCourier(Carrier):
@@ -74,18 +87,23 @@ class NvlinkCourier(Carrier):
         settings: Mapping[str, int],
         num_experts: int,
         columns: Sequence[Tensor],
+        alignment: int = 1,
     ) -> Link:
         """Route. ids_TK: int64, -1 drops a choice; experts are spread evenly over the ranks. columns: what
-        will be carried, besides at most 8 bytes a choice and 16."""
+        will be carried, besides at most 8 bytes a choice and 16. alignment: of an expert's rows."""
         tokens, choices = ids_TK.shape
         if not problem and choices > MOST_CHOICES:
             problem = f"{choices} choices a token; NVLink's kernels take {MOST_CHOICES}: use 'alltoall'"
         if self.transport.max_tokens is not None and tokens > self.transport.max_tokens:
             problem = problem or f"{tokens} tokens; Nvlink(max_tokens=) is {self.transport.max_tokens}"
-        most, wrong = self.transport.agree_on_call(tokens, fine=not problem)
+        note = zlib.crc32(repr(sorted(settings.items())).encode())
+        most, wrong = self.transport.agree_on_call(tokens, fine=not problem, note=note)
         if wrong is not None:
             self.raise_problems(call, problem)
-        self._agree(call, settings)
+        if not self.transport.agreed:
+            told = self.transport.exchange_counts(torch.tensor([*settings.values()]))
+            # on the host: counts are told there
+            self.check_alike(call, settings, told.tolist())
         placement = contiguous(num_experts, self.world_size)
         size = Size(
             rank_offsets=placement.rank_offsets,
@@ -93,22 +111,13 @@ class NvlinkCourier(Carrier):
             experts=num_experts,
             choices=choices,
             row_bytes=_row_bytes(columns, 8 * choices + 16),
+            alignment=alignment,
         )
         kernels = self.transport.exchange_for(size, placement, most, Observer())
         given = torch.zeros(ids_TK.shape, device=ids_TK.device) if weights_TK is None else weights_TK.float()
-        routed = kernels.route(ids_TK.long(), given)
-        here_WT = (routed.position_LWTK[0] >= 0).any(-1)
-        compact = torch.full_like(routed.position_LWTK, -1)
-        order_WT = here_WT.flatten().cumsum(0, dtype=torch.int32).view(here_WT.shape)
-        compact[0, :, :, 0] = torch.where(here_WT, order_WT - 1, -1)
-        return Link(
-            size=size,
-            expert=routed,
-            compact=replace(routed, position_LWTK=compact),
-            received=order_WT.flatten()[-1:],
-            num_tokens=tokens,
-            most=most,
-        )
+        traffic_WW = torch.empty(self.world_size, self.world_size, dtype=torch.int32, device=ids_TK.device)
+        routed = kernels.route(ids_TK.long(), given, traffic=traffic_WW)
+        return Link(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, most=most)
 
     def most_choices(self, chosen_T: Tensor, num_experts: int) -> int:
         """Columns of choices for tokens of that many experts: of all where those are few, else what the first
@@ -122,19 +131,17 @@ class NvlinkCourier(Carrier):
             self._most_choices[num_experts] = min(num_experts, max(8, -(-wanted // 8) * 8))
         return self._most_choices[num_experts]
 
-    def _agree(self, call: str, settings: Mapping[str, int]) -> None:
-        """ValueError on every rank where settings differ."""
-        if not self.transport.agree_on(zlib.crc32(repr(sorted(settings.items())).encode())):
-            told = self.transport.exchange_counts(torch.tensor([*settings.values()]))
-            # on the host: counts are told there
-            self.check_alike(call, settings, told.tolist())
-
     def sized(self, link: Link, size: int) -> Link:
-        """With compact tensors of `size` rows, or of as many as are received where that may be more."""
-        if size >= self.world_size * link.most:
-            return replace(link, num_rows=size)
-        # host sync: the size of what is returned
-        return replace(link, num_rows=max(int(link.received), size))
+        """With compact rows, of `size`, or of as many as are received where that may be more."""
+        worst = self.world_size * link.most
+        placed = link.placed
+        if placed is None or len(placed.source_R) < size:
+            given = link.expert, link.traffic_WW, self.rank, link.num_tokens
+            placed = place_compact(*given, max(worst, size), load=self.transport.load)
+        if size < worst:
+            # host sync: the size of what is returned
+            size = max(int(placed.received), size)
+        return replace(link, placed=placed, num_rows=size)
 
     def _kernels(self, link: Link) -> NvlinkExchange:
         return self.transport.exchange_of(link.size, link.expert.position_LWTK.shape[2])
@@ -142,14 +149,12 @@ class NvlinkCourier(Carrier):
     def carry(self, columns: Sequence[Tensor], route: Link) -> list[Tensor]:
         """Columns of a token [T, ...] to columns of compact rows [`num_rows`, ...]; those past what is
         received are zero."""
-        assert route.num_rows is not None
-        source_R = torch.arange(route.num_rows, device=route.received.device)
-        source_R = torch.where(source_R < route.received, source_R, -1)
-        pulled = self.pull(columns[0], route, route.compact, source_R)
+        source_R = route.compact.source_R[: route.num_rows]
+        pulled = self.pull(columns[0], route, route.compact.routed, source_R)
         if len(columns) == 1:
             return [pulled]
         labels = torch.cat([as_bytes(column) for column in columns[1:]], 1)
-        return [pulled, *cut(self.pull(labels, route, route.compact, source_R), columns[1:])]
+        return [pulled, *cut(self.pull(labels, route, route.compact.routed, source_R), columns[1:])]
 
     def pull(self, column: Tensor, link: Link, routed: Routed, source_R: Tensor) -> Tensor:
         """A column of a token to its rows [R, ...]; those whose `source_R` is -1 are zero."""
@@ -175,8 +180,8 @@ class NvlinkCourier(Carrier):
     ) -> list[Tensor]:
         """The first column, bfloat16, summed over a token's ranks by the kernels: float32 [T, D], or bfloat16
         where `rounded`. The others, a few floats a row, go home as they are and are summed there."""
-        summed = [self.combine(columns[0], route, route.compact, rounded=rounded)]
-        position_WT = route.compact.position_LWTK[0, :, :, 0].long()
+        summed = [self.combine(columns[0], route, route.compact.routed, rounded=rounded)]
+        position_WT = route.compact.routed.position_LWTK[0, :, :, 0].long()
         for column in columns[1:]:
             summed.append(self.send_home(pick(column, position_WT))[: route.num_tokens])
         return summed
@@ -266,13 +271,8 @@ def expert_major(link: Link, permutation: Permutation) -> Routed:
     return replace(link.expert, position_LWTK=position)
 
 
-def permute(link: Link, pad_multiple: int, budget: int | None, *, on_host: bool) -> Permutation:
-    """As `make_permutation`, of the tokens of all ranks in place of the rows received: [W * most, K]."""
-    counts_e = link.expert.counts_Le[0].long()
-    ends_e = counts_e.cumsum(0)
-    padded_e = (counts_e + pad_multiple - 1) // pad_multiple * pad_multiple
-    shift_e = padded_e.cumsum(0) - padded_e - (ends_e - counts_e)
+def permute(link: Link, budget: int | None, *, on_host: bool) -> Permutation:
+    """As `make_permutation`, of the tokens of all ranks in place of the rows received, [W * most, K]: as they
+    were routed."""
     position_NK = link.expert.position_LWTK[0].flatten(0, 1).long()
-    expert_NK = torch.searchsorted(ends_e, position_NK, right=True).clamp(max=len(counts_e) - 1)
-    position_NK = torch.where(position_NK < 0, -1, position_NK + shift_e[expert_NK])
-    return place_choices(position_NK, padded_e, budget, on_host=on_host)
+    return place_choices(position_NK, link.expert.counts_Le[0].long(), budget, on_host=on_host)

@@ -1,0 +1,61 @@
+"""`compact.cu`, emulated: the example at its head, and random routings against counting by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from imbrex.kernels.compact import place_compact
+from imbrex.kernels.routed import Routed
+from imbrex.placement.layouts import contiguous
+from tests.emulated import kernel
+from tests.emulated.scenario import Case, make_exchange, make_inputs
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+
+
+def test_the_example_of_its_head() -> None:
+    """Two ranks of three tokens; the own tokens 0 and 2 stay, 1 and 2 go to rank 1, whose token 1 comes."""
+    none = torch.zeros(0, dtype=torch.int32)
+    routed = Routed(
+        position_LWTK=torch.full((1, 2, 3, 2), -1, dtype=torch.int32),
+        weights_LWTK=torch.zeros(1, 2, 3, 2),
+        recv_row_LWT=torch.tensor([[[-1, -1, -1], [-1, 0, -1]]], dtype=torch.int32),
+        send_row_LTW=torch.tensor([[[0, -1], [-1, 0], [0, 1]]], dtype=torch.int32),
+        counts_Le=none,
+        totals_L4=none,
+        tokens_LW=none,
+    )
+    traffic_WW = torch.tensor([[2, 2], [1, 0]], dtype=torch.int32)
+    placed = place_compact(routed, traffic_WW, 0, 3, 6, load=kernel.load)
+    assert placed.routed.position_LWTK[0, :, :, 0].tolist() == [[0, -1, 1], [-1, 2, -1]]
+    assert bool((placed.routed.position_LWTK[..., 1] == -1).all())
+    assert placed.source_R.tolist() == [0, 2, 1, -1, -1, -1]
+    assert placed.place_TW.tolist() == [[0, -1], [-1, 0], [1, 1]]
+    assert placed.received.tolist() == [3]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_tokens_are_placed_by_source_then_token(rank: int) -> None:
+    case = Case(placement=contiguous(6, 3), tokens=(1100, 40, 1030), choices=2, width=8, drop=0.4)
+    exchange, inputs = make_exchange(case, load=kernel.load, timeout=30.0), make_inputs(case)
+    traffic_LWW = torch.full((3, 3, 3), -7, dtype=torch.int32)
+    routed = exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W, traffic=traffic_LWW)
+    exchange.check()
+    wanted_WTW = torch.stack([((inputs.ids_WTK // 2) == rank).any(-1) & (inputs.ids_WTK >= 0).any(-1)
+                              for rank in range(3)], -1)  # fmt: skip
+    for source, tokens in enumerate(case.tokens):
+        wanted_WTW[source, tokens:] = False
+    assert torch.equal(traffic_LWW, wanted_WTW.sum(1).int().expand(3, 3, 3))
+    mine = Routed(
+        **{name: getattr(routed, name)[rank : rank + 1].contiguous() for name in Routed.__dataclass_fields__}
+    )
+    tokens, received = case.tokens[rank], int(wanted_WTW[:, :, rank].sum())
+    placed = place_compact(mine, traffic_LWW[rank], rank, tokens, received + 9, load=kernel.load)
+    here_WT = wanted_WTW[:, :, rank]
+    order_WT = here_WT.flatten().cumsum(0).view_as(here_WT) - 1
+    assert torch.equal(placed.routed.position_LWTK[0, :, :, 0], torch.where(here_WT, order_WT, -1).int())
+    assert placed.source_R.tolist() == [*here_WT.nonzero()[:, 1].tolist(), *[-1] * 9]
+    own_TW = wanted_WTW[rank, :tokens]
+    assert torch.equal(placed.place_TW, torch.where(own_TW, own_TW.cumsum(0) - 1, -1).int())
+    assert placed.received.tolist() == [received]
