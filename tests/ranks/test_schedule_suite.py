@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from imbrex.overlap.choice import choose, predict
 from imbrex.overlap.profile import Profile
 from imbrex.placement import contiguous
 from imbrex.testing import ConformityError, check_schedule
-from tests.emulated import kernel
-from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import SMALL, relative
@@ -229,29 +226,3 @@ def run_measurement(ranks: Ranks, inference: bool) -> bool:
     with torch.inference_mode() if inference else torch.no_grad():
         layer(tokens_of(case, ranks.rank))
     return all(p.grad is None for p in layer.parameters())
-
-
-def run_chunks_over_nvlink(ranks: Ranks) -> list[str]:
-    config = imbrex.MoEConfig(hidden_size=64, intermediate_size=24, num_experts=6, top_k=3)
-    case = Case(config=config, dtype=torch.bfloat16)
-    outputs, said = [], []
-    for schedule in ("serial", "optsche-4"):
-        options = {"transport": EmulatedNvlink(ranks.group), "schedule": schedule}
-        layer = make_layer(replace(case, options=options), ranks.group)
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            outputs.append(layer(tokens_of(case, ranks.rank)))
-        said += [str(one.message) for one in heard if "schedule:" in str(one.message)]
-        said.append(layer.reasons["schedule"])
-    assert torch.equal(*outputs)
-    return said
-
-
-@pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
-def test_chunks_over_nvlink_are_said_to_run_serially(pool: Pool) -> None:
-    """Never silently: the setting cannot take effect there."""
-    serially = "runs serially over nvlink, whose kernels move all rows of a call at once"
-    asked, warned, reason = pool.run(2, run_chunks_over_nvlink)[0]
-    assert asked == "serial: asked for"
-    assert warned == f"schedule: optsche-4: {serially}; transport='alltoall' has chunks"
-    assert reason == f"optsche-4: {serially}"
