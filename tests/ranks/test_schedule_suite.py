@@ -17,7 +17,7 @@ from imbrex.overlap.profile import Profile
 from imbrex.placement import contiguous
 from imbrex.testing import ConformityError, check_schedule
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
-from tests.ranks.pool import Pool, Ranks
+from tests.ranks.pool import Pool, RankError, Ranks
 from tests.ranks.test_layer import SMALL, relative
 
 
@@ -205,6 +205,16 @@ def run_alike(ranks: Ranks) -> list[int]:
     finally:
         auto.measure = before
     return found
+
+
+def run_kept_nowhere(ranks: Ranks, path: str) -> None:
+    case = Case(config=SMALL, options={"transport": "alltoall", "schedule": Auto(path)})
+    make_layer(case, ranks.group)(tokens_of(case, ranks.rank))
+
+
+def test_a_measurement_that_could_not_be_kept_is_not_made(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"nowhere/times\.json is in no folder; make it, or give another"):
+        pool.run(2, run_kept_nowhere, str(tmp_path / "nowhere" / "times.json"))
 
 
 def test_layers_that_are_alike_are_measured_once(pool: Pool) -> None:

@@ -81,9 +81,12 @@ class Auto:
 
     def _profile(self, x_TD: Tensor, routing: Routing, exchange: Exchange, experts: Experts) -> Profile:
         gather = exchange.transport.exchange_counts
-        there = self.path is not None and self.path.exists()
-        if self.path is not None and bool(gather(torch.tensor([int(there)])).min()):
-            return Profile.load(self.path)
+        if self.path is not None:
+            told = gather(torch.tensor([self.path.exists(), self.path.parent.is_dir()]).long())
+            if bool(told[:, 0].min()):
+                return Profile.load(self.path)
+            if not bool(told[0, 1]):
+                raise ValueError(f"schedule: profile {self.path} is in no folder; make it, or give another")
         known, key = self._known(exchange), self._key(x_TD, exchange, experts)
         # A rank that has it waits for one that has not.
         if not bool(gather(torch.tensor([int(key in known)])).min()):
