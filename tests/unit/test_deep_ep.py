@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -43,6 +44,41 @@ def test_installed_modules_are_found_and_real_ones_are_left_alone() -> None:
     assert ran.returncode == 0, ran.stderr
     for line, name in zip(ran.stdout.splitlines(), ("deep_ep", "deep_ep_cpp"), strict=True):
         assert f"another {name} is already imported; call install() before" in line
+
+
+EVENTS = "previous_event async_finish allocate_on_comm_stream"
+ROUTING = "topk_idx topk_weights"
+SIGNATURES = {
+    "Buffer.__init__": "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
+    "allow_nvlink_for_low_latency_mode allow_mnnvl explicitly_destroy enable_shrink comm",
+    "Buffer.get_dispatch_layout": f"topk_idx num_experts {EVENTS}",
+    "Buffer.dispatch": "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank "
+    f"num_tokens_per_expert {ROUTING} expert_alignment num_worst_tokens config {EVENTS}",
+    "Buffer.combine": f"x handle topk_weights bias config {EVENTS}",
+    "HybridEPBuffer.__init__": "group hidden_dim max_num_of_tokens_per_rank num_local_experts use_fp8 "
+    "num_sms_dispatch_api num_sms_combine_api num_sms_preprocessing_api num_blocks_permute "
+    "num_blocks_unpermute load_cached_kernels use_shared_buffer enable_custom_allgather "
+    "num_of_hybrid_ep_ranks_per_nvlink_domain use_mnnvl",
+    "HybridEPBuffer.dispatch": f"hidden scaling_factor {ROUTING} num_of_experts probs routing_map "
+    "num_dispatched_tokens_tensor num_dispatched_tokens handle",
+    "HybridEPBuffer.combine": "hidden probs handle",
+    "HybridEPBuffer.dispatch_with_permute": f"hidden {ROUTING} num_of_experts_per_rank num_of_experts "
+    "use_fp8 routing_map probs scaling_factor num_permuted_tokens pad_multiple handle non_blocking "
+    "fuse_permute_dispatch num_dispatched_tokens use_host_meta",
+    "HybridEPBuffer.combine_with_unpermute": "hidden probs handle pad_multiple fuse_unpermute_combine "
+    "num_dispatched_tokens",
+    "HybridEPBuffer.update_template_config": "hidden_dim num_of_tokens_per_rank num_local_experts "
+    "pad_multiple use_fp8 fuse_permute_dispatch",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_stand_where_programs_put_them(name: str) -> None:
+    """DeepEP's legacy `Buffer` and NVIDIA's `HybridEPBuffer`; what imbrex adds comes after."""
+    kind, call = name.split(".")
+    names = list(inspect.signature(getattr(getattr(deep_ep, kind), call)).parameters)[1:]
+    wanted = SIGNATURES[name].split()
+    assert names[: len(wanted)] == wanted
 
 
 LOW_LATENCY = (
