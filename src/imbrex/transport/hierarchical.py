@@ -26,7 +26,13 @@ class Hierarchical(TwoLevel):
 
     Out: a token goes to its counterpart on each node that wants it; that rank passes it on inside its node.
     Back: ranks hand their partial sums to the token's counterpart on their node, which adds them in rank
-    order and sends one row. A sum on the way is rounded by the codec once more.
+    order and sends one row. A sum on the way is rounded by the codec once more. On two nodes of two, a token
+    of rank 0 that ranks 1, 2 and 3 want:
+
+        out    0 ──INSIDE──▶ 1        0 ──ACROSS──▶ 2 ──PASSED_ON──▶ 3
+        back   1 ──INSIDE──▶ 0        3 ──PASSED_ON──▶ 2, adds its own to that of 3, ──ACROSS──▶ 0
+
+    Six messages, as with `alltoall`, but two of them between nodes instead of four.
 
     Bytes between nodes: one row for every (token, other node) that is wanted, each way. For 2 nodes of 4 and
     8 of 64 experts that is 1.0 row instead of 2.7 with `alltoall`.
