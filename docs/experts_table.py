@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "experts.json"
-MARK, FP8_MARK = "<!-- experts -->", "<!-- experts in fp8 -->"
+LAYER_RESULTS = RESULTS.with_name("layer_fp8.json")
+MARK, FP8_MARK, LAYER_MARK = "<!-- experts -->", "<!-- experts in fp8 -->", "<!-- layer in fp8 -->"
 TITLES = {
     "grouped_gemm": "grouped GEMM alone",
     "ffn": "forward, permuted rows",
@@ -23,7 +24,8 @@ TITLES = {
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri != "experts.md":
         return markdown
-    return markdown.replace(MARK, table()).replace(FP8_MARK, fp8_table())
+    filled = markdown.replace(MARK, table()).replace(FP8_MARK, fp8_table())
+    return filled.replace(LAYER_MARK, layer_table())
 
 
 def table() -> str:
@@ -42,6 +44,26 @@ def fp8_table() -> str:
         return _faster(rows, "imbrex", ours), straight, _faster(rows, "torch", ours)
 
     return _lines(" | ".join(f"{head}: mean, least" for head in heads), figures, (ours,))
+
+
+def layer_table() -> str:
+    """A line per model and operation: microseconds of every way to use fp8."""
+    ways = {
+        "imbrex-serial": "bf16",
+        "imbrex-serial-fp8-experts": "experts in fp8, rows cross in bf16",
+        "imbrex-serial-fp8-decoded": "rows cross in fp8, quantised again",
+        "imbrex-serial-fp8-rows": "rows stay in fp8",
+    }
+    lines = [f"| us | | {' | '.join(ways.values())} |", "|---|---|" + "---|" * len(ways)]
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in json.loads(LAYER_RESULTS.read_text(encoding="utf-8"))["rows"]:
+        case = row["case"]
+        what = f"{case['model']}, {case['M']} tokens on {case['W']} GPUs"
+        found.setdefault((what, row["op"]), {})[row["impl"]] = row["median_us"]
+    for (what, op), times in found.items():
+        cells = what if op == "forward" else "", op, *(f"{times[way]:.0f}" for way in ways)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _faster(rows: dict[str, Any], rival: str, ours: str) -> float:

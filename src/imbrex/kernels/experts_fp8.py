@@ -96,8 +96,8 @@ def ffn_fp8(
 
     Rows expert-major, counts_e int64 on the device, as for `ffn`. No gradients.
     rows_RD: bf16; or, with `scales_RB`, float8_e4m3fn, whose rows may lie apart.
-    scales_RB: float32 [R, D/128]; a value stands for itself times the scale of its 128, as rows cross under
-        the codec `fp8` and DeepEP's fp8 dispatch hands them on.
+    scales_RB: float32 [R, D/128]; a value stands for itself times the scale of its 128, as in rows of the
+        codec `fp8`, and in DeepEP's and DeepGEMM's.
     Raises ValueError where rows and scales do not fit each other.
     """
     if (problem := _misfit(rows_RD, scales_RB)) is not None:
