@@ -9,7 +9,6 @@ import imbrex
 from tests.poison import real_empty
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
-from tests.ranks.test_layer import SPLIT_SLOTS
 
 CONFIG = imbrex.MoEConfig(hidden_size=8, intermediate_size=16, num_experts=6, top_k=2)
 
@@ -52,6 +51,7 @@ def test_fullgraph_equals_eager(pool: Pool, transport: str) -> None:
 
 def test_fullgraph_with_replicas_and_a_codec(pool: Pool) -> None:
     options = {"transport": "alltoall", "codec": "int8"}
-    case = Case(config=CONFIG, tokens=(5, 4, 3, 8), slots=SPLIT_SLOTS, options=options)
-    for worst in pool.run(4, run_compiled, case, "aot_eager"):
+    slots = [[0, 1, 2], [3, 0, 4, 5, -1]]
+    case = Case(config=CONFIG, tokens=(5, 4, 3, 8), slots=slots, options=options)
+    for worst in pool.run(2, run_compiled, case, "aot_eager"):
         assert max(worst.values()) < 1e-5, worst
