@@ -12,7 +12,7 @@ DEMO_OUT ?= runs/demo
 SMOKE := $(VENV)/smoke
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test install lint types unit docs smoke format gpu-test gpu-bench clean
+.PHONY: help demo test install lint types unit matrix docs smoke format gpu-test gpu-bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,9 @@ unit: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/coverage erase
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/unit tests/compile -n 2 --cov --cov-report= --cov-fail-under=0
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/ranks -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-append --cov-report=term
+
+matrix: $(DEV)  ## every codec x transport x schedule x tensor ranks, forward and backward, on 4 and 8 ranks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks/test_matrix.py --matrix full -n 2 $(ARGS)
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
