@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from tests.poison import poison_empty
@@ -36,7 +37,7 @@ class Ranks:
     device: str = "cpu"
 
 
-def warm() -> mp.context.ForkServerContext:
+def warm() -> ForkServerContext:
     """Forks from a server that has loaded what ranks want, and that has one thread."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
