@@ -31,8 +31,9 @@ def check_choices(shape: lay.Shape, ids: Tensor, tokens: Tensor | None) -> None:
     ids_LTK = ids.reshape(-1, *ids.shape[-2:])
     if tokens is not None:
         # host sync: asked for by IMBREX_DEBUG
-        if int(tokens.min()) < 0 or int(tokens.max()) > ids_LTK.shape[1]:
-            raise ValueError(f"exchange: {tokens.tolist()} tokens where ids are of {ids_LTK.shape[1]}")
+        given = tokens.tolist()
+        if min(given) < 0 or max(given) > ids_LTK.shape[1]:
+            raise ValueError(f"exchange: {given} tokens where ids are of {ids_LTK.shape[1]}")
         there = torch.arange(ids_LTK.shape[1], device=ids.device) < tokens.to(ids.device)[:, None]
         ids_LTK = torch.where(there[..., None], ids_LTK, -1)
     sorted_LTK = ids_LTK.sort(-1).values

@@ -1,0 +1,36 @@
+"""What passes between the calls of a legacy `Buffer`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from imbrex.adapters.deep_ep.courier import Route
+from imbrex.adapters.deep_ep.nvlink_courier import Link
+
+
+class DispatchHandle(tuple):
+    """What `combine` and a cached dispatch need: six tensors, in DeepEP's order and with one channel.
+
+    rank_prefix_matrix int32 [W, W]: rows that ranks 0..i send to rank j. channel_prefix_matrix int32 [W, 1]:
+    rows sent to every rank. recv_channel_prefix_matrix int32 [W, 1]: zeros. recv_src_idx int32 [N]: token of
+    every row on its source rank. is_token_in_rank bool [T, W]. send_head int32 [T, W]: place among the rows
+    for a rank, or -1.
+    """
+
+    route: Route | Link
+
+
+def make_handle(
+    wanted_TW: Tensor, rows_WW: Tensor, route: Route | Link, sources_N: Tensor, rank: int
+) -> DispatchHandle:
+    device = wanted_TW.device
+    if isinstance(route, Link):
+        heads = route.compact.place_TW
+    else:
+        heads = torch.where(wanted_TW, wanted_TW.cumsum(0) - 1, -1).int()
+    sent = rows_WW[rank][:, None].int().to(device)
+    prefix = rows_WW.cumsum(0, dtype=torch.int32).to(device)
+    handle = DispatchHandle((prefix, sent, torch.zeros_like(sent), sources_N, wanted_TW, heads))
+    handle.route = route
+    return handle
