@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imbrex.kernels.compact import place_compact
+from imbrex.kernels.compact import index_rows, place_compact
 from imbrex.kernels.routed import Routed
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
@@ -59,3 +59,12 @@ def test_tokens_are_placed_by_source_then_token(rank: int) -> None:
     own_TW = wanted_WTW[rank, :tokens]
     assert torch.equal(placed.place_TW, torch.where(own_TW, own_TW.cumsum(0) - 1, -1).int())
     assert placed.received.tolist() == [received]
+
+
+def test_rows_know_their_tokens() -> None:
+    """The example at its head, and a choice past the rows."""
+    position = torch.tensor([[[[2, -1], [0, 1]], [[-1, 7], [4, -1]]]], dtype=torch.int32)
+    weights = torch.tensor([[[[0.5, 9.0], [0.25, 1.0]], [[9.0, 9.0], [2.0, 9.0]]]])
+    source_R, weights_R = index_rows(position, weights, 6, load=kernel.load)
+    assert source_R.tolist() == [1, 1, 0, -1, 3, -1]
+    assert weights_R.tolist() == [0.25, 1.0, 0.5, 0.0, 2.0, 0.0]

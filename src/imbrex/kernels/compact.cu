@@ -72,3 +72,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) place_compact(const __
     for (int r = all + static_cast<int>(blockIdx.x) * kThreads + thread; r < compact.rows; r += blocks * kThreads) compact.source[r] = -1;
     if (blockIdx.x == 0 && thread == 0) compact.received[0] = all;
 }
+
+// Where every expert-major row comes from, and its gate weight; the rows that no choice has are as they were.
+// position {2, -1, 0, 1}, K = 2, weights {.5, 9, .25, 1}: source {1, 1, 0}, weights {.25, 1, .5}.
+extern "C" __global__ void __launch_bounds__(256)
+    index_rows(const int* position, const float* weights, int count, int choices, int rows, i64* source, float* weights_R, int blocks) {
+    for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += blocks * 256) {
+        const int row = position[i];
+        if (row < 0 || row >= rows) continue;
+        source[row] = i / choices;
+        weights_R[row] = weights[i];
+    }
+}

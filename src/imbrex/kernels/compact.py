@@ -1,4 +1,5 @@
-"""Compact rows with the own tokens in their place, in one launch: the host's side of `compact.cu`."""
+"""Compact rows with the own tokens in their place, and where expert-major rows come from, in a launch each:
+the host's side of `compact.cu`."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from imbrex.kernels import jit
 from imbrex.kernels.routed import Routed
 
 PLACE = jit.Variant(source="compact.cu", entry="place_compact")
+INDEX = jit.Variant(source="compact.cu", entry="index_rows")
 THREADS, SHARED_BYTES = 1024, 4 * 33
+INDEX_THREADS, INDEX_BLOCKS = 256, 264
 
 
 def shipped_variants() -> list[jit.Variant]:
-    return [PLACE]
+    return [PLACE, INDEX]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,3 +65,19 @@ def place_compact(
     blocks = ranks * -(-most // THREADS)
     load(PLACE, device).launch(grid=blocks, block=THREADS, smem=SHARED_BYTES, args=[jit.ByValue(packed)])
     return placed
+
+
+def index_rows(
+    position: Tensor, weights: Tensor, num_rows: int, *, load: Callable[..., Any] = jit.load
+) -> tuple[Tensor, Tensor]:
+    """position, weights: int32 and float32 [1, W, T, K]; row and gate weight of every choice.
+
+    Returns of every row the token among those of all ranks, int64 [num_rows], and the weight, float32; of
+    padding -1 and 0.
+    """
+    source_R = torch.full((num_rows,), -1, dtype=torch.int64, device=position.device)
+    weights_R = torch.zeros(num_rows, device=position.device)
+    blocks = INDEX_BLOCKS if position.is_cuda else 2
+    args = [position, weights, position.numel(), position.shape[-1], num_rows, source_R, weights_R, blocks]
+    load(INDEX, position.device).launch(grid=blocks, block=INDEX_THREADS, args=args)
+    return source_R, weights_R

@@ -22,7 +22,7 @@ from imbrex.adapters.deep_ep.courier import Carrier, cut
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
 from imbrex.codec.cast import as_bytes
 from imbrex.contracts import Transport
-from imbrex.kernels.compact import Placed, place_compact
+from imbrex.kernels.compact import Placed, index_rows, place_compact
 from imbrex.kernels.exchange import NvlinkExchange
 from imbrex.kernels.experts_glue import clear_rows
 from imbrex.kernels.routed import Routed
@@ -243,8 +243,10 @@ class NvlinkCourier(Carrier):
         self, columns: Sequence[Tensor], link: Link, permutation: Permutation
     ) -> tuple[list[Tensor], Tensor]:
         """Columns of a token to expert-major rows [P, ...], padding zero, and the weight of every row."""
-        source_R, weights_R = permutation.index(link.expert.weights_LWTK[0].flatten(0, 1))
-        routed = expert_major(link, permutation)
+        routed, size = expert_major(link, permutation), permutation.num_rows
+        source_R, weights_R = index_rows(
+            routed.position_LWTK, routed.weights_LWTK, size, load=self.transport.load
+        )
         return [self.pull(column, link, routed, source_R) for column in columns], weights_R
 
 
@@ -274,5 +276,5 @@ def expert_major(link: Link, permutation: Permutation) -> Routed:
 def permute(link: Link, budget: int | None, *, on_host: bool) -> Permutation:
     """As `make_permutation`, of the tokens of all ranks in place of the rows received, [W * most, K]: as they
     were routed."""
-    position_NK = link.expert.position_LWTK[0].flatten(0, 1).long()
+    position_NK = link.expert.position_LWTK[0].flatten(0, 1)
     return place_choices(position_NK, link.expert.counts_Le[0].long(), budget, on_host=on_host)

@@ -19,7 +19,8 @@ from imbrex import plan, rows
 class Permutation:
     """Where the choices of the rows received stand.
 
-    position_NK: int64; expert-major row of a choice, -1 where it is another rank's or was dropped.
+    position_NK: int64, or int32 over NVLink; expert-major row of a choice, -1 where it is another rank's or
+    was dropped.
     counts_e: int64; rows of every local expert, padding included, none past the P rows.
     overflow: int32 [1]; not 0 where rows were dropped for want of room. num_rows: P.
     on_host_e: `counts_e` on the host, where a program asked for it there.
