@@ -103,6 +103,17 @@ def test_the_command_writes_rows_a_plot_and_the_text(
     assert (tmp_path / "schemoe-table-10.md").read_text() in said
 
 
+def test_a_busy_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(command, "find", lambda name, asked: _made(asked))
+    monkeypatch.setattr(command.os, "cpu_count", lambda: 2)
+    for load, said in ((0.9, ""), (1.5, "imbrex: others were using the machine (load 1.5 on 2 cores when ")):
+        monkeypatch.setattr(command.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert main(["reproduce", "schemoe-table-1", "--out", str(tmp_path)]) == 0
+        err = capsys.readouterr().err
+        assert err.startswith(said)
+        assert bool(err) == bool(said)
+
+
 def test_the_list_and_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
     said = capsys.readouterr().out

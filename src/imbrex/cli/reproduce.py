@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     folder = Path(args.out)
     _make(folder)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
     try:
         finding = find(args.name, Asked(full=args.full, rounds=args.rounds, data=tuple(args.data)))
     except RuntimeError as error:
@@ -39,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
     text = finding.text()
     (folder / f"{args.name}.md").write_text(text)
     sys.stdout.write(f"{text}\nrows: {results}\nplot: {picture}\n")
+    if load > cores / 2:
+        busy = f"load {load:.1f} on {cores} cores when this began"
+        print(f"imbrex: others were using the machine ({busy}): timings are of that too", file=sys.stderr)
     words = ["imbrex reproduce", args.name, *(["--full"] if args.full else [])]
     words += ["--rounds", str(args.rounds)] if args.rounds else []
     write_results(results, finding.question, describe_run(" ".join(words)), finding.rows)
