@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -268,8 +269,23 @@ def test_unknown_names() -> None:
         overlap.make("optimal")
     with pytest.raises(ValueError, match="'best' is not a scheduler; use one of sequential"):
         Pipelined("best")
+    with pytest.raises(ValueError, match="'best' is not a scheduler"):
+        overlap.Auto(scheduler="best")
     made: Any = overlap.make(reversed_moves)
     assert (made.name, made.degree) == ("reversed_moves-2", 2)
+    made = overlap.make(partial(reversed_moves))
+    assert made.orders() == Pipelined(reversed_moves, 2).orders()
+
+
+def test_names_of_schedulers() -> None:
+    for name, says in (("optsche", "is taken"), ("auto", "is taken"), ("best-4", "like a number of chunks")):
+        with pytest.raises(ValueError, match=says):
+            overlap.register(name, reversed_moves)
+    try:
+        overlap.register("mine", reversed_moves)
+        assert overlap.make("mine-3").name == "mine-3"
+    finally:
+        SCHEDULERS.pop("mine")
 
 
 def test_split_by_source() -> None:

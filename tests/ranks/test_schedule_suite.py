@@ -71,6 +71,7 @@ def moves_first(times) -> Order:
             "1 chunks: move_back of chunk 0 is missing|2 chunks: .* missing|another order for the same times",
         ),
         (moves_first, "1 chunks: schedule: .*has a cycle"),
+        (repr, "comes out instead of an Order"),
     ],
 )
 def test_a_schedule_that_breaks_the_contract_is_found(pool: Pool, schedule: Any, says: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -166,6 +168,10 @@ def test_wrong_bytes_are_refused_when_the_layer_is_made() -> None:
         imbrex.MoELayer(config, codec=TooShort())
 
 
+def give_nothing() -> Any:
+    return None
+
+
 def test_names() -> None:
     with pytest.raises(ValueError, match=r"'int9' is not known; use one of identity, .*zfp2d-4 to zfp2d-16"):
         make("int9")
@@ -175,8 +181,12 @@ def test_names() -> None:
         register("mine", Drifting)
         register("mine", Drifting)
         assert isinstance(make("mine"), Drifting)
+        register("nothing", give_nothing)
+        with pytest.raises(ValueError, match="codec: None has no name, nbytes, encode, decode; give a name"):
+            make("nothing")
     finally:
         CODECS.pop("mine")
+        CODECS.pop("nothing", None)
 
 
 def test_bf16_rows_of_float16() -> None:

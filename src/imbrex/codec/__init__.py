@@ -55,7 +55,7 @@ def make(codec: str | Codec) -> Codec:
             f"codec: {codec!r} is not known; use one of {', '.join(known)}, zfp1d-4 to zfp1d-16, zfp2d-4 to "
             "zfp2d-16, or a Codec object"
         )
-    return CODECS[codec]()
+    return given.piece("codec", CODECS[codec]())
 
 
 def make_wire(codec: str | Codec | Wire | Mapping[str, str | Codec]) -> Wire:

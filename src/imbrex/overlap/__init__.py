@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from types import FunctionType
 from typing import cast
 
 from imbrex import given
 from imbrex.contracts import Strategy
 from imbrex.exchange import Exchange
+from imbrex.overlap import schedulers
 from imbrex.overlap.auto import Auto
 from imbrex.overlap.pipelined import Pipelined, split_by_source
-from imbrex.overlap.schedulers import SCHEDULERS, Scheduler, register
+from imbrex.overlap.schedulers import SCHEDULERS, Scheduler
 from imbrex.overlap.serial import Serial
 from imbrex.overlap.tasks import Kind, Order, Task, Times, makespan, tasks
 
@@ -40,7 +40,7 @@ def make(strategy: str | Strategy | Scheduler) -> Strategy:
     """A strategy by name, or the object itself. `optsche-4` is the scheduler `optsche` with 4 chunks; without
     a number, 2, as a scheduler's function has. Raises ValueError that lists the names known, or says what an
     object lacks."""
-    if isinstance(strategy, FunctionType):
+    if callable(strategy) and not isinstance(strategy, type) and not hasattr(strategy, "run"):
         return Pipelined(strategy)
     if not isinstance(strategy, str):
         return given.piece("schedule", cast("Strategy", strategy))
@@ -53,6 +53,16 @@ def make(strategy: str | Strategy | Scheduler) -> Strategy:
     raise ValueError(
         f"schedule: {strategy!r} is not known; use one of {known}, with a degree as in optsche-4"
     )
+
+
+def register(name: str, scheduler: Scheduler) -> None:
+    """Let `schedule=name` stand for `scheduler`. Raises ValueError where the name is taken or could not be
+    told from a scheduler with a number of chunks."""
+    if name in STRATEGIES:
+        raise ValueError(f"schedule: the name {name!r} is taken; choose another")
+    if re.fullmatch(r".*-\d+", name):
+        raise ValueError(f"schedule: {name!r} ends like a number of chunks; choose another name")
+    schedulers.register(name, scheduler)
 
 
 def reason(strategy: Strategy, exchange: Exchange) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from imbrex.contracts import Experts, Routing
 from imbrex.exchange import Exchange
 from imbrex.overlap.choice import Choice, choose
-from imbrex.overlap.pipelined import Pipelined, parameters_of
+from imbrex.overlap.pipelined import Pipelined, find, parameters_of
 from imbrex.overlap.profile import Profile
 from imbrex.overlap.profiler import measure
 from imbrex.overlap.serial import Serial
@@ -45,6 +45,8 @@ class Auto:
                 f"schedule: auto with degrees {tuple(degrees)}; give numbers of chunks from 1 on"
             )
         self.path, self.degrees = None if profile is None else Path(profile), tuple(degrees)
+        if scheduler is not None:
+            find(scheduler)
         self.scheduler, self.name = scheduler, name
         self.choices: weakref.WeakKeyDictionary[Exchange, Choice] = weakref.WeakKeyDictionary()
         self._running: weakref.WeakKeyDictionary[Exchange, Pipelined] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ from imbrex.exchange import Exchange
 from imbrex.experts import Experts
 from imbrex.overlap.pipelined import Pipelined, find
 from imbrex.overlap.schedulers import Scheduler
-from imbrex.overlap.tasks import check, tasks
+from imbrex.overlap.tasks import Order, check, tasks
 from imbrex.placement import contiguous
 from imbrex.testing.conformity import ConformityError, on, require
 from imbrex.testing.experts import close
@@ -42,13 +42,13 @@ def check_schedule(
     strategies: list[Strategy] = []
     if isinstance(schedule, str) and schedule not in overlap.SCHEDULERS:
         strategies.append(overlap.make(schedule))
-    elif isinstance(schedule, str) or not hasattr(schedule, "run"):
+    elif isinstance(schedule, str) or (callable(schedule) and not hasattr(schedule, "run")):
         scheduler: Any = find(schedule)  # pyright: ignore[reportArgumentType]
         for degree in degrees:
             _check_orders(scheduler, degree, seed)
             strategies.append(Pipelined(scheduler, degree))
     else:
-        strategies.append(schedule)  # pyright: ignore[reportArgumentType]
+        strategies.append(overlap.make(schedule))
     for strategy in strategies:
         for tokens in (TOKENS, (1, 2), (0,)):
             found = ""
@@ -75,6 +75,7 @@ def _check_orders(scheduler: Scheduler, degree: int, seed: int) -> None:
         times = {task: drawn.random() for task in tasks(degree)}
         with on(f"{degree} chunks"):
             order = scheduler(times)
+            require(isinstance(order, Order), f"{order!r} comes out instead of an Order")
             check(order, degree)
         again = scheduler(dict(reversed(times.items())))
         require(again == order, f"{degree} chunks: another order for the same times")
