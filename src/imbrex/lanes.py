@@ -67,13 +67,13 @@ class Begun:
 
 
 class Mark:
-    """A point in what the caller has queued on a device, on its current stream. On a CPU, the past."""
+    """A point in what is queued on a stream, the caller's where none is given. On a CPU, the past."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
         self._event: Any = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
+            self._event.record(stream or torch.cuda.current_stream(device))
 
     @property
     def passed(self) -> bool:
@@ -130,13 +130,14 @@ class Line:
         """Queue `work`; `finish` of what comes back waits for it and returns its result."""
         if self._stream is None:
             return Queued(work(), Mark(self.device), Mark(self.device))
-        ready, before = Mark(self.device), self._last
+        caller, before = torch.cuda.current_stream(self.device), self._last
+        Mark(self.device, caller).hold(self._stream)
+        begins = Mark(self.device, self._stream)
         with torch.cuda.stream(self._stream):
-            ready.hold()
-            begins = Mark(self.device)
-            made = self._last = Queued(work(), begins, Mark(self.device))
+            result = work()
+        made = self._last = Queued(result, begins, Mark(self.device, self._stream))
         if before is None or before.waited:
-            begins.hold()
+            begins.hold(caller)
         else:
             before.next = made
         return made

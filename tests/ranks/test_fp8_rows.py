@@ -16,7 +16,7 @@ from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.pool import Pool, Ranks
 
-WIDTH, TOKENS = 1536, (5, 0, 3, 8)
+WIDTH, TOKENS = 1536, (5, 3, 0, 8)
 SLOTS = {4: [[0, 1], [2, 3, 0], [4, 5], [1, -1]], 2: [[0, 1, 2], [3, 4, 5]], 1: [[0, 1, 2, 3, 4, 5]]}
 """By the number of expert ranks."""
 
@@ -91,6 +91,7 @@ class Noting(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.trained = torch.nn.Parameter(torch.ones(1))
         self.seen: list[str] = []
 
     def forward(self, dispatched: Dispatched) -> Tensor:

@@ -20,6 +20,7 @@ from imbrex.overlap.engine import execute
 from imbrex.overlap.schedulers import Scheduler
 from imbrex.overlap.serial import Serial
 from imbrex.overlap.tasks import Kind, Order, Times, check, tasks
+from imbrex.tracing import differentiated
 
 Split = Callable[[int, int, int, int], Sequence[int]]
 """Tokens of every chunk, from the tokens of a rank, the degree, the rank and the number of ranks."""
@@ -130,7 +131,14 @@ class Pipelined:
         split = split_evenly if exchange.transport.replicated else self.split
         sizes = split(x_TD.shape[0], orders.degree, geometry.rank, exchange.world_size)
         parameters = tuple(parameters_of(experts))
-        call = _Call(exchange=exchange, experts=experts, ids_TK=routing.ids_TK, orders=orders, sizes=sizes)
+        call = _Call(
+            exchange=exchange,
+            experts=experts,
+            ids_TK=routing.ids_TK,
+            orders=orders,
+            sizes=sizes,
+            differentiated=differentiated(x_TD, routing.weights_TK, added, *parameters),
+        )
         return _Run.apply(call, x_TD, routing.weights_TK, added, *parameters)
 
     def _agree(self, exchange: Exchange) -> Orders:
@@ -190,6 +198,7 @@ class _Call:
     ids_TK: Tensor
     orders: Orders
     sizes: Sequence[int]
+    differentiated: bool
 
 
 class _Run(torch.autograd.Function):
@@ -198,7 +207,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: _Call, x_TD: Tensor, weights_TK: Tensor, addend_TD: Tensor | None, *parameters):
-        keep = any(ctx.needs_input_grad)
+        keep = call.differentiated
         routing = Routing(ids_TK=call.ids_TK, weights_TK=weights_TK)
         work = Forward(
             call.exchange,

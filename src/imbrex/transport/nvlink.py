@@ -121,7 +121,7 @@ class Nvlink(Collective):
         small_sms: int = 64,
         push_sms: int = 16,
         combine_sms: int = 96,
-        beside_sms: int = 24,
+        beside_sms: int = 32,
         exact_rows: bool = False,
     ) -> None:
         super().__init__(group, timeout=timeout)
