@@ -65,7 +65,7 @@ def measure(rank: int, world: int, args: argparse.Namespace, run: dict[str, Any]
                     name: _call(overlap.make(name), race, exchange, inputs, training=op == "layer")
                     for name in args.schedules.split(",")
                 }
-                found = _rows(race, args, tokens, op, calls)
+                found = _rows(race, exchange, args, tokens, op, calls)
                 rows += found
                 if rank == 0:
                     _tell(found)
@@ -104,7 +104,7 @@ def _call(strategy: Any, race: Race, exchange: Exchange, inputs: Inputs, *, trai
 
 
 def _rows(
-    race: Race, args: argparse.Namespace, tokens: int, op: str, calls: dict[str, Call]
+    race: Race, exchange: Exchange, args: argparse.Namespace, tokens: int, op: str, calls: dict[str, Call]
 ) -> list[dict[str, Any]]:
     truth = calls["serial"]()
     error = {name: _difference(call(), truth) for name, call in calls.items()}
@@ -120,7 +120,8 @@ def _rows(
     case = {"model": race.model, "M": tokens, "T": tokens // race.world, "W": race.world, "K": shape.top_k}
     case |= {"D": shape.hidden_size, "F": shape.intermediate_size, "E": shape.num_experts}
     case |= {"codec": args.codec, "transport": "nvlink", "dtype": "bfloat16", "network": "nvlink"}
-    case |= {} if args.sms is None else {"beside_sms": args.sms}
+    transport: Any = exchange.transport
+    case |= {"beside_sms": transport.sms_beside.dispatch}
     found = []
     for name, times in zip(calls, slowest.tolist(), strict=True):
         row = {"op": op, "impl": name, "case": case, "n": len(times), "error": error[name]}
