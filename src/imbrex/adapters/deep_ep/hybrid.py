@@ -26,7 +26,7 @@ from imbrex.adapters.deep_ep.hybrid_handle import (
     make_handle,
     read_handle,
 )
-from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier, expert_major, permute, pick
+from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier, expert_major, permute
 from imbrex.adapters.deep_ep.permuted import Permutation, make_permutation
 from imbrex.contracts import Transport
 from imbrex.handshake import agree
@@ -264,11 +264,7 @@ class HybridEPBuffer:
         courier, link = self._courier, kept.route
         if isinstance(courier, NvlinkCourier) and isinstance(link, Link):
             routed = expert_major(link, permutation)
-            y_TD = courier.combine(hidden, link, routed, rounded=True)
-            if probs is None:
-                return y_TD, None
-            values_WTK = pick(probs, routed.position_LWTK[0].long())
-            return y_TD, courier.send_home(values_WTK)[: link.num_tokens]
+            return courier.combine(hidden, link, routed, rounded=True, values=probs)
         columns, dtypes = [permutation.reduce(hidden)], [hidden.dtype, torch.float32]
         columns += [] if probs is None else [permutation.pick(probs)]
         summed = bring_home(courier, columns, dtypes[: len(columns)], link, rounded=False)

@@ -180,20 +180,28 @@ class NvlinkCourier(Carrier):
     ) -> list[Tensor]:
         """The first column, bfloat16, summed over a token's ranks by the kernels: float32 [T, D], or bfloat16
         where `rounded`. The others, a few floats a row, go home as they are and are summed there."""
-        summed = [self.combine(columns[0], route, route.compact.routed, rounded=rounded)]
+        summed = [self.combine(columns[0], route, route.compact.routed, rounded=rounded)[0]]
         position_WT = route.compact.routed.position_LWTK[0, :, :, 0].long()
         for column in columns[1:]:
             summed.append(self.send_home(pick(column, position_WT))[: route.num_tokens])
         return summed
 
-    def combine(self, rows_RD: Tensor, link: Link, routed: Routed, *, rounded: bool) -> Tensor:
+    def combine(
+        self, rows_RD: Tensor, link: Link, routed: Routed, *, rounded: bool, values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Rows of a token summed on its ranks, and the sums at home, in rank order: [T, D]. Kernels sum
-        bfloat16; other rows are summed here and cross as float32 in equal pieces, a slow path."""
+        bfloat16; other rows are summed here and cross as float32 in equal pieces, a slow path.
+
+        values: a number of every row, [R]; of a token's choices they come home too, float32 [T, K].
+        """
         if rows_RD.dtype != torch.bfloat16:
             position_NK = routed.position_LWTK[0].flatten(0, 1).long()
             sums_ND = rows.reduce(rows_RD, position_NK, None, position_NK.shape[1])
             y_TD = self.send_home(sums_ND.view(self.world_size, -1, rows_RD.shape[1]))[: link.num_tokens]
-            return y_TD.to(rows_RD.dtype) if rounded else y_TD
+            home_TK = None
+            if values is not None:
+                home_TK = self.send_home(pick(values, routed.position_LWTK[0].long()))[: link.num_tokens]
+            return y_TD.to(rows_RD.dtype) if rounded else y_TD, home_TK
         width = rows_RD.shape[1]
         if 2 * width > link.size.row_bytes:
             raise ValueError(
@@ -201,14 +209,21 @@ class NvlinkCourier(Carrier):
                 "wide as those that were dispatched"
             )
         given = F.pad(rows_RD, [0, -width % (ROW_MULTIPLE // 2)]).contiguous()
-        return self._kernels(link).combine(
+        numbers = None
+        if values is not None:
+            home_TK = values.new_empty(link.num_tokens, link.size.choices, dtype=torch.float32)
+            some = values if len(values) else values.new_zeros(1)  # an empty tensor has no address
+            numbers = some.float().contiguous(), home_TK
+        y_TD = self._kernels(link).combine(
             given[None],
             routed,
             weighted=False,
             num_sms=self.transport.sms.combine,
             num_tokens=link.num_tokens,
             out_dtype=torch.bfloat16 if rounded else torch.float32,
-        )[:, :width]
+            values=numbers,
+        )
+        return y_TD[:, :width], None if numbers is None else numbers[1]
 
     def send_home(self, given_WTC: Tensor) -> Tensor:
         """float32 [W, most, ...] for the tokens of every rank, summed at home in rank order: [most, ...]."""
