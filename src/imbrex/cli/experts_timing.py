@@ -158,7 +158,9 @@ def gemm_calls(product: str, work: Work) -> dict[str, Call]:
     out = a.new_empty(a.shape[0], weight.shape[1])
     groups = plan_groups(work.counts_e)
     sms, shape = multiprocessors(a.get_device()), (out.shape[0], out.shape[1])
-    tiling = choose_tiling(Layout.FORWARD, Epilogue.PLAIN, a.shape[0], weight.shape[0], shape, sms=sms)
+    tiling = choose_tiling(
+        Layout.FORWARD, Epilogue.PLAIN, a.shape[0], weight.shape[0], shape, sms=sms, depth=a.shape[1]
+    )
 
     def ours() -> None:
         launch_gemm(

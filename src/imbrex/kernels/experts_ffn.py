@@ -373,6 +373,7 @@ def _gemm(
             groups.ends_e.numel(),
             (out.shape[-2], out.shape[-1]),
             sms=multiprocessors(a.get_device()),
+            depth=a.shape[1],
         ),
         epilogue=epilogue,
         gate_up=gate_up,

@@ -202,7 +202,9 @@ def _gemm(
 ) -> None:
     ends_e, shape = groups.ends_e, (out.shape[0], out.shape[1])
     sms = multiprocessors(a.get_device())
-    tiling = choose_tiling(Layout.FORWARD, epilogue, a.shape[0], ends_e.numel(), shape, sms=sms, fp8=True)
+    tiling = choose_tiling(
+        Layout.FORWARD, epilogue, a.shape[0], ends_e.numel(), shape, sms=sms, depth=a.shape[1], fp8=True
+    )
     launch_gemm(
         Layout.FORWARD,
         a,

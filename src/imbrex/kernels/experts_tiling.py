@@ -1,9 +1,11 @@
 """Which tile a grouped GEMM gets: a small measured model. Every choice gives the same numbers.
 
 A product's time is taken as waves of tiles over the SMs, times the cost of a tile in units of a full one of
-128 x 256 (measured on an H200 at 4 to 1024 rows an expert). Where tiles are plentiful the largest wins; with
-few rows or few experts the smaller ones fill the SMs. Example: 2 experts of 64 rows, 4096 columns: 32 tiles
-of 128 x 256 keep 32 of 132 SMs busy for 1.0, 128 tiles of 64 x 128 all of them for 0.4 (measured 140, 67 us).
+128 x 256, or as the time to read the weights (measured on an H200, 1 to 4096 rows an expert). Rows that one
+expert has above the mean another has below it; equal experts count once, a standard deviation apart twice.
+Where tiles are plentiful the largest wins; with few rows or few experts the smaller ones fill the SMs.
+Example: 2 experts of 64 rows, 4096 columns: 32 tiles of 128 x 256 keep 32 of 132 SMs busy for 1.0, 128 tiles
+of 64 x 128 all of them for 0.36 (measured 140, 67 us).
 """
 
 from __future__ import annotations
@@ -30,9 +32,14 @@ can be stored whole while the next one is computed (1 to 3 % over `SHARED`)."""
 
 PAIRED, PAIRED_STAGED = SHARED._replace(cluster=2), STAGED._replace(cluster=2)
 """Two blocks share the weights' columns: fewer reads of L2, and two row tiles read them at the same time."""
+_PAIRS = {SHARED: PAIRED, STAGED: PAIRED_STAGED}
+_PAIRED_WAVES, _PAIRED_DEPTH, _PAIRED_DEPTH_FP8 = 3.5, 36_000, 54_000
+"""Waves, and waves times depth (400 us in bf16), from which a pair is faster: it starts 1 us later, waits for
+the slower of its blocks and fills the last wave by twos. From there 1.02 of a block's rate, 0.97 to 1.15."""
 
-_COSTS = {SHARED: 1.0, LOW: 0.65, NARROW: 0.62, SMALL: 0.4}
-_READ = {SHARED: 1.02, LOW: 1.0, NARROW: 1.2, SMALL: 1.0}
+_COSTS = {SHARED: 1.0, LOW: 0.7, NARROW: 0.74, SMALL: 0.36}
+"""Fitted, with what follows, to 190 products of 1 to 4096 rows an expert: 1.02 times the best tile's time."""
+_READ = {SHARED: 1.02, LOW: 1.0, NARROW: 1.2, SMALL: 1.01}
 """Time to read the weights over the least: less is on its way at once."""
 FP8_TILINGS = (SHARED, STAGED, LOW, PAIRED, PAIRED_STAGED)
 """A tile of 256 columns holds whole blocks of 128, of gate and of up."""
@@ -44,6 +51,8 @@ _PANEL_COST = 1.43
 """Reading 256 columns of an expert's weights from memory, over a full tile: 4.27 TB/s, 783 TFLOP/s."""
 _READ_AGAIN = 0.1
 """Of that, for every further row tile of an expert: some find the columns gone from L2."""
+_READ_IDLE = 0.2
+"""Of that, for every wave that the last one leaves idle, over the number of waves."""
 _LARGE_GRADIENT = 8 << 20
 """Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
 
@@ -57,10 +66,11 @@ def choose_tiling(
     out: tuple[int, int],
     *,
     sms: int,
+    depth: int = 0,
     fp8: bool = False,
 ) -> Tiling:
     """`rows`: rows of all experts together, at most (the counts stay on the device); `out`: shape of one
-    expert's output, for a weight gradient, else (rows, columns); `sms`: of the device."""
+    expert's output, for a weight gradient, else (rows, columns); `sms`: of the device; `depth`: of a sum."""
     if layout is Layout.WGRAD:
         return OWN if out[0] * out[1] >= _LARGE_GRADIENT else SHARED
     if epilogue is Epilogue.SWIGLU_GRADIENT and rows // experts > OWN.block_m // 2:
@@ -76,9 +86,13 @@ def choose_tiling(
     high, low = (mean + spread, experts - experts // 2), (mean - spread, experts // 2)
 
     def time(tiling: Tiling) -> float:
-        return _waves(tiling, [(mean, experts)], columns, sms) + _waves(tiling, [high, low], columns, sms)
+        return _waves(tiling, [(mean, experts)], columns, sms) + 2 * _waves(tiling, [high, low], columns, sms)
 
-    return min(tilings, key=time)
+    found = min(tilings, key=time)
+    full = experts * math.ceil(mean / found.block_m) * math.ceil(columns / found.block_n) / sms
+    if found in _PAIRS and mean >= found.block_m and full >= _PAIRED_WAVES:
+        return _PAIRS[found] if full * depth >= (_PAIRED_DEPTH_FP8 if fp8 else _PAIRED_DEPTH) else found
+    return found
 
 
 def _waves(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int) -> float:
@@ -93,11 +107,13 @@ def _waves(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int
         tiles += number * high
         if tiling.groups == 2 and high > 1 and 0 < rows % tiling.block_m <= 64:
             tails += number
-    waves = math.ceil(tiles * math.ceil(columns / tiling.block_n) / sms)
+    full = tiles * math.ceil(columns / tiling.block_n) / sms
+    waves = math.ceil(full)
     products = waves * _COSTS[like] * (1 - (1 - _TAIL_COST) * tails / max(1, tiles))
     panels = experts * columns / SHARED.block_n / sms
     again = 1 + _READ_AGAIN * max(0, tiles / experts - 1)
-    return max(products, panels * _PANEL_COST * _READ[like] * again)
+    idle = 1 + _READ_IDLE * (waves / max(full, 1e-9) - 1)
+    return max(products, panels * _PANEL_COST * _READ[like] * again * idle)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
