@@ -46,7 +46,7 @@ types: $(DEV)
 
 unit: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/coverage erase
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/unit tests/compile -n 2 --cov --cov-report= --cov-fail-under=0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/unit tests/compile -n 2 --dist worksteal --cov --cov-report= --cov-fail-under=0
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/ranks -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-append --cov-report=term
 
 matrix: $(DEV)  ## every codec x transport x schedule x tensor ranks, forward and backward, on 4 and 8 ranks

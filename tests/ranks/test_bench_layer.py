@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from imbrex.cli import main
 from imbrex.cli.results import write_results
+from tests.ranks.forked import run_ranks
 
 
-def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "imbrex", "bench", "layer", "--device", "cpu", "--scale", "1", *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+def bench(*words: str, folder: Path) -> str:
+    """On two ranks that a launcher of the user's started; README's command starts its own."""
+    return run_ranks(["bench", "layer", "--device", "cpu", "--scale", "1", *words], ranks=2, folder=folder)
 
 
 def test_every_transport_beside_the_oracle(tmp_path: Path) -> None:
     file = tmp_path / "layer.json"
-    words = ["--model", "24,40,6,2", "--tokens", "51,7", "--ranks", "2", "--skew", "zipf:1", "--backward"]
-    ran = bench(*words, "-n", "3", "--warmup", "1", "--json", str(file))
-    assert ran.returncode == 0, ran.stderr
+    words = ["--model", "24,40,6,2", "--tokens", "51,7", "--skew", "zipf:1", "--backward"]
+    printed = bench(*words, "-n", "3", "--warmup", "1", "--json", str(file), folder=tmp_path)
     for word in ("oracle", "imbrex alltoall", "imbrex allgather", "imbrex allreduce", "dispatch", "2 ranks"):
-        assert word in ran.stdout
+        assert word in printed
     content = json.loads(file.read_text())
     rows = {row["impl"]: row for row in content["rows"] if row["case"]["M"] == 51}
     assert len(content["rows"]) == 2 * len(rows)
@@ -45,9 +41,8 @@ def test_every_transport_beside_the_oracle(tmp_path: Path) -> None:
 
 def test_a_codec_shows_its_error_and_its_bytes_with_tensor_ranks(tmp_path: Path) -> None:
     file = tmp_path / "layer.json"
-    words = ["--model", "64,40,4,2", "--tokens", "40", "--ranks", "2", "--tp", "2", "--transport", "alltoall"]
-    ran = bench(*words, "-n", "1", "--warmup", "0", "--codec", "int8", "--json", str(file))
-    assert ran.returncode == 0, ran.stderr
+    words = ["--model", "64,40,4,2", "--tokens", "40", "--tp", "2", "--transport", "alltoall"]
+    bench(*words, "-n", "1", "--warmup", "0", "--codec", "int8", "--json", str(file), folder=tmp_path)
     row = json.loads(file.read_text())["rows"][1]
     assert row["case"]["TP"] == 2
     assert row["case"]["EP"] == 1
