@@ -180,10 +180,20 @@ def test_auto_measures_once_and_every_rank_decides_alike(pool: Pool, tmp_path: P
     stamp = Path(path).stat().st_mtime_ns
     second = pool.run(4, run_auto, path)
     assert Path(path).stat().st_mtime_ns == stamp
+    with pytest.raises(RankError, match=r"profile\.json was measured of another layer \(parameters \[\["):
+        pool.run(4, run_wider, path)
+    with pytest.raises(RankError, match=r"another layer \(ranks 4, here 2\); give another file"):
+        pool.run(2, run_wider, path)
     for error, choice in (*first, *second):
         assert error < 1e-5
         assert choice == first[0][1]
         assert choice.forward > 0 < choice.backward
+
+
+def run_wider(ranks: Ranks, path: str) -> None:
+    config = replace(SMALL, intermediate_size=SMALL.intermediate_size + 2)
+    case = Case(config=config, options={"transport": "alltoall", "schedule": Auto(path)})
+    make_layer(case, ranks.group)(tokens_of(case, ranks.rank))
 
 
 def run_alike(ranks: Ranks) -> list[int]:

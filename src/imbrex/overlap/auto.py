@@ -86,7 +86,7 @@ class Auto:
         if self.path is not None:
             told = gather(torch.tensor([self.path.exists(), self.path.parent.is_dir()]).long())
             if bool(told[:, 0].min()):
-                return Profile.load(self.path)
+                return Profile.load(self.path, self._layer(x_TD, exchange, experts))
             if not bool(told[0, 1]):
                 raise ValueError(f"schedule: profile {self.path} is in no folder; make it, or give another")
         known, key = self._known(exchange), self._key(x_TD, exchange, experts)
@@ -99,13 +99,30 @@ class Auto:
                 plain = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
                 known[key] = measure(exchange, experts, x_TD, plain, parameters_of(experts), **settings)
         if self.path is not None and exchange.geometry.rank == 0:
-            known[key].save(self.path)
+            known[key].save(self.path, self._layer(x_TD, exchange, experts))
         return known[key]
 
     def _known(self, exchange: Exchange) -> dict[Any, Profile]:
         """Profiles of layers before, on the same ranks."""
         group = getattr(exchange.transport, "group", None)
         return {} if group is None else _measured.setdefault(group, {})
+
+    def _layer(self, x_TD: Tensor, exchange: Exchange, experts: Experts) -> dict[str, Any]:
+        """What a kept profile is of; it serves any number of tokens."""
+        wire = exchange.wire
+        codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
+        return {
+            "ranks": exchange.world_size,
+            "transport": exchange.transport.name,
+            "codecs": " ".join(codec.name for codec in codecs),
+            "top_k": exchange.geometry.top_k,
+            "width": x_TD.shape[1],
+            "experts": type(experts).__name__,
+            # Ranks may hold unequally many experts.
+            "parameters": [list(p.shape[1:]) for p in parameters_of(experts)],
+            "dtype": str(x_TD.dtype),
+            "device": x_TD.device.type,
+        }
 
     def _key(self, x_TD: Tensor, exchange: Exchange, experts: Experts) -> Any:
         """Layers with the same are taken to be alike."""

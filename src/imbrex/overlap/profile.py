@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from imbrex.cost import Curve
 from imbrex.overlap.contention import Contention
@@ -69,15 +70,17 @@ class Profile:
         """Seconds until the first task of a forward with so many chunks."""
         return Curve.through(self.forward["plan"])(degree)
 
-    def save(self, path: Path | str) -> None:
-        written = {"tokens": self.tokens, "forward": dict(self.forward), "backward": dict(self.backward)}
+    def save(self, path: Path | str, layer: Mapping[str, Any] | None = None) -> None:
+        """layer: what it was measured of, in values that JSON has."""
+        written: dict[str, Any] = {"layer": layer or {}, "tokens": self.tokens}
+        written |= {"forward": dict(self.forward), "backward": dict(self.backward)}
         written["contention"] = {"compute": self.contention.compute, "moves": self.contention.moves}
         written["whole"] = {f"{name}-{degree}": ratios for (name, degree), ratios in self.whole.items()}
         Path(path).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(path: Path | str) -> Profile:
-        """Raises ValueError where the file is not a profile."""
+    def load(path: Path | str, layer: Mapping[str, Any] | None = None) -> Profile:
+        """Raises ValueError where the file is not a profile, or one of another layer than `layer`."""
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
             made = Profile(
@@ -89,8 +92,15 @@ class Profile:
             )
             made.times([1.0])
             made.times([1.0], backward=True)
+            measured = dict(read["layer"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"schedule: {path} is not a profile ({error}); measure it again") from error
+        for name, value in (layer or {}).items():
+            if measured.get(name) != value:
+                raise ValueError(
+                    f"schedule: {path} was measured of another layer ({name} {measured.get(name)}, here "
+                    f"{value}); give another file"
+                )
         return made
 
 
