@@ -176,3 +176,30 @@ def test_rows_among_sixteen_ranks_and_no_more() -> None:
     case = Case(placement=contiguous(34, 17), tokens=(1,) * 17, choices=2)
     with pytest.raises(ValueError, match="17 ranks; at most 16 exchange rows, 64 route"):
         make_exchange(case, load=kernel.load)
+
+
+def test_multiprocessors_are_chosen_by_the_length_of_a_row() -> None:
+    """As measured on H200: `exchange_dispatch.py`."""
+    for width, few, more in ((4096, 8, 24), (4088, 16, 32)):
+        case = Case(placement=contiguous(4, 2), tokens=(3, 2), choices=1, width=width)
+        exchange, inputs = make_exchange(case, load=Counting, timeout=30.0), make_inputs(case)
+        given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK
+        _, routed = exchange.dispatch(*given, tokens=inputs.tokens_W)
+        exchange.push(inputs.x_WTD, routed, tokens=inputs.tokens_W)
+        exchange.combine_compact(inputs.x_WTD, routed)
+        rows, _ = exchange.dispatch_expert(*given, tokens=inputs.tokens_W)
+        exchange.pull(inputs.x_WTD, routed)
+        exchange.combine(rows, routed)
+        sms = exchange.last_sms
+        assert (sms["push"], sms["gather"]) == (few, few)
+        assert (sms["pull"], sms["combine"]) == (more, more)
+
+
+class Counting:
+    """A kernel that is not run."""
+
+    def __init__(self, variant: jit.Variant, device: object = None) -> None:
+        pass
+
+    def launch(self, **options: Any) -> None:
+        pass

@@ -16,6 +16,7 @@ from imbrex.cli.exchange_rows import Rows
 from imbrex.codec.fp8 import Fp8
 from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels.exchange import Lease, NvlinkExchange, Routed
+from imbrex.kernels.exchange_dispatch import default_sms
 
 COMPACT_SMS, EXPERT_SMS = 8, 24
 MAIN = Job(T=4096, D=7168, K=8, E=256, W=4)
@@ -56,8 +57,10 @@ class Running:
         return self.exchange.combine(self.out, self.routed, num_sms=n, num_tokens=self.job.T, wire=wire)
 
     def full_calls(self) -> None:
-        """What a user waits for, on the numbers of SMs that the layouts are meant for."""
-        few, many, time = COMPACT_SMS, EXPERT_SMS, self.rows.time
+        """What a user waits for, on the numbers of SMs that calls take by themselves: 8 and 24, or 16 and 32
+        for short rows."""
+        few, many = (default_sms(2 * self.job.D, compact=compact) for compact in (True, False))
+        time = self.rows.time
         time("dispatch", "imbrex", "compact", partial(self.push, few), num_sms=few)
         time("dispatch", "imbrex", "expert", partial(self.pull, many), num_sms=many)
         time("combine", "imbrex", "compact", partial(self.combine_compact, few), num_sms=few)

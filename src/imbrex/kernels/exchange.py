@@ -14,7 +14,8 @@ Who writes what and who waits for whom stands in `exchange_layout.py` and at the
 Nothing can wait in a circle: in every kernel somebody does what needs no peer (choices, staging, reducing),
 whatever others wait for, and all blocks of a launch are resident, one to an SM.
 
-Every rank makes the same calls in the same order with the same number of SMs. The waits are bounded: a rank
+Every rank makes the same calls in the same order with the same number of SMs, which is chosen by the length
+of a row where a call does not say it. The waits are bounded: a rank
 that waits longer than `timeout` seconds stores what it missed, tells its peers and leaves; then `check()`,
 and every later call, raises `ExchangeError` on all of them, and `usable` is False for good.
 
@@ -33,6 +34,7 @@ from imbrex.kernels.exchange_debug import check_choices, check_rows, check_sent
 from imbrex.kernels.exchange_dispatch import (
     Dispatch,
     Expert,
+    default_sms,
     dispatch_shape,
     expert_shape,
     pull_args,
@@ -101,7 +103,7 @@ class NvlinkExchange(ExchangeBase):
         self,
         x: Tensor,
         routed: Routed,
-        num_sms: int = 8,
+        num_sms: int | None = None,
         tokens: Tensor | None = None,
         *,
         quantise: bool = False,
@@ -115,7 +117,9 @@ class NvlinkExchange(ExchangeBase):
         if self.debug:
             check_sent(self.shape, routed)
         self._poison_expired()
-        block = push_shape(self._row_bytes(x), self.shape.ranks, quantise=quantise)
+        row_bytes = self._row_bytes(x)
+        num_sms = num_sms or default_sms(row_bytes, compact=True)
+        block = push_shape(row_bytes, self.shape.ranks, quantise=quantise)
         buffer = self._next_buffer("push")
         args = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
         self._launch(PUSH[quantise], "push", num_sms, block.threads, block.shared, args)
@@ -126,7 +130,7 @@ class NvlinkExchange(ExchangeBase):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        num_sms: int = 8,
+        num_sms: int | None = None,
         tokens: Tensor | None = None,
         tally: Tensor | None = None,
         tables: Tables | None = None,
@@ -139,6 +143,7 @@ class NvlinkExchange(ExchangeBase):
         Arguments as there. Two kernels where experts may have replicas, or routing has no room beside rows.
         """
         row_bytes = self._row_bytes(x)
+        num_sms = num_sms or default_sms(row_bytes, compact=True)
         block = dispatch_shape(self.shape, row_bytes, num_sms, quantise=quantise) if not self._room else None
         if block is None:
             routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced, num_sms=num_sms)
@@ -163,11 +168,13 @@ class NvlinkExchange(ExchangeBase):
         lasts = max(1, self.shape.buffers - 1)
         return Lease(view=rows, call=calls["push"], lasts=lasts, calls=lambda: calls["push"])
 
-    def pull(self, x: Tensor, routed: Routed, num_sms: int = 24, out: Tensor | None = None) -> Tensor:
+    def pull(
+        self, x: Tensor, routed: Routed, num_sms: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are
         not written.
         """
-        self._row_bytes(x)
+        num_sms = num_sms or default_sms(self._row_bytes(x), compact=False)
         out = self._empty_rows(x) if out is None else out
         if self.debug:
             check_rows(routed, out.shape[1])
@@ -180,7 +187,7 @@ class NvlinkExchange(ExchangeBase):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        num_sms: int = 24,
+        num_sms: int | None = None,
         tokens: Tensor | None = None,
         tally: Tensor | None = None,
         tables: Tables | None = None,
@@ -194,7 +201,9 @@ class NvlinkExchange(ExchangeBase):
         Arguments as there. Two kernels where routing does not fit their shared memory, and for short rows on
         few SMs.
         """
-        place = expert_shape(self.shape, self._row_bytes(x), num_sms, self._room)
+        row_bytes = self._row_bytes(x)
+        num_sms = num_sms or default_sms(row_bytes, compact=False)
+        place = expert_shape(self.shape, row_bytes, num_sms, self._room)
         if place is None:
             routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced)
             return self.pull(x, routed, num_sms, out), routed
@@ -257,7 +266,7 @@ class NvlinkExchange(ExchangeBase):
         *,
         weighted: bool = True,
         addend: Tensor | None = None,
-        num_sms: int = 24,
+        num_sms: int | None = None,
         num_tokens: int | None = None,
         wire: str = "bf16",
         out_dtype: torch.dtype = torch.bfloat16,
@@ -273,6 +282,7 @@ class NvlinkExchange(ExchangeBase):
         out: where the result goes, contiguous.
         """
         width, most = rows.shape[-1], routed.position_LWTK.shape[2]
+        num_sms = num_sms or default_sms(2 * width, compact=False)
         check_wire(wire, width)
         if self.debug:
             check_rows(routed, rows.shape[1])
@@ -305,7 +315,7 @@ class NvlinkExchange(ExchangeBase):
         routed: Routed,
         *,
         addend: Tensor | None = None,
-        num_sms: int = 8,
+        num_sms: int | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
         """Sums that stand in `reduced_rows()` to [T, D], T of `own`. own, addend: bf16, shaped as the result;
@@ -314,6 +324,7 @@ class NvlinkExchange(ExchangeBase):
         s, width = self.shape, own.shape[-1]
         buffer, _ = self._next_buffer("gather")
         block = lay.gather_shape(2 * width)
+        num_sms = num_sms or default_sms(2 * width, compact=True)
         out = self._empty_out(own.shape[-2], width, out_dtype)
         args = lay.Gather(
             *map(address_of, (own, addend, out, routed.send_row_LTW, routed.tokens_LW)),

@@ -19,6 +19,9 @@ SCRATCH_BYTES, WINDOWS_BYTES = 320, 640
 FEW_SMS, NARROW_BYTES = 32, 8192
 """Rows of 4096 bytes on 4 H200: 244 us in one kernel, 228 in two on 24 SMs; 195 and 205 on 32. Half as many
 threads route beside those that stage."""
+FEW, MORE = (8, 16), (24, 32)
+"""Of compact and of expert-major rows: enough for the wire, and for rows shorter than `NARROW_BYTES`, of
+which an SM moves fewer bytes."""
 MOST_WINDOW = 4
 """Chunks that are routed at once beside rows: more shared memory for routing is less for rows."""
 
@@ -38,6 +41,11 @@ class Expert(ctypes.Structure):
         ("pull", lay.Pull),
         *((name, ctypes.c_int32) for name in ("scratch_at", "fine_at")),
     )
+
+
+def default_sms(row_bytes: int, *, compact: bool) -> int:
+    """SMs of a call that does not say how many."""
+    return (FEW if compact else MORE)[row_bytes < NARROW_BYTES]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
