@@ -173,7 +173,12 @@ class Experts(nn.Module):
             )
 
     def quantised(self) -> Fp8Experts:
-        """The weights in fp8, as they are now; kept until they change."""
+        """The weights in fp8, as they are now; kept until they change. Under `torch.compile`, which cannot
+        ask whether they have, as they were at the last call outside; ValueError if there was none."""
+        if torch.compiler.is_compiling():
+            if self._fp8 is None:
+                raise ValueError("Experts: call quantised() once before compiling experts in fp8")
+            return self._fp8[1]
         weights = self.gate_up_proj, self.down_proj
         state = tuple(number for w in weights for number in (w.data_ptr(), w._version))
         if self._fp8 is None or self._fp8[0] != state:

@@ -16,6 +16,7 @@ from imbrex.codec.fp8 import Fp8
 from imbrex.contracts import Dispatched
 from imbrex.kernels import jit
 from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts
+from tests.poison import real_empty
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_fp8_rows import run_dispatch
 from tests.ranks.test_layer import relative
@@ -107,6 +108,29 @@ def test_a_layer_keeps_rows_in_fp8(nccl: Pool, tokens: int) -> None:
         assert apart < 2e-2
         assert 4e-2 < off < 8e-2
         assert same
+
+
+def run_compiled(ranks: Ranks) -> float:
+    layer = imbrex.MoELayer(
+        CONFIG,
+        ranks.group,
+        transport="nvlink",
+        codec={"dispatch": "fp8"},
+        experts="kernels-fp8",
+        dtype=torch.bfloat16,
+    ).cuda()
+    layer.experts.quantised()
+    x_TD = torch.randn(70, 1024, device="cuda", dtype=torch.bfloat16)
+    with real_empty(), torch.no_grad():
+        y_TD = layer(x_TD)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+        return relative(compiled(x_TD), y_TD)
+
+
+@TWO
+def test_one_compiled_graph(nccl: Pool) -> None:
+    """In which rows are decoded, and quantised again."""
+    assert max(nccl.run(2, run_compiled)) < 2e-2
 
 
 @pytest.mark.parametrize("width", [512, 1536, 7168])

@@ -11,6 +11,7 @@ import torch
 from imbrex import MoEConfig, MoELayer, experts
 from imbrex.contracts import Dispatched, Handle
 from imbrex.experts import Experts, pick_implementation
+from tests.poison import real_empty
 
 
 @pytest.fixture
@@ -92,6 +93,17 @@ def test_fp8_weights_follow_the_parameters() -> None:
     second = made.quantised()
     assert torch.equal(second.down_scales, 2 * first.down_scales)
     assert torch.equal(second.gate_up_eGD.view(torch.uint8), first.gate_up_eGD.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_fp8_weights_are_traced_as_they_were_last_made() -> None:
+    made = Experts((0, 1), 128, 128, implementation="kernels-fp8", dtype=torch.bfloat16)
+    with real_empty(), torch.no_grad():
+        traced = torch.compile(lambda: 2 * made.quantised().down_scales, fullgraph=True, backend="eager")
+        for _ in range(2):
+            made.down_proj.mul_(2)
+            wanted = 2 * made.quantised().down_scales
+            assert torch.equal(traced(), wanted)
 
 
 @pytest.mark.usefixtures("kernels_available")
