@@ -171,14 +171,13 @@ class Kernels:
     """
 
     def __init__(self, crossings: NvlinkCrossings) -> None:
-        self.crossings = crossings
-
-    @property
-    def sms(self) -> Sms:
-        return self.crossings.transport.sms_beside
+        self.crossings, self.transport = crossings, crossings.transport
+        self.sms: Sms = self.transport.sms_beside
 
     def plan(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Part]:
-        agree = self.crossings.transport.agree_on_call
+        if len(parts) == 1:  # only the last move has something beside it: the weights' gradients
+            self.sms = self.transport.sms
+        agree = self.transport.agree_on_call
         return [Part(ids_TK=routing.ids_TK, most=agree(len(x_TD), fine=True)[0]) for x_TD, routing in parts]
 
     def dispatch(self, plan: Part, x_TD: Tensor, weights_TK: Tensor, *, fp8_rows: bool) -> Crossing:
@@ -216,11 +215,12 @@ class Kernels:
     def dispatch_backward(
         self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], out: tuple[Tensor, Tensor]
     ) -> Crossing:
-        work = partial(self.crossings.sum_gradients, d_rows_RD, d_weights_R, state, out, self.sms)
+        given = d_rows_RD, d_weights_R, state, out, self.transport.sms_beside
+        work = partial(self.crossings.sum_gradients, *given)
         return Crossing(move=self._move(work), read=_done)
 
     def _move(self, work: Callable[[], Any]) -> Callable[[], Pending]:
-        return partial(self.crossings.transport.line.start, work)
+        return partial(self.transport.line.start, work)
 
 
 def _done(_: Any) -> None:
