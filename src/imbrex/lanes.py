@@ -148,9 +148,8 @@ class Queued:
 
     def __init__(self, result: Any, begins: Mark, over: Mark) -> None:
         self.result, self.begins, self.over = result, begins, over
-        self.waited, self.next = False, None
-
-    next: Queued | None
+        self.waited = False
+        self.next: Queued | None = None
 
     def finish(self) -> Any:
         """Wait for it, on a GPU with the caller's stream only; once."""
