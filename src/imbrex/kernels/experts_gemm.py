@@ -305,10 +305,9 @@ def launch_gemm(
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        fp8 = scales is not None
         tiling, wide = _fitted(layout, tiling, a, b, blocks)
         halves = gate_up if slopes is None else slopes.d_gate_up
-        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, a.get_device())
+        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, scales is not None, a.get_device())
         launch = kernel.prepare(
             grid=blocks or sms,
             block=128 * (tiling.groups + 1),

@@ -10,6 +10,8 @@
 //             64 * GROUPS rows, 1: each group has tiles of its own (64 * BLOCKS_M rows) in turn
 //   WIDE      1: operands that are contiguous along m or n are multiples of 64 wide, and one instruction loads all their
 //             panels of 64 (with one a panel, six a step, the producer thread holds the tensor cores up)
+//   CLUSTER   2: two blocks work as a pair (forward, dgrad; tiles shared by the groups): two row tiles of the same columns,
+//             each block loads half of B for both (gemm_pairs.cuh: which two; gemm_load_pairs.cuh: how). The same bits
 //   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group; GROUP_M row tiles side
 //             by side (gemm_scheduler.cuh)
 //
@@ -41,8 +43,13 @@
 //   tile and its scales asked for before this one is stored, tanh, one scale after the other in the sums, us of gate/up and
 //   down: Qwen2 184 -> 168, 100 -> 95; Qwen3 108 -> 103, 68 -> 61; DeepSeek-V3 854 -> 826, 451 -> 437; Phi-3.5 1454 -> 1386,
 //   724 -> 699. WAVE 128 and the whole tile staged: 1 to 3 % more. cuBLAS with the same scales, dense 8192^3: 1351, without 1517.
-//   Half of B left out of the loads, the most that sharing it over a cluster could save: gate/up fp8 3 to 6 %, bf16 4 % (9 % for
-//   DeepSeek-V3, whose HBM traffic it halves, too): not built.
+//   Pairs, us alone and in pairs, 16384 rows, gate/up with SwiGLU and down: DeepSeek-V3 balanced 1357, 714 -> 1326, 690; its
+//   rows drawn at random 1789, 889 -> 1569, 798 (fp8 972, 508 -> 936, 501): a last row tile of few rows runs ahead of the others
+//   and leaves L2 without its columns; a pair reads them at one time. Phi-3.5 2191, 1112 -> 2168, 1104; Qwen2 269, 142 -> 269,
+//   149; Qwen3 170, 96 -> 172, 98: L2 is not their limit, a pair starts 1.0 us later and goes at its slower block's pace. First
+//   tiles found by each block itself: the same; GROUP_M 4, 16: the same; wgrad 1.00 shared, 0.83 to 0.92 in turns. Half of B
+//   left out, before: 9 % at most for DeepSeek-V3, 3 to 4 % for others. An arrival at the other block with .release.cluster, or a
+//   wait with .acquire.cluster, is a fence of the GPU each time: slots go by st.async, which needs neither.
 //   SwiGLU's gradient, 4-byte loads of gate and up after the product (us; own kernel after it in brackets): Qwen2 211
 //   (215), Qwen3 131 (120), DeepSeek-V3 829 (775), Mixtral 3013 (3140); the product alone in those tiles 145, 90, 744,
 //   2542: the epilogue took three times as long as the other group's product, so only part of it was hidden. With 16
