@@ -73,6 +73,8 @@ struct Fiber {
     u32 nap = 0;
     StoreGroup open;
     std::deque<StoreGroup> groups;
+    StoreGroup asked;  // loads of 16 bytes that are not yet a group
+    std::deque<StoreGroup> loading;
 };
 
 struct Machine {
@@ -410,6 +412,29 @@ void bulk_wait() {
     }
 }
 
+// A copy lands when a wait says so, or at once, at random.
+template <int kTo, int kFrom>
+void copy_async(u32 to, const void* from, bool wanted) {
+    const u8* source = static_cast<const u8*>(from) + kFrom;
+    if (!wanted) return;
+    emu::check_bulk(source, to + kTo, 16);
+    emu::self().asked.push_back({shared_memory() + to + kTo, source, 16, nullptr, {}});
+    if (emu::machine->random() % 2) emu::finish_store(emu::self().asked.back());
+}
+inline void copy_commit() {
+    emu::self().loading.push_back(std::move(emu::self().asked));
+    emu::self().asked.clear();
+}
+template <int kPending>
+void copy_wait() {
+    auto& groups = emu::self().loading;
+    while (static_cast<int>(groups.size()) > kPending) {
+        for (auto& copy : groups.front())
+            if (!copy.done) emu::finish_store(copy);
+        groups.pop_front();
+    }
+}
+
 template <int kOffset = 0>
 uint4 load_once(const void* from, bool wanted) {
     uint4 v{0x7fc07fc0, 0x7fc07fc0, 0x7fc07fc0, 0x7fc07fc0};
@@ -417,6 +442,7 @@ uint4 load_once(const void* from, bool wanted) {
     return v;
 }
 inline uint4 load_shared(u32 address) { uint4 v; std::memcpy(&v, shared_memory() + address, 16); return v; }
+inline uint2 load_shared_pair(u32 address) { uint2 v; std::memcpy(&v, shared_memory() + address, 8); return v; }
 inline void store_shared(u32 address, uint4 v) { std::memcpy(shared_memory() + address, &v, 16); }
 
 inline u32 round_bf16(float f) {

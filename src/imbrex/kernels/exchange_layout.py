@@ -306,21 +306,18 @@ def fp8_bytes(width: int) -> int:
 
 
 SMALL_PARTS = 4
-REDUCE_WARPS = 16
+REDUCE_WARPS, REDUCE_SLOTS = 16, 6
+TERMS_BYTES = 52 * 16 + 16
 
 
 def reduce_shared(row_bytes: int, wire: str, pieces: tuple[int, int, int]) -> tuple[int, int]:
-    """Shared memory of the combine kernel, and warps of a block that begin by reducing, of those of `pieces`.
+    """Shared memory of the combine kernel, and warps of a block that begin by reducing: those of `pieces`.
 
-    Each warp lists its terms; where sums cross as fp8 it has the scales of a row, and, reducing, its bf16.
+    Each warp has slots for steps of 2048 bytes, two lists of terms and, where sums cross as fp8, the scales
+    of a row.
     """
-    _, parts, reducers = pieces
-    listed, held = REDUCE_WARPS * 52 * (8 + 4), 0
-    if wire == "fp8":
-        listed += REDUCE_WARPS * 16 * _wire_steps(row_bytes)
-        held = 1024 * -(-_wire_steps(row_bytes) // parts)
-        reducers = min(reducers, (SHARED_BYTES - listed) // held)
-    return listed + reducers * held, reducers
+    scales = 16 * _wire_steps(row_bytes) if wire == "fp8" else 0
+    return REDUCE_WARPS * (REDUCE_SLOTS * 2048 + 2 * TERMS_BYTES + scales), pieces[2]
 
 
 def _wire_steps(row_bytes: int) -> int:
@@ -340,7 +337,7 @@ def partial_bytes(shape: Shape) -> int:
 
 def combine_pieces(max_tokens: int, wire: str = "bf16") -> tuple[int, int, int]:
     """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing: measured."""
-    reducers = 14 if wire == "fp8" else 11
+    reducers = 14 if wire == "fp8" else 10
     return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, reducers)
 
 

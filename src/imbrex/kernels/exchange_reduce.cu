@@ -60,7 +60,7 @@ __device__ inline int groups_of(const Reduce& reduce, int tokens) { return (toke
 
 // Columns that are drawn at once.
 __device__ inline int columns_of_part(const Reduce& reduce) {
-    const int unit = (WIRE_FP8 ? kStepColumns : 32), units = unit * reduce.parts;
+    const int unit = WIRE_FP8 ? kStepColumns : 32, units = unit * reduce.parts;
     return (reduce.row_bytes / 16 + units - 1) / units * unit;
 }
 
@@ -113,17 +113,26 @@ __device__ inline u32 draw(u32* drawn) {
     return static_cast<u32>(__shfl_sync(0xffffffffu, at, 0));
 }
 
-// A token's choice of this lane, here: its row, or -1, and weight. Asked for a token ahead, or each token would begin by waiting.
+// What a warp has in shared memory: lists of terms, slots for rows, and, for sums that cross as fp8, the scales of one.
+struct Own {
+    Terms* terms;
+    u32 ring;
+    float* scales;
+};
+
+// A token's choice of this lane, here: its row, and weight. Asked for a token ahead, or each token would begin by waiting.
 struct Choice {
-    int row;
+    int row;  // -1 without; kNotSent in all lanes where the token of another rank was not sent here
     float weight;
 };
+constexpr int kNotSent = -2;
 
 __device__ __forceinline__ Choice ask_choice(const Call& call, const Reduce& reduce, int source, int token, int end) {
     const int lane = static_cast<int>(ptx::lane_id());
-    const i64 at = ((static_cast<i64>(call.local) * call.group->ranks + source) * reduce.max_tokens + token) * reduce.choices;
+    const i64 at = (static_cast<i64>(call.local) * call.group->ranks + source) * reduce.max_tokens + token, mine = at * reduce.choices + lane;
     const bool any = lane < reduce.choices && token < end;
-    return {any ? reduce.position[at + lane] : -1, any && reduce.weights ? reduce.weights[at + lane] : 1.0f};
+    const int row = any ? reduce.position[mine] : -1, received = token < end ? reduce.recv_row[at] : -1;
+    return {row < 0 && received < 0 ? kNotSent : row, any && reduce.weights ? reduce.weights[mine] : 1.0f};
 }
 
 // The rows of a token on this rank, in the order of its choices.
@@ -132,45 +141,83 @@ __device__ __forceinline__ int append_rows(const Call& call, const Reduce& reduc
     return append(terms, count, choice.row >= 0, rows + static_cast<i64>(choice.row) * reduce.row_bytes, choice.weight);
 }
 
-// Whether a token of another rank was sent here: then its home adds a sum, also where all its rows were one too many (zero).
-__device__ __forceinline__ bool received(const Call& call, const Reduce& reduce, int source, int token) {
-    return reduce.recv_row[(static_cast<i64>(call.local) * call.group->ranks + source) * reduce.max_tokens + token] >= 0;
+// A sum of zeros, as it crosses.
+__device__ __forceinline__ void clear_partial(u8* target, const Span& span) {
+    clear(target, span.first / (WIRE_FP8 ? 2 : 1), WIRE_FP8 ? 32 * wire_steps(span.last) : span.last);
+    if (WIRE_FP8) clear(target + 512 * wire_steps(span.columns), span.first / kStepColumns, wire_steps(span.last));
 }
 
-// Of this warp, for rows that cross as fp8: scales, and the sums as bf16 before they are encoded.
-struct Held {
-    float* scales;
-    u32 sums;
-};
+// The `number`-th piece of the others' tokens.
+__device__ __forceinline__ Piece other_piece(const Call& call, const Reduce& reduce, const int* tokens, u32 number) {
+    const u32 ranks = call.group->ranks, source = call.me + 1 + number % (ranks - 1);
+    return piece_of(reduce, tokens, static_cast<int>(source < ranks ? source : source - ranks), number / (ranks - 1));
+}
 
-__device__ inline void reduce_piece(const Call& call, const Reduce& reduce, Terms& terms, const Held& held, const Piece& piece) {
-    const int columns = reduce.row_bytes / 16;
-    Choice next = ask_choice(call, reduce, piece.source, piece.first_token, piece.end_token);
-    for (int token = piece.first_token; token < piece.end_token; ++token) {
-        const int count = append_rows(call, reduce, terms, 0, next);
-        next = ask_choice(call, reduce, piece.source, token + 1, piece.end_token);
-        if (count == 0 && !received(call, reduce, piece.source, token)) continue;  // asked for only then: registers
-        u8* target = partial_at(call, reduce, piece.source, call.me, token);
-        sum_columns<false>(terms, count, Coded{}, piece.first, piece.last, columns, [=](int column, const float (&sum)[kColumns][8]) {
-#pragma unroll
-            for (int q = 0; q < kColumns; ++q) {
-                const int mine = column + 32 * q + static_cast<int>(ptx::lane_id());
-                if (mine >= piece.last) continue;
-                if (WIRE_FP8)
-                    ptx::store_shared(held.sums + 16 * (mine - piece.first), pack_eight(sum[q]));
-                else
-                    reinterpret_cast<uint4*>(target)[mine] = pack_eight(sum[q]);
-            }
-        });
-        if (WIRE_FP8) encode_columns(target, held.scales, held.sums, piece.first, piece.last, columns);
-    }
-    if (reduce.values && piece.first == 0) send_values(call, reduce, piece);
+// All of its sums are stored: its home may add them. All lanes.
+__device__ inline void tell_reduced(const Call& call, u32 number) {
+    const u32 ranks = call.group->ranks, source = call.me + 1 + number % (ranks - 1), flag = number / (ranks - 1);
     __syncwarp();
     if (ptx::lane_id() == 0) {
         ptx::fence_sys();
-        ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced_flags, piece.source, call.me, piece.flag), call.epoch);
+        ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced_flags, source < ranks ? source : source - ranks, call.me, flag), call.epoch);
     }
     __syncwarp();
+}
+
+// The pieces that this warp draws, of `pieces`: where rows are whole, one stream of tokens, so that rows of the next piece are on
+// their way when one is told. Encoding needs the registers, and gained nothing from it.
+__device__ inline void reduce_pieces(const Call& call, const Reduce& reduce, const Own& own, const int* tokens, u32 pieces) {
+    u32* drawn = &call.own->drawn[call.kind][0];
+    const bool apart = WIRE_FP8 != 0 || reduce.parts > 1;
+    u32 number = draw(drawn);
+    while (number < pieces) {
+        Piece piece = other_piece(call, reduce, tokens, number);
+        const Span span = {piece.first, piece.last, reduce.row_bytes / 16};
+        u32 told = 0;  // 1 + the last piece of which a token was listed
+        Choice next = ask_choice(call, reduce, piece.source, piece.first_token, piece.end_token);
+        int token = piece.first_token;
+        const auto list = [&](Terms& terms) {
+            for (;;) {
+                for (; token < piece.end_token; ++token) {
+                    const Choice choice = next;
+                    next = ask_choice(call, reduce, piece.source, token + 1, piece.end_token);
+                    const int count = append_rows(call, reduce, terms, 0, choice);
+                    if (count == 0 && choice.row == kNotSent) continue;
+                    u8* target = partial_at(call, reduce, piece.source, call.me, token);
+                    if (count == 0) {  // all of its rows one too many
+                        clear_partial(target, span);
+                        continue;
+                    }
+                    close_list(terms, count, target, told == number + 1 ? 0 : told);
+                    told = number + 1;
+                    ++token;
+                    return true;
+                }
+                if (reduce.values && span.first == 0) send_values(call, reduce, piece);
+                if (told != number + 1) tell_reduced(call, number);
+                if (apart) return false;
+                number = draw(drawn);
+                if (number >= pieces) return false;
+                piece = other_piece(call, reduce, tokens, number);
+                token = piece.first_token;
+                next = ask_choice(call, reduce, piece.source, token, piece.end_token);
+            }
+        };
+        const auto store = [&](u8* target, int column, const float (&sum)[kColumns][8]) {
+            if constexpr (WIRE_FP8 != 0) {
+                const int first = column - static_cast<int>(ptx::lane_id());
+                encode_sums(target, own.scales, first, span.last, sum);
+                if (first + 32 * kColumns >= span.last) store_scales(target, own.scales, span.first, span.last, span.columns);
+            } else {
+#pragma unroll
+                for (int q = 0; q < kColumns; ++q)
+                    if (column + 32 * q < span.last) reinterpret_cast<uint4*>(target)[column + 32 * q] = pack_eight(sum[q]);
+            }
+        };
+        sum_tokens<false>(own.terms, own.ring, span, list, store, [&](u32 done) { tell_reduced(call, done); });
+        if (told) tell_reduced(call, told - 1);
+        if (apart) number = draw(drawn);
+    }
 }
 
 // Whether rank `lane` has a sum of an own token.
@@ -181,14 +228,14 @@ __device__ __forceinline__ bool ask_sent(const Call& call, const Reduce& reduce,
 }
 
 // The terms of an own token: sums of the ranks before this one, own rows, sums of the ranks behind it, addend.
-__device__ inline int list_home(const Call& call, const Reduce& reduce, Terms& terms, int token, bool sent, const Choice& choice, Coded& coded) {
+__device__ inline int list_home(const Call& call, const Reduce& reduce, Terms& terms, int token, bool sent, const Choice& choice) {
     const int lane = static_cast<int>(ptx::lane_id());
     const u8* partial = sent ? partial_at(call, reduce, call.me, lane, token) : nullptr;
-    coded.first = append(terms, 0, sent && lane < call.me, partial, 1.0f);
-    coded.last = append_rows(call, reduce, terms, coded.first, choice);
-    coded.end = append(terms, coded.last, sent && lane > call.me, partial, 1.0f);
-    if (!reduce.addend) return coded.end;
-    return append(terms, coded.end, lane == 0, reduce.addend + call.local * reduce.x_stride + static_cast<i64>(token) * reduce.row_bytes, 1.0f);
+    int count = append(terms, 0, sent && lane < call.me, partial, 1.0f, WIRE_FP8);
+    count = append_rows(call, reduce, terms, count, choice);
+    count = append(terms, count, sent && lane > call.me, partial, 1.0f, WIRE_FP8);
+    if (!reduce.addend) return count;
+    return append(terms, count, lane == 0, reduce.addend + call.local * reduce.x_stride + static_cast<i64>(token) * reduce.row_bytes, 1.0f);
 }
 
 // In the order of the ranks, like the rows.
@@ -207,52 +254,67 @@ __device__ inline void add_values(const Call& call, const Reduce& reduce, int to
     if (any) reduce.values_out[(call.local * (reduce.out_stride / row_bytes) + token) * reduce.choices + lane] = sum;
 }
 
-__device__ inline bool add_piece(const Call& call, const Reduce& reduce, Terms& terms, const Piece& piece) {
+// `to`: of a token; this lane has columns `column`, + 32, ...
+__device__ __forceinline__ void store_out(const Reduce& reduce, u8* to, int column, int last, const float (&sum)[kColumns][8]) {
+#pragma unroll
+    for (int q = 0; q < kColumns; ++q) {
+        const int at = column + 32 * q;
+        if (at >= last) continue;
+        if (reduce.out_float) {
+            reinterpret_cast<float4*>(to)[2 * at] = {sum[q][0], sum[q][1], sum[q][2], sum[q][3]};
+            reinterpret_cast<float4*>(to)[2 * at + 1] = {sum[q][4], sum[q][5], sum[q][6], sum[q][7]};
+        } else {
+            reinterpret_cast<uint4*>(to)[at] = pack_eight(sum[q]);
+        }
+    }
+}
+
+__device__ inline bool add_piece(const Call& call, const Reduce& reduce, const Own& own, const Piece& piece) {
     const Group& group = *call.group;
-    const int columns = reduce.row_bytes / 16, p = static_cast<int>(ptx::lane_id());
-    Choice next = ask_choice(call, reduce, call.me, piece.first_token, piece.end_token);
-    bool sent = ask_sent(call, reduce, piece.first_token, piece.end_token), fine = true;
+    const Span span = {piece.first, piece.last, reduce.row_bytes / 16};
+    const int p = static_cast<int>(ptx::lane_id());
+    int token = piece.first_token;
+    Choice next = ask_choice(call, reduce, call.me, token, piece.end_token);
+    bool sent = ask_sent(call, reduce, token, piece.end_token), fine = true;
     if (p < group.ranks && p != call.me) fine = wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, piece.flag), call.epoch, kRowsReduced, p);
     if (!__all_sync(0xffffffffu, fine)) return false;
-    for (int token = piece.first_token; token < piece.end_token; ++token) {
-        Coded coded;
-        const int count = list_home(call, reduce, terms, token, sent, next, coded);
-        next = ask_choice(call, reduce, call.me, token + 1, piece.end_token);
-        sent = ask_sent(call, reduce, token + 1, piece.end_token);
-        const bool wide = reduce.out_float != 0;
-        u8* target = reduce.out + call.local * reduce.out_stride + static_cast<i64>(token) * (wide ? 2 : 1) * reduce.row_bytes;
-        sum_columns<WIRE_FP8 != 0>(terms, count, coded, piece.first, piece.last, columns, [=](int column, const float (&sum)[kColumns][8]) {
-#pragma unroll
-            for (int q = 0; q < kColumns; ++q) {
-                const int mine = column + 32 * q + static_cast<int>(ptx::lane_id());
-                if (mine >= piece.last) continue;
-                if (wide) {
-                    reinterpret_cast<float4*>(target)[2 * mine] = {sum[q][0], sum[q][1], sum[q][2], sum[q][3]};
-                    reinterpret_cast<float4*>(target)[2 * mine + 1] = {sum[q][4], sum[q][5], sum[q][6], sum[q][7]};
-                } else {
-                    reinterpret_cast<uint4*>(target)[mine] = pack_eight(sum[q]);
-                }
+    const auto list = [&](Terms& terms) {
+        while (token < piece.end_token) {
+            const int count = list_home(call, reduce, terms, token, sent, next), wide = reduce.out_float ? 2 : 1;
+            u8* target = reduce.out + call.local * reduce.out_stride + static_cast<i64>(token) * wide * reduce.row_bytes;
+            ++token;
+            next = ask_choice(call, reduce, call.me, token, piece.end_token);
+            sent = ask_sent(call, reduce, token, piece.end_token);
+            if (count > 0) {
+                close_list(terms, count, target);
+                return true;
             }
-        });
-    }
+            clear(target, wide * span.first, wide * span.last);
+        }
+        return false;
+    };
+    const auto store = [&](u8* target, int column, const float (&sum)[kColumns][8]) { store_out(reduce, target, column, span.last, sum); };
+    sum_tokens<WIRE_FP8 != 0>(own.terms, own.ring, span, list, store, [](u32) {});
     if (reduce.values && piece.first == 0)
 #pragma unroll 1
-        for (int token = piece.first_token; token < piece.end_token; ++token) add_values(call, reduce, token);
+        for (int at = piece.first_token; at < piece.end_token; ++at) add_values(call, reduce, at);
     return true;
+}
+
+__device__ __forceinline__ Own own_of(const Reduce& reduce, int warp) {
+    u8* shared = ptx::shared_memory();
+    u8* lists = shared + kReduceWarps * kSlots * kSlotBytes;
+    u8* scales = lists + kReduceWarps * 2 * sizeof(Terms) + warp * 16 * wire_steps(reduce.row_bytes / 16);
+    return {reinterpret_cast<Terms*>(lists) + 2 * warp, ptx::smem_u32(shared) + warp * kSlots * kSlotBytes, reinterpret_cast<float*>(scales)};
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1) reduce_rows(const __grid_constant__ Group group,
                                                                               const __grid_constant__ Reduce reduce) {
     const Call call = begin_call(group, kCombine);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()), ranks = group.ranks;
-    Terms& terms = reinterpret_cast<Terms*>(ptx::shared_memory())[warp];
-    const int scales = 16 * wire_steps(reduce.row_bytes / 16), listed = static_cast<int>(kReduceWarps * sizeof(Terms));
-    u8* shared = ptx::shared_memory() + listed;
-    const Held held = {reinterpret_cast<float*>(shared + warp * scales),
-                       ptx::smem_u32(shared) + kReduceWarps * scales + warp * 16 * columns_of_part(reduce)};
+    const Own own = own_of(reduce, warp);
     if (call.block == 0 && warp == 0) tell_started(call, lane);
     const int* tokens = reduce.tokens + call.local * ranks;
-    u32* drawn = call.own->drawn[call.kind];
     int most = 0;
     for (int p = 0; p < ranks; ++p)
         if (p != call.me) most = max(most, tokens[p]);
@@ -261,12 +323,10 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1) reduce_rows(c
     bool fine = true;
     if (warp < reduce.reducers) {
         fine = wait_credit(call, lane, 2);
-        for (u32 i = fine ? draw(&drawn[0]) : reducing; i < reducing; i = draw(&drawn[0])) {
-            const int source = call.me + 1 + static_cast<int>(i % others);
-            reduce_piece(call, reduce, terms, held, piece_of(reduce, tokens, source < ranks ? source : source - ranks, i / others));
-        }
+        if (fine) reduce_pieces(call, reduce, own, tokens, reducing);
     }
-    for (u32 i = fine ? draw(&drawn[1]) : adding; i < adding; i = draw(&drawn[1]))
-        if (!add_piece(call, reduce, terms, piece_of(reduce, tokens, call.me, i))) break;
+    u32* drawn = &call.own->drawn[call.kind][1];
+    for (u32 i = fine ? draw(drawn) : adding; i < adding; i = draw(drawn))
+        if (!add_piece(call, reduce, own, piece_of(reduce, tokens, call.me, i))) break;
     end_call(call);
 }

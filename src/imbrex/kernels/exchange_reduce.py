@@ -12,9 +12,15 @@ from imbrex.kernels.exchange_route import address_of
 from imbrex.kernels.routed import Routed
 
 
+MOST_FP8 = 17408
+"""Values of a row whose scales every warp has room for."""
+
+
 def check_wire(wire: str, width: int) -> None:
-    if wire not in ("bf16", "fp8") or (wire == "fp8" and width % 256):
-        raise ValueError(f"exchange: wire {wire!r} for {width} values; bf16, or fp8 for multiples of 256")
+    if wire not in ("bf16", "fp8") or (wire == "fp8" and (width % 256 or width > MOST_FP8)):
+        raise ValueError(
+            f"exchange: wire {wire!r} for {width} values; bf16, or fp8 for multiples of 256 up to {MOST_FP8}"
+        )
 
 
 def reduce_args(

@@ -85,15 +85,16 @@ __device__ inline bool take_tokens(const Call& call, const Small& small) {
     return __syncthreads_and(fine) != 0;
 }
 
-// Each warp a part of a token's row, from where it was pushed to every row here that takes it.
-__device__ inline void place_parts(const Call& call, const Small& small, const Scratch& s, const int* position) {
+// Each warp a part of a token's row, from where it was pushed to every row here that takes it: tokens of `sources` ranks, from the
+// `first_source`-th behind this one on.
+__device__ inline void place_parts(const Call& call, const Small& small, const Scratch& s, const int* position, int first_source, int sources) {
     const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks, choices = small.route.choices, warps = kRouteThreads / 32;
     const int columns = small.row_bytes / 16, wide = (columns + 32 * small.parts - 1) / (32 * small.parts) * 32;
-    const int units = ranks * s.per_source * kChunk * small.parts;
+    const int units = sources * s.per_source * kChunk * small.parts;
     u8* out = small.out + call.local * small.out_stride;
-    for (int u = call.block * warps + static_cast<int>(threadIdx.x) / 32; u < units; u += call.blocks * warps) {
-        const int pair = u / small.parts, first = u % small.parts * wide, token = pair / ranks;
-        const int source = (pair + call.me) % ranks, c = source * s.per_source + token / kChunk;
+    for (int u = static_cast<int>(threadIdx.x) / 32 * call.blocks + call.block; u < units; u += call.blocks * warps) {  // evenly over the SMs, which stores bound
+        const int pair = u / small.parts, first = u % small.parts * wide, token = pair / sources;
+        const int source = (call.me + first_source + pair % sources) % ranks, c = source * s.per_source + token / kChunk;
         if (token % kChunk >= s.chunk[c].tokens) continue;
         const int row = lane < choices ? position[(c * kChunk + token % kChunk) * choices + lane] : -1;
         const u32 taken = __ballot_sync(0xffffffffu, row >= 0);
@@ -121,7 +122,8 @@ __device__ inline void route_and_place(const Call& call, const Small& small) {
     find_homes(route, s);
     if (!take_choices(call)) return leave_nothing(call, route);
     route_alone(call, route, s, reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) + (call.epoch & 1) * call.group->ranks, position, columns);
-    if (take_tokens(call, small)) place_parts(call, small, s, position);
+    place_parts(call, small, s, position, 0, 1);
+    if (call.group->ranks > 1 && take_tokens(call, small)) place_parts(call, small, s, position, 1, call.group->ranks - 1);
 }
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) dispatch_small(const __grid_constant__ Group group,

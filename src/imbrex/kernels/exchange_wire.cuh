@@ -9,6 +9,7 @@
 #include "exchange_fp8.cuh"
 
 constexpr int kStepColumns = 64;
+constexpr int kColumns = 4;  // of 16 bytes of bf16 that a lane has of a row, 512 bytes apart: two steps
 
 __device__ __forceinline__ int wire_steps(int columns) { return (columns + kStepColumns - 1) / kStepColumns; }
 
@@ -30,50 +31,56 @@ __device__ __forceinline__ void add_coded(float (&first)[8], float (&second)[8],
     add_decoded(second, values.z, values.w, __uint_as_float(upper ? scales.w : scales.y));
 }
 
-// kSteps steps together, so that their chains of dependent instructions overlap; no branch but one. `held`: shared address of the bf16
-// of `column`. The maxima of a step's two blocks go through one word. `scales`: shared, of this row, kept until it is done.
-template <int kSteps>
-__device__ __forceinline__ void encode_steps(u8* row, float* scales, u32 held, int column, int last) {
+__device__ __forceinline__ uint4 pack_eight(const float (&sum)[8]) {
+    return {ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]), ptx::pack_bf16(sum[4], sum[5]), ptx::pack_bf16(sum[6], sum[7])};
+}
+
+// Both steps that a warp has, together, so that their chains of dependent instructions overlap; no branch but for what is not plain.
+// `last`: behind the last column, of which 32 are there. The maxima of a step's two blocks go through one word. `scales`: shared, of this
+// row, kept until it is done.
+__device__ __forceinline__ void encode_sums(u8* row, float* scales, int column, int last, const float (&sum)[kColumns][8]) {
+    constexpr int kSteps = kColumns / 2;
     const int lane = static_cast<int>(ptx::lane_id());
-    uint4 value[kSteps][2];
+    uint4 value[kColumns];
     u32 amax[kSteps];
-    Divisor d[kSteps][2];
+    Divisor d[kColumns];
     bool plain = true;
 #pragma unroll
+    for (int q = 0; q < kColumns; ++q) value[q] = pack_eight(sum[q]);
+    if (column + 32 * kColumns > last)  // blocks behind the end are the first once more
+#pragma unroll
+        for (int q = 1; q < kColumns; ++q)
+            if (column + 32 * q >= last) value[q] = value[0];
+#pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-        const bool both = column + i * kStepColumns + 32 < last;
-        value[i][0] = ptx::load_shared(held + 16 * (i * kStepColumns + lane));
-        value[i][1] = ptx::load_shared(held + 16 * (i * kStepColumns + lane + (both ? 32 : 0)));  // a lonely block goes twice
-        const u32 a = larger_of_four(value[i][0]), b = larger_of_four(value[i][1]);
-        amax[i] = ptx::max_u16x2((a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
+        const u32 a = larger_of_four(value[2 * i]), b = larger_of_four(value[2 * i + 1]);
+        amax[i] = ptx::max_u16x2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
     }
 #pragma unroll
     for (int step = 1; step < 16; step *= 2)
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) amax[i] = ptx::max_u16x2(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], step));
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i)
-#pragma unroll
-        for (int q = 0; q < 2; ++q) {
-            d[i][q] = plain_divisor(q ? amax[i] >> 16 : amax[i] & 0xffffu);
-            plain &= d[i][q].plain;
-        }
-    uint2 coded[kSteps][2];
+    for (int q = 0; q < kColumns; ++q) {
+        d[q] = plain_divisor(q % 2 ? amax[q / 2] >> 16 : amax[q / 2] & 0xffffu);
+        plain &= d[q].plain;
+    }
+    uint2 coded[kColumns];
     if (__all_sync(0xffffffffu, plain)) {
 #pragma unroll
-        for (int i = 0; i < 2 * kSteps; ++i) coded[i / 2][i % 2] = eight_values<true>(value[i / 2][i % 2], d[i / 2][i % 2]);
+        for (int q = 0; q < kColumns; ++q) coded[q] = eight_values<true>(value[q], d[q]);
     } else {
 #pragma unroll
-        for (int i = 0; i < 2 * kSteps; ++i) {
-            Divisor& slow = d[i / 2][i % 2];
-            if (!slow.plain) slow.scale = slow_scale(i % 2 ? amax[i / 2] >> 16 : amax[i / 2] & 0xffffu);
-            coded[i / 2][i % 2] = eight_values<false>(value[i / 2][i % 2], slow);
+        for (int q = 0; q < kColumns; ++q) {
+            if (!d[q].plain) d[q].scale = slow_scale(q % 2 ? amax[q / 2] >> 16 : amax[q / 2] & 0xffffu);
+            coded[q] = eight_values<false>(value[q], d[q]);
         }
     }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-        reinterpret_cast<uint4*>(row + 8 * column + 512 * i)[lane] = {coded[i][0].x, coded[i][0].y, coded[i][1].x, coded[i][1].y};
-        if (lane % 16 == 0) *reinterpret_cast<float2*>(scales + column / 16 + 4 * i + lane / 8) = {d[i][0].scale, d[i][1].scale};
+        if (column + kStepColumns * i >= last) break;
+        reinterpret_cast<uint4*>(row + 8 * column + 512 * i)[lane] = {coded[2 * i].x, coded[2 * i].y, coded[2 * i + 1].x, coded[2 * i + 1].y};
+        if (lane % 16 == 0) *reinterpret_cast<float2*>(scales + column / 16 + 4 * i + lane / 8) = {d[2 * i].scale, d[2 * i + 1].scale};
     }
 }
 
@@ -82,13 +89,5 @@ __device__ __forceinline__ void store_scales(u8* row, const float* scales, int f
     uint4* to = reinterpret_cast<uint4*>(row + 512 * wire_steps(columns));
     __syncwarp();
     for (int i = first / kStepColumns + static_cast<int>(ptx::lane_id()); i < wire_steps(last); i += 32) to[i] = reinterpret_cast<const uint4*>(scales)[i];
-}
-
-// Columns `first` to `last` of a row of `columns`; `held`: shared, the bf16 of these.
-__device__ inline void encode_columns(u8* row, float* scales, u32 held, int first, int last, int columns) {
-    int column = first;
-    for (; column + kStepColumns < last; column += 2 * kStepColumns) encode_steps<2>(row, scales, held + 16 * (column - first), column, last);
-    if (column < last) encode_steps<1>(row, scales, held + 16 * (column - first), column, last);
-    store_scales(row, scales, first, last, columns);
-    __syncwarp();  // before what is held is written again
+    __syncwarp();  // before they are written again
 }

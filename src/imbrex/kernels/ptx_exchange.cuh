@@ -88,6 +88,12 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ uint2 load_shared_pair(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -104,6 +110,23 @@ __device__ __forceinline__ uint4 load_once(const void* from, bool wanted) {
         : "l"(from), "r"(static_cast<u32>(wanted)), "n"(kOffset)
         : "memory");
     return v;
+}
+
+// 16 bytes from memory to shared memory, of this thread; nothing where not `wanted`. Offsets are part of the instruction.
+template <int kTo, int kFrom>
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool wanted) {
+    asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16;\n}" ::"r"(to), "l"(from),
+                 "r"(static_cast<u32>(wanted)), "n"(kTo), "n"(kFrom)
+                 : "memory");
+}
+
+// What this thread asked for since the last time is one group.
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the latest kPending groups of this thread are there; then it may read them.
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // The larger of the low and of the high halves.
