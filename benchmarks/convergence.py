@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--held-out", type=int, default=64, help="batches of the last loss")
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--teams", type=int, default=1, help=f"trainings side by side, {RANKS} cores each")
     parser.add_argument("--stop-after", type=float, default=3600.0, help="seconds; begin nothing later")
     parser.add_argument("--encode-on", default="cpu", help="device that ZFP runs on")
