@@ -11,7 +11,6 @@ from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels.exchange_route import address_of
 from imbrex.kernels.routed import Routed
 
-
 MOST_FP8 = 17408
 """Values of a row whose scales every warp has room for."""
 
