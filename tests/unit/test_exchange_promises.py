@@ -11,6 +11,7 @@ import torch
 
 from imbrex.kernels import jit
 from imbrex.kernels.exchange import ExchangeError, NvlinkExchange
+from imbrex.kernels.exchange_debug import check_choices
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
@@ -105,6 +106,7 @@ def test_debug_looks_before_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ValueError, match=says):
             call()
     assert exchange._calls == made, "none of them was launched"
+    check_choices(exchange.shape, inputs.ids_WTK[0, :0], None)  # a rank without tokens
     check_exchange(CASE, exchange)
 
 

@@ -28,7 +28,7 @@ def check_choices(shape: lay.Shape, ids: Tensor, tokens: Tensor | None) -> None:
     """ValueError where a rank's ids are none of the experts, or twice in a token, or tokens too many."""
     if _capturing(ids):
         return
-    ids_LTK = ids.reshape(-1, *ids.shape[-2:])
+    ids_LTK = ids if ids.dim() == 3 else ids[None]
     if tokens is not None:
         # host sync: asked for by IMBREX_DEBUG
         given = tokens.tolist()
