@@ -247,9 +247,10 @@ def run_launched(ranks: Ranks, node_of_W: list[int]) -> tuple[Any, ...]:
     os.environ.update(LOCAL_WORLD_SIZE="4", GROUP_RANK=str(node_of_W[ranks.rank]))
     try:
         found = Auto().nodes(ranks.group)
-        return found, Hierarchical(ranks.group).nodes
-    except ValueError as error:
-        return found, str(error)
+        try:
+            return found, Hierarchical(ranks.group).nodes
+        except ValueError as error:
+            return found, str(error)
     finally:
         del os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]
 
