@@ -143,14 +143,14 @@ def test_nodes_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -
     """What every rank is told, without any GPU; and that ranks which do not end are ended."""
     monkeypatch.setattr(netlab.torch.cuda, "device_count", lambda: 4)
     tell = "import os; h=os.environ; print(*(h[k] for k in ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', "
-    tell += "'NCCL_HOSTID', 'CUDA_VISIBLE_DEVICES', 'LOCAL_GPU')))"
+    tell += "'NCCL_HOSTID', 'CUDA_VISIBLE_DEVICES')))"
     words = ["netlab", "run", "--gpus", "--nodes", "2", "--ranks-per-node", "2"]
     assert main([*words, "--", sys.executable, "-c", tell]) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == [
-        "0 0 2 netlab-0 0,1 0",
-        "1 1 2 netlab-0 0,1 1",
-        "2 0 2 netlab-1 2,3 0",
-        "3 1 2 netlab-1 2,3 1",
+        "0 0 2 netlab-0 0,1",
+        "1 1 2 netlab-0 0,1",
+        "2 0 2 netlab-1 2,3",
+        "3 1 2 netlab-1 2,3",
     ]
     with pytest.raises(SystemExit):
         main([*words, "--", "nowhere.py"])

@@ -12,8 +12,8 @@ import torch.distributed as dist
 def meet(store: str | None) -> torch.device:
     """Join a launcher's ranks, over gloo on CPUs and NCCL where there are GPUs. This rank's device.
 
-    store: a file where the ranks meet; without, at MASTER_ADDR. LOCAL_GPU is the number of the rank's GPU,
-    if it is not that of LOCAL_RANK. Raises ValueError where no launcher started this.
+    store: a file where the ranks meet; without, at MASTER_ADDR. A rank's GPU has the number of LOCAL_RANK.
+    Raises ValueError where no launcher started this.
     """
     if "RANK" not in os.environ:
         raise ValueError("no launcher started this; use imbrex netlab run -- SCRIPT, or torchrun")
@@ -24,7 +24,7 @@ def meet(store: str | None) -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **meeting)
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_GPU") or os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", **meeting)
     return device

@@ -207,7 +207,7 @@ def _start(args: argparse.Namespace, command: list[str], until: float = float("i
         node, local = divmod(rank, args.ranks_per_node)
         environment = rank_environment(args, rank, local, node) | meeting
         if args.gpus:
-            environment |= _gpus_of(args, node, local)
+            environment |= _gpus_of(args, node)
         words = command if args.gpus else ["ip", "netns", "exec", f"n{node}", *command]
         waiting.append(subprocess.Popen(words, env=environment, preexec_fn=_end_with_parent))
     while waiting:
@@ -255,8 +255,8 @@ def _gpu_meeting() -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
 
 
-def _gpus_of(args: argparse.Namespace, node: int, local: int) -> dict[str, str]:
+def _gpus_of(args: argparse.Namespace, node: int) -> dict[str, str]:
     """A node sees its own GPUs only, so that LOCAL_RANK numbers them."""
     first = node * args.ranks_per_node
     seen = ",".join(map(str, range(first, first + args.ranks_per_node)))
-    return {"NCCL_HOSTID": f"netlab-{node}", "CUDA_VISIBLE_DEVICES": seen, "LOCAL_GPU": str(local)}
+    return {"NCCL_HOSTID": f"netlab-{node}", "CUDA_VISIBLE_DEVICES": seen}
