@@ -113,3 +113,37 @@ def test_a_token_whose_rows_are_all_one_too_many_adds_zero(wire: str) -> None:
     for home, tokens in enumerate(case.tokens):
         assert torch.equal(y[home, :tokens], want[home, :tokens])
         assert (want[home, :tokens] == 0).all(1).any()
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_whole_rows_are_one_stream(wire: str) -> None:
+    """More than 512 tokens: a warp goes from piece to piece, over tokens without rows and rows too many."""
+    width, budget = (264 if wire == "bf16" else 1280), 150
+    case = Case(placement=contiguous(6, 3), tokens=(530, 40, 17), choices=2, width=width, drop=0.6)
+    exchange, inputs = make_exchange(case, load=kernel.load, timeout=30.0), make_inputs(case)
+    plans, routed = make_plans(case, inputs), route(case, exchange, inputs)
+    make = torch.Generator().manual_seed(5)
+    rows = torch.randn(3, exchange.shape.row_capacity, width, generator=make).bfloat16()
+    numbers = torch.rand(3, exchange.shape.row_capacity, generator=make)
+    home_numbers = torch.empty(3, 530, 2)
+    few = replace(routed, position_LWTK=torch.where(routed.position_LWTK < budget, routed.position_LWTK, -1))
+    y = exchange.combine(
+        *(rows, few),
+        num_sms=1,
+        num_tokens=530,
+        wire=wire,
+        out_dtype=torch.float32,
+        values=(numbers, home_numbers),
+    )
+    exchange.check()
+    rows[:, budget:] = 0
+    numbers[:, budget:] = 0
+    want = combined(case, plans, inputs, list(rows), True, wire)
+    assert (want[0] == 0).all(1).sum() > 100
+    for home, (plan, tokens) in enumerate(zip(plans, case.tokens, strict=True)):
+        assert torch.equal(y[home, :tokens], want[home, :tokens])
+        rank_TK = torch.div(plan.slot_TK, 2, rounding_mode="floor")
+        sent = plan.slot_TK >= 0
+        here = torch.zeros(tokens, 2)
+        here[sent] = numbers[rank_TK[sent], plan.position_TK[sent]]
+        assert torch.equal(home_numbers[home, :tokens], here)
