@@ -251,7 +251,12 @@ class NvlinkExchange(ExchangeBase):
                 self.layout.small_staged,
                 self.shape.ranks * few * self.shape.row_bytes,
             ),
-            *(*self._strides(x, out), row_bytes, lay.SMALL_PARTS, min(lay.SMALL_PUSHERS, num_sms // 2)),
+            *(
+                *self._strides(x, out),
+                row_bytes,
+                lay.SMALL_PARTS,
+                lay.small_pushers(self.shape.ranks, num_sms),
+            ),
         )
         if num_sms < 2:
             raise ValueError("exchange: a small dispatch needs at least 2 SMs: some push, some route")
@@ -282,7 +287,7 @@ class NvlinkExchange(ExchangeBase):
         out: where the result goes, contiguous.
         """
         width, most = rows.shape[-1], routed.position_LWTK.shape[2]
-        num_sms = num_sms or default_sms(2 * width, compact=False)
+        num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
         check_wire(wire, width)
         if self.debug:
             check_rows(routed, rows.shape[1])
@@ -290,7 +295,7 @@ class NvlinkExchange(ExchangeBase):
         if out is None:
             out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
         tokens, parts, reducers = lay.combine_pieces(most, wire)
-        shared, reducers = lay.reduce_shared(2 * width, wire, (tokens, parts, reducers))
+        shared = lay.reduce_shared(2 * width, wire)
         args = reduce_args(
             *(self.shape, self.layout, rows, addend, out, routed),
             (rows[0].nbytes, *self._strides(addend, out)),
