@@ -35,7 +35,7 @@ PAIRED, PAIRED_STAGED = SHARED._replace(cluster=2), STAGED._replace(cluster=2)
 _PAIRS = {SHARED: PAIRED, STAGED: PAIRED_STAGED}
 _PAIRED_WAVES, _PAIRED_DEPTH, _PAIRED_DEPTH_FP8 = 3.5, 36_000, 54_000
 """Waves, and waves times depth (400 us in bf16), from which a pair is faster: it starts 1 us later, waits for
-the slower of its blocks and fills the last wave by twos. From there 1.02 of a block's rate, 0.97 to 1.15."""
+the slower of its blocks and fills the last wave by twos. From there 1.02 of a block's rate, 0.96 to 1.15."""
 
 _COSTS = {SHARED: 1.0, LOW: 0.7, NARROW: 0.74, SMALL: 0.36}
 """Fitted, with what follows, to 190 products of 1 to 4096 rows an expert: 1.02 times the best tile's time."""
