@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from imbrex import ops
 from imbrex.contracts import Dispatched
 from imbrex.kernels import unavailable
-from imbrex.kernels.experts_ffn import ffn, unfit_widths
+from imbrex.kernels.experts_ffn import ffn
 from imbrex.kernels.experts_fp8 import Fp8Experts, ffn_fp8, quantise_experts, unfit_for_fp8
+from imbrex.kernels.experts_widths import MULTIPLE, fits
 from imbrex.kernels.glue import swiglu
 
 Activation = Literal["swiglu", "gelu"]
@@ -43,11 +44,12 @@ class Experts(nn.Module):
         down(gelu(up(x))) with the exact error function.
     bias: add biases to both products. shard: the part of F held here; outputs are then partial sums.
     implementation: `loop` (one expert after the other: the oracle), `grouped` (grouped products), `kernels`
-        (imbrex's own, for SwiGLU in bfloat16 without biases on a Hopper GPU, D and F multiples of 8), or
-        `auto`: `kernels` where they can run, else `grouped`. `implementation_reason` says why; rows that the
-        kernels cannot take (another dtype or device) go through `grouped`. `kernels-fp8` is `kernels` whose
-        forward without gradients computes in e4m3 with block scales (D and F multiples of 128): inference.
-        The weights are quantised when first needed, and again after a change, and kept beside them.
+        (imbrex's own, for SwiGLU in bfloat16 without biases on a Hopper GPU; D and F that are no multiples of
+        8 are padded in every call), or `auto`: `kernels` where they can run, else `grouped`.
+        `implementation_reason` says why; rows that the kernels cannot take (another dtype or device) go
+        through `grouped`. `kernels-fp8` is `kernels` whose forward without gradients computes in e4m3 with
+        block scales (D and F multiples of 128): inference. The weights are quantised when first needed, and
+        again after a change, and kept beside them.
     seed: parameters are drawn per expert from it, so that neither placement nor rank count changes them.
 
     Parameters, as in Hugging Face checkpoints: gate_up_proj [e, 2F, D], gate rows first (`gelu`: up_proj
@@ -85,13 +87,16 @@ class Experts(nn.Module):
         self.expert_ids, self.activation = expert_ids, activation
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         slots, width = len(expert_ids), intermediate_size // self.shard.size
-        unfit = _unfit(activation, bias, hidden_size, width)
+        unfit = _unfit(activation, bias)
         unfit_fp8 = unfit_for_fp8(hidden_size, width)
         picked = pick_implementation(implementation, unfit, unfit_fp8)
         self.implementation, self.implementation_reason = picked
+        if self.implementation == "kernels" and not fits(hidden_size, width):
+            self.implementation_reason += f"; every call pads D and F to multiples of {MULTIPLE}"
         self._fp8: tuple[tuple[int, ...], Fp8Experts] | None = None
         # Kernels scale inside, and find the weights' gradient on their way back.
-        glued = self.implementation == "grouped" and unfit is None and unavailable() is None
+        glued = self.implementation == "grouped" and unfit is None and fits(hidden_size, width)
+        glued = glued and unavailable() is None
         self.applies_weights = glued or self.implementation.startswith("kernels")
         up_width = 2 * width if activation == "swiglu" else width
 
@@ -265,10 +270,10 @@ def pick_implementation(name: str, unfit: str | None = None, unfit_fp8: str | No
     return name, "asked for"
 
 
-def _unfit(activation: str, bias: bool, width: int, inner: int) -> str | None:
+def _unfit(activation: str, bias: bool) -> str | None:
     if activation != "swiglu":
         return f"the expert kernels compute SwiGLU, not {activation}"
-    return "the expert kernels add no biases" if bias else unfit_widths(width, inner)
+    return "the expert kernels add no biases" if bias else None
 
 
 def _loop_product(rows_RK: Tensor, weight_eNK: Tensor, bias_eN: Tensor | None, counts_e: Tensor) -> Tensor:

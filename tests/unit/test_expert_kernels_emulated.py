@@ -217,6 +217,26 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error(one[:cut], other) < 1e-2, name
 
 
+def test_widths_that_are_no_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(8)
+    counts, width, inner = [9, 0, 4], 20, 12
+    gate_up, down = draw(3, 2 * inner, width) / width**0.5, draw(3, width, inner) / inner**0.5
+    x, d_y, weights = draw(13, width), draw(13, width), torch.rand(13)
+    emulate(monkeypatch, blocks=1)
+    leaves = [t.detach().requires_grad_() for t in (x, gate_up, down, weights)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    y = ffn(*leaves[:3], torch.tensor(counts), weights_R=leaves[3])
+    wanted = reference_ffn(counts, *exact)
+    assert y.shape == x.shape
+    assert error(y, wanted) < 5e-3
+    found = torch.autograd.grad(y, leaves, d_y)
+    for one, other in zip(found, torch.autograd.grad(wanted, exact, d_y.double()), strict=True):
+        assert error(one, other) < 1e-2
+    sums = torch.zeros(gate_up.shape), torch.zeros(down.shape)
+    with pytest.raises(ValueError, match="multiples of 8"):
+        ffn(x, gate_up, down, torch.tensor(counts), gradients=sums)
+
+
 def test_gradients_of_two_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     counts, width, inner = [40, 30], 64, 128

@@ -43,13 +43,20 @@ def test_auto_takes_the_kernels_where_they_run() -> None:
     [
         ({"activation": "gelu"}, "not gelu"),
         ({"bias": True}, "no biases"),
-        ({"intermediate_size": 12}, "16 and 12"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_grouped_with_the_reason(options: dict, reason: str) -> None:
-    made = Experts((0,), 16, options.pop("intermediate_size", 24), **options)
+    made = Experts((0,), 16, 24, **options)
     assert made.implementation == "grouped"
     assert reason in made.implementation_reason
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_other_widths_are_padded_and_it_is_said() -> None:
+    made = Experts((0,), 16, 12)
+    assert made.implementation == "kernels"
+    assert made.implementation_reason.endswith("; every call pads D and F to multiples of 8")
+    assert "pads" not in Experts((0,), 16, 24).implementation_reason
 
 
 @pytest.mark.usefixtures("kernels_available")
@@ -109,7 +116,7 @@ def test_fp8_weights_are_traced_as_they_were_last_made() -> None:
 @pytest.mark.usefixtures("kernels_available")
 def test_the_width_that_counts_is_the_shards() -> None:
     made = Experts((0,), 16, 24, shard=experts.Shard(rank=0, size=2))
-    assert "16 and 12" in made.implementation_reason
+    assert "pads D and F" in made.implementation_reason
 
 
 @pytest.mark.usefixtures("kernels_available")

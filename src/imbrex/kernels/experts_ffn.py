@@ -23,6 +23,7 @@ from imbrex.deferred import Deferral, recording
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
+from imbrex.kernels.experts_widths import MULTIPLE, fits, pad_widths
 from imbrex.kernels.jit import Variant, unavailable
 from imbrex.tracing import differentiated, traced
 
@@ -40,8 +41,6 @@ _library.define(
 
 FUSED_WIDTH = 4096
 """D up to which SwiGLU's gradient is cheaper in a product's epilogue than in its own kernel (gemm.cu)."""
-MULTIPLE = 8
-"""D and F must be multiples of this: rows of 16 bytes for the copy engine."""
 
 
 def supports(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> str | None:
@@ -55,13 +54,6 @@ def supports(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> str | No
         return "the expert kernels compute in bfloat16"
     if gate_up_eGD.shape != (experts, 2 * inner, width) or rows_RD.shape[1] != width:
         return "the expert kernels need SwiGLU weights [e, 2F, D] and [e, D, F]"
-    return unfit_widths(width, inner)
-
-
-def unfit_widths(width: int, inner: int) -> str | None:
-    """None if `ffn` can compute with D = `width` and F = `inner`, else one sentence that says why not."""
-    if width % MULTIPLE or inner % MULTIPLE:
-        return f"the expert kernels need D and F to be multiples of {MULTIPLE}, not {width} and {inner}"
     return None
 
 
@@ -83,8 +75,17 @@ def ffn(
     gradients: tensors like the two weights, contiguous, float32 or bfloat16: the backward adds the weights'
     gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
 
-    Under a `Deferral` the backward leaves the weights' gradients to it.
+    Under a `Deferral` the backward leaves the weights' gradients to it. Widths that are no multiples of 8 are
+    padded, which copies the weights in every call; such weights' gradients cannot be added to `gradients`.
     """
+    if not fits(*down_eDF.shape[1:]):
+        if gradients is not None:
+            raise ValueError(
+                f"ffn: gradients can be added where D and F are multiples of {MULTIPLE}; give none"
+            )
+        padded = pad_widths(rows_RD, gate_up_eGD, down_eDF)
+        y_RD = ffn(*padded, counts_e, weights_R=weights_R, recompute=recompute)
+        return y_RD[:, : rows_RD.shape[1]].contiguous()
     training = differentiated(rows_RD, gate_up_eGD, down_eDF, weights_R)
     keep = training and not recompute
     given = rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep
