@@ -225,8 +225,8 @@ def test_widths_that_are_no_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> N
     emulate(monkeypatch, blocks=1)
     leaves = [t.detach().requires_grad_() for t in (x, gate_up, down, weights)]
     exact = [t.detach().double().requires_grad_() for t in leaves]
-    y = ffn(*leaves[:3], torch.tensor(counts), weights_R=leaves[3])
-    wanted = reference_ffn(counts, *exact)
+    y = ffn(leaves[0], leaves[1], leaves[2], torch.tensor(counts), weights_R=leaves[3])
+    wanted = reference_ffn(counts, exact[0], exact[1], exact[2], exact[3])
     assert y.shape == x.shape
     assert error(y, wanted) < 5e-3
     found = torch.autograd.grad(y, leaves, d_y)
