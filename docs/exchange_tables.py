@@ -46,8 +46,8 @@ def as_table(head: list[str], lines: list[list[Any]]) -> str:
 
 
 def main_rows(**wanted: Any) -> list[Row]:
-    """Rows of the shape of the targets on four GPUs, uniform routing."""
-    shape = {"T": 4096, "D": 7168, "E": 256, "W": 4, "routing": "uniform"}
+    """Rows of the shape of the targets, uniform routing."""
+    shape = {"T": 4096, "D": 7168, "E": 256, "routing": "uniform"}
     found = [row for row in rows_of("exchange") if shape.items() <= row.get("case", {}).items()]
     return [row for row in found if all(row.get(k, row["case"].get(k)) == v for k, v in wanted.items())]
 
@@ -59,26 +59,29 @@ def time_of(**wanted: Any) -> float | str:
 
 def targets() -> str:
     lines = []
-    for op, layout, dtype, least, aim in TARGETS:
-        case = {"op": op, "layout": layout, "dtype": dtype}
-        others = [time_of(impl=impl, **case) for impl in ("nccl-a2a", "nccl-agrs")]
-        ours = time_of(impl="imbrex", **case)
-        lines.append([op, layout, dtype, f"**{ours}**", *others, f"{least} / {aim}"])
-    return as_table(["", "rows", "", "imbrex, us", "NCCL all-to-all", "AG / RS", "at least / aim"], lines)
+    for ranks in (2, 4):
+        for op, layout, dtype, least, aim in TARGETS:
+            case = {"op": op, "layout": layout, "dtype": dtype, "W": ranks}
+            others = [time_of(impl=impl, **case) for impl in ("nccl-a2a", "nccl-agrs")]
+            goal = f"{least} / {aim}" if ranks == 4 else "-"
+            ours = time_of(impl="imbrex", **case)
+            lines.append([ranks, op, layout, dtype, f"**{ours}**", *others, goal])
+    head = ["GPUs", "", "rows", "", "imbrex, us", "NCCL all-to-all", "AG / RS", "at least / aim"]
+    return as_table(head, lines)
 
 
 def skew() -> str:
-    """Full calls under skewed routing, four GPUs."""
+    """Full calls under skewed routing."""
     lines: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows_of("exchange"):
         case = row.get("case", {})
-        if case.get("W") != 4 or case.get("routing") in (None, "uniform") or not row.get("full_call"):
+        if case.get("routing") in (None, "uniform") or not row.get("full_call"):
             continue
-        key = case["routing"], row["op"], case["layout"]
+        key = case["W"], case["routing"], row["op"], case["layout"]
         lines.setdefault(key, {})[row["impl"]] = row["median_us"]
     names = ("imbrex", "nccl-a2a", "nccl-agrs")
-    body = [[*key, *(times.get(name, "-") for name in names)] for key, times in lines.items()]
-    return as_table(["routing", "", "rows", "imbrex, us", "NCCL all-to-all", "AG / RS"], body)
+    body = [[*key, *(times.get(name, "-") for name in names)] for key, times in sorted(lines.items())]
+    return as_table(["GPUs", "routing", "", "rows", "imbrex, us", "NCCL all-to-all", "AG / RS"], body)
 
 
 def sweep() -> str:
@@ -97,15 +100,17 @@ def sweep() -> str:
 def beside() -> str:
     lines = [
         [
+            row["case"]["W"],
             row["impl"].removeprefix("beside "),
             row["num_sms"],
             f"{row['slowdown']:.2f}",
             row["exchange_slowdown"],
         ]
         for row in rows_of("exchange")
-        if row["op"] == "gemm" and "num_sms" in row and row["case"]["W"] == 4
+        if row["op"] == "gemm" and "num_sms" in row
     ]
-    return as_table(["beside", "SMs", "GEMM's time over alone", "exchange's time over alone"], lines)
+    lines.sort(key=lambda line: line[0])
+    return as_table(["GPUs", "beside", "SMs", "GEMM's time over alone", "exchange's time over alone"], lines)
 
 
 def doors() -> str:
