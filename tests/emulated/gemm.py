@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imbrex.kernels import experts_fp8, experts_gemm, experts_glue, jit
 
-HEADERS = [Path(__file__).with_name(name) for name in ("cuda_on_cpu.h", "tensor_cores_on_cpu.h")]
+HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "tensor_cores", "machine")]
 SHARED = {
     "extern __shared__ u8 memory[];": "u8* memory = emu::self().block->shared;",
     "__shared__ Slot slots[kSlots];": "Slot* slots = reinterpret_cast<Slot*>(memory + kStatic);",

@@ -1,4 +1,4 @@
-"""The exchange kernels of the package, compiled for the CPU by g++ and run by fibers (`cuda_on_cpu.h`)."""
+"""The exchange kernels of the package, compiled for the CPU by g++ and run by fibers (`machine_on_cpu.h`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from imbrex.kernels import jit
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+HEADERS = (HEADER, Path(__file__).with_name("machine_on_cpu.h"))
 REPLACED = ("ptx.cuh", "ptx_exchange.cuh", "ptx_codec.cuh")
 
 
@@ -27,7 +28,12 @@ def available() -> bool:
 def _library(variant: jit.Variant) -> Any:
     sources = jit.sources_of(variant)
     defines = [f"-D{name}={value}" for name, value in variant.defines]
-    text = HEADER.read_text() + str(sorted(sources.items())) + variant.entry + str(defines)
+    text = (
+        "".join(header.read_text() for header in HEADERS)
+        + str(sorted(sources.items()))
+        + variant.entry
+        + str(defines)
+    )
     folder = Path(tempfile.gettempdir()) / "imbrex-emulated" / hashlib.sha256(text.encode()).hexdigest()[:32]
     built = folder / "kernel.so"
     if not built.exists():
