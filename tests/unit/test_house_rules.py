@@ -81,8 +81,8 @@ print(seconds)
 
 
 def test_importing_is_quick_and_starts_nothing() -> None:
-    seconds = []
-    for _ in range(3):
+    seconds: list[float] = []
+    while len(seconds) < 8 and min(seconds, default=1.0) >= 0.3:  # a busy or cold machine: 0.19 to 0.35 s
         ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=100)
         assert ran.returncode == 0, ran.stderr
         seconds.append(float(ran.stdout))
