@@ -14,7 +14,7 @@ import torch
 from ceilings import measure_ceilings
 
 from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import OPS, OURS, Entry, Race, host_microseconds, phases, race
+from imbrex.cli.layer_race import OPS, OURS, PAUSE_CYCLES, Entry, Race, host_microseconds, phases, race
 from imbrex.cli.results import describe_run
 
 RESULTS = Path(__file__).parent / "results" / "layer.json"
@@ -44,7 +44,7 @@ def profile(rank: int, world: int, entries: list[Entry], folder: str) -> None:
             for name, call in runner.calls(op, inputs).items():
                 if name not in (OURS, "nccl-a2a"):
                     continue
-                host_us = host_microseconds(call, op)
+                host_us = host_microseconds(call, PAUSE_CYCLES[op])
                 if rank == 0:
                     print(entry.model, op, name, f"host {host_us:.0f} us", flush=True)
                 with listen(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as heard:

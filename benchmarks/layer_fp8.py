@@ -18,7 +18,7 @@ from torch import Tensor
 
 from imbrex import Exchange, Routing
 from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import time_in_turns
+from imbrex.cli.layer_race import PAUSE_CYCLES, time_in_turns
 from imbrex.cli.results import describe_run, write_results
 from imbrex.cli.shapes import MODELS
 from imbrex.cli.skew import make_routing
@@ -120,7 +120,7 @@ def measure(
         again = [whole[f"imbrex-serial-fp8-{name}"] for name in ("decoded", "rows")]
         differ = float((again[0] - again[1]).norm() / truth.norm())
         for op, by_impl in calls.items():
-            for impl, times in time_in_turns(by_impl, "forward", repeats=repeats).items():
+            for impl, times in time_in_turns(by_impl, PAUSE_CYCLES["forward"], repeats=repeats).items():
                 rows.append(
                     {
                         "op": op,

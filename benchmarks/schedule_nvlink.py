@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,24 @@ from torch import Tensor
 
 from imbrex import overlap
 from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import Entry, Inputs, Race
+from imbrex.cli.layer_race import (
+    Call,
+    Entry,
+    Inputs,
+    Race,
+    difference,
+    host_microseconds,
+    time_in_turns,
+)
 from imbrex.cli.results import describe_run, write_results
 from imbrex.contracts import Routing
 from imbrex.exchange import Exchange
-from imbrex.observe.clock import device_microseconds
 
 QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
 RESULTS = Path(__file__).parent / "results" / "schedule.json"
 OPS = ("layer-forward", "layer")
 PAUSE_CYCLES = {"layer-forward": 12_000_000, "layer": 36_000_000}
 """About 6 and 18 ms of an H200, in which the host queues a call."""
-Call = Callable[[], list[Tensor]]
 
 
 def main() -> None:
@@ -107,45 +111,21 @@ def _rows(
     race: Race, exchange: Exchange, args: argparse.Namespace, tokens: int, op: str, calls: dict[str, Call]
 ) -> list[dict[str, Any]]:
     truth = calls["serial"]()
-    error = {name: _difference(call(), truth) for name, call in calls.items()}
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    align = torch.zeros(1, device="cuda")
-    for turn in range(-2, args.repeats):
-        for name, call in calls.items():
-            spent = device_microseconds(call, PAUSE_CYCLES[op], lambda: dist.all_reduce(align))
-            taken[name] += [spent] if turn >= 0 else []
-    slowest = torch.tensor(list(taken.values()), device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    shape, serial = race.shape, statistics.median(slowest[list(calls).index("serial")].tolist())
+    error = {name: difference(call(), truth) for name, call in calls.items()}
+    taken = time_in_turns(calls, PAUSE_CYCLES[op], repeats=args.repeats)
+    shape, serial = race.shape, statistics.median(taken["serial"])
     case = {"model": race.model, "M": tokens, "T": tokens // race.world, "W": race.world, "K": shape.top_k}
     case |= {"D": shape.hidden_size, "F": shape.intermediate_size, "E": shape.num_experts}
     case |= {"codec": args.codec, "transport": "nvlink", "dtype": "bfloat16", "network": "nvlink"}
     transport: Any = exchange.transport
     case |= {"beside_sms": transport.sms_beside.dispatch}
     found = []
-    for name, times in zip(calls, slowest.tolist(), strict=True):
+    for name, times in taken.items():
         row = {"op": op, "impl": name, "case": case, "n": len(times), "error": error[name]}
         row |= {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
         row |= {"over_serial": round(statistics.median(times) / serial, 3)}
-        found.append(row | {"host_us": round(_host_us(calls[name], op))})
+        found.append(row | {"host_us": round(host_microseconds(calls[name], PAUSE_CYCLES[op]))})
     return found
-
-
-def _difference(found: list[Tensor], truth: list[Tensor]) -> float:
-    """The largest relative difference of outputs and gradients of tokens and weights."""
-    pairs = zip(found, truth, strict=True)
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
-
-
-def _host_us(call: Call, op: str, repeats: int = 5) -> float:
-    spent = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(PAUSE_CYCLES[op])
-        start = time.perf_counter()
-        call()
-        spent.append(1e6 * (time.perf_counter() - start))
-    return statistics.median(spent)
 
 
 def _tell(rows: list[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ def _entry_point(entry: str) -> str:
     return (
         f'extern "C" int emulate_{entry}(int grid, int block, int smem, unsigned seed, double limit, '
         "void** a) {\n    emu::products.clear();\n    emu::rows_of_warp.clear();\n"
-        f"    return emu::run(grid, block, smem, seed, limit, [=] {{ emu::call_all({entry}, a); }});\n}}\n"
+        f"    return emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({entry}, a); }});\n}}\n"
     )
 
 

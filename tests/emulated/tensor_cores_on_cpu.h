@@ -127,15 +127,6 @@ inline void multiply(const Product& p) {
 inline std::map<const Fiber*, std::deque<std::vector<Product>>> products;
 inline std::map<std::pair<const Block*, unsigned>, std::array<u32, 32>> rows_of_warp;
 
-template <class... A, size_t... I>
-void spread(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
-    kernel(*static_cast<std::remove_const_t<A>*>(args[I])...);
-}
-template <class... A>
-void call_all(void (*kernel)(A...), void** args) {
-    spread(kernel, args, std::index_sequence_for<A...>{});
-}
-
 }  // namespace emu
 
 inline u32 exchanged(u32 word, u32 from) {

@@ -168,9 +168,7 @@ class Race:
         """The largest relative error between ours and the rivals', over all answers and ranks."""
         ours, worst = calls[OURS](), 0.0
         for name in (name for name in calls if name not in (OURS, FLOOR)):
-            for mine, theirs in zip(ours, calls[name](), strict=True):
-                error = (mine.float() - theirs.float()).norm() / theirs.float().norm()
-                worst = max(worst, float(error))
+            worst = max(worst, difference(ours, calls[name]()))
         found = torch.tensor(worst, device="cuda")
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         assert float(found) < CLOSE_ENOUGH, f"{self.model}: implementations differ by {float(found):.3g}"
@@ -184,15 +182,22 @@ class Race:
             exchange.close()
 
 
+def difference(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The largest relative error of a tensor of `found`, in the L2 norm."""
+    pairs = zip(found, truth, strict=True)
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
 def time_in_turns(
-    calls: Mapping[str, Callable[[], object]], op: str, *, repeats: int, warmup: int = 2
+    calls: Mapping[str, Callable[[], object]], pause_cycles: int, *, repeats: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Microseconds of every call, all of them once a round, the slowest rank's."""
+    """Microseconds of every call, all of them once a round, the slowest rank's. The GPU pauses so long while
+    the host queues a call."""
     align = torch.zeros(1, device="cuda")
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-warmup, repeats):
         for name, call in calls.items():
-            spent = device_microseconds(call, PAUSE_CYCLES[op], lambda: dist.all_reduce(align))
+            spent = device_microseconds(call, pause_cycles, lambda: dist.all_reduce(align))
             if turn >= 0:
                 taken[name].append(spent)
     slowest = torch.tensor(list(taken.values()), device="cuda")
@@ -220,16 +225,16 @@ def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> 
         calls[f"back {n}"] = lambda n=n: kernels.combine(
             out_RD[None], routed, weighted=False, num_sms=n, num_tokens=len(x_TD)
         )
-    taken = time_in_turns(calls, "forward", repeats=repeats)
+    taken = time_in_turns(calls, PAUSE_CYCLES["forward"], repeats=repeats)
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def host_microseconds(call: Call, op: str, repeats: int = 5) -> float:
+def host_microseconds(call: Call, pause_cycles: int, repeats: int = 5) -> float:
     """What the host takes to queue a call."""
     spent = []
     for _ in range(repeats):
         torch.cuda.synchronize()
-        torch.cuda._sleep(PAUSE_CYCLES[op])
+        torch.cuda._sleep(pause_cycles)
         start = time.perf_counter()
         call()
         spent.append(1e6 * (time.perf_counter() - start))
@@ -261,7 +266,7 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
         if not entry.variants:
             del calls[OURS_TORCH], calls[OURS_EXACT]
         error = runner.check(calls)
-        taken = time_in_turns(calls, op, repeats=repeats)
+        taken = time_in_turns(calls, PAUSE_CYCLES[op], repeats=repeats)
         rows += [row_of(entry, runner, op, name, times, error) for name, times in taken.items()]
         if runner.rank == 0:
             print(line_of(entry, op, taken), flush=True)
