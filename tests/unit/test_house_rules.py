@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -81,9 +82,13 @@ print(seconds)
 
 
 def test_importing_is_quick_and_starts_nothing() -> None:
+    # As a user's process: bytecode is kept (compiling all sources takes 0.2 s) and no coverage is traced.
+    ours = ("PYTHONDONTWRITEBYTECODE", "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    command = [sys.executable, "-c", IMPORT]
     seconds: list[float] = []
-    while len(seconds) < 8 and min(seconds, default=1.0) >= 0.3:  # a busy or cold machine: 0.19 to 0.35 s
-        ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=100)
+    while len(seconds) < 8 and min(seconds, default=1.0) >= 0.3:  # the first may compile; then 0.11 to 0.2 s
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
         assert ran.returncode == 0, ran.stderr
         seconds.append(float(ran.stdout))
     assert min(seconds) < 0.3, f"importing imbrex adds {statistics.median(seconds):.2f} s to torch's"
