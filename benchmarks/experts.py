@@ -20,16 +20,15 @@ COMMAND = "make gpu-bench NAME=experts"
 MODELS = "--model=mixtral,qwen2-moe,phi3.5-moe,deepseek-v3,qwen3-30b-a3b"
 SKEWS = "--skew=balanced,uniform,zipf:0.6"
 PAIR = "--impls=imbrex,imbrex-fp8,imbrex-fp8-rows,torch"
+FORWARD = "--ops=grouped_gemm,ffn,ffn_unpermuted"
 CASES = (
-    [MODELS, "--rows=16384", SKEWS, "--ops=ffn,ffn_unpermuted", PAIR],
+    [MODELS, "--rows=16384", SKEWS, f"{FORWARD},ffn_training", PAIR],
     ["--model=deepseek-v3", "--rows=64,128,256,512", "--skew=uniform", "--ops=decode", PAIR],
-    [MODELS, "--rows=16384", SKEWS, "--ops=grouped_gemm", PAIR],
-    [MODELS, "--rows=16384", SKEWS, "--ops=ffn_training", "--details", PAIR],
-    [MODELS, "--rows=1024,4096,65536", "--skew=uniform", "--ops=grouped_gemm,ffn,ffn_unpermuted", PAIR],
-    [MODELS, "--rows=16384", "--skew=uniform", "--ops=ffn,ffn_unpermuted,ffn_training", "--repeats=10"],
+    [MODELS, "--rows=1024,4096", "--skew=balanced,uniform", f"{FORWARD},ffn_training", PAIR],
+    [MODELS, "--rows=65536", "--skew=balanced,uniform", FORWARD, PAIR],
 )
-"""The last one with torch compiled, whose compilation takes longer than all measurements."""
-RECORDED = "--ops=grouped_gemm,ffn,ffn_unpermuted,ffn_training"
+COMPILED = [MODELS, "--rows=16384", "--skew=uniform", "--ops=ffn,ffn_unpermuted,ffn_training", "--repeats=10"]
+"""With torch compiled, whose compilation takes longer than all measurements: last."""
 
 
 def main() -> None:
@@ -39,11 +38,11 @@ def main() -> None:
         "--trace", metavar="FILE[:ARRAY[:LAYER]]", help="ids that a model's gate chose; adds its skew"
     )
     trace = own.parse_args().trace
-    recorded = [[MODELS, "--rows=16384", f"--skew=load:{trace}", RECORDED, PAIR]] if trace else []
+    recorded = [[*CASES[0][:2], f"--skew=load:{trace}", *CASES[0][3:]]] if trace else []
     parser = argparse.ArgumentParser()
     bench_experts.add_arguments(parser)
     rows: list[dict[str, Any]] = []
-    for words in (*CASES[:-1], *recorded, CASES[-1]):
+    for words in (*CASES, *recorded, COMPILED):
         rows += bench_experts.measure(parser.parse_args(words))
         command = f'{COMMAND} ARGS="--trace {Path(trace).name}"' if trace else COMMAND
         run = describe_run(command, bench_experts.ceilings_of(rows))

@@ -12,6 +12,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "experts.json"
 LAYER_RESULTS = RESULTS.with_name("layer_fp8.json")
 MARK, FP8_MARK, LAYER_MARK = "<!-- experts -->", "<!-- experts in fp8 -->", "<!-- layer in fp8 -->"
+NEEDS_MARK = "<!-- experts' launches and memory -->"
 TITLES = {
     "grouped_gemm": "grouped GEMM alone",
     "ffn": "forward, permuted rows",
@@ -25,7 +26,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri != "experts.md":
         return markdown
     filled = markdown.replace(MARK, table()).replace(FP8_MARK, fp8_table())
-    return filled.replace(LAYER_MARK, layer_table())
+    return filled.replace(NEEDS_MARK, needs_table()).replace(LAYER_MARK, layer_table())
 
 
 def table() -> str:
@@ -44,6 +45,23 @@ def fp8_table() -> str:
         return _faster(rows, "imbrex", ours), straight, _faster(rows, "torch", ours)
 
     return _lines(" | ".join(f"{head}: mean, least" for head in heads), figures, (ours,))
+
+
+def needs_table() -> str:
+    """A line per operation and model: launches of a call, and its MiB, ours and torch's."""
+    lines = ["| | | launches: imbrex, torch | MiB: imbrex, torch |", "|---|---|---|---|"]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
+        case = row["case"]
+        if (case["rows"], case["skew"]) == (16384, "uniform") and "launches" in row and "product" not in case:
+            found.setdefault((row["op"], case["model"]), {}).setdefault(row["impl"], row)
+    for (op, model), rows in sorted(found.items(), key=lambda item: list(TITLES).index(item[0][0])):
+        both = rows["imbrex"], rows["torch"]
+        launches, memory = (
+            ", ".join(f"{row[name]:.0f}" for row in both) for name in ("launches", "peak_mib")
+        )
+        lines.append(f"| {TITLES[op]} | {model} | {launches} | {memory} |")
+    return "\n".join(lines)
 
 
 def layer_table() -> str:

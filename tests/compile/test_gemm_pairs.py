@@ -18,8 +18,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="runs the kernel's head
 GROUP_M = 4
 HARNESS = """
 #include "gemm_pairs.cuh"
-extern "C" int walk(const int* ends, const int* segments, int count, int columns, int* out) {
+extern "C" int walk(const int* ends, const int* segments, int count, int columns, int height,
+                    int* out) {
     PairSchedule<128, 256, %d> order{{ends, segments, count, 0, columns}};
+    order.height = height;
     Tile tile[2];
     bool together;
     int number = 0;
@@ -46,12 +48,14 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     subprocess.run(command, cwd=folder, check=True, timeout=60)
     library = ctypes.CDLL(str(folder / "walk.so"))
 
-    def run(ends: list[int], columns: int, segments: list[Segment] | None = None) -> list[Pair]:
+    def run(
+        ends: list[int], columns: int, segments: list[Segment] | None = None, height: int = BLOCK_M
+    ) -> list[Pair]:
         out = (ctypes.c_int * 100000)()
         flat = [value for segment in segments or [] for value in segment]
         table = (ctypes.c_int * len(flat))(*flat) if segments is not None else None
         count = len(ends) if segments is None else len(segments)
-        number = library.walk((ctypes.c_int * len(ends))(*ends), table, count, columns, out)
+        number = library.walk((ctypes.c_int * len(ends))(*ends), table, count, columns, height, out)
         tiles = [tuple(out[6 * i : 6 * i + 6]) for i in range(2 * number)]
         return [(a[:5], b[:5], bool(a[5])) for a, b in zip(tiles[::2], tiles[1::2], strict=True)]
 
@@ -73,8 +77,12 @@ def test_the_worked_example(walk: Walk) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("sliced", [False, True], ids=["experts", "segments"])
-def test_every_tile_once_and_pairs_share_their_columns(walk: Walk, seed: int, sliced: bool) -> None:
+@pytest.mark.parametrize(
+    ("sliced", "height"), [(False, 128), (True, 128), (False, 64)], ids=["experts", "segments", "low"]
+)
+def test_every_tile_once_and_pairs_share_their_columns(
+    walk: Walk, seed: int, sliced: bool, height: int
+) -> None:
     random.seed(seed)
     some = [0, 0, 1, 64, 65, 127, 128, 129, 192, 193, 256, 384, 1024]
     counts = [random.choice([*some, random.randrange(2000)]) for _ in range(random.randrange(1, 12))]
@@ -82,14 +90,14 @@ def test_every_tile_once_and_pairs_share_their_columns(walk: Walk, seed: int, sl
     wanted = by_expert(ends, columns)
     if sliced:
         wanted = [(e, a, b, c, c + 768) for c in (768, 0) for e, a, b, _, _ in wanted]
-    pairs = walk(ends, columns, wanted if sliced else None)
+    pairs = walk(ends, columns, wanted if sliced else None, height)
     live = [tile for *both, _ in pairs for tile in both if tile[2] > 0]
-    assert sorted(live) == sorted(expected(wanted))
+    assert sorted(live) == sorted(expected(wanted, height))
     for first, second, together in pairs:
         assert first[2] > 0
         assert first[0] == second[0]
         if together:
-            assert (second[1] - first[1], second[3]) == (BLOCK_M, first[3])
+            assert (second[1] - first[1], second[3]) == (height, first[3])
             assert second[2] > 0
         elif second[2] > 0:
             assert (second[1], second[3] - first[3]) == (first[1], 256)

@@ -22,8 +22,9 @@ HARNESS = """
 #include "gemm_scheduler.cuh"
 template <bool kFixedRows>
 int walk(const int* ends, const int* segments, int count, int rows, int columns, int block, int grid,
-         int* out) {
+         int height, int* out) {
     Schedule<%d, %d, %d, kFixedRows> order{ends, segments, count, rows, columns};
+    order.height = height;
     Tile tile;
     int found = 0;
     for (int number = block; order.seek(number, tile); number += grid, ++found) {
@@ -33,11 +34,11 @@ int walk(const int* ends, const int* segments, int count, int rows, int columns,
     }
     return found;
 }
-extern "C" int walk_ragged(const int* e, const int* s, int c, int r, int n, int b, int g, int* out) {
-    return walk<false>(e, s, c, r, n, b, g, out);
+extern "C" int walk_ragged(const int* e, const int* s, int c, int r, int n, int b, int g, int h, int* out) {
+    return walk<false>(e, s, c, r, n, b, g, h, out);
 }
-extern "C" int walk_fixed(const int* e, const int* s, int c, int r, int n, int b, int g, int* out) {
-    return walk<true>(e, s, c, r, n, b, g, out);
+extern "C" int walk_fixed(const int* e, const int* s, int c, int r, int n, int b, int g, int h, int* out) {
+    return walk<true>(e, s, c, r, n, b, g, h, out);
 }
 """
 Segment = tuple[int, int, int, int, int]
@@ -70,6 +71,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
         columns: int,
         grid: int,
         fixed: bool = False,
+        height: int = BLOCK_M,
     ):
         out = (ctypes.c_int * 50000)()
         flat = [value for segment in segments or [] for value in segment]
@@ -78,7 +80,8 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
         tiles: list[tuple[int, tuple[int, ...]]] = []
         for block in range(grid):
             function = library.walk_fixed if fixed else library.walk_ragged
-            found = function((ctypes.c_int * len(ends))(*ends), table, count, rows, columns, block, grid, out)
+            given = (ctypes.c_int * len(ends))(*ends), table, count, rows, columns, block, grid, height, out
+            found = function(*given)
             tiles += [(block + i * grid, tuple(out[5 * i : 5 * i + 5])) for i in range(found)]
         assert [number for number, _ in sorted(tiles)] == list(range(len(tiles)))
         return [tile for _, tile in sorted(tiles)]
@@ -86,14 +89,16 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     return run
 
 
-def expected(segments: list[Segment]) -> list[tuple[int, ...]]:
+def expected(segments: list[Segment], height: int = BLOCK_M) -> list[tuple[int, ...]]:
+    """Tiles of fewer than BLOCK_M rows have no more than their own."""
     tiles: list[tuple[int, ...]] = []
+    most = height if height < BLOCK_M else 1 << 30
     for expert, row_begin, row_end, column_begin, column_end in segments:
-        rows = list(range(row_begin, row_end, BLOCK_M))
+        rows = list(range(row_begin, row_end, height))
         for group in range(0, len(rows), GROUP_M):
             for column in range(column_begin, column_end, BLOCK_N):
                 tiles += [
-                    (expert, row, row_end - row, column, column_end - column)
+                    (expert, row, min(row_end - row, most), column, column_end - column)
                     for row in rows[group : group + GROUP_M]
                 ]
     return tiles
@@ -122,6 +127,7 @@ def test_every_tile_once_in_the_stated_order(walk: Walk, seed: int) -> None:
         random.choice([1, 7, 132]),
     )
     assert walk(ends, None, 0, columns, grid) == expected(by_expert(ends, columns))
+    assert walk(ends, None, 0, columns, grid, height=64) == expected(by_expert(ends, columns), 64)
 
 
 @pytest.mark.parametrize("seed", range(5))

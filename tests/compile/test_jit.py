@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-core and NVRTC")
 
 from imbrex.kernels import jit
+from imbrex.kernels.arguments import attributes
 
 SMALL = 'extern "C" __global__ void small(float* y) { y[threadIdx.x] = FACTOR; }\n'
 SPILLING = """#include "size.cuh"
@@ -123,3 +124,14 @@ def test_arguments_are_packed_by_kind() -> None:
     assert ctypes.c_int64.from_address(addresses[5]).value == 2**40
     with pytest.raises(AssertionError, match="int32"):
         jit._pack([2**31])
+
+
+@pytest.mark.parametrize(("cluster", "dependent"), [(1, False), (1, True), (2, True)])
+def test_attributes_of_a_launch(cluster: int, dependent: bool) -> None:
+    """None for a plain launch, which takes the host half the time; a block's neighbours, and no wait for the
+    kernel before."""
+    found = attributes(jit.cuda_binding("driver"), cluster, False, dependent)
+    assert [attribute.value.clusterDim.x for attribute in found[: cluster - 1]] == [2] * (cluster - 1)
+    assert [attribute.value.programmaticStreamSerializationAllowed for attribute in found[cluster - 1 :]] == [
+        1
+    ] * dependent

@@ -5,6 +5,7 @@
 
 #define threadIdx (Index{emu::self().thread})
 #define blockIdx (Index{emu::self().block->index})
+#define gridDim (Index{static_cast<unsigned>(emu::machine->blocks.size())})
 
 inline void __syncthreads() { emu::meet(emu::self().block->whole, emu::self().block->threads, true); }
 inline int __syncthreads_and(int value) { return emu::meet(emu::self().block->whole, emu::self().block->threads, value != 0); }
@@ -22,10 +23,10 @@ inline u32 __ballot_sync(u32, bool value) {
 }
 inline int __shfl_sync(u32, int value, int lane) {
     emu::Block& block = *emu::self().block;
-    int& word = block.words[emu::self().thread / 32];
-    if (emu::self().thread % 32 == static_cast<unsigned>(lane)) word = value;
+    u32* words = block.exchanged.data() + emu::self().thread / 32 * 32;
+    words[emu::self().thread % 32] = static_cast<u32>(value);
     __syncwarp();
-    const int result = word;
+    const int result = static_cast<int>(words[lane % 32]);
     __syncwarp();
     return result;
 }
@@ -37,6 +38,16 @@ inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
     const u32 result = words[(emu::self().thread % 32) ^ mask];
     __syncwarp();
     return result;
+}
+inline u32 __match_any_sync(u32, int value) {
+    emu::Block& block = *emu::self().block;
+    u32* words = block.exchanged.data() + emu::self().thread / 32 * 32;
+    words[emu::self().thread % 32] = static_cast<u32>(value);
+    __syncwarp();
+    u32 same = 0;
+    for (u32 lane = 0; lane < emu::warp_size(); ++lane) same |= static_cast<u32>(words[lane] == static_cast<u32>(value)) << lane;
+    __syncwarp();
+    return same;
 }
 inline u32 __reduce_max_sync(u32 mask, u32 value) {
     for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(mask, value, step));
@@ -94,6 +105,8 @@ inline void fence_async_shared() {}
 inline void fence_async() {}
 inline void fence_barrier_init() {}
 inline void fence_sys() {}
+inline void launch_dependents() {}
+inline void wait_for_launches() {}
 
 inline void named_barrier(int id, int threads) { emu::meet(emu::self().block->named[id], threads, true); }
 
@@ -210,6 +223,7 @@ inline u32 round_e4m3(float f) {
     return sign | (x >= 464.0f ? 0x7e : round_small<3, 7>(x));
 }
 inline u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
+inline u32 pack_e4m3(float a, float b, float c, float d) { return pack_e4m3(a, b) | pack_e4m3(c, d) << 16; }
 inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
 inline float reciprocal(float x) {  // to an ulp, either way
     const float inverse = 1.0f / x;

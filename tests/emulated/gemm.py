@@ -24,9 +24,13 @@ SHARED = {
     "__shared__ u64 barriers[2 * STAGES + 2 * kSlots + 2];": (
         "u64* barriers = reinterpret_cast<u64*>(memory + kStatic + sizeof(Slot) * kSlots);"
     ),
+    "__shared__ __align__(16) u32 from[kTurns * kBlockM];": (
+        "u32* from = reinterpret_cast<u32*>(memory + kStatic + 512);"
+    ),
 }
 """A fiber's block has one piece of shared memory; what the kernel declares as static lies behind the rest."""
-STATIC_BYTES = 1024
+STATIC_BYTES = 2048
+REPLACED = ("ptx.cuh", "ptx_exchange.cuh")
 Edits = tuple[tuple[str, str], ...]
 
 
@@ -50,7 +54,8 @@ def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
         places = [name for name, source in sources.items() if old in source]
         assert len(places) == 1, f"the kernel says {old!r} in {places}, not in one place"
         sources[places[0]] = sources[places[0]].replace(old, new)
-    sources["ptx.cuh"] = f'#include "{HEADERS[1]}"\n'
+    for name in REPLACED:
+        sources[name] = f'#include "{HEADERS[1]}"\n'
     text = (
         str([header.read_text() for header in HEADERS]) + str(sorted(sources.items())) + str(variant.defines)
     )
@@ -103,7 +108,9 @@ class EmulatedKernel:
         self._library, self._tensors, self.seed = _library(variant, smem, edits), tensors, 0
         self._emulate = getattr(self._library, f"emulate_{variant.entry}")
 
-    def launch(self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0, cluster: int = 1) -> None:
+    def launch(
+        self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0, cluster: int = 1, **_: Any
+    ) -> None:
         assert grid % cluster == 0
         self._library.forget()
         ranges = [(0, 2**62)]
@@ -136,9 +143,9 @@ def emulate(
     """Let `launch_gemm` and the glue run on the CPU, with `blocks` blocks, on `tensors` or any memory."""
 
     def gemm(
-        layout: Any, epilogue: Any, tiling: Any, wide: bool, fp8: bool, device: int
+        layout: Any, epilogue: Any, tiling: Any, wide: bool, fp8: bool, gather: bool, device: int
     ) -> tuple[EmulatedKernel, int, int]:
-        variant = experts_gemm.gemm_variant(layout, epilogue, tiling, wide, fp8)
+        variant = experts_gemm.gemm_variant(layout, epilogue, tiling, wide, fp8, gather)
         kernel = EmulatedKernel(variant, tiling.smem, tensors, edits)
         kernel.seed = seed
         return kernel, tiling.smem, blocks

@@ -55,7 +55,6 @@ struct Block {
     Rendezvous whole, named[16];
     std::vector<Rendezvous> warps;
     std::vector<u32> votes;
-    std::vector<int> words;
     std::vector<u32> exchanged;
 };
 
@@ -209,7 +208,6 @@ inline int run(int grid, int block, int smem, unsigned seed, double limit, std::
         made.threads = made.alive = block;
         made.warps.resize((block + 31) / 32);
         made.votes.resize((block + 31) / 32);
-        made.words.resize((block + 31) / 32);
         made.exchanged.resize((block + 31) / 32 * 32);
         for (int t = 0; t < block; ++t) {
             now.fibers.push_back(std::make_unique<Fiber>());

@@ -17,7 +17,6 @@
 #define CLUSTER 1
 #endif
 #define blockDim (Index{emu::self().block->threads})
-#define gridDim (Index{static_cast<unsigned>(emu::machine->blocks.size())})
 inline u32 atomicAdd(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -53,7 +52,8 @@ alignas(16) inline const u8 zeros[16] = {};
 // Calls `piece(shared address, global address or null)` for all 16-byte pieces of a box.
 template <class Piece>
 void walk(const TensorMap& map, u32 shared, std::array<int, 4> at, Piece piece) {
-    if (shared % 1024) fail("a swizzled box is not aligned to 1024 bytes");
+    const i64 lines = i64(map.box[1]) * map.box[2] * map.box[3];
+    if (shared % (lines == 1 ? 128 : 1024)) fail("a swizzled box is not aligned to 1024 bytes, or one of a line to 128");
     if (map.box[0] * map.size != 128) fail("a swizzled box is not 128 bytes wide");
     for (int d = 0; d < map.rank; ++d)
         if ((at[d] >= map.sizes[d] || at[d] + map.box[d] <= 0) && !is_tensor(map.base)) fail("a box outside its tensor");
@@ -154,6 +154,8 @@ inline void mbarrier_wait(u32 barrier, u32 parity, u32& patience) {
     while (!mbarrier_try(barrier, parity) && patience != 0) --patience;
 }
 
+inline bool elect_one() { return emu::self().thread % 32 == 0; }
+
 inline emu::Block& block_of_cluster(u32 rank) {
     emu::Block& block = *emu::machine->blocks[emu::self().block->index / CLUSTER * CLUSTER + rank];
     if (block.alive == 0) emu::fail("a block of the cluster left before this access to its memory");
@@ -187,6 +189,9 @@ inline void tma_load_3d_multicast(u32 target, const TensorMap* map, u32 barrier,
 }
 inline void tma_load_4d_multicast(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w, u16 blocks) {
     tiled_load(target, map, barrier, {x, y, z, w}, blocks);
+}
+inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
+    tiled_load(target, map, barrier, {x, y, 0, 0});
 }
 inline void tma_load_3d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z) {
     tiled_load(target, map, barrier, {x, y, z, 0});

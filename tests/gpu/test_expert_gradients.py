@@ -10,9 +10,10 @@ from torch import Tensor
 from imbrex.kernels import experts_fp8
 from imbrex.kernels.experts_ffn import ffn
 from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows
+from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, launch_gemm
-from imbrex.kernels.experts_glue import plan_groups, swiglu_backward
-from imbrex.kernels.experts_tiling import FP8_TILINGS, GRADIENT_TILINGS, OWN
+from imbrex.kernels.experts_glue import plan_groups, sum_rows, swiglu_backward
+from imbrex.kernels.experts_tiling import FP8_TILINGS, GRADIENT_TILINGS, LOW, OWN, PAIRED, SHARED
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -108,3 +109,21 @@ def test_fp8_experts(monkeypatch: pytest.MonkeyPatch, tiling) -> None:
     assert error(y[:rows], quantised * weights[:rows, None]) < 4e-2  # the activation's rounding
     whole = reference(x[:rows].double(), gate_up.double(), down.double()) * weights[:rows, None]
     assert error(y[:rows], whole) < 8e-2
+
+
+@pytest.mark.parametrize("tiling", [SHARED, LOW, PAIRED], ids=str)
+def test_fp8_tokens(monkeypatch: pytest.MonkeyPatch, tiling) -> None:
+    """Quantised once and gathered, or for each choice: the bits of copied rows. Tokens repeat."""
+    torch.manual_seed(3)
+    monkeypatch.setattr(experts_fp8, "choose_tiling", lambda *_, **__: tiling)
+    tokens, rows, width, inner = 301, sum(COUNTS), 512, 384
+    experts = quantise_experts(draw(7, 2 * inner, width), draw(7, width, inner))
+    x, counts = draw(tokens, width), torch.tensor(COUNTS, device=CUDA)
+    source = torch.randint(tokens - 1, (rows,), device=CUDA)
+    position = torch.randint(-1, rows, (tokens, 3), device=CUDA)
+    position[-1] = -1
+    weights = torch.rand(tokens, 3, device=CUDA)
+    wanted = sum_rows(ffn_fp8(x[source], experts, counts), position, weights)
+    for gather in (True, False, None):
+        found = ffn_tokens_fp8(x, experts, counts, source, position, weights, gather=gather)
+        assert torch.equal(found, wanted)

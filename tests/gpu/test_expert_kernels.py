@@ -10,7 +10,7 @@ from torch import Tensor
 from imbrex.kernels.experts_ffn import ffn, supports
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
-from imbrex.kernels.experts_tiling import PAIRED, SHARED, gemm_choices
+from imbrex.kernels.experts_tiling import LOW, NARROW, PAIRED, SHARED, SMALL, gemm_choices
 from imbrex.kernels.experts_tokens import ffn_tokens
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,7 @@ CASES = {
     "half tiles": ([129, 200], 192, 384),
 }
 TILINGS = sorted({choice.tiling for choice in gemm_choices()}, key=str)
+GATHER_TILINGS = [SHARED, NARROW, LOW, SMALL]
 WGRAD_TILINGS = sorted({c.tiling for c in gemm_choices() if c.layout is Layout.WGRAD}, key=str)
 
 
@@ -135,6 +136,28 @@ def test_a_cluster_computes_the_same_bits(case, layout: Layout) -> None:
         launch_gemm(layout, a, b, groups.ends_e, found[-1], groups.counter, tiling=tiling)
         assert groups.counter.tolist() == [0, 0]
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP], ids=["swiglu", "kept"])
+@pytest.mark.parametrize("tiling", GATHER_TILINGS, ids=str)
+def test_gathered_rows_give_the_bits_of_a_copy(case, tiling: Tiling, epilogue: Epilogue) -> None:
+    """Tokens wanted several times, once and never; those are NaN."""
+    counts, _, b = case
+    rows, tokens, groups = sum(counts), max(4, sum(counts) // 3), groups_of(counts)
+    x = draw(tokens, b.shape[2])
+    x[tokens // 2 :] = float("nan")
+    index = torch.randint(tokens // 2, (rows + TAIL,), device=CUDA)
+    index[rows:] = tokens - 1
+    found = []
+    for a, source in ((x[index], None), (x, index)):
+        act, gate_up = poisoned(rows + TAIL, b.shape[1] // 2), poisoned(rows + TAIL, b.shape[1])
+        kept = gate_up if epilogue is Epilogue.SWIGLU_KEEP else None
+        how = {"tiling": tiling, "epilogue": epilogue, "gate_up": kept, "index_R": source}
+        launch_gemm(Layout.FORWARD, a, b, groups.ends_e, act, groups.counter, **how)
+        assert groups.counter.tolist() == [0, 0]
+        found.append(torch.cat([act, gate_up], 1))
+    assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
+    assert found[1][rows:].isnan().all()
 
 
 @pytest.mark.parametrize("tiling", WGRAD_TILINGS, ids=str)
@@ -262,7 +285,10 @@ def test_tokens_to_weighted_sums() -> None:
     position = torch.empty_like(order)
     position[order] = torch.arange(order.numel(), device=CUDA)
     counts = torch.bincount(ids.flatten(), minlength=experts)
-    found = ffn_tokens(x, gate_up, down, counts, order // choices, position.view(tokens, choices), weights)
+    given = x, gate_up, down, counts, order // choices, position.view(tokens, choices), weights
+    found, gathered, copied = (ffn_tokens(*given, gather=gather) for gather in (None, True, False))
+    assert torch.equal(gathered, copied)
+    assert torch.equal(found, copied)
     rows = x[order // choices].double()
     flat = weights.flatten()[order].double()
     exact = reference_ffn(counts.tolist(), rows, gate_up.double(), down.double(), flat)

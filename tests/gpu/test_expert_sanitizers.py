@@ -13,10 +13,12 @@ pytestmark = pytest.mark.gpu
 STEP = """
 import torch
 from imbrex.kernels.experts_ffn import ffn
-from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts
+from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows, run_fp8_rows
 from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm
 from imbrex.kernels.experts_glue import plan_groups
-from imbrex.kernels.experts_tiling import PAIRED
+from imbrex.kernels.experts_tiling import LOW, NARROW, PAIRED, SHARED, SMALL
+from imbrex import MoEConfig, MoELayer
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 torch.manual_seed(0)
 for counts, width, inner in (([70, 0, 1, 130], 256, 128), ([3, 2], 1024, 136), ([150, 140], 1024, 256)):
     rows, experts = sum(counts), len(counts)
@@ -32,7 +34,10 @@ for counts, width, inner in (([70, 0, 1, 130], 256, 128), ([3, 2], 1024, 136), (
         sums = tuple(torch.zeros(s, device="cuda", dtype=dtype) for s in shapes[1:])
         torch.autograd.grad(ffn(*leaves, counts, gradients=sums), leaves[0], d_y)
     if inner % 128 == 0:
-        ffn_fp8(leaves[0].detach(), quantise_experts(*leaves[1:]), counts)
+        weights8, index = quantise_experts(*leaves[1:]), torch.randint(rows, (rows,), device="cuda")
+        ffn_fp8(leaves[0].detach(), weights8, counts)
+        groups, values, scales = quantise_rows(leaves[0].detach(), counts, every=True)
+        run_fp8_rows(values, scales, weights8, groups, index_R=index)
 groups = plan_groups(torch.tensor([200, 0, 1, 330], device="cuda"))
 a, down = torch.randn(531, 256, device="cuda").bfloat16(), torch.randn(4, 256, 640, device="cuda").bfloat16()
 for layout, epilogue, columns, b in (
@@ -42,6 +47,14 @@ for layout, epilogue, columns, b in (
 ):
     out = a.new_empty(531, columns)
     launch_gemm(layout, a, b, groups.ends_e, out, groups.counter, tiling=PAIRED, epilogue=epilogue)
+index = torch.randint(90, (531,), device="cuda")
+for tiling in (SHARED, NARROW, LOW, SMALL):
+    act, kept = a.new_empty(531, 320), a.new_empty(531, 640)
+    how = {"tiling": tiling, "epilogue": Epilogue.SWIGLU_KEEP, "gate_up": kept, "index_R": index}
+    launch_gemm(Layout.FORWARD, a[:90], down.mT.contiguous(), groups.ends_e, act, groups.counter, **how)
+layer = MoELayer(MoEConfig(hidden_size=64, intermediate_size=64, num_experts=5, top_k=3), **BF16)
+x = torch.randn(700, 64, **BF16).requires_grad_()
+layer(x).float().square().sum().backward()
 torch.cuda.synchronize()
 print("ran")
 """

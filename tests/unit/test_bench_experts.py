@@ -47,11 +47,17 @@ def test_rates_by_hand() -> None:
         "tflops": 1.9,
         "limit_tflops": 800.0,
         "share": 0.002,
+        "tbps": 0.192,  # 96 values of one expert's weights, 2 bytes each
     }
     assert bench_experts.rates("ffn_training", None, small, 1e-3, dense_us)["tflops"] == 5.8
     down = bench_experts.rates("grouped_gemm", "down", small, 1e-4, dense_us)
     gate_up = bench_experts.rates("grouped_gemm", "gate_up", small, 1e-4, dense_us)
     assert (down["tflops"], gate_up["tflops"]) == (6.4, 12.8)
+    assert (down["tbps"], gate_up["tbps"]) == (0.64, 1.28)
+    many = bench_experts.rates("ffn", None, work([184], 8, 4), 1e-3, dense_us)
+    few = bench_experts.rates("ffn", None, work([182], 8, 4), 1e-3, dense_us, value_bytes=1)
+    assert "tbps" not in many
+    assert few["tbps"] == 0.096
 
 
 def test_decode_counts_the_weights_of_experts_with_rows() -> None:
@@ -69,5 +75,5 @@ def test_experts_of_one_rank() -> None:
 
 
 def test_the_command_can_be_read_back() -> None:
-    args = parse("--model=qwen2-moe", "--rows=64,128", "--ops=decode", "--details", "-n=5")
+    args = parse("--model=qwen2-moe", "--rows=64,128", "--ops=decode", "-n=5")
     assert parse(*bench_experts.words_of(args)) == args

@@ -17,7 +17,7 @@ from torch import Tensor
 from imbrex.kernels import experts_gemm
 from imbrex.kernels.experts_ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
-from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED
+from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED, SMALL
 from imbrex.kernels.experts_tokens import ffn_tokens
 from imbrex.kernels.jit import KernelError
 from tests.emulated.gemm import emulate
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles th
 LIMIT = 3e-3  # of ||out - ref|| / ||ref||: bf16 rounds by 2^-9 at most
 TAIL = 5
 COUNTS = [130, 0, 1, 70]
+PAIR = SHARED._replace(cluster=2)
 
 
 def draw(*shape: int) -> Tensor:
@@ -136,6 +137,28 @@ def test_a_cluster_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch, case:
         found.append(out)
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
     assert found[0].isnan().sum() == TAIL * shape[1]
+
+
+@pytest.mark.parametrize("tiling", [SHARED, PAIR, SMALL], ids=["shared", "pair", "small"])
+def test_gathered_rows_give_the_bits_of_a_copy(monkeypatch: pytest.MonkeyPatch, tiling: Tiling) -> None:
+    """Tokens that are wanted twice, once and never; those are NaN, and so is what lies past the last row."""
+    torch.manual_seed(9)
+    counts, tokens = [330, 0, 1, 70], 60
+    x, b = draw(tokens, 136), draw(4, 2 * 144, 136)
+    x[tokens // 2 :] = float("nan")
+    index = torch.randint(tokens // 2, (sum(counts) + TAIL,))
+    index[sum(counts) :] = tokens - 1
+    found = []
+    for source in (None, index):
+        out, counter = poisoned(len(index), 144), torch.zeros(2, dtype=torch.int32)
+        a = x[index] if source is None else x
+        emulate(monkeypatch, [a, b, out], blocks=2 * tiling.cluster)
+        how = {"tiling": tiling, "epilogue": Epilogue.SWIGLU, "index_R": source}
+        launch_gemm(Layout.FORWARD, a, b, ends_of(counts), out, counter, **how)
+        assert counter.tolist() == [0, 0]
+        found.append(out)
+    assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
+    assert found[0].isnan().sum() == TAIL * 144
 
 
 @pytest.mark.parametrize("columns", [128, 136], ids=["wide", "narrow"])
@@ -280,7 +303,9 @@ def test_tokens_to_weighted_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     position[::3, 1] = -1
     weights[::3, 1] = 0.0
     emulate(monkeypatch, blocks=1)
-    found = ffn_tokens(x, gate_up, down, torch.tensor([tokens, tokens]), order // 2, position, weights)
+    given = x, gate_up, down, torch.tensor([tokens, tokens]), order // 2, position, weights
+    found = ffn_tokens(*given, gather=True)
+    assert torch.equal(found, ffn_tokens(*given, gather=False))
     args = x[order // 2].double(), gate_up.double(), down.double(), weights.flatten()[order].double()
     reference = torch.zeros(tokens, width, dtype=torch.float64)
     reference.index_add_(0, order // 2, reference_ffn([tokens, tokens], *args))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from imbrex.codec.fp8 import Fp8
+from imbrex.kernels import experts_fp8
 from imbrex.kernels.experts_fp8 import (
     ffn_fp8,
     quantise_experts,
@@ -20,8 +21,9 @@ from imbrex.kernels.experts_fp8 import (
     run_fp8_rows,
     shipped_variants,
 )
+from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.experts_gemm import Epilogue, Layout, gemm_variant
-from imbrex.kernels.experts_glue import COUNTERS
+from imbrex.kernels.experts_glue import COUNTERS, sum_rows
 from imbrex.kernels.experts_tiling import LOW, choose_tiling
 from tests.emulated.gemm import emulate
 
@@ -128,6 +130,29 @@ def test_rows_that_come_as_fp8(monkeypatch: pytest.MonkeyPatch, width: int) -> N
     again = run_ffn_fp8(decoded, None, *experts.tensors(), torch.tensor(counts), None)
     assert straight.dtype == torch.bfloat16
     assert torch.equal(straight[:rows], again[:rows])
+
+
+def test_tokens_to_weighted_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens quantised once and gathered, and rows quantised for each choice, against `ffn_fp8` of copied
+    rows, summed. Experts with 1, 0, 70 and 131 rows; tokens that go to one expert alone, and to none."""
+    torch.manual_seed(4)
+    counts, width, inner = [1, 0, 70, 131], 256, 128
+    tokens = 140
+    emulate(monkeypatch, blocks=3)
+    monkeypatch.setattr(experts_fp8, "choose_tiling", lambda *_, **__: LOW)
+    experts = quantise_experts(draw(4, 2 * inner, width) / 16, draw(4, width, inner) / 12)
+    x, weights, counts_e = draw(tokens, width), torch.rand(tokens, 2), torch.tensor(counts)
+    source = torch.cat([torch.randperm(tokens - 1)[:count] for count in counts])
+    position = torch.full((tokens, 2), -1)
+    for row, token in enumerate(source.tolist()):
+        if position[token, 0] < 0 or position[token, 1] < 0:
+            position[token, int(position[token, 0] >= 0)] = row
+    rows_RD = run_ffn_fp8(x[source], None, *experts.tensors(), counts_e, None)
+    wanted = sum_rows(rows_RD, position, weights)
+    for gather in (True, False):
+        found = ffn_tokens_fp8(x, experts, counts_e, source, position, weights, gather=gather)
+        assert found.shape == (tokens, width)
+        assert error(found, wanted.double()) < 2e-2  # a reciprocal is to an ulp: other roundings now and then
 
 
 def test_rows_and_scales_that_do_not_fit_are_said() -> None:

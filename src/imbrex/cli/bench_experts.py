@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, default=4, metavar="W", help="ranks the experts are spread over (4)")
     add("-n", "--repeats", type=int, default=20, metavar="N", help="timed calls of each (20)")
     add("--warmup", type=int, default=3, metavar="N", help="calls before them (3)")
-    add("--details", action="store_true", help="count launches and device memory too")
     add("--json", metavar="FILE", help="put the rows into this result file")
 
 
@@ -97,18 +96,18 @@ def measure_op(
         calls = timing.calls_of(op, work) if product is None else timing.gemm_calls(product, work)
         calls = {name: call for name, call in calls.items() if name in args.impls.split(",")}
         limit = timing.copy_call() if op == "decode" else timing.dense_call()
-        times = timing.time_in_turns({"limit": limit, **calls}, repeats=args.repeats, warmup=args.warmup)
+        pause = timing.STEP_PAUSE if op == "ffn_training" else timing.PAUSE_CYCLES
+        times = timing.time_in_turns(
+            {"limit": limit, **calls}, repeats=args.repeats, warmup=args.warmup, pause_cycles=pause
+        )
         limit_us = timing.summary(times.pop("limit"))["median_us"]
         for name, measured in times.items():
             row = {"op": op, "impl": name, "case": {**case, **({"product": product} if product else {})}}
             row |= timing.summary(measured)
             value_bytes = 1 if name in timing.FP8_IMPLS else 2
             row |= rates(op, product, work, row["median_us"], limit_us, value_bytes)
-            if args.details:
-                row |= {
-                    "launches": timing.count_launches(calls[name]),
-                    "peak_mib": timing.peak_mib(calls[name]),
-                }
+            row["peak_mib"] = timing.peak_mib(calls[name])
+            row["launches"] = timing.count_launches(calls[name])
             rows.append(row)
     return rows
 
@@ -116,15 +115,26 @@ def measure_op(
 def rates(
     op: str, product: str | None, work: timing.Work, median_us: float, limit_us: float, value_bytes: int = 2
 ) -> dict[str, float]:
-    """TFLOP/s and the share of the dense rate, or GB/s of weights and the share of the copy rate (decode)."""
+    """TFLOP/s and the share of the dense rate, or TB/s of weights and the share of the copy rate (decode).
+
+    TB/s as well where a product takes less time than its bf16 weights take to read, gradients left out.
+    """
+    part = {"gate_up": 2 / 3, "down": 1 / 3, None: 1.0}[product]
+    flops, weights = part * timing.flops_of(op, work), part * timing.weight_bytes(work, value_bytes)
+    bandwidth = weights / median_us / 1e6
     if op == "decode":
         limit = 2 * timing.COPY_BYTES / limit_us / 1e6
-        rate = timing.weight_bytes(work, value_bytes) / median_us / 1e6
-        return {"tbps": round(rate, 3), "limit_tbps": round(limit, 3), "share": round(rate / limit, 3)}
-    part = {"gate_up": 2 / 3, "down": 1 / 3, None: 1.0}[product]
+        return {
+            "tbps": round(bandwidth, 3),
+            "limit_tbps": round(limit, 3),
+            "share": round(bandwidth / limit, 3),
+        }
     limit = 2 * timing.DENSE_SIDE**3 / limit_us / 1e6
-    rate = part * timing.flops_of(op, work) / median_us / 1e6
-    return {"tflops": round(rate, 1), "limit_tflops": round(limit, 1), "share": round(rate / limit, 3)}
+    rate = flops / median_us / 1e6
+    found = {"tflops": round(rate, 1), "limit_tflops": round(limit, 1), "share": round(rate / limit, 3)}
+    if op != "ffn_training" and flops * value_bytes < timing.RIDGE * 2 * weights:
+        found["tbps"] = round(bandwidth, 3)
+    return found
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -133,11 +143,12 @@ def show(rows: list[dict[str, Any]]) -> None:
         case = row["case"]
         rivals = [r for r in rows if r["impl"] == "torch" and r["case"] == case]
         faster = f"  {rivals[0]['median_us'] / row['median_us']:5.2f}x torch" if rivals else ""
-        rate = f"{row['tbps']:6.2f} TB/s" if "tbps" in row else f"{row['tflops']:6.0f} TFLOP/s"
+        speed = f"{row['tflops']:6.0f} TFLOP/s" if "tflops" in row else f"{row['tbps']:6.2f} TB/s   "
         name = f"{row['op']} {case.get('product', '')}".strip()
         print(
             f"{case['model']:14} {case['rows']:6} {case['skew']:9} {name:20} {row['impl']:15}"
-            f" {row['median_us']:9.1f} us {rate} {100 * row['share']:5.1f} %{faster}",
+            f" {row['median_us']:9.1f} us {speed} {100 * row['share']:5.1f} %"
+            f" {row['launches']:3} launches {row['peak_mib']:8.1f} MiB{faster}",
             flush=True,
         )
 
@@ -154,4 +165,4 @@ def ceilings_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def words_of(args: argparse.Namespace) -> list[str]:
     words = [f"--{name}={getattr(args, name)}" for name in ("model", "rows", "skew", "ops", "impls", "ranks")]
-    return [*words, f"--repeats={args.repeats}", *(["--details"] if args.details else [])]
+    return [*words, f"--repeats={args.repeats}"]

@@ -20,17 +20,24 @@ from imbrex.cli.shapes import Shape
 from imbrex.cli.skew import make_routing
 from imbrex.kernels.experts_ffn import ffn
 from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows, unfit_for_fp8
+from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import plan_groups
 from imbrex.kernels.experts_tiling import choose_tiling
 from imbrex.kernels.experts_tokens import ffn_tokens
-from imbrex.observe.clock import device_microseconds
+from imbrex.kernels.jit import cuda_binding, cuda_ok
+from imbrex.observe.capture import capture
+from imbrex.observe.clock import PAUSE_CYCLES, device_microseconds
 
 OPS = ("grouped_gemm", "ffn", "ffn_unpermuted", "ffn_training", "decode")
 FP8_IMPLS = ("imbrex-fp8", "imbrex-fp8-rows")
 """Rows quantised in the call, and rows that come as fp8, as a dispatch with the codec `fp8` delivers them."""
 IMPLS = ("imbrex", *FP8_IMPLS, "torch", "torch-compiled")
 Call = Callable[[], Any]
+RIDGE = 183
+"""Operations that a dense bf16 product does while one byte is copied: 783 TFLOP/s over 4.27 TB/s."""
+STEP_PAUSE = 4 * PAUSE_CYCLES
+"""Two milliseconds: the host takes up to 0.7 for a forward and backward."""
 DENSE_SIDE = 8192
 COPY_BYTES = 1 << 31
 
@@ -113,17 +120,26 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, dynamic=True)
 
 
+def token_calls(work: Work) -> dict[str, Call]:
+    """From tokens in their own order to their weighted sums."""
+    x, weights = work.x_TD, (work.gate_up_eGD, work.down_eDF)
+    order = work.source_R, work.position_TK, work.weights_TK
+    calls: dict[str, Call] = {
+        "imbrex": lambda: ffn_tokens(x, *weights, work.counts_e, *order),
+        "torch": lambda: torch_ffn_tokens(x, *weights, work.ends_e, *order),
+        "torch-compiled": lambda: compiled(torch_ffn_tokens)(x, *weights, work.ends_e, *order),
+    }
+    if unfit_for_fp8(work.down_eDF.shape[1], work.down_eDF.shape[2]) is None:
+        experts = quantise_experts(*weights)
+        calls["imbrex-fp8"] = lambda: ffn_tokens_fp8(x, experts, work.counts_e, *order)
+    return calls
+
+
 def calls_of(op: str, work: Work) -> dict[str, Call]:
     """What is timed, by implementation."""
-    tokens = (work.source_R, work.position_TK, work.weights_TK)
     weights = (work.gate_up_eGD, work.down_eDF)
     if op == "ffn_unpermuted":
-        x = work.x_TD
-        return {
-            "imbrex": lambda: ffn_tokens(x, *weights, work.counts_e, *tokens),
-            "torch": lambda: torch_ffn_tokens(x, *weights, work.ends_e, *tokens),
-            "torch-compiled": lambda: compiled(torch_ffn_tokens)(x, *weights, work.ends_e, *tokens),
-        }
+        return token_calls(work)
     rows_RD = work.x_TD[work.source_R]
     if op == "ffn_training":
         d_y = torch.randn_like(rows_RD)
@@ -201,12 +217,14 @@ def copy_call() -> Call:
     return lambda: target.copy_(source)
 
 
-def time_in_turns(calls: dict[str, Call], *, repeats: int, warmup: int) -> dict[str, list[float]]:
-    """Microseconds of every call, all of them once a round."""
+def time_in_turns(
+    calls: dict[str, Call], *, repeats: int, warmup: int, pause_cycles: int = PAUSE_CYCLES
+) -> dict[str, list[float]]:
+    """Microseconds of every call, all of them once a round, each behind a pause of the device."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-warmup, repeats):
         for name, call in calls.items():
-            elapsed = device_microseconds(call)
+            elapsed = device_microseconds(call, pause_cycles)
             if turn >= 0:
                 times[name].append(elapsed)
     return times
@@ -222,13 +240,23 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def count_launches(call: Call) -> int:
-    """Kernels and copies that one call puts on the device."""
-    from torch.profiler import ProfilerActivity, profile
+    """Kernels, copies and fills that one call puts on the device: nodes of a CUDA graph captured from it.
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in profiler.events() or ())
+    A profiler would give the same number after a second, and slow down what is timed later.
+    """
+    driver = cuda_binding("driver")
+    graph = capture(call)
+    handle = driver.CUgraph(graph.raw_cuda_graph())
+    _, number = cuda_ok(driver.cuGraphGetNodes(handle), "counting nodes")
+    nodes, _ = cuda_ok(driver.cuGraphGetNodes(handle, number), "reading nodes")
+    kinds = [cuda_ok(driver.cuGraphNodeGetType(node), "asking what a node is") for node in nodes]
+    work = driver.CUgraphNodeType
+    launched = (
+        work.CU_GRAPH_NODE_TYPE_KERNEL,
+        work.CU_GRAPH_NODE_TYPE_MEMCPY,
+        work.CU_GRAPH_NODE_TYPE_MEMSET,
+    )
+    return sum(kind in launched for kind in kinds)
 
 
 def peak_mib(call: Call) -> float:

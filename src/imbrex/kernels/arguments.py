@@ -35,7 +35,7 @@ def configuration(
 
 
 @functools.cache
-def attributes(driver: Any, cluster: int, cooperative: bool) -> list[Any]:
+def attributes(driver: Any, cluster: int, cooperative: bool, dependent: bool = False) -> list[Any]:
     attributes = []
     if cluster > 1:
         attribute = driver.CUlaunchAttribute()
@@ -50,6 +50,11 @@ def attributes(driver: Any, cluster: int, cooperative: bool) -> list[Any]:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         attribute.value.cooperative = 1
+        attributes.append(attribute)
+    if dependent:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
     return attributes
 

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import Library, register_autograd, register_fake
 
 from imbrex.deferred import Deferral, recording
+from imbrex.kernels.experts_gather import gather_tiling
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
@@ -132,13 +133,15 @@ def run_experts(
     groups: Groups,
     weights_R: Tensor | None = None,
     gate_up_RG: Tensor | None = None,
+    index_R: Tensor | None = None,
 ) -> Tensor:
-    """y_RD, and gate and up into `gate_up_RG` where given."""
-    act_RF = rows_RD.new_empty(rows_RD.shape[0], down_eDF.shape[2])
-    y_RD = rows_RD.new_empty(rows_RD.shape)
-    if rows_RD.shape[0] and down_eDF.shape[0]:
+    """y_RD, and gate and up into `gate_up_RG` where given. With `index_R` (int64) row r is
+    rows_RD[index_R[r]], read there by the first product."""
+    rows = rows_RD.shape[0] if index_R is None else index_R.shape[0]
+    act_RF, y_RD = rows_RD.new_empty(rows, down_eDF.shape[2]), rows_RD.new_empty(rows, rows_RD.shape[1])
+    if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
-        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, gate_up=gate_up_RG)
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, gate_up=gate_up_RG, index=index_R)
         down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
         _gemm(Layout.FORWARD, act_RF, down_eDF, groups, y_RD, down, weights=weights_R)
     return y_RD
@@ -359,7 +362,20 @@ def _gemm(
     *,
     gate_up: Tensor | None = None,
     weights: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> None:
+    rows, experts = a.shape[0] if index is None else index.shape[0], groups.ends_e.numel()
+    tiling = choose_tiling(
+        layout,
+        epilogue,
+        rows,
+        experts,
+        (out.shape[-2], out.shape[-1]),
+        sms=multiprocessors(a.get_device()),
+        depth=a.shape[1],
+    )
+    if index is not None:
+        tiling = gather_tiling(tiling, rows, experts)
     launch_gemm(
         layout,
         a,
@@ -367,18 +383,11 @@ def _gemm(
         groups.ends_e,
         out,
         groups.counter,
-        tiling=choose_tiling(
-            layout,
-            epilogue,
-            a.shape[0],
-            groups.ends_e.numel(),
-            (out.shape[-2], out.shape[-1]),
-            sms=multiprocessors(a.get_device()),
-            depth=a.shape[1],
-        ),
+        tiling=tiling,
         epilogue=epilogue,
         gate_up=gate_up,
         weights_R=weights,
+        index_R=index,
     )
 
 

@@ -21,7 +21,7 @@ from torch.library import Library, register_fake
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, plan_groups
-from imbrex.kernels.experts_tiling import FP8_TILINGS, choose_tiling
+from imbrex.kernels.experts_tiling import FP8_TILINGS, LOW, PAIRED, SHARED, choose_tiling
 from imbrex.kernels.jit import Kernel, Variant, load
 
 BLOCK = 128
@@ -29,8 +29,7 @@ BLOCK = 128
 LARGEST = 448.0
 """Of e4m3."""
 SOURCE = "experts_quantise.cu"
-_BLOCKS_PER_SM = 40
-"""More than are resident (5), so that they even out: 89 us instead of 100 (16384 rows of 7168)."""
+_WARP_VALUES = 1024
 _library = Library("imbrex_experts_fp8", "DEF")
 _library.define(
     "ffn(Tensor rows_RD, Tensor? scales_RB, Tensor gate_up_eGD, Tensor gate_up_scales, Tensor down_eDF,"
@@ -152,16 +151,19 @@ def run_fp8_rows(
     experts: Fp8Experts,
     groups: Groups,
     weights_R: Tensor | None = None,
+    index_R: Tensor | None = None,
 ) -> Tensor:
     """From rows that are e4m3 already, with their scales [R, D/128]; rows may lie any multiple of 16 bytes
-    apart, those of scales any distance."""
-    rows, inner = rows_RD.shape[0], experts.down_eDF.shape[2]
+    apart, those of scales any distance. With `index_R` (int64) row r is rows_RD[index_R[r]], read there by
+    the first product: the bits of a permuted copy."""
+    rows = rows_RD.shape[0] if index_R is None else index_R.shape[0]
+    inner = experts.down_eDF.shape[2]
     act_RF = rows_RD.new_empty(rows, inner)
     act_scales = scales_RB.new_empty(rows, inner // BLOCK)
-    y_RD = torch.empty(rows_RD.shape, dtype=torch.bfloat16, device=rows_RD.device)
+    y_RD = torch.empty(rows, rows_RD.shape[1], dtype=torch.bfloat16, device=rows_RD.device)
     if rows and experts.down_eDF.shape[0]:
         up = Scales(rows=scales_RB, weights=experts.gate_up_scales, out=act_scales)
-        _gemm(rows_RD, experts.gate_up_eGD, groups, act_RF, Epilogue.SWIGLU, up)
+        _gemm(rows_RD, experts.gate_up_eGD, groups, act_RF, Epilogue.SWIGLU, up, index_R=index_R)
         down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
         scales = Scales(rows=act_scales, weights=experts.down_scales)
         _gemm(act_RF, experts.down_eDF, groups, y_RD, down, scales, weights_R)
@@ -169,26 +171,32 @@ def run_fp8_rows(
 
 
 def quantise_rows(
-    x_TD: Tensor, counts_e: Tensor, index_R: Tensor | None = None, choices: int = 1
+    x_TD: Tensor, counts_e: Tensor, index_R: Tensor | None = None, choices: int = 1, *, every: bool = False
 ) -> tuple[Groups, Tensor, Tensor]:
     """The plan, as `plan_groups` makes it, and e4m3 [R, D] and scales [R, D/128] of bf16 rows, or of
-    `x_TD[index_R[r] // choices]`. counts_e: int64, rows of every expert."""
+    `x_TD[index_R[r] // choices]`. counts_e: int64, rows of every expert. every: all rows, not as many as the
+    experts have (tokens, which the first product then gathers)."""
     rows, width = x_TD.shape[0] if index_R is None else index_R.numel(), x_TD.shape[1]
     values = x_TD.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = x_TD.new_empty(rows, width // BLOCK, dtype=torch.float32)
-    kernel, blocks = _quantiser(x_TD.device)
+    kernel, most = _quantiser(x_TD.device)
     experts = counts_e.numel()
     groups = Groups(plan=torch.empty(COUNTERS + experts, dtype=torch.int32, device=x_TD.device))
     counts_e, plan = counts_e.contiguous(), groups.plan
     rows_in = x_TD, index_R, choices, counts_e, experts, width // 8
-    kernel.launch(grid=blocks, block=256, args=[*rows_in, values, scales, groups.ends_e, plan, COUNTERS])
+    blocks = min(most, max(1, -(-rows * -(-width // _WARP_VALUES) // 8)))
+    kernel.launch(
+        grid=blocks,
+        block=256,
+        args=[*rows_in, values, scales, groups.ends_e, plan, COUNTERS, rows if every else -1],
+    )
     return groups, values, scales
 
 
 @functools.cache
 def _quantiser(device: torch.device) -> tuple[Kernel, int]:
-    kernel = load(Variant(source=SOURCE, entry="quantise_rows"), device)
-    return kernel, _BLOCKS_PER_SM * multiprocessors(kernel.device)
+    """And the most blocks of a launch: of eight warps, a warp for each `_WARP_VALUES` of a row."""
+    return load(Variant(source=SOURCE, entry="quantise_rows"), device), 1 << 30
 
 
 def _gemm(
@@ -199,11 +207,12 @@ def _gemm(
     epilogue: Epilogue,
     scales: Scales,
     weights_R: Tensor | None = None,
+    index_R: Tensor | None = None,
 ) -> None:
     ends_e, shape = groups.ends_e, (out.shape[0], out.shape[1])
     sms = multiprocessors(a.get_device())
     tiling = choose_tiling(
-        Layout.FORWARD, epilogue, a.shape[0], ends_e.numel(), shape, sms=sms, depth=a.shape[1], fp8=True
+        Layout.FORWARD, epilogue, out.shape[0], ends_e.numel(), shape, sms=sms, depth=a.shape[1], fp8=True
     )
     launch_gemm(
         Layout.FORWARD,
@@ -216,6 +225,7 @@ def _gemm(
         epilogue=epilogue,
         weights_R=weights_R,
         scales=scales,
+        index_R=index_R,
     )
 
 
@@ -231,4 +241,6 @@ def shipped_variants() -> list[Variant]:
     """Every kernel that `ffn_fp8` can launch."""
     epilogues = (Epilogue.PLAIN, Epilogue.SWIGLU, Epilogue.WEIGHTED)
     gemms = [gemm_variant(Layout.FORWARD, e, t, fp8=True) for e in epilogues for t in FP8_TILINGS]
+    gathering = (SHARED, LOW, PAIRED)
+    gemms += [gemm_variant(Layout.FORWARD, Epilogue.SWIGLU, t, fp8=True, gather=True) for t in gathering]
     return [Variant(source=SOURCE, entry="quantise_rows"), *gemms]

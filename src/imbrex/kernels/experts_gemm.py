@@ -57,6 +57,11 @@ class Tiling(NamedTuple):
         return 64 * (self.blocks_m if self.pingpong else self.groups)
 
     @property
+    def box_m(self) -> int:
+        """Rows of A in bf16 that an instruction loads (kBoxM of gemm_shape.cuh)."""
+        return 64 if (self.pingpong, self.block_m, self.block_n) == (False, 128, 256) else self.block_m
+
+    @property
     def smem(self) -> int:
         """Bytes of dynamic shared memory, with the slack for 1024-byte alignment."""
         return 1024 + self.stages * 128 * (self.block_m + self.block_n) + self.groups * self.panels * 8192
@@ -104,8 +109,17 @@ _NO_SCALES = ByValue(bytes(32))
 _NO_SLOPES = ByValue(bytes(24))
 
 
+GATHER_WARPS = 4
+"""That ask for rows of an index, one instruction a row."""
+
+
 def gemm_variant(
-    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool = True, fp8: bool = False
+    layout: Layout,
+    epilogue: Epilogue,
+    tiling: Tiling,
+    wide: bool = True,
+    fp8: bool = False,
+    gather: bool = False,
 ) -> Variant:
     return Variant(
         source="gemm.cu",
@@ -124,6 +138,7 @@ def gemm_variant(
             ("WIDE", int(wide and layout is not Layout.FORWARD)),
             ("FP8", int(fp8)),
             ("WAVE", 128 if tiling.groups == 2 else 64),
+            ("GATHER", GATHER_WARPS if gather else 0),
         ),
     )
 
@@ -139,6 +154,14 @@ def ragged_map(rows_RC: torch.Tensor, box_columns: int, height: int) -> ByValue:
         (stride, stride),
         (box_columns, height, 1),
     )
+
+
+def row_map(rows_TC: torch.Tensor) -> ByValue:
+    """Descriptor whose box is 128 bytes of one row."""
+    rows, columns = rows_TC.shape
+    stride = rows_TC.stride(0) * rows_TC.element_size()
+    line = 128 // rows_TC.element_size()
+    return tensor_map(rows_TC.data_ptr(), rows_TC.dtype, (columns, rows), (stride,), (line, 1))
 
 
 def stacked_map(weight_eNK: torch.Tensor, box_columns: int, box_rows: int, split: int = 1) -> ByValue:
@@ -221,10 +244,10 @@ def check_products(device: int) -> None:
 
 @functools.cache
 def _gemm_kernel(
-    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool, fp8: bool, device: int
+    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool, fp8: bool, gather: bool, device: int
 ) -> tuple[Kernel, int, int]:
     """The kernel, its bytes of shared memory, the blocks of a launch."""
-    kernel = load(gemm_variant(layout, epilogue, tiling, wide, fp8), device)
+    kernel = load(gemm_variant(layout, epilogue, tiling, wide, fp8, gather), device)
     if tiling.cluster == 1:
         return kernel, tiling.smem, multiprocessors(device)
     threads = 128 * (tiling.groups + 1)
@@ -232,7 +255,13 @@ def _gemm_kernel(
 
 
 def _operand_maps(
-    layout: Layout, a: torch.Tensor, b: torch.Tensor, tiling: Tiling, epilogue: Epilogue, wide: bool
+    layout: Layout,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tiling: Tiling,
+    epilogue: Epilogue,
+    wide: bool,
+    gather: bool,
 ) -> tuple[ByValue, ByValue]:
     width = tiling.block_n // tiling.cluster  # what one instruction loads of B
     columns = width // 64
@@ -241,7 +270,8 @@ def _operand_maps(
     if layout is Layout.WGRAD:
         return ragged_map(a, 64, 64), ragged_map(b, 64, 64)
     line = 128 // a.element_size()
-    map_a = ragged_map(a, line, tiling.block_m)
+    height = tiling.box_m if a.element_size() == 2 else tiling.block_m
+    map_a = row_map(a) if gather else ragged_map(a, line, height)
     if layout is Layout.DGRAD:
         return map_a, stacked_panels_map(b, columns) if wide else stacked_map(b, 64, 64)
     split = 2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1
@@ -280,6 +310,7 @@ def launch_gemm(
     scales: Scales | None = None,
     slopes: Slopes | None = None,
     segments: torch.Tensor | None = None,
+    index_R: torch.Tensor | None = None,
     blocks: int | None = None,
 ) -> None:
     """Queue one grouped GEMM into `out`; all contiguous bf16, but `ends_e` int32 and `weights_R` float32.
@@ -293,6 +324,8 @@ def launch_gemm(
     With `scales`, a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows any multiple of
     16 bytes apart); `out` is bf16, and fp8 again with SWIGLU. With `slopes` (DGRAD) a b is the gradient of
     SwiGLU's result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32.
+
+    With `index_R` (int64, FORWARD) row r is a[index_R[r]], a [T, K]: the bits of a permuted copy.
     """
     key = (
         layout, epilogue, tiling, blocks,
@@ -302,31 +335,31 @@ def launch_gemm(
         None if scales is None else scales.key(),
         None if slopes is None else slopes.key(),
         None if segments is None else (segments.data_ptr(), segments.shape[0]),
+        None if index_R is None else index_R.data_ptr(),
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
+        fp8, gather = scales is not None, index_R is not None
         tiling, wide = _fitted(layout, tiling, a, b, blocks)
         halves = gate_up if slopes is None else slopes.d_gate_up
-        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, scales is not None, a.get_device())
+        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, gather, a.get_device())
         launch = kernel.prepare(
             grid=blocks or sms,
             block=128 * (tiling.groups + 1),
             smem=smem,
             cluster=tiling.cluster,
+            dependent=True,
             args=[
-                *_operand_maps(layout, a, b, tiling, epilogue, wide),
+                *_operand_maps(layout, a, b, tiling, epilogue, wide, gather),
                 *_result_maps(layout, out, halves),
                 ends_e,
                 segments,
                 ends_e.numel() if segments is None else segments.shape[0],
-                out.shape[-2],
-                out.shape[-1],
-                a.shape[-1],
-                weights_R,
-                counter,
-                _status(a.get_device()),
+                *(out.shape[-2], out.shape[-1], a.shape[-1]),
+                *(weights_R, counter, _status(a.get_device())),
                 _NO_SCALES if scales is None else scales.argument(),
                 _NO_SLOPES if slopes is None else slopes.argument(),
+                index_R,
             ],
         )
         if len(_launches) >= _MOST_LAUNCHES:

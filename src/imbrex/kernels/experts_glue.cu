@@ -155,10 +155,10 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // y[t] = sum over k of weight[t, k] rows[position[t, k]], in fp32, in order of k; position -1 adds nothing. A warp handles
-// 32 units (256 values) of a token. `weights` null: 1. `count`: the tokens that there are, null: all.
+// 32 units (256 values) of a token. `weights` null: 1. `count`: the tokens that there are, null: all. `addend`: added last.
 extern "C" __global__ void __launch_bounds__(256)
     sum_rows(const Eight* rows, const i64* position, const float* weights, const int* count, int tokens, int choices,
-             int units, Eight* y) {
+             int units, Eight* y, const Eight* addend) {
     const int lane = threadIdx.x % 32, parts = (units + 31) / 32;
     if (count != nullptr) tokens = *count;
     for (i64 work = first_row(); work < i64(tokens) * parts; work += row_stride()) {
@@ -174,6 +174,11 @@ extern "C" __global__ void __launch_bounds__(256)
             const Eight part = rows[row * units + unit];
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum[i] += weight * value(part, i);
+        }
+        if (addend != nullptr) {
+            const Eight more = addend[token * units + unit];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[i] += value(more, i);
         }
         y[token * units + unit] = pack(sum);
     }

@@ -117,16 +117,21 @@ def weigh_rows(
 
 
 def sum_rows(
-    rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None, count: Tensor | None = None
+    rows_RD: Tensor,
+    position_TK: Tensor,
+    weights_TK: Tensor | None,
+    count: Tensor | None = None,
+    addend_TD: Tensor | None = None,
 ) -> Tensor:
     """y_TD: every token's rows, times their weights, summed in fp32 in order of k; position -1 adds none.
 
-    count: int32 [1] on the device; tokens from it on are neither read nor written.
+    count: int32 [1] on the device; tokens from it on are neither read nor written. addend_TD: contiguous, the
+    last of a token's sum.
     """
     tokens, choices = position_TK.shape
     y_TD = rows_RD.new_empty(tokens, rows_RD.shape[1])
     sizes = tokens, choices, rows_RD.shape[1] // _UNIT
-    _launch("sum_rows", rows_RD, position_TK, weights_TK, count, *sizes, y_TD)
+    _launch("sum_rows", rows_RD, position_TK, weights_TK, count, *sizes, y_TD, addend_TD)
     return y_TD
 
 

@@ -1,11 +1,11 @@
 """Which tile a grouped GEMM gets: a small measured model. Every choice gives the same numbers.
 
 A product's time is taken as waves of tiles over the SMs, times the cost of a tile in units of a full one of
-128 x 256, or as the time to read the weights (measured on an H200, 1 to 4096 rows an expert). Rows that one
+128 x 256, or as the time to read the weights (measured on an H200, 1 to 8192 rows an expert). Rows that one
 expert has above the mean another has below it; equal experts count once, a standard deviation apart twice.
-Where tiles are plentiful the largest wins; with few rows or few experts the smaller ones fill the SMs.
-Example: 2 experts of 64 rows, 4096 columns: 32 tiles of 128 x 256 keep 32 of 132 SMs busy for 1.0, 128 tiles
-of 64 x 128 all of them for 0.36 (measured 140, 67 us).
+In bf16, tiles of 256 columns are 128 or 64 rows high, as the kernel finds from the counts (gemm_height.cuh).
+Example: 2 experts of 64 rows, 4096 columns: 32 tiles of 256 columns keep 32 of 132 SMs busy for 0.66, 64
+tiles of 64 x 128 twice as many for 0.36 (measured 125, 82 us).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ SHARED = Tiling()
 """Two groups share 128 x 256: least traffic a product; the best where there is enough work."""
 NARROW = Tiling(block_n=128, stages=6)
 LOW = Tiling(groups=1, stages=5)
+"""One group, 64 x 256: fp8 of few rows, whose weights it reads up to 5 % faster than `SHARED`."""
 SMALL = Tiling(groups=1, block_n=128, stages=8)
 """One group, 64 x 128, 192 KiB of loads in flight: decode, where weights are read once."""
 OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
@@ -33,25 +34,30 @@ can be stored whole while the next one is computed (1 to 3 % over `SHARED`)."""
 PAIRED, PAIRED_STAGED = SHARED._replace(cluster=2), STAGED._replace(cluster=2)
 """Two blocks share the weights' columns: fewer reads of L2, and two row tiles read them at the same time."""
 _PAIRS = {SHARED: PAIRED, STAGED: PAIRED_STAGED}
-_PAIRED_WAVES, _PAIRED_DEPTH, _PAIRED_DEPTH_FP8 = 3.5, 36_000, 54_000
-"""Waves, and waves times depth (400 us in bf16), from which a pair is faster: it starts 1 us later, waits for
-the slower of its blocks and fills the last wave by twos. From there 1.02 of a block's rate, 0.96 to 1.15."""
+_PAIRED_WAVES, _PAIRED_DEPTH = 3.5, 54_000
+"""Waves, and waves times depth (600 us), from which a pair is faster, up to 9 %: it starts 1 us later, waits
+for the slower of its blocks and fills the last wave by twos."""
+_WIDE, _WIDE_WAVES = 12_800, 3
+"""Columns, in bf16, from which it is from fewer waves on, 1 to 2 %."""
 
 _COSTS = {SHARED: 1.0, LOW: 0.7, NARROW: 0.74, SMALL: 0.36}
-"""Fitted, with what follows, to 190 products of 1 to 4096 rows an expert: 1.02 times the best tile's time."""
-_READ = {SHARED: 1.02, LOW: 1.0, NARROW: 1.2, SMALL: 1.01}
+"""Fitted, with what follows, to 500 products of 1 to 8192 rows an expert, counts equal, random and skewed:
+1.015 times the best tile's time, at least 0.995 of torch's speed."""
+_READ = {SHARED: 0.98, LOW: 1.0, NARROW: 1.2, SMALL: 1.06}
 """Time to read the weights over the least: less is on its way at once."""
+_LOW_COST = 0.65
+"""64 rows of a tile that could be 128 high, as in gemm_height.cuh."""
+_TAIL_COST = 0.66
+"""The last tile of an expert where its second group has no rows, over a full one; as there."""
 FP8_TILINGS = (SHARED, STAGED, LOW, PAIRED, PAIRED_STAGED)
 """A tile of 256 columns holds whole blocks of 128, of gate and of up."""
 GRADIENT_TILINGS = (OWN, NARROW._replace(stages=5, panels=3), SMALL._replace(panels=3))
 """For SwiGLU's gradient: three panels leave at once; with 256 columns its registers spill."""
-_TAIL_COST = 0.65
-"""The last tile of an expert where its second group has no rows, over a full one."""
 _PANEL_COST = 1.43
 """Reading 256 columns of an expert's weights from memory, over a full tile: 4.27 TB/s, 783 TFLOP/s."""
 _READ_AGAIN = 0.1
 """Of that, for every further row tile of an expert: some find the columns gone from L2."""
-_READ_IDLE = 0.2
+_READ_IDLE = 0.25
 """Of that, for every wave that the last one leaves idle, over the number of waves."""
 _LARGE_GRADIENT = 8 << 20
 """Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
@@ -78,42 +84,58 @@ def choose_tiling(
     columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
     mean = max(1, rows // experts)
     spread = math.isqrt(mean) if experts > 1 else 0  # a standard deviation of what an expert gets
-    tilings = tuple(_COSTS)
+    tilings = (SHARED, SMALL)
     if fp8:  # SwiGLU's result is a quarter of the tile and always staged whole
-        tilings = (SHARED if epilogue is Epilogue.SWIGLU else STAGED, LOW)
+        high = SHARED if epilogue is Epilogue.SWIGLU else STAGED
+        tilings = (LOW,) if mean + spread <= LOW.block_m else (high, LOW)
     if epilogue is Epilogue.SWIGLU_GRADIENT:
         tilings = GRADIENT_TILINGS[1:]
-    high, low = (mean + spread, experts - experts // 2), (mean - spread, experts // 2)
+    equal, apart = [(mean, experts)], [(mean + spread, experts - experts // 2), (mean - spread, experts // 2)]
 
     def time(tiling: Tiling) -> float:
-        return _waves(tiling, [(mean, experts)], columns, sms) + 2 * _waves(tiling, [high, low], columns, sms)
+        return _time(tiling, equal, columns, sms, fp8) + 2 * _time(tiling, apart, columns, sms, fp8)
 
     found = min(tilings, key=time)
     full = experts * math.ceil(mean / found.block_m) * math.ceil(columns / found.block_n) / sms
-    if found in _PAIRS and mean >= found.block_m and full >= _PAIRED_WAVES:
-        return _PAIRS[found] if full * depth >= (_PAIRED_DEPTH_FP8 if fp8 else _PAIRED_DEPTH) else found
+    if found in _PAIRS and mean >= found.block_m and _pair_pays(full, depth, columns, fp8):
+        return _PAIRS[found]
     return found
 
 
-def _waves(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int) -> float:
-    """Waves of products, or the time to read the weights where that is longer; `groups`: rows, and how many
-    experts have as many."""
+def _pair_pays(full: float, depth: int, columns: int, fp8: bool) -> bool:
+    if columns >= _WIDE and not fp8:
+        return full >= _WIDE_WAVES
+    return full >= _PAIRED_WAVES and full * depth >= _PAIRED_DEPTH
+
+
+def _time(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int, fp8: bool) -> float:
+    """Of the better height where the kernel has two; `groups`: rows, and how many experts have as many."""
     like = SHARED if tiling == STAGED else tiling
     if like not in _COSTS:
         like = SMALL if tiling.groups == 1 else NARROW
+    parts = columns, sms, tiling.block_n, _READ[like]
+    found = _waves(tiling.block_m, _COSTS[like], groups, *parts)
+    if fp8 or tiling.box_m == tiling.block_m:
+        return found
+    return min(found, _waves(tiling.box_m, _LOW_COST, groups, *parts))
+
+
+def _waves(
+    height: int, cost: float, groups: list[tuple[int, int]], columns: int, sms: int, width: int, read: float
+) -> float:
+    """Waves of products, or the time to read the weights where that is longer."""
     tiles, tails, experts = 0, 0, sum(number for _, number in groups)
     for rows, number in groups:
-        high = math.ceil(rows / tiling.block_m)
-        tiles += number * high
-        if tiling.groups == 2 and high > 1 and 0 < rows % tiling.block_m <= 64:
+        tiles += number * math.ceil(rows / height)
+        if height == 128 and 0 < rows % height <= 64:
             tails += number
-    full = tiles * math.ceil(columns / tiling.block_n) / sms
+    full = tiles * math.ceil(columns / width) / sms
     waves = math.ceil(full)
-    products = waves * _COSTS[like] * (1 - (1 - _TAIL_COST) * tails / max(1, tiles))
+    products = waves * cost * (1 - (1 - _TAIL_COST) * tails / max(1, tiles))
     panels = experts * columns / SHARED.block_n / sms
     again = 1 + _READ_AGAIN * max(0, tiles / experts - 1)
     idle = 1 + _READ_IDLE * (waves / max(full, 1e-9) - 1)
-    return max(products, panels * _PANEL_COST * _READ[like] * again * idle)
+    return max(products, panels * _PANEL_COST * read * again * idle)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +152,10 @@ def gemm_choices() -> list[Choice]:
     """Everything that `choose_tiling` can ask for."""
     swiglu = Epilogue.SWIGLU_GRADIENT
     plain = (Epilogue.PLAIN, Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP, Epilogue.WEIGHTED)
-    found = [Choice(layout=Layout.FORWARD, epilogue=e, tiling=t) for e in plain for t in (*_COSTS, PAIRED)]
+    shared = (SHARED, SMALL)
+    found = [Choice(layout=Layout.FORWARD, epilogue=e, tiling=t) for e in plain for t in (*shared, PAIRED)]
     gradients = (
-        (Layout.DGRAD, Epilogue.PLAIN, tuple(_COSTS)),
+        (Layout.DGRAD, Epilogue.PLAIN, shared),
         (Layout.DGRAD, swiglu, GRADIENT_TILINGS),
         *((Layout.WGRAD, e, (SHARED, OWN)) for e in (Epilogue.PLAIN, Epilogue.ADD, Epilogue.ADD_FLOAT)),
     )

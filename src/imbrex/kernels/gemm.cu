@@ -12,6 +12,7 @@
 //             panels of 64 (with one a panel, six a step, the producer thread holds the tensor cores up)
 //   CLUSTER   2: two blocks work as a pair (forward, dgrad; tiles shared by the groups): two row tiles of the same columns,
 //             each block loads half of B for both (gemm_pairs.cuh: which two; gemm_load_pairs.cuh: how). The same bits
+//   GATHER    warps that ask for the rows of A one by one, through an index (forward; gemm_gather.cuh); 0: rows are in order
 //   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group; GROUP_M row tiles side
 //             by side (gemm_scheduler.cuh)
 //
@@ -20,6 +21,8 @@
 // Consumers multiply, and store through PANELS panels of 8 KiB by TMA, which drain during the next tile.
 //   shared tile:  group 0 |== tile 0 ==|store|== tile 1 ==|store|     ping-pong: |== tile 0 ==|store|== tile 2 ==|
 //                 group 1 |== tile 0 ==|store|== tile 1 ==|store|                |............|== tile 1 ==|store|
+// A launch need not wait for the kernel before it: blocks begin as those of that one end, and wait inside (`wait_for_launches`)
+// before they touch memory. 1.0 of the time at 16384 rows, 0.97 at 1024.
 // A 64-row block past the end of its expert is not multiplied (the tail of an expert then costs half a tile).
 //
 // Ragged ends without touching a row that is not the expert's: the descriptor has three dimensions (column, y < H,
@@ -42,7 +45,10 @@
 //   at F = 768: 340 to learn of it, 1500 to begin and end, 2300 to store it (SwiGLU 3900; with one tanh a value 2900). The next
 //   tile and its scales asked for before this one is stored, tanh, one scale after the other in the sums, us of gate/up and
 //   down: Qwen2 184 -> 168, 100 -> 95; Qwen3 108 -> 103, 68 -> 61; DeepSeek-V3 854 -> 826, 451 -> 437; Phi-3.5 1454 -> 1386,
-//   724 -> 699. WAVE 128 and the whole tile staged: 1 to 3 % more. cuBLAS with the same scales, dense 8192^3: 1351, without 1517.
+//   724 -> 699. SwiGLU's largest magnitude by |x| in the maximum and four chains (748 -> 616 instructions a warp): Qwen2 180.1 ->
+//   177.6, Qwen3 113.5 -> 111.6. The tile stored at one stroke: down 101.4 -> 99.6, 63.1 -> 61.5; in pairs 1576 -> 1633 (Mixtral),
+//   702 -> 715 (Phi-3.5), so not there. WAVE 128 and the whole tile staged: 1 to 3 % more. cuBLAS with the same scales, dense
+//   8192^3: 1351, without 1517.
 //   Pairs, us alone and in pairs, 16384 rows, gate/up with SwiGLU and down: DeepSeek-V3 balanced 1357, 714 -> 1326, 690; its
 //   rows drawn at random 1789, 889 -> 1569, 798 (fp8 972, 508 -> 936, 501): a last row tile of few rows runs ahead of the others
 //   and leaves L2 without its columns; a pair reads them at one time. Phi-3.5 2191, 1112 -> 2168, 1104; Qwen2 269, 142 -> 269,
@@ -55,16 +61,23 @@
 //   2542: the epilogue took three times as long as the other group's product, so only part of it was hidden. With 16
 //   bytes a lane, asked for a panel ahead: 190 (215), 120 (121), 840 (798), 3201 (3337); hence only for D up to 4096.
 //   GROUP_M 4, 8, 16: within 1 %. Ping-pong wins wgrad of large outputs by 3 %, where stores weigh most.
+//   Rows that are not there: a box of 128 rows of A of which 64 lie past the end of the expert costs more than 128 that are there.
+//   In bf16 two boxes of 64 (the second left out where it has no rows), 500 products: uneven counts 0.95 of the time (at best 0.74),
+//   equal ones 0.99. Boxes of 32: the same, of 16: 1 to 4 % slower; two boxes with 128 columns: 3 to 7 %, in fp8: 1 to 2 %.
+//   Rows of a tile, 64 or 128, from the counts (gemm_height.cuh), us: Phi-3.5 down of 512 rows 77 -> 63, Mixtral 145 -> 106.
 // Rejected: returning from a consumer when a wait runs out of patience (the divergent exit makes ptxas serialise every
 // wgmma: C7518, hence `patience`); one arrival a group instead of one a warp to free a stage (another warp may still
 // read); a product in flight over the loop's end (C7514) or behind a branch (C7518) while others are added up: both
-// serialise; SwiGLU's gradient with 256 columns (spills); gathering A's rows with cp.async (329 us against 309 with a copy first, Qwen3, 16384 rows, whole FFN).
+// serialise; SwiGLU's gradient with 256 columns (spills); gathering A's rows with cp.async (first product of Qwen3, 16384 rows:
+// 222 us; 170 and a copy of 25; by boxes of one row 176).
 // Rejected in fp8: A from registers (920 us against 914); groups in turns by step (915 to 920); sums between the instructions of
 // the next wave (919); tiles of 128 x 128, two blocks an SM (478 against 478, Mixtral 1810 against 1633: L2); rows quantised by
 // the producer's idle warps while others multiply (DeepSeek-V3 1516 against 1525 with a kernel before, Qwen2 352 against 324,
-// Qwen3 280 against 220: what these warps issue comes out of the products).
+// Qwen3 280 against 220: what these warps issue comes out of the products); the product beside the kernel that quantises its rows,
+// following its flags (Qwen3 197 against 200, DeepSeek-V3 1504 against 1500).
 #include "gemm_backward.cuh"
 #include "gemm_fp8.cuh"
+#include "gemm_gather.cuh"
 #include "gemm_load.cuh"
 #include "gemm_load_pairs.cuh"
 #include "gemm_store.cuh"
@@ -107,28 +120,19 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
     }
 }
 
-// Tile number `index` of the block, and its slot free again.
-__device__ __forceinline__ Slot take_slot(const Shared& shared, u32 index, u32& patience) {
-    const u32 slot = index % kSlots;
-    ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
-    const Slot tile = shared.slots[slot];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) release_slot(shared.slot_empty + 8 * slot);
-    return tile;
-}
-
 // False only for a tile that the last of an odd number leaves to a cluster's second block.
 __device__ __forceinline__ bool has_rows(const Slot& tile) { return CLUSTER == 1 || tile.rows > 0; }
 
 __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared,
-                                        const float* weights, const Scales& scales, const Slopes& slopes, int columns, u32* status) {
+                                        const float* weights, const Scales& scales, const Slopes& slopes, const i64* source,
+                                        int columns, u32* status) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int first_block = PINGPONG ? 0 : group;  // of this group's rows in the tile
     u32 patience = ptx::kPatience, index = PINGPONG ? group : 0;
     Stores stores{shared.staging + group * PANELS * kPanel, group, thread};
     Slot tile = take_slot(shared, index, patience);
     StepScales next;
-    if (FP8 && tile.steps >= 0 && has_rows(tile)) next.begin(scales, tile, 64 * group, columns);
+    if (FP8 && tile.steps >= 0 && has_rows(tile)) next.begin(scales, tile, source, 64 * group, columns);
     while (tile.steps >= 0 && patience != 0) {
         float d[BLOCKS_M][kBlockN / 2];
         if (kWgrad && tile.steps == 0)
@@ -155,7 +159,7 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
         Slot then;
         if constexpr (!PINGPONG) {
             then = take_slot(shared, index, patience);
-            if (FP8 && then.steps >= 0 && has_rows(then)) next.begin(scales, then, 64 * group, columns);
+            if (FP8 && then.steps >= 0 && has_rows(then)) next.begin(scales, then, source, 64 * group, columns);
         }
         if constexpr (FP8 && kSwiglu) {
             if (rows > 0) store_block_fp8(d[0], map_d, stores, tile, tile.row + 64 * group, least(rows, 64), scales);
@@ -198,10 +202,13 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                  const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h, const int* ends,
                  const int* segments, int count, int rows, int columns, int k, const float* weights, u32* counter,
-                 u32* status, Scales scales, Slopes slopes) {
+                 u32* status, Scales scales, Slopes slopes, const i64* index) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * STAGES + 2 * kSlots + 2];
+#if GATHER
+    __shared__ __align__(16) u32 from[kTurns * kBlockM];
+#endif
     Shared shared;
     shared.a = (ptx::smem_u32(memory) + 1023) & ~1023u;
     shared.b = shared.a + STAGES * kBytesA;
@@ -215,12 +222,12 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     if (threadIdx.x == 0) {
         constexpr int kReaders = PINGPONG ? 4 : 4 * GROUPS;  // warps that read a stage or a slot
         for (int i = 0; i < STAGES; ++i) {
-            ptx::mbarrier_init(shared.full + 8 * i, 1);
+            ptx::mbarrier_init(shared.full + 8 * i, kCrew);
             ptx::mbarrier_init(shared.empty + 8 * i, CLUSTER * kReaders);
         }
         for (int i = 0; i < kSlots; ++i) {
             ptx::mbarrier_init(shared.slot_full + 8 * i, 1);
-            ptx::mbarrier_init(shared.slot_empty + 8 * i, CLUSTER * kReaders + CLUSTER - 1);
+            ptx::mbarrier_init(shared.slot_empty + 8 * i, CLUSTER * kReaders + (GATHER ? CLUSTER * GATHER : CLUSTER - 1));
         }
         for (int i = 0; i < 2; ++i) ptx::mbarrier_init(shared.order + 8 * i, 4);
         ptx::fence_barrier_init();
@@ -228,19 +235,31 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         ptx::prefetch_map(&map_b);
         ptx::prefetch_map(&map_d);
     }
+    ptx::wait_for_launches();
+    ptx::launch_dependents();
     meet();
     if (threadIdx.x >= GROUPS * 128) {
         ptx::fewer_registers<kProducerRegisters>();
+#if GATHER
+#if CLUSTER > 1
+        const Pairs order{{ends, segments, count, rows, columns}};
+#else
+        const Order order{ends, segments, count, rows, columns};
+#endif
+        if (threadIdx.x < GROUPS * 128 + GATHER * 32)
+            produce_gathered(&map_a, &map_b, shared, with_height(order), index, from, k, counter, status);
+#else
         if constexpr (CLUSTER > 1) {
             const Pairs order{{ends, segments, count, rows, columns}};
-            if (threadIdx.x == GROUPS * 128) produce_pairs(&map_a, &map_b, shared, order, k, counter, status);
+            if (threadIdx.x == GROUPS * 128) produce_pairs(&map_a, &map_b, shared, with_height(order), k, counter, status);
         } else {
             const Order order{ends, segments, count, rows, columns};
-            if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter, status);
+            if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, with_height(order), ends, k, counter, status);
         }
+#endif
     } else {
         ptx::more_registers<kConsumerRegisters>();
-        consume(&map_d, &map_h, shared, weights, scales, slopes, columns, status);
+        consume(&map_d, &map_h, shared, weights, scales, slopes, index, columns, status);
     }
     if constexpr (CLUSTER > 1) meet();  // arrivals and panels of the other block have come
 }

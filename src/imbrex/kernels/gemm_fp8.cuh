@@ -38,11 +38,14 @@ struct StepScales {
     int row[2], column[kBlocksN];  // from scales.a and scales.b on
     float a[2], b[kBlocksN];
 
-    // Those of a tile's first step.
-    __device__ __forceinline__ void begin(const Scales& scales, const Slot& tile, int first_row, int columns) {
+    // Those of a tile's first step. source: where rows of A lie, used where GATHER.
+    __device__ __forceinline__ void begin(const Scales& scales, const Slot& tile, const i64* source, int first_row, int columns) {
         const int thread = threadIdx.x % 128, mine = first_row + 16 * (thread / 32) + thread % 32 / 4;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) row[i] = (tile.row + least(mine + 8 * i, tile.rows - 1)) * scales.stride_a;
+        for (int i = 0; i < 2; ++i) {
+            const int at = tile.row + least(mine + 8 * i, tile.rows - 1);
+            row[i] = (GATHER ? static_cast<int>(source[at]) : at) * scales.stride_a;
+        }
         const int blocks_n = columns / kBlock, first = tile.column / kBlock;
 #pragma unroll
         for (int i = 0; i < kBlocksN; ++i) {
@@ -112,35 +115,46 @@ __device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const
     }
 }
 
+// x / 448 to the last bit: the quotient by the nearest reciprocal is off by an ulp at most, and its rest mends it.
+__device__ __forceinline__ float scale_of(float largest) {
+    constexpr float kInverse = 1.f / kLargest;
+    if (!(largest > 1e-24f && largest < 1e24f)) return largest / kLargest;
+    const float q = largest * kInverse;
+    return __fmaf_rn(-__fmaf_rn(q, kLargest, -largest), kInverse, q);
+}
+
 // SwiGLU of 64 rows x 128 columns, quantised. `row`, `rows` as in store_block.
 __device__ __forceinline__ void store_block_fp8(float (&d)[kBlockN / 2], const TensorMap* map_d, Stores& stores, const Slot& tile,
                                                 int row, int rows, const Scales& scales) {
     const int warp = stores.thread / 32, lane = stores.thread % 32, mine = 16 * warp + lane / 4;
-    float most[2] = {};
+    float some[2][4] = {}, most[2];  // of the low row and the high one; four chains of dependent instructions each
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
         const float half = .5f * d[i], both = half * d[64 + i];  // silu(x) = x / 2 (1 + tanh(x / 2))
         d[i] = both * ptx::tanh_fast(half) + both;
-        most[i / 2 % 2] = fmaxf(most[i / 2 % 2], d[i] < 0.f ? -d[i] : d[i]);
+        float& chain = some[i / 2 % 2][i / 4 % 2 * 2 + i % 2];
+        chain = fmaxf(chain, fabsf(d[i]));
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) most[i] = fmaxf(fmaxf(some[i][0], some[i][1]), fmaxf(some[i][2], some[i][3]));
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffffu, most[i], offset));
     float inverse[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int offset = 1; offset < 4; offset *= 2)
-            most[half] = fmaxf(most[half], __shfl_xor_sync(0xffffffffu, most[half], offset));
-        inverse[half] = most[half] > 1e-30f ? __fdividef(kLargest, most[half]) : 0.f;
-        if (lane % 4 == 0 && mine + 8 * half < rows)
-            scales.d[i64(row + mine + 8 * half) * scales.stride_d + tile.column / kBlock] = most[half] / kLargest;
+    for (int i = 0; i < 2; ++i) {
+        inverse[i] = most[i] > 1e-30f ? kLargest * ptx::reciprocal(most[i]) : 0.f;
+        if (lane % 4 == 0 && mine + 8 * i < rows)
+            scales.d[i64(row + mine + 8 * i) * scales.stride_d + tile.column / kBlock] = scale_of(most[i]);
     }
-    const u32 panel = stores.begin();
+    // The unit of 16 bytes i of line l lies at i ^ l % 8; lines l and l + 8 alike.
+    const u32 panel = stores.begin(), corner = panel + mine * 128 + (mine & 7) * 16 + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 16; ++i)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 line = mine + 8 * half, unit = (i / 2) ^ (line & 7);
-            ptx::store_shared_u16(panel + line * 128 + unit * 16 + i % 2 * 8 + lane % 4 * 2,
+        for (int half = 0; half < 2; ++half)
+            ptx::store_shared_u16((corner ^ i / 2 * 16) + i % 2 * 8 + half * 1024,
                                   ptx::pack_e4m3(d[4 * i + 2 * half] * inverse[half], d[4 * i + 2 * half + 1] * inverse[half]));
-        }
     stores.finish([&] { ptx::tma_store_3d(map_d, panel, tile.column, 64 - rows, row + rows); });
 }

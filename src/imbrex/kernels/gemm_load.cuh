@@ -2,19 +2,38 @@
 #pragma once
 #include "gemm_shape.cuh"
 
+// Forward: one step of B.
+__device__ __forceinline__ void load_columns(const TensorMap* map_b, u32 full, u32 b, int expert, int column, int k) {
+    if constexpr (kSwiglu) {
+        ptx::tma_load_3d(b, map_b, full, k, column, 2 * expert);
+        ptx::tma_load_3d(b + kBytesB / 2, map_b, full, k, column, 2 * expert + 1);
+    } else {
+        ptx::tma_load_3d(b, map_b, full, k, column, expert);
+    }
+}
+
+// A step of A, of which `rows` rows are live. Boxes without any are left out: rows that are not there cost the copy engine more
+// than rows that are.
+__device__ __forceinline__ void load_rows(const TensorMap* map_a, u32 full, u32 a, int row, int rows, int k) {
+#pragma unroll
+    for (int box = 0; box < kBlockM; box += kBoxM) {
+        const int live = least(rows - box, kBoxM);
+        if (box == 0 || live > 0) ptx::tma_load_3d(a + box * 128, map_a, full, k, kBoxM - live, row + box + live);
+    }
+}
+
+__device__ __forceinline__ u32 bytes_of_rows(int rows) { return (rows + kBoxM - 1) / kBoxM * kBoxM * 128; }
+
 __device__ __forceinline__ void load_step(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, u32 stage,
                                           const Tile& tile, int k, int k_left) {
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
     const int v = least(kWgrad ? k_left : tile.rows, kWgrad ? kBlockK : kBlockM);
     if constexpr (!kWgrad) {
-        ptx::mbarrier_expect(full, kBytesA + kBytesB);
-        ptx::tma_load_3d(a, map_a, full, k, kBlockM - v, tile.row + v);
+        ptx::mbarrier_expect(full, bytes_of_rows(v) + kBytesB);
+        load_rows(map_a, full, a, tile.row, v, k);
     }
-    if constexpr (kSwiglu) {
-        ptx::tma_load_3d(b, map_b, full, k, tile.column, 2 * tile.expert);
-        ptx::tma_load_3d(b + kBytesB / 2, map_b, full, k, tile.column, 2 * tile.expert + 1);
-    } else if constexpr (kForward) {
-        ptx::tma_load_3d(b, map_b, full, k, tile.column, tile.expert);
+    if constexpr (kForward) {
+        load_columns(map_b, full, b, tile.expert, tile.column, k);
     } else if constexpr (WIDE && kDgrad) {
         ptx::tma_load_4d(b, map_b, full, 0, k, tile.column / 64, tile.expert);
     } else if constexpr (WIDE) {

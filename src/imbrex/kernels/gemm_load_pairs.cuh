@@ -31,8 +31,8 @@ __device__ __forceinline__ void load_pair_step(const TensorMap* map_a, const Ten
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
     if (tile.rows <= 0) return ptx::mbarrier_arrive(full);
     const int v = least(tile.rows, kBlockM), halves = kSwiglu || tile.columns > kBlockN / 2 ? 2 : 1;
-    ptx::mbarrier_expect(full, kBytesA + halves * (kBytesB / 2));
-    ptx::tma_load_3d(a, map_a, full, k, kBlockM - v, tile.row + v);
+    ptx::mbarrier_expect(full, bytes_of_rows(v) + halves * (kBytesB / 2));
+    load_rows(map_a, full, a, tile.row, v, k);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
         if (half < halves && (half == rank || !tile.together)) load_half(map_b, b, full, tile, k, half, tile.together);

@@ -25,9 +25,10 @@ struct PairSchedule : Schedule<kBlockM, kBlockN, kGroupM, false> {
 
     IMBREX_BOTH Pairing pairing() const {
         const int rows = this->row_end - this->row_begin, columns = this->column_end - this->column_begin;
-        const int full = rows > 64 ? (rows - 65) / kBlockM + 1 : 0;  // row tiles of more than 64 rows
+        // row tiles of more than 64 rows; where they are of 64, all
+        const int full = this->height < kBlockM ? this->row_tiles_of(rows) : rows > 64 ? (rows - 65) / kBlockM + 1 : 0;
         Pairing found;
-        found.row_tiles = (rows + kBlockM - 1) / kBlockM;
+        found.row_tiles = this->row_tiles_of(rows);
         found.column_tiles = (columns + kBlockN - 1) / kBlockN;
         found.groups = full / 2 > kHigh ? (full / 2 + kHigh - 1) / kHigh : 1;
         found.shared = full / 2 - (found.groups - 1) * kHigh;
@@ -37,8 +38,9 @@ struct PairSchedule : Schedule<kBlockM, kBlockN, kGroupM, false> {
 
     IMBREX_BOTH void place(Tile& tile, int row_tile, int column_tile) const {
         tile.expert = this->expert;
-        tile.row = this->row_begin + row_tile * kBlockM;
+        tile.row = this->row_begin + row_tile * this->height;
         tile.rows = tile.row < this->row_end ? this->row_end - tile.row : 0;
+        if (this->height < kBlockM && tile.rows > this->height) tile.rows = this->height;
         tile.column = this->column_begin + column_tile * kBlockN;
         tile.columns = this->column_end - tile.column;
     }

@@ -23,7 +23,7 @@
 struct Tile {
     int expert;
     int row;      // first row of the output
-    int rows;     // rows of the segment from `row` on; may exceed the tile
+    int rows;     // rows of the segment from `row` on; may exceed a tile of kBlockM rows, none of 64
     int column;   // first column of the output
     int columns;  // columns of the segment from `column` on; may exceed the tile
 };
@@ -40,7 +40,12 @@ struct Schedule {
     int segment = -1;
     int first = 0;  // number of the segment's first tile
     int tiles = 0;
+    int height = kBlockM;  // of a tile: kBlockM, or 64 (gemm_height.cuh)
     int row_tiles = 0, row_begin = 0, row_end = 0, column_begin = 0, column_end = 0, expert = 0;
+
+    IMBREX_BOTH int row_tiles_of(int rows) const {
+        return height < kBlockM ? (rows + 63) / 64 : (rows + kBlockM - 1) / kBlockM;
+    }
 
     IMBREX_BOTH void enter(int index) {
         segment = index;
@@ -53,7 +58,7 @@ struct Schedule {
             row_end = kFixedRows ? fixed_rows : ends[index];
             column_begin = 0, column_end = columns;
         }
-        row_tiles = (row_end - row_begin + kBlockM - 1) / kBlockM;
+        row_tiles = row_tiles_of(row_end - row_begin);
         first += tiles;
         tiles = row_tiles * ((column_end - column_begin + kBlockN - 1) / kBlockN);
     }
@@ -69,11 +74,12 @@ struct Schedule {
         const int group = local / (kGroupM * column_tiles);
         const int inside = local - group * kGroupM * column_tiles;
         const int left = row_tiles - group * kGroupM;
-        const int height = left < kGroupM ? left : kGroupM;
+        const int side = left < kGroupM ? left : kGroupM;
         tile.expert = expert;
-        tile.row = row_begin + (group * kGroupM + inside % height) * kBlockM;
+        tile.row = row_begin + (group * kGroupM + inside % side) * height;
         tile.rows = row_end - tile.row;
-        tile.column = column_begin + inside / height * kBlockN;
+        if (height < kBlockM && tile.rows > height) tile.rows = height;
+        tile.column = column_begin + inside / side * kBlockN;
         tile.columns = column_end - tile.column;
         return true;
     }

@@ -1,6 +1,7 @@
 // What the parts of the grouped GEMM share: sizes from the defines (see gemm.cu), shared memory, the ring of stages.
 #pragma once
 #include "ptx.cuh"
+#include "gemm_height.cuh"
 #include "gemm_pairs.cuh"
 
 constexpr int kTileBlocks = PINGPONG ? BLOCKS_M : GROUPS;  // 64-row blocks of a tile
@@ -10,9 +11,13 @@ constexpr int kBlockK = FP8 ? 128 : 64;  // 128 bytes
 constexpr bool kForward = LAYOUT == 0, kDgrad = LAYOUT == 1, kWgrad = LAYOUT == 2;
 constexpr bool kSwiglu = EPILOGUE == 1 || EPILOGUE == 2;
 constexpr u32 kBytesA = kBlockM * 128, kBytesB = kBlockN * 128;
+// The second 64 rows of a tile may have no rows, or the tile none: they come in boxes of their own. With 128 columns a step is
+// too short for a second instruction (3 to 7 % slower), and fp8 pays for it, too (1 to 2 %).
+constexpr bool kTwoHeights = !FP8 && !PINGPONG && !kWgrad && kBlockM == 128 && kBlockN == 256;
+constexpr int kBoxM = kTwoHeights ? 64 : kBlockM;
 constexpr u32 kPanel = 64 * 64 * 2;  // 64 rows of 128 bytes
 constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
-constexpr bool kManyRegisters = FP8 || EPILOGUE == 4;
+constexpr bool kManyRegisters = (FP8 && !GATHER) || EPILOGUE == 4;
 constexpr int kProducerRegisters = kManyRegisters ? 40 : 56;
 constexpr int kConsumerRegisters = GROUPS > 1 ? (kManyRegisters ? 232 : 224) : 240;
 constexpr int kSlots = 4;
@@ -22,6 +27,16 @@ static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one bloc
 
 using Order = Schedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;
 using Pairs = PairSchedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M>;
+
+// With tiles of 64 rows where the product ends sooner in those; for one thread.
+template <typename Any>
+__device__ __forceinline__ Any with_height(Any order) {
+    constexpr int kWidth = kSwiglu ? kBlockN / 2 : kBlockN;
+    if constexpr (kTwoHeights)
+        if (order.segments == nullptr)
+            order.height = tile_height(order.ends, order.count, (order.columns + kWidth - 1) / kWidth, gridDim.x);
+    return order;
+}
 
 // What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles. rows 0: none for this
 // block; `together`: the cluster's two tiles share their columns.
@@ -65,3 +80,13 @@ __device__ __forceinline__ void release_slot(u32 barrier) {
 }
 
 __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
+
+// Tile number `index` of the block, and its slot free again.
+__device__ __forceinline__ Slot take_slot(const Shared& shared, u32 index, u32& patience) {
+    const u32 slot = index % kSlots;
+    ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
+    const Slot tile = shared.slots[slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) release_slot(shared.slot_empty + 8 * slot);
+    return tile;
+}

@@ -78,6 +78,7 @@ class Compiled:
     resources: Resources
 
 
+@functools.cache
 def cuda_binding(name: str) -> Any:
     """Module `cuda.bindings.<name>`, imported late so that a machine without it can still import imbrex."""
     try:
@@ -267,10 +268,12 @@ class Kernel:
         cluster: int = 1,
         stream: torch.cuda.Stream | int | None = None,
         cooperative: bool = False,
+        dependent: bool = False,
     ) -> None:
         """Launch on `stream` (a torch stream or a raw handle; default: torch's current one of this device).
 
-        `grid` counts blocks, also with a cluster. Asynchronous, like any torch operation.
+        `grid` counts blocks, also with a cluster. Asynchronous, like any torch operation. dependent: it may
+        begin before the kernel that was launched last on the stream ends, and says itself what it waits for.
         """
         values, pointers = _pack(args)
         self._launch_packed(
@@ -281,6 +284,7 @@ class Kernel:
             cluster=cluster,
             stream=stream,
             cooperative=cooperative,
+            dependent=dependent,
         )
         del values
 
@@ -290,10 +294,11 @@ class Kernel:
         *,
         grid: int | tuple[int, int, int],
         block: int,
-        smem: int,
+        smem: int = 0,
         cluster: int = 1,
         stream: torch.cuda.Stream | int | None = None,
         cooperative: bool = False,
+        dependent: bool = False,
     ) -> None:
         driver = cuda_binding("driver")
         if stream is None:
@@ -304,11 +309,10 @@ class Kernel:
 
         def queue() -> Any:
             where = ctypes.addressof(pointers)
-            if cluster == 1 and not cooperative:  # the plain call costs the host half as much
+            wanted = attributes(driver, cluster, cooperative, dependent)
+            if not wanted:  # the plain call costs the host half as much
                 return driver.cuLaunchKernel(self._function, *sizes, block, 1, 1, smem, handle, where, 0)[0]
-            config = configuration(
-                driver, sizes, block, smem, handle, attributes(driver, cluster, cooperative)
-            )
+            config = configuration(driver, sizes, block, smem, handle, wanted)
             return driver.cuLaunchKernelEx(config, self._function, where, 0)[0]
 
         code = queue()
@@ -325,39 +329,42 @@ class Kernel:
         config = configuration(driver, (cluster, 1, 1), block, smem, 0, attributes(driver, cluster, False))
         return cuda_ok(driver.cuOccupancyMaxActiveClusters(self._function, config), "counting clusters")
 
-    def prepare(
-        self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0, cluster: int = 1
-    ) -> Prepared:
-        """The same, to be launched later, and again, on the stream that is then current."""
-        return Prepared(self, grid, block, args, smem, cluster)
+    def prepare(self, *, args: Sequence[Any], **how: Any) -> Prepared:
+        """The same, to be launched later, and again, on the stream that is then current; `how`: what `launch`
+        takes but a stream and `cooperative`."""
+        return Prepared(self, args, how)
 
 
 class Prepared:
     """A launch whose arguments are packed: a third of the host's time of `Kernel.launch`, where calls repeat.
 
-    Holds addresses, no tensors: the caller knows that they are still the right ones.
+    Holds addresses, no tensors: the caller knows that they are still the right ones, and that no other thread
+    launches it meanwhile (it would use the same memory).
     """
 
-    __slots__ = ("_again", "_device", "_kept", "_launch", "_sizes")
+    __slots__ = ("_again", "_config", "_device", "_kept", "_queue", "_sizes")
 
-    def __init__(
-        self, kernel: Kernel, grid: int, block: int, args: Sequence[Any], smem: int, cluster: int
-    ) -> None:
-        values, pointers = _pack(args)
+    def __init__(self, kernel: Kernel, args: Sequence[Any], how: dict[str, Any]) -> None:
+        driver, (values, pointers) = cuda_binding("driver"), _pack(args)
         self._kept = values, pointers, [arg for arg in args if not isinstance(arg, torch.Tensor)]
-        self._device = kernel.device
-        self._launch = cuda_binding("driver").cuLaunchKernel if cluster == 1 else None
+        self._device, self._again = kernel.device, (kernel, how)
+        grid, block, smem = how["grid"], how["block"], how.get("smem", 0)
+        wanted = attributes(driver, how.get("cluster", 1), False, how.get("dependent", False))
+        self._config = configuration(driver, (grid, 1, 1), block, smem, 0, wanted) if wanted else None
+        self._queue = driver.cuLaunchKernelEx if wanted else driver.cuLaunchKernel
         self._sizes = kernel._function, grid, 1, 1, block, 1, 1, smem, ctypes.addressof(pointers)
-        self._again = {"grid": grid, "block": block, "smem": smem, "cluster": cluster, "kernel": kernel}
 
     def launch(self) -> None:
-        if self._launch is not None:
-            *sizes, where = self._sizes
-            stream = torch._C._cuda_getCurrentRawStream(self._device)
-            if int(self._launch(*sizes, stream, where, 0)[0]) == 0:
-                return
-        again = dict(self._again)
-        again.pop("kernel")._launch_packed(self._kept[1], **again)
+        function, *sizes, where = self._sizes
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if self._config is None:
+            result = self._queue(function, *sizes, stream, where, 0)
+        else:
+            self._config.hStream = stream
+            result = self._queue(self._config, function, where, 0)
+        if int(result[0]) != 0:
+            kernel, how = self._again
+            kernel._launch_packed(self._kept[1], **how)
 
 
 @functools.cache

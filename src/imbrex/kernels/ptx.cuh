@@ -47,6 +47,13 @@ __device__ __forceinline__ bool elect_one() {
     return chosen != 0;
 }
 
+// Section: kernels that overlap.
+
+// The next kernel of the stream may be launched once all blocks of this one have said so or ended, if its launch allows it.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until the kernels before this one, which its launch did not wait for, have ended and their writes are there.
+__device__ __forceinline__ void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Section: registers and barriers of a block.
 
 template <int kRegisters>
@@ -335,6 +342,13 @@ __device__ __forceinline__ float tanh_fast(float x) {
     return y;
 }
 
+// To an ulp, of normal numbers.
+__device__ __forceinline__ float reciprocal(float x) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
+}
+
 // Two floats to packed bf16, round to nearest even; `low` in the low half.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 packed;
@@ -346,6 +360,16 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 __device__ __forceinline__ u32 pack_e4m3(float low, float high) {
     u16 packed;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Four, the first in the lowest byte.
+__device__ __forceinline__ u32 pack_e4m3(float first, float second, float third, float fourth) {
+    u32 packed;
+    asm("{\n .reg .b16 low, high;\n cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        " mov.b32 %0, {low, high};\n}"
+        : "=r"(packed)
+        : "f"(first), "f"(second), "f"(third), "f"(fourth));
     return packed;
 }
 

@@ -136,13 +136,6 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     return larger;
 }
 
-// To an ulp, of normal numbers.
-__device__ __forceinline__ float reciprocal(float x) {
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-    return inverse;
-}
-
 // Two e4m3 values, exactly; `low` of the low byte.
 __device__ __forceinline__ void unpack_e4m3(u32 packed, float& low, float& high) {
     u32 halves;

@@ -10,10 +10,12 @@ import importlib
 from imbrex.kernels.jit import Variant
 
 FAMILIES: tuple[str, ...] = (
+    "imbrex.kernels.choices",
     "imbrex.kernels.codec",
     "imbrex.kernels.compact",
     "imbrex.kernels.experts_ffn",
     "imbrex.kernels.experts_fp8",
+    "imbrex.kernels.experts_gather",
     "imbrex.kernels.exchange_kernels",
     "imbrex.kernels.expand",
     "imbrex.kernels.gates",

@@ -1,0 +1,35 @@
+"""When rows are read through an index, against what was measured on an H200 (docs/LOG.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+from imbrex.kernels.experts_gather import TILINGS, gather_tiling, gathers
+from imbrex.kernels.experts_tiling import PAIRED, SHARED, SMALL
+
+# experts of one rank, F, rows; microseconds from tokens to weighted sums, copied and gathered
+GATHERED = {
+    "Qwen3, decode": (128, 768, 8),  # 62, 57
+    "Qwen3, 16384 rows": (32, 768, 16384),  # 314, 297
+    "Qwen2, 4096 rows": (16, 1408, 4096),  # 177, 173
+    "DeepSeek-V3, 64 rows an expert": (64, 2048, 4096),  # 1427, 1389
+}
+COPIED = {
+    "DeepSeek-V3, 256 rows an expert": (64, 2048, 16384),  # 2791, 2874
+    "Mixtral, 16 rows": (2, 14336, 16),  # equal counts: 210, 234
+    "Phi-3.5, 512 rows": (4, 6400, 512),  # equal counts: 203, 215
+}
+
+
+@pytest.mark.parametrize("name", [*GATHERED, *COPIED])
+def test_the_faster_way_is_taken(name: str) -> None:
+    experts, inner, rows = {**GATHERED, **COPIED}[name]
+    assert gathers(inner, rows, experts) == (name in GATHERED)
+
+
+def test_many_rows_are_gathered_in_pairs() -> None:
+    """512 rows of each of 32 experts of Qwen3: 176 us, 180 in single blocks; 128: 93 and 89."""
+    assert gather_tiling(SHARED, 16384, 32) == PAIRED
+    assert gather_tiling(SHARED, 4096, 32) == SHARED
+    assert gather_tiling(SMALL, 16384, 32) == SMALL
+    assert {SHARED, PAIRED, SMALL} <= set(TILINGS)
