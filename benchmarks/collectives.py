@@ -32,6 +32,7 @@ from imbrex.placement import contiguous
 from imbrex.transport import AllToAll, Auto, Sequential
 from imbrex.transport.collective import Collective
 from imbrex.transport.nodes import Nodes
+from imbrex.waiting import leave
 
 QUESTION = "Which exchange is fastest between nodes?"
 NAMES = {"alltoall": ("copy-per-rank", "direct"), "hierarchical": ("hierarchical-dedup",)}
@@ -62,7 +63,7 @@ def main() -> None:
         words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
         command = " ".join((started_by(), "benchmarks/collectives.py", *words))
         write_results(args.out, QUESTION, describe_run(command, gpus=group.size()), rows)
-    dist.destroy_process_group()
+    leave()
 
 
 def measure(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[dict]:

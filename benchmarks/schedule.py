@@ -37,6 +37,7 @@ from imbrex.overlap.pipelined import Pipelined, parameters_of
 from imbrex.overlap.profile import Profile
 from imbrex.overlap.profiler import measure
 from imbrex.overlap.schedulers import Scheduler
+from imbrex.waiting import leave
 
 QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
 DEGREES = (1, 2, 4, 8)
@@ -97,7 +98,7 @@ def main() -> None:
         words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
         command = " ".join((started_by(), "benchmarks/schedule.py", *words))
         write_results(args.out, QUESTION, describe_run(command, gpus=group.size()), written)
-    dist.destroy_process_group()
+    leave()
 
 
 def make_layer(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> Layer:

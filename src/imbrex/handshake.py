@@ -22,7 +22,7 @@ PROBLEMS = {
     3: "the routing has {0} choices a token; this exchange was made for {1}",
     4: "x has a dtype that cannot be exchanged; use float32, bfloat16, float16 or float64",
     5: "ids must be int64 and weights float32; convert them with .long() and .float()",
-    6: "x, ids and weights must be on one device, that of the exchange's group",
+    6: "x, ids and weights must be on one device: a GPU for a group of nccl, the CPU for one of gloo",
     7: "choice {1} of token {0} is expert {2}, which does not exist; ids are 0..E-1, or -1 to drop a choice",
     8: "token {0} wants expert {1} twice; an expert may stand at most once in a row of ids",
     9: "the weight of choice {1} of token {0} is NaN or infinite; check the router's input",
@@ -54,6 +54,14 @@ def find_problem(
     if ids.device.type == "cpu" or os.environ.get("IMBREX_DEBUG") == "1":
         return find_bad_value(ids, weights, num_experts)
     return 0, 0, 0, 0
+
+
+def explain_problem(
+    x_TD: Tensor, routing: Routing, width: int, top_k: int, num_experts: int, device_type: str
+) -> str | None:
+    """What `find_problem` finds, as a sentence."""
+    number, *details = find_problem(x_TD, routing, width, top_k, num_experts, device_type)
+    return PROBLEMS[number].format(*details) if number else None
 
 
 def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tuple[int, ...]:
@@ -113,18 +121,24 @@ def check_headers(headers_WH: Tensor, replicated: bool) -> None:
 
 
 def agree(
-    transport: Transport, settings: Mapping[str, int | str], what: str, problem: ValueError | None = None
-) -> None:
+    transport: Transport,
+    settings: Mapping[str, int | str],
+    what: str,
+    problem: ValueError | None = None,
+    *,
+    own: int = 0,
+) -> list[int]:
     """One exchange at construction: every rank must have been given the same settings.
 
     problem: what this rank found wrong by itself. Raises ValueError on every rank: the problem where it was
-    found, its rank elsewhere; else the setting and the rank that differs.
+    found, its rank elsewhere; else the setting and the rank that differs. own: what a rank says of itself,
+    returned of all ranks.
     """
     values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
-    told = transport.exchange_counts(torch.tensor([problem is not None, *values]))
+    told = transport.exchange_counts(torch.tensor([problem is not None, own, *values]))
     if problem is not None:
         raise problem
-    wrong, gathered = told[:, 0].nonzero().flatten(), told[:, 1:]
+    wrong, gathered = told[:, 0].nonzero().flatten(), told[:, 2:]
     if len(wrong):
         # on the host: settings are compared once, at construction
         raise ValueError(f"{what}: rank {int(wrong[0])} cannot be served; its own error says why")
@@ -137,3 +151,5 @@ def agree(
                 f"{what}: ranks disagree about {name}: rank {different[0]} was given something else than "
                 f"rank 0 (here: {mine}); give every rank of the group the same"
             )
+    # on the host: as above
+    return told[:, 1].tolist()

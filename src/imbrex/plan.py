@@ -8,6 +8,8 @@ token 1, in place) and one of expert 1 (rank 1's token 1): counts [1, 1] and, on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,8 @@ def choose_slots(ids_TK: Tensor, split_S: Tensor, placement: Placement) -> Tenso
     The i-th choice of an expert on this rank, in token order, goes to the slot in whose share of the
     cumulated `split_S` (int64 [S], this rank's choices per slot) it falls, slots in ascending order.
     """
+    if not placement.has_replicas:
+        return only_slots(ids_TK, placement)
     device = ids_TK.device
     slots = torch.tensor(placement.slots)
     by_expert = torch.argsort(torch.where(slots < 0, placement.num_experts, slots), stable=True)
@@ -64,6 +68,15 @@ def choose_slots(ids_TK: Tensor, split_S: Tensor, placement: Placement) -> Tenso
     return torch.where(flat < 0, -1, slot).view_as(ids_TK)
 
 
+def only_slots(ids_TK: Tensor, placement: Placement) -> Tensor:
+    """The slot of every choice where no expert has two, int64 [T, K], `-1` for a dropped one."""
+    slots = torch.tensor(placement.slots)
+    held = (slots >= 0).nonzero()[:, 0]
+    # One more, which stays -1, for ids of -1: an index counted from the end.
+    slot_of = torch.full((placement.num_experts + 1,), -1).index_copy_(0, slots[held], held)
+    return slot_of.to(ids_TK.device)[ids_TK]
+
+
 def ranks_wanted(slot_TK: Tensor, placement: Placement, tensor_size: int) -> Tensor:
     """Which ranks a token must reach, bool [T, W]: every tensor rank of every expert-parallel rank that owns
     one of its slots. W = placement.num_ranks * tensor_size; rank r is tensor rank r % tensor_size."""
@@ -72,6 +85,18 @@ def ranks_wanted(slot_TK: Tensor, placement: Placement, tensor_size: int) -> Ten
     wanted = torch.zeros(slot_TK.shape[0], placement.num_ranks + 1, dtype=torch.bool, device=slot_TK.device)
     wanted.scatter_(1, rank_TK, True)
     return wanted[:, :-1].repeat_interleave(tensor_size, dim=1)
+
+
+def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
+    """source_R, position_PK and traffic from the state of a `Handle`.
+
+    The pool of a rank is its own T tokens followed by the M rows received, by source rank, then token.
+    source_R: int64; pool row that a row was copied from, `-1` for padding.
+    position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
+    """
+    source_R, position_PK, sent_tokens_N, splits_2W, *relay = state
+    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W, relay_XM=relay[0] if relay else None)
+    return source_R, position_PK, traffic
 
 
 def owner_of_slot(placement: Placement, device: torch.device) -> Tensor:

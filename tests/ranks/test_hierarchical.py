@@ -255,6 +255,24 @@ def run_launched(ranks: Ranks, node_of_W: list[int]) -> tuple[Any, ...]:
         del os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]
 
 
+def run_counted_on(ranks: Ranks, node_of_W: list[int]) -> dict[str, list[int]]:
+    os.environ.update(LOCAL_WORLD_SIZE="4", GROUP_RANK=str(node_of_W[ranks.rank]))
+    try:
+        return run_counted(ranks, AllToAll, 0)
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]
+
+
+@pytest.mark.parametrize("node_of_W", [[0, 0, 1, 1], [0, 1, 1, 1]])
+def test_bytes_by_tier_are_those_of_the_launchers(pool: Pool, node_of_W: list[int]) -> None:
+    """Of four ranks, each of a node of four: by one launcher's number alone they are one node. What are no
+    blocks of one size is not counted by tier."""
+    for rank, found in enumerate(pool.run(4, run_counted_on, node_of_W)):
+        far = sum(n for peer, n in enumerate(found["sent"]) if node_of_W[peer] != node_of_W[rank])
+        assert far > 0
+        assert found["tiers"] == ([sum(found["sent"]) - far, far] if node_of_W == [0, 0, 1, 1] else [0, 0])
+
+
 def test_a_group_over_several_launchers(pool: Pool) -> None:
     """Four ranks of two nodes of four: neighbours are two nodes of two; every second one is none."""
     two = Nodes(num_nodes=2, size=2)

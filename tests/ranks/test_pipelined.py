@@ -175,6 +175,29 @@ def run_weighing(ranks: Ranks, schedule: str) -> list[torch.Tensor]:
     return [y_TD.detach(), *(grad for grad in grads if grad is not None)]
 
 
+class TwoShifts(torch.nn.Module):
+    """Experts with two parameters that autograd gives one gradient, the same tensor."""
+
+    applies_weights = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+
+    def forward(self, dispatched: imbrex.Dispatched) -> torch.Tensor:
+        return dispatched.rows_RD + (self.first + self.second)
+
+
+def test_gradients_that_are_one_tensor_are_summed_apart() -> None:
+    for schedule in ("serial", "optsche-3"):
+        config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=2)
+        experts = TwoShifts()
+        moe = imbrex.MoELayer(config, schedule=schedule, experts=experts)
+        # Gate weights of a token sum to one.
+        for found in torch.autograd.grad(moe(torch.randn(7, 4)).sum(), [*experts.parameters()]):
+            assert relative(found, torch.full((4,), 7.0)) < 1e-6
+
+
 def test_experts_that_weigh(pool: Pool) -> None:
     for mine, theirs in zip(
         pool.run(2, run_weighing, "optsche-3"), pool.run(2, run_weighing, "serial"), strict=True

@@ -36,6 +36,11 @@ def test_ranks_that_fail_are_told() -> None:
         stage._on_loopback([sys.executable, "-c", "raise SystemExit(3)"], PAIR, 20)
 
 
+def test_ranks_keep_freed_memory() -> None:
+    asks = "import os; raise SystemExit(os.environ['MALLOC_TRIM_THRESHOLD_'] != str(4 << 30))"
+    stage._on_loopback([sys.executable, "-c", asks], PAIR, 20)
+
+
 def test_a_training_is_told_once_and_resumed(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question: " * 200)

@@ -74,6 +74,15 @@ def test_replicas_take_their_shares_in_slot_order() -> None:
     assert slots.flatten().tolist() == [0, 0, 2]
 
 
+def test_an_expert_with_one_slot_has_no_choice() -> None:
+    """Spares anywhere, experts in any order; what the split says does not matter."""
+    placement = from_slots([[2, -1, 0], [1, -1, 3]], 4)
+    ids_TK = torch.tensor([[0, 3], [-1, 2], [1, -1]])
+    wanted = [[2, 5], [-1, 0], [3, -1]]
+    assert plan.only_slots(ids_TK, placement).tolist() == wanted
+    assert plan.choose_slots(ids_TK, torch.zeros(6).long(), placement).tolist() == wanted
+
+
 @pytest.mark.parametrize(("experts", "ranks", "offsets"), [(5, 3, (0, 2, 4, 5)), (2, 4, (0, 1, 2, 2, 2))])
 def test_contiguous_placements(experts: int, ranks: int, offsets: tuple[int, ...]) -> None:
     assert contiguous(experts, ranks).rank_offsets == offsets

@@ -20,11 +20,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 PR_SET_PDEATHSIG = 1
+EXIT_LATE = 124
 GRACE_S = 2.0
 """How long the other ranks may still speak when one has failed."""
 INSIDE = "IMBREX_NETLAB_INSIDE"
@@ -202,18 +204,28 @@ def _start(args: argparse.Namespace, command: list[str], until: float = float("i
     if script:
         command = [sys.executable, *command]
     meeting = _gpu_meeting() if args.gpus else MEETING
-    waiting, worst = [], 0
+    processes = []
     for rank in range(args.nodes * args.ranks_per_node):
         node, local = divmod(rank, args.ranks_per_node)
         environment = rank_environment(args, rank, local, node) | meeting
         if args.gpus:
             environment |= _gpus_of(args, node)
         words = command if args.gpus else ["ip", "netns", "exec", f"n{node}", *command]
-        waiting.append(subprocess.Popen(words, env=environment, preexec_fn=_end_with_parent))
+        processes.append(subprocess.Popen(words, env=environment, preexec_fn=_end_with_parent))
+    code = _wait(processes, until)
+    if code is None:
+        print(f"imbrex: netlab: not done after {args.timeout:g} s", file=sys.stderr)
+        return EXIT_LATE
+    return code
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], until: float) -> int | None:
+    """The worst exit code of all processes; None where they had to be ended at `until`."""
+    waiting, worst = list(processes), 0
     while waiting:
         if time.monotonic() > until:
-            print(f"imbrex: netlab: not done after {args.timeout:g} s", file=sys.stderr)
-            return _end(waiting)
+            _end(waiting)
+            return None
         for process in list(waiting):
             try:
                 code = process.wait(0.1)
@@ -227,10 +239,9 @@ def _start(args: argparse.Namespace, command: list[str], until: float = float("i
     return worst
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> int:
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
-    return 124
 
 
 def rank_environment(args: argparse.Namespace, rank: int, local: int, node: int) -> dict[str, str]:
@@ -246,7 +257,9 @@ def rank_environment(args: argparse.Namespace, rank: int, local: int, node: int)
     ours[COMMAND] = (
         f"imbrex netlab run {network}--nodes {args.nodes} --ranks-per-node {args.ranks_per_node} --"
     )
-    return {"OMP_NUM_THREADS": "1"} | inherited | {name: str(value) for name, value in ours.items()}
+    # Every rank's socket would say that its host has no name.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {"OMP_NUM_THREADS": "1"} | quiet | inherited | {name: str(value) for name, value in ours.items()}
 
 
 def _gpu_meeting() -> dict[str, str]:

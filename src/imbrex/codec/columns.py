@@ -13,7 +13,8 @@ from imbrex.contracts import Codec
 
 def write(values: list[Tensor], codec: Codec, dtype: torch.dtype) -> Tensor:
     """Rows, float32 or `dtype`, encoded, with the bytes of further columns behind each."""
-    return torch.cat([codec.encode(values[0], dtype), *map(as_bytes, values[1:])], 1)
+    encoded = codec.encode(values[0], dtype)
+    return torch.cat([encoded, *map(as_bytes, values[1:])], 1) if len(values) > 1 else encoded
 
 
 def add_encoded(

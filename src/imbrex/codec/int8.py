@@ -37,7 +37,7 @@ class Int8:
             return rows_ND.new_zeros(num_rows, 0, dtype=torch.uint8)
         values = blocks.cut(rows_ND, self.block or width)
         scale = blocks.over(blocks.largest(values), 127)
-        quantised = blocks.divide(values, scale).round().clamp(-127, 127).to(torch.int8)
+        quantised = blocks.divide(values, scale).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([as_bytes(blocks.join(quantised, width)), as_bytes(scale.flatten(1))], 1)
 
     def decode(self, encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:

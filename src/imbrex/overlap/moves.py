@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Codec, Pending, Plan, Routing
-from imbrex.crossings import Crossings, read_state
+from imbrex.crossings import Crossings
 from imbrex.crossings_fp8 import read_dispatch_fp8
 from imbrex.crossings_nvlink import NvlinkCrossings, Sms
 from imbrex.exchange import Exchange
 from imbrex.kernels.expand import expand_fp8, expand_fp8_rows
+from imbrex.plan import read_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,8 @@ class Serial:
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
         fp8_rows = getattr(experts, "takes_fp8_rows", False)
-        dispatched = exchange.dispatch(x_TD, routing, fp8_rows=fp8_rows)
+        in_place = getattr(experts, "takes_tokens_in_place", False)
+        dispatched = exchange.dispatch(x_TD, routing, fp8_rows=fp8_rows, in_place=in_place)
         keeping = nullcontext() if self.keep_rows else exchange.dispatching_again(x_TD, dispatched)
         with exchange.observer.span("experts", layer=exchange.layer), keeping:
             rows_RD = _computed(dispatched, exchange, experts)

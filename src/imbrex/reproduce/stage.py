@@ -22,6 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imbrex.waiting import leave
+
+MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""glibc keeps what is freed. Else every tensor of a megabyte is new memory, which the kernel clears: 70 to 90
+of 1200 ms of processor time in a step of 2048 tokens of width 512 on four ranks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
@@ -86,7 +96,10 @@ def _on_netlab(words: list[str], network: Network, timeout_s: float) -> str | No
         *("--inter", network.inter, "--intra", network.intra, "--timeout", str(timeout_s)),
     ]
     command = [sys.executable, "-m", "imbrex", "netlab", "run", *options, "--", *words]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s + 30)
+    environment = MEMORY | dict(os.environ)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s + 30
+    )
     if ran.returncode == 0:
         return None
     last = (ran.stderr.strip().splitlines() or ["no words"])[-1]
@@ -110,7 +123,7 @@ def _on_loopback(words: list[str], network: Network, timeout_s: float) -> None:
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": 1,
         }
-        environment = os.environ | {name: str(value) for name, value in ours.items()}
+        environment = MEMORY | os.environ | {name: str(value) for name, value in ours.items()}
         processes.append(subprocess.Popen(words, env=environment))
     try:
         codes = [process.wait(timeout_s) for process in processes]
@@ -130,7 +143,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         Path(told).write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from imbrex.models.corpus import Corpus
 from imbrex.reproduce.training import RANKS, Size, train
+from imbrex.waiting import leave
 
 Task = tuple[str, int]
 """A variant and a seed."""
@@ -86,7 +87,7 @@ def _member(
             row = {"variant": variant, "seed": seed, "text": _text(corpus), **result}
             _result(kept, tasks[number]).write_text(json.dumps(row))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def _take(taken: Synchronized, count: int, stop_at: float, rank: int) -> int:

@@ -21,7 +21,7 @@ class AllToAll(Collective):
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         send, receive = traffic.splits_2W.tolist()
-        return self.scatter_rows("dispatch", encoded_TB[traffic.sent_tokens_N], send, receive)
+        return self.scatter_rows("dispatch", encoded_TB.index_select(0, traffic.sent_tokens_N), send, receive)
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
         send, receive = traffic.splits_2W.tolist()

@@ -32,16 +32,6 @@ class Nodes:
         return Nodes(num_nodes=world_size // size, size=size)
 
     @staticmethod
-    def if_they_divide(world_size: int, ranks_per_node: int | None = None) -> Nodes | None:
-        """As `of`; None where the launcher's number does not divide the ranks."""
-        try:
-            return Nodes.of(world_size, ranks_per_node)
-        except ValueError:
-            if ranks_per_node is not None:
-                raise
-            return None
-
-    @staticmethod
     def met(ranks: Collective, ranks_per_node: int | None = None) -> Nodes | None:
         """By hand, or as the launchers of all ranks say on which node each is; None where these are not
         neighbouring ranks, equally many on every node. Collective.

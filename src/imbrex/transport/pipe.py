@@ -14,13 +14,21 @@ from imbrex.transport.tiered import Tiered
 
 
 class Pipe(Tiered):
-    """Pipe-A2A (ScheMoE, section 5): both halves move at the same time, as two all-to-alls. gloo starts all
-    messages of one all-to-all at once anyway, so there it gains nothing over `alltoall`; NCCL's one stream
-    does one after the other."""
+    """Pipe-A2A (ScheMoE, section 5): both halves move at the same time. gloo starts all messages of an
+    all-to-all at once: there it is one, and gains nothing over `alltoall`. Over NCCL, whose stream does one
+    collective after the other, it is two."""
 
     name = "pipe"
 
     def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        if not self.groups_messages:
+            return super().scatter_rows(phase, rows, send, receive)
+        return self.scatter_halves(phase, rows, send, receive)
+
+    def scatter_halves(
+        self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> Pending:
+        """What stays inside the node and what leaves it, each by itself."""
         if self.world_size == 1:
             return Done(rows)
         near = [rank // self.nodes.size == self.node for rank in range(self.world_size)]
@@ -55,6 +63,9 @@ class Sequential(Pipe):
     (ScheMoE, Eq. 17). Nothing else speaks for it."""
 
     name = "sequential"
+
+    def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        return self.scatter_halves(phase, rows, send, receive)
 
     def begin_halves(self, phase: str, rows: Tensor, halves: Sequence[Step]) -> Finish:
         stepped = Stepped(self, phase, rows, halves)

@@ -47,7 +47,7 @@ class TwoLevel(Tiered):
         return [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device) for _ in wanted]
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
-        rows = encoded_TB[traffic.sent_tokens_N]
+        rows = encoded_TB.index_select(0, traffic.sent_tokens_N)
         return self._begin("dispatch", rows, rows_between(traffic, self.world_size))
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
