@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import Exchange, Routing
+from imbrex import Exchange
 from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import PAUSE_CYCLES, time_in_turns
+from imbrex.cli.layer_race import PAUSE_CYCLES, Entry, Race, time_in_turns
 from imbrex.cli.results import describe_run, write_results
 from imbrex.cli.shapes import MODELS
-from imbrex.cli.skew import make_routing
 from imbrex.contracts import Dispatched
 from imbrex.experts import Experts
 from imbrex.overlap import Serial
-from imbrex.placement import contiguous
 
 RESULTS = Path(__file__).parent / "results" / "layer_fp8.json"
 QUESTION = "What does fp8 give the inference of one MoE layer over NVLink?"
@@ -51,59 +50,25 @@ class Decoded(torch.nn.Module):
         return self.experts(dispatched)
 
 
-class Bench:
-    """One rank of one model."""
-
-    def __init__(self, model: str, rank: int, world: int, tokens: int) -> None:
-        shape, placement = MODELS[model], contiguous(MODELS[model].num_experts, world)
-        self.exchanges = {
-            codec: Exchange(
-                placement,
-                shape.hidden_size,
-                shape.top_k,
-                group=dist.group.WORLD,
-                transport="nvlink",
-                codec={"dispatch": codec},
-            )
-            for codec in ("identity", "fp8")
-        }
-        size = placement.local(rank), shape.hidden_size, shape.intermediate_size
-        plain, quantised = (
-            Experts(*size, implementation=name, device="meta", dtype=torch.bfloat16)
-            for name in ("kernels", "kernels-fp8")
-        )
-        torch.manual_seed(rank)
-        plain.to_empty(device="cuda")
-        for weight in plain.parameters():
-            weight.data.normal_().mul_(weight.shape[2] ** -0.5)
-        quantised.gate_up_proj, quantised.down_proj = plain.gate_up_proj, plain.down_proj
-        self.experts = {"kernels": plain, "kernels-fp8": quantised, "decoded": Decoded(quantised)}
-        drawn = make_routing("uniform", shape, tokens // world, rank=rank)
-        self.routing = Routing(ids_TK=drawn.ids_TK.cuda(), weights_TK=drawn.weights_TK.cuda())
-        self.x_TD = torch.randn(tokens // world, shape.hidden_size, device="cuda", dtype=torch.bfloat16)
-
-    def calls(self) -> dict[str, dict[str, Callable[[], Any]]]:
-        """What is timed: by operation, then by implementation."""
-        found: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "dispatch": {}, "experts": {}}
-        for impl, (codec, kind) in IMPLS.items():
-            exchange, experts = self.exchanges[codec], self.experts[kind]
-            given, fp8_rows = (self.x_TD, self.routing), impl.endswith("rows")
-            dispatched = exchange.dispatch(*given, fp8_rows=fp8_rows)
-            assert (dispatched.scales_RB is not None) == fp8_rows
-            found["forward"][impl] = lambda given=given, exchange=exchange, experts=experts: Serial().run(
-                *given, exchange, experts, None
-            )
-            found["dispatch"][impl] = lambda given=given, exchange=exchange, fp8_rows=fp8_rows: (
-                exchange.dispatch(*given, fp8_rows=fp8_rows)
-            )
-            found["experts"][impl] = lambda dispatched=dispatched, experts=experts: experts(dispatched)
-        return found
-
-    def close(self) -> None:
-        torch.cuda.synchronize()
-        dist.barrier()
-        for exchange in self.exchanges.values():
-            exchange.close()
+def calls_of(race: Race, tokens: int) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What is timed: by operation, then by implementation."""
+    size = race.placement, race.shape.hidden_size, race.shape.top_k
+    fp8 = Exchange(*size, group=dist.group.WORLD, transport="nvlink", codec={"dispatch": "fp8"})
+    quantised = race.make_experts("kernels-fp8")
+    quantised.gate_up_proj, quantised.down_proj = race.experts.gate_up_proj, race.experts.down_proj
+    exchanges = {"identity": race.exchange, "fp8": fp8}
+    kinds = {"kernels": race.experts, "kernels-fp8": quantised, "decoded": Decoded(quantised)}
+    inputs = race.inputs(Entry(model=race.model, M=tokens))
+    given = inputs.x_TD, inputs.routing
+    found: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "dispatch": {}, "experts": {}}
+    for impl, (codec, kind) in IMPLS.items():
+        exchange, experts, fp8_rows = exchanges[codec], kinds[kind], impl.endswith("rows")
+        dispatched = exchange.dispatch(*given, fp8_rows=fp8_rows)
+        assert (dispatched.scales_RB is not None) == fp8_rows
+        found["forward"][impl] = partial(Serial().run, *given, exchange, experts, None)
+        found["dispatch"][impl] = partial(exchange.dispatch, *given, fp8_rows=fp8_rows)
+        found["experts"][impl] = partial(experts, dispatched)
+    return found
 
 
 @torch.no_grad()
@@ -112,8 +77,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for model in models:
-        bench = Bench(model, rank, world, tokens)
-        calls = bench.calls()
+        race = Race(model, rank, world)
+        assert race.experts.implementation == "kernels"
+        calls = calls_of(race, tokens)
         whole = {impl: call().float() for impl, call in calls["forward"].items()}
         truth = whole["imbrex-serial"]
         errors = {impl: float((y - truth).norm() / truth.norm()) for impl, y in whole.items()}
@@ -140,8 +106,8 @@ def measure(
         if rank == 0:
             print(f"{model}: off bfloat16 {errors}, decoded and rows apart {differ:.2e}", flush=True)
             write_results(out, QUESTION, run, rows)
-        bench.close()
-        del bench, calls, whole, truth, again
+        race.close()
+        del race, calls, whole, truth, again
         torch.cuda.empty_cache()
     return rows
 

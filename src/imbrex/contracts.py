@@ -116,12 +116,15 @@ class Dispatched:
     handle: give it to `combine`; its `weights_R` are for experts that apply the weights themselves.
     scales_RB: only for who asked for rows in fp8: `rows_RD` is float8_e4m3fn, and these are float32
         [R, D/128]; a value stands for itself times the scale of its 128.
+    index_R: only for who asked for tokens in place: `rows_RD` are the tokens [T, D], and row r is token
+        `index_R[r]` (int64).
     """
 
     rows_RD: Tensor
     counts_e: Tensor
     handle: Handle
     scales_RB: Tensor | None = None
+    index_R: Tensor | None = None
 
 
 @runtime_checkable
@@ -199,7 +202,8 @@ class Transport(Protocol):
 class Experts(Protocol):
     """The local experts. `applies_weights`: the rows returned are already times `handle.weights_R`.
 
-    May have `takes_fp8_rows`, a bool: whether this call may get rows in fp8, with `scales_RB`.
+    May have `takes_fp8_rows`, a bool: whether this call may get rows in fp8, with `scales_RB`; and
+    `takes_tokens_in_place`, another: tokens, with `index_R`.
     """
 
     applies_weights: bool

@@ -8,7 +8,6 @@ The gradient of combine runs the upper line with dy, that of dispatch the lower 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,22 +24,14 @@ from imbrex.geometry import Geometry
 from imbrex.handshake import HEADER, TOKENS, check_headers, find_problem, write_header
 from imbrex.observe import Observer
 from imbrex.placement.flow import split_near
+from imbrex.plan import read_state
 from imbrex.transport.nodes import Nodes
 
-
-def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
-    """source_R, position_PK and traffic from the state of a `Handle`.
-
-    The pool of a rank is its own T tokens followed by the M rows received, by source rank, then token.
-    source_R: int64; pool row that a row was copied from, `-1` for padding.
-    position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
-    """
-    source_R, position_PK, sent_tokens_N, splits_2W, *relay = state
-    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W, relay_XM=relay[0] if relay else None)
-    return source_R, position_PK, traffic
+Sizes = tuple[Tensor, dict[str, Tensor]]
+"""Rows of every rank to every other, and what else `Traffic` has."""
 
 
-class Crossings:
+class Crossings(ops.Owner):
     """What the operators of an exchange do, over a transport that moves rows. They find it by `key`; a
     ticket names a crossing begun earlier."""
 
@@ -53,25 +44,20 @@ class Crossings:
         observer: Observer,
         layer: int,
     ) -> None:
+        super().__init__()
         self.geometry, self.transport, self.wire = geometry, transport, wire
         self.world_size, self.observer, self.layer = world_size, observer, layer
         self.num_local_slots = len(geometry.local_slots)
+        self.nodes: Nodes | None = None  # as the ranks' launchers say, if they make regular ones
         self.calls = 0
-        self.begun: dict[int, tuple] = {}
-        self.tickets = itertools.count()
-        self.key = ops.register(self)
 
     def device_type(self, x: Tensor) -> str:
         """Where rows must lie; a rank alone takes them anywhere."""
         return x.device.type if self.world_size == 1 else self.transport.device.type
 
-    def begin(self, *started) -> int:
-        ticket = next(self.tickets)
-        self.begun[ticket] = started
-        return ticket
-
     def handshake(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Tell every rank the state of the input and the choices per expert: int64 [W, HEADER + E]."""
+        """Tell every rank the state of the input, the choices per expert and, where they are known ahead, the
+        rows to every rank: int64 [W, HEADER + E (+ W)]."""
         return self.handshakes([(x_TD, routing)])[0]
 
     def handshakes(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Tensor]:
@@ -93,44 +79,49 @@ class Crossings:
         header = write_header(problem, x_TD, ids_TK, self.calls, replicated)
         fine = not problem[0]
         counts_E = plan.count_choices(ids_TK, num_experts) if fine else torch.zeros(num_experts).long()
-        return torch.cat([header, counts_E])
+        if not self._sizes_ahead:
+            return torch.cat([header, counts_E])
+        slot_TK = plan.only_slots(ids_TK, geometry.placement) if fine else torch.zeros(0, 1).long()
+        return torch.cat([header, counts_E, self._wanted(slot_TK).sum(0)])
+
+    @property
+    def _sizes_ahead(self) -> bool:
+        """Whether a rank knows what it sends to whom before it knows what others choose: nobody relays, and
+        no choice is between replicas."""
+        kept = self.transport.replicated or hasattr(self.transport, "plan_relays")
+        return not (kept or self.world_size == 1 or self.geometry.placement.has_replicas)
 
     def make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
-        """Exchange counts, choose replicas, place every row, for one dispatch or for several at once. Two
-        host synchronisations on a GPU: which token goes to which rank is known only when the replicas are."""
-        slots, splits, wanted = [], [], []
+        """Exchange counts, choose replicas, place every row, for one dispatch or for several at once. One
+        host synchronisation on a GPU; two where rows are relayed, or go where replicas are chosen first."""
+        ours, plans = [], []
         gathered = self.handshakes(parts)
+        placement, rank = self.geometry.placement, self.geometry.rank
         for (_, routing), counts in zip(parts, gathered, strict=True):
             split_WS = self._split(counts)
-            slot_TK = plan.choose_slots(routing.ids_TK, split_WS[self.geometry.rank], self.geometry.placement)
-            slots.append(slot_TK)
-            splits.append(split_WS)
-            wanted.append(self._wanted(slot_TK))
-        sizes = self._exchange_sizes(wanted)
-        plans = [
-            plan.make_plan(
+            slot_TK = plan.choose_slots(routing.ids_TK, split_WS[rank], placement)
+            ours.append((slot_TK, self._wanted(slot_TK), split_WS))
+        sizes = self._exchange_sizes([wanted_TW for _, wanted_TW, _ in ours], gathered)
+        for (slot_TK, wanted_TW, split_WS), (rows_WW, more), told in zip(ours, sizes, gathered, strict=True):
+            made = plan.make_plan(
                 slot_TK,
                 wanted_TW,
                 split_WS,
                 rows_WW,
-                self.geometry.placement,
-                self.geometry.rank,
+                placement,
+                rank,
                 tensor_size=self.geometry.tensor_parallel,
                 alignment=self.geometry.alignment,
-                rows_per_slot=self._rows_per_slot(counts),
+                rows_per_slot=self._rows_per_slot(told),
             )
-            for slot_TK, wanted_TW, split_WS, (rows_WW, _), counts in zip(
-                slots, wanted, splits, sizes, gathered, strict=True
-            )
-        ]
-        found = zip(plans, sizes, strict=True)
-        return [replace(made, traffic=replace(made.traffic, **more)) for made, (_, more) in found]
+            plans.append(replace(made, traffic=replace(made.traffic, **more)))
+        return plans
 
     def _split(self, gathered: Tensor) -> Tensor:
         """Choices of every rank for every slot, from the messages of all ranks."""
         geometry, replicated = self.geometry, self.transport.replicated
         placement, world = geometry.placement, self.world_size
-        counts_WE = gathered[:, HEADER:]
+        counts_WE = gathered[:, HEADER : HEADER + placement.num_experts]
         self.observer.count("expert_load", counts_WE[geometry.rank], layer=self.layer)
         if not replicated:
             return split_near(geometry.split, counts_WE, placement, self.transport.device)
@@ -151,18 +142,20 @@ class Crossings:
             return torch.full((slot_TK.shape[0], self.world_size), fill, device=slot_TK.device)
         return plan.ranks_wanted(slot_TK, geometry.placement, geometry.tensor_parallel)
 
-    def _exchange_sizes(self, wanted: Sequence[Tensor]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    def _exchange_sizes(self, wanted: list[Tensor], gathered: list[Tensor]) -> list[Sizes]:
         """Of every dispatch, rows that every rank sends to every other, int64 [W, W] on the host, and what
         `Traffic` has for transports that relay."""
         world = self.world_size
         if self.transport.replicated or world == 1:
             return [(torch.zeros(world, world, dtype=torch.int64), {}) for _ in wanted]
+        if self._sizes_ahead:
+            return [(told[:, -world:].clone().fill_diagonal_(0), {}) for told in gathered]
         self.observer.count("host_syncs", 1, layer=self.layer)
         plan_relays = getattr(self.transport, "plan_relays", None)
         if plan_relays is not None:
             return plan_relays(wanted)
-        gathered = self.transport.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
-        return [(sizes.clone().fill_diagonal_(0), {}) for sizes in gathered.chunk(len(wanted), 1)]
+        told = self.transport.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
+        return [(sizes.clone().fill_diagonal_(0), {}) for sizes in told.chunk(len(wanted), 1)]
 
     def begin_out(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         """Send rows, one a token, to who wants them."""
@@ -186,7 +179,7 @@ class Crossings:
         relayed = getattr(self.transport, "rows_sent", None)
         rows_W = traffic.splits_2W[way] if relayed is None else relayed(traffic, back=bool(way))
         self.observer.count("bytes_sent", rows_W * row_bytes, layer=self.layer)
-        nodes = getattr(self.transport, "nodes", None) or Nodes.if_they_divide(self.world_size)
+        nodes = getattr(self.transport, "nodes", None) or self.nodes
         if nodes is not None and nodes.num_nodes > 1:
             rows_2 = nodes.by_tier(rows_W, self.geometry.rank)
             self.observer.count("bytes_by_tier", rows_2 * row_bytes, layer=self.layer)
@@ -366,8 +359,8 @@ class Crossings:
         if rows_RD is None:
             return d_y_RD, weights_R.new_empty(0)
         # Padding rows of an expert with a bias are not zero, and may be anything on a device.
-        products = torch.where(source_R[:, None] < 0, 0.0, rows_RD.float() * d_y_RD.float())
-        return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), products.sum(1)
+        d_weights_R = torch.where(source_R < 0, 0.0, (rows_RD.float() * d_y_RD.float()).sum(1))
+        return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), d_weights_R
 
     def _expand(self, own_TD: Tensor, received: Tensor | None, codec: Codec, source_R: Tensor) -> Tensor:
         foreign = [] if received is None else [codec.decode(received, own_TD.shape[1], own_TD.dtype)]

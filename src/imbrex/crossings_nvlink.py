@@ -11,7 +11,6 @@ host, after one synchronisation, and the kernels are told slots for experts (`nv
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from imbrex import ops, plan
 from imbrex.contracts import Codec, Routing, Wire
 from imbrex.geometry import Geometry
-from imbrex.handshake import PROBLEMS, find_problem
+from imbrex.handshake import explain_problem
 from imbrex.kernels.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange_layout import Shape
 from imbrex.kernels.expand import expand_fp8, expand_fp8_rows
@@ -59,20 +58,18 @@ def read_state(state: Sequence[Tensor]) -> Routed:
     return Routed(**dict(zip(STATE, state, strict=True)))
 
 
-class NvlinkCrossings:
+class NvlinkCrossings(ops.Owner):
     """What the operators of an exchange do over NVLink. Tokens are bfloat16."""
 
     def __init__(
         self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Observer, layer: int
     ) -> None:
+        super().__init__()
         self.transport, self.wire, self.observer, self.layer = transport, wire, observer, layer
         self.world_size = transport.world_size
-        self.begun: dict[int, tuple] = {}
-        self.tickets = itertools.count()
         self._tables: Tables | None = None
         self.tally_WS: Tensor | None = None
         self.geometry = geometry
-        self.key = ops.register(self)
 
     @property
     def geometry(self) -> Geometry:
@@ -104,11 +101,6 @@ class NvlinkCrossings:
     def device_type(self, x: Tensor) -> str:
         return self.transport.device.type
 
-    def begin(self, *started) -> int:
-        ticket = next(self.tickets)
-        self.begun[ticket] = started
-        return ticket
-
     def handshake(self, x_TD: Tensor, routing: Routing) -> int:
         """Most tokens of a rank in this call. ValueError on every rank where one rank's input is wrong."""
         problem = self._problem(x_TD, routing)
@@ -121,7 +113,7 @@ class NvlinkCrossings:
 
     def _problem(self, x_TD: Tensor, routing: Routing) -> str | None:
         geometry, most = self.geometry, self.transport.max_tokens
-        number, *details = find_problem(
+        problem = explain_problem(
             x_TD,
             routing,
             geometry.hidden_size,
@@ -129,8 +121,8 @@ class NvlinkCrossings:
             geometry.placement.num_experts,
             self.transport.device.type,
         )
-        if number:
-            return PROBLEMS[number].format(*details)
+        if problem is not None:
+            return problem
         if x_TD.dtype != DTYPE:
             return (
                 f"x is {x_TD.dtype}; NVLink's kernels move bfloat16: convert it, or use transport='alltoall'"
@@ -288,12 +280,6 @@ class NvlinkCrossings:
         with self.observer.span("dispatch_again", layer=self.layer):
             routed, codec = read_state(state), self.wire.dispatch
             return self._move_out(x_TD.contiguous(), routed, num_rows, codec, self.transport.sms)
-
-    def start_combine(
-        self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int
-    ) -> tuple[None]:
-        """Nothing: all of a combine is one kernel."""
-        return (None,)
 
     def run_combine(
         self,

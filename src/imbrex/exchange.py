@@ -8,7 +8,7 @@ crosses the wire, and the token's rank adds the partial sums in rank order: the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,18 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import crossings_fp8, eager, ops
+from imbrex import crossings_fp8, eager
 from imbrex.codec import check_bytes, make_wire
 from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
 from imbrex.crossings import Crossings
+from imbrex.crossings_alone import STATE as ALONE
+from imbrex.crossings_alone import AloneCrossings
 from imbrex.crossings_nvlink import NvlinkCrossings
 from imbrex.geometry import Geometry
 from imbrex.handshake import DTYPES, agree
 from imbrex.nvlink_fit import unfit, unfit_use
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
+from imbrex.tracing import differentiated
 from imbrex.transport import Auto, Nvlink
 from imbrex.transport import make as make_transport
+from imbrex.transport.nodes import Nodes, launched_on
 
 
 class Exchange:
@@ -79,7 +83,8 @@ class Exchange:
             rows_per_slot=rows_per_slot,
         )
         misfit, misuse = unfit(self.geometry, self.wire), unfit_use(dtype)
-        asks_dtype = self.world_size > 1 and (isinstance(transport, Auto) or transport == "auto")
+        automatic = isinstance(transport, Auto) or transport == "auto"
+        asks_dtype = self.world_size > 1 and automatic
         self._missed_for_dtype = asks_dtype and misfit is None and misuse is not None
         self.transport, self.transport_reason = make_transport(
             transport,
@@ -90,13 +95,20 @@ class Exchange:
             not_nvlink=misfit or misuse,
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
-        problem = None
+        problem, observer = None, observer or Observer()
+        self._alone = None
+        if self.world_size == 1 and automatic:
+            self._alone = AloneCrossings(self.geometry, observer, layer)
+            by_kernels = self._alone.reason_against(dtype) is None
+            self.transport_reason += "; kernels order and sum its rows" if by_kernels else ""
         try:
             self._check()
-            self._crossings = self._make_crossings(observer or Observer(), layer)
+            self._crossings = self._make_crossings(observer, layer)
         except ValueError as error:
             problem = error
-        agree(self.transport, self._settings(layer), "Exchange", problem)
+        node_of_W = agree(self.transport, self._settings(layer), "Exchange", problem, own=launched_on())
+        if isinstance(self._crossings, Crossings):
+            self._crossings.nodes = Nodes.in_blocks(node_of_W)
 
     def _make_crossings(self, observer: Observer, layer: int) -> Crossings | NvlinkCrossings:
         if isinstance(self.transport, Nvlink):
@@ -150,6 +162,8 @@ class Exchange:
     @observer.setter
     def observer(self, observer: Observer) -> None:
         self._crossings.observer = observer
+        if self._alone is not None:
+            self._alone.observer = observer
 
     @property
     def layer(self) -> int:
@@ -171,6 +185,8 @@ class Exchange:
             )
         self.geometry = replace(self.geometry, placement=new, split=split or self.geometry.split)
         self._crossings.geometry = self.geometry
+        if self._alone is not None:
+            self._alone.geometry = self.geometry
 
     @property
     def counts_on_device(self) -> bool:
@@ -199,17 +215,21 @@ class Exchange:
         weights_TK = torch.zeros(ids_TK.shape, device=x.device)
         self._crossings.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, *, fp8_rows: bool = False) -> Dispatched:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, *, fp8_rows: bool = False, in_place: bool = False
+    ) -> Dispatched:
         """Rows for the local experts. Differentiable in `x_TD` and `routing.weights_TK`.
 
         x_TD: [T, hidden_size], float32, bfloat16, float16 or float64; T may differ between ranks and be 0.
         fp8_rows: leave rows as they cross, with `scales_RB`, where that is fp8, tokens are bfloat16, and
             nobody differentiates or traces; elsewhere rows come as they do without it. Ranks may differ in
             it: the same bytes cross.
+        in_place: leave the tokens where they are, and give `index_R` from rows to them, where kernels serve a
+            rank alone and nobody differentiates; elsewhere rows come as they do without it.
         Raises ValueError on every rank, before any row moves, where one rank's input is wrong; RankLostError
         where a rank does not answer.
         """
-        return self._dispatch(x_TD, routing, -1, fp8_rows=fp8_rows)
+        return self._dispatch(x_TD, routing, -1, fp8_rows=fp8_rows, in_place=in_place)
 
     @property
     def not_fp8_rows(self) -> str | None:
@@ -234,7 +254,7 @@ class Exchange:
         def unpack(packed: Tensor | None) -> Tensor:
             if packed is not None:
                 return packed
-            return self._crossings.dispatch_again(x_TD, state, shape[0])
+            return self._that_made(state).dispatch_again(x_TD, state, shape[0])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -245,21 +265,43 @@ class Exchange:
             started = self._crossings.start_dispatch(x_TD, routing.weights_TK, routing.ids_TK)
         return BegunDispatch(self, x_TD, routing, self._crossings.begin(*started))
 
-    def _dispatch(self, x_TD: Tensor, routing: Routing, ticket: int, *, fp8_rows: bool = False) -> Dispatched:
+    def _dispatch(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        ticket: int,
+        *,
+        fp8_rows: bool = False,
+        in_place: bool = False,
+    ) -> Dispatched:
         if not torch.compiler.is_compiling():
             if self._missed_for_dtype:
                 self._tell_of_dtype(x_TD.dtype, x_TD.device.type)
             if not x_TD.device == routing.ids_TK.device == routing.weights_TK.device:
                 # An operator refuses tensors of several devices before its body can tell the other ranks.
                 self._crossings.handshake(x_TD, routing)
-        inputs, scales_RB = (x_TD, routing.weights_TK, routing.ids_TK), None
+        inputs, scales_RB, index_R = (x_TD, routing.weights_TK, routing.ids_TK), None, None
+        alone = self._alone if ticket < 0 else None
+        if alone is not None and not alone.serves(x_TD, routing):
+            alone = None
         if fp8_rows and self.leaves_fp8_rows(*inputs[:2]):
             found = crossings_fp8.dispatch_fp8(self._crossings, *inputs)
             (rows_RD, scales_RB), weights_R, counts_e, state = found
+        elif in_place and alone is not None and not differentiated(*inputs[:2]):
+            (rows_RD, index_R), weights_R, counts_e, state = alone.dispatch_in_place(*inputs)
         else:
-            rows_RD, weights_R, counts_e, state = eager.dispatch(*inputs, self._crossings.key, ticket)
+            taken = self._crossings if alone is None else alone
+            rows_RD, weights_R, counts_e, state = eager.dispatch(*inputs, taken.key, ticket)
         handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0])
-        return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle, scales_RB=scales_RB)
+        return Dispatched(
+            rows_RD=rows_RD, counts_e=counts_e, handle=handle, scales_RB=scales_RB, index_R=index_R
+        )
+
+    def _that_made(self, state: Sequence[Tensor]) -> Crossings | NvlinkCrossings | AloneCrossings:
+        """Whose dispatch left this state."""
+        if self._alone is not None and len(state) == len(ALONE):
+            return self._alone
+        return self._crossings
 
     def _tell_of_dtype(self, dtype: torch.dtype, device_type: str) -> None:
         """Autocast and `.to(torch.bfloat16)` come after `auto` has chosen by the dtype."""
@@ -285,9 +327,10 @@ class Exchange:
     def begin_combine(self, rows_RD: Tensor, handle: Handle, *, weighted: bool = False) -> BegunCombine:
         """Start a combine; its `finish(addend)` gives what `combine` gives. Not inside a compiled graph."""
         weights_R = None if weighted else handle.weights_R
+        crossings = self._that_made(handle.state)
         with torch.no_grad():
-            started = self._crossings.start_combine(rows_RD, weights_R, handle.state, handle.num_tokens)
-        return BegunCombine(self, rows_RD, handle, weighted, self._crossings.begin(*started))
+            started = crossings.start_combine(rows_RD, weights_R, handle.state, handle.num_tokens)
+        return BegunCombine(self, rows_RD, handle, weighted, crossings.begin(*started))
 
     def _combine(
         self, rows_RD: Tensor, handle: Handle, addend: Tensor | None, weighted: bool, ticket: int
@@ -298,15 +341,16 @@ class Exchange:
             addend,
             handle.state,
             handle.num_tokens,
-            self._crossings.key,
+            self._that_made(handle.state).key,
             ticket,
             weighted,
         )
 
     def close(self) -> None:
         """Forget what was begun and free what the transport holds. The exchange cannot be used afterwards."""
-        self._crossings.begun.clear()
-        ops.release(self._crossings.key)
+        for crossings in (self._crossings, self._alone):
+            if crossings is not None:
+                crossings.close()
 
 
 class BegunDispatch:

@@ -17,6 +17,8 @@ from imbrex.contracts import Dispatched
 from imbrex.kernels import unavailable
 from imbrex.kernels.experts_ffn import ffn
 from imbrex.kernels.experts_fp8 import Fp8Experts, ffn_fp8, quantise_experts, unfit_for_fp8
+from imbrex.kernels.experts_fp8_tokens import ffn_in_place_fp8
+from imbrex.kernels.experts_tokens import ffn_in_place
 from imbrex.kernels.experts_widths import MULTIPLE, fits
 from imbrex.kernels.glue import swiglu
 
@@ -153,6 +155,8 @@ class Experts(nn.Module):
         if scales_RB is not None:
             self._check_fp8_rows()
             return ffn_fp8(rows_RD, self.quantised(), counts_e, scales_RB=scales_RB, weights_R=weights_R)
+        if dispatched.index_R is not None:
+            return self._in_place(rows_RD, dispatched.index_R, counts_e, weights_R)
         if weights_R is None or not rows_RD.is_cuda or rows_RD.dtype != torch.bfloat16:
             out_RD = self._by_products(rows_RD, counts_e)
             return out_RD if weights_R is None else out_RD * weights_R[:, None].to(out_RD.dtype)
@@ -165,10 +169,31 @@ class Experts(nn.Module):
         act_RF = swiglu(gate_up_RG, counts_e.cumsum(0).to(torch.int32), weights_R)
         return ops.grouped_mm(act_RF, down.mT, counts_e)
 
+    def _load_from_state_dict(self, state_dict, prefix, *more):  # pyright: ignore[reportIncompatibleMethodOverride]
+        super()._load_from_state_dict(state_dict, prefix, *more)
+        given, errors = state_dict.get(f"{prefix}down_proj"), more[-1]
+        if given is not None and len(given) != len(self.expert_ids):
+            errors.append(
+                f"{prefix}down_proj was saved of {len(given)} experts, and {len(self.expert_ids)} live on "
+                "this rank: save with imbrex.checkpoint, whose load reads at any number of ranks"
+            )
+
     @property
     def takes_fp8_rows(self) -> bool:
         """Whether a call now computes in fp8, and so takes rows that are fp8 already."""
         return self.implementation == "kernels-fp8" and not torch.is_grad_enabled()
+
+    @property
+    def takes_tokens_in_place(self) -> bool:
+        """Whether a call now reads its rows through an index, or copies them where that is faster."""
+        gathers = self.implementation.startswith("kernels") and not torch.is_grad_enabled()
+        return gathers and fits(self.hidden_size, self.down_proj.shape[2])
+
+    def _in_place(self, x_TD: Tensor, index_R: Tensor, counts_e: Tensor, weights_R: Tensor | None) -> Tensor:
+        if self.implementation == "kernels-fp8":
+            return ffn_in_place_fp8(x_TD, index_R, self.quantised(), counts_e, weights_R=weights_R)
+        weights = self.gate_up_proj.to(x_TD.dtype), self.down_proj.to(x_TD.dtype)
+        return ffn_in_place(x_TD, index_R, *weights, counts_e, weights_R=weights_R)
 
     def _check_fp8_rows(self) -> None:
         if not self.takes_fp8_rows:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from imbrex import overlap, plan
+from imbrex import overlap, plan, unsynced
 from imbrex.balancer import OnlineBalancer
 from imbrex.contracts import Codec, Placement, Routing, Split, Strategy, Transport, Wire
 from imbrex.exchange import Exchange
@@ -116,7 +116,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_given(losses=losses, placement=placement, balancer=balancer, dtype=dtype)
+        _check_given(config, losses=losses, placement=placement, balancer=balancer, dtype=dtype)
         self.config = config
         self.ranks = Ranks.of(group, tensor_parallel, data_group)
         self.placement = placement or contiguous(config.num_experts, self.ranks.expert_size)
@@ -152,8 +152,7 @@ class MoELayer(nn.Module):
         self.experts = self._make_experts(experts, kind)
         self._add_shared(config, kind)
         self.routing: Routing | None = None
-        if balancer is not None:
-            balancer.attach(self)
+        self._begin(balancer)
 
     def forward(self, x: Tensor, *, kept_TK: Tensor | None = None) -> Tensor:
         """x [..., D] to y of the same shape and dtype. Of [B, S, D], the B sequences count for the
@@ -228,6 +227,13 @@ class MoELayer(nn.Module):
         if config.shared.gated:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False, **kind)
 
+    def _begin(self, balancer: OnlineBalancer | None) -> None:
+        experts = {id(parameter) for parameter in self.experts.parameters()}
+        self.ranks.share([p for p in self.parameters() if id(p) not in experts])
+        unsynced.watch(self)
+        if balancer is not None:
+            balancer.attach(self)
+
     def _shared(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
         y_TD = self.shared_expert(x_TD)
@@ -266,8 +272,17 @@ class MoELayer(nn.Module):
         )
 
 
-def _check_given(*, losses: object, placement: object, balancer: object, dtype: object) -> None:
+def _check_given(
+    config: object, *, losses: object, placement: object, balancer: object, dtype: object
+) -> None:
+    expect("MoELayer: config", config, (MoEConfig,), "give MoEConfig(hidden_size=...)")
     expect("MoELayer: losses", losses, (AuxLosses, NoneType), "give AuxLosses(load_balance=...)")
     expect("MoELayer: placement", placement, (Placement, NoneType), "make one with imbrex.placement")
     expect("MoELayer: balancer", balancer, (OnlineBalancer, NoneType), "give an OnlineBalancer")
     expect("MoELayer: dtype", dtype, (torch.dtype, NoneType), "give one of torch's, as torch.bfloat16")
+    if isinstance(config, MoEConfig) and isinstance(placement, Placement):
+        asked, placed = config.num_experts, placement.num_experts
+        if placed != asked:
+            raise ValueError(
+                f"MoELayer: placement is of {placed} experts, the config of {asked}; make another"
+            )

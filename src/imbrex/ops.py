@@ -44,6 +44,31 @@ def owner_of(key: int) -> Any:
         ) from None
 
 
+class Owner:
+    """What operators of an exchange find by `key`, with the crossings begun earlier, by ticket."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, tuple] = {}
+        self._tickets = itertools.count()
+        self.key = register(self)
+
+    def begin(self, *started: Any) -> int:
+        ticket = next(self._tickets)
+        self.begun[ticket] = started
+        return ticket
+
+    def start_combine(
+        self, rows_RD: Tensor, weights_R: Tensor | None, state: Sequence[Tensor], num_tokens: int
+    ) -> tuple[Any, ...]:
+        """Nothing, where all of a combine is one kernel."""
+        return (None,)
+
+    def close(self) -> None:
+        """Forget what was begun; operators do not find it any more."""
+        self.begun.clear()
+        release(self.key)
+
+
 @custom_op("imbrex::dispatch", mutates_args=())
 def dispatch(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, ticket: int

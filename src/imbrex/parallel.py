@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from imbrex import waiting
+from imbrex import unsynced, waiting
 from imbrex.layer import MoELayer
 
 
@@ -53,6 +53,7 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
         return
     _refuse_sharded(model, dense=dense)
     for layer in layers:
+        unsynced.seen(layer)
         _sync_experts(layer)
     if dense:
         experts = {id(parameter) for parameter in expert_parameters(model)}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -150,6 +154,90 @@ def test_a_model_without_experts_has_nothing_to_sync() -> None:
         imbrex.sync_gradients(nn.Linear(2, 2))
 
 
+def run_seeded(ranks: Ranks, mesh_name: str | None) -> dict[str, torch.Tensor]:
+    """What a layer is made of where every rank has a seed of its own."""
+    place = ranks.group
+    if mesh_name is not None:
+        place = init_device_mesh("cpu", MESHES[mesh_name], mesh_dim_names=tuple(mesh_name.split("-")))
+    torch.manual_seed(SEED + ranks.rank)
+    shared = imbrex.SharedExperts(intermediate_size=6, gated=True)
+    layer = imbrex.MoELayer(replace(SMALL, shared=shared), place, dtype=torch.bfloat16)
+    return {name: p.detach() for name, p in layer.named_parameters() if not name.startswith("experts.")}
+
+
+@pytest.mark.parametrize("mesh_name", [None, "dp-ep-tp"])
+def test_ranks_begin_with_the_first_one_s_gate_whatever_their_seeds(
+    pool: Pool, mesh_name: str | None
+) -> None:
+    shared = imbrex.SharedExperts(intermediate_size=6, gated=True)
+    torch.manual_seed(SEED)
+    alone = imbrex.MoELayer(replace(SMALL, shared=shared), dtype=torch.bfloat16).state_dict()
+    for found in pool.run(8, run_seeded, mesh_name):
+        assert len(found) == 5
+        assert all(torch.equal(parameter, alone[name]) for name, parameter in found.items())
+
+
+def said_of(train: Callable[[], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train()
+    return [str(one.message) for one in caught if "sync_gradients" in str(one.message)]
+
+
+def run_unsynced(ranks: Ranks, case: Case, kind: str) -> list[str]:
+    """Three steps over two layers and a head of one optimizer; what was said of gradients."""
+    group = None if kind == "alone" else ranks.group
+    layers = nn.ModuleList(make_layer(case, group) for _ in range(2))
+    head = nn.Linear(case.config.hidden_size, 1)
+    if kind == "frozen":
+        layers.requires_grad_(False)
+    optimizer = torch.optim.AdamW([*layers.parameters(), *head.parameters()])
+
+    def train() -> None:
+        if "resumed" in kind:
+            get_optimizer_state_dict(nn.ModuleList([layers, head]), optimizer)
+        for step in range(6):
+            layers.train(mode=step != 2)
+            x_TD = tokens_of(case, ranks.rank, replicated=kind == "replicated")
+            for layer in layers:
+                x_TD = x_TD + layer(x_TD)
+            head(x_TD).sum().backward()
+            if kind == "accumulated" and step % 2 == 0:
+                continue
+            if kind not in ("forgotten", "resumed, forgotten", "frozen", "alone", "replicated", "loaded"):
+                imbrex.sync_gradients(layers)
+            if kind == "loaded":
+                layers.load_state_dict(layers.state_dict())
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return said_of(train)
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "times"),
+    [
+        ("forgotten", "alltoall", 1),
+        ("resumed, forgotten", "alltoall", 1),
+        ("called", "alltoall", 0),
+        ("resumed", "alltoall", 0),
+        ("accumulated", "alltoall", 0),
+        ("frozen", "alltoall", 0),
+        ("loaded", "alltoall", 0),
+        ("replicated", "allreduce", 0),
+        ("alone", "auto", 0),
+    ],
+)
+def test_a_step_without_synced_gradients_is_told_once(
+    pool: Pool, kind: str, transport: str, times: int
+) -> None:
+    case = Case(config=SMALL, options={"transport": transport})
+    for said in pool.run(2, run_unsynced, case, kind):
+        assert len(said) == times
+        assert all("call imbrex.sync_gradients(model) between backward() and step()" in one for one in said)
+
+
 def test_replicated_tokens_give_every_rank_the_whole_gate_gradient(pool: Pool) -> None:
     case = Case(config=SMALL, options={"transport": "allreduce"})
     first, *others = pool.run(4, run_layer, case)
@@ -173,7 +261,10 @@ def run_two_layers(ranks: Ranks, case: Case) -> float:
     begun = [layer.exchange.begin_dispatch(x_TD, layer.gate(x_TD)) for layer in layers]
     rows = [b.finish() for b in reversed(begun)][::-1]
     outs = [layer.experts(d) for layer, d in zip(layers, rows, strict=True)]
-    back = [layer.exchange.begin_combine(o, d.handle) for layer, o, d in zip(layers, outs, rows, strict=True)]
+    back = [
+        layer.exchange.begin_combine(o, d.handle, weighted=layer.experts.applies_weights)
+        for layer, o, d in zip(layers, outs, rows, strict=True)
+    ]
     ys = [b.finish() for b in back]
     dist.barrier(ranks.group)
     return max((y - a).abs().max().item() if y.numel() else 0.0 for y, a in zip(ys, alone, strict=True))
@@ -193,10 +284,11 @@ def run_begun_gradients(ranks: Ranks, case: Case) -> float:
         exchange = layer.exchange
         d = exchange.begin_dispatch(x_TD, routing).finish() if begun else exchange.dispatch(x_TD, routing)
         rows = layer.experts(d)
+        weighted = layer.experts.applies_weights  # as kernels do, on a machine that has a GPU
         y = (
-            exchange.begin_combine(rows, d.handle).finish(x_TD)
+            exchange.begin_combine(rows, d.handle, weighted=weighted).finish(x_TD)
             if begun
-            else exchange.combine(rows, d.handle, x_TD)
+            else exchange.combine(rows, d.handle, x_TD, weighted=weighted)
         )
         (y * coefficients(y)).sum().backward()
         assert x_TD.grad is not None

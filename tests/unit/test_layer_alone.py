@@ -13,6 +13,7 @@ import imbrex
 from imbrex import ops
 from imbrex.codec.int8 import Int8
 from imbrex.experts import Experts, Shard
+from imbrex.kernels import unavailable
 from imbrex.placement import contiguous
 from imbrex.testing import dense
 from imbrex.transport import pick
@@ -85,7 +86,7 @@ def test_auto_says_why(ranks: int, top_k: int, name: str, reason: str) -> None:
 def test_the_layer_says_what_was_chosen() -> None:
     reasons = make().reasons
     assert reasons["transport"] == "alltoall: one rank: nothing to move"
-    assert reasons["experts"].startswith("grouped: ")
+    assert reasons["experts"].startswith("grouped: " if unavailable() else "kernels: ")
     assert "transport=alltoall" in repr(make())
 
 
@@ -97,6 +98,14 @@ def test_the_layer_says_what_was_chosen() -> None:
         ({"losses": 0.01}, r"MoELayer: losses is 0.01; give AuxLosses\(load_balance=...\)"),
         ({"placement": [0, 1, 2, 3]}, "MoELayer: placement is .*; make one with imbrex.placement"),
         ({"group": "world"}, r"MoELayer: group is 'world'; give a process group, as torch.distributed"),
+        (
+            {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
+            "MoELayer: this rank is not in the group",
+        ),
+        (
+            {"placement": contiguous(5, 1)},
+            "MoELayer: placement is of 5 experts, the config of 4; make another",
+        ),
         ({"dtype": "bfloat16"}, "MoELayer: dtype is 'bfloat16'; give one of torch's, as torch.bfloat16"),
         ({"codec": Int8}, r"codec: Int8 is a class; give an object, Int8\(...\)"),
         ({"codec": 8}, "codec: 8 has no name, nbytes, encode, decode; give a name, or an object that keeps"),
@@ -109,6 +118,18 @@ def test_the_layer_says_what_was_chosen() -> None:
 def test_what_is_no_piece_is_refused_with_what_to_give(options, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make(**options)
+
+
+def test_a_width_is_no_config() -> None:
+    with pytest.raises(ValueError, match=r"MoELayer: config is 16; give MoEConfig\(hidden_size=...\)"):
+        imbrex.MoELayer(16)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_state_of_other_ranks_says_what_to_use() -> None:
+    half = imbrex.MoELayer(imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1))
+    whole = imbrex.MoELayer(imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=1))
+    with pytest.raises(RuntimeError, match=r"of 2 experts, and 4 live on this rank: save with imbrex\.check"):
+        whole.load_state_dict(half.state_dict())
 
 
 def test_ranks_that_forgot_to_make_a_group_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +161,7 @@ def test_deleted_layers_leave_nothing_behind() -> None:
     before = len(ops._live)
     layer = make()
     layer(torch.randn(2, 8))
-    assert len(ops._live) == before + 1
+    assert len(ops._live) > before
     del layer
     gc.collect()
     assert len(ops._live) == before

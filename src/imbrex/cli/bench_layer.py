@@ -177,7 +177,6 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
         write_results(args.json, "layer", describe_run(command), rows)
     recorder.phase("done")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def show(args: argparse.Namespace, tokens: int, rows: list[dict[str, Any]]) -> None:

@@ -72,8 +72,8 @@ class Race:
             Exchange(*size, group=group, transport=transport)
             for transport in ("nvlink", Nvlink(group, exact_rows=True))
         )
-        self.experts = self._make_experts("auto")
-        self.torch_experts = self._make_experts("grouped")
+        self.experts = self.make_experts("auto")
+        self.torch_experts = self.make_experts("grouped")
         self.torch_experts.gate_up_proj = self.experts.gate_up_proj
         self.torch_experts.down_proj = self.experts.down_proj
         weights = Weights(
@@ -84,7 +84,8 @@ class Race:
             kind(weights, self.shape.num_experts, world, rank) for kind in (AllToAll, GatherScatter)
         ]
 
-    def _make_experts(self, implementation: str) -> Experts:
+    def make_experts(self, implementation: str) -> Experts:
+        """This rank's, drawn on the device; the same whatever computes them."""
         shape, slots = self.shape, self.placement.local(self.rank)
         experts = Experts(
             slots,

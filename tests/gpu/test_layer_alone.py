@@ -1,0 +1,143 @@
+"""A layer of one rank on a GPU in bfloat16, by kernels: the dense oracle in float64, torch's operators."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.capacity import Capacity
+from imbrex.crossings_alone import STATE
+from imbrex.overlap.serial import Serial
+from tests.ranks.layer_jobs import Case, run_layer
+from tests.ranks.test_layer import largest_error, relative
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = 0.03
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_experts": 9, "top_k": 4}
+ALONE: Any = SimpleNamespace(group=None, world_size=1, device="cuda", rank=0)
+CASES = {
+    "kernels": ({}, {}),
+    "grouped": ({}, {"experts": "grouped"}),
+    "loop": ({}, {"experts": "loop"}),
+    "dropped": ({"gate": imbrex.Gate(capacity=Capacity(factor=0.7))}, {}),
+    "rows copied again": ({}, {"schedule": Serial(keep_rows=False)}),
+    "chunks": ({}, {"schedule": "optsche-3"}),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 3000])
+@pytest.mark.parametrize("name", list(CASES))
+def test_outputs_and_all_gradients(name: str, tokens: int) -> None:
+    shape, options = CASES[name]
+    config = imbrex.MoEConfig(**{**SHAPE, **shape})
+    case = Case(config=config, dtype=torch.bfloat16, tokens=(tokens,), options=options)
+    first, second = (run_layer(ALONE, case) for _ in range(2))
+    errors = largest_error(case, 1, [first])
+    assert max(errors.values()) < LIMIT, errors
+    assert torch.equal(first["y"], second["y"])
+    for parameter, gradient in first["grads"].items():
+        assert torch.equal(gradient, second["grads"][parameter]), parameter
+
+
+def make(transport: str = "auto", **options: Any) -> imbrex.MoELayer:
+    torch.manual_seed(3)
+    config = imbrex.MoEConfig(**SHAPE, shared=imbrex.SharedExperts(intermediate_size=64))
+    return imbrex.MoELayer(config, transport=transport, device="cuda", dtype=torch.bfloat16, **options)
+
+
+def test_shared_experts_are_added() -> None:
+    x = torch.randn(200, 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for transport in ("auto", "alltoall"):
+        leaf, layer = x.clone().requires_grad_(), make(transport)
+        y = layer(leaf)
+        y.float().square().sum().backward()
+        assert leaf.grad is not None
+        found.append((y.detach(), leaf.grad))
+    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < LIMIT
+
+
+def test_the_layer_says_that_kernels_serve_it() -> None:
+    assert "kernels order and sum its rows" in make().reasons["transport"]
+    assert "kernels" not in make("alltoall").reasons["transport"]
+
+
+@torch.no_grad()
+def test_nothing_is_asked_of_the_device() -> None:
+    layer, x = make(), torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    layer(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [8, 1000])
+def test_a_captured_layer_follows_its_tokens(tokens: int) -> None:
+    layer, x = make(), torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, layer(x))
+
+
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_tokens_in_place_give_the_bits_of_copied_rows(tokens: int) -> None:
+    layer, x = make(), torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16)
+    wanted = layer(x).detach()
+    with torch.no_grad():
+        assert torch.equal(layer(x), wanted)
+        assert layer.routing is not None
+        assert layer.experts.takes_tokens_in_place
+        dispatched = layer.exchange.dispatch(x, layer.routing, in_place=True)
+        assert dispatched.index_R is not None
+        copied = layer.exchange.dispatch(x, layer.routing)
+        assert torch.equal(copied.rows_RD, x[dispatched.index_R])
+
+
+@torch.no_grad()
+def test_tokens_in_place_in_fp8() -> None:
+    """The bits of rows that are copied and then quantised, however many choices a token has."""
+    torch.manual_seed(4)
+    for top_k in (2, 8):
+        shape: dict[str, Any] = {
+            "hidden_size": 256,
+            "intermediate_size": 128,
+            "num_experts": 12,
+            "top_k": top_k,
+        }
+        kind: Any = {"experts": "kernels-fp8", "device": "cuda", "dtype": torch.bfloat16}
+        layer = imbrex.MoELayer(imbrex.MoEConfig(**shape), **kind)
+        x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+        y = layer(x)
+        assert layer.routing is not None
+        copied = layer.exchange.dispatch(x, layer.routing)
+        rows_RD = layer.experts(copied)
+        assert torch.equal(layer.exchange.combine(rows_RD, copied.handle, weighted=True), y)
+
+
+def test_a_compiled_layer_goes_by_torchs_operators() -> None:
+    layer, x = make(), torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="aot_eager")
+    assert relative(compiled(x).detach(), layer(x).detach()) < LIMIT
+    assert layer.routing is not None
+    assert len(layer.exchange.dispatch(x, layer.routing).handle.state) == len(STATE)
+
+
+def test_no_tokens() -> None:
+    layer = make()
+    x = torch.zeros(0, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.experts.down_proj.grad is not None
+    assert layer.experts.down_proj.grad.abs().max() == 0.0

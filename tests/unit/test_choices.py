@@ -1,0 +1,39 @@
+"""The order of a rank's own choices: `choices.cu` by emulation against a stable sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from imbrex.kernels import choices
+from tests.emulated import kernel
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="compiles the kernels with g++")
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 3, 2), (1, 8, 8), (300, 40, 6), (2100, 33, 8)])
+def test_the_order_is_that_of_a_stable_sort(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, top_k: int
+) -> None:
+    """One block and, above 512 choices, several; an expert without choices; one choice in five dropped."""
+    monkeypatch.setattr(
+        choices, "_kernel", lambda entry, rounds, _: kernel.load(choices._variant(entry, rounds))
+    )
+    torch.manual_seed(0)
+    ids = torch.rand(tokens, experts).argsort(1)[:, :top_k]
+    ids[(ids == 2) | (torch.rand(ids.shape) < 0.2)] = -1
+    ids[:, -1][ids[:, -1] == 1] = experts  # the caller's error: dropped
+    weights = torch.rand(ids.shape)
+    found = choices.order_choices(ids, weights, experts)
+    flat = torch.where(ids < 0, experts, ids).flatten()  # those that are dropped come last
+    order = flat.argsort(stable=True)
+    rows = int((flat < experts).sum())
+    position = torch.full_like(order, -1)
+    position[order[:rows]] = torch.arange(rows)
+    assert torch.equal(found.position_TK.flatten(), position)
+    assert torch.equal(found.choice_R[:rows], order[:rows])
+    assert torch.equal(found.token_R[:rows], order[:rows] // top_k)
+    assert torch.equal(found.weights_R[:rows], weights.flatten()[order[:rows]])
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    assert torch.equal(found.counts_e, counts)
+    assert torch.equal(found.ends_e, counts.cumsum(0).int())

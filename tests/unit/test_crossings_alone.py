@@ -1,0 +1,151 @@
+"""A rank alone by kernels, emulated: what a layer over torch's operators computes, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.capacity import Capacity
+from imbrex.contracts import Dispatched, Routing
+from imbrex.crossings_alone import STATE, AloneCrossings
+from imbrex.exchange import Exchange
+from imbrex.experts import Experts
+from imbrex.kernels import choices
+from imbrex.overlap.serial import Serial
+from imbrex.placement import contiguous, split_evenly
+from imbrex.tracing import traced
+from tests.emulated import kernel
+from tests.emulated.gemm import emulate
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="compiles the kernels with g++")
+LIMIT = 2e-2  # of the norm: bfloat16 rounds rows, sums and gradients at other points
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, blocks=2)
+    monkeypatch.setattr(
+        choices, "_kernel", lambda entry, rounds, _: kernel.load(choices._variant(entry, rounds))
+    )
+    monkeypatch.setattr(
+        AloneCrossings,
+        "serves",
+        lambda self, x_TD, routing: x_TD.dtype == torch.bfloat16 and not traced(x_TD) and self.misfit is None,
+    )
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+
+
+def run(transport: str, x: torch.Tensor, **options: object) -> dict[str, torch.Tensor]:
+    gate = imbrex.Gate(capacity=Capacity(factor=0.7))
+    config = imbrex.MoEConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_experts=5,
+        top_k=3,
+        gate=gate,
+        shared=imbrex.SharedExperts(intermediate_size=8),
+    )
+    torch.manual_seed(1)
+    layer = imbrex.MoELayer(config, transport=transport, dtype=torch.bfloat16, **options)  # pyright: ignore
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    assert layer.routing is not None
+    assert bool((layer.routing.ids_TK < 0).any())
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+@pytest.mark.parametrize("keep_rows", [True, False])
+def test_a_layer_and_its_gradients(keep_rows: bool) -> None:
+    """Choices dropped, shared experts added, rows kept or copied again for the backward."""
+    x = torch.randn(37, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, again = (run("auto", x, schedule=Serial(keep_rows=keep_rows)) for _ in range(2))
+    wanted = run("alltoall", x)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], again[name]), name
+        assert error(found[name], value) < LIMIT, name
+
+
+def exchange_of(**options: object) -> Exchange:
+    return Exchange(contiguous(4, 1), 8, 2, **options)  # pyright: ignore
+
+
+def test_rows_of_a_dispatch_and_sums_of_a_combine() -> None:
+    """Integers: the sums are exact. Two tokens, the second choice of the second dropped."""
+    exchange = exchange_of()
+    x = torch.arange(16).view(2, 8).bfloat16()
+    routing = Routing(
+        ids_TK=torch.tensor([[3, 0], [0, -1]]), weights_TK=torch.tensor([[2.0, 4.0], [8.0, 9.0]])
+    )
+    dispatched = exchange.dispatch(x, routing)
+    assert len(dispatched.handle.state) == len(STATE)
+    assert dispatched.counts_e.tolist() == [2, 0, 0, 1]
+    assert torch.equal(dispatched.rows_RD[:3], x[[0, 1, 0]])
+    assert dispatched.handle.weights_R[:3].tolist() == [4.0, 8.0, 2.0]
+    y = exchange.combine(dispatched.rows_RD, dispatched.handle, addend=x)
+    assert torch.equal(y, x * torch.tensor([[7.0], [9.0]]).bfloat16())
+    weighted = dispatched.rows_RD * dispatched.handle.weights_R[:, None].bfloat16()
+    assert torch.equal(exchange.combine(weighted, dispatched.handle, weighted=True), y - x)
+    assert torch.equal(exchange.begin_combine(dispatched.rows_RD, dispatched.handle).finish(x), y)
+
+
+class InPlace(Experts):
+    """Kernels without a GPU, emulated; tells whether its tokens came in place."""
+
+    came = False
+
+    @property
+    def takes_tokens_in_place(self) -> bool:
+        return not torch.is_grad_enabled()
+
+    def forward(self, dispatched: Dispatched) -> torch.Tensor:
+        self.came = dispatched.index_R is not None
+        return super().forward(dispatched)
+
+
+def test_experts_read_tokens_in_place() -> None:
+    """Without gradients; with them, rows are copied."""
+    config = imbrex.MoEConfig(hidden_size=64, intermediate_size=64, num_experts=5, top_k=3)
+    experts = InPlace((0, 1, 2, 3, 4), 64, 64, dtype=torch.bfloat16)
+    experts.applies_weights = True
+    layer = imbrex.MoELayer(config, experts=experts, dtype=torch.bfloat16)
+    x = torch.randn(23, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    wanted = layer(x).detach()
+    assert not experts.came
+    with torch.no_grad():
+        assert error(layer(x), wanted) < LIMIT
+    assert experts.came
+
+
+def test_no_tokens() -> None:
+    exchange, x = exchange_of(), torch.zeros(0, 8).bfloat16()
+    routing = Routing(ids_TK=torch.zeros(0, 2, dtype=torch.int64), weights_TK=torch.zeros(0, 2))
+    dispatched = exchange.dispatch(x, routing)
+    assert dispatched.counts_e.tolist() == [0, 0, 0, 0]
+    assert exchange.combine(dispatched.rows_RD, dispatched.handle).shape == (0, 8)
+
+
+def test_what_the_kernels_do_not_serve_goes_as_before() -> None:
+    routing = Routing(ids_TK=torch.tensor([[3, 0]]), weights_TK=torch.ones(1, 2))
+    for exchange, dtype in (
+        (exchange_of(), torch.float32),
+        (exchange_of(transport="alltoall"), torch.bfloat16),
+        (exchange_of(alignment=4), torch.bfloat16),
+        (exchange_of(split=lambda counts, placement: split_evenly(counts, placement)), torch.bfloat16),
+    ):
+        dispatched = exchange.dispatch(torch.ones(1, 8, dtype=dtype), routing)
+        assert len(dispatched.handle.state) == 4
+        assert exchange.combine(dispatched.rows_RD, dispatched.handle).tolist() == [[2.0] * 8]
+
+
+def test_a_wrong_input_is_refused() -> None:
+    ids = torch.tensor([[4, 0]])
+    with pytest.raises(ValueError, match="on rank 0, choice 0 of token 0 is expert 4"):
+        exchange_of().dispatch(torch.ones(1, 8).bfloat16(), Routing(ids_TK=ids, weights_TK=torch.ones(1, 2)))
