@@ -23,6 +23,7 @@ from imbrex import MoEConfig, MoELayer
 from imbrex.balancer import OnlineBalancer, Pace
 from imbrex.cli.results import describe_run, write_results
 from imbrex.placement import plan_layers
+from imbrex.waiting import leave
 
 LAYERS, TOKENS, ROUNDS = 8, 256, 120
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=16, top_k=4)
@@ -65,7 +66,7 @@ def serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     tallies = {name: dict(b.tally.values) for name, (_, b) in models.items() if b is not None}
     pipe.send((times, tallies))
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def main() -> None:

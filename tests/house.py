@@ -38,8 +38,8 @@ ROOM_OF = {
         "router": "gates losses capacity global_batch sparsemixer",
         "plan": "rows handshake",
         "ops": "grouped eager",
-        "exchange": "crossings crossings_fp8 crossings_nvlink nvlink_fit geometry",
-        "layer": "ranks",
+        "exchange": "crossings crossings_alone crossings_fp8 crossings_nvlink nvlink_fit geometry",
+        "layer": "ranks unsynced",
         "checkpoint": "logical_tensors",
     }.items()
     for file in files.split()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from imbrex import ops
+from imbrex import waiting
 from imbrex.given import expect
 
 
@@ -31,6 +33,11 @@ class Ranks:
         group: dist.ProcessGroup | DeviceMesh | None, tensor_size: int, data_group: dist.ProcessGroup | None
     ) -> Ranks:
         """From what a user has. Raises ValueError where the group does not divide."""
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "MoELayer: this rank is not in the group that torch.distributed.new_group made; make the "
+                "layer on the group's ranks only"
+            )
         expect(
             "MoELayer: group",
             group,
@@ -86,12 +93,24 @@ class Ranks:
     def agree_on_seed(self) -> int:
         """A number drawn from torch's generator on the first rank, the same on all."""
         drawn = torch.randint(2**31, (1,))
-        for group in (self.group, self.data_group):
-            if group is not None and group.size() > 1:
-                device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
-                # host sync: once, at construction
-                drawn = ops.gather_over_ranks(drawn.to(device), group.group_name, group.size())[0].cpu()
+        self.share([drawn])
         return int(drawn)
+
+    @torch.no_grad()
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Make them, in place, what they are on the first rank: seeds may differ. All of one dtype."""
+        groups = [group for group in (self.group, self.data_group) if group is not None and group.size() > 1]
+        if not groups or not tensors or tensors[0].is_meta:
+            return
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).view(torch.uint8)
+        for group in groups:
+            flat = flat.to("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+            send = partial(dist.broadcast, flat, group=group, group_src=0, async_op=True)
+            waiting.run("set-up", send, on_host=not flat.is_cuda)
+        pieces = flat.view(tensors[0].dtype).split([tensor.numel() for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            # host sync: once, at construction, where the layer is on the host
+            tensor.copy_(piece.view_as(tensor))
 
 
 def refuse_ddp(experts: nn.Module, ranks: Ranks) -> None:

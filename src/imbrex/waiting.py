@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
+
+# Its functions keep the default group of the moment as a default argument. torch's compiler imports it at the
+# first call of an operator; imported here, before there is a group, it keeps none alive. See `leave`.
+import torch.distributed.nn.functional  # noqa: F401
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -58,6 +63,17 @@ def run(what: str, begin: Callable[[], dist.Work | None], *, on_host: bool) -> N
     """Begin a collective and wait for it, under the time-out of the environment."""
     timeout_s = timeout_seconds()
     finish(what, start(what, begin, timeout_s), timeout_s, on_host=on_host)
+
+
+def leave() -> None:
+    """Leave all groups, once nothing but garbage refers to them, and end their threads.
+
+    A group that lives on in a cycle of Python objects keeps gloo's threads. One of them that lets go of the
+    last collective's tensors while Python ends takes the process with it ("terminate called without an active
+    exception"; seen on machines with more work than cores).
+    """
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def _lost(what: str, timeout_s: float, error: RuntimeError) -> RankLostError:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,25 @@ class Forked:
         return self.paths[1].read_text()
 
 
+def threads() -> list[str]:
+    """Names of this process's threads; one that ends meanwhile is none."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text().strip())
+    return names
+
+
+def _run_and_look(words: list[str]) -> int:
+    code = main(words)
+    names = threads()
+    assert not any("gloo" in name for name in names), f"threads that may end the process: {names}"
+    return code
+
+
 def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "") -> str:
-    """`imbrex WORDS` on every rank, as an outer torchrun starts them; what they printed."""
+    """`imbrex WORDS` on every rank, as an outer torchrun starts them; what they printed. No rank may end
+    with a thread of its groups."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -68,7 +86,9 @@ def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "
     for rank in range(ranks):
         environment = {**everywhere, "RANK": rank, "LOCAL_RANK": rank}
         told = {name: str(value) for name, value in environment.items()}
-        started.append(Forked(main, list(words), folder=folder, name=f"-{rank}", hidden=hidden, **told))
+        started.append(
+            Forked(_run_and_look, list(words), folder=folder, name=f"-{rank}", hidden=hidden, **told)
+        )
     codes = [one.wait() for one in started]
     assert codes == [0] * ranks, "\n".join(one.stderr for one in started)
     return "".join(one.stdout for one in started)

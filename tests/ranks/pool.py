@@ -24,7 +24,7 @@ SIZES = (1, 2, 4, 8)
 PRELOADED = ["torch._dynamo", "imbrex.cli.demo_rank", "imbrex.testing", "plotly.graph_objects", "pytest"]
 PRELOADED += ["tests.ranks.pool", "tests.ranks.layer_jobs"]
 GRACE_S = 3.0
-"""How long the other ranks may take to answer once one has failed."""
+"""How long the other ranks may take to answer once one has failed, and all to end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +53,10 @@ class Pool:
     """`run(world, function, *arguments)` calls `function(ranks, *arguments)` on the first `world` ranks and
     returns the results by rank. Functions must stand at the top of a module, arguments must pickle."""
 
-    def __init__(self, size: int, timeout_s: float = 60.0, backend: str = "gloo") -> None:
-        self.size, self.timeout_s, self.backend = size, timeout_s, backend
+    def __init__(
+        self, size: int, timeout_s: float = 60.0, backend: str = "gloo", grace_s: float = GRACE_S
+    ) -> None:
+        self.size, self.timeout_s, self.backend, self.grace_s = size, timeout_s, backend, grace_s
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
 
@@ -89,7 +91,7 @@ class Pool:
                 except (EOFError, ConnectionResetError):
                     answers[waiting[pipe]] = (False, "died")
             if any(not ok for ok, _ in answers.values()):
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + self.grace_s)
         failed = "\n".join(
             f"rank {rank} of {world}:\n{text}" for rank, (ok, text) in answers.items() if not ok
         )
@@ -105,7 +107,7 @@ class Pool:
         # A rank that sees its pipe close ends by itself, and writes down its coverage.
         for pipe in self.pipes:
             pipe.close()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self.grace_s
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()

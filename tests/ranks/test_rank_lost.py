@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +48,7 @@ def run_and_lose(ranks: Ranks, how: str, phase: str) -> None:
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 @pytest.mark.parametrize("phase", ["plan", "combine"])
 def test_the_others_are_told(how: str, phase: str) -> None:
-    ranks = Pool(2, timeout_s=30.0)
+    ranks = Pool(2, timeout_s=30.0, grace_s=0.1)
     try:
         said = (
             rf"waited long enough: rank 0 lost its peers in {phase}: a rank died, left or was silent for 2 s"
@@ -54,3 +57,36 @@ def test_the_others_are_told(how: str, phase: str) -> None:
             ranks.run(2, run_and_lose, how, phase)
     finally:
         ranks.close()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAVE = """
+import sys, torch, torch.distributed as dist, imbrex
+from imbrex.waiting import leave
+from tests.ranks.forked import threads
+def of_gloo():
+    return sum("gloo" in name for name in threads())
+def call():
+    layer = imbrex.MoELayer(imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1),
+        dist.group.WORLD, transport="alltoall")
+    layer.cycle = lambda: layer
+    layer(torch.randn(3, 4)).sum().backward()
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+assert "torch._dynamo" not in sys.modules
+call()
+print(of_gloo())
+assert "torch._dynamo" in sys.modules
+leave()
+print(of_gloo())
+"""
+
+
+def test_no_thread_outlives_the_groups_that_were_left(tmp_path: Path) -> None:
+    """Such a thread may end the process as Python ends. Cycles of a model keep its group; so did the default
+    arguments of a module of torch's that its compiler imports, were it not imported before."""
+    words = [sys.executable, "-c", LEAVE, str(tmp_path / "store")]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert told.returncode == 0, told.stderr
+    before, after = map(int, told.stdout.split())
+    assert before >= 2
+    assert after == 0

@@ -165,13 +165,7 @@ def check(args: argparse.Namespace) -> None:
     from imbrex.transport import pick
     from imbrex.waiting import timeout_seconds
 
-    for name in ("steps", "batch", "length", "checkpoint_every", *SHAPE):
-        if (value := getattr(args, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
-    if args.stop_after is not None and args.stop_after < 1:
-        raise ValueError(f"--stop-after is {args.stop_after}: give 1 or more")
-    if args.seed < 0:
-        raise ValueError(f"--seed is {args.seed}: give 0 or more")
+    _check_numbers(args)
     factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
     if factors.token_ranks > args.batch:
         raise ValueError(
@@ -180,17 +174,6 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.balance and factors.expert < 2:
         raise ValueError("--balance: all experts live on one rank: give --ranks or --ep 2 or more")
-    if args.top_k > args.experts:
-        raise ValueError(f"--top-k {args.top_k} is more than --experts {args.experts}: lower it")
-    if args.expert_width % args.tp:
-        raise ValueError(
-            f"--tp {args.tp} does not divide --expert-width {args.expert_width}: give a width that it divides"
-        )
-    if args.hidden % (2 * args.heads):
-        raise ValueError(
-            f"--hidden {args.hidden} is no multiple of twice --heads {args.heads}: give a multiple of "
-            f"{2 * args.heads}"
-        )
     args.timeout = timeout_seconds(args.timeout)
     pick(args.transport, num_ranks=args.ranks, top_k=args.top_k)
     make_wire(args.codec)
@@ -200,6 +183,26 @@ def check(args: argparse.Namespace) -> None:
 
         load_corpus(args.data, length=args.length)
         args.data = [str(Path(path).resolve()) for path in args.data]
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Each by itself, and those of the model together."""
+    for name in ("steps", "batch", "length", "checkpoint_every", "stop_after", *SHAPE):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
+    if args.seed < 0:
+        raise ValueError(f"--seed is {args.seed}: give 0 or more")
+    if args.top_k > args.experts:
+        raise ValueError(f"--top-k {args.top_k} is more than --experts {args.experts}: lower it")
+    if args.tp > 0 and args.expert_width % args.tp:
+        raise ValueError(
+            f"--tp {args.tp} does not divide --expert-width {args.expert_width}: give a width that it divides"
+        )
+    if args.hidden % (2 * args.heads):
+        raise ValueError(
+            f"--hidden {args.hidden} is no multiple of twice --heads {args.heads}: give a multiple of "
+            f"{2 * args.heads}"
+        )
 
 
 def check_device(wanted: str, num_ranks: int) -> str:

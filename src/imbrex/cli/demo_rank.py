@@ -82,7 +82,6 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     recorder.phase("done")
     if summary is not None:
         demo.say(_closing(summary, Path(args.out)) + demo_balance.closing(Path(args.out)))
-    dist.destroy_process_group()
 
 
 def _make_trainer(

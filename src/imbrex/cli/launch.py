@@ -167,7 +167,9 @@ class Rank:
         self.launched = _LAUNCHED in os.environ
 
     def run(self, work: Callable[[], None]) -> int:
-        """Do `work`; the exit code. Only `work` that is over has closed its process group."""
+        """Do `work`, then leave its groups; the exit code. Where it is not 0, groups are still there."""
+        from imbrex.waiting import leave
+
         watch = death.Watch(
             self.board,
             rank=self.rank,
@@ -177,6 +179,7 @@ class Rank:
         )
         try:
             work()
+            leave()
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         except ValueError as error:

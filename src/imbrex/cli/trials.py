@@ -31,6 +31,7 @@ from imbrex.kernels.jit import KernelError, compile_variant
 from imbrex.kernels.shipped import FAMILIES
 from imbrex.placement import contiguous
 from imbrex.transport import TRANSPORTS
+from imbrex.waiting import leave
 
 TOKENS, WIDTH, EXPERTS, TOP_K, RANKS = 12, 128, 4, 2, 2
 TOLERANCE = 1e-5
@@ -240,7 +241,7 @@ def _be_a_rank(rank: int, device: str, store: str, timeout_s: float, pipe: Conne
             timeout=timedelta(seconds=timeout_s),
         )
         pipe.send({name: _try_transport(name, rank, here, timeout_s) for name in TRANSPORTS})
-        dist.destroy_process_group()
+        leave()
     except Exception as error:  # noqa: BLE001 (whatever goes wrong is the finding)
         pipe.send({"": f"{type(error).__name__}: {_one_line(error)}"})
 
