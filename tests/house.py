@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 MAX_FILE_LINES = 400
+MAX_KERNEL_COLUMNS = 110
 MAX_FUNCTION_LINES = 40
 MAX_FIELDS = 8
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "manager", "data", "info", "common", "misc"}
@@ -116,6 +117,15 @@ def upward_imports(path: str, text: str, modules: frozenset[str]) -> list[Breach
 def long_files(path: str, text: str) -> list[Breach]:
     lines = text.count("\n")
     return [f"{path}:1: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+
+
+def wide_lines(path: str, text: str) -> list[Breach]:
+    """Of kernels; ruff sees to Python's."""
+    return [
+        f"{path}:{number}: {len(line)} columns, at most {MAX_KERNEL_COLUMNS}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(line) > MAX_KERNEL_COLUMNS
+    ]
 
 
 def long_functions(path: str, text: str) -> list[Breach]:

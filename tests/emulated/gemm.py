@@ -30,7 +30,7 @@ SHARED = {
 }
 """A fiber's block has one piece of shared memory; what the kernel declares as static lies behind the rest."""
 STATIC_BYTES = 2048
-REPLACED = ("ptx.cuh", "ptx_exchange.cuh")
+REPLACED = ("ptx.cuh", "ptx_exchange.cuh", "ptx_wgmma.cuh")
 Edits = tuple[tuple[str, str], ...]
 
 

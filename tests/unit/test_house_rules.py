@@ -39,6 +39,10 @@ def test_files_are_short() -> None:
     assert collect(house.long_files, SOURCES + KERNELS + OTHERS) == []
 
 
+def test_lines_of_kernels_are_short() -> None:
+    assert collect(house.wide_lines, KERNELS) == []
+
+
 def test_functions_are_short() -> None:
     assert collect(house.long_functions, SOURCES + OTHERS) == []
 
@@ -139,6 +143,8 @@ def test_a_downward_import_is_fine(path: str, text: str) -> None:
 def test_long_files_and_functions_are_found() -> None:
     assert house.long_files("a.py", "x\n" * 400) == []
     assert len(house.long_files("a.py", "x\n" * 401)) == 1
+    assert house.wide_lines("a.cu", "x" * 110 + "\n") == []
+    assert len(house.wide_lines("a.cu", "\n" + "x" * 111)) == 1
     body = "    x = 1\n" * 40
     docstring = '    """One.\n\n    Two.\n    """\n'
     assert house.long_functions("a.py", f"def f():\n{body}") == []

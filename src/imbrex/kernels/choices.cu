@@ -1,11 +1,13 @@
-// Expert-major order of the choices of a rank alone: the row of every choice, and of every row its choice, token and weight. An
-// expert's rows are in the order of the choices, so the same ids give the same rows every time.
+// Expert-major order of the choices of a rank alone: the row of every choice, and of every row its choice,
+// token and weight. An expert's rows are in the order of the choices, so the same ids give the same rows
+// every time.
 //
-// A block has 512 ROUNDS choices, a warp of it 32 ROUNDS that follow each other. As many are one launch of one block. More are two: `count_choices` writes how many choices of each expert every block has, and each block of `place_choices`
-// adds up those before it.
+// A block has 512 ROUNDS choices, a warp of it 32 ROUNDS that follow each other. As many are one launch of
+// one block. More are two: `count_choices` writes how many choices of each expert every block has, and each
+// block of `place_choices` adds up those before it.
 //
-// Example, 3 experts, two choices a token, ids {2 0, 2 -1}: rows 0: choice 1, 1: choice 0, 2: choice 2; position {1 0, 2 -1};
-// counts {1 0 2}, ends {1 1 3}.
+// Example, 3 experts, two choices a token, ids {2 0, 2 -1}: rows 0: choice 1, 1: choice 0, 2: choice 2;
+// position {1 0, 2 -1}; counts {1 0 2}, ends {1 1 3}.
 #include "ptx_exchange.cuh"
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kRounds = ROUNDS;
@@ -14,8 +16,8 @@ __device__ __forceinline__ int choice_of(int round) {
     return (blockIdx.x * kWarps + threadIdx.x / 32) * (32 * kRounds) + 32 * round + threadIdx.x % 32;
 }
 
-// -1 for choices that are dropped, past the end, or of an expert that does not exist (the caller's error, looked for under
-// IMBREX_DEBUG=1): nothing is counted where it has no counter.
+// -1 for choices that are dropped, past the end, or of an expert that does not exist (the caller's error,
+// looked for under IMBREX_DEBUG=1): nothing is counted where it has no counter.
 __device__ __forceinline__ int expert_of(const i64* ids, int choice, int choices, int experts) {
     const i64 id = choice < choices ? ids[choice] : -1;
     return id < experts ? static_cast<int>(id) : -1;
@@ -27,13 +29,15 @@ __device__ __forceinline__ void count_mine(const i64* ids, int choices, int expe
     for (int round = 0; round < kRounds; ++round) {
         const int expert = expert_of(ids, choice_of(round), choices, experts);
         const u32 same = __match_any_sync(0xffffffffu, expert);
-        if (expert >= 0 && __ffs(same) == static_cast<int>(threadIdx.x % 32) + 1) found[expert] += __popc(same);
+        if (expert >= 0 && __ffs(same) == static_cast<int>(threadIdx.x % 32) + 1)
+            found[expert] += __popc(same);
         __syncwarp();
     }
 }
 
 // number[blocks][experts]
-extern "C" __global__ void __launch_bounds__(kThreads, 1) count_choices(const i64* ids, int choices, int experts, int* number) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    count_choices(const i64* ids, int choices, int experts, int* number) {
     int* found = reinterpret_cast<int*>(ptx::shared_memory());
     for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) found[i] = 0;
     __syncthreads();
@@ -46,11 +50,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) count_choices(const i6
     }
 }
 
-// position [choices]: -1 where dropped. choice, token, weight of row [choices]: unset past the last row. top_k: choices of a
-// token. number: as above, null where there is one block.
+// position [choices]: -1 where dropped. choice, token, weight of row [choices]: unset past the last row.
+// top_k: choices of a token. number: as above, null where there is one block.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    place_choices(const i64* ids, const float* weights, const int* number, int choices, int top_k, int experts, i64* position,
-                  i64* choice_of_row, i64* token_of_row, float* weight_of_row, i64* counts, int* ends) {
+    place_choices(const i64* ids, const float* weights, const int* number, int choices, int top_k,
+                  int experts, i64* position, i64* choice_of_row, i64* token_of_row, float* weight_of_row,
+                  i64* counts, int* ends) {
     int* found = reinterpret_cast<int*>(ptx::shared_memory());
     int* first = found + kWarps * experts;  // of an expert, of this block
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,6 +1,8 @@
-// The block codecs, one struct each: how a unit of values becomes bytes, and bytes values. To the bit what `imbrex.codec` writes.
+// The block codecs, one struct each: how a unit of values becomes bytes, and bytes values. To the bit what
+// `imbrex.codec` writes.
 //
-// kValues: of a unit. kLanes: threads whose units share a scale; 0 is the whole row. kRowScale: a scale of the row is needed.
+// kValues: of a unit. kLanes: threads whose units share a scale; 0 is the whole row. kRowScale: a scale of
+// the row is needed.
 // An encoded row: the values' bytes, then the blocks' scales, then the row's scale.
 #pragma once
 #include "codec_values.cuh"
@@ -17,7 +19,8 @@ struct Int8 {
 
     __device__ static int scales_at(int width) { return width; }
     __device__ static float row_scale(u32 amax) { return scale_of(amax, 127.0f); }
-    __device__ static void encode(const Unit<4>& x, u32 amax, float row_scale, u8* row, int unit, int width, bool first) {
+    __device__ static void encode(const Unit<4>& x, u32 amax, float row_scale, u8* row, int unit, int width,
+                                  bool first) {
         const float scale = kRowScale ? row_scale : scale_of(amax, 127.0f);
         float q[4];
         divide<false>(x, scale, q);
@@ -28,10 +31,12 @@ struct Int8 {
         if (first) reinterpret_cast<float*>(row + width)[kRowScale ? 0 : unit / max(kLanes, 1)] = scale;
     }
     __device__ static void decode(const u8* row, int unit, int width, float (&v)[4]) {
-        const float scale = reinterpret_cast<const float*>(row + width)[kRowScale ? 0 : unit / max(kLanes, 1)];
+        const float scale =
+            reinterpret_cast<const float*>(row + width)[kRowScale ? 0 : unit / max(kLanes, 1)];
         const u32 bytes = reinterpret_cast<const u32*>(row)[unit];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = __fmul_rn(static_cast<float>(static_cast<signed char>(bytes >> 8 * i)), scale);
+        for (int i = 0; i < 4; ++i)
+            v[i] = __fmul_rn(static_cast<float>(static_cast<signed char>(bytes >> 8 * i)), scale);
         saturate(v, scale, 127.0f);
     }
 };
@@ -48,7 +53,8 @@ struct Fp8 {
         low = clamped(low, kLargest), high = clamped(high, kLargest);
         return kE5m2 ? ptx::pack_e5m2(low, high) : ptx::pack_e4m3(low, high);
     }
-    __device__ static void encode(const Unit<4>& x, u32 amax, float, u8* row, int unit, int width, bool first) {
+    __device__ static void encode(const Unit<4>& x, u32 amax, float, u8* row, int unit, int width,
+                                  bool first) {
         const float scale = scale_of(amax, kLargest);
         float q[4];
         divide<true>(x, scale, q);
@@ -60,8 +66,10 @@ struct Fp8 {
         const u32 bytes = reinterpret_cast<const u32*>(row)[unit];
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
-            if (kE5m2) ptx::unpack_e5m2(bytes >> 8 * i & 0xffff, v[i], v[i + 1]);
-            else ptx::unpack_e4m3(bytes >> 8 * i & 0xffff, v[i], v[i + 1]);
+            if (kE5m2)
+                ptx::unpack_e5m2(bytes >> 8 * i & 0xffff, v[i], v[i + 1]);
+            else
+                ptx::unpack_e4m3(bytes >> 8 * i & 0xffff, v[i], v[i + 1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[i] = __fmul_rn(v[i], scale);
@@ -87,7 +95,8 @@ struct Int4 {
     static constexpr bool kRowScale = false;
 
     __device__ static float row_scale(u32) { return 0.0f; }
-    __device__ static void encode(const Unit<kCount>& x, u32 amax, float, u8* row, int unit, int width, bool first) {
+    __device__ static void encode(const Unit<kCount>& x, u32 amax, float, u8* row, int unit, int width,
+                                  bool first) {
         // Rounded up to bfloat16, so that 7 steps reach the largest value.
         const u32 up = (__float_as_uint(scale_of(amax, 7.0f)) + 0xffff) >> 16;
         float q[kCount];
@@ -99,10 +108,12 @@ struct Int4 {
         if (first) reinterpret_cast<u16*>(row + width / 2)[unit / kLanes] = static_cast<u16>(up);
     }
     __device__ static void decode(const u8* row, int unit, int width, float (&v)[kCount]) {
-        const float scale = __uint_as_float(static_cast<u32>(reinterpret_cast<const u16*>(row + width / 2)[unit / kLanes]) << 16);
+        const float scale = __uint_as_float(
+            static_cast<u32>(reinterpret_cast<const u16*>(row + width / 2)[unit / kLanes]) << 16);
         const u32 packed = reinterpret_cast<const Word*>(row)[unit];
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(static_cast<float>(static_cast<int>(packed >> 4 * i & 15) - 8), scale);
+        for (int i = 0; i < kCount; ++i)
+            v[i] = __fmul_rn(static_cast<float>(static_cast<int>(packed >> 4 * i & 15) - 8), scale);
         saturate(v, scale, 7.0f);
     }
 };
@@ -120,14 +131,17 @@ struct Nvfp4 {
         ptx::unpack_e4m3(byte, low, high);
         return low;
     }
-    // The steps double at 2 and at 4: each third of the line rounds on its own grid, and the true code is the least of the three.
+    // The steps double at 2 and at 4: each third of the line rounds on its own grid, and the true code is the
+    // least of the three.
     __device__ static u32 code(float q) {
         const float x = fabsf(q);
         const u32 fine = __float_as_uint(__fmaf_rn(x, 2.0f, kRounder)), middle = rounded(x, 2.0f);
-        const u32 coarse = __float_as_uint(__fmaf_rn(x, 0.5f, kRounder + 4.0f)), most = __float_as_uint(kRounder + 7.0f);
+        const u32 coarse = __float_as_uint(__fmaf_rn(x, 0.5f, kRounder + 4.0f)),
+                  most = __float_as_uint(kRounder + 7.0f);
         return (min(min(fine, middle), min(coarse, most)) & 7) | (q < 0.0f ? 8 : 0);
     }
-    __device__ static void encode(const Unit<kCount>& x, u32 amax, float row_scale, u8* row, int unit, int width, bool first) {
+    __device__ static void encode(const Unit<kCount>& x, u32 amax, float row_scale, u8* row, int unit,
+                                  int width, bool first) {
         const bool usable = row_scale > 0.0f && __float_as_uint(row_scale) < kInfinity;
         const float wanted = usable ? __fdiv_rn(scale_of(amax, 6.0f), row_scale) : 0.0f;
         const u32 scale = ptx::pack_e4m3(clamped(wanted, 448.0f), 0.0f) & 255;
@@ -168,14 +182,17 @@ struct Cast {
         return kHalf ? ptx::pack_f16(low, high) : ptx::pack_bf16(low, high);
     }
     __device__ static void encode(const Unit<4>& x, u32, float, u8* row, int unit, int, bool) {
-        reinterpret_cast<Pair*>(row)[unit] = Pair{{pack(x.value(0), x.value(1)), pack(x.value(2), x.value(3))}};
+        reinterpret_cast<Pair*>(row)[unit] =
+            Pair{{pack(x.value(0), x.value(1)), pack(x.value(2), x.value(3))}};
     }
     __device__ static void decode(const u8* row, int unit, int, float (&v)[4]) {
         const Pair pair = reinterpret_cast<const Pair*>(row)[unit];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (kHalf) ptx::unpack_f16(pair.word[i], v[2 * i], v[2 * i + 1]);
-            else v[2 * i] = ptx::bf16_low(pair.word[i]), v[2 * i + 1] = ptx::bf16_high(pair.word[i]);
+            if (kHalf)
+                ptx::unpack_f16(pair.word[i], v[2 * i], v[2 * i + 1]);
+            else
+                v[2 * i] = ptx::bf16_low(pair.word[i]), v[2 * i + 1] = ptx::bf16_high(pair.word[i]);
         }
     }
 };

@@ -1,7 +1,8 @@
 // Rows to and from the block codecs. A piece is 32 * HELD values of a row, which a warp takes at once.
 //
-// Blocks have their own scale: a warp takes any piece of any row. Where the row has one, it is read twice, by a warp or, if it is
-// `wide`, by all warps of a thread block: the second time it comes from the cache, and holding it would cost more in occupancy.
+// Blocks have their own scale: a warp takes any piece of any row. Where the row has one, it is read twice, by
+// a warp or, if it is `wide`, by all warps of a thread block: the second time it comes from the cache, and
+// holding it would cost more in occupancy.
 #include "codec_formats.cuh"
 
 constexpr int kThreads = 128, kValues = Format::kValues, kUnits = HELD / kValues, kPiece = 32 * kUnits;
@@ -17,7 +18,8 @@ struct Share {
     }
     // By rows.
     __device__ static Share of_rows(bool wide) {
-        const int warp = static_cast<int>(threadIdx.x) / 32, block = static_cast<int>(blockIdx.x), warps = kThreads / 32;
+        const int warp = static_cast<int>(threadIdx.x) / 32, block = static_cast<int>(blockIdx.x),
+                  warps = kThreads / 32;
         if (wide) return {block, warp * kPiece, warps * kPiece};
         return {block * warps + warp, 0, kPiece};
     }

@@ -1,6 +1,7 @@
 // What the codecs' kernels share: rows in and out, magnitudes, quotients.
 //
-// ROWS_F32: rows are float32, else bf16. A unit is kValues (4 or 8) values that one thread loads and stores at once.
+// ROWS_F32: rows are float32, else bf16. A unit is kValues (4 or 8) values that one thread loads and stores
+// at once.
 #pragma once
 #include "ptx_codec.cuh"
 
@@ -45,7 +46,8 @@ struct Unit {
     }
     __device__ __forceinline__ void set(const float (&v)[kValues]) {
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) word[i] = kF32 ? __float_as_uint(v[i]) : ptx::pack_bf16(v[2 * i], v[2 * i + 1]);
+        for (int i = 0; i < kWords; ++i)
+            word[i] = kF32 ? __float_as_uint(v[i]) : ptx::pack_bf16(v[2 * i], v[2 * i + 1]);
     }
     __device__ __forceinline__ void store(void* row, i64 unit) const {
         u32* to = static_cast<u32*>(row) + unit * kWords;
@@ -67,14 +69,16 @@ __device__ __forceinline__ u32 largest(const Unit<kValues>& unit) {
     return amax;
 }
 
-// The largest over groups of kLanes neighbours. Bits of magnitudes grow with the magnitude, NaN and infinity last.
+// The largest over groups of kLanes neighbours. Bits of magnitudes grow with the magnitude, NaN and infinity
+// last.
 template <int kLanes>
 __device__ __forceinline__ u32 group_max(u32 amax) {
     if constexpr (kLanes == 32) {
         return __reduce_max_sync(0xffffffffu, amax);
     } else {
 #pragma unroll
-        for (int step = kLanes / 2; step > 0; step /= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+        for (int step = kLanes / 2; step > 0; step /= 2)
+            amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, step));
         return amax;
     }
 }
@@ -84,9 +88,9 @@ __device__ __forceinline__ float scale_of(u32 amax, float kLargest) {
     return amax >= kInfinity ? __uint_as_float(kNan) : __fdiv_rn(__uint_as_float(amax), kLargest);
 }
 
-// q = x / scale as rounded by a division, without one a value: with r = 1 / s rounded, q = x r and q + r (x - q s), both fused, is
-// the rounded quotient (Markstein) as long as nothing underflows; tiny scales divide. 0 where the scale is 0, infinite or not a
-// number. kSign: a quotient of -0 stays -0.
+// q = x / scale as rounded by a division, without one a value: with r = 1 / s rounded, q = x r and q + r (x -
+// q s), both fused, is the rounded quotient (Markstein) as long as nothing underflows; tiny scales divide. 0
+// where the scale is 0, infinite or not a number. kSign: a quotient of -0 stays -0.
 template <bool kSign, int kValues>
 __device__ __forceinline__ void divide(const Unit<kValues>& x, float scale, float (&q)[kValues]) {
     if (!(scale > 0.0f) || __float_as_uint(scale) >= kInfinity) {
@@ -109,7 +113,9 @@ __device__ __forceinline__ void divide(const Unit<kValues>& x, float scale, floa
 // 1.5 * 2^23: a float of small magnitude plus this has its nearest integer, ties to even, in the low bits.
 constexpr float kRounder = 12582912.0f;
 
-__device__ __forceinline__ u32 rounded(float x, float offset = 0.0f) { return __float_as_uint(__fadd_rn(x, kRounder + offset)); }
+__device__ __forceinline__ u32 rounded(float x, float offset = 0.0f) {
+    return __float_as_uint(__fadd_rn(x, kRounder + offset));
+}
 __device__ __forceinline__ float clamped(float x, float most) { return fminf(fmaxf(x, -most), most); }
 
 // Where the largest code may be too large for a row it is the largest value of rows. NaN stays NaN.

@@ -1,7 +1,8 @@
 // What ZFP's blocks of 4 and of 4 x 4 values share: fixed point and back, zfp's lifting, headers.
 //
-// A block's bits, the lowest of a word first: 1 if it is not all zero, the exponent of its largest magnitude + 127 in 8 bits, then
-// planes of the transformed values from the top one down. 0 is a block of zeros, 1 one that holds NaN or an infinity.
+// A block's bits, the lowest of a word first: 1 if it is not all zero, the exponent of its largest magnitude
+// + 127 in 8 bits, then planes of the transformed values from the top one down. 0 is a block of zeros, 1 one
+// that holds NaN or an infinity.
 #pragma once
 #include "codec_values.cuh"
 
@@ -13,11 +14,14 @@ struct Header {
     bool coded;  // else `word` is the whole block
 
     // Of the largest magnitude's bits.
-    __device__ explicit Header(u32 amax) : exponent(static_cast<int>(amax >> 23) - 126), coded(amax != 0 && amax < kInfinity) {}
+    __device__ explicit Header(u32 amax)
+        : exponent(static_cast<int>(amax >> 23) - 126), coded(amax != 0 && amax < kInfinity) {}
     __device__ u32 word(u32 amax) const { return coded ? 1 + 2 * (exponent + 127) : amax != 0; }
 };
 
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(static_cast<u32>(exponent + 127) << 23); }
+__device__ __forceinline__ float power_of_two(int exponent) {
+    return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
+}
 
 template <int kSize>
 __device__ __forceinline__ void fixed_point(const float (&x)[kSize], int exponent, int (&q)[kSize]) {
@@ -39,11 +43,13 @@ __device__ __forceinline__ void floating_point(const u32 (&q)[kSize], int expone
 #pragma unroll
         for (int i = 0; i < kSize; ++i) x[i] = __fmul_rn(static_cast<float>(static_cast<int>(q[i])), scale);
     } else {  // a subnormal result may not be rounded twice, one too large is the largest there is
-        const double scale = exponent < 0 ? 0x1p-130 * power_of_two(exponent + 100) : 0x1p-29 * power_of_two(exponent - 1);
+        const double scale =
+            exponent < 0 ? 0x1p-130 * power_of_two(exponent + 100) : 0x1p-29 * power_of_two(exponent - 1);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
             const double value = static_cast<int>(q[i]) * scale;
-            x[i] = static_cast<float>(max(min(value, static_cast<double>(kLargestOfRows)), -static_cast<double>(kLargestOfRows)));
+            x[i] = static_cast<float>(
+                max(min(value, static_cast<double>(kLargestOfRows)), -static_cast<double>(kLargestOfRows)));
         }
     }
 }
@@ -66,7 +72,9 @@ __device__ __forceinline__ void unlift(u32& x, u32& y, u32& z, u32& w) {
     w += x, x = 2 * x - w;
 }
 
-__device__ __forceinline__ u32 to_negabinary(int v) { return (static_cast<u32>(v) + kNegabinary) ^ kNegabinary; }
+__device__ __forceinline__ u32 to_negabinary(int v) {
+    return (static_cast<u32>(v) + kNegabinary) ^ kNegabinary;
+}
 __device__ __forceinline__ u32 from_negabinary(u32 v) { return (v ^ kNegabinary) - kNegabinary; }
 
 // Bits `kStep` apart change places between two words.

@@ -1,14 +1,15 @@
 // ZFP at a fixed rate in blocks of 4 values, to the bit what `imbrex.codec.zfp` and the zfp library write.
 //
-// A block is at most 64 bits: a thread codes it in one word. 32 blocks that follow each other belong to a warp, which loads and
-// stores them side by side. Where coefficient 3 is significant, planes are written as they are: 16 of them come from one
-// transposition. Those before, three of them in white noise, go through a table of what two planes at once become, and one at a
-// time on the way back.
+// A block is at most 64 bits: a thread codes it in one word. 32 blocks that follow each other belong to a
+// warp, which loads and stores them side by side. Where coefficient 3 is significant, planes are written as
+// they are: 16 of them come from one transposition. Those before, three of them in white noise, go through a
+// table of what two planes at once become, and one at a time on the way back.
 #include "codec_zfp.cuh"
 
 constexpr int kThreads = 128, kSpan = 32, kSpans = 8;  // kSpans: that a warp takes one after the other
 constexpr int kTableBytes = 4096;
-constexpr u32 kStates = 0x1c00;  // of a table's entry: how many coefficients are significant, times 1024: where its rows begin
+// Of a table's entry: how many coefficients are significant, times 1024: where its rows begin.
+constexpr u32 kStates = 0x1c00;
 constexpr u32 kAll = 0x1000;
 
 struct Table {
@@ -20,7 +21,8 @@ struct PlaneCode {
     int length, significant;
 };
 
-// Bits of a plane whose first `n` coefficients are significant: 0b0100 with n = 0 becomes 1, 0, 0, 1 and 0 for the rest, and n = 3.
+// Bits of a plane whose first `n` coefficients are significant: 0b0100 with n = 0 becomes 1, 0, 0, 1 and 0
+// for the rest, and n = 3.
 constexpr PlaneCode code_of(u32 bits, int n) {
     u32 code = bits & ((1u << n) - 1);
     int length = n;
@@ -35,20 +37,23 @@ constexpr PlaneCode code_of(u32 bits, int n) {
     return {code, length, n};
 }
 
-// By n and two planes, the upper one in the low bits: its code from bit 21 on, what it makes of n, its length in the lowest four.
+// By n and two planes, the upper one in the low bits: its code from bit 21 on, what it makes of n, its length
+// in the lowest four.
 constexpr Table encoding() {
     Table table{};
     for (int n = 0; n < 4; ++n)
         for (u32 both = 0; both < 256; ++both) {
             const PlaneCode first = code_of(both & 15, n), second = code_of(both >> 4, first.significant);
             const u32 code = first.code | second.code << first.length;
-            table.entry[256 * n + both] = code << 21 | static_cast<u32>(second.significant) << 10 | (first.length + second.length);
+            table.entry[256 * n + both] =
+                code << 21 | static_cast<u32>(second.significant) << 10 | (first.length + second.length);
         }
     return table;
 }
 
-// The inverse for a single plane. By n and the next 7 bits with a 1 behind the last there is: the plane, a bit a byte, what it makes
-// of n, and from bit 27 on how many bits it took. Where the block ends within a run, the place it has come to counts as a 1.
+// The inverse for a single plane. By n and the next 7 bits with a 1 behind the last there is: the plane, a
+// bit a byte, what it makes of n, and from bit 27 on how many bits it took. Where the block ends within a
+// run, the place it has come to counts as a 1.
 constexpr Table decoding() {
     Table table{};
     for (int n = 0; n < 4; ++n)
@@ -62,7 +67,8 @@ constexpr Table decoding() {
                 if (significant < 3 && at < left) ++at;
                 plane |= 1u << 8 * significant++;
             }
-            table.entry[256 * n + window] = static_cast<u32>(at) << 27 | static_cast<u32>(significant) << 10 | plane;
+            table.entry[256 * n + window] =
+                static_cast<u32>(at) << 27 | static_cast<u32>(significant) << 10 | plane;
         }
     return table;
 }
@@ -215,9 +221,11 @@ struct Spans {
     }
 };
 
-// Words of a span from its blocks, each of 4 * rate bits, with two of zeros behind the last. inverse: 65536 / rate + 1.
+// Words of a span from its blocks, each of 4 * rate bits, with two of zeros behind the last. inverse: 65536 /
+// rate + 1.
 __device__ __forceinline__ u32 word_of(const u64* blocks, int word, int rate, u32 inverse) {
-    const int size = 4 * rate, block = static_cast<int>(8 * word * inverse >> 16), at = 32 * word - block * size, has = size - at;
+    const int size = 4 * rate, block = static_cast<int>(8 * word * inverse >> 16),
+              at = 32 * word - block * size, has = size - at;
     u64 bits = blocks[block] >> at;
     if (has < 32) bits |= blocks[block + 1] << has;
     if (has + size < 32) bits |= blocks[block + 2] << (has + size);
@@ -248,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // 64 bits of a row from bit `at` on; the first `size` of them count, and no word behind those is read.
 __device__ __forceinline__ u64 bits_at(const u32* row, int at, int size) {
     const int first = at >> 5, last = (at + size - 1) >> 5, shift = at & 31;
-    const u32 low = row[first], middle = first < last ? row[first + 1] : 0, high = first + 1 < last ? row[first + 2] : 0;
+    const u32 low = row[first], middle = first < last ? row[first + 1] : 0,
+              high = first + 1 < last ? row[first + 2] : 0;
     return static_cast<u64>(__funnelshift_r(middle, high, shift)) << 32 | __funnelshift_r(low, middle, shift);
 }
 

@@ -1,8 +1,11 @@
-// ZFP at a fixed rate in blocks of 4 x 4 values, to the bit what `imbrex.codec.zfp` and the zfp library write.
+// ZFP at a fixed rate in blocks of 4 x 4 values, to the bit what `imbrex.codec.zfp` and the zfp library
+// write.
 //
-// A thread takes one block, or two at an odd rate: whole words, so that no two threads share one and nothing is added atomically.
-// Planes come from a transposition, 16 at once, two to a word, and lie in shared memory, because where they are coded follows the
-// bits. Of a plane, what lies behind the significant coefficients is coded by a table of what 8 bits become.
+// A thread takes one block, or two at an odd rate: whole words, so that no two threads share one and nothing
+// is added atomically.
+// Planes come from a transposition, 16 at once, two to a word, and lie in shared memory, because where they
+// are coded follows the bits. Of a plane, what lies behind the significant coefficients is coded by a table
+// of what 8 bits become.
 #include "codec_zfp_bits.cuh"
 
 constexpr int kThreads = 128, kSize = 16, kPairs = 8;
@@ -12,7 +15,8 @@ struct Table {
     u32 entry[256];
 };
 
-// Behind each 1 comes a 1, which says that there are more: 0b100 becomes 0, 0, 1, 1. From bit 16 on how many bits that makes.
+// Behind each 1 comes a 1, which says that there are more: 0b100 becomes 0, 0, 1, 1. From bit 16 on how many
+// bits that makes.
 constexpr Table encoding() {
     Table table{};
     for (u32 bits = 0; bits < 256; ++bits) {
@@ -36,7 +40,8 @@ __device__ __forceinline__ void exchange_words(u32 (&w)[8]) {
         if (!(i & kWord)) exchange<kStep, kMask>(w[i], w[i | kWord]);
 }
 
-// The upper 16 planes of 16 coefficients: word i holds planes 15 - 2i in its lower and 14 - 2i in its upper half.
+// The upper 16 planes of 16 coefficients: word i holds planes 15 - 2i in its lower and 14 - 2i in its upper
+// half.
 __device__ __forceinline__ void planes_of(const u32 (&c)[16], u32 (&w)[8]) {
     u32 t[8];
 #pragma unroll
@@ -96,7 +101,8 @@ struct Coder {
             // A 1 in the last place goes unsaid; behind any other the code says whether there are more.
             const int more = significant + top < 15;
             const int said = top + split + static_cast<int>(second >> 16) - 16 + more;
-            code = (plane & ((1u << significant) - 1)) | ((1u | spread << 1) & ((1u << said) - 1)) << significant;
+            const u32 rest_said = (1u | spread << 1) & ((1u << said) - 1);
+            code = (plane & ((1u << significant) - 1)) | rest_said << significant;
             length = significant + said + more;
             significant += top + 1;
         }
@@ -196,7 +202,8 @@ struct Coder {
     }
 };
 
-__device__ __forceinline__ void encode_block(const float (&x)[kSize], Writer& out, const Coder& coder, int rate) {
+__device__ __forceinline__ void encode_block(const float (&x)[kSize], Writer& out, const Coder& coder,
+                                             int rate) {
     u32 amax = 0;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) amax = max(amax, __float_as_uint(x[i]) & 0x7fffffffu);
@@ -243,7 +250,8 @@ struct Piece {
     int row, number, blocks;
 
     __device__ Piece(int width, int rate) : blocks(1 + rate % 2) {
-        const u32 item = blockIdx.x * kThreads + threadIdx.x, pieces = static_cast<u32>(width) / (kSize * blocks);
+        const u32 item = blockIdx.x * kThreads + threadIdx.x,
+                  pieces = static_cast<u32>(width) / (kSize * blocks);
         row = static_cast<int>(item / pieces), number = static_cast<int>(item % pieces);
     }
     __device__ i64 bytes(int rate) const { return static_cast<i64>(number) * blocks * kSize * rate / 8; }

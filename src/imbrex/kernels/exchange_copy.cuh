@@ -10,7 +10,8 @@ struct Words {
     uint4 value[kCount];
     __device__ __forceinline__ void load(const u8* from, int first, int step, int end) {
 #pragma unroll
-        for (int u = 0; u < kCount; ++u) value[u] = ptx::load_once(from + 16 * static_cast<i64>(first + u * step), first + u * step < end);
+        for (int u = 0; u < kCount; ++u)
+            value[u] = ptx::load_once(from + 16 * static_cast<i64>(first + u * step), first + u * step < end);
     }
     __device__ __forceinline__ void store(u8* to, int first, int step, int end) const {
 #pragma unroll

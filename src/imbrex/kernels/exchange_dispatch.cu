@@ -1,13 +1,15 @@
 // Routing and the push to compact rows in one kernel: rows leave as soon as their own rank knows where to.
 //
-// A row's place needs only how many tokens lower ranks send to the same rank and how many of the own come before (routing_early.cuh): a
-// few hundred words instead of everybody's choices. That takes some 10 us; all else that routing tells -- positions of choices, rows
-// received, counts -- is found by warps of their own while rows cross, in windows, since shared memory belongs to the rows
-// (routing_windows.cuh). Four H200, T=4096, D=7168, K=8, 8 SMs: 60 us of routing before 309 (fp8) or 483 (bf16) us of rows became
-// 277 and 495 in all. By one block's clock: homes 2.5 us, counted 5 (fp8 7), counts of others 6, rows written 11 to 13, first list 12 to
-// 14; routing ends at 190 to 270.
+// A row's place needs only how many tokens lower ranks send to the same rank and how many of the own come
+// before (routing_early.cuh): a few hundred words instead of everybody's choices. That takes some 10 us; all
+// else that routing tells -- positions of choices, rows received, counts -- is found by warps of their own
+// while rows cross, in windows, since shared memory belongs to the rows (routing_windows.cuh). Four H200,
+// T=4096, D=7168, K=8, 8 SMs: 60 us of routing before 309 (fp8) or 483 (bf16) us of rows became 277 and 495
+// in all. By one block's clock: homes 2.5 us, counted 5 (fp8 7), counts of others 6, rows written 11 to 13,
+// first list 12 to 14; routing ends at 190 to 270.
 //
-// One launch is a call of both kinds, so it may stand between calls of either kernel. Placements with replicas take the two kernels:
+// One launch is a call of both kinds, so it may stand between calls of either kernel. Placements with
+// replicas take the two kernels:
 // there, who gets a token depends on everybody's choices.
 //
 // Example: as routing.cu, whose integers it gives, and exchange_push.cu, whose rows.
@@ -36,7 +38,8 @@ __device__ inline void route_beside(const Call& call, const Dispatch& dispatch, 
     const Route& route = dispatch.route;
     Windows& windows = *reinterpret_cast<Windows*>(ptx::shared_memory() + dispatch.scratch_at);
     if (route_thread() == 0) {
-        windows.whole = carve(call, route, call.block, call.blocks, dispatch.scratch_at + static_cast<int>(sizeof(Windows)), dispatch.window);
+        windows.whole = carve(call, route, call.block, call.blocks,
+                              dispatch.scratch_at + static_cast<int>(sizeof(Windows)), dispatch.window);
         windows.part = windows.whole;
     }
     route_sync();
@@ -51,8 +54,8 @@ __device__ inline void route_beside(const Call& call, const Dispatch& dispatch, 
     if (!fine) leave_nothing(call, route);
 }
 
-extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1) dispatch_rows(const __grid_constant__ Group group,
-                                                                                           const __grid_constant__ Dispatch dispatch) {
+extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1)
+    dispatch_rows(const __grid_constant__ Group group, const __grid_constant__ Dispatch dispatch) {
     const Call call = begin_call(group, kPush), routing = begin_call(group, kRoute);
     const Ring ring = make_push_ring(call, dispatch.push);
     const Early early = carve_early(routing, dispatch.route, dispatch.early_at, dispatch.early_from);

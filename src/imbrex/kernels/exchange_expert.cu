@@ -1,9 +1,11 @@
 // Routing and the pull to expert-major rows in one kernel: tokens are staged while routing goes on.
 //
-// A row's place in expert-major rows needs everybody's choices, but a token can be brought whoever wants it. So the warps that stage begin
-// at once: the first groups, as many as cross while ranks route, they store at every peer -- with 4 ranks and 8 choices nine of ten are
-// wanted, and the wire is idle --, the others where they are pulled from. When the rank's blocks have met with all positions written, the
-// ring begins with what has come. Staging alone was no gain (571 us for 574 in two kernels): the wire bounds the pull, not the staging.
+// A row's place in expert-major rows needs everybody's choices, but a token can be brought whoever wants it.
+// So the warps that stage begin at once: the first groups, as many as cross while ranks route, they store at
+// every peer -- with 4 ranks and 8 choices nine of ten are wanted, and the wire is idle --, the others where
+// they are pulled from. When the rank's blocks have met with all positions written, the ring begins with what
+// has come. Staging alone was no gain (571 us for 574 in two kernels): the wire bounds the pull, not the
+// staging.
 // Routing's shared memory is the ring's: its slots are empty until then.
 //
 // One launch is a call of both kinds, so it may stand between calls of either kernel.
@@ -29,7 +31,8 @@ struct Expert {
 __device__ inline void route_first(const Call& call, const Expert& expert, int* fine) {
     // in shared memory, since registers are short
     Scratch& scratch = *reinterpret_cast<Scratch*>(ptx::shared_memory() + expert.scratch_at);
-    if (route_thread() == 0) scratch = carve(call, expert.route, call.block, call.blocks, expert.scratch_at + kScratchBytes);
+    if (route_thread() == 0)
+        scratch = carve(call, expert.route, call.block, call.blocks, expert.scratch_at + kScratchBytes);
     route_sync();
     bool placed = route_whole(call, expert.route, scratch);
     placed = placed && own_blocks(call, expert.route.replicated ? 3 : 2);
@@ -38,8 +41,8 @@ __device__ inline void route_first(const Call& call, const Expert& expert, int* 
     ptx::named_barrier(kPlacedBarrier, kRouteThreads + 32);
 }
 
-extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1) dispatch_expert(const __grid_constant__ Group group,
-                                                                                             const __grid_constant__ Expert expert) {
+extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1)
+    dispatch_expert(const __grid_constant__ Group group, const __grid_constant__ Expert expert) {
     const Call call = begin_call(group, kPull), routing = begin_call(group, kRoute);
     const Pull& pull = expert.pull;
     const Ring ring = make_ring(call, pull.row_bytes, pull.row_bytes, pull.stages, pull.choices);
@@ -56,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1) dis
         ptx::named_barrier(kPlacedBarrier, kRouteThreads + 32);
         list_all(call, ring, pull, view_of(call, pull), *fine != 0);
     } else {
-        stage_groups(call, pull, view_of(call, pull), expert.route.tokens ? expert.route.tokens[call.local] : expert.route.num_tokens);
+        stage_groups(call, pull, view_of(call, pull),
+                     expert.route.tokens ? expert.route.tokens[call.local] : expert.route.num_tokens);
     }
     end_call(call);
     end_call(routing, 32);

@@ -1,24 +1,29 @@
-// Rows of the fp8 codec: D bytes of e4m3, then a float32 scale for every 128 values (`imbrex.codec.fp8`, to the bit).
+// Rows of the fp8 codec: D bytes of e4m3, then a float32 scale for every 128 values (`imbrex.codec.fp8`, to
+// the bit).
 //
-// scale = amax / 448, value = x / scale rounded to nearest. A block with NaN or an infinity has a NaN scale and zeros.
-// No value needs a division: with r a little below 1 / s and c = 1 / s - r, the quotient is x r + (x c), fused, to the last bit; so
-// for every bf16 amax and x (all 128 x 128 significands tried, r one to three ulps below), and a zero keeps its sign, c being
-// positive. Scales near the ends of the range and unusable ones take the slow way, which stands apart: between the fast steps it kept
-// them from overlapping.
+// scale = amax / 448, value = x / scale rounded to nearest. A block with NaN or an infinity has a NaN scale
+// and zeros.
+// No value needs a division: with r a little below 1 / s and c = 1 / s - r, the quotient is x r + (x c),
+// fused, to the last bit; so for every bf16 amax and x (all 128 x 128 significands tried, r one to three ulps
+// below), and a zero keeps its sign, c being positive. Scales near the ends of the range and unusable ones
+// take the slow way, which stands apart: between the fast steps it kept them from overlapping.
 //
-// Example, a block of 4, 448 scaled down to 4: 1 2 -4 0 has scale 1 and stays; 2 4 -8 0 has scale 2 and gives the same bytes.
+// Example, a block of 4, 448 scaled down to 4: 1 2 -4 0 has scale 1 and stays; 2 4 -8 0 has scale 2 and gives
+// the same bytes.
 #pragma once
 #include "ptx_exchange.cuh"
 
-constexpr int kBlock = 128;   // values that share a scale
+constexpr int kBlock = 128;  // values that share a scale
 constexpr float kLargest = 448.0f;
 constexpr float kInverse = 1.0f / 448.0f;
-constexpr u32 kLeast = 0x1780, kPlain = 0x5000;  // bf16 bits: magnitudes from 2^-80 on, up to 2^80, go the fast way
+constexpr u32 kLeast = 0x1780, kPlain = 0x5000;  // bf16 bits: from 2^-80 on, up to 2^80, go the fast way
 
 // The larger magnitudes of two pairs of bf16, as bits.
 __device__ __forceinline__ u32 larger(u32 amax, u32 pair) { return ptx::max_u16x2(amax, pair & 0x7fff7fffu); }
 
-__device__ __forceinline__ u32 larger_of_four(uint4 v) { return larger(larger(larger(v.x & 0x7fff7fffu, v.y), v.z), v.w); }
+__device__ __forceinline__ u32 larger_of_four(uint4 v) {
+    return larger(larger(larger(v.x & 0x7fff7fffu, v.y), v.z), v.w);
+}
 
 struct Divisor {
     float scale, reciprocal, rest;
@@ -49,13 +54,18 @@ __device__ __forceinline__ Divisor divisor_of(u32 amax) {
     return d;
 }
 
-__device__ __forceinline__ float quotient(float x, const Divisor& d) { return __fmaf_rn(x, d.reciprocal, x * d.rest); }
+__device__ __forceinline__ float quotient(float x, const Divisor& d) {
+    return __fmaf_rn(x, d.reciprocal, x * d.rest);
+}
 
-__device__ __forceinline__ float slow_quotient(float x, const Divisor& d) { return d.scale > 0.0f ? __fdiv_rn(x, d.scale) : 0.0f; }
+__device__ __forceinline__ float slow_quotient(float x, const Divisor& d) {
+    return d.scale > 0.0f ? __fdiv_rn(x, d.scale) : 0.0f;
+}
 
 template <bool kPlain>
 __device__ __forceinline__ u32 four_values(u32 first, u32 second, const Divisor& d) {
-    const float x[4] = {ptx::bf16_low(first), ptx::bf16_high(first), ptx::bf16_low(second), ptx::bf16_high(second)};
+    const float x[4] = {ptx::bf16_low(first), ptx::bf16_high(first), ptx::bf16_low(second),
+                        ptx::bf16_high(second)};
     float q[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) q[i] = kPlain ? quotient(x[i], d) : slow_quotient(x[i], d);

@@ -3,26 +3,27 @@
 #include "exchange_copy.cuh"
 #include "exchange_rows.cuh"
 
-constexpr int kStagers = 8;       // warps
+constexpr int kStagers = 8;  // warps
 constexpr int kStagersBarrier = 1;
 constexpr int kPullThreads = kMoverThreads + 32 * kStagers;
 
 struct Pull {
-    const u8* x;          // [ranks of the launch, max_tokens, row_bytes]
-    u8* out;              // [.., rows, row_bytes], expert-major
-    const int* position;  // [.., W, max_tokens, K]; row of every choice of every rank's tokens here, -1: not here
-    const int* tokens;    // [.., W]; tokens of every rank
-    i64 staged_at;        // offset in a heap of the staging buffers
+    const u8* x;  // [ranks of the launch, max_tokens, row_bytes]
+    u8* out;      // [.., rows, row_bytes], expert-major
+    // [.., W, max_tokens, K]; row of every choice of every rank's tokens here, -1: not here
+    const int* position;
+    const int* tokens;  // [.., W]; tokens of every rank
+    i64 staged_at;      // offset in a heap of the staging buffers
     i64 buffer_bytes;
-    i64 inbox_at;         // the same of tokens that come unasked, [W, early groups, row] a buffer
+    i64 inbox_at;  // the same of tokens that come unasked, [W, early groups, row] a buffer
     i64 x_stride;
     i64 out_stride;
     int max_tokens;
     int choices;  // K
     int row_bytes;
     int stages;
-    int buffer;  // which of the buffers
-    int lag;     // calls since that buffer was used, at least
+    int buffer;        // which of the buffers
+    int lag;           // calls since that buffer was used, at least
     int early_groups;  // that are stored at every peer, whoever wants them, instead of staged here
 };
 
@@ -41,7 +42,8 @@ __device__ inline PullView view_of(const Call& call, const Pull& pull) {
     PullView view;
     view.x = pull.x + call.local * pull.x_stride;
     view.out = pull.out + call.local * pull.out_stride;
-    view.position = pull.position + static_cast<i64>(call.local) * group.ranks * pull.max_tokens * pull.choices;
+    view.position =
+        pull.position + static_cast<i64>(call.local) * group.ranks * pull.max_tokens * pull.choices;
     view.tokens = pull.tokens + call.local * group.ranks;
     view.buffer = pull.staged_at + pull.buffer * pull.buffer_bytes;
     view.per_group = 32 / group.ranks;
@@ -51,18 +53,21 @@ __device__ inline PullView view_of(const Call& call, const Pull& pull) {
 }
 
 // Where in a heap the early tokens of a rank are.
-__device__ __forceinline__ i64 inbox_of(const Call& call, const Pull& pull, const PullView& view, int source) {
+__device__ __forceinline__ i64 inbox_of(const Call& call, const Pull& pull, const PullView& view,
+                                        int source) {
     const i64 rows = static_cast<i64>(pull.buffer) * call.group->ranks + source;
     return pull.inbox_at + rows * pull.early_groups * view.per_group * pull.row_bytes;
 }
 
 // Words to the same place in every peer's heap, read once.
-__device__ inline void store_at_peers(const Call& call, i64 to, const u8* from, int words, int thread, int threads) {
+__device__ inline void store_at_peers(const Call& call, i64 to, const u8* from, int words, int thread,
+                                      int threads) {
     constexpr int kWords = 4;
     for (int first = thread; first < words; first += kWords * threads) {
         uint4 value[kWords];
 #pragma unroll
-        for (int u = 0; u < kWords; ++u) value[u] = reinterpret_cast<const uint4*>(from)[min(first + u * threads, words - 1)];
+        for (int u = 0; u < kWords; ++u)
+            value[u] = reinterpret_cast<const uint4*>(from)[min(first + u * threads, words - 1)];
 #pragma unroll 1
         for (int i = 1; i < call.group->ranks; ++i) {
             const int p = call.me + i < call.group->ranks ? call.me + i : call.me + i - call.group->ranks;
@@ -74,7 +79,8 @@ __device__ inline void store_at_peers(const Call& call, i64 to, const u8* from, 
     }
 }
 
-// This block's own tokens into the heap, group after group, as fast as it goes: a peer never waits for what we pull.
+// This block's own tokens into the heap, group after group, as fast as it goes: a peer never waits for what
+// we pull.
 __device__ inline void stage_groups(const Call& call, const Pull& pull, const PullView& view, int tokens) {
     const Group& group = *call.group;
     const int thread = static_cast<int>(threadIdx.x) - kMoverThreads;
@@ -84,7 +90,8 @@ __device__ inline void stage_groups(const Call& call, const Pull& pull, const Pu
         const i64 at = static_cast<i64>(g) * view.per_group * pull.row_bytes;
         const int words = min(view.per_group, tokens - g * view.per_group) * (pull.row_bytes / 16);
         if (g < pull.early_groups)
-            store_at_peers(call, inbox_of(call, pull, view, call.me) + at, view.x + at, words, thread, 32 * kStagers);
+            store_at_peers(call, inbox_of(call, pull, view, call.me) + at, view.x + at, words, thread,
+                           32 * kStagers);
         else
             copy_words(staged + at, view.x + at, words, thread, 32 * kStagers);
         ptx::named_barrier(kStagersBarrier, 32 * kStagers);
@@ -96,7 +103,8 @@ __device__ inline void stage_groups(const Call& call, const Pull& pull, const Pu
 }
 
 // False when a peer's staging did not come.
-__device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull& pull, const PullView& view, int g, u32 number) {
+__device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull& pull, const PullView& view,
+                                 int g, u32 number) {
     const Group& group = *call.group;
     const int lane = static_cast<int>(ptx::lane_id());
     SegmentHead* segment = open_segment(call, ring, number);
@@ -106,21 +114,26 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
     bool fine = true;
     if (lane < view.per_group * group.ranks && token < view.tokens_there) {
         const i64 at = static_cast<i64>(source) * pull.max_tokens + token;
-    for (int k = 0; k < pull.choices; k += kBatch) {
+        for (int k = 0; k < pull.choices; k += kBatch) {
             int row[kBatch];
 #pragma unroll
-            for (int u = 0; u < kBatch; ++u) row[u] = k + u < pull.choices ? view.position[at * pull.choices + k + u] : -1;
+            for (int u = 0; u < kBatch; ++u)
+                row[u] = k + u < pull.choices ? view.position[at * pull.choices + k + u] : -1;
 #pragma unroll
             for (int u = 0; u < kBatch; ++u)
-                if (row[u] >= 0) targets_of(item)[targets++] = view.out + static_cast<i64>(row[u]) * pull.row_bytes;
+                if (row[u] >= 0)
+                    targets_of(item)[targets++] = view.out + static_cast<i64>(row[u]) * pull.row_bytes;
         }
         if (source == call.me) {
             item->source = view.x + static_cast<i64>(token) * pull.row_bytes;
         } else {
             const bool early = g < pull.early_groups;
-            const u8* rows = early ? group.heap[call.me] + inbox_of(call, pull, view, source) : group.heap[source] + view.buffer;
+            const u8* rows = early ? group.heap[call.me] + inbox_of(call, pull, view, source)
+                                   : group.heap[source] + view.buffer;
             item->source = rows + static_cast<i64>(token) * pull.row_bytes;
-            if (targets) fine = wait_flag(call, flag_of(group, group.staged_flags, call.me, source, g), call.epoch, kRowsStaged, source);
+            if (targets)
+                fine = wait_flag(call, flag_of(group, group.staged_flags, call.me, source, g), call.epoch,
+                                 kRowsStaged, source);
         }
     }
     item->targets = targets;
@@ -131,7 +144,8 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
 }
 
 // `fine`: positions are there.
-__device__ inline void list_all(const Call& call, const Ring& ring, const Pull& pull, const PullView& view, bool fine) {
+__device__ inline void list_all(const Call& call, const Ring& ring, const Pull& pull, const PullView& view,
+                                bool fine) {
     const Group& group = *call.group;
     int most = 0;
     for (int p = 0; p < group.ranks && fine; ++p) most = max(most, view.tokens[p]);

@@ -9,13 +9,13 @@ constexpr int kQuantisers = QUANTISE ? 14 : 0;  // at most
 constexpr int kPushThreads = kMoverThreads + 32 * kQuantisers;
 
 struct Push {
-    const u8* x;           // [ranks of the launch, max_tokens, row_bytes]
-    const int* send_row;   // [.., max_tokens, W]; row at that rank, -1: not sent
-    const int* tokens;     // [..]; tokens of every rank of the launch, or null
-    i64 rows_at;           // offset in a heap of the receive buffers
+    const u8* x;          // [ranks of the launch, max_tokens, row_bytes]
+    const int* send_row;  // [.., max_tokens, W]; row at that rank, -1: not sent
+    const int* tokens;    // [..]; tokens of every rank of the launch, or null
+    i64 rows_at;          // offset in a heap of the receive buffers
     i64 buffer_bytes;
-    i64 x_stride;          // bytes from one rank's tokens to the next (virtual ranks)
-    int num_tokens;        // where `tokens` is null
+    i64 x_stride;    // bytes from one rank's tokens to the next (virtual ranks)
+    int num_tokens;  // where `tokens` is null
     int max_tokens;
     int row_bytes;
     int wire_bytes;  // of a row at the peers
@@ -45,12 +45,14 @@ __device__ inline void list_push(const Call& call, const Ring& ring, const Push&
         int targets = 0;
         if (token < tokens) {
             item->source = x + static_cast<i64>(token) * push.row_bytes;
-            const int turn = group.ranks > 1 ? token % (group.ranks - 1) : 0;  // no two tokens in a row start at one peer
+            // No two tokens in a row start at one peer.
+            const int turn = group.ranks > 1 ? token % (group.ranks - 1) : 0;
             for (int i = 1; i < group.ranks; ++i) {
                 const int step = i + turn < group.ranks ? i + turn : i + turn - group.ranks + 1;
                 const int p = call.me + step < group.ranks ? call.me + step : call.me + step - group.ranks;
                 const int row = send_row[static_cast<i64>(token) * group.ranks + p];
-                if (row >= 0) targets_of(item)[targets++] = group.heap[p] + buffer + static_cast<i64>(row) * push.pitch;
+                if (row >= 0)
+                    targets_of(item)[targets++] = group.heap[p] + buffer + static_cast<i64>(row) * push.pitch;
             }
         }
         item->targets = targets;
@@ -62,12 +64,14 @@ __device__ inline void list_push(const Call& call, const Ring& ring, const Push&
 
 __device__ inline Ring make_push_ring(const Call& call, const Push& push) {
     const int scales = push.row_bytes / 2 / kBlock;  // of a row
-    return make_ring(call, push.row_bytes, push.wire_bytes, push.stages, call.group->ranks, push.quantisers, 4 * scales * push.quantisers);
+    return make_ring(call, push.row_bytes, push.wire_bytes, push.stages, call.group->ranks, push.quantisers,
+                     4 * scales * push.quantisers);
 }
 
 // All warps that move rows but the lister.
 __device__ inline void push_listed(const Call& call, const Ring& ring, const Push& push) {
-    const int warp = static_cast<int>(threadIdx.x) / 32, quantiser = warp - 3, scales = push.row_bytes / 2 / kBlock;
+    const int warp = static_cast<int>(threadIdx.x) / 32, quantiser = warp - 3,
+              scales = push.row_bytes / 2 / kBlock;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
     if (warp == 1 && ptx::lane_id() == 0) {
         store_rows(call, ring);
@@ -77,7 +81,8 @@ __device__ inline void push_listed(const Call& call, const Ring& ring, const Pus
         }
     }
     if (quantiser >= 0 && quantiser < push.quantisers) {
-        float* own = reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + quantiser * scales;
+        float* own =
+            reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + quantiser * scales;
         quantise_rows(call, ring, quantiser, push.quantisers, own);
     }
 }

@@ -1,27 +1,30 @@
-// The row mover: rows of bytes from one address to one or more others, by TMA through a ring in shared memory.
+// The row mover: rows of bytes from one address to one or more others, by TMA through a ring in shared
+// memory.
 //
-// A block is an independent channel of three warps (the G2S and S2G warp groups of Hybrid-EP's Figure 2, and one more):
+// A block is an independent channel of three warps (the G2S and S2G warp groups of Hybrid-EP's Figure 2, and
+// one more):
 //   lister  writes segments of up to 32 items (a source address and its target addresses) into shared memory,
 //           and is the only warp that waits for flags of peers;
 //   loader  one thread: source -> ring slot, completing on the slot's `full` barrier;
 //   storer  one thread: ring slot -> every target; a slot is free when its stores have read it.
 // No index arithmetic stands in the copy loops: 64-bit divisions there cost a factor of four (measured).
 //
-// Example, 2 slots, items A -> {p, q}, B -> {}, C -> {r}: loads A, C; stores A to p and q, then C to r; B costs nothing.
+// Example, 2 slots, items A -> {p, q}, B -> {}, C -> {r}: loads A, C; stores A to p and q, then C to r; B
+// costs nothing.
 #pragma once
 #include "exchange.cuh"
 
-constexpr int kSegments = 4;    // segments in flight
+constexpr int kSegments = 4;  // segments in flight
 #ifndef LAG
 #define LAG 4
 #endif
-constexpr int kLag = LAG;         // store groups that may still read their slots
+constexpr int kLag = LAG;  // store groups that may still read their slots
 constexpr int kMoverThreads = 96;
 
 struct Ring {
     u32 segment_full, segment_empty, slot_full, slot_empty;  // shared addresses of arrays of barriers
     u32 slot_loaded;  // slot_full, unless warps stand between loader and storer
-    u32 slots;                                               // shared address of the first slot
+    u32 slots;        // shared address of the first slot
     u8* segments;
     int stages;
     int slot_bytes;
@@ -44,16 +47,19 @@ struct ItemHead {
 __device__ __forceinline__ int item_stride(const Ring& ring) { return 16 + 8 * ring.max_targets; }
 __device__ __forceinline__ int segment_stride(const Ring& ring) { return 16 + 32 * item_stride(ring); }
 __device__ __forceinline__ SegmentHead* segment_of(const Ring& ring, u32 number) {
-    return reinterpret_cast<SegmentHead*>(ring.segments + static_cast<int>(number % kSegments) * segment_stride(ring));
+    return reinterpret_cast<SegmentHead*>(ring.segments +
+                                          static_cast<int>(number % kSegments) * segment_stride(ring));
 }
 __device__ __forceinline__ ItemHead* item_of(const Ring& ring, SegmentHead* segment, int i) {
     return reinterpret_cast<ItemHead*>(reinterpret_cast<u8*>(segment) + 16 + i * item_stride(ring));
 }
 __device__ __forceinline__ u8** targets_of(ItemHead* item) { return reinterpret_cast<u8**>(item + 1); }
 
-// Shared memory: 1 KB of barriers, the segments, `extra` bytes, then slots at a multiple of 128. All threads; ends in a
-// barrier. `between`: warps that change rows after the loader; the storer then waits for one of them.
-__device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes, int stages, int max_targets, int between = 0, int extra = 0) {
+// Shared memory: 1 KB of barriers, the segments, `extra` bytes, then slots at a multiple of 128. All threads;
+// ends in a barrier. `between`: warps that change rows after the loader; the storer then waits for one of
+// them.
+__device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes, int stages, int max_targets,
+                                 int between = 0, int extra = 0) {
     u8* shared = ptx::shared_memory();
     Ring ring;
     const u32 base = ptx::smem_u32(shared);
@@ -71,7 +77,7 @@ __device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes
     ring.slots = (base + 1024 + kSegments * segment_stride(ring) + extra + 127) / 128 * 128;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSegments; ++i) {
-            ptx::mbarrier_init(ring.segment_full + 8 * i, 32);    // the lanes of the lister
+            ptx::mbarrier_init(ring.segment_full + 8 * i, 32);                 // the lanes of the lister
             ptx::mbarrier_init(ring.segment_empty + 8 * i, 2 + 32 * between);  // loader and storer
         }
         for (int i = 0; i < stages; ++i) {
@@ -97,7 +103,9 @@ __device__ inline void load_rows(const Call& call, const Ring& ring) {
         for (int i = 0; i < count; ++i) {
             ItemHead* item = item_of(ring, segment, i);
             if (item->targets == 0) continue;
-            if (loaded++ >= static_cast<u32>(ring.stages) && !wait_stage(call, ring.slot_empty + 8 * slot, (round & 1) ^ 1)) return;
+            if (loaded++ >= static_cast<u32>(ring.stages) &&
+                !wait_stage(call, ring.slot_empty + 8 * slot, (round & 1) ^ 1))
+                return;
             const u32 full = ring.slot_loaded + 8 * slot;
             ptx::mbarrier_expect(full, ring.row_bytes);
             ptx::bulk_load(ring.slots + slot * ring.slot_bytes, item->source, ring.row_bytes, full);
@@ -124,7 +132,8 @@ __device__ inline void store_rows(const Call& call, const Ring& ring) {
             const int targets = item->targets;
             if (targets == 0) continue;
             if (!wait_stage(call, ring.slot_full + 8 * slot, round & 1)) break;
-            for (int j = 0; j < targets; ++j) ptx::bulk_store(targets_of(item)[j], ring.slots + slot * ring.slot_bytes, ring.wire_bytes);
+            for (int j = 0; j < targets; ++j)
+                ptx::bulk_store(targets_of(item)[j], ring.slots + slot * ring.slot_bytes, ring.wire_bytes);
             ptx::bulk_commit();
             if (++slot == static_cast<u32>(ring.stages)) {
                 slot = 0;
@@ -143,7 +152,8 @@ __device__ inline void store_rows(const Call& call, const Ring& ring) {
 
 // The lister's side, all lanes of its warp. `open` returns the next segment when it is free.
 __device__ inline SegmentHead* open_segment(const Call& call, const Ring& ring, u32 number) {
-    if (number >= kSegments) wait_stage(call, ring.segment_empty + 8 * (number % kSegments), ((number / kSegments) & 1) ^ 1);
+    if (number >= kSegments)
+        wait_stage(call, ring.segment_empty + 8 * (number % kSegments), ((number / kSegments) & 1) ^ 1);
     return segment_of(ring, number);
 }
 
@@ -153,17 +163,21 @@ __device__ inline void close_segment(const Ring& ring, SegmentHead* segment, u32
     __syncwarp();
 }
 
-// Every block of every peer tells its namesake here that all it had for this rank is stored. One thread, after its
-// stores are complete.
+// Every block of every peer tells its namesake here that all it had for this rank is stored. One thread,
+// after its stores are complete.
 __device__ inline void tell_arrived(const Call& call) {
     stall(call, 3);
     ptx::fence_async();
     ptx::fence_sys();
     for (int p = 0; p < call.group->ranks; ++p)
-        if (p != call.me) ptx::store_relaxed_sys(&control_of(*call.group, p)->arrived[call.kind][call.me][call.block], call.epoch);
+        if (p != call.me)
+            ptx::store_relaxed_sys(&control_of(*call.group, p)->arrived[call.kind][call.me][call.block],
+                                   call.epoch);
 }
 
 __device__ inline void wait_arrived(const Call& call, Phase phase) {
     for (int p = 0; p < call.group->ranks; ++p)
-        if (p != call.me && !wait_flag(call, &call.own->arrived[call.kind][p][call.block], call.epoch, phase, p)) return;
+        if (p != call.me &&
+            !wait_flag(call, &call.own->arrived[call.kind][p][call.block], call.epoch, phase, p))
+            return;
 }

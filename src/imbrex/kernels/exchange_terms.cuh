@@ -1,12 +1,16 @@
-// Weighted sums of rows by one warp: rows come by asynchronous copies into a ring of the warp's own, no barrier between warps.
+// Weighted sums of rows by one warp: rows come by asynchronous copies into a ring of the warp's own, no
+// barrier between warps.
 //
-// A warp lists a token's terms (row addresses and weights, in order) in shared memory and walks over the columns, a step of one
-// term at a time. What a lane asks for it reads itself, so a step costs no barrier, and the copies go on over the end of a token: the
-// rows of the next one are on their way while a sum is encoded or stored. Steps in flight hold no registers, so the code of
-// a step stands once, and a lane has four columns, which pays for a step's overhead twice as well as two.
-// Rows a b c with weights 1 2 3 give bf16(3 c + (2 b + (1 a + 0))), one fused multiply-add each, so the same bits every run.
+// A warp lists a token's terms (row addresses and weights, in order) in shared memory and walks over the
+// columns, a step of one term at a time. What a lane asks for it reads itself, so a step costs no barrier,
+// and the copies go on over the end of a token: the rows of the next one are on their way while a sum is
+// encoded or stored. Steps in flight hold no registers, so the code of a step stands once, and a lane has
+// four columns, which pays for a step's overhead twice as well as two.
+// Rows a b c with weights 1 2 3 give bf16(3 c + (2 b + (1 a + 0))), one fused multiply-add each, so the same
+// bits every run.
 //
-// With WIRE_FP8, sums that cross are rounded to bf16 and then encoded (`exchange_wire.cuh`); at home they are decoded to float32.
+// With WIRE_FP8, sums that cross are rounded to bf16 and then encoded (`exchange_wire.cuh`); at home they are
+// decoded to float32.
 #pragma once
 #include "exchange.cuh"
 #include "exchange_wire.cuh"
@@ -17,8 +21,9 @@
 #ifndef SLOTS
 #define SLOTS 6
 #endif
-constexpr int kMostTerms = 52;     // 32 choices, 16 ranks, an addend
-constexpr int kSlots = SLOTS;      // steps that a warp has in flight: 12 KB, 192 KB an SM. Mirrored by `exchange_layout.py`
+constexpr int kMostTerms = 52;  // 32 choices, 16 ranks, an addend
+// Steps that a warp has in flight: 12 KB, 192 KB an SM. Mirrored by `exchange_layout.py`.
+constexpr int kSlots = SLOTS;
 constexpr int kSlotBytes = 512 * kColumns;
 
 struct Term {
@@ -31,7 +36,7 @@ struct Term {
 struct Terms {
     Term term[kMostTerms];
     u8* target;
-    u32 bytes;  // of the terms
+    u32 bytes;   // of the terms
     u32 before;  // 1 + a piece that is done when this token is begun, or 0
 };
 
@@ -41,7 +46,8 @@ struct Span {
 };
 
 // Lanes with a term append it in the order of the lanes; returns how many terms there are.
-__device__ __forceinline__ int append(Terms& terms, int count, bool mine, const u8* row, float weight, bool coded = false) {
+__device__ __forceinline__ int append(Terms& terms, int count, bool mine, const u8* row, float weight,
+                                      bool coded = false) {
     const u32 lanes = __ballot_sync(0xffffffffu, mine);
     const int at = count + __popc(lanes & ((1u << ptx::lane_id()) - 1));
     if (mine) terms.term[at] = {row + coded, weight, coded};
@@ -61,7 +67,8 @@ __device__ __forceinline__ void close_list(Terms& terms, int count, u8* target, 
 // 16-byte units `first` to `last` of a row: what a token without terms has.
 __device__ __forceinline__ void clear(u8* row, int first, int last) {
 #pragma unroll 1
-    for (int i = first + static_cast<int>(ptx::lane_id()); i < last; i += 32) reinterpret_cast<uint4*>(row)[i] = {0, 0, 0, 0};
+    for (int i = first + static_cast<int>(ptx::lane_id()); i < last; i += 32)
+        reinterpret_cast<uint4*>(row)[i] = {0, 0, 0, 0};
 }
 
 // sum[i] = weight * value[i] + sum[i] over the eight bf16 values of 16 bytes, each rounded once.
@@ -102,7 +109,8 @@ struct Cursor {
     }
 };
 
-// One step of a term into this lane's part of a slot. Of a coded term, 16 bytes of values and 16 of scales for every 64 columns.
+// One step of a term into this lane's part of a slot. Of a coded term, 16 bytes of values and 16 of scales
+// for every 64 columns.
 template <bool kMixed>
 __device__ __forceinline__ void ask_step(u32 to, uint2 row, int column, const Span& span) {
     const u8* values = reinterpret_cast<const u8*>(static_cast<u64>(row.y) << 32 | row.x);
@@ -140,18 +148,19 @@ __device__ __forceinline__ void add_step(float (&sum)[kColumns][8], u32 from, u3
     }
 }
 
-// Sums the tokens that `list(terms)` lists, until it returns false. `store(target, column, sum)`, all lanes: a lane has columns
-// `column`, + 32, ..., which may all lie behind the end. `terms`: two lists, of which the older may still be read. `ring`: shared address
-// of this warp's slots.
+// Sums the tokens that `list(terms)` lists, until it returns false. `store(target, column, sum)`, all lanes:
+// a lane has columns `column`, + 32, ..., which may all lie behind the end. `terms`: two lists, of which the
+// older may still be read. `ring`: shared address of this warp's slots.
 //
-// A turn of the loop adds what a slot got kSlots turns ago, if anything, and asks for the next step into it: a turn is a group of
-// copies, so the wait is always for the same number of groups.
+// A turn of the loop adds what a slot got kSlots turns ago, if anything, and asks for the next step into it:
+// a turn is a group of copies, so the wait is always for the same number of groups.
 template <bool kMixed, class List, class Store, class Done>
-__device__ __forceinline__ void sum_tokens(Terms* terms, u32 ring, const Span& span, List list, Store store, Done done) {
+__device__ __forceinline__ void sum_tokens(Terms* terms, u32 ring, const Span& span, List list, Store store,
+                                           Done done) {
     const u32 lane = ptx::lane_id(), lists = ptx::smem_u32(terms), begin = ring + 16 * lane;
     float sum[kColumns][8] = {};
     Cursor ahead = {0, 0, 0, span.first + static_cast<int>(lane)}, now = ahead;
-    u32 slot = begin, asked = 0;  // a bit for every slot, the oldest lowest
+    u32 slot = begin, asked = 0;       // a bit for every slot, the oldest lowest
     int open = 0, most = 2, turn = 0;  // lists
     uint2 asking = {0, 0};             // the row at `ahead`, a turn early
 #pragma unroll 1

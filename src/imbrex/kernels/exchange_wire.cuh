@@ -1,10 +1,13 @@
-// Sums that cross NVLink as e4m3 with a float32 scale for every 128 values: those of the fp8 codec, to the bit, in another order.
+// Sums that cross NVLink as e4m3 with a float32 scale for every 128 values: those of the fp8 codec, to the
+// bit, in another order.
 //
-// A warp has 64 columns of 8 values at once, a lane columns l and 32 + l. It stores their 16 bytes side by side, so that a step is
-// one store and one load of 512 bytes; the four scales of each step follow behind all values, ordered by half warp, then column.
+// A warp has 64 columns of 8 values at once, a lane columns l and 32 + l. It stores their 16 bytes side by
+// side, so that a step is one store and one load of 512 bytes; the four scales of each step follow behind all
+// values, ordered by half warp, then column.
 // So a term of either kind is two loads of 16 bytes from two addresses, without a branch.
 //
-// Example, 64 columns: lane 3 has values 24..31 and 280..287 at byte 48 of the row, their scales in words 0 and 1 at byte 512.
+// Example, 64 columns: lane 3 has values 24..31 and 280..287 at byte 48 of the row, their scales in words 0
+// and 1 at byte 512.
 #pragma once
 #include "exchange_fp8.cuh"
 
@@ -32,13 +35,16 @@ __device__ __forceinline__ void add_coded(float (&first)[8], float (&second)[8],
 }
 
 __device__ __forceinline__ uint4 pack_eight(const float (&sum)[8]) {
-    return {ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]), ptx::pack_bf16(sum[4], sum[5]), ptx::pack_bf16(sum[6], sum[7])};
+    return {ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]), ptx::pack_bf16(sum[4], sum[5]),
+            ptx::pack_bf16(sum[6], sum[7])};
 }
 
-// Both steps that a warp has, together, so that their chains of dependent instructions overlap; no branch but for what is not plain.
-// `last`: behind the last column, of which 32 are there. The maxima of a step's two blocks go through one word. `scales`: shared, of this
-// row, kept until it is done.
-__device__ __forceinline__ void encode_sums(u8* row, float* scales, int column, int last, const float (&sum)[kColumns][8]) {
+// Both steps that a warp has, together, so that their chains of dependent instructions overlap; no branch but
+// for what is not plain.
+// `last`: behind the last column, of which 32 are there. The maxima of a step's two blocks go through one
+// word. `scales`: shared, of this row, kept until it is done.
+__device__ __forceinline__ void encode_sums(u8* row, float* scales, int column, int last,
+                                            const float (&sum)[kColumns][8]) {
     constexpr int kSteps = kColumns / 2;
     const int lane = static_cast<int>(ptx::lane_id());
     uint4 value[kColumns];
@@ -59,7 +65,8 @@ __device__ __forceinline__ void encode_sums(u8* row, float* scales, int column, 
 #pragma unroll
     for (int step = 1; step < 16; step *= 2)
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) amax[i] = ptx::max_u16x2(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], step));
+        for (int i = 0; i < kSteps; ++i)
+            amax[i] = ptx::max_u16x2(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], step));
 #pragma unroll
     for (int q = 0; q < kColumns; ++q) {
         d[q] = plain_divisor(q % 2 ? amax[q / 2] >> 16 : amax[q / 2] & 0xffffu);
@@ -79,15 +86,20 @@ __device__ __forceinline__ void encode_sums(u8* row, float* scales, int column, 
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         if (column + kStepColumns * i >= last) break;
-        reinterpret_cast<uint4*>(row + 8 * column + 512 * i)[lane] = {coded[2 * i].x, coded[2 * i].y, coded[2 * i + 1].x, coded[2 * i + 1].y};
-        if (lane % 16 == 0) *reinterpret_cast<float2*>(scales + column / 16 + 4 * i + lane / 8) = {d[2 * i].scale, d[2 * i + 1].scale};
+        reinterpret_cast<uint4*>(row + 8 * column + 512 * i)[lane] = {coded[2 * i].x, coded[2 * i].y,
+                                                                      coded[2 * i + 1].x, coded[2 * i + 1].y};
+        if (lane % 16 == 0)
+            *reinterpret_cast<float2*>(scales + column / 16 + 4 * i + lane / 8) = {d[2 * i].scale,
+                                                                                   d[2 * i + 1].scale};
     }
 }
 
-// The scales of columns `first` to `last` of a row of `columns`: one store for 32 steps, where each alone would be a packet.
+// The scales of columns `first` to `last` of a row of `columns`: one store for 32 steps, where each alone
+// would be a packet.
 __device__ __forceinline__ void store_scales(u8* row, const float* scales, int first, int last, int columns) {
     uint4* to = reinterpret_cast<uint4*>(row + 512 * wire_steps(columns));
     __syncwarp();
-    for (int i = first / kStepColumns + static_cast<int>(ptx::lane_id()); i < wire_steps(last); i += 32) to[i] = reinterpret_cast<const uint4*>(scales)[i];
+    for (int i = first / kStepColumns + static_cast<int>(ptx::lane_id()); i < wire_steps(last); i += 32)
+        to[i] = reinterpret_cast<const uint4*>(scales)[i];
     __syncwarp();  // before they are written again
 }

@@ -1,4 +1,5 @@
-// The gate weights of expert-major rows, from where every choice's row is. Four bytes a choice: one launch is all they cost.
+// The gate weights of expert-major rows, from where every choice's row is. Four bytes a choice: one launch is
+// all they cost.
 // position {2, -1, 0}, weights {.5, 9, .25}: rows {.25, unset, .5}.
 #include "ptx.cuh"
 

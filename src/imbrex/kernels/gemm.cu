@@ -2,79 +2,74 @@
 //   LAYOUT    0 forward   D[r, n] = sum_k A[r, k] B[e, n, k]    rows of expert e, any number
 //             1 dgrad     D[r, n] = sum_k A[r, k] B[e, k, n]
 //             2 wgrad     D[e, m, n] = sum_r A[r, m] B[r, n]    over the rows of expert e
-//   EPILOGUE  0 plain, 1 SwiGLU (B holds gate rows, then up rows; D gets silu(gate) * up),
-//             2 SwiGLU that stores gate and up as well, 3 rows multiplied by their weight, 4 SwiGLU's gradient
-//             (gemm_backward.cuh), 5 and 6 added to a bf16 or float32 D in L2 by the copy engine (wgrad)
-//   FP8       1: e4m3 with block scales; SwiGLU leaves as fp8 (gemm_fp8.cuh); WAVE: columns of a product under way
-//   GROUPS    consumer warpgroups; BLOCKS_M 64-row blocks each; PINGPONG 0: the groups share a tile of
-//             64 * GROUPS rows, 1: each group has tiles of its own (64 * BLOCKS_M rows) in turn
-//   WIDE      1: operands that are contiguous along m or n are multiples of 64 wide, and one instruction loads all their
-//             panels of 64 (with one a panel, six a step, the producer thread holds the tensor cores up)
-//   CLUSTER   2: two blocks work as a pair (forward, dgrad; tiles shared by the groups): two row tiles of the same columns,
-//             each block loads half of B for both (gemm_pairs.cuh: which two; gemm_load_pairs.cuh: how). The same bits
-//   GATHER    warps that ask for the rows of A one by one, through an index (forward; gemm_gather.cuh); 0: rows are in order
-//   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group; GROUP_M row tiles side
-//             by side (gemm_scheduler.cuh)
+//   EPILOGUE  0 plain
+//             1 SwiGLU (B holds gate rows, then up rows; D gets silu(gate) * up), 2 that stores both as well
+//             3 rows multiplied by their weight
+//             4 SwiGLU's gradient; 5, 6 added to a bf16 or float32 D in L2 (wgrad): gemm_backward.cuh
+//   FP8       1: e4m3 with block scales, SwiGLU leaves as fp8; WAVE columns of a product: gemm_fp8.cuh
+//   GROUPS    consumer warpgroups, of BLOCKS_M 64-row blocks each
+//   PINGPONG  0: the groups share a tile of 64 * GROUPS rows
+//             1: each group has tiles of its own (64 * BLOCKS_M rows) in turn
+//   WIDE      1: operands that are contiguous along m or n are multiples of 64 wide, and one instruction
+//             loads all their panels of 64
+//   CLUSTER   2: two blocks work on two row tiles of the same columns, and each loads half of B for both
+//             (forward, dgrad; tiles shared by the groups; the same bits): gemm_pairs.cuh
+//   GATHER    warps that ask for the rows of A one by one, through an index (forward); 0: rows are in order:
+//             gemm_gather.cuh
+//   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group
+//   GROUP_M   row tiles side by side: gemm_scheduler.cuh
 //
-// Timeline of one block (one an SM, persistent): one thread of the producer warpgroup draws tile numbers from a
-// counter, describes each tile in a ring of slots, and fills a ring of STAGES buffers by TMA, across tile borders.
-// Consumers multiply, and store through PANELS panels of 8 KiB by TMA, which drain during the next tile.
-//   shared tile:  group 0 |== tile 0 ==|store|== tile 1 ==|store|     ping-pong: |== tile 0 ==|store|== tile 2 ==|
-//                 group 1 |== tile 0 ==|store|== tile 1 ==|store|                |............|== tile 1 ==|store|
-// A launch need not wait for the kernel before it: blocks begin as those of that one end, and wait inside (`wait_for_launches`)
-// before they touch memory. 1.0 of the time at 16384 rows, 0.97 at 1024.
+// Timeline of one block (one an SM, persistent): one thread of the producer warpgroup draws tile numbers from
+// a counter, describes each tile in a ring of slots, and fills a ring of STAGES buffers by TMA, across tile
+// borders. Consumers multiply, and store through PANELS panels of 8 KiB by TMA, which drain during the next
+// tile.
+//
+//   shared tile   group 0 |== tile 0 ==|store|== tile 1 ==|store|
+//                 group 1 |== tile 0 ==|store|== tile 1 ==|store|
+//   ping-pong     group 0 |== tile 0 ==|store|== tile 2 ==|store|
+//                 group 1 |............|== tile 1 ==|store|== tile 3 ==|
+//
+// A launch need not wait for the kernel before it: blocks begin as those of that one end, and wait inside
+// (`wait_for_launches`) before they touch memory. 1.0 of the time at 16384 rows, 0.97 at 1024.
 // A 64-row block past the end of its expert is not multiplied (the tail of an expert then costs half a tile).
 //
-// Ragged ends without touching a row that is not the expert's: the descriptor has three dimensions (column, y < H,
-// z <= R), rows and z both one row apart, and its base lies H rows before the tensor. A box of H rows at
-// (y, z) = (H - v, row + v) covers rows row .. row + v - 1 and nothing else, since y ends at H: loads give zeros for
-// the others and stores skip them. H = 128, row = 258, v = 42: y = 86 .. 127 are z + y - H = 258 .. 299.
-// A box that is outside altogether must not be asked for: the copy engine then touches the base, an illegal address
-// where nothing is mapped before the tensor.
+// Ragged ends without touching a row that is not the expert's: the descriptor has three dimensions (column,
+// y < H, z <= R), rows and z both one row apart, and its base lies H rows before the tensor. A box of H rows
+// at (y, z) = (H - v, row + v) covers rows row .. row + v - 1 and nothing else, since y ends at H: loads give
+// zeros for the others and stores skip them. H = 128, row = 258, v = 42: y = 86 .. 127 are z + y - H =
+// 258 .. 299. A box that is outside altogether must not be asked for: the copy engine then touches the base,
+// an illegal address where nothing is mapped before the tensor.
 //
-// Measured on an H200 (TFLOP/s; dense 8192^3 of the same minute in brackets, it falls from 800 to 640 with the heat):
-//   128 x 256 shared beats 128 x 128 ping-pong, 128 x 192 and 3 stages with 64 KiB of staging in every forward and
-//   dgrad: Qwen2 down 689, 653, 662, 663 (789); DeepSeek-V3 down 729, 687, 705, 692 (776). torch: 626 and 693.
-//   Tiles drawn from a counter, against block + n * grid: nothing where experts are equal (660), 466 -> 594 where rows
-//   are drawn at random (DeepSeek-V3 gate and up). Blocks on a fixed walk drift apart, and the row tiles that share a
-//   panel of B then read it from HBM at different times.
-//   One TMA a 64-wide panel, 6 a step: wgrad 582 (Qwen2 down); one for all panels: 630; torch 564 (805).
-//   fp8: an operand that is not known to be uniform costs four moves to uniform registers a product (1046 -> 1085 TFLOP/s,
-//   DeepSeek-V3 gate/up). Then, in cycles of a tile of 128 x 256 (1.5 GHz while it runs; a step of 128 of k needs 1024 of the
-//   tensor cores): 1400 a step, 1240 with the sums left out, 110 of them to see that a stage is full; and 4300 a tile, a third
-//   at F = 768: 340 to learn of it, 1500 to begin and end, 2300 to store it (SwiGLU 3900; with one tanh a value 2900). The next
-//   tile and its scales asked for before this one is stored, tanh, one scale after the other in the sums, us of gate/up and
-//   down: Qwen2 184 -> 168, 100 -> 95; Qwen3 108 -> 103, 68 -> 61; DeepSeek-V3 854 -> 826, 451 -> 437; Phi-3.5 1454 -> 1386,
-//   724 -> 699. SwiGLU's largest magnitude by |x| in the maximum and four chains (748 -> 616 instructions a warp): Qwen2 180.1 ->
-//   177.6, Qwen3 113.5 -> 111.6. The tile stored at one stroke: down 101.4 -> 99.6, 63.1 -> 61.5; in pairs 1576 -> 1633 (Mixtral),
-//   702 -> 715 (Phi-3.5), so not there. WAVE 128 and the whole tile staged: 1 to 3 % more. cuBLAS with the same scales, dense
-//   8192^3: 1351, without 1517.
-//   Pairs, us alone and in pairs, 16384 rows, gate/up with SwiGLU and down: DeepSeek-V3 balanced 1357, 714 -> 1326, 690; its
-//   rows drawn at random 1789, 889 -> 1569, 798 (fp8 972, 508 -> 936, 501): a last row tile of few rows runs ahead of the others
-//   and leaves L2 without its columns; a pair reads them at one time. Phi-3.5 2191, 1112 -> 2168, 1104; Qwen2 269, 142 -> 269,
-//   149; Qwen3 170, 96 -> 172, 98: L2 is not their limit, a pair starts 1.0 us later and goes at its slower block's pace. First
-//   tiles found by each block itself: the same; GROUP_M 4, 16: the same; wgrad 1.00 shared, 0.83 to 0.92 in turns. Half of B
-//   left out, before: 9 % at most for DeepSeek-V3, 3 to 4 % for others. An arrival at the other block with .release.cluster, or a
-//   wait with .acquire.cluster, is a fence of the GPU each time: slots go by st.async, which needs neither.
-//   SwiGLU's gradient, 4-byte loads of gate and up after the product (us; own kernel after it in brackets): Qwen2 211
-//   (215), Qwen3 131 (120), DeepSeek-V3 829 (775), Mixtral 3013 (3140); the product alone in those tiles 145, 90, 744,
-//   2542: the epilogue took three times as long as the other group's product, so only part of it was hidden. With 16
-//   bytes a lane, asked for a panel ahead: 190 (215), 120 (121), 840 (798), 3201 (3337); hence only for D up to 4096.
-//   GROUP_M 4, 8, 16: within 1 %. Ping-pong wins wgrad of large outputs by 3 %, where stores weigh most.
-//   Rows that are not there: a box of 128 rows of A of which 64 lie past the end of the expert costs more than 128 that are there.
-//   In bf16 two boxes of 64 (the second left out where it has no rows), 500 products: uneven counts 0.95 of the time (at best 0.74),
-//   equal ones 0.99. Boxes of 32: the same, of 16: 1 to 4 % slower; two boxes with 128 columns: 3 to 7 %, in fp8: 1 to 2 %.
-//   Rows of a tile, 64 or 128, from the counts (gemm_height.cuh), us: Phi-3.5 down of 512 rows 77 -> 63, Mixtral 145 -> 106.
-// Rejected: returning from a consumer when a wait runs out of patience (the divergent exit makes ptxas serialise every
-// wgmma: C7518, hence `patience`); one arrival a group instead of one a warp to free a stage (another warp may still
-// read); a product in flight over the loop's end (C7514) or behind a branch (C7518) while others are added up: both
-// serialise; SwiGLU's gradient with 256 columns (spills); gathering A's rows with cp.async (first product of Qwen3, 16384 rows:
-// 222 us; 170 and a copy of 25; by boxes of one row 176).
-// Rejected in fp8: A from registers (920 us against 914); groups in turns by step (915 to 920); sums between the instructions of
-// the next wave (919); tiles of 128 x 128, two blocks an SM (478 against 478, Mixtral 1810 against 1633: L2); rows quantised by
-// the producer's idle warps while others multiply (DeepSeek-V3 1516 against 1525 with a kernel before, Qwen2 352 against 324,
-// Qwen3 280 against 220: what these warps issue comes out of the products); the product beside the kernel that quantises its rows,
-// following its flags (Qwen3 197 against 200, DeepSeek-V3 1504 against 1500).
+// Design record, measured on an H200. Figures are TFLOP/s with the dense 8192^3 of the same minute in
+// brackets (it falls from 800 to 640 as the card heats). fp8, pairs, gathered rows, heights and the
+// backward's ends have theirs in their own files.
+//
+//   Tile, all forwards and dgrads   Qwen2 down   DeepSeek-V3 down
+//     128 x 256 shared              689 (789)    729 (776)
+//     128 x 128 ping-pong           653          687
+//     128 x 192 shared              662          705
+//     128 x 256, 3 stages and 64 KiB of staging
+//                                   663          692
+//     torch                         626          693
+//   Tiles drawn from a counter instead of block + n * grid: nothing where experts are equal (660); 466 -> 594
+//     where rows are drawn at random (DeepSeek-V3 gate and up). Blocks on a fixed walk drift apart, and the
+//     row tiles that share a panel of B then read it from HBM at different times.
+//   One TMA a 64-wide panel, six a step, keeps the producer thread behind the tensor cores: wgrad 582 (Qwen2
+//     down); one for all panels 630; torch 564 (805).
+//   Ping-pong wins wgrad of large outputs by 3 %, where stores weigh most. GROUP_M 4, 8, 16: within 1 %.
+//   A box of 128 rows of A of which 64 lie past the end of the expert costs more than 128 that are there. Two
+//     boxes of 64, the second left out where it has no rows, over 500 products in bf16: uneven counts 0.95 of
+//     the time (at best 0.74), equal ones 0.99. Boxes of 32: the same; of 16: 1 to 4 % slower; two boxes with
+//     128 columns: 3 to 7 % slower; in fp8: 1 to 2 % slower.
+//
+// Rejected:
+//   Returning from a consumer when a wait runs out of patience: the divergent exit makes ptxas serialise
+//     every wgmma (C7518), hence `patience`.
+//   One arrival a group instead of one a warp to free a stage: another warp may still read.
+//   A product in flight over the loop's end (C7514), or behind a branch (C7518), while others are added up:
+//     both serialise.
+//   Gathering A's rows with cp.async: first product of Qwen3, 16384 rows, 222 us; contiguous 170 and a copy
+//     of 25; by boxes of one row 176.
 #include "gemm_backward.cuh"
 #include "gemm_fp8.cuh"
 #include "gemm_gather.cuh"
@@ -90,15 +85,16 @@ __device__ __forceinline__ void multiply_step(float (&d)[BLOCKS_M][kBlockN / 2],
     for (int i = 0; i < kBlockK / 16; ++i)
 #pragma unroll
         for (int m = 0; m < kBlocks; ++m)
-            ptx::wgmma_bf16<kBlockN, kWgrad, !kForward>(d[m], ptx::wgmma_operand(a + m * kPanel + i * kStepA, kPanel),
-                                                        ptx::wgmma_operand(b + i * kStepB, kPanel), !(first && i == 0));
+            ptx::wgmma_bf16<kBlockN, kWgrad, !kForward>(
+                d[m], ptx::wgmma_operand(a + m * kPanel + i * kStepA, kPanel),
+                ptx::wgmma_operand(b + i * kStepB, kPanel), !(first && i == 0));
     ptx::wgmma_commit();
 }
 
 // All steps of one tile for one group: the first kBlocks of its 64-row blocks (0: only keep the ring going).
 template <int kBlocks>
-__device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2], const Shared& shared, u32 rows_a, const Slot& tile,
-                                              u32& patience) {
+__device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2], const Shared& shared,
+                                              u32 rows_a, const Slot& tile, u32& patience) {
     Ring ring(tile.position);
     u32 last = 0;
 #pragma unroll 1
@@ -124,8 +120,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[BLOCKS_M][kBlockN / 2],
 __device__ __forceinline__ bool has_rows(const Slot& tile) { return CLUSTER == 1 || tile.rows > 0; }
 
 __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap* map_h, const Shared& shared,
-                                        const float* weights, const Scales& scales, const Slopes& slopes, const i64* source,
-                                        int columns, u32* status) {
+                                        const float* weights, const Scales& scales, const Slopes& slopes,
+                                        const i64* source, int columns, u32* status) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int first_block = PINGPONG ? 0 : group;  // of this group's rows in the tile
     u32 patience = ptx::kPatience, index = PINGPONG ? group : 0;
@@ -140,9 +136,11 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
             for (int m = 0; m < BLOCKS_M; ++m)
 #pragma unroll
                 for (int i = 0; i < kBlockN / 2; ++i) d[m][i] = 0.f;
-        // In turn: a wait for a stage tells a fill from the one before by one bit, so nobody may wait for a later fill
-        // while an earlier one is under way (tiles of fewer than STAGES steps; loads may land out of order).
-        if (PINGPONG && index > 0) ptx::mbarrier_wait(shared.order + 8 * group, (index - 1) / 2 & 1, patience);
+        // In turn: a wait for a stage tells a fill from the one before by one bit, so nobody may wait for a
+        // later fill while an earlier one is under way (tiles of fewer than STAGES steps; loads may land out
+        // of order).
+        if (PINGPONG && index > 0)
+            ptx::mbarrier_wait(shared.order + 8 * group, (index - 1) / 2 & 1, patience);
         const int rows = tile.rows - 64 * first_block;
         Kept kept;
         if (EPILOGUE == 4 && rows > 0) kept.load(slopes, tile, tile.row + 64 * first_block, rows, columns, 0);
@@ -154,23 +152,26 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
             multiply_tile<1>(d, shared, 0, tile, patience);
         else
             multiply_tile<BLOCKS_M>(d, shared, first_block * kPanel, tile, patience);
-        // Known, and its scales asked for, before this one is stored. Not in turns: it comes only as the other group's loads end.
+        // Known, and its scales asked for, before this one is stored. Not in turns: it comes only as the
+        // other group's loads end.
         index += PINGPONG ? GROUPS : 1;
         Slot then;
         if constexpr (!PINGPONG) {
             then = take_slot(shared, index, patience);
-            if (FP8 && then.steps >= 0 && has_rows(then)) next.begin(scales, then, source, 64 * group, columns);
+            if (FP8 && then.steps >= 0 && has_rows(then))
+                next.begin(scales, then, source, 64 * group, columns);
         }
         if constexpr (FP8 && kSwiglu) {
-            if (rows > 0) store_block_fp8(d[0], map_d, stores, tile, tile.row + 64 * group, least(rows, 64), scales);
+            if (rows > 0)
+                store_block_fp8(d[0], map_d, stores, tile, tile.row + 64 * group, least(rows, 64), scales);
         } else {
 #pragma unroll
             for (int m = 0; m < BLOCKS_M; ++m)
                 if (rows > 64 * m) {
                     const int row = tile.row + 64 * (first_block + m), live = least(rows - 64 * m, 64);
                     if constexpr (EPILOGUE == 4)
-                        store_slopes(d[m], kept, map_d, map_h, stores, tile, row, live, m + 1 < BLOCKS_M ? rows - 64 * (m + 1) : 0,
-                                     columns, weights, slopes);
+                        store_slopes(d[m], kept, map_d, map_h, stores, tile, row, live,
+                                     m + 1 < BLOCKS_M ? rows - 64 * (m + 1) : 0, columns, weights, slopes);
                     else if constexpr (EPILOGUE == 6)
                         add_floats(d[m], map_d, stores, tile, row);
                     else
@@ -194,15 +195,17 @@ __device__ __forceinline__ void meet() {
     }
 }
 
-// map_h: gate and up (EPILOGUE 2), else unused. `rows` is the fixed number of output rows (wgrad), `columns` the
-// number of output columns, `k` the contracted length (not wgrad), `weights` [R] (EPILOGUE 3), `counter` two zeros.
-// `status`: set to 1 where a wait ran out of patience, which makes the result wrong; the host looks at it (a bug, or a
-// GPU that stood still for ten seconds: both sides of every barrier live in one block).
+// map_h: gate and up (EPILOGUE 2), else unused. `rows` is the fixed number of output rows (wgrad), `columns`
+// the number of output columns, `k` the contracted length (not wgrad), `weights` [R] (EPILOGUE 3), `counter`
+// two zeros.
+// `status`: set to 1 where a wait ran out of patience, which makes the result wrong; the host looks at it (a
+// bug, or a GPU that stood still for ten seconds: both sides of every barrier live in one block).
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     grouped_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-                 const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h, const int* ends,
-                 const int* segments, int count, int rows, int columns, int k, const float* weights, u32* counter,
-                 u32* status, Scales scales, Slopes slopes, const i64* index) {
+                 const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h,
+                 const int* ends, const int* segments, int count, int rows, int columns, int k,
+                 const float* weights, u32* counter, u32* status, Scales scales, Slopes slopes,
+                 const i64* index) {
     extern __shared__ u8 memory[];
     __shared__ Slot slots[kSlots];
     __shared__ u64 barriers[2 * STAGES + 2 * kSlots + 2];
@@ -227,7 +230,8 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         }
         for (int i = 0; i < kSlots; ++i) {
             ptx::mbarrier_init(shared.slot_full + 8 * i, 1);
-            ptx::mbarrier_init(shared.slot_empty + 8 * i, CLUSTER * kReaders + (GATHER ? CLUSTER * GATHER : CLUSTER - 1));
+            ptx::mbarrier_init(shared.slot_empty + 8 * i,
+                               CLUSTER * kReaders + (GATHER ? CLUSTER * GATHER : CLUSTER - 1));
         }
         for (int i = 0; i < 2; ++i) ptx::mbarrier_init(shared.order + 8 * i, 4);
         ptx::fence_barrier_init();
@@ -251,10 +255,12 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #else
         if constexpr (CLUSTER > 1) {
             const Pairs order{{ends, segments, count, rows, columns}};
-            if (threadIdx.x == GROUPS * 128) produce_pairs(&map_a, &map_b, shared, with_height(order), k, counter, status);
+            if (threadIdx.x == GROUPS * 128)
+                produce_pairs(&map_a, &map_b, shared, with_height(order), k, counter, status);
         } else {
             const Order order{ends, segments, count, rows, columns};
-            if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, with_height(order), ends, k, counter, status);
+            if (threadIdx.x == GROUPS * 128)
+                produce(&map_a, &map_b, shared, with_height(order), ends, k, counter, status);
         }
 #endif
     } else {

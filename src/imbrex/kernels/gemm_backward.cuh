@@ -1,23 +1,38 @@
-// The ends of the backward's products: SwiGLU's gradient on the gradient of its result, and sums into existing gradients.
+// The ends of the backward's products: SwiGLU's gradient on the gradient of its result, and sums into
+// existing gradients.
+//
+// Design record, H200. SwiGLU's gradient here, us of the whole product (in brackets with a kernel of its own
+// after it), and of the product alone in those tiles:
+//                                    Qwen2      Qwen3      DeepSeek-V3  Mixtral
+//   4-byte loads of gate and up      211 (215)  131 (120)  829 (775)    3013 (3140)
+//   16 bytes a lane, a panel ahead   190 (215)  120 (121)  840 (798)    3201 (3337)
+//   the product alone                145        90         744          2542
+// With 4 bytes the epilogue took three times as long as the other group's product, so only part of it was
+// hidden; with 16 it still loses with DeepSeek-V3's D of 7168, hence only for D up to 4096. With 256 columns
+// its registers spill.
 #pragma once
 #include "gemm_store.cuh"
 
-// gate_up: bf16 [R, 2F], sixteen bytes each; act is stored where `keep` is not 0; d_weight [tiles of columns, rows] float32
-// gets, of every tile, sum_f act d_act, where `weights` is given (in a fixed order: another kernel adds up the tiles).
+// gate_up: bf16 [R, 2F], sixteen bytes each; act is stored where `keep` is not 0; d_weight [tiles of columns,
+// rows] float32 gets, of every tile, sum_f act d_act, where `weights` is given (in a fixed order: another
+// kernel adds up the tiles).
 struct Slopes {
     const uint4* gate_up;
     float* d_weight;
     int rows, keep;
 };
 
-// Gate and up of the next panel of 64 x 64, on their way from memory while the one before, or the product, is computed. A warp
-// has the 16 rows that its lanes' sums belong to; a lane has unit (8 columns) lane % 8 of rows lane / 8, 4 + lane / 8, ...
+// Gate and up of the next panel of 64 x 64, on their way from memory while the one before, or the product, is
+// computed. A warp has the 16 rows that its lanes' sums belong to; a lane has unit (8 columns) lane % 8 of
+// rows lane / 8, 4 + lane / 8, ...
 struct Kept {
     uint4 gate[4], up[4];
 
     // row: the block's first; `panel`: which 64 columns of the tile.
-    __device__ __forceinline__ void load(const Slopes& slopes, const Slot& tile, int row, int rows, int f, int panel) {
-        const int lane = threadIdx.x % 32, mine = threadIdx.x % 128 / 32 * 16 + lane / 8, column = 64 * panel + lane % 8 * 8;
+    __device__ __forceinline__ void load(const Slopes& slopes, const Slot& tile, int row, int rows, int f,
+                                         int panel) {
+        const int lane = threadIdx.x % 32, mine = threadIdx.x % 128 / 32 * 16 + lane / 8,
+                  column = 64 * panel + lane % 8 * 8;
         const uint4* from = slopes.gate_up + i64(row + mine) * (f / 4) + (tile.column + column) / 8;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -43,12 +58,15 @@ struct Pair {
     u32 act, d_gate, d_up;
 };
 
-// Two columns of a row. gate 0, up 2, d 3, weight .5: silu 0, silu' .5; d_gate = 3 * .5 * 2 * .5 = 1.5, d_up 0, act 0.
-__device__ __forceinline__ Pair slopes_of(u32 gates, u32 ups, float d_low, float d_high, float weight, float& d_weight) {
+// Two columns of a row. gate 0, up 2, d 3, weight .5: silu 0, silu' .5; d_gate = 3 * .5 * 2 * .5 = 1.5, d_up
+// 0, act 0.
+__device__ __forceinline__ Pair slopes_of(u32 gates, u32 ups, float d_low, float d_high, float weight,
+                                          float& d_weight) {
     float act[2], d_gate[2], d_up[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float gate = i ? ptx::bf16_high(gates) : ptx::bf16_low(gates), up = i ? ptx::bf16_high(ups) : ptx::bf16_low(ups);
+        const float gate = i ? ptx::bf16_high(gates) : ptx::bf16_low(gates),
+                    up = i ? ptx::bf16_high(ups) : ptx::bf16_low(ups);
         const float d = i ? d_high : d_low, slope = d * weight;
         const float sigmoid = __fdividef(1.f, 1.f + __expf(-gate)), silu = gate * sigmoid;
         d_weight += silu * up * d;
@@ -56,14 +74,18 @@ __device__ __forceinline__ Pair slopes_of(u32 gates, u32 ups, float d_low, float
         d_gate[i] = slope * up * sigmoid * (1.f + gate * (1.f - sigmoid));
         d_up[i] = slope * silu;
     }
-    return {ptx::pack_bf16(act[0], act[1]), ptx::pack_bf16(d_gate[0], d_gate[1]), ptx::pack_bf16(d_up[0], d_up[1])};
+    return {ptx::pack_bf16(act[0], act[1]), ptx::pack_bf16(d_gate[0], d_gate[1]),
+            ptx::pack_bf16(d_up[0], d_up[1])};
 }
 
-// 64 rows of a tile of d_act; `row`, `rows` as in store_block, f: columns of d_act. `kept`: of the first panel; it gets that of
-// the next block of `next_rows` rows where there is one. Gate and up pass through the panels that their gradients leave by.
-__device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept& kept, const TensorMap* map_act,
-                                             const TensorMap* map_slopes, Stores& stores, const Slot& tile, int row, int rows,
-                                             int next_rows, int f, const float* weights, const Slopes& slopes) {
+// 64 rows of a tile of d_act; `row`, `rows` as in store_block, f: columns of d_act. `kept`: of the first
+// panel; it gets that of the next block of `next_rows` rows where there is one. Gate and up pass through the
+// panels that their gradients leave by.
+__device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept& kept,
+                                             const TensorMap* map_act, const TensorMap* map_slopes,
+                                             Stores& stores, const Slot& tile, int row, int rows,
+                                             int next_rows, int f, const float* weights,
+                                             const Slopes& slopes) {
     const int warp = stores.thread / 32, lane = stores.thread % 32, mine = 16 * warp + lane / 4;
     const bool live[2] = {mine < rows, mine + 8 < rows};
     float weight[2] = {1.f, 1.f}, d_weight[2] = {};
@@ -114,15 +136,17 @@ __device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int offset = 1; offset < 4; offset *= 2) d_weight[half] += __shfl_xor_sync(0xffffffffu, d_weight[half], offset);
+        for (int offset = 1; offset < 4; offset *= 2)
+            d_weight[half] += __shfl_xor_sync(0xffffffffu, d_weight[half], offset);
         if (lane % 4 == 0 && live[half])
-            slopes.d_weight[i64(tile.column / kBlockN) * slopes.rows + row + mine + 8 * half] = d_weight[half];
+            slopes.d_weight[i64(tile.column / kBlockN) * slopes.rows + row + mine + 8 * half] =
+                d_weight[half];
     }
 }
 
 // 64 rows of a weight gradient, added to a float32 one: panels of 32 columns.
-__device__ __forceinline__ void add_floats(const float (&d)[kBlockN / 2], const TensorMap* map_d, Stores& stores, const Slot& tile,
-                                           int row) {
+__device__ __forceinline__ void add_floats(const float (&d)[kBlockN / 2], const TensorMap* map_d,
+                                           Stores& stores, const Slot& tile, int row) {
     const int warp = stores.thread / 32, lane = stores.thread % 32;
 #pragma unroll
     for (int c = 0; c < kBlockN / 32; ++c) {
@@ -130,8 +154,10 @@ __device__ __forceinline__ void add_floats(const float (&d)[kBlockN / 2], const 
         const u32 panel = stores.begin();
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int line = 16 * warp + lane / 4 + 8 * (i & 1), unit = (i / 2 * 2 + lane % 4 / 2) ^ (line & 7);
-            ptx::store_shared_floats(panel + line * 128 + unit * 16 + lane % 2 * 8, d[16 * c + 2 * i], d[16 * c + 2 * i + 1]);
+            const int line = 16 * warp + lane / 4 + 8 * (i & 1),
+                      unit = (i / 2 * 2 + lane % 4 / 2) ^ (line & 7);
+            ptx::store_shared_floats(panel + line * 128 + unit * 16 + lane % 2 * 8, d[16 * c + 2 * i],
+                                     d[16 * c + 2 * i + 1]);
         }
         stores.finish([&] { ptx::tma_add_3d(map_d, panel, tile.column + 32 * c, row, tile.expert); });
     }

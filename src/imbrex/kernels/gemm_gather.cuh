@@ -1,24 +1,33 @@
-// The producer of a grouped GEMM that reads its rows from an index: GATHER warps of the producer warpgroup, no permuted copy.
+// The producer of a grouped GEMM that reads its rows from an index: GATHER warps of the producer warpgroup,
+// no permuted copy.
 //
-// A row of a stage is 128 bytes, and the 128-byte swizzle goes by bits of the address in shared memory: a box of one row, copied
-// to where the row belongs in its stage, lands there as the wide box would put it. So the tile's rows come one by one, by as
-// many instructions as the tile has rows (rounded up to four), and consumers know nothing of it. Rows past the last are what
-// the stage held before: products of other rows do not see them, and they are not stored.
+// A row of a stage is 128 bytes, and the 128-byte swizzle goes by bits of the address in shared memory: a box
+// of one row, copied to where the row belongs in its stage, lands there as the wide box would put it. So the
+// tile's rows come one by one, by as many instructions as the tile has rows (rounded up to four), and
+// consumers know nothing of it. Rows past the last are what the stage held before: products of other rows do
+// not see them, and they are not stored.
 //
-// The limit is how fast a warp asks: an instruction takes its operands from uniform registers, so that lanes would take turns
-// anyway, 17 cycles each, and a step costs 400 more before the first. Four warps ask from four schedulers; kTurns crews of them
-// take the steps in turn, so that a crew has the time of kTurns steps. One lane of a warp issues all of its copies. Every warp
-// arrives at a stage with the bytes that it asks for.
+// The limit is how fast a warp asks: an instruction takes its operands from uniform registers, so that lanes
+// would take turns anyway, 17 cycles each, and a step costs 400 more before the first. Four warps ask from
+// four schedulers; kTurns crews of them take the steps in turn, so that a crew has the time of kTurns steps.
+// One lane of a warp issues all of its copies. Every warp arrives at a stage with the bytes that it asks for.
 //
-// Measured on an H200, us of the first product, its rows copied before (the copy in brackets) and gathered, uniform counts:
-//   Qwen3, 16384 rows: 170 (25); one warp 358, two 246, four 195; indices read in batches 187, and two crews 184; in pairs of
-//   blocks, which ask for half of the weights' lines each, 176. With half of the rows left out 169, with all of them 164.
-//   In pairs: Qwen2 279 (29) and 286, DeepSeek-V3 1603 (101) and 1711, Phi-3.5, 8192 rows, 1173 (34) and 1206, Mixtral, 4096
-//   rows, 1280 (18) and 1374. 64 rows an expert: DeepSeek-V3 910 (24) and 895. Lanes that each ask for their own: 20 cycles a
-//   row and no gain; cp.async by four warps: Qwen3 222, Phi-3.5 1749, with the fence in the consumers or without any.
+// Design record, H200, us of the first product, uniform counts. Qwen3, 16384 rows:
+//   rows copied before it              170, and 25 for the copy
+//   one warp asks, two, four           358, 246, 195
+//   and indices read in batches        187; also in two crews 184
+//   in pairs of blocks                 176 (each asks for half of the weights' lines)
+//   half of the rows left out, all     169, 164
+//   cp.async by four warps             222, with the fence in the consumers or without any
+// Others in pairs:                     copied before (the copy), gathered
+//   Qwen2                              279 (29), 286
+//   DeepSeek-V3                        1603 (101), 1711; 64 rows an expert 910 (24), 895
+//   Phi-3.5, 8192 rows                 1173 (34), 1206; cp.async 1749
+//   Mixtral, 4096 rows                 1280 (18), 1374
+// Lanes that each ask for their own: 20 cycles a row and no gain.
 //
-// A step is filled by one crew, which has filled the step kTurns before it: so the wait for a stage, which tells a fill from the
-// one before by a bit, is never a turn of the ring ahead or behind (STAGES >= kTurns).
+// A step is filled by one crew, which has filled the step kTurns before it: so the wait for a stage, which
+// tells a fill from the one before by a bit, is never a turn of the ring ahead or behind (STAGES >= kTurns).
 #pragma once
 #include "gemm_load.cuh"
 #include "gemm_load_pairs.cuh"
@@ -28,12 +37,14 @@ constexpr int kTurns = 2, kCrew = GATHER / kTurns, kQuadsEach = kBlockM / 4 / kC
 static_assert(kForward && !PINGPONG, "rows are gathered in a forward product");
 static_assert(kCrew > 0 && GATHER % kTurns == 0 && STAGES >= kTurns, "crews are alike");
 
-// One thread of the block, or of both of a cluster: the next tile, or pair of tiles, in its slot; steps -1 where there is none.
+// One thread of the block, or of both of a cluster: the next tile, or pair of tiles, in its slot; steps -1
+// where there is none.
 template <typename Walk>
-__device__ __forceinline__ void draw(const Shared& shared, Walk& order, u32 turn, int& number, u32& position, int k, u32* counter,
-                                     u32& patience) {
+__device__ __forceinline__ void draw(const Shared& shared, Walk& order, u32 turn, int& number, u32& position,
+                                     int k, u32* counter, u32& patience) {
     const u32 slot = turn % kSlots;
-    if (CLUSTER > 1 && ptx::cluster_rank() > 0) return ptx::mbarrier_expect(shared.slot_full + 8 * slot, sizeof(Slot));
+    if (CLUSTER > 1 && ptx::cluster_rank() > 0)
+        return ptx::mbarrier_expect(shared.slot_full + 8 * slot, sizeof(Slot));
     Tile tile[2] = {};
     bool found, together = false;
     ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (turn / kSlots & 1) ^ 1, patience);
@@ -56,21 +67,26 @@ __device__ __forceinline__ void draw(const Shared& shared, Walk& order, u32 turn
 }
 
 // A step of B, or this block's part of it.
-__device__ __forceinline__ void load_part(const TensorMap* map_b, u32 full, u32 b, const Slot& tile, int k, int halves, int rank) {
+__device__ __forceinline__ void load_part(const TensorMap* map_b, u32 full, u32 b, const Slot& tile, int k,
+                                          int halves, int rank) {
     if constexpr (CLUSTER == 1) {
         load_columns(map_b, full, b, tile.expert, tile.column, k);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            if (half < halves && (half == rank || !tile.together)) load_half(map_b, b, full, tile, k, half, tile.together);
+            if (half < halves && (half == rank || !tile.together))
+                load_half(map_b, b, full, tile, k, half, tile.together);
     }
 }
 
-// One thread: the crew's steps of a tile, this warp's rows; the crew's first warp the columns as well. from: of the tile's rows.
-__device__ __forceinline__ void gather_tile(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, const Slot& tile,
-                                            const uint4* from, int quads, int crew, int member, u32& patience) {
+// One thread: the crew's steps of a tile, this warp's rows; the crew's first warp the columns as well. from:
+// of the tile's rows.
+__device__ __forceinline__ void gather_tile(const TensorMap* map_a, const TensorMap* map_b,
+                                            const Shared& shared, const Slot& tile, const uint4* from,
+                                            int quads, int crew, int member, u32& patience) {
     constexpr int kBatch = kQuadsEach < 4 ? kQuadsEach : 4;
-    const int mine = (quads - member + kCrew - 1) / kCrew, first_step = (crew + kTurns - tile.position % kTurns) % kTurns;
+    const int mine = (quads - member + kCrew - 1) / kCrew,
+              first_step = (crew + kTurns - tile.position % kTurns) % kTurns;
     const int rank = CLUSTER > 1 ? ptx::cluster_rank() : 0;
     const int halves = tile.rows <= 0 ? 0 : CLUSTER == 1 || kSwiglu || tile.columns > kBlockN / 2 ? 2 : 1;
     const u32 bytes = mine * 4 * 128 + (member == 0 ? halves * (kBytesB / 2) : 0);
@@ -102,12 +118,15 @@ __device__ __forceinline__ void gather_tile(const TensorMap* map_a, const Tensor
     }
 }
 
-// The first GATHER warps of the producer warpgroup. index[r]: where row r of the experts lies in A. from: kTurns * kBlockM words.
+// The first GATHER warps of the producer warpgroup. index[r]: where row r of the experts lies in A. from:
+// kTurns * kBlockM words.
 // `counter` as in `produce`.
 template <typename Walk>
-__device__ __forceinline__ void produce_gathered(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, Walk order,
-                                                 const i64* index, u32* from, int k, u32* counter, u32* status) {
-    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, crew = warp / kCrew, member = warp % kCrew;
+__device__ __forceinline__ void produce_gathered(const TensorMap* map_a, const TensorMap* map_b,
+                                                 const Shared& shared, Walk order, const i64* index,
+                                                 u32* from, int k, u32* counter, u32* status) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, crew = warp / kCrew,
+              member = warp % kCrew;
     u32 patience = ptx::kPatience, position = 0;
     int number = blockIdx.x / CLUSTER;
     from += crew * kBlockM;
@@ -124,7 +143,8 @@ __device__ __forceinline__ void produce_gathered(const TensorMap* map_a, const T
         }
         __syncwarp();
         if (ptx::elect_one())
-            gather_tile(map_a, map_b, shared, tile, reinterpret_cast<const uint4*>(from), quads, crew, member, patience);
+            gather_tile(map_a, map_b, shared, tile, reinterpret_cast<const uint4*>(from), quads, crew, member,
+                        patience);
         __syncwarp();
     }
     if (patience == 0) *status = 1;

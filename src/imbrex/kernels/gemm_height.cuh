@@ -1,13 +1,16 @@
-// How high the tiles of a grouped GEMM are, 64 rows or 128: found on the device, since only there the rows of every expert are
-// known. A tile of 64 rows is one whose second group of consumers has none, as an expert's last one often is.
+// How high the tiles of a grouped GEMM are, 64 rows or 128: found on the device, since only there the rows of
+// every expert are known. A tile of 64 rows is one whose second group of consumers has none, as an expert's
+// last one often is.
 //
-// Blocks take tiles in turn, so a product lasts as many waves as there are tiles for a block. A wave of 64 rows takes kLow of one
-// of 128, a tile of 128 with 64 live rows or fewer kTail of a full one: fitted to 286 measured products (docs/LOG.md), whose time
-// with the height found is 1.002 of that with the better one (geometric mean, 1.08 at worst; always 128: 1.021 and 1.47).
+// Blocks take tiles in turn, so a product lasts as many waves as there are tiles for a block. A wave of 64
+// rows takes kLow of one of 128, a tile of 128 with 64 live rows or fewer kTail of a full one: fitted to 286
+// measured products (docs/LOG.md), whose time with the height found is 1.002 of that with the better one
+// (geometric mean, 1.08 at worst; always 128: 1.021 and 1.47).
 //
-// Example: experts of 128, 128, 128 and 128 rows, 16 columns of tiles, 132 blocks. 128 rows: 4 x 16 tiles, one wave, 1.00; 64
-// rows: 8 x 16, one wave, 0.65, so 64 (measured 77 and 63 us). With 129 rows instead of 128 in one of them (5 x 16 tiles, 0.93;
-// 9 x 16 tiles, two waves, 1.30) it is 128.
+// Example: experts of 128, 128, 128 and 128 rows, 16 columns of tiles, 132 blocks. 128 rows: 4 x 16 tiles,
+// one wave, 1.00; 64 rows: 8 x 16, one wave, 0.65, so 64 (measured 77 and 63 us). With 129 rows instead of
+// 128 in one of them (5 x 16 tiles, 0.93; 9 x 16 tiles, two waves, 1.30) it is 128. (Mixtral
+// down of 512 rows: 64 high 106 us, 128 high 145.)
 //
 // Plain C++ but for the qualifiers, as gemm_scheduler.cuh.
 #pragma once

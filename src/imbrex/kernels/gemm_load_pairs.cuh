@@ -1,13 +1,15 @@
-// The producers of a cluster of two blocks: its first block draws pairs of tiles (gemm_pairs.cuh) and writes both blocks' slots;
-// where the two share their columns each loads half of B for both, and its own A.
+// The producers of a cluster of two blocks: its first block draws pairs of tiles (gemm_pairs.cuh) and writes
+// both blocks' slots; where the two share their columns each loads half of B for both, and its own A.
 //
-// A stage is filled by two blocks, so its `empty` barrier waits for the readers of both, in both. Bytes that the other block sent
-// may come before this one has said how many it expects: the phase ends with its own arrival, so no sooner.
+// A stage is filled by two blocks, so its `empty` barrier waits for the readers of both, in both. Bytes that
+// the other block sent may come before this one has said how many it expects: the phase ends with its own
+// arrival, so no sooner.
 #pragma once
 #include "gemm_load.cuh"
 
 // Half of a step of B into both blocks (`both`) or this one.
-__device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 full, const Slot& tile, int k, int half, bool both) {
+__device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 full, const Slot& tile, int k,
+                                          int half, bool both) {
     constexpr u16 kBoth = 3;
     b += half * (kBytesB / 2);
     if constexpr (kForward) {
@@ -26,8 +28,9 @@ __device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 ful
     }
 }
 
-__device__ __forceinline__ void load_pair_step(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, u32 stage,
-                                               const Slot& tile, int rank, int k) {
+__device__ __forceinline__ void load_pair_step(const TensorMap* map_a, const TensorMap* map_b,
+                                               const Shared& shared, u32 stage, const Slot& tile, int rank,
+                                               int k) {
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
     if (tile.rows <= 0) return ptx::mbarrier_arrive(full);
     const int v = least(tile.rows, kBlockM), halves = kSwiglu || tile.columns > kBlockN / 2 ? 2 : 1;
@@ -35,11 +38,13 @@ __device__ __forceinline__ void load_pair_step(const TensorMap* map_a, const Ten
     load_rows(map_a, full, a, tile.row, v, k);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-        if (half < halves && (half == rank || !tile.together)) load_half(map_b, b, full, tile, k, half, tile.together);
+        if (half < halves && (half == rank || !tile.together))
+            load_half(map_b, b, full, tile, k, half, tile.together);
 }
 
 // Into this block's slot and, once it expects it, the other's.
-__device__ __forceinline__ void write_slots(const Shared& shared, u32 slot, const Slot& own, const Slot& other) {
+__device__ __forceinline__ void write_slots(const Shared& shared, u32 slot, const Slot& own,
+                                            const Slot& other) {
     const u32 at = ptx::smem_u32(shared.slots + slot), full = shared.slot_full + 8 * slot;
     const uint4 first{u32(other.expert), u32(other.row), u32(other.rows), u32(other.column)};
     const uint4 second{u32(other.columns), u32(other.steps), other.position, u32(other.together)};
@@ -50,8 +55,9 @@ __device__ __forceinline__ void write_slots(const Shared& shared, u32 slot, cons
 }
 
 // The producer thread of either block; `counter` as in `produce`, for clusters.
-__device__ __forceinline__ void produce_pairs(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared, Pairs order,
-                                              int k, u32* counter, u32* status) {
+__device__ __forceinline__ void produce_pairs(const TensorMap* map_a, const TensorMap* map_b,
+                                              const Shared& shared, Pairs order, int k, u32* counter,
+                                              u32* status) {
     const int rank = ptx::cluster_rank(), clusters = gridDim.x / 2;
     u32 patience = ptx::kPatience, position = 0, index = 0;
     Ring ring(0);

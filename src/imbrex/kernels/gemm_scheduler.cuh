@@ -1,15 +1,16 @@
 // Which tile comes next: the order of a persistent grouped GEMM, as data.
 //
-// The output is a list of segments; a segment is rows x columns of one expert. Without a list (`segments` null)
-// there is one segment an expert, with all its rows and all columns, in order. With a list, five ints a segment
-// (expert, row begin, row end, column begin, column end) on the device give any order: by source rank, by column
-// slice over all experts, a chunk of the experts. Block b takes tiles b, b + grid, b + 2 grid, ...
+// The output is a list of segments; a segment is rows x columns of one expert. Without a list (`segments`
+// null) there is one segment an expert, with all its rows and all columns, in order. With a list, five ints a
+// segment (expert, row begin, row end, column begin, column end) on the device give any order: by source
+// rank, by column slice over all experts, a chunk of the experts. Block b takes tiles b, b + grid, b + 2
+// grid, ...
 //
-// Inside a segment, tiles run down `kGroupM` row tiles, then one column tile to the right, so that the blocks that
-// run together share few distinct panels of A and B (measured choice, see gemm.cu).
+// Inside a segment, tiles run down `kGroupM` row tiles, then one column tile to the right, so that the blocks
+// that run together share few distinct panels of A and B (measured choice, see gemm.cu).
 //
-// Example: ends = {130, 130, 300}, 128 x 256 tiles, 512 columns: segments have 2 x 2, 0 x 2 and 2 x 2 tiles; tile 5
-// is the second of expert 2: row 130 + 128 = 258, 42 rows left, column 0.
+// Example: ends = {130, 130, 300}, 128 x 256 tiles, 512 columns: segments have 2 x 2, 0 x 2 and 2 x 2 tiles;
+// tile 5 is the second of expert 2: row 130 + 128 = 258, 42 rows left, column 0.
 //
 // Plain C++ but for the qualifiers, so that the tests compile and run it on the CPU.
 #pragma once

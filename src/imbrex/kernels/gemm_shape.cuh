@@ -1,6 +1,7 @@
-// What the parts of the grouped GEMM share: sizes from the defines (see gemm.cu), shared memory, the ring of stages.
+// What the parts of the grouped GEMM share: sizes from the defines (see gemm.cu), shared memory, the ring of
+// stages.
 #pragma once
-#include "ptx.cuh"
+#include "ptx_wgmma.cuh"
 #include "gemm_height.cuh"
 #include "gemm_pairs.cuh"
 
@@ -11,8 +12,9 @@ constexpr int kBlockK = FP8 ? 128 : 64;  // 128 bytes
 constexpr bool kForward = LAYOUT == 0, kDgrad = LAYOUT == 1, kWgrad = LAYOUT == 2;
 constexpr bool kSwiglu = EPILOGUE == 1 || EPILOGUE == 2;
 constexpr u32 kBytesA = kBlockM * 128, kBytesB = kBlockN * 128;
-// The second 64 rows of a tile may have no rows, or the tile none: they come in boxes of their own. With 128 columns a step is
-// too short for a second instruction (3 to 7 % slower), and fp8 pays for it, too (1 to 2 %).
+// The second 64 rows of a tile may have no rows, or the tile none: they come in boxes of their own. With 128
+// columns a step is too short for a second instruction (3 to 7 % slower), and fp8 pays for it, too (1 to 2
+// %).
 constexpr bool kTwoHeights = !FP8 && !PINGPONG && !kWgrad && kBlockM == 128 && kBlockN == 256;
 constexpr int kBoxM = kTwoHeights ? 64 : kBlockM;
 constexpr u32 kPanel = 64 * 64 * 2;  // 64 rows of 128 bytes
@@ -21,8 +23,10 @@ constexpr bool kManyRegisters = (FP8 && !GATHER) || EPILOGUE == 4;
 constexpr int kProducerRegisters = kManyRegisters ? 40 : 56;
 constexpr int kConsumerRegisters = GROUPS > 1 ? (kManyRegisters ? 232 : 224) : 240;
 constexpr int kSlots = 4;
-static_assert(!FP8 || (kForward && !PINGPONG && kBlockN % 128 == 0), "fp8: forward, tiles shared by the groups");
-static_assert(CLUSTER == 1 || (!PINGPONG && (kForward || (kDgrad && WIDE))), "clusters: see gemm_load_pairs.cuh");
+static_assert(!FP8 || (kForward && !PINGPONG && kBlockN % 128 == 0),
+              "fp8: forward, tiles shared by the groups");
+static_assert(CLUSTER == 1 || (!PINGPONG && (kForward || (kDgrad && WIDE))),
+              "clusters: see gemm_load_pairs.cuh");
 static_assert(PINGPONG || BLOCKS_M == 1, "groups that share a tile have one block of rows each");
 
 using Order = Schedule<kBlockM, kSwiglu ? kBlockN / 2 : kBlockN, GROUP_M, kWgrad>;
@@ -34,12 +38,13 @@ __device__ __forceinline__ Any with_height(Any order) {
     constexpr int kWidth = kSwiglu ? kBlockN / 2 : kBlockN;
     if constexpr (kTwoHeights)
         if (order.segments == nullptr)
-            order.height = tile_height(order.ends, order.count, (order.columns + kWidth - 1) / kWidth, gridDim.x);
+            order.height =
+                tile_height(order.ends, order.count, (order.columns + kWidth - 1) / kWidth, gridDim.x);
     return order;
 }
 
-// What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles. rows 0: none for this
-// block; `together`: the cluster's two tiles share their columns.
+// What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles. rows
+// 0: none for this block; `together`: the cluster's two tiles share their columns.
 struct __align__(16) Slot {
     int expert, row, rows, column, columns, steps;
     u32 position;
@@ -55,7 +60,8 @@ struct Shared {
 
 struct Ring {
     u32 stage, phase;
-    __device__ __forceinline__ explicit Ring(u32 position) : stage(position % STAGES), phase(position / STAGES & 1) {}
+    __device__ __forceinline__ explicit Ring(u32 position)
+        : stage(position % STAGES), phase(position / STAGES & 1) {}
     __device__ __forceinline__ void next() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
@@ -71,7 +77,8 @@ __device__ __forceinline__ void release_stage(u32 barrier) {
     }
 }
 
-// A thread (of a warp) has read a slot: the block that writes it may do so, which is the first of the cluster.
+// A thread (of a warp) has read a slot: the block that writes it may do so, which is the first of the
+// cluster.
 __device__ __forceinline__ void release_slot(u32 barrier) {
     if constexpr (CLUSTER > 1)
         ptx::mbarrier_arrive_cluster(barrier, 0);

@@ -4,7 +4,8 @@
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// One 64 x 64 panel from registers to swizzled shared memory; `value(i)` gives the accumulator i of the panel (0..31).
+// One 64 x 64 panel from registers to swizzled shared memory; `value(i)` gives the accumulator i of the panel
+// (0..31).
 template <typename Value>
 __device__ __forceinline__ void write_panel(u32 panel, int warp, int lane, Value value) {
     const int row = 16 * warp + (lane & 7) + 8 * ((lane >> 3) & 1);
@@ -13,7 +14,8 @@ __device__ __forceinline__ void write_panel(u32 panel, int warp, int lane, Value
     for (int i = 0; i < 4; ++i) {
         const u32 unit = (2 * i + (lane >> 4)) ^ (row & 7);
         ptx::store_matrix_x4(line + unit * 16, ptx::pack_bf16(value(8 * i), value(8 * i + 1)),
-                             ptx::pack_bf16(value(8 * i + 2), value(8 * i + 3)), ptx::pack_bf16(value(8 * i + 4), value(8 * i + 5)),
+                             ptx::pack_bf16(value(8 * i + 2), value(8 * i + 3)),
+                             ptx::pack_bf16(value(8 * i + 4), value(8 * i + 5)),
                              ptx::pack_bf16(value(8 * i + 6), value(8 * i + 7)));
     }
 }
@@ -21,7 +23,8 @@ __device__ __forceinline__ void write_panel(u32 panel, int warp, int lane, Value
 // Stored at one stroke: 1 % of the time of small experts; in pairs of blocks long products lose 3 % by it.
 constexpr bool kWhole = FP8 && CLUSTER == 1 && PANELS >= kOutputs && (EPILOGUE == 0 || EPILOGUE == 3);
 
-// Panels leave through PANELS buffers in turn: before one is written again its last store must have been read.
+// Panels leave through PANELS buffers in turn: before one is written again its last store must have been
+// read.
 struct Stores {
     u32 staging;
     int group, thread;
@@ -39,7 +42,7 @@ struct Stores {
     }
     // The next three at once; three commits follow.
     __device__ __forceinline__ void begin(u32 (&panels)[3]) {
-        if (thread == 0) ptx::bulk_wait_read<PANELS < 3 ? 0 : PANELS - 3>();
+        if (thread == 0) ptx::bulk_wait_read < PANELS<3 ? 0 : PANELS - 3>();
         ptx::named_barrier(1 + group, 128);
 #pragma unroll
         for (int i = 0; i < 3; ++i) panels[i] = staging + (turn++ % PANELS) * kPanel;
@@ -56,8 +59,9 @@ struct Stores {
 };
 
 // 64 rows of a tile; `row` is their first row of the output and `rows` (1..64) of them exist.
-__device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const TensorMap* map_d, const TensorMap* map_h,
-                                            Stores& stores, const Slot& tile, int row, int rows, const float* weights) {
+__device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const TensorMap* map_d,
+                                            const TensorMap* map_h, Stores& stores, const Slot& tile, int row,
+                                            int rows, const float* weights) {
     const int warp = stores.thread / 32, lane = stores.thread % 32;
     float scale[2] = {1.f, 1.f};
     if constexpr (EPILOGUE == 3) {
@@ -74,7 +78,8 @@ __device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const
         const u32 panels = stores.begin_all();
 #pragma unroll
         for (int c = 0; c < kOutputs; ++c)
-            if (64 * c < tile.columns) write_panel(panels + c * kPanel, warp, lane, [&](int i) { return value(c, i); });
+            if (64 * c < tile.columns)
+                write_panel(panels + c * kPanel, warp, lane, [&](int i) { return value(c, i); });
         stores.finish([&] {
             for (int c = 0; c < kOutputs && 64 * c < tile.columns; ++c)
                 ptx::tma_store_3d(map_d, panels + c * kPanel, tile.column + 64 * c, 64 - rows, row + rows);
@@ -98,8 +103,10 @@ __device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     panel = stores.begin();
-                    write_panel(panel, warp, lane, [&](int i) { return d[half * (kBlockN / 4) + 32 * c + i]; });
-                    stores.finish([&] { ptx::tma_store_4d(map_h, panel, column, half, 64 - rows, row + rows); });
+                    write_panel(panel, warp, lane,
+                                [&](int i) { return d[half * (kBlockN / 4) + 32 * c + i]; });
+                    stores.finish(
+                        [&] { ptx::tma_store_4d(map_h, panel, column, half, 64 - rows, row + rows); });
                 }
             }
         }

@@ -1,6 +1,7 @@
-// All inline assembly of imbrex, one thin function per instruction. No header is included: NVRTC alone suffices.
-// Conventions: shared-memory addresses are 32-bit (`smem_u32`); a function that must run in one thread says so;
-// every wait is bounded by a count of polls and reports failure instead of trapping.
+// The inline assembly of imbrex, one thin function per instruction; what only some kernels need is in
+// ptx_wgmma.cuh, ptx_exchange.cuh and ptx_codec.cuh. No header is included: NVRTC alone suffices.
+// Conventions: shared-memory addresses are 32-bit (`smem_u32`); a function that must run in one thread says
+// so; every wait is bounded by a count of polls and reports failure instead of trapping.
 #pragma once
 
 using u8 = unsigned char;
@@ -49,9 +50,13 @@ __device__ __forceinline__ bool elect_one() {
 
 // Section: kernels that overlap.
 
-// The next kernel of the stream may be launched once all blocks of this one have said so or ended, if its launch allows it.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Until the kernels before this one, which its launch did not wait for, have ended and their writes are there.
+// The next kernel of the stream may be launched once all blocks of this one have said so or ended, if its
+// launch allows it.
+__device__ __forceinline__ void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Until the kernels before this one, which its launch did not wait for, have ended and their writes are
+// there.
 __device__ __forceinline__ void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Section: registers and barriers of a block.
@@ -72,16 +77,26 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 }
 
 // Orders no accesses: what the others are to see needs a fence before it (fence_barrier_init).
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // Section: fences.
 
-// Orders this thread's ordinary shared-memory accesses before later ones by the copy engine or the tensor cores.
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// The same for all state spaces, global memory included: after an acquired flag, before TMA reads what a peer wrote.
+// Orders this thread's ordinary shared-memory accesses before later ones by the copy engine or the tensor
+// cores.
+__device__ __forceinline__ void fence_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// The same for all state spaces, global memory included: after an acquired flag, before TMA reads what a peer
+// wrote.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // Section: mbarrier.
 
@@ -90,35 +105,42 @@ __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
-    asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+    asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier)
+                 : "memory");
 }
 
-// Arrive at the barrier at the same offset in block `rank` of the cluster. Orders nothing but this thread's accesses to its own
-// block's memory: with `.release.cluster` every arrival would wait for a fence of the whole GPU.
+// Arrive at the barrier at the same offset in block `rank` of the cluster. Orders nothing but this thread's
+// accesses to its own block's memory: with `.release.cluster` every arrival would wait for a fence of the
+// whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
     asm volatile(
         "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
-        " mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
+        " mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "{\n .reg .b64 state;\n mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
+        "r"(bytes)
+        : "memory");
 }
 
 __device__ __forceinline__ bool mbarrier_try(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(
-        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n selp.u32 %0, 1, 0, p;\n}"
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n selp.u32 %0, 1, 0, "
+        "p;\n}"
         : "=r"(done)
         : "r"(barrier), "r"(parity), "r"(10000u)
         : "memory");
     return done != 0;
 }
 
-// Wait for the phase of `parity` to complete. Bounded: a try sleeps up to 10 us, and `patience` counts the tries left
-// to this thread for all its waits; at 0 it stops waiting and the caller sets a status word. There is no branch around
-// the code that follows: a divergent exit would make ptxas serialise wgmma.
+// Wait for the phase of `parity` to complete. Bounded: a try sleeps up to 10 us, and `patience` counts the
+// tries left to this thread for all its waits; at 0 it stops waiting and the caller sets a status word. There
+// is no branch around the code that follows: a divergent exit would make ptxas serialise wgmma.
 constexpr u32 kPatience = 1u << 20;
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, u32& patience) {
 #pragma unroll 1
@@ -133,29 +155,34 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
 
 __device__ __forceinline__ void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+        "[%2];" ::"r"(target),
         "l"(map), "r"(barrier), "r"(x), "r"(y)
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load_3d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z) {
+__device__ __forceinline__ void tma_load_3d(u32 target, const TensorMap* map, u32 barrier, int x, int y,
+                                            int z) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
+        "%5}], [%2];" ::"r"(target),
         "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
+__device__ __forceinline__ void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int x, int y,
+                                            int z, int w) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-            target),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6}], [%2];" ::"r"(target),
         "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
         : "memory");
 }
 
-// The tile lands at the same offset, and completes on the same barrier, in every block of the cluster in `blocks`.
-__device__ __forceinline__ void tma_load_3d_multicast(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z,
-                                                      u16 blocks) {
+// The tile lands at the same offset, and completes on the same barrier, in every block of the cluster in
+// `blocks`.
+__device__ __forceinline__ void tma_load_3d_multicast(u32 target, const TensorMap* map, u32 barrier, int x,
+                                                      int y, int z, u16 blocks) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
@@ -163,8 +190,8 @@ __device__ __forceinline__ void tma_load_3d_multicast(u32 target, const TensorMa
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load_4d_multicast(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w,
-                                                      u16 blocks) {
+__device__ __forceinline__ void tma_load_4d_multicast(u32 target, const TensorMap* map, u32 barrier, int x,
+                                                      int y, int z, int w, u16 blocks) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
@@ -173,28 +200,31 @@ __device__ __forceinline__ void tma_load_4d_multicast(u32 target, const TensorMa
 }
 
 __device__ __forceinline__ void tma_store_2d(const TensorMap* map, u32 source, int x, int y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(source), "r"(x),
-                 "r"(y)
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(source), "r"(x), "r"(y)
                  : "memory");
 }
 
 __device__ __forceinline__ void tma_store_3d(const TensorMap* map, u32 source, int x, int y, int z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(source),
-                 "r"(x), "r"(y), "r"(z)
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(source), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, u32 source, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(source),
-                 "r"(x), "r"(y), "r"(z), "r"(w)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(source), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
 }
 
 // Adds to what is there, in L2, in the tensor map's type (bf16 or float32).
 __device__ __forceinline__ void tma_add_3d(const TensorMap* map, u32 source, int x, int y, int z) {
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(source), "r"(x), "r"(y), "r"(z)
-                 : "memory");
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
+            "l"(map),
+        "r"(source), "r"(x), "r"(y), "r"(z)
+        : "memory");
 }
 
 // Section: bulk groups of stores (tiled and 1-D).
@@ -211,97 +241,12 @@ __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Section: wgmma: 64 x N x 16, bf16 in, fp32 accumulated.
-
-// Shared-memory operand with 128-byte swizzle. `address` is 1024-byte aligned plus a multiple of 32 bytes.
-// K-major (64 elements of k = 128 bytes a row): groups of 8 rows are 1024 bytes apart; `leading` is not used.
-// MN-major (64 elements of m or n = 128 bytes a row, one row per k): groups of 8 k are 1024 bytes apart and
-// blocks of 64 m or n are `leading` bytes apart.
-constexpr u64 kOperandHigh = (1ull << 62) | (u64(1024 >> 4) << 32);
-__device__ __forceinline__ u64 wgmma_operand(u32 address, u32 leading) {
-    return kOperandHigh | (u64(leading >> 4) << 16) | ((address & 0x3ffffu) >> 4);
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// d[N / 2] += (or =, where `add` is 0) A[64 x 16] B[16 x N]. d[4 i + j] holds row 16 warp + lane / 4 + 8 (j / 2),
-// column 8 i + 2 (lane % 4) + j % 2.
-#define IMBREX_WGMMA(N, REGISTERS, OPERANDS, A, B, ADD, TRANS_A, TRANS_B)                                        \
-    asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " ADD ", 0;\n"                                              \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B            \
-                 ", p, 1, 1, " TRANS_A ", " TRANS_B ";\n}"                                                       \
-                 : OPERANDS                                                                                      \
-                 : "l"(a), "l"(b), "r"(add), "n"(kTransA), "n"(kTransB))
-
-#define IMBREX_R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define IMBREX_R1 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define IMBREX_R2 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define IMBREX_R3 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define IMBREX_D0 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define IMBREX_D1 , "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define IMBREX_D2 , "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
-    "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
-    "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
-    "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-#define IMBREX_D3 , "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
-    "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
-    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
-    "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-
-template <int kN, int kTransA, int kTransB>
-__device__ __forceinline__ void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
-    if constexpr (kN == 64)
-        IMBREX_WGMMA(64, IMBREX_R0, IMBREX_D0, "%32", "%33", "%34", "%35", "%36");
-    else if constexpr (kN == 128)
-        IMBREX_WGMMA(128, IMBREX_R0 IMBREX_R1, IMBREX_D0 IMBREX_D1, "%64", "%65", "%66", "%67", "%68");
-    else if constexpr (kN == 192)
-        IMBREX_WGMMA(192, IMBREX_R0 IMBREX_R1 IMBREX_R2, IMBREX_D0 IMBREX_D1 IMBREX_D2,
-                     "%96", "%97", "%98", "%99", "%100");
-    else
-        IMBREX_WGMMA(256, IMBREX_R0 IMBREX_R1 IMBREX_R2 IMBREX_R3,
-                     IMBREX_D0 IMBREX_D1 IMBREX_D2 IMBREX_D3, "%128", "%129", "%130",
-                     "%131", "%132");
-}
-
-// The same with e4m3 operands, 64 x N x 32, K-major both.
-template <int kN>
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
-    if constexpr (kN == 64)
-        asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" IMBREX_R0 "}, %32, %33, p, 1, 1;\n}"
-                     : IMBREX_D0
-                     : "l"(a), "l"(b), "r"(add));
-    else
-        asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" IMBREX_R0 IMBREX_R1 "}, %64, %65, p, 1, 1;\n}"
-                     : IMBREX_D0 IMBREX_D1
-                     : "l"(a), "l"(b), "r"(add));
-}
-
-// Keeps reads of d behind the wait before it.
-template <int kCount>
-__device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
 // Section: matrices from registers to shared memory.
 
 // Four 8 x 8 bf16 matrices; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2),
-                 "r"(m3)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
+                 "r"(m1), "r"(m2), "r"(m3)
                  : "memory");
 }
 
@@ -313,17 +258,22 @@ __device__ __forceinline__ void load_matrix_x4(u32 address, u32 (&m)[4]) {
                  : "memory");
 }
 
-// To the same place in block `rank` of the cluster; completes 16 bytes on its `barrier`, whose waiters then see them.
+// To the same place in block `rank` of the cluster; completes 16 bytes on its `barrier`, whose waiters then
+// see them.
 __device__ __forceinline__ void store_cluster_16(u32 address, u32 barrier, u32 rank, uint4 v) {
     asm volatile(
-        "{\n .reg .b32 remote, done;\n mapa.shared::cluster.u32 remote, %0, %2;\n mapa.shared::cluster.u32 done, %1, %2;\n"
-        " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [remote], {%3, %4, %5, %6}, [done];\n}" ::"r"(address),
+        "{\n .reg .b32 remote, done;\n mapa.shared::cluster.u32 remote, %0, %2;\n mapa.shared::cluster.u32 "
+        "done, %1, %2;\n"
+        " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [remote], {%3, %4, %5, %6}, "
+        "[done];\n}" ::"r"(address),
         "r"(barrier), "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
         : "memory");
 }
 
 __device__ __forceinline__ void store_shared_16(u32 address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
 }
 
 // Memory that this kernel does not write; stays where it stands among the other instructions here.
@@ -366,7 +316,8 @@ __device__ __forceinline__ u32 pack_e4m3(float low, float high) {
 // Four, the first in the lowest byte.
 __device__ __forceinline__ u32 pack_e4m3(float first, float second, float third, float fourth) {
     u32 packed;
-    asm("{\n .reg .b16 low, high;\n cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+    asm("{\n .reg .b16 low, high;\n cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n cvt.rn.satfinite.e4m3x2.f32 "
+        "high, %4, %3;\n"
         " mov.b32 %0, {low, high};\n}"
         : "=r"(packed)
         : "f"(first), "f"(second), "f"(third), "f"(fourth));

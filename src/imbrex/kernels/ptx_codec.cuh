@@ -19,7 +19,9 @@ __device__ __forceinline__ u32 pack_f16(float low, float high) {
 }
 
 __device__ __forceinline__ void unpack_f16(u32 packed, float& low, float& high) {
-    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(packed));
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(packed));
 }
 
 // Two e5m2 values, exactly: their bytes are the upper bytes of float16.

@@ -34,14 +34,20 @@ __device__ __forceinline__ u32 load_acquire_gpu(const u32* word) {
 // Returns the value before.
 __device__ __forceinline__ u32 add_acq_rel_gpu(u32* word, u32 value) {
     u32 before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(word), "r"(value)
+                 : "memory");
     return before;
 }
 
 // Returns the value before; the word becomes `value` if it was 0.
 __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
     u32 before;
-    asm volatile("atom.cas.acq_rel.sys.global.b32 %0, [%1], 0, %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+    asm volatile("atom.cas.acq_rel.sys.global.b32 %0, [%1], 0, %2;"
+                 : "=r"(before)
+                 : "l"(word), "r"(value)
+                 : "memory");
     return before;
 }
 
@@ -60,7 +66,8 @@ __device__ __forceinline__ u64 load_relaxed_sys(const u64* word) {
 __device__ __forceinline__ bool named_barrier_and(int id, int threads, bool fine) {
     u32 all;
     asm volatile(
-        "{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n barrier.cta.red.and.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+        "{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n barrier.cta.red.and.pred q, %1, %2, p;\n selp.u32 "
+        "%0, 1, 0, q;\n}"
         : "=r"(all)
         : "r"(id), "r"(threads), "r"(static_cast<u32>(fine))
         : "memory");
@@ -71,20 +78,25 @@ __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" 
 
 // Completes `bytes` on `barrier`.
 __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-                 "l"(source), "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            target),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 // Joins the bulk group that the next `bulk_commit` closes.
 __device__ __forceinline__ void bulk_store(void* target, u32 source, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source),
+                 "r"(bytes)
                  : "memory");
 }
 
 __device__ __forceinline__ uint4 load_shared(u32 address) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address));
     return v;
 }
 
@@ -95,11 +107,13 @@ __device__ __forceinline__ uint2 load_shared_pair(u32 address) {
 }
 
 __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
 }
 
-// 16 bytes at `from` + kOffset that this thread will not read again; anything where not `wanted`. No branch, so a batch of them leaves
-// at once, and the offset is part of the instruction, so they share one address.
+// 16 bytes at `from` + kOffset that this thread will not read again; anything where not `wanted`. No branch,
+// so a batch of them leaves at once, and the offset is part of the instruction, so they share one address.
 template <int kOffset = 0>
 __device__ __forceinline__ uint4 load_once(const void* from, bool wanted) {
     uint4 v;
@@ -112,12 +126,15 @@ __device__ __forceinline__ uint4 load_once(const void* from, bool wanted) {
     return v;
 }
 
-// 16 bytes from memory to shared memory, of this thread; nothing where not `wanted`. Offsets are part of the instruction.
+// 16 bytes from memory to shared memory, of this thread; nothing where not `wanted`. Offsets are part of the
+// instruction.
 template <int kTo, int kFrom>
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool wanted) {
-    asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16;\n}" ::"r"(to), "l"(from),
-                 "r"(static_cast<u32>(wanted)), "n"(kTo), "n"(kFrom)
-                 : "memory");
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p cp.async.cg.shared.global [%0 + %3], [%1 + %4], "
+        "16;\n}" ::"r"(to),
+        "l"(from), "r"(static_cast<u32>(wanted)), "n"(kTo), "n"(kFrom)
+        : "memory");
 }
 
 // What this thread asked for since the last time is one group.
@@ -140,7 +157,9 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
 __device__ __forceinline__ void unpack_e4m3(u32 packed, float& low, float& high) {
     u32 halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<u16>(packed)));
-    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(halves));
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}"
+        : "=f"(low), "=f"(high)
+        : "r"(halves));
 }
 
 // Lets a spinning warp give way to the others of its SM.

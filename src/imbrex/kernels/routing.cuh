@@ -22,7 +22,8 @@ __device__ inline void give_choices(const Call& call, const Route& route) {
                 weight[u] = weights[first + u * step];
             }
         for (int p = 0; p < group.ranks; ++p) {
-            int* there = reinterpret_cast<int*>(group.heap[p] + route.ids_at) + parity_at(call, route) + call.me * mine + first;
+            int* there = reinterpret_cast<int*>(group.heap[p] + route.ids_at) + parity_at(call, route) +
+                         call.me * mine + first;
 #pragma unroll
             for (int u = 0; u < 4; ++u)
                 if (first + u * step < count) {
@@ -32,7 +33,8 @@ __device__ inline void give_choices(const Call& call, const Route& route) {
         }
     }
     if (call.block == 0 && thread < group.ranks)
-        reinterpret_cast<int*>(group.heap[thread] + route.tokens_at)[(call.epoch & 1) * group.ranks + call.me] = tokens;
+        reinterpret_cast<int*>(group.heap[thread] +
+                               route.tokens_at)[(call.epoch & 1) * group.ranks + call.me] = tokens;
 }
 
 // What this block has given is there: one flag per block at every rank, the own included. All threads.
@@ -42,7 +44,8 @@ __device__ inline void tell_given(const Call& call) {
     stall(call, 4);
     if (thread < call.group->ranks) {
         ptx::fence_sys();
-        ptx::store_relaxed_sys(&control_of(*call.group, thread)->arrived[call.kind][call.me][call.block], call.epoch);
+        ptx::store_relaxed_sys(&control_of(*call.group, thread)->arrived[call.kind][call.me][call.block],
+                               call.epoch);
     }
 }
 
@@ -51,18 +54,21 @@ __device__ inline bool take_choices(const Call& call) {
     bool fine = true;
     for (int i = route_thread(); i < words; i += kRouteThreads) {
         const int p = i / call.blocks;
-        fine = fine && wait_flag(call, &call.own->arrived[call.kind][p][i % call.blocks], call.epoch, kIdsArrived, p);
+        fine = fine &&
+               wait_flag(call, &call.own->arrived[call.kind][p][i % call.blocks], call.epoch, kIdsArrived, p);
     }
     return route_all(fine);
 }
 
-// All blocks of this rank have come here, for the `times`-th time in this call. All threads; false on failure.
+// All blocks of this rank have come here, for the `times`-th time in this call. All threads; false on
+// failure.
 __device__ inline bool own_blocks(const Call& call, u32 times) {
     bool fine = true;
     route_sync();
     if (call.group->blocks > 1 && route_thread() == 0) {
         ptx::add_acq_rel_gpu(&call.own->barrier, 1);
-        fine = wait_flag(call, &call.own->barrier, times * static_cast<u32>(call.group->blocks), kOwnBlocks, call.me);
+        fine = wait_flag(call, &call.own->barrier, times * static_cast<u32>(call.group->blocks), kOwnBlocks,
+                         call.me);
     }
     return route_all(fine);
 }
@@ -89,29 +95,33 @@ __device__ inline void find_homes(const Route& route, const Scratch& s) {
 
 __device__ inline void cut_chunks(const Route& route, const Scratch& s, const int* tokens) {
     for (int i = route_thread(); i < s.chunks; i += kRouteThreads) {
-        const int source = (s.first + i) / s.per_source, first = (s.first + i - source * s.per_source) * kChunk;
-        s.chunk[i] = {source, first, max(0, min(kChunk, tokens[source] - first)), source * route.max_tokens + first};
+        const int source = (s.first + i) / s.per_source,
+                  first = (s.first + i - source * s.per_source) * kChunk;
+        s.chunk[i] = {source, first, max(0, min(kChunk, tokens[source] - first)),
+                      source * route.max_tokens + first};
     }
     route_sync();
 }
 
-// Calls `each(chunk, token in chunk, choice, expert)` for the block's choices, spread over its threads, and `done(chunk, token)`
-// in all lanes after a token's choices.
+// Calls `each(chunk, token in chunk, choice, expert)` for the block's choices, spread over its threads, and
+// `done(chunk, token)` in all lanes after a token's choices.
 template <class Each, class Done>
 __device__ __forceinline__ void for_choices(const Route& route, const Scratch& s, Each each, Done done) {
     const int token = route_thread() / kPerToken, lane = route_thread() % kPerToken;
     for (int c = 0; c < s.chunks; ++c) {
-        for (int k = lane; k < route.choices; k += kPerToken) each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
+        for (int k = lane; k < route.choices; k += kPerToken)
+            each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
         done(c, token);
     }
 }
 
-// The owners that a token wants, of which each of its threads knows some. By ballots, since shuffles and atomics share the
-// pipe of shared memory, which bounds this step.
+// The owners that a token wants, of which each of its threads knows some. By ballots, since shuffles and
+// atomics share the pipe of shared memory, which bounds this step.
 __device__ __forceinline__ void note_owners(const Scratch& s, int c, int token, Owners& bits) {
     const u32 mine = ((1u << kPerToken) - 1) << (ptx::lane_id() / kPerToken * kPerToken);
     Owners wanted = 0;
-    for (int p = 0; p < s.owners; ++p) wanted |= static_cast<Owners>((__ballot_sync(0xffffffffu, bits >> p & 1) & mine) != 0) << p;
+    for (int p = 0; p < s.owners; ++p)
+        wanted |= static_cast<Owners>((__ballot_sync(0xffffffffu, bits >> p & 1) & mine) != 0) << p;
     if (route_thread() % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<Wanted>(wanted);
     bits = 0;
 }
@@ -133,17 +143,19 @@ __device__ inline void mark_experts(const Call& call, const Route& route, const 
     route_sync();
 }
 
-// Prefixes over the chunks of every source, of columns [chunks][width] that all blocks of this rank have written; a thread has kScan
-// loads in flight.
+// Prefixes over the chunks of every source, of columns [chunks][width] that all blocks of this rank have
+// written; a thread has kScan loads in flight.
 template <int kScan>
-__device__ inline void scan_chunks(const Scratch& s, const int* columns, int width, int ranks, int* before, int* total) {
+__device__ inline void scan_chunks(const Scratch& s, const int* columns, int width, int ranks, int* before,
+                                   int* total) {
     for (int x = route_thread(); x < ranks * width; x += kRouteThreads) {
         const int source = x / width, column = x - source * width;
         int sum = 0;
         for (int j = 0; j < s.per_source; j += kScan) {
             int value[kScan];
 #pragma unroll
-            for (int u = 0; u < kScan; ++u) value[u] = columns[(source * s.per_source + min(j + u, s.per_source - 1)) * width + column];
+            for (int u = 0; u < kScan; ++u)
+                value[u] = columns[(source * s.per_source + min(j + u, s.per_source - 1)) * width + column];
 #pragma unroll
             for (int u = 0; u < kScan; ++u) {
                 const int mine = source * s.per_source + j + u - s.first;
@@ -158,10 +170,12 @@ __device__ inline void scan_chunks(const Scratch& s, const int* columns, int wid
 // All threads, where `room`: replicas by the loads of this batch.
 __device__ inline void balance(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks;
-    const Tables tables{route.first_replica, route.replica_slots, route.rank_offsets, route.experts, s.owners, ranks};
+    const Tables tables{
+        route.first_replica, route.replica_slots, route.rank_offsets, route.experts, s.owners, ranks};
     const auto count = [&](int source, int expert) { return s.total[source * route.experts + expert]; };
     split_choices(tables, s.flow, route_thread(), kRouteThreads, count, [] { route_sync(); });
-    for (int i = route_thread(); i < *s.flow.several; i += kRouteThreads) s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
+    for (int i = route_thread(); i < *s.flow.several; i += kRouteThreads)
+        s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
     route_sync();
 }
 
@@ -181,8 +195,10 @@ __device__ inline void scan_owners(const Scratch& s, const int* columns, int ran
     }
 }
 
-// Replica `number` of `replicas` takes how many choices of rank `source`: placement.flow, or placement.split.split_evenly.
-__device__ __forceinline__ int share_of(const Route& route, const Scratch& s, int source, int expert, int replicas, int number) {
+// Replica `number` of `replicas` takes how many choices of rank `source`: placement.flow, or
+// placement.split.split_evenly.
+__device__ __forceinline__ int share_of(const Route& route, const Scratch& s, int source, int expert,
+                                        int replicas, int number) {
     const int count = s.total[source * route.experts + expert];
     if (replicas == 1) return count;
     if (route.room) return s.flow.share[source * 2 * route.room - 1 - s.home[expert] + number];
@@ -190,7 +206,8 @@ __device__ __forceinline__ int share_of(const Route& route, const Scratch& s, in
     return count / replicas + (turn < count % replicas);
 }
 
-// owner << 16 | slot of the `nth` choice of `expert` on rank `source`; `nth` becomes its number within that slot.
+// owner << 16 | slot of the `nth` choice of `expert` on rank `source`; `nth` becomes its number within that
+// slot.
 __device__ inline int home_of(const Route& route, const Scratch& s, int source, int expert, int& nth) {
     if (s.home[expert] >= 0) return s.home[expert];
     const int first = route.first_replica[expert], replicas = route.first_replica[expert + 1] - first;
@@ -206,7 +223,8 @@ __device__ inline int home_of(const Route& route, const Scratch& s, int source, 
     return rank << 16 | slot;
 }
 
-__device__ __forceinline__ int nth_choice(const Route& route, const Scratch& s, int c, int token, int expert) {
+__device__ __forceinline__ int nth_choice(const Route& route, const Scratch& s, int c, int token,
+                                          int expert) {
     return s.before[c * route.experts + expert] + below(&s.mask[(c * route.experts + expert) * 4], token);
 }
 
@@ -248,7 +266,8 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
     route_sync();
     for (int e = thread; e < route.experts; e += kRouteThreads) {
         const int home = s.home[e];
-        const int begin = home < 0 ? route.first_replica[e] : 0, replicas = home < 0 ? route.first_replica[e + 1] - begin : 1;
+        const int begin = home < 0 ? route.first_replica[e] : 0,
+                  replicas = home < 0 ? route.first_replica[e + 1] - begin : 1;
         for (int number = 0; number < replicas; ++number) {
             const int slot = (home < 0 ? route.replica_slots[begin + number] : home & 0xffff) - first;
             if (slot < 0 || slot >= slots) continue;
@@ -291,7 +310,8 @@ __device__ inline void place_choices(const Call& call, const Route& route, const
         for (int c = 0; c < s.chunks; ++c) {
             const int row = row_of(c, token, s.ids[(c * kChunk + token) * route.choices + k]);
             also(c, token, k, row);
-            if (s.chunk[c].first + token < route.max_tokens && writes(s, c)) position[(s.chunk[c].at + token) * route.choices + k] = row;
+            if (s.chunk[c].first + token < route.max_tokens && writes(s, c))
+                position[(s.chunk[c].at + token) * route.choices + k] = row;
         }
 }
 
@@ -305,77 +325,4 @@ __device__ inline void place_sources(const Route& route, const Scratch& s, int r
         s.base[x] = sum;
     }
     route_sync();
-}
-
-// `sent`: the rows of the own tokens, too.
-__device__ inline void write_rows(const Call& call, const Route& route, const Scratch& s, bool sent) {
-    const int ranks = call.group->ranks, me = call.me;
-    int* recv_row = route.recv_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
-    int* send_row = route.send_row + static_cast<i64>(call.local) * ranks * route.max_tokens;
-    for (int x = route_thread(); x < s.chunks * kChunk; x += kRouteThreads) {
-        const int c = x / kChunk, in_chunk = x % kChunk, source = s.chunk[c].source, token = s.chunk[c].first + in_chunk;
-        if (token >= route.max_tokens || !writes(s, c)) continue;
-        for (int p = 0; p < ranks; ++p) {
-            if (p != me && (source != me || !sent)) continue;
-            const int owner = p / route.tensor;
-            const u32* mask = &s.rank_mask[(c * s.owners + owner) * 4];
-            const bool goes = (mask[in_chunk >> 5] >> (in_chunk & 31)) & 1;
-            int row = -1;
-            if (goes) row = source == p ? 0 : s.base[source * ranks + p] + s.rank_before[c * s.owners + owner] + below(mask, in_chunk);
-            if (row >= route.token_capacity) row = -1;
-            if (p == me) recv_row[static_cast<i64>(source) * route.max_tokens + token] = source == me ? -1 : row;
-            if (source == me && sent) send_row[static_cast<i64>(token) * ranks + p] = row;
-        }
-    }
-}
-
-// By one block of a rank: choices of every rank for every slot, added up over calls.
-__device__ inline void add_tally(const Call& call, const Route& route, const Scratch& s) {
-    const int ranks = call.group->ranks;
-    int* tally = route.tally + static_cast<i64>(call.local) * ranks * route.slots;
-    for (int x = route_thread(); x < ranks * route.experts; x += kRouteThreads) {
-        const int source = x / route.experts, e = x - source * route.experts;
-        const int first = route.first_replica[e], replicas = route.first_replica[e + 1] - first;
-        for (int number = 0; number < replicas; ++number)
-            tally[source * route.slots + route.replica_slots[first + number]] += share_of(route, s, source, e, replicas, number);
-    }
-}
-
-__device__ inline void write_totals(const Call& call, const Route& route, const Scratch& s, const int* tokens) {
-    const int ranks = call.group->ranks, thread = route_thread();
-    int* counts = route.counts + call.local * route.most_slots;
-    int* totals = route.totals + call.local * 4;
-    int* all_tokens = route.all_tokens + call.local * ranks;
-    if (route.tally) add_tally(call, route, s);
-    for (int x = thread; route.traffic && x < ranks * ranks; x += kRouteThreads)
-        route.traffic[call.local * ranks * ranks + x] = s.rank_total[x / ranks * s.owners + x % ranks / route.tensor];
-    for (int i = thread; i < route.most_slots; i += kRouteThreads) counts[i] = s.slot_rows[i];
-    for (int i = thread; i < ranks; i += kRouteThreads) all_tokens[i] = tokens[i];
-    if (thread != 0) return;
-    int rows = 0, received = 0;
-#pragma unroll 8
-    for (int i = 0; i < route.most_slots; ++i) rows += s.slot_rows[i];
-    for (int p = 0; p < ranks; ++p)
-        if (p != call.me) received += s.rank_total[p * s.owners + call.me / route.tensor];
-    const bool overflow = rows > route.row_capacity || received > route.token_capacity;
-    totals[0] = rows;
-    totals[1] = received;
-    totals[2] = overflow;
-    totals[3] = 0;
-    if (overflow) call.own->overflows += 1;
-}
-
-// What a routing that failed leaves: no row anywhere, so that whatever was launched behind it reads and writes nothing.
-__device__ inline void leave_nothing(const Call& call, const Route& route) {
-    const int ranks = call.group->ranks, pairs = ranks * route.max_tokens, step = call.blocks * kRouteThreads;
-    int* position = route.position + static_cast<i64>(call.local) * pairs * route.choices;
-    for (int i = call.block * kRouteThreads + route_thread(); i < pairs; i += step) {
-        for (int k = 0; k < route.choices; ++k) position[static_cast<i64>(i) * route.choices + k] = -1;
-        route.recv_row[static_cast<i64>(call.local) * pairs + i] = route.send_row[static_cast<i64>(call.local) * pairs + i] = -1;
-    }
-    if (call.block != 0) return;
-    for (int i = route_thread(); i < route.most_slots; i += kRouteThreads) route.counts[call.local * route.most_slots + i] = 0;
-    for (int i = route_thread(); i < ranks; i += kRouteThreads) route.all_tokens[call.local * ranks + i] = 0;
-    if (route_thread() < 4) route.totals[call.local * 4 + route_thread()] = 0;
-    for (int i = route_thread(); route.traffic && i < ranks * ranks; i += kRouteThreads) route.traffic[call.local * ranks * ranks + i] = 0;
 }

@@ -36,13 +36,14 @@ __device__ __forceinline__ void route_sync() {
 }
 
 __device__ __forceinline__ bool route_all(bool fine) {
-    return kRouteFirst == 0 ? __syncthreads_and(fine) != 0 : ptx::named_barrier_and(kRouteBarrier, kRouteThreads, fine);
+    return kRouteFirst == 0 ? __syncthreads_and(fine) != 0
+                            : ptx::named_barrier_and(kRouteBarrier, kRouteThreads, fine);
 }
 
 struct Route {
-    const i64* ids;        // [ranks of the launch, max_tokens, K]
-    const float* weights;  // the same
-    const int* tokens;     // [..] or null
+    const i64* ids;            // [ranks of the launch, max_tokens, K]
+    const float* weights;      // the same
+    const int* tokens;         // [..] or null
     const int* first_replica;  // [E + 1]; an expert's slots are replica_slots[first .. next), ascending
     const int* replica_slots;
     const int* rank_offsets;  // [owners + 1]
@@ -54,10 +55,10 @@ struct Route {
     int* totals;              // [.., 4]: expert-major rows, rows received, overflow, 0
     int* all_tokens;          // [.., W]; tokens of every rank
     int* tally;               // [.., W, S] or null; choices of every rank for every slot are added to it
-    int* traffic;             // [.., W, W] or null; tokens of rank `row` that rank `column` wants, its own included
-    i64 ids_at;               // offset in a heap: int32 [2, W, max_tokens * K], then as many floats
-    i64 counts_at;            // offset in a heap: scratch of this rank alone, int32 [chunks, E], then [chunks, W], then [chunks, E]
-    i64 tokens_at;            // offset in a heap: int32 [2, W]
+    int* traffic;   // [.., W, W] or null; tokens of rank `row` that rank `column` wants, its own included
+    i64 ids_at;     // offset in a heap: int32 [2, W, max_tokens * K], then as many floats
+    i64 counts_at;  // offset in a heap: this rank's scratch, int32 [chunks, E], [chunks, W], [chunks, E]
+    i64 tokens_at;  // offset in a heap: int32 [2, W]
     int num_tokens;
     int max_tokens;
     int choices;
@@ -77,7 +78,8 @@ struct Chunk {
     int at;                     // (source * max_tokens + first)
 };
 
-// Of all chunks of a block at once, or of a window of them where shared memory is short; `..` are the chunks of the window.
+// Of all chunks of a block at once, or of a window of them where shared memory is short; `..` are the chunks
+// of the window.
 struct Scratch {
     Chunk* chunk;      // [..]
     u32* mask;         // [.., E, 4]
@@ -89,21 +91,23 @@ struct Scratch {
     int* base;         // [W, W]; first compact row on rank `column` of the tokens of rank `row`
     int* slot_base;    // [W, most_slots]; row of the first choice of a source in a local slot
     int* slot_rows;    // [most_slots]
-    int* home;         // [E]; rank << 16 | slot of an expert that has one slot, else -1 - its first slot in `flow`
+    int* home;  // [E]; rank << 16 | slot of an expert that has one slot, else -1 - its first slot in `flow`
     Flow flow;
-    u16* ids;          // [.., kChunk, K]
-    int* staged;       // [W, chunks of a source, owners]
-    Wanted* wanted;    // [.., kChunk]; bits of the owners that a token wants
-    int owners;        // W / tensor
-    int sharers;       // blocks that know the same chunks; chunk c is written by number c % sharers
-    int share;         // which of them this block is
-    int chunks;        // of this block
-    int first;         // its first chunk
-    int per_source;    // chunks of a source
+    u16* ids;        // [.., kChunk, K]
+    int* staged;     // [W, chunks of a source, owners]
+    Wanted* wanted;  // [.., kChunk]; bits of the owners that a token wants
+    int owners;      // W / tensor
+    int sharers;     // blocks that know the same chunks; chunk c is written by number c % sharers
+    int share;       // which of them this block is
+    int chunks;      // of this block
+    int first;       // its first chunk
+    int per_source;  // chunks of a source
 };
 
-// Of block `block` among `blocks` that share the chunks, from `from` on in shared memory; `window` chunks at once, 0: all.
-__device__ inline Scratch carve(const Call& call, const Route& route, int block, int blocks, int from = 0, int window = 0) {
+// Of block `block` among `blocks` that share the chunks, from `from` on in shared memory; `window` chunks at
+// once, 0: all.
+__device__ inline Scratch carve(const Call& call, const Route& route, int block, int blocks, int from = 0,
+                                int window = 0) {
     const int ranks = call.group->ranks, experts = route.experts;
     Scratch s;
     s.owners = ranks / route.tensor;
@@ -122,7 +126,9 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
         return start;
     };
     s.chunk = reinterpret_cast<Chunk*>(take(4 * most));
-    if (kManyOwners) s.wanted = reinterpret_cast<Wanted*>(take(most * kChunk * 2));  // of 8 bytes: before words may shift it
+    if (kManyOwners)
+        // Of 8 bytes: before words may shift it.
+        s.wanted = reinterpret_cast<Wanted*>(take(most * kChunk * 2));
     s.mask = reinterpret_cast<u32*>(take(most * experts * 4));
     s.rank_mask = reinterpret_cast<u32*>(take(per_block * s.owners * 4));
     s.before = reinterpret_cast<int*>(take(most * experts));
@@ -133,7 +139,8 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
     s.slot_base = reinterpret_cast<int*>(take(ranks * route.most_slots));
     s.slot_rows = reinterpret_cast<int*>(take(route.most_slots));
     s.home = reinterpret_cast<int*>(take(experts));
-    s.flow = carve_flow(take(route.room ? s.owners * (s.owners + 2) + route.room * (5 + 2 * ranks) + 1 : 0), s.owners, ranks, route.room);
+    s.flow = carve_flow(take(route.room ? s.owners * (s.owners + 2) + route.room * (5 + 2 * ranks) + 1 : 0),
+                        s.owners, ranks, route.room);
     s.staged = reinterpret_cast<int*>(take(all * s.owners));
     if (!kManyOwners) s.wanted = reinterpret_cast<Wanted*>(take(most * kChunk / 2));
     s.ids = reinterpret_cast<u16*>(at);
@@ -144,8 +151,14 @@ __device__ inline Scratch carve(const Call& call, const Route& route, int block,
 __device__ __forceinline__ int below(const u32* mask, int token) {
     const uint4 words = *reinterpret_cast<const uint4*>(mask);
     const u32 word = token >> 5, part = (1u << (token & 31)) - 1;
-    return __popc(words.x & (word == 0 ? part : ~0u)) + __popc(words.y & (word == 1 ? part : word > 1 ? ~0u : 0u)) +
-           __popc(words.z & (word == 2 ? part : word > 2 ? ~0u : 0u)) + __popc(words.w & (word == 3 ? part : 0u));
+    return __popc(words.x & (word == 0 ? part : ~0u)) +
+           __popc(words.y & (word == 1  ? part
+                             : word > 1 ? ~0u
+                                        : 0u)) +
+           __popc(words.z & (word == 2  ? part
+                             : word > 2 ? ~0u
+                                        : 0u)) +
+           __popc(words.w & (word == 3 ? part : 0u));
 }
 
 __device__ __forceinline__ int held(const u32* mask) {
@@ -153,7 +166,9 @@ __device__ __forceinline__ int held(const u32* mask) {
     return __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w);
 }
 
-__device__ __forceinline__ bool writes(const Scratch& s, int chunk) { return s.sharers == 1 || chunk % s.sharers == s.share; }
+__device__ __forceinline__ bool writes(const Scratch& s, int chunk) {
+    return s.sharers == 1 || chunk % s.sharers == s.share;
+}
 
 __device__ __forceinline__ i64 parity_at(const Call& call, const Route& route) {
     return static_cast<i64>(call.epoch & 1) * call.group->ranks * route.max_tokens * route.choices;

@@ -1,13 +1,14 @@
 // All that routing does, in a block that has room for all of its chunks; see routing.cu.
 #pragma once
-#include "routing.cuh"
+#include "routing_results.cuh"
 
 // All threads that route; false where somebody did not come, and then nothing is routed.
 __device__ inline bool route_whole(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks;
     int* columns = reinterpret_cast<int*>(call.group->heap[call.me] + route.counts_at);
     int* rank_columns = columns + static_cast<i64>(s.per_source) * ranks * route.experts;
-    const int* tokens = reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) + (call.epoch & 1) * ranks;
+    const int* tokens =
+        reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) + (call.epoch & 1) * ranks;
     give_choices(call, route);
     tell_given(call);
     clear_masks(route, s);
@@ -17,7 +18,8 @@ __device__ inline bool route_whole(const Call& call, const Route& route, const S
         cut_chunks(route, s, tokens);
         fetch_choices<2>(call, route, s);
         mark_experts(call, route, s);
-        for (int i = route_thread(); i < s.chunks * route.experts; i += kRouteThreads) columns[s.first * route.experts + i] = held(&s.mask[4 * i]);
+        for (int i = route_thread(); i < s.chunks * route.experts; i += kRouteThreads)
+            columns[s.first * route.experts + i] = held(&s.mask[4 * i]);
         if (!route.replicated) give_owners(s, rank_columns);
         fine = own_blocks(call, 1);
     }

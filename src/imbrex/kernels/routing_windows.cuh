@@ -1,7 +1,8 @@
-// Routing beside something else in the block, with few threads and little shared memory: the steps of routing.cu over windows of the
-// block's chunks, twice; what other chunks need to know of one goes through the rank's scratch.
+// Routing beside something else in the block, with few threads and little shared memory: the steps of
+// routing.cu over windows of the block's chunks, twice; what other chunks need to know of one goes through
+// the rank's scratch.
 #pragma once
-#include "routing.cuh"
+#include "routing_results.cuh"
 
 #ifndef IN_FLIGHT
 #define IN_FLIGHT 2
@@ -15,7 +16,8 @@ struct Windows {
 
 // The next window, for all threads that route, and its masks. Ends in step.
 template <bool kWeights>
-__device__ inline void mark_window(const Call& call, const Route& route, Windows& windows, int at, int window, const int* tokens) {
+__device__ inline void mark_window(const Call& call, const Route& route, Windows& windows, int at, int window,
+                                   const int* tokens) {
     const Scratch& s = windows.whole;
     if (route_thread() == 0) {
         windows.part.first = s.first + at;
@@ -38,10 +40,12 @@ __device__ inline bool route_windows(const Call& call, const Route& route, Windo
     int* columns = reinterpret_cast<int*>(call.group->heap[call.me] + route.counts_at);
     int* rank_columns = columns + all * experts;
     int* before = rank_columns + all * ranks + static_cast<i64>(s.first) * experts;  // of the block's chunks
-    const int* tokens = reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) + (call.epoch & 1) * ranks;
+    const int* tokens =
+        reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) + (call.epoch & 1) * ranks;
     for (int at = 0; at < s.chunks; at += window) {
         mark_window<true>(call, route, windows, at, window, tokens);
-        for (int i = thread; i < w.chunks * experts; i += kRouteThreads) columns[w.first * experts + i] = held(&w.mask[4 * i]);
+        for (int i = thread; i < w.chunks * experts; i += kRouteThreads)
+            columns[w.first * experts + i] = held(&w.mask[4 * i]);
         give_owners(w, rank_columns);
         route_sync();
     }
@@ -53,7 +57,8 @@ __device__ inline bool route_windows(const Call& call, const Route& route, Windo
     place_sources(route, s, ranks);
     for (int at = 0; at < s.chunks; at += window) {
         mark_window<false>(call, route, windows, at, window, tokens);
-        for (int i = thread; i < w.chunks * experts; i += kRouteThreads) w.before[i] = before[at * experts + i];
+        for (int i = thread; i < w.chunks * experts; i += kRouteThreads)
+            w.before[i] = before[at * experts + i];
         route_sync();
         place_choices(call, route, w, [](int, int, int, int) {});
         write_rows(call, route, w, false);

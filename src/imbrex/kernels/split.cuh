@@ -1,12 +1,14 @@
 // The balanced split of one batch by one block: `placement/flow.py`, to the last integer.
 //
-// Tokens of an expert with several slots first stay with their source where it has a slot, the rest in equal parts. Then one
-// warp, a lane a rank, pushes tokens from the fullest rank along a shortest path of shared experts to the emptiest rank it
-// reaches, until nothing reachable is two below it: then no split has a lower fullest rank. A push takes what brings one end
-// to the mean of the ranks reached, at most what the experts of each hop hold; 3 to 5 pushes do on 4 ranks, 20 on 16.
+// Tokens of an expert with several slots first stay with their source where it has a slot, the rest in equal
+// parts. Then one warp, a lane a rank, pushes tokens from the fullest rank along a shortest path of shared
+// experts to the emptiest rank it reaches, until nothing reachable is two below it: then no split has a lower
+// fullest rank. A push takes what brings one end to the mean of the ranks reached, at most what the experts
+// of each hop hold; 3 to 5 pushes do on 4 ranks, 20 on 16.
 //
-// Example, experts 0 and 1 on rank 0, 0 and 2 on rank 1, wanted 10, 6 and 2 times, 4 of the 10 by rank 0: at first the ranks have
-// 10 and 8; one push of 1 leaves 9 and 9, so 3 of rank 0's 4 choices of expert 0 stay, and 1 goes to rank 1.
+// Example, experts 0 and 1 on rank 0, 0 and 2 on rank 1, wanted 10, 6 and 2 times, 4 of the 10 by rank 0: at
+// first the ranks have 10 and 8; one push of 1 leaves 9 and 9, so 3 of rank 0's 4 choices of expert 0 stay,
+// and 1 goes to rank 1.
 #pragma once
 #include "ptx_exchange.cuh"
 
@@ -67,13 +69,15 @@ __device__ __forceinline__ int home_rank(const Tables& t, int source) {
 
 __device__ __forceinline__ int warp_max(int value) {
 #pragma unroll
-    for (int step = 16; step; step >>= 1) value = max(value, static_cast<int>(__shfl_xor_sync(~0u, static_cast<u32>(value), step)));
+    for (int step = 16; step; step >>= 1)
+        value = max(value, static_cast<int>(__shfl_xor_sync(~0u, static_cast<u32>(value), step)));
     return value;
 }
 
 __device__ __forceinline__ int warp_sum(int value) {
 #pragma unroll
-    for (int step = 16; step; step >>= 1) value += static_cast<int>(__shfl_xor_sync(~0u, static_cast<u32>(value), step));
+    for (int step = 16; step; step >>= 1)
+        value += static_cast<int>(__shfl_xor_sync(~0u, static_cast<u32>(value), step));
     return value;
 }
 
@@ -120,7 +124,8 @@ __device__ inline void stay_home(const Tables& t, const Flow& f, int i, Count co
         const int rank = __ffs(from) - 1;
         takes[p] += rest * (p + 1) / slots - rest * p / slots;
         atomicAdd(&f.load[rank], takes[p]);
-        for (u32 to = hosts; to; to &= to - 1) atomicAdd(&f.between[rank * (t.ranks + 1) + __ffs(to) - 1], takes[p]);
+        for (u32 to = hosts; to; to &= to - 1)
+            atomicAdd(&f.between[rank * (t.ranks + 1) + __ffs(to) - 1], takes[p]);
     }
 }
 
@@ -159,7 +164,8 @@ __device__ inline void even_out(const Tables& t, const Flow& f) {
     for (;;) {
         const int load = lane < t.ranks ? f.load[lane] : -1;
         u32 gives = 0;
-        for (int b = 0; b < t.ranks; ++b) gives |= static_cast<u32>(lane < t.ranks && f.between[lane * stride + b] > 0) << b;
+        for (int b = 0; b < t.ranks; ++b)
+            gives |= static_cast<u32>(lane < t.ranks && f.between[lane * stride + b] > 0) << b;
         const int most = warp_max(load), fullest = __ffs(__ballot_sync(~0u, load == most)) - 1;
         u32 reached = 1u << fullest;
         int before = -1;
@@ -167,7 +173,8 @@ __device__ inline void even_out(const Tables& t, const Flow& f) {
             u32 next = 0;
             for (; level; level &= level - 1) {
                 const int rank = __ffs(level) - 1;
-                const u32 fresh = static_cast<u32>(__shfl_sync(~0u, static_cast<int>(gives), rank)) & ~reached & ~next;
+                const u32 fresh =
+                    static_cast<u32>(__shfl_sync(~0u, static_cast<int>(gives), rank)) & ~reached & ~next;
                 if (fresh >> lane & 1) before = rank;
                 next |= fresh;
             }
@@ -229,9 +236,11 @@ __device__ inline void assign_sources(const Tables& t, const Flow& f, int i, Cou
     }
 }
 
-// Thread `thread` of `threads`, which meet in `sync()`. `count(source, expert)`: choices. Fills `share`; ends with them in step.
+// Thread `thread` of `threads`, which meet in `sync()`. `count(source, expert)`: choices. Fills `share`; ends
+// with them in step.
 template <class Count, class Sync>
-__device__ inline void split_choices(const Tables& t, const Flow& f, int thread, int threads, Count count, Sync sync) {
+__device__ inline void split_choices(const Tables& t, const Flow& f, int thread, int threads, Count count,
+                                     Sync sync) {
     for (int x = thread; x < t.ranks; x += threads) f.load[x] = 0;
     for (int x = thread; x < t.ranks * (t.ranks + 1); x += threads) f.between[x] = 0;
     if (thread < 32) list_several(t, f);
