@@ -79,10 +79,11 @@ class AloneCrossings(ops.Owner):
     def run_dispatch(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, ticket: int
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        order = self._order(x_TD, weights_TK, ids_TK)
+        (x_TD, token_R), weights_R, counts_e, state = self.dispatch_in_place(x_TD, weights_TK, ids_TK)
         with self.observer.span("dispatch", layer=self.layer):
-            rows_RD = gather_rows(x_TD.contiguous(), order.token_R, order.ends_e)
-        return rows_RD, order.weights_R, order.counts_e, [order.choice_R, order.position_TK, order.ends_e]
+            _, _, ends_e = state
+            rows_RD = gather_rows(x_TD, token_R, ends_e)
+        return rows_RD, weights_R, counts_e, state
 
     def dispatch_in_place(
         self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor

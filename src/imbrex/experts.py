@@ -48,17 +48,18 @@ class Experts(nn.Module):
     implementation: `loop` (one expert after the other: the oracle), `grouped` (grouped products), `kernels`
         (imbrex's own, for SwiGLU in bfloat16 without biases on a Hopper GPU; D and F that are no multiples of
         8 are padded in every call), or `auto`: `kernels` where they can run, else `grouped`.
-        `implementation_reason` says why; rows that the kernels cannot take (another dtype or device) go
-        through `grouped`. `kernels-fp8` is `kernels` whose forward without gradients computes in e4m3 with
-        block scales (D and F multiples of 128): inference. The weights are quantised when first needed, and
-        again after a change, and kept beside them.
+        `implementation_reason` says why; rows of another dtype, or on a CPU, go through `grouped`.
+        `kernels-fp8` is `kernels` whose forward without gradients computes in e4m3 with block scales (D and F
+        multiples of 128): inference. The weights are quantised when first needed, and again after a change,
+        and kept beside them.
     seed: parameters are drawn per expert from it, so that neither placement nor rank count changes them.
 
     Parameters, as in Hugging Face checkpoints: gate_up_proj [e, 2F, D], gate rows first (`gelu`: up_proj
     [e, F, D]); down_proj [e, D, F]; gate_up_proj_bias [e, 2F], down_proj_bias [e, D].
 
     gradient_sums: `None`, or tensors like gate_up_proj and down_proj, float32 or bfloat16, to which `kernels`
-        add the weights' gradients in the backward; the parameters then get none.
+        add the weights' gradients in the backward; the parameters then get none. ValueError where the rows
+        cannot go through them.
     """
 
     gradient_sums: tuple[Tensor, Tensor] | None = None
@@ -157,7 +158,10 @@ class Experts(nn.Module):
             return ffn_fp8(rows_RD, self.quantised(), counts_e, scales_RB=scales_RB, weights_R=weights_R)
         if dispatched.index_R is not None:
             return self._in_place(rows_RD, dispatched.index_R, counts_e, weights_R)
-        if weights_R is None or not rows_RD.is_cuda or rows_RD.dtype != torch.bfloat16:
+        by_kernels = weights_R is not None and rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16
+        if not (by_kernels and self.implementation.startswith("kernels")):
+            self._check_no_sums()
+        if not by_kernels:
             out_RD = self._by_products(rows_RD, counts_e)
             return out_RD if weights_R is None else out_RD * weights_R[:, None].to(out_RD.dtype)
         if self.implementation == "kernels-fp8" and not torch.is_grad_enabled():
@@ -195,6 +199,13 @@ class Experts(nn.Module):
         weights = self.gate_up_proj.to(x_TD.dtype), self.down_proj.to(x_TD.dtype)
         return ffn_in_place(x_TD, index_R, *weights, counts_e, weights_R=weights_R)
 
+    def _check_no_sums(self) -> None:
+        if self.gradient_sums is not None and torch.is_grad_enabled():
+            raise ValueError(
+                "Experts: gradient_sums want implementation='kernels' and bfloat16 rows on a Hopper GPU; "
+                f"this is {self.implementation!r}, {self.implementation_reason}"
+            )
+
     def _check_fp8_rows(self) -> None:
         if not self.takes_fp8_rows:
             raise ValueError(
@@ -204,13 +215,15 @@ class Experts(nn.Module):
 
     def quantised(self) -> Fp8Experts:
         """The weights in fp8, as they are now; kept until they change. Under `torch.compile`, which cannot
-        ask whether they have, as they were at the last call outside; ValueError if there was none."""
+        ask whether they have, as they were at the last call outside; ValueError if there was none. Writing
+        through `.data`, or under inference_mode, is no change it sees: `weights_written` says so."""
         if torch.compiler.is_compiling():
             if self._fp8 is None:
                 raise ValueError("Experts: call quantised() once before compiling experts in fp8")
             return self._fp8[1]
         weights = self.gate_up_proj, self.down_proj
-        state = tuple(number for w in weights for number in (w.data_ptr(), w._version))
+        # Weights made under inference_mode count no versions.
+        state = tuple(n for w in weights for n in (w.data_ptr(), 0 if w.is_inference() else w._version))
         if self._fp8 is None or self._fp8[0] != state:
             self._fp8 = None  # frees the old ones first
             self._fp8 = state, quantise_experts(*weights)
@@ -291,7 +304,7 @@ def pick_implementation(name: str, unfit: str | None = None, unfit_fp8: str | No
         warnings.warn(f"Experts: kernels in bfloat16 instead of fp8: {unfit_fp8}", stacklevel=3)
         return "kernels", unfit_fp8
     if name == "auto":
-        return "kernels", "the fastest for bfloat16 on this GPU"
+        return "kernels", "the fastest for bfloat16 on this GPU; other rows go through grouped products"
     return name, "asked for"
 
 

@@ -13,7 +13,7 @@ from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows
 from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, launch_gemm
 from imbrex.kernels.experts_glue import plan_groups, sum_rows, swiglu_backward
-from imbrex.kernels.experts_tiling import FP8_TILINGS, GRADIENT_TILINGS, LOW, OWN, PAIRED, SHARED
+from imbrex.kernels.experts_tiling import FP8_DOWN_TILINGS, FP8_UP_TILINGS, GRADIENT_TILINGS, OWN
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -85,7 +85,7 @@ def exact(values: Tensor, scales: Tensor, high: int) -> Tensor:
     return values.double() * scales.double().repeat_interleave(128, -1).repeat_interleave(high, -2)
 
 
-@pytest.mark.parametrize("tiling", FP8_TILINGS, ids=str)
+@pytest.mark.parametrize("tiling", sorted({*FP8_UP_TILINGS, *FP8_DOWN_TILINGS}, key=str), ids=str)
 def test_fp8_experts(monkeypatch: pytest.MonkeyPatch, tiling) -> None:
     torch.manual_seed(2)
     monkeypatch.setattr(experts_fp8, "choose_tiling", lambda *_, **__: tiling)
@@ -111,7 +111,7 @@ def test_fp8_experts(monkeypatch: pytest.MonkeyPatch, tiling) -> None:
     assert error(y[:rows], whole) < 8e-2
 
 
-@pytest.mark.parametrize("tiling", [SHARED, LOW, PAIRED], ids=str)
+@pytest.mark.parametrize("tiling", FP8_UP_TILINGS, ids=str)
 def test_fp8_tokens(monkeypatch: pytest.MonkeyPatch, tiling) -> None:
     """Quantised once and gathered, or for each choice: the bits of copied rows. Tokens repeat."""
     torch.manual_seed(3)

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels.experts_ffn import ffn, supports
+from imbrex.kernels import experts_ffn
+from imbrex.kernels.experts_ffn import ffn
+from imbrex.kernels.experts_gather import TILINGS as GATHER_TILINGS
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
-from imbrex.kernels.experts_tiling import LOW, NARROW, PAIRED, SHARED, SMALL, gemm_choices
+from imbrex.kernels.experts_inputs import supports
+from imbrex.kernels.experts_tiling import PAIRED, SHARED, gemm_choices
 from imbrex.kernels.experts_tokens import ffn_tokens
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +31,6 @@ CASES = {
     "half tiles": ([129, 200], 192, 384),
 }
 TILINGS = sorted({choice.tiling for choice in gemm_choices()}, key=str)
-GATHER_TILINGS = [SHARED, NARROW, LOW, SMALL]
 WGRAD_TILINGS = sorted({c.tiling for c in gemm_choices() if c.layout is Layout.WGRAD}, key=str)
 
 
@@ -195,9 +197,15 @@ def reference_ffn(counts: list[int], rows, gate_up, down, weights):
     return torch.cat(act) * weights[:, None]
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("counts", [[130, 0, 1, 300, 64, 65], [1, 2, 0, 3]], ids=str)
-def test_ffn_and_its_gradients(counts: list[int], recompute: bool) -> None:
+def test_ffn_and_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], recompute: bool, fused: bool
+) -> None:
+    """SwiGLU's gradient in a product's epilogue, and, as with wide rows, by a kernel of its own."""
+    if not fused:
+        monkeypatch.setattr(experts_ffn, "FUSED_WIDTH", 0)
     torch.manual_seed(1)
     rows, width, inner = sum(counts), 512, 264
     x, d_y = draw(rows + TAIL, width), draw(rows + TAIL, width)

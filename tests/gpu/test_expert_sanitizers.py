@@ -12,11 +12,13 @@ pytestmark = pytest.mark.gpu
 
 STEP = """
 import torch
+from imbrex.kernels import experts_ffn
 from imbrex.kernels.experts_ffn import ffn
 from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows, run_fp8_rows
 from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm
 from imbrex.kernels.experts_glue import plan_groups
-from imbrex.kernels.experts_tiling import LOW, NARROW, PAIRED, SHARED, SMALL
+from imbrex.kernels.experts_gather import TILINGS
+from imbrex.kernels.experts_tiling import OWN, PAIRED
 from imbrex import MoEConfig, MoELayer
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 torch.manual_seed(0)
@@ -33,6 +35,9 @@ for counts, width, inner in (([70, 0, 1, 130], 256, 128), ([3, 2], 1024, 136), (
     for dtype in (torch.float32, torch.bfloat16):
         sums = tuple(torch.zeros(s, device="cuda", dtype=dtype) for s in shapes[1:])
         torch.autograd.grad(ffn(*leaves, counts, gradients=sums), leaves[0], d_y)
+    experts_ffn.FUSED_WIDTH = 0
+    torch.autograd.grad(ffn(*leaves, counts, weights_R=weights), [*leaves, weights], d_y)
+    experts_ffn.FUSED_WIDTH = 4096
     if inner % 128 == 0:
         weights8, index = quantise_experts(*leaves[1:]), torch.randint(rows, (rows,), device="cuda")
         ffn_fp8(leaves[0].detach(), weights8, counts)
@@ -47,8 +52,10 @@ for layout, epilogue, columns, b in (
 ):
     out = a.new_empty(531, columns)
     launch_gemm(layout, a, b, groups.ends_e, out, groups.counter, tiling=PAIRED, epilogue=epilogue)
+d_out, whole = torch.randn(531, 320, device="cuda").bfloat16(), down.new_empty(4, 320, 256)
+launch_gemm(Layout.WGRAD, d_out, a, groups.ends_e, whole, groups.counter, tiling=OWN)
 index = torch.randint(90, (531,), device="cuda")
-for tiling in (SHARED, NARROW, LOW, SMALL):
+for tiling in TILINGS:
     act, kept = a.new_empty(531, 320), a.new_empty(531, 640)
     how = {"tiling": tiling, "epilogue": Epilogue.SWIGLU_KEEP, "gate_up": kept, "index_R": index}
     launch_gemm(Layout.FORWARD, a[:90], down.mT.contiguous(), groups.ends_e, act, groups.counter, **how)

@@ -39,6 +39,14 @@ def test_without_a_gpu_it_says_why() -> None:
         bench_experts.measure(parse())
 
 
+@pytest.mark.parametrize("words", ["--ops=ffn,fnn", "--impls=imbrex,tutel"])
+def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setattr(bench_experts, "unavailable", lambda: None)
+    option, wrong = words.partition("=")[0], words.rpartition(",")[2]
+    with pytest.raises(ValueError, match=f"{option}: '{wrong}' is not known; use some of .*(ffn|torch)"):
+        bench_experts.measure(parse(words))
+
+
 def test_rates_by_hand() -> None:
     """10 rows of D = 8, F = 4: 6 * 10 * 32 = 1920 operations forward; the dense product 2 * 8192^3."""
     small = work([10, 0], 8, 4)

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels import experts_gemm
+from imbrex.kernels import experts_ffn, experts_gemm
 from imbrex.kernels.experts_ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED, SMALL
@@ -221,8 +222,12 @@ def test_gradient_is_added(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, dtyp
     assert error(out, wanted) < (LIMIT if dtype == torch.bfloat16 else 1e-6)
 
 
-def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kernels of a training step: a contiguous copy is made of weights that are not."""
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
+def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """All kernels of a training step, with narrow rows and, as wide ones have it, SwiGLU's gradient apart: a
+    contiguous copy is made of weights that are not."""
+    if not fused:
+        monkeypatch.setattr(experts_ffn, "FUSED_WIDTH", 0)
     torch.manual_seed(4)
     counts, width, inner = [70, 0, 3], 64, 128
     rows = sum(counts)
@@ -231,13 +236,43 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     down, weights = draw(3, width, inner) / inner**0.5, torch.rand(rows + TAIL)
     emulate(monkeypatch, blocks=1)
     y, kept, plan = run_ffn(x, gate_up, down, torch.tensor(counts), weights, True)
-    found = run_ffn_backward(d_y, x, gate_up, down, plan, weights, kept, True, True)
+    found = run_ffn_backward(d_y, x, gate_up, down, plan, weights, kept, True, True, True)
     exact = [t.detach().double().requires_grad_() for t in (x[:rows], gate_up, down, weights[:rows])]
     expected = torch.autograd.grad(reference_ffn(counts, *exact), exact, d_y[:rows].double())
     assert error(y[:rows], reference_ffn(counts, *exact).detach()) < 5e-3
     for name, one, other in zip(("x", "gate_up", "down", "weights"), found, expected, strict=True):
         cut = rows if name in ("x", "weights") else 3
         assert error(one[:cut], other) < 1e-2, name
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 1), (2, 3)], ids=str)
+def test_some_gradients_and_not_others(monkeypatch: pytest.MonkeyPatch, wanted: tuple[int, ...]) -> None:
+    """Of rows 0, gate and up 1, down 2, the rows' weights 3: the same bits as when all are wanted, and no
+    product for the others."""
+    torch.manual_seed(10)
+    counts, width, inner = torch.tensor([9, 0, 4]), 64, 64
+    given = draw(13, width), draw(3, 2 * inner, width) / 8, draw(3, width, inner) / 8, torch.rand(13)
+    launched, d_y = [], draw(13, width)
+    emulate(monkeypatch, blocks=1)
+    launch = experts_ffn.launch_gemm
+
+    def noted(layout: Layout, *tensors: Tensor, **how: Any) -> None:
+        launched.append(layout)
+        launch(layout, *tensors, **how)
+
+    monkeypatch.setattr(experts_ffn, "launch_gemm", noted)
+
+    def gradients(of: tuple[int, ...]) -> list[Tensor]:
+        rows, gate_up, down, weights = (t.detach().requires_grad_(i in of) for i, t in enumerate(given))
+        y = ffn(rows, gate_up, down, counts, weights_R=weights)
+        launched.clear()
+        return list(torch.autograd.grad(y, [(rows, gate_up, down, weights)[i] for i in of], d_y))
+
+    every = gradients((0, 1, 2, 3))
+    for place, found in zip(wanted, gradients(wanted), strict=True):
+        assert torch.equal(found, every[place])
+    assert launched.count(Layout.WGRAD) == len({1, 2} & set(wanted))
+    assert launched.count(Layout.DGRAD) == 1 + (0 in wanted)
 
 
 def test_widths_that_are_no_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> None:

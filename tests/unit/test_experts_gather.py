@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from imbrex.kernels.experts_fp8_tokens import gathers_quantised
 from imbrex.kernels.experts_gather import TILINGS, gather_tiling, gathers
 from imbrex.kernels.experts_tiling import PAIRED, SHARED, SMALL
 
@@ -32,4 +34,21 @@ def test_many_rows_are_gathered_in_pairs() -> None:
     assert gather_tiling(SHARED, 16384, 32) == PAIRED
     assert gather_tiling(SHARED, 4096, 32) == SHARED
     assert gather_tiling(SMALL, 16384, 32) == SMALL
-    assert {SHARED, PAIRED, SMALL} <= set(TILINGS)
+    assert set(TILINGS) == {SHARED, PAIRED, SMALL}
+
+
+@pytest.mark.parametrize(
+    ("experts", "inner", "tokens", "rows", "gathered"),
+    [
+        (32, 768, 2048, 16384, True),  # Qwen3, 1.02 to 1.05
+        (64, 2048, 512, 4096, True),  # DeepSeek-V3, 1.00 to 1.02
+        (64, 2048, 1024, 8192, False),  # 0.98
+        (16, 1408, 4096, 16384, False),  # Qwen2, four rows of a token
+        (2, 14336, 64, 128, False),  # Mixtral, two
+    ],
+)
+def test_when_quantised_tokens_are_gathered(
+    experts: int, inner: int, tokens: int, rows: int, gathered: bool
+) -> None:
+    down_eDF = torch.empty(experts, 128, inner, device="meta")
+    assert gathers_quantised(down_eDF, tokens, rows) == gathered

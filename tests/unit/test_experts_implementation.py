@@ -133,3 +133,34 @@ def test_rows_elsewhere_go_through_grouped(monkeypatch: pytest.MonkeyPatch) -> N
     assert made.applies_weights
     assert not loop.applies_weights
     assert torch.allclose(made(rows), loop(rows) * weights_R[:, None], atol=1e-6)
+
+
+@pytest.mark.usefixtures("kernels_available")
+@pytest.mark.parametrize("implementation", ["kernels", "grouped"])
+def test_sums_of_gradients_want_rows_that_the_kernels_take(implementation: str) -> None:
+    handle = Handle(weights_R=torch.ones(4), state=(), num_tokens=4)
+    rows = Dispatched(rows_RD=torch.randn(4, 16), counts_e=torch.tensor([4]), handle=handle)
+    made = Experts((0,), 16, 24, implementation=implementation)
+    made.gradient_sums = torch.zeros(1, 48, 16), torch.zeros(1, 16, 24)
+    with pytest.raises(ValueError, match=f"gradient_sums want implementation='kernels' .*'{implementation}'"):
+        made(rows)
+    with torch.no_grad():
+        assert made(rows).shape == (4, 16)
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_other_rows_are_in_the_reason() -> None:
+    assert "other rows go through grouped" in Experts((0,), 16, 24, dtype=torch.float32).implementation_reason
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_weights_made_for_inference_are_quantised() -> None:
+    """They count no versions: who writes them says so."""
+    with torch.inference_mode():
+        made = Experts((0, 1), 128, 128, implementation="kernels-fp8", dtype=torch.bfloat16)
+        first = made.quantised()
+        before = first.down_scales.clone()
+        made.down_proj[1].mul_(2)
+        assert made.quantised() is first
+        made.weights_written([1])
+        assert torch.equal(made.quantised().down_scales, before * torch.tensor([1.0, 2.0])[:, None, None])

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling
-from imbrex.kernels.experts_tiling import LOW, PAIRED, PAIRED_STAGED, SHARED, SMALL, STAGED, choose_tiling
+from imbrex.kernels.experts_fp8 import shipped_variants
+from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, gemm_variant
+from imbrex.kernels.experts_tiling import (
+    LOW,
+    PAIRED,
+    PAIRED_STAGED,
+    SHARED,
+    SMALL,
+    STAGED,
+    choose_tiling,
+    gemm_choices,
+)
 
 # experts of one of four ranks, D, F
 MIXTRAL, DEEPSEEK, QWEN2, PHI = (2, 4096, 14336), (64, 7168, 2048), (16, 2048, 1408), (4, 4096, 6400)
@@ -55,3 +67,28 @@ def test_pairs_where_they_are_faster() -> None:
     gradient = Layout.DGRAD, Epilogue.PLAIN, 16384, 64, (16384, 7168)
     assert choose_tiling(*gradient, sms=132, depth=4096) == PAIRED
     assert choose_tiling(Layout.WGRAD, Epilogue.PLAIN, 16384, 64, (4096, 7168), sms=132).cluster == 1
+
+
+def chosen(layout: Layout, epilogue: Epilogue, fp8: bool = False) -> set[Tiling]:
+    """From 1 to 65536 rows, 1 to 128 experts, narrow and wide."""
+    found = set()
+    for rows, experts, wide, depth in itertools.product(
+        (1, 64, 500, 1024, 4096, 16384, 65536), (1, 2, 4, 16, 64, 128), (768, 2048, 7168, 14336), (768, 7168)
+    ):
+        out = (wide, depth) if layout is Layout.WGRAD else (rows, wide)
+        found.add(choose_tiling(layout, epilogue, rows, experts, out, sms=132, depth=depth, fp8=fp8))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "epilogue"), {(c.layout, c.epilogue) for c in gemm_choices()}, ids=str)
+def test_every_choice_is_shipped_and_nothing_else(layout: Layout, epilogue: Epilogue) -> None:
+    shipped = {c.tiling for c in gemm_choices() if (c.layout, c.epilogue) == (layout, epilogue)}
+    assert chosen(layout, epilogue) == shipped
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.SWIGLU, Epilogue.PLAIN, Epilogue.WEIGHTED])
+def test_every_choice_in_fp8_is_shipped_and_nothing_else(epilogue: Epilogue) -> None:
+    tilings = chosen(Layout.FORWARD, epilogue, True)
+    wanted = {gemm_variant(Layout.FORWARD, epilogue, tiling, fp8=True) for tiling in tilings}
+    shipped = {v for v in shipped_variants() if {("EPILOGUE", epilogue.value), ("GATHER", 0)} <= {*v.defines}}
+    assert wanted == shipped

@@ -19,12 +19,10 @@ from imbrex.kernels.experts_fp8 import (
     quantise_weight,
     run_ffn_fp8,
     run_fp8_rows,
-    shipped_variants,
 )
 from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
-from imbrex.kernels.experts_gemm import Epilogue, Layout, gemm_variant
 from imbrex.kernels.experts_glue import COUNTERS, sum_rows
-from imbrex.kernels.experts_tiling import LOW, choose_tiling
+from imbrex.kernels.experts_tiling import LOW
 from tests.emulated.gemm import emulate
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
@@ -172,13 +170,3 @@ def test_rows_and_scales_that_do_not_fit_are_said() -> None:
 def test_widths_that_do_not_fit_are_said() -> None:
     with pytest.raises(ValueError, match="multiples of 128"):
         quantise_experts(draw(1, 128, 72), draw(1, 72, 64))
-
-
-@pytest.mark.parametrize("epilogue", [Epilogue.SWIGLU, Epilogue.PLAIN, Epilogue.WEIGHTED])
-def test_every_choice_of_a_tile_is_shipped(epilogue: Epilogue) -> None:
-    """One row to 65536, 2 to 64 experts; many rows get the large tile, decoding the low one."""
-    shapes = [(rows, e, (rows, 2048)) for rows in (1, 64, 1024, 65536) for e in (2, 64)]
-    found = [choose_tiling(Layout.FORWARD, epilogue, *shape, sms=132, fp8=True) for shape in shapes]
-    shipped = {variant.defines for variant in shipped_variants()}
-    assert {gemm_variant(Layout.FORWARD, epilogue, t, fp8=True).defines for t in found} <= shipped
-    assert (found[0], found[-1].block_m) == (LOW, 128)

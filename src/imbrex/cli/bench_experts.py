@@ -51,19 +51,20 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError(f"imbrex bench experts: {reason}")
     models = list(MODELS) if args.model == "all" else args.model.split(",")
     ops = list(timing.OPS) if args.ops == "all" else args.ops.split(",")
-    if unknown := [op for op in ops if op not in timing.OPS]:
-        raise ValueError(f"--ops: {unknown[0]!r} is not known; use all or some of {', '.join(timing.OPS)}")
+    for option, given, known in (("ops", ops, timing.OPS), ("impls", args.impls.split(","), timing.IMPLS)):
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"--{option}: {unknown[0]!r} is not known; use some of {', '.join(known)}")
     found: list[dict[str, Any]] = []
     for model, count, skew in itertools.product(models, args.rows.split(","), args.skew.split(",")):
         shape = parse_shape(model)
+        work = timing.make_work(shape, experts_of(shape, args.ranks), int(count), skew)
         case = {
             "model": model,
-            "rows": int(count),
+            "rows": work.source_R.numel(),
             "skew": name_of(skew),
             "ranks": args.ranks,
             "dtype": "bf16",
         }
-        work = timing.make_work(shape, experts_of(shape, args.ranks), int(count), skew)
         for op in ops:
             rows = measure_op(op, work, case, args)
             show(rows)

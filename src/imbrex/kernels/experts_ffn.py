@@ -6,8 +6,8 @@
 Rows are expert-major; rows past the counts are neither read nor written. Nothing synchronises with the host
 and all shapes are static, so a step can be captured in a CUDA graph. The operators are opaque to
 `torch.compile`, and their backward is one operator too. Forward: two GEMMs, SwiGLU in the first one's
-epilogue and the weight in the second's. Backward: four GEMMs and one elementwise kernel; gate and up (bf16)
-are kept, or computed again (`recompute`).
+epilogue and the weight in the second's. Backward: four GEMMs, SwiGLU's gradient in the first one's epilogue
+or, for wide rows, a kernel of its own; gate and up (bf16) are kept, or computed again (`recompute`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from imbrex.deferred import Deferral, recording
 from imbrex.kernels.experts_gather import gather_tiling
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
+from imbrex.kernels.experts_inputs import find_misfit, find_misfit_of_dtypes
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
 from imbrex.kernels.experts_widths import MULTIPLE, fits, pad_widths
-from imbrex.kernels.jit import Variant, unavailable
+from imbrex.kernels.jit import Variant
 from imbrex.tracing import differentiated, traced
 
 # Plain dispatcher registrations: `custom_op` adds host time to every call.
@@ -36,26 +37,12 @@ _library.define(
 )
 _library.define(
     "ffn_backward(Tensor d_y_RD, Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor plan,"
-    " Tensor? weights_R, Tensor gate_up_RG, bool need_rows, bool need_weights)"
+    " Tensor? weights_R, Tensor gate_up_RG, bool need_rows, bool need_gate_up, bool need_down)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 FUSED_WIDTH = 4096
-"""D up to which SwiGLU's gradient is cheaper in a product's epilogue than in its own kernel (gemm.cu)."""
-
-
-def supports(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> str | None:
-    """None if `ffn` takes these tensors, else one sentence that says why not."""
-    experts, width, inner = down_eDF.shape
-    if not rows_RD.is_cuda:
-        return "the expert kernels need tensors on a GPU"
-    if (reason := unavailable(rows_RD.device.index)) is not None:
-        return reason
-    if any(t.dtype != torch.bfloat16 for t in (rows_RD, gate_up_eGD, down_eDF)):
-        return "the expert kernels compute in bfloat16"
-    if gate_up_eGD.shape != (experts, 2 * inner, width) or rows_RD.shape[1] != width:
-        return "the expert kernels need SwiGLU weights [e, 2F, D] and [e, D, F]"
-    return None
+"""D up to which SwiGLU's gradient is cheaper in a product's epilogue than in its own (gemm_backward.cuh)."""
 
 
 def ffn(
@@ -70,15 +57,23 @@ def ffn(
 ) -> Tensor:
     """down(silu(gate) * up) of every row by its expert, times `weights_R` (float32) where given; [R, D] bf16.
 
-    counts_e: int64, rows of every expert. recompute: keep gate and up for the backward, or compute them again
-    (a third more work in the backward, 4 R F bytes less). Differentiable in rows, weights and `weights_R`.
+    rows_RD, gate_up_eGD [e, 2F, D] and down_eDF [e, D, F]: bf16. counts_e: int64, rows of every expert.
+    recompute: keep gate and up for the backward, or compute them again (a third more work in the backward,
+    4 R F bytes less). Differentiable in rows, weights and `weights_R`; like the result, the gradients of rows
+    past the counts are not written: nothing that sums over all rows should see them.
 
     gradients: tensors like the two weights, contiguous, float32 or bfloat16: the backward adds the weights'
     gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
 
     Under a `Deferral` the backward leaves the weights' gradients to it. Widths that are no multiples of 8 are
     padded, which copies the weights in every call; such weights' gradients cannot be added to `gradients`.
+
+    Raises ValueError for tensors of other shapes or dtypes, or on several devices.
     """
+    given = rows_RD, gate_up_eGD, down_eDF
+    problem = find_misfit_of_dtypes(*given) or find_misfit(*given, counts_e, weights_R)
+    if problem is not None:
+        raise ValueError(f"ffn: {problem}")
     if not fits(*down_eDF.shape[1:]):
         if gradients is not None:
             raise ValueError(
@@ -92,6 +87,8 @@ def ffn(
     given = rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep
     if gradients is not None:
         _check_gradients(gradients, gate_up_eGD, down_eDF)
+        if traced(*given[:-1]):
+            raise ValueError("ffn: under torch.compile gradients cannot be added to tensors; give none")
     elif traced(*given[:-1]):
         return torch.ops.imbrex_experts.ffn(*given)[0]
     if not training:
@@ -162,7 +159,8 @@ def run_ffn_backward(
     weights_R: Tensor | None,
     gate_up_RG: Tensor,
     need_rows: bool,
-    need_weights: bool,
+    need_gate_up: bool,
+    need_down: bool,
     gradients: tuple[Tensor, Tensor] | None = None,
     deferral: Deferral | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -173,25 +171,25 @@ def run_ffn_backward(
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     d_rows_RD = rows_RD.new_empty(rows_RD.shape if need_rows else 0)
     if rows == 0 or not down_eDF.shape[0]:
-        d_gate_up_eGD = gate_up_eGD.new_zeros(gate_up_eGD.shape if need_weights else 0)
-        d_down_eDF = down_eDF.new_zeros(down_eDF.shape if need_weights else 0)
+        d_gate_up_eGD = gate_up_eGD.new_zeros(gate_up_eGD.shape if need_gate_up else 0)
+        d_down_eDF = down_eDF.new_zeros(down_eDF.shape if need_down else 0)
         return d_rows_RD, d_gate_up_eGD, d_down_eDF, rows_RD.new_empty(rows, dtype=torch.float32)
     if gate_up_RG.shape[0] == 0:
         gate_up_RG = rows_RD.new_empty(rows, gate_up_eGD.shape[1])
         _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
     weights_R = None if weights_R is None else weights_R.contiguous()
     d_gate_up_RG, act_RF, d_weights_R = _swiglu_gradient(
-        d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_weights
+        d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_down
     )
     add_to = (None, None) if gradients is None else gradients
-    if deferral is not None and need_weights:
+    if deferral is not None:  # takes those of both weights
         parts = (d_gate_up_RG, rows_RD), (d_y_RD, act_RF)
         for weight, part, adds in zip(given, parts, add_to, strict=True):
             deferral.add(weight, partial(_left_gradient, *part, groups, weight, adds))
-        need_weights = False
-    d_down_eDF = _weight_gradient(d_y_RD, act_RF, groups, down_eDF, need_weights, add_to[1])
+        need_gate_up = need_down = False
+    d_down_eDF = _weight_gradient(d_y_RD, act_RF, groups, down_eDF, need_down, add_to[1])
     del act_RF  # each piece goes before the next is made: the peak is the backward's
-    d_gate_up_eGD = _weight_gradient(d_gate_up_RG, rows_RD, groups, gate_up_eGD, need_weights, add_to[0])
+    d_gate_up_eGD = _weight_gradient(d_gate_up_RG, rows_RD, groups, gate_up_eGD, need_gate_up, add_to[0])
     if need_rows:
         _gemm(Layout.DGRAD, d_gate_up_RG, gate_up_eGD, groups, d_rows_RD)
     if d_weights_R is None:
@@ -270,12 +268,12 @@ def _swiglu_gradient(
 
 
 def _fake_ffn_backward(
-    d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, need_rows, need_weights
+    d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, need_rows, need_gate_up, need_down
 ):
     return (
         rows_RD.new_empty(rows_RD.shape if need_rows else 0),
-        gate_up_eGD.new_empty(gate_up_eGD.shape if need_weights else 0),
-        down_eDF.new_empty(down_eDF.shape if need_weights else 0),
+        gate_up_eGD.new_empty(gate_up_eGD.shape if need_gate_up else 0),
+        down_eDF.new_empty(down_eDF.shape if need_down else 0),
         rows_RD.new_empty(0 if weights_R is None else rows_RD.shape[0], dtype=torch.float32),
     )
 
@@ -292,9 +290,8 @@ def _backward(ctx, d_y_RD, *_):
     if d_y_RD is None:
         return (None,) * 6
     rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
-    needs_weight_gradients = gate_up or down
     d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts.ffn_backward(
-        d_y_RD, *ctx.saved_tensors, rows, needs_weight_gradients
+        d_y_RD, *ctx.saved_tensors, rows, gate_up, down
     )
     return (
         d_rows if rows else None,
@@ -328,13 +325,14 @@ class Ffn(torch.autograd.Function):
         deferral = ctx.deferral if saved[0].shape[0] and saved[2].shape[0] else None
         ours = add_to is None and deferral is None
         if ours and traced(d_y_RD):
-            found = torch.ops.imbrex_experts.ffn_backward(d_y_RD, *saved, rows, gate_up or down)
+            found = torch.ops.imbrex_experts.ffn_backward(d_y_RD, *saved, rows, gate_up, down)
         else:
             found = run_ffn_backward(
                 d_y_RD,
                 *saved,
                 need_rows=rows,
-                need_weights=gate_up or down,
+                need_gate_up=gate_up,
+                need_down=down,
                 gradients=add_to,
                 deferral=deferral,
             )

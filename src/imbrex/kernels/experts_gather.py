@@ -8,10 +8,10 @@ experts, and with few rows an expert. Every choice gives the same bits.
 from __future__ import annotations
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, gemm_variant
-from imbrex.kernels.experts_tiling import LOW, NARROW, PAIRED, SHARED, SMALL
+from imbrex.kernels.experts_tiling import PAIRED, SHARED, SMALL
 from imbrex.kernels.jit import Variant
 
-TILINGS = (SHARED, PAIRED, NARROW, LOW, SMALL)
+TILINGS = (SHARED, PAIRED, SMALL)
 PAIRED_ROWS = 256
 """Mean rows of an expert from which pairs of blocks are faster: with half of the weights' lines to ask for,
 the copy engine has time for the rows (Qwen3, 16384 rows: 176 us, 180 in single blocks)."""

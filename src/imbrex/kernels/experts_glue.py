@@ -22,7 +22,7 @@ _UNIT = 8  # bf16 values in 16 bytes
 
 
 COUNTERS = 4
-"""int32 zeros that tile schedulers count in, in front of the ends."""
+"""int32 zeros before the ends: a product counts its tiles in two; four let the ends begin at 16 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

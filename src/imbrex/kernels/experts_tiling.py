@@ -20,6 +20,7 @@ from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling
 SHARED = Tiling()
 """Two groups share 128 x 256: least traffic a product; the best where there is enough work."""
 NARROW = Tiling(block_n=128, stages=6)
+"""128 x 128: never the fastest any more; for who chooses tiles himself."""
 LOW = Tiling(groups=1, stages=5)
 """One group, 64 x 256: fp8 of few rows, whose weights it reads up to 5 % faster than `SHARED`."""
 SMALL = Tiling(groups=1, block_n=128, stages=8)
@@ -40,19 +41,21 @@ for the slower of its blocks and fills the last wave by twos."""
 _WIDE, _WIDE_WAVES = 12_800, 3
 """Columns, in bf16, from which it is from fewer waves on, 1 to 2 %."""
 
-_COSTS = {SHARED: 1.0, LOW: 0.7, NARROW: 0.74, SMALL: 0.36}
+_COSTS = {SHARED: 1.0, LOW: 0.7, SMALL: 0.36}
 """Fitted, with what follows, to 500 products of 1 to 8192 rows an expert, counts equal, random and skewed:
 1.015 times the best tile's time, at least 0.995 of torch's speed."""
-_READ = {SHARED: 0.98, LOW: 1.0, NARROW: 1.2, SMALL: 1.06}
+_READ = {SHARED: 0.98, LOW: 1.0, SMALL: 1.06}
 """Time to read the weights over the least: less is on its way at once."""
 _LOW_COST = 0.65
 """64 rows of a tile that could be 128 high, as in gemm_height.cuh."""
 _TAIL_COST = 0.66
 """The last tile of an expert where its second group has no rows, over a full one; as there."""
-FP8_TILINGS = (SHARED, STAGED, LOW, PAIRED, PAIRED_STAGED)
-"""A tile of 256 columns holds whole blocks of 128, of gate and of up."""
-GRADIENT_TILINGS = (OWN, NARROW._replace(stages=5, panels=3), SMALL._replace(panels=3))
-"""For SwiGLU's gradient: three panels leave at once; with 256 columns its registers spill."""
+FP8_UP_TILINGS, FP8_DOWN_TILINGS = (SHARED, LOW, PAIRED), (STAGED, LOW, PAIRED_STAGED)
+"""With SwiGLU, whose result is a quarter of the tile and always staged whole, and without. A tile of 256
+columns holds whole blocks of 128, of gate and of up."""
+GRADIENT_TILINGS = (OWN, SMALL._replace(panels=3))
+"""For SwiGLU's gradient, of many and of few rows: three panels leave at once; with 256 columns its registers
+spill."""
 _PANEL_COST = 1.43
 """Reading 256 columns of an expert's weights from memory, over a full tile: 4.27 TB/s, 783 TFLOP/s."""
 _READ_AGAIN = 0.1
@@ -79,17 +82,16 @@ def choose_tiling(
     expert's output, for a weight gradient, else (rows, columns); `sms`: of the device; `depth`: of a sum."""
     if layout is Layout.WGRAD:
         return OWN if out[0] * out[1] >= _LARGE_GRADIENT else SHARED
-    if epilogue is Epilogue.SWIGLU_GRADIENT and rows // experts > OWN.block_m // 2:
-        return OWN
+    if epilogue is Epilogue.SWIGLU_GRADIENT:
+        many, few = GRADIENT_TILINGS
+        return many if rows // experts > OWN.block_m // 2 else few
     columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
     mean = max(1, rows // experts)
     spread = math.isqrt(mean) if experts > 1 else 0  # a standard deviation of what an expert gets
     tilings = (SHARED, SMALL)
-    if fp8:  # SwiGLU's result is a quarter of the tile and always staged whole
-        high = SHARED if epilogue is Epilogue.SWIGLU else STAGED
-        tilings = (LOW,) if mean + spread <= LOW.block_m else (high, LOW)
-    if epilogue is Epilogue.SWIGLU_GRADIENT:
-        tilings = GRADIENT_TILINGS[1:]
+    if fp8:
+        tilings = (FP8_UP_TILINGS if epilogue is Epilogue.SWIGLU else FP8_DOWN_TILINGS)[:2]
+        tilings = (LOW,) if mean + spread <= LOW.block_m else tilings
     equal, apart = [(mean, experts)], [(mean + spread, experts - experts // 2), (mean - spread, experts // 2)]
 
     def time(tiling: Tiling) -> float:
@@ -111,8 +113,6 @@ def _pair_pays(full: float, depth: int, columns: int, fp8: bool) -> bool:
 def _time(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int, fp8: bool) -> float:
     """Of the better height where the kernel has two; `groups`: rows, and how many experts have as many."""
     like = SHARED if tiling == STAGED else tiling
-    if like not in _COSTS:
-        like = SMALL if tiling.groups == 1 else NARROW
     parts = columns, sms, tiling.block_n, _READ[like]
     found = _waves(tiling.block_m, _COSTS[like], groups, *parts)
     if fp8 or tiling.box_m == tiling.block_m:

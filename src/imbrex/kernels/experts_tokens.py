@@ -8,6 +8,7 @@ from torch import Tensor
 from imbrex.kernels.experts_ffn import run_experts
 from imbrex.kernels.experts_gather import gathers
 from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
+from imbrex.kernels.experts_inputs import find_misfit, find_misfit_of_dtypes
 
 
 @torch.no_grad()
@@ -24,8 +25,9 @@ def ffn_tokens(
 ) -> Tensor:
     """y_TD: the sum over k of `weights_TK` times the expert's output, in fp32 and in order of k; bf16.
 
-    source_R: int64, token of every expert-major row; position_TK: int64, row of every choice, `-1` where it
-    is not computed here. No gradients.
+    x_TD, gate_up_eGD [e, 2F, D], down_eDF [e, D, F]: bf16, D and F multiples of 8. counts_e: int64, rows of
+    every expert. source_R: int64 [R], token of every expert-major row. position_TK: int64, row of every
+    choice, `-1` where it is not computed here. weights_TK: float32. No gradients.
 
     gather: the first product reads the tokens' rows through `source_R`, not from a copy in expert order; that
     saves the copy's memory and launch. The same bits; `None`: whichever is faster.
@@ -46,7 +48,11 @@ def ffn_in_place(
     gather: bool | None = None,
 ) -> Tensor:
     """The experts' outputs of tokens that stay where they are: expert-major rows [R, D], times `weights_R`
-    (float32) where given. Arguments as of `ffn_tokens`."""
+    (float32) where given. Arguments as of `ffn_tokens`; ValueError where they do not fit."""
+    given = x_TD, gate_up_eGD, down_eDF
+    problem = find_misfit_of_dtypes(*given) or find_misfit(*given, counts_e, weights_R, source_R)
+    if problem is not None:
+        raise ValueError(f"ffn_in_place: {problem}")
     groups, x_TD, source_R = plan_groups(counts_e), x_TD.contiguous(), source_R.contiguous()
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     if gather is None:

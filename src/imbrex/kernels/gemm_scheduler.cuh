@@ -3,8 +3,8 @@
 // The output is a list of segments; a segment is rows x columns of one expert. Without a list (`segments`
 // null) there is one segment an expert, with all its rows and all columns, in order. With a list, five ints a
 // segment (expert, row begin, row end, column begin, column end) on the device give any order: by source
-// rank, by column slice over all experts, a chunk of the experts. Block b takes tiles b, b + grid, b + 2
-// grid, ...
+// rank, by column slice over all experts, a chunk of the experts. Block b takes tile b, then what a counter
+// of all blocks gives.
 //
 // Inside a segment, tiles run down `kGroupM` row tiles, then one column tile to the right, so that the blocks
 // that run together share few distinct panels of A and B (measured choice, see gemm.cu).
