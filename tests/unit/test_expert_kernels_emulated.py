@@ -18,7 +18,7 @@ from torch import Tensor
 from imbrex.kernels import experts_ffn, experts_gemm
 from imbrex.kernels.experts_ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
-from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED, SMALL
+from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED, SMALL, override_tilings
 from imbrex.kernels.experts_tokens import ffn_tokens
 from imbrex.kernels.jit import KernelError
 from tests.emulated.gemm import emulate
@@ -243,6 +243,30 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> 
     for name, one, other in zip(("x", "gate_up", "down", "weights"), found, expected, strict=True):
         cut = rows if name in ("x", "weights") else 3
         assert error(one[:cut], other) < 1e-2, name
+
+
+def test_the_callers_tiles_are_taken_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward here, and backward in autograd's thread: the same bits by other tiles."""
+    torch.manual_seed(12)
+    counts, found = torch.tensor([9, 0, 70]), []
+    x, gate_up, down, d_y = draw(79, 64), draw(3, 256, 64) / 8, draw(3, 64, 128) / 11, draw(79, 64)
+    emulate(monkeypatch, blocks=1)
+    launch, cut = experts_ffn.launch_gemm, []
+
+    def noted(*given: Any, tiling: Tiling, **how: Any) -> None:
+        cut.append(tiling)
+        launch(*given, tiling=tiling, **how)
+
+    monkeypatch.setattr(experts_ffn, "launch_gemm", noted)
+    own = {(Layout.FORWARD, Epilogue.SWIGLU_KEEP): NARROW, (Layout.WGRAD, Epilogue.PLAIN): OWN}
+    for given in ({}, own):
+        cut.clear()
+        leaves = [t.detach().requires_grad_() for t in (x, gate_up, down)]
+        with override_tilings(given):
+            y = ffn(leaves[0], leaves[1], leaves[2], counts)
+            found.append([y.detach(), *torch.autograd.grad(y, leaves, d_y)])
+        assert (cut.count(NARROW), cut.count(OWN)) == ((1, 2) if given else (0, 0))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 1), (2, 3)], ids=str)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from imbrex.kernels.experts_fp8_tokens import gathers_quantised
-from imbrex.kernels.experts_gather import TILINGS, gather_tiling, gathers
-from imbrex.kernels.experts_tiling import PAIRED, SHARED, SMALL
+from imbrex.kernels.experts_gather import TILINGS, gathers
+from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling
+from imbrex.kernels.experts_tiling import PAIRED, SHARED, SMALL, choose_tiling
 
 # experts of one rank, F, rows; microseconds from tokens to weighted sums, copied and gathered
 GATHERED = {
@@ -31,9 +32,13 @@ def test_the_faster_way_is_taken(name: str) -> None:
 
 def test_many_rows_are_gathered_in_pairs() -> None:
     """512 rows of each of 32 experts of Qwen3: 176 us, 180 in single blocks; 128: 93 and 89."""
-    assert gather_tiling(SHARED, 16384, 32) == PAIRED
-    assert gather_tiling(SHARED, 4096, 32) == SHARED
-    assert gather_tiling(SMALL, 16384, 32) == SMALL
+
+    def chosen(rows: int, gather: bool = True) -> Tiling:
+        what = Layout.FORWARD, Epilogue.SWIGLU, rows, 32, (rows, 768)
+        return choose_tiling(*what, sms=132, depth=2048, gather=gather)
+
+    assert (chosen(16384), chosen(16384, gather=False)) == (PAIRED, SHARED)
+    assert chosen(4096) == SHARED
     assert set(TILINGS) == {SHARED, PAIRED, SMALL}
 
 

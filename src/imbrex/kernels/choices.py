@@ -46,7 +46,8 @@ class Order:
 
 
 def order_choices(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
-    """Rows by expert, then by choice; ids int64, -1 drops one. Nothing is asked of the device."""
+    """Rows by expert, then by choice. ids_TK: int64, -1 drops a choice; weights_TK: float32; experts: at most
+    `MOST_EXPERTS`. Nothing is asked of the device."""
     ids_TK, weights_TK, device = ids_TK.contiguous(), weights_TK.contiguous(), ids_TK.device
     choices = ids_TK.numel()
     order = Order(

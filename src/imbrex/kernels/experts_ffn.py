@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from torch.library import Library, register_autograd, register_fake
 
 from imbrex.deferred import Deferral, recording
-from imbrex.kernels.experts_gather import gather_tiling
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.experts_inputs import find_misfit, find_misfit_of_dtypes
@@ -371,9 +370,8 @@ def _gemm(
         (out.shape[-2], out.shape[-1]),
         sms=multiprocessors(a.get_device()),
         depth=a.shape[1],
+        gather=index is not None,
     )
-    if index is not None:
-        tiling = gather_tiling(tiling, rows, experts)
     launch_gemm(
         layout,
         a,

@@ -1,4 +1,4 @@
-"""When the first product reads its rows through an index, and with which tiles: measured on an H200.
+"""When the first product reads its rows through an index: measured on an H200.
 
 A copy in expert order costs a launch and 0.7 us for a million values; rows asked for one by one cost the
 product 20 to 60 ns a step of a tile of more than 64 of them (`gemm_gather.cuh`). So it pays with narrow
@@ -7,16 +7,11 @@ experts, and with few rows an expert. Every choice gives the same bits.
 
 from __future__ import annotations
 
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, gemm_variant
+from imbrex.kernels.experts_gemm import Epilogue, Layout, gemm_variant
 from imbrex.kernels.experts_tiling import PAIRED, SHARED, SMALL
 from imbrex.kernels.jit import Variant
 
 TILINGS = (SHARED, PAIRED, SMALL)
-PAIRED_ROWS = 256
-"""Mean rows of an expert from which pairs of blocks are faster: with half of the weights' lines to ask for,
-the copy engine has time for the rows (Qwen3, 16384 rows: 176 us, 180 in single blocks)."""
-
-
 NARROW_WIDTH, FEW_WIDTH, FEW_ROWS = 1536, 2048, 64
 """F up to which it is faster with any number of rows (tokens to weighted sums, 1 to 16384 rows, copy over
 gathered: Qwen3 1.00 to 1.12, Qwen2 0.98 to 1.11), and with so many an expert in the mean (DeepSeek-V3 1.00 to
@@ -26,11 +21,6 @@ gathered: Qwen3 1.00 to 1.12, Qwen2 0.98 to 1.11), and with so many an expert in
 def gathers(inner: int, rows: int, experts: int) -> bool:
     """Whether experts of width F = `inner` had better read `rows` rows, of all of them together, in place."""
     return inner <= NARROW_WIDTH or (inner <= FEW_WIDTH and rows <= FEW_ROWS * experts)
-
-
-def gather_tiling(chosen: Tiling, rows: int, experts: int) -> Tiling:
-    """The tile for gathered rows where `chosen` is that for contiguous ones."""
-    return PAIRED if chosen == SHARED and rows >= PAIRED_ROWS * experts else chosen
 
 
 def shipped_variants() -> list[Variant]:

@@ -28,6 +28,8 @@ class Layout(IntEnum):
 
 
 class Epilogue(IntEnum):
+    """What becomes of a tile; as in gemm.cu."""
+
     PLAIN = 0
     SWIGLU = 1
     SWIGLU_KEEP = 2
@@ -121,6 +123,7 @@ def gemm_variant(
     fp8: bool = False,
     gather: bool = False,
 ) -> Variant:
+    """The kernel's source with its defines. wide: see gemm.cu; fp8 and gather are for forward."""
     return Variant(
         source="gemm.cu",
         entry="grouped_gemm",

@@ -87,7 +87,8 @@ def swiglu_backward(
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, ends_e: Tensor, choices: int = 1) -> Tensor:
-    """Expert-major copies: row r is `x_TD[index_R[r] // choices]`."""
+    """Expert-major copies [R, D], bf16: row r is `x_TD[index_R[r] // choices]`. index_R: int64; ends_e:
+    int32, where every expert's rows end."""
     rows_RD = x_TD.new_empty(index_R.numel(), x_TD.shape[1])
     count = ends_e, ends_e.numel(), x_TD.shape[1] // _UNIT
     _launch("gather_rows", x_TD, index_R, choices, *count, rows_RD)
@@ -123,7 +124,8 @@ def sum_rows(
     count: Tensor | None = None,
     addend_TD: Tensor | None = None,
 ) -> Tensor:
-    """y_TD: every token's rows, times their weights, summed in fp32 in order of k; position -1 adds none.
+    """y_TD, bf16: every token's rows, times their weights (float32), summed in fp32 in order of k.
+    position_TK: int64; -1 adds none.
 
     count: int32 [1] on the device; tokens from it on are neither read nor written. addend_TD: contiguous, the
     last of a token's sum.
