@@ -10,6 +10,8 @@ NAME ?= layer
 ARGS ?=
 DEMO_OUT ?= runs/demo
 SMOKE := $(VENV)/smoke
+# Tests start hundreds of processes: what one has compiled the next need not.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test install lint types unit matrix docs smoke format gpu-test gpu-bench clean
