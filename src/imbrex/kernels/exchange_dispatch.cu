@@ -9,8 +9,7 @@
 // first list 12 to 14; routing ends at 190 to 270.
 //
 // One launch is a call of both kinds, so it may stand between calls of either kernel. Placements with
-// replicas take the two kernels:
-// there, who gets a token depends on everybody's choices.
+// replicas take the two kernels: there, who gets a token depends on everybody's choices.
 //
 // Example: as routing.cu, whose integers it gives, and exchange_push.cu, whose rows.
 #define ROUTE_FIRST (96 + 32 * 14 * QUANTISE)

@@ -1,8 +1,7 @@
 // From rows of the fp8 codec, each received once, to expert-major rows: every token is loaded into shared
 // memory once, by TMA, and stored from there at the row of each of its choices. DECODE 1: as bf16, the own
-// tokens, which come from `x`, as they are. DECODE 0:
-// as they crossed, bytes and scales apart, the own tokens written in shared memory as the codec writes the
-// others.
+// tokens, which come from `x`, as they are. DECODE 0: as they crossed, bytes and scales apart, the own
+// tokens written in shared memory as the codec writes the others.
 //
 // A warp works alone, with two slots: while one token's stores are read from the one, the next token arrives
 // in the other. 65645 rows of 7168 on an H200: 194 us as they are (165 at the memory's rate), 308 as bf16

@@ -2,11 +2,14 @@
 // x / scale rounded to nearest. Rows are read in order or from an index, so that quantising replaces a
 // permuted copy.
 //
-// A warp has one piece of a row and ends; blocks are as many as it takes. 16384 rows of 2048 and 7168, 65536
-// of 2048 on an H200, us:
-// 30, 87, 98; read in order, from an index with each token 8 times 22, 68, 79. With a loop in 5 blocks an SM
-// 31, 90, 101; loads that pass L1 by, or leave L2 first, 30, 94, 106. Bytes at the copy rate: 24, 84, 96. As
-// a part of the first product: see gemm.cu.
+// A warp has one piece of a row and ends; blocks are as many as it takes. On an H200, us:
+//   rows of width                               16384 of 2048   16384 of 7168   65536 of 2048
+//   read in order                               30              87              98
+//   from an index, each token 8 times           22              68              79
+//   a loop in 5 blocks an SM                    31              90              101
+//   loads that pass L1 by, or leave L2 first    30              94              106
+//   bytes at the copy rate                      24              84              96
+// As a part of the first product: see gemm_fp8.cuh.
 //
 // Example, a block of 4, 448 scaled down to 4: 1 2 -8 0 has scale 2 and values .5 1 -4 0.
 #include "exchange_fp8.cuh"
@@ -63,8 +66,8 @@ __device__ __forceinline__ void quantise(const uint4* row, int left, uint2* valu
 }
 
 // rows[r] of x[r], or of x[index[r] / choices], for the rows that the experts have, or the first `every` (-1:
-// those). units: D / 8. The first block also plans:
-// `ends` and `num_counters` zeros, for the products that follow.
+// those). units: D / 8. The first block also plans: `ends` and `num_counters` zeros, for the products that
+// follow.
 extern "C" __global__ void __launch_bounds__(256)
     quantise_rows(const uint4* x, const i64* index, int choices, const i64* counts, int experts, int units,
                   uint2* values, float* scales, int* ends, int* counters, int num_counters, int every) {
