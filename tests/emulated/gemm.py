@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import struct
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels import experts_fp8, experts_gemm, experts_glue, jit
+from tests.emulated.kernel import built_once
 
 HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "tensor_cores", "machine")]
 SHARED = {
@@ -59,26 +58,23 @@ def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
     text = (
         str([header.read_text() for header in HEADERS]) + str(sorted(sources.items())) + str(variant.defines)
     )
-    digest = hashlib.sha256(f"{text}{dynamic}".encode()).hexdigest()[:32]
-    folder = Path(tempfile.gettempdir()) / "imbrex-emulated" / digest
-    built = folder / "kernel.so"
-    if not built.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, source in sources.items():
-            (folder / name).write_text(source)
-        (folder / "main.cpp").write_text(
-            f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n'
-            'extern "C" void forget() { forget_tensors(); }\n'
-            'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
-            + "".join(map(_entry_point, _entries(variant)))
-        )
-        flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-DkStatic={dynamic}"]
-        flags += [f"-D{name}={value}" for name, value in variant.defines]
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as out:
-            command = ["g++", *flags, "-o", out.name, str(folder / "main.cpp")]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        Path(out.name).rename(built)
-    return ctypes.CDLL(str(built))
+    return built_once(f"{text}{dynamic}", lambda folder: _build(variant, sources, dynamic, folder))
+
+
+def _build(variant: jit.Variant, sources: dict[str, str], dynamic: int, folder: Path) -> Path:
+    for name, source in sources.items():
+        (folder / name).write_text(source)
+    (folder / "main.cpp").write_text(
+        f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n'
+        'extern "C" void forget() { forget_tensors(); }\n'
+        'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
+        + "".join(map(_entry_point, _entries(variant)))
+    )
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-DkStatic={dynamic}"]
+    flags += [f"-D{name}={value}" for name, value in variant.defines]
+    command = ["g++", *flags, "-o", str(folder / "out.so"), str(folder / "main.cpp")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return folder / "out.so"
 
 
 def pack_map(
@@ -100,11 +96,18 @@ def pack_map(
 
 
 class EmulatedKernel:
-    """Stands in for `jit.Kernel`; every launch has its own interleaving and may touch `tensors` only."""
+    """Stands in for `jit.Kernel`; every launch has its own interleaving and may touch `tensors` only. `most`:
+    blocks of a launch, of a kernel that takes any number."""
 
     def __init__(
-        self, variant: jit.Variant, smem: int, tensors: Sequence[Tensor] | None, edits: Edits
+        self,
+        variant: jit.Variant,
+        smem: int,
+        tensors: Sequence[Tensor] | None,
+        edits: Edits,
+        most: int | None = None,
     ) -> None:
+        self._most = most
         self._library, self._tensors, self.seed = _library(variant, smem, edits), tensors, 0
         self._emulate = getattr(self._library, f"emulate_{variant.entry}")
 
@@ -112,6 +115,7 @@ class EmulatedKernel:
         self, *, grid: int, block: int, args: Sequence[Any], smem: int = 0, cluster: int = 1, **_: Any
     ) -> None:
         assert grid % cluster == 0
+        grid = grid if self._most is None else min(grid, self._most)
         self._library.forget()
         ranges = [(0, 2**62)]
         if self._tensors is not None:
@@ -153,9 +157,9 @@ def emulate(
     def glue(entry: str, device: torch.device) -> EmulatedKernel:
         return EmulatedKernel(jit.Variant(source=experts_glue.SOURCE, entry=entry), 0, tensors, ())
 
-    def quantiser(device: torch.device) -> tuple[EmulatedKernel, int]:
+    def quantiser(device: torch.device) -> EmulatedKernel:
         variant = jit.Variant(source=experts_fp8.SOURCE, entry="quantise_rows")
-        return EmulatedKernel(variant, 0, tensors, ()), blocks
+        return EmulatedKernel(variant, 0, tensors, (), most=blocks)
 
     monkeypatch.setattr(experts_fp8, "_quantiser", quantiser)
     monkeypatch.setattr(experts_gemm, "_launches", {})

@@ -9,7 +9,7 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ def _library(variant: jit.Variant) -> Any:
         + variant.entry
         + str(defines)
     )
+    return built_once(text, lambda folder: _build(variant, sources, folder))
+
+
+def built_once(text: str, build: Callable[[Path], Path]) -> Any:
+    """The library that `build` makes in a folder, given it; kept for whoever has the same `text`."""
     folder = Path(tempfile.gettempdir()) / "imbrex-emulated" / hashlib.sha256(text.encode()).hexdigest()[:32]
     built = folder / "kernel.so"
     if not built.exists():
@@ -41,7 +46,7 @@ def _library(variant: jit.Variant) -> Any:
         with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as own:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ranks want the same kernels at once
             if not built.exists():
-                _build(variant, sources, Path(own)).rename(built)
+                build(Path(own)).rename(built)
     return ctypes.CDLL(str(built))
 
 

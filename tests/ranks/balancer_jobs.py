@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from tests.ranks.pool import Ranks
 
 SEED = 77
 EAGER = Pace(layer_updates_per_iter=2, threshold=0.0, window=2, decay=0.5, max_moves=8, proposals=60)
+MOST_ITERATIONS = 300
 
 
 def first_slots(world: int, experts: int) -> list[list[int]]:
@@ -66,17 +68,27 @@ def tokens(rank: int, iteration: int, width: int, *, turn: int = 8) -> torch.Ten
     return centre + torch.randn(6 + rank % 3, width, generator=drawn)
 
 
+def numbers(iterations: int, balancer: OnlineBalancer | None, until: dict[str, int]) -> Iterator[int]:
+    """Of iterations: that many, then until the tally says what it shall, which all ranks know alike, since a
+    migration in the background has its own time."""
+    for number in range(MOST_ITERATIONS):
+        done = balancer is None or all(balancer.tally.values[name] >= n for name, n in until.items())
+        if number >= iterations and done:
+            return
+        yield number
+
+
 def infer(
     ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace | None, options: dict[str, Any]
 ) -> dict:
-    """Outputs of every iteration, and what the balancer did. options: of the layers, and `journal`."""
-    journal = options.pop("journal", None)
+    """Outputs of every iteration, and what the balancer did. options: of the layers, `journal`, `until`."""
+    journal, until = options.pop("journal", None), options.pop("until", {})
     journal = journal if ranks.rank == 0 else None
     balancer = None if pace is None else OnlineBalancer(pace, timeout=20, journal=journal)
     model = Model(ranks, balancer, config, 2, **options).eval()
     outputs, switched = [], 0
     source = 0 if options.get("transport") == "allreduce" else ranks.rank
-    for iteration in range(iterations):
+    for iteration in numbers(iterations, balancer, until):
         with torch.no_grad():
             outputs.append(model(tokens(source, iteration, config.hidden_size)))
         if balancer is not None:
@@ -116,7 +128,7 @@ def keep_in_fp8(ranks: Ranks, config: imbrex.MoEConfig, iterations: int) -> tupl
     experts = [cast("imbrex.MoELayer", layer).experts for layer in model.layers]
     kept = [one.quantised() for one in experts]
     switched = 0
-    for iteration in range(iterations):
+    for iteration in numbers(iterations, balancer, {"switches": 2}):
         with torch.no_grad():
             model(tokens(ranks.rank, iteration, config.hidden_size, turn=2))
         switched += len(balancer.step())
@@ -222,7 +234,7 @@ def infer_by_peer_copies(ranks: Ranks, config: imbrex.MoEConfig, iterations: int
     model.train(training)
     balancer.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     outputs, switched = [], 0
-    for iteration in range(iterations):
+    for iteration in numbers(iterations, balancer, {"switches": 5}):
         with torch.no_grad():
             outputs.append(model(tokens(ranks.rank, iteration, config.hidden_size)))
         switched += len(balancer.step())
@@ -316,7 +328,7 @@ class Unlucky(Mover):
         arrived = super().move(number, changes)
         if unlucky:
             time.sleep(self.slow_s)
-            first, until = self.steps, time.monotonic() + 2
+            first, until = self.steps, time.monotonic() + 10
             while self.steps < first + self.slow_steps and time.monotonic() < until:
                 time.sleep(0.001)
             if number in self.failing:
@@ -325,7 +337,12 @@ class Unlucky(Mover):
 
 
 def infer_unlucky(
-    ranks: Ranks, config: imbrex.MoEConfig, iterations: int, patience: int, luck: dict[str, Any]
+    ranks: Ranks,
+    config: imbrex.MoEConfig,
+    iterations: int,
+    patience: int,
+    luck: dict[str, Any],
+    until: dict[str, int],
 ) -> dict:
     """As `infer`; placements before every iteration, and the layers switched after it."""
     mover = type("Mover", (Unlucky,), dict(luck))
@@ -334,7 +351,7 @@ def infer_unlucky(
     outputs, switched, placements = [], [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for iteration in range(iterations):
+        for iteration in numbers(iterations, balancer, until):
             placements.append([layer.placement for layer in model.layers])
             with torch.no_grad():
                 outputs.append(model(tokens(ranks.rank, iteration, config.hidden_size)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.pool import Pool
+from tests.ranks.pool import LAST_S, Pool
 
 LONGEST = ["demo_death", "balancer", "matrix", "hierarchical", "demo", "compile", "pipelined"]
 """Files of this folder that take longest, first: no worker is left alone with one at the end."""
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pool() -> Iterator[Pool]:
     ranks = Pool(8)
     yield ranks
-    ranks.close()
+    ranks.close(LAST_S)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

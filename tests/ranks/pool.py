@@ -25,6 +25,8 @@ PRELOADED = ["torch._dynamo", "imbrex.cli.demo_rank", "imbrex.testing", "plotly.
 PRELOADED += ["tests.ranks.pool", "tests.ranks.layer_jobs"]
 GRACE_S = 3.0
 """How long the other ranks may take to answer once one has failed, and all to end."""
+LAST_S = 60.0
+"""How long all may take to end after the last test: they write down their coverage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +56,12 @@ class Pool:
     returns the results by rank. Functions must stand at the top of a module, arguments must pickle."""
 
     def __init__(
-        self, size: int, timeout_s: float = 60.0, backend: str = "gloo", grace_s: float = GRACE_S
+        self, size: int, timeout_s: float = 240.0, backend: str = "gloo", grace_s: float = GRACE_S
     ) -> None:
         self.size, self.timeout_s, self.backend, self.grace_s = size, timeout_s, backend, grace_s
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
+        self.store = ""
 
     def start(self) -> None:
         context = warm()
@@ -75,6 +78,16 @@ class Pool:
             self.processes.append(process)
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        try:
+            return self._run(world, function, arguments)
+        except RankError:
+            raise
+        except BaseException:
+            # Of pytest-timeout, say: no later call may read this one's answers.
+            self.close()
+            raise
+
+    def _run(self, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         if not self.processes:
             self.start()
         pipes = self.pipes[:world]
@@ -103,11 +116,11 @@ class Pool:
             raise RankError(failed)
         return [answers[rank][1] for rank in range(world)]
 
-    def close(self) -> None:
+    def close(self, grace_s: float | None = None) -> None:
         # A rank that sees its pipe close ends by itself, and writes down its coverage.
         for pipe in self.pipes:
             pipe.close()
-        deadline = time.monotonic() + self.grace_s
+        deadline = time.monotonic() + (self.grace_s if grace_s is None else grace_s)
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
@@ -128,7 +141,7 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
     if backend != "gloo":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=240)
     )
     groups = {world: dist.new_group(list(range(world))) for world in SIZES if world <= size}
     while True:

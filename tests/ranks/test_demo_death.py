@@ -13,7 +13,9 @@ from imbrex.cli import main
 from imbrex.observe import read_board
 from tests.ranks.forked import Forked, run_ranks
 
-TIMEOUT_S = 5
+TIMEOUT_S = 10
+ENDING_S = 20
+"""What the launcher and the ranks may take to end besides."""
 WORDS = ["--steps", "100000", "--checkpoint-every", "4", "--batch", "4", "--length", "64", "--hidden", "64"]
 WORDS += ["--expert-width", "64", "--layers", "2", "--timeout", str(TIMEOUT_S)]
 
@@ -37,7 +39,7 @@ def started(children, out, *, ranks, outer=False):
     else:
         process = Forked(main, [*words, "--ranks", str(ranks)], folder=out)
     children.append(process)
-    metrics, until = out / "metrics.jsonl", time.monotonic() + 80
+    metrics, until = out / "metrics.jsonl", time.monotonic() + 200
     while not metrics.exists() or metrics.read_text().count("\n") < 6:
         assert process.poll() is None, process.stderr
         assert time.monotonic() < until
@@ -64,7 +66,7 @@ def test_a_killed_rank_is_named_with_its_phase_and_the_run_resumes(children, tmp
     process = started(children, tmp_path, ranks=2 if outer else 3, outer=outer)
     victim, took_s, stderr = end_of(process, tmp_path, rank=1, with_signal=signal.SIGKILL)
     assert process.poll() not in (0, None)
-    assert took_s < TIMEOUT_S + 5
+    assert took_s < TIMEOUT_S + ENDING_S
     (sentence,) = complaints(stderr)
     assert f"rank 1 (pid {victim.pid} on " in sentence
     assert re.search(r" in step \d+(, layer \d)?, phase \w+", sentence), sentence
@@ -84,7 +86,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_out(children, tmp_path):
     process = started(children, tmp_path, ranks=2)
     victim, took_s, stderr = end_of(process, tmp_path, rank=1, with_signal=signal.SIGSTOP)
     assert process.poll() == 1
-    assert took_s < 3 * TIMEOUT_S
+    assert took_s < TIMEOUT_S + ENDING_S
     (sentence,) = complaints(stderr)
     assert f"rank 1 (pid {victim.pid} on " in sentence
     assert f"did not answer for {TIMEOUT_S} s in step " in sentence

@@ -23,7 +23,7 @@ TOPO = (
 
 
 def test_everything_a_processor_needs_works_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--json", "--timeout", "240"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"] == torch.__version__
     assert report["devices"][0]["kind"] == "cpu"

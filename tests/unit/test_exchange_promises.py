@@ -131,7 +131,7 @@ def test_routings_that_do_not_fit_are_counted() -> None:
 
 @pytest.mark.parametrize("layer", [None, 0, 17])
 def test_a_failed_call_names_its_layer_and_leaves_the_exchange_unusable(layer: int | None) -> None:
-    exchange, inputs = make_exchange(CASE, load=kernel.load, timeout=0.2), make_inputs(CASE)
+    exchange, inputs = make_exchange(CASE, load=kernel.load, timeout=1.0), make_inputs(CASE)
     exchange.layer = layer
     routed = route(CASE, exchange, inputs)
     assert exchange.usable

@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> Case:
     max_examples=12,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_shape(case: Case, sms: int) -> None:
     exchange = make_exchange(case, load=kernel.load, timeout=30.0)

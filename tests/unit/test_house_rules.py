@@ -68,10 +68,13 @@ def test_no_banners() -> None:
 
 
 IMPORT = """
-import sys, time, threading, torch
-import torch.distributed as dist
-loaded, threads = set(sys.modules), threading.active_count()
+import sys, time, threading
 # The processor's time: other processes on the machine are not this import's cost.
+begin = time.process_time()
+import torch
+import torch.distributed as dist
+of_torch = time.process_time() - begin
+loaded, threads = set(sys.modules), threading.active_count()
 begin = time.process_time()
 import imbrex
 seconds = time.process_time() - begin
@@ -81,7 +84,8 @@ assert threading.active_count() == threads, "a thread"
 heavy = {"triton", "torch._dynamo", "torch._inductor", "transformers", "plotly", "rich", "cuda.core"}
 started = heavy & (set(sys.modules) - loaded)
 assert not started, started
-print(seconds)
+# On a slower machine: as on a usual one, where torch takes 2.3 s.
+print(seconds * min(1.0, 2.3 / of_torch))
 """
 
 
@@ -92,7 +96,7 @@ def test_importing_is_quick_and_starts_nothing() -> None:
     command = [sys.executable, "-c", IMPORT]
     seconds: list[float] = []
     while len(seconds) < 8 and min(seconds, default=1.0) >= 0.3:  # the first may compile; then 0.11 to 0.2 s
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
         assert ran.returncode == 0, ran.stderr
         seconds.append(float(ran.stdout))
     assert min(seconds) < 0.3, f"importing imbrex adds {statistics.median(seconds):.2f} s to torch's"

@@ -46,7 +46,7 @@ def command(tmp_path: Path, *words: str) -> list[str]:
 
 @needs_namespaces
 def test_a_command_runs_on_every_node_and_its_failure_is_ours(tmp_path: Path) -> None:
-    done = subprocess.run(command(tmp_path, "0", "fail"), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command(tmp_path, "0", "fail"), capture_output=True, text=True, timeout=240)
     assert done.returncode == 3, done.stderr
     for rank in "01":
         said = (tmp_path / "out" / rank).read_text()
@@ -70,7 +70,7 @@ def test_a_user_without_rights_gets_the_same_network(tmp_path: Path) -> None:
     rights = [*as_nobody(), "grep", "CapEff:\t0000000000000000", "/proc/self/status"]
     assert subprocess.run(rights, capture_output=True, check=False).returncode == 0
     done = subprocess.run(
-        [*as_nobody(), *command(tmp_path, "0")], capture_output=True, text=True, timeout=100, check=False
+        [*as_nobody(), *command(tmp_path, "0")], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     for rank in "01":
@@ -80,13 +80,13 @@ def test_a_user_without_rights_gets_the_same_network(tmp_path: Path) -> None:
 @needs_namespaces
 def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(command(tmp_path, "600"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 90
+    end = time.monotonic() + 200
     while len(list((tmp_path / "out").iterdir())) < 2 and time.monotonic() < end:
         time.sleep(0.2)
     assert len(list((tmp_path / "out").iterdir())) == 2
     process.send_signal(signal.SIGKILL)
     process.wait()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while alive(str(tmp_path)) and time.monotonic() < end:
         time.sleep(0.1)
     assert alive(str(tmp_path)) == []
@@ -157,7 +157,7 @@ def test_nodes_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -
     assert "nowhere.py is not there; give a script or a command" in capfd.readouterr().err
     begin = time.monotonic()
     assert main([*words, "--timeout", "0.5", "--", "sleep", "60"]) == 124
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     assert "not done after 0.5 s" in capfd.readouterr().err
 
 

@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -47,16 +50,28 @@ def test_off_is_traced_in_a_full_graph():
     assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
+@contextmanager
+def bounded(span: AbstractContextManager[Any]) -> Iterator[list[float]]:
+    """`span`; the least and the most milliseconds that it may say it took, once it is over."""
+    bounds: list[float] = []
+    begin = time.perf_counter_ns()
+    with span:
+        inside = time.perf_counter_ns()
+        yield bounds
+        least = time.perf_counter_ns() - inside
+    bounds += [least / 1e6, (time.perf_counter_ns() - begin) / 1e6]
+
+
 def test_spans_count_their_own_time_once():
     recorder = Recorder(rank=0)
     recorder.begin_step(7)
-    with recorder.span("forward"):
+    with bounded(recorder.span("forward")) as forward:
         time.sleep(0.02)
-        with recorder.span("dispatch", layer=2):
+        with bounded(recorder.span("dispatch", layer=2)) as dispatch:
             time.sleep(0.03)
     times = recorder.end_step()
-    assert 18 < times["forward"] < 29, "the inner 30 ms are not the forward's own"
-    assert 29 < times["dispatch"] < 45
+    assert dispatch[0] <= times["dispatch"] <= dispatch[1]
+    assert forward[0] - dispatch[1] <= times["forward"] <= forward[1] - dispatch[0], "without the inner 30 ms"
     inner, outer = recorder.spans
     assert (inner.name, inner.step, inner.where) == ("dispatch", 7, (("layer", 2),))
     assert outer.begin_ns <= inner.begin_ns
@@ -110,6 +125,7 @@ def test_experts_that_tokens_chose_together():
 def test_bracket_times_the_backward_of_what_is_inside():
     recorder = Recorder()
     x = torch.ones(4, requires_grad=True)
+    inside: list[list[float]] = []
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -118,13 +134,16 @@ def test_bracket_times_the_backward_of_what_is_inside():
 
         @staticmethod
         def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-            time.sleep(0.02)
+            with bounded(nullcontext()) as slept:
+                time.sleep(0.02)
+            inside.append(slept)
             return 3 * grad
 
     y = bracket_backward(recorder, "experts_backward", Slow.apply, x, layer=1)
     assert "experts_backward" not in recorder.end_step(), "nothing went backward yet"
-    y.sum().backward()
-    assert 19 < recorder.end_step()["experts_backward"] < 60
+    with bounded(nullcontext()) as outside:
+        y.sum().backward()
+    assert inside[0][0] <= recorder.end_step()["experts_backward"] <= outside[1]
     assert x.grad is not None
     assert x.grad.tolist() == [3.0] * 4
 
@@ -164,10 +183,13 @@ def test_board_keeps_the_phase_that_raised(tmp_path):
 
 def test_board_write_is_cheap(tmp_path):
     board = PhaseBoard(tmp_path, 0)
-    began = time.perf_counter()
-    for _ in range(10_000):
-        board.write("dispatch", 3)
-    assert (time.perf_counter() - began) / 10_000 < 20e-6, "measured: 0.2 us"
+    took_ms = []
+    for _ in range(10):
+        with bounded(nullcontext()) as batch:
+            for _ in range(1000):
+                board.write("dispatch", 3)
+        took_ms.append(batch[0])
+    assert min(took_ms) / 1000 < 20e-3, "measured: 0.2 us"
 
 
 def test_trace_is_complete_events_from_zero(tmp_path):

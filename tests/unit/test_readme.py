@@ -30,7 +30,7 @@ def commands(first: str) -> list[list[str]]:
     return [words for words in map(shlex.split, lines) if words[0] == first]
 
 
-def run(words: list[str], where: Path = ROOT, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+def run(words: list[str], where: Path = ROOT, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     ran = subprocess.run(words, cwd=where, env=ENV, capture_output=True, text=True, timeout=timeout)
     assert ran.returncode == 0, f"{shlex.join(words)}\n{ran.stdout}\n{ran.stderr}"
     return ran
@@ -91,7 +91,7 @@ def test_the_ten_lines_run_and_are_ten(tmp_path: Path) -> None:
     assert len(statements) <= 10
     (tmp_path / "ten_lines.py").write_text(code)
     assert "torchrun --nproc-per-node 2 ten_lines.py" in README
-    ran = run(torchrun("--master-port", str(free_port()), "--nproc-per-node", "2", "ten_lines.py"), tmp_path)
+    ran = run(torchrun("--standalone", "--nproc-per-node", "2", "ten_lines.py"), tmp_path)
     assert ran.stdout.count("expert_parallel=2") == 2
     assert ran.stdout.count("asked for") + ran.stdout.count("a token wants") >= 2
 
@@ -106,7 +106,7 @@ def test_the_code_of_the_documentation_runs(page: str, monkeypatch: pytest.Monke
         ("RANK", 0),
         ("WORLD_SIZE", 1),
         ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", free_port()),
+        ("MASTER_PORT", 0),
     ):
         monkeypatch.setenv(name, str(value))
     found = re.findall(
@@ -140,7 +140,7 @@ def test_several_machines_run(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    printed = "".join(machine.communicate(timeout=110)[0] for machine in machines)
+    printed = "".join(machine.communicate(timeout=240)[0] for machine in machines)
     assert [machine.returncode for machine in machines] == [0, 0], printed
     assert printed.count("held-out loss") == 1
     assert (tmp_path / "two" / "report.html").exists()

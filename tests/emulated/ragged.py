@@ -1,0 +1,44 @@
+"""Rows of experts with ragged ends for the emulated kernels, and how far a result is from fp64."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+LIMIT = 3e-3  # of ||out - ref|| / ||ref||: bf16 rounds by 2^-9 at most
+TAIL = 5
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=torch.bfloat16)
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return float((found.double() - reference).norm() / reference.norm())
+
+
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+
+
+def rows_of(counts: list[int], width: int) -> Tensor:
+    """Rows past the counts are NaN: one that is read shows."""
+    rows = draw(sum(counts) + TAIL, width)
+    rows[sum(counts) :] = float("nan")
+    return rows
+
+
+def per_expert(counts: list[int], rows: Tensor, weight: Tensor) -> Tensor:
+    pieces = rows[: sum(counts)].double().split(counts)
+    return torch.cat([piece @ w.double() for piece, w in zip(pieces, weight, strict=True)])
+
+
+def check_rows(out: Tensor, reference: Tensor) -> None:
+    assert error(out[: reference.shape[0]], reference) < LIMIT
+    assert out[reference.shape[0] :].isnan().all()
