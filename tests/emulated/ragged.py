@@ -20,7 +20,7 @@ def poisoned(*shape: int) -> Tensor:
 
 
 def error(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference).norm() / reference.norm())
+    return float(((found.double() - reference).norm() / reference.norm()).detach())
 
 
 def ends_of(counts: list[int]) -> Tensor:

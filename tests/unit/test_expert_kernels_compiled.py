@@ -16,7 +16,10 @@ from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, run_ffn_fp8
 from tests.emulated.gemm import emulate
 from tests.poison import real_empty
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++"),
+    pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning"),  # torch's own
+]
 
 
 @pytest.fixture(autouse=True)
