@@ -93,3 +93,21 @@ def test_fp8_compiled_whole_gives_the_same_bits() -> None:
     with real_empty(), torch.no_grad():
         step = torch.compile(lambda rows: ffn_fp8(rows, experts, counts), fullgraph=True, backend="aot_eager")
         assert torch.equal(step(given["rows"]), ffn_fp8(given["rows"], experts, counts))
+
+
+def test_rows_whose_number_is_not_known_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    given = leaves("", width=128, inner=128)
+    weights = given["gate_up"], given["down"]
+    experts = quantise_experts(*weights)
+
+    def step(rows: Tensor, taken: Tensor, weights_R: Tensor, counts: Tensor) -> Tensor:
+        here = taken.nonzero()[:, 0]
+        y = ffn(rows[here], *weights, counts, weights_R=weights_R[here])
+        return y + ffn_fp8(rows[here], experts, counts, weights_R=weights_R[here])
+
+    with real_empty(), torch.no_grad():
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+        for rows in (9, 13):
+            case = draw(rows, 128), torch.arange(rows) != 2, torch.rand(rows), torch.tensor([rows - 5, 0, 4])
+            assert torch.equal(compiled(*case), step(*case))
