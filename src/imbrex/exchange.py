@@ -156,14 +156,17 @@ class Exchange:
         }
 
     @property
+    def _all_crossings(self) -> list[Crossings | NvlinkCrossings | AloneCrossings]:
+        return [self._crossings] if self._alone is None else [self._crossings, self._alone]
+
+    @property
     def observer(self) -> Observer:
         return self._crossings.observer
 
     @observer.setter
     def observer(self, observer: Observer) -> None:
-        self._crossings.observer = observer
-        if self._alone is not None:
-            self._alone.observer = observer
+        for crossings in self._all_crossings:
+            crossings.observer = observer
 
     @property
     def layer(self) -> int:
@@ -184,9 +187,8 @@ class Exchange:
                 f"in {new.rank_offsets}; a placement of another shape needs a new exchange"
             )
         self.geometry = replace(self.geometry, placement=new, split=split or self.geometry.split)
-        self._crossings.geometry = self.geometry
-        if self._alone is not None:
-            self._alone.geometry = self.geometry
+        for crossings in self._all_crossings:
+            crossings.geometry = self.geometry
 
     @property
     def counts_on_device(self) -> bool:
@@ -348,9 +350,8 @@ class Exchange:
 
     def close(self) -> None:
         """Forget what was begun and free what the transport holds. The exchange cannot be used afterwards."""
-        for crossings in (self._crossings, self._alone):
-            if crossings is not None:
-                crossings.close()
+        for crossings in self._all_crossings:
+            crossings.close()
 
 
 class BegunDispatch:

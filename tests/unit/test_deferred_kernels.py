@@ -11,13 +11,10 @@ from torch import Tensor
 from imbrex.deferred import Deferral
 from imbrex.kernels.experts_ffn import ffn
 from tests.emulated.gemm import emulate
+from tests.emulated.ragged import draw
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 COUNTS, WIDTH, INNER = [70, 0, 3], 64, 128
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape).to(torch.bfloat16)
 
 
 def leaves() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch.library import _scoped_library, opcheck
 from imbrex.kernels.experts_ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, run_ffn_fp8
 from tests.emulated.gemm import emulate
+from tests.emulated.ragged import draw
 from tests.poison import real_empty
 
 pytestmark = [
@@ -31,10 +32,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         bf16.impl("ffn_backward", run_ffn_backward, "CPU")
         fp8.impl("ffn", run_ffn_fp8, "CPU")
         yield
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape).to(torch.bfloat16)
 
 
 def leaves(trained: str = "rows gate_up down weights", width: int = 64, inner: int = 64) -> dict[str, Tensor]:

@@ -44,46 +44,53 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> 
         assert error(one[:cut], other) < 1e-2, name
 
 
-def test_the_callers_tiles_are_taken_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+Launched = list[tuple[Layout, Tiling]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """What every product contracted and how it was cut, as they come."""
+    found, launch = [], experts_ffn.launch_gemm
+
+    def noted(layout: Layout, *tensors: Tensor, tiling: Tiling, **how: Any) -> None:
+        found.append((layout, tiling))
+        launch(layout, *tensors, tiling=tiling, **how)
+
+    monkeypatch.setattr(experts_ffn, "launch_gemm", noted)
+    return found
+
+
+def test_the_callers_tiles_are_taken_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch, launched: Launched
+) -> None:
     """Forward here, and backward in autograd's thread: the same bits by other tiles."""
     torch.manual_seed(12)
     counts, found = torch.tensor([9, 0, 70]), []
     x, gate_up, down, d_y = draw(79, 64), draw(3, 256, 64) / 8, draw(3, 64, 128) / 11, draw(79, 64)
     emulate(monkeypatch, blocks=1)
-    launch, cut = experts_ffn.launch_gemm, []
-
-    def noted(*given: Any, tiling: Tiling, **how: Any) -> None:
-        cut.append(tiling)
-        launch(*given, tiling=tiling, **how)
-
-    monkeypatch.setattr(experts_ffn, "launch_gemm", noted)
     own = {(Layout.FORWARD, Epilogue.SWIGLU_KEEP): NARROW, (Layout.WGRAD, Epilogue.PLAIN): OWN}
     for given in ({}, own):
-        cut.clear()
+        launched.clear()
         leaves = [t.detach().requires_grad_() for t in (x, gate_up, down)]
         with override_tilings(given):
             y = ffn(leaves[0], leaves[1], leaves[2], counts)
             found.append([y.detach(), *torch.autograd.grad(y, leaves, d_y)])
+        cut = [tiling for _, tiling in launched]
         assert (cut.count(NARROW), cut.count(OWN)) == ((1, 2) if given else (0, 0))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 1), (2, 3)], ids=str)
-def test_some_gradients_and_not_others(monkeypatch: pytest.MonkeyPatch, wanted: tuple[int, ...]) -> None:
+def test_some_gradients_and_not_others(
+    monkeypatch: pytest.MonkeyPatch, launched: Launched, wanted: tuple[int, ...]
+) -> None:
     """Of rows 0, gate and up 1, down 2, the rows' weights 3: the same bits as when all are wanted, and no
     product for the others."""
     torch.manual_seed(10)
     counts, width, inner = torch.tensor([9, 0, 4]), 64, 64
     given = draw(13, width), draw(3, 2 * inner, width) / 8, draw(3, width, inner) / 8, torch.rand(13)
-    launched, d_y = [], draw(13, width)
+    d_y = draw(13, width)
     emulate(monkeypatch, blocks=1)
-    launch = experts_ffn.launch_gemm
-
-    def noted(layout: Layout, *tensors: Tensor, **how: Any) -> None:
-        launched.append(layout)
-        launch(layout, *tensors, **how)
-
-    monkeypatch.setattr(experts_ffn, "launch_gemm", noted)
 
     def gradients(of: tuple[int, ...]) -> list[Tensor]:
         rows, gate_up, down, weights = (t.detach().requires_grad_(i in of) for i, t in enumerate(given))
@@ -94,8 +101,9 @@ def test_some_gradients_and_not_others(monkeypatch: pytest.MonkeyPatch, wanted: 
     every = gradients((0, 1, 2, 3))
     for place, found in zip(wanted, gradients(wanted), strict=True):
         assert torch.equal(found, every[place])
-    assert launched.count(Layout.WGRAD) == len({1, 2} & set(wanted))
-    assert launched.count(Layout.DGRAD) == 1 + (0 in wanted)
+    layouts = [layout for layout, _ in launched]
+    assert layouts.count(Layout.WGRAD) == len({1, 2} & set(wanted))
+    assert layouts.count(Layout.DGRAD) == 1 + (0 in wanted)
 
 
 def test_widths_that_are_no_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> None:

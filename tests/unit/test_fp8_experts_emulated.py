@@ -24,18 +24,11 @@ from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.experts_glue import COUNTERS, sum_rows
 from imbrex.kernels.experts_tiling import LOW
 from tests.emulated.gemm import emulate
+from tests.emulated.ragged import draw, error
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 TAIL = 3
 COUNTS = [70, 0, 1, 130]
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape).to(torch.bfloat16)
-
-
-def error(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference).norm() / reference.norm())
 
 
 def dequantise(values: Tensor, scales: Tensor, high: int) -> Tensor:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from tests import house
+from tests.as_a_user import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "src").rglob("*.py"))
@@ -90,15 +88,9 @@ print(seconds * min(1.0, 2.3 / of_torch))
 
 
 def test_importing_is_quick_and_starts_nothing() -> None:
-    # As a user's process: bytecode is kept (compiling all sources takes 0.2 s) and no coverage is traced.
-    ours = ("PYTHONDONTWRITEBYTECODE", "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
-    env = {name: value for name, value in os.environ.items() if name not in ours}
-    command = [sys.executable, "-c", IMPORT]
     seconds: list[float] = []
     while len(seconds) < 8 and min(seconds, default=1.0) >= 0.3:  # the first may compile; then 0.11 to 0.2 s
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-        assert ran.returncode == 0, ran.stderr
-        seconds.append(float(ran.stdout))
+        seconds.append(float(run_python(IMPORT)))
     assert min(seconds) < 0.3, f"importing imbrex adds {statistics.median(seconds):.2f} s to torch's"
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +13,7 @@ from imbrex.placement.engines import deepseek, tensorrt_llm
 from imbrex.placement.exact import MOST_PLACEMENTS, num_placements
 from imbrex.placement.packing import rank_loads
 from imbrex.placement.planner import search, to_held
+from tests.as_a_user import run_python
 
 README_WEIGHT = torch.tensor(
     [
@@ -149,13 +147,7 @@ print(min(seconds))
 
 
 def test_a_whole_model_in_a_second() -> None:
-    # As a user's process: no coverage is traced.
-    ours = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
-    env = {name: value for name, value in os.environ.items() if name not in ours}
-    command = [sys.executable, "-c", WHOLE_MODEL]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-    assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) < 1.0
+    assert float(run_python(WHOLE_MODEL)) < 1.0
 
 
 def test_a_whole_model_is_level_and_always_planned_alike() -> None:

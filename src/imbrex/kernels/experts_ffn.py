@@ -22,7 +22,7 @@ from torch.library import Library, register_autograd, register_fake
 from imbrex.deferred import Deferral, recording
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
-from imbrex.kernels.experts_inputs import find_misfit, find_misfit_of_dtypes
+from imbrex.kernels.experts_inputs import check_inputs
 from imbrex.kernels.experts_tiling import choose_tiling, gemm_choices
 from imbrex.kernels.experts_widths import MULTIPLE, fits, pad_widths
 from imbrex.kernels.jit import Variant
@@ -69,10 +69,8 @@ def ffn(
 
     Raises ValueError for tensors of other shapes or dtypes, or on several devices.
     """
-    given = rows_RD, gate_up_eGD, down_eDF
-    problem = find_misfit_of_dtypes(*given) or find_misfit(*given, counts_e, weights_R)
-    if problem is not None:
-        raise ValueError(f"ffn: {problem}")
+    weights = gate_up_eGD, down_eDF
+    check_inputs("ffn", rows_RD, weights, counts_e, weights_R, bf16=(rows_RD, *weights))
     if not fits(*down_eDF.shape[1:]):
         if gradients is not None:
             raise ValueError(

@@ -21,7 +21,7 @@ from torch.library import Library, register_fake
 
 from imbrex.kernels.experts_gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm, multiprocessors
 from imbrex.kernels.experts_glue import COUNTERS, Groups, plan_groups
-from imbrex.kernels.experts_inputs import find_misfit
+from imbrex.kernels.experts_inputs import check_inputs
 from imbrex.kernels.experts_tiling import FP8_DOWN_TILINGS, FP8_UP_TILINGS, choose_tiling
 from imbrex.kernels.jit import Kernel, Variant, load
 
@@ -101,10 +101,9 @@ def ffn_fp8(
         codec `fp8`, and in DeepEP's and DeepGEMM's.
     Raises ValueError where rows, scales, weights and counts do not fit each other.
     """
-    problem = _misfit(rows_RD, scales_RB)
-    problem = problem or find_misfit(rows_RD, experts.gate_up_eGD, experts.down_eDF, counts_e, weights_R)
-    if problem is not None:
+    if (problem := _misfit(rows_RD, scales_RB)) is not None:
         raise ValueError(f"ffn_fp8: {problem}")
+    check_inputs("ffn_fp8", rows_RD, (experts.gate_up_eGD, experts.down_eDF), counts_e, weights_R)
     return torch.ops.imbrex_experts_fp8.ffn(rows_RD, scales_RB, *experts.tensors(), counts_e, weights_R)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from imbrex.kernels.experts_fp8 import Fp8Experts, quantise_rows, run_fp8_rows
 from imbrex.kernels.experts_glue import sum_rows
-from imbrex.kernels.experts_inputs import find_misfit, find_misfit_of_dtypes
+from imbrex.kernels.experts_inputs import check_inputs
 
 NARROW_WIDTH, FEW_ROWS, MANY_CHOICES = 1024, 64, 6
 """F up to which, rows of an expert up to which, and rows of a token from which gathering is faster (copy over
@@ -59,9 +59,7 @@ def ffn_in_place_fp8(
     """The experts' outputs of tokens that stay where they are: expert-major rows [R, D], bf16, times
     `weights_R` (float32) where given. Arguments as of `ffn_tokens_fp8`; ValueError where they do not fit."""
     weights = experts.gate_up_eGD, experts.down_eDF
-    problem = find_misfit_of_dtypes(x_TD) or find_misfit(x_TD, *weights, counts_e, weights_R, source_R)
-    if problem is not None:
-        raise ValueError(f"ffn_in_place_fp8: {problem}")
+    check_inputs("ffn_in_place_fp8", x_TD, weights, counts_e, weights_R, source_R, bf16=(x_TD,))
     x_TD, source_R = x_TD.contiguous(), source_R.contiguous()
     if gather is None:
         gather = gathers_quantised(experts.down_eDF, len(x_TD), len(source_R))

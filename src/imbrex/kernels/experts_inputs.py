@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,22 @@ def supports(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> str | No
         return reason
     given = rows_RD, gate_up_eGD, down_eDF
     return find_misfit_of_dtypes(*given) or find_misfit_of_weights(*given)
+
+
+def check_inputs(
+    call: str,
+    rows_RD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    counts_e: Tensor,
+    weights_R: Tensor | None = None,
+    index_R: Tensor | None = None,
+    *,
+    bf16: Sequence[Tensor] = (),
+) -> None:
+    """ValueError of `call` where one of `bf16` is not, or `find_misfit` finds something."""
+    problem = find_misfit_of_dtypes(*bf16) or find_misfit(rows_RD, *weights, counts_e, weights_R, index_R)
+    if problem is not None:
+        raise ValueError(f"{call}: {problem}")
 
 
 def find_misfit(
@@ -71,4 +89,4 @@ def _told(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
 
 
-__all__ = ["find_misfit", "find_misfit_of_dtypes", "supports"]
+__all__ = ["check_inputs", "find_misfit", "supports"]

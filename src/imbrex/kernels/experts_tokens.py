@@ -8,7 +8,7 @@ from torch import Tensor
 from imbrex.kernels.experts_ffn import run_experts
 from imbrex.kernels.experts_gather import gathers
 from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
-from imbrex.kernels.experts_inputs import find_misfit, find_misfit_of_dtypes
+from imbrex.kernels.experts_inputs import check_inputs
 
 
 @torch.no_grad()
@@ -49,10 +49,8 @@ def ffn_in_place(
 ) -> Tensor:
     """The experts' outputs of tokens that stay where they are: expert-major rows [R, D], times `weights_R`
     (float32) where given. Arguments as of `ffn_tokens`; ValueError where they do not fit."""
-    given = x_TD, gate_up_eGD, down_eDF
-    problem = find_misfit_of_dtypes(*given) or find_misfit(*given, counts_e, weights_R, source_R)
-    if problem is not None:
-        raise ValueError(f"ffn_in_place: {problem}")
+    weights = gate_up_eGD, down_eDF
+    check_inputs("ffn_in_place", x_TD, weights, counts_e, weights_R, source_R, bf16=(x_TD, *weights))
     groups, x_TD, source_R = plan_groups(counts_e), x_TD.contiguous(), source_R.contiguous()
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     if gather is None:
