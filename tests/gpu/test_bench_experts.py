@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from imbrex.cli import experts_timing as timing
+from imbrex.cli.experts_work import make_work
 from imbrex.cli.shapes import Shape
 from imbrex.kernels.experts_gemm import Layout, launch_gemm
 from imbrex.kernels.experts_tiling import LOW, PAIRED, SHARED
@@ -17,7 +18,7 @@ SMALL_SHAPE = Shape(hidden_size=256, intermediate_size=128, num_experts=8, top_k
 
 
 def test_launches_and_memory_of_a_call() -> None:
-    work = timing.make_work(SMALL_SHAPE, 8, 512, "balanced")
+    work = make_work(SMALL_SHAPE, 1, 512, "balanced")
     call = timing.gemm_calls("down", work)["imbrex"]
     call()
     assert timing.count_launches(lambda: (call(), call())) == 2

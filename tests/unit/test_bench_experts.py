@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from imbrex.cli import bench_experts
-from imbrex.cli.experts_timing import COPY_BYTES, DENSE_SIDE, Work
-from imbrex.cli.shapes import MODELS
+from imbrex.cli.experts_timing import COPY_BYTES, DENSE_SIDE
+from imbrex.cli.experts_work import Work
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -74,12 +74,6 @@ def test_decode_counts_the_weights_of_experts_with_rows() -> None:
     found = bench_experts.rates("decode", None, small, 1.0, 2 * COPY_BYTES / 4e6)
     assert found == {"tbps": 0.786, "limit_tbps": 4.0, "share": 0.197}
     assert bench_experts.rates("decode", None, small, 1.0, 1.0, value_bytes=1)["tbps"] == 0.393
-
-
-def test_experts_of_one_rank() -> None:
-    assert bench_experts.experts_of(MODELS["deepseek-v3"], 4) == 64
-    with pytest.raises(ValueError, match="--ranks 3 does not divide 256"):
-        bench_experts.experts_of(MODELS["deepseek-v3"], 3)
 
 
 def test_the_command_can_be_read_back() -> None:

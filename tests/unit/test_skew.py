@@ -97,5 +97,17 @@ def test_recorded_load_fits_any_model(tmp_path: Path) -> None:
     two = Shape(hidden_size=8, intermediate_size=8, num_experts=2, top_k=1)
     ids_TK = make_routing(f"load:{tmp_path / 'ids.npy'}", two, 20_000).ids_TK
     torch.testing.assert_close(loads(ids_TK, 2), torch.tensor([4 / 7, 3 / 7]), atol=0.01, rtol=0)
-    with pytest.raises(ValueError, match="the trace has 4 experts"):
+    with pytest.raises(
+        ValueError, match="4 experts in every layer of the trace, layers 1, are too few for 8"
+    ):
         make_routing(f"load:{tmp_path / 'ids.npy'}", MIXTRAL, 10)
+
+
+def test_experts_beyond_a_recorded_layer_are_the_next_layer_s(tmp_path: Path) -> None:
+    """Layers of 4 experts, from layer 1 on and round: loads 1, 1, 1, 7 and 4, 3, 2, 1, of 20 together."""
+    loads_of = [[4, 3, 2, 1], [1, 1, 1, 7]]
+    np.save(tmp_path / "ids.npy", np.stack([np.repeat(np.arange(4), n).reshape(5, 2) for n in loads_of]))
+    eight = Shape(hidden_size=8, intermediate_size=8, num_experts=8, top_k=1)
+    ids_TK = make_routing(f"load:{tmp_path / 'ids.npy'}::1", eight, 20_000).ids_TK
+    expected = torch.tensor([1, 1, 1, 7, 4, 3, 2, 1]) / 20
+    torch.testing.assert_close(loads(ids_TK, 8), expected, atol=0.01, rtol=0)

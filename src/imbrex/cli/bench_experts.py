@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from imbrex.cli import experts_timing as timing
+from imbrex.cli.experts_work import Work, make_work
 from imbrex.cli.results import describe_run, write_results
-from imbrex.cli.shapes import MODELS, Shape, parse_shape
+from imbrex.cli.shapes import MODELS, parse_shape
 from imbrex.kernels import unavailable
 
 QUESTION = "What do the experts of one rank cost?"
@@ -56,8 +57,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             raise ValueError(f"--{option}: {unknown[0]!r} is not known; use some of {', '.join(known)}")
     found: list[dict[str, Any]] = []
     for model, count, skew in itertools.product(models, args.rows.split(","), args.skew.split(",")):
-        shape = parse_shape(model)
-        work = timing.make_work(shape, experts_of(shape, args.ranks), int(count), skew)
+        work = make_work(parse_shape(model), args.ranks, int(count), skew)
         case = {
             "model": model,
             "rows": work.source_R.numel(),
@@ -81,15 +81,7 @@ def name_of(skew: str) -> str:
     return f"{kind}:{value.rpartition('/')[2]}" if kind in ("load", "trace") else skew
 
 
-def experts_of(shape: Shape, ranks: int) -> int:
-    if shape.num_experts % ranks:
-        raise ValueError(f"--ranks {ranks} does not divide {shape.num_experts} experts; choose a divisor")
-    return shape.num_experts // ranks
-
-
-def measure_op(
-    op: str, work: timing.Work, case: dict[str, Any], args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def measure_op(op: str, work: Work, case: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one operation, a row for every implementation (grouped_gemm: for either product)."""
     rows: list[dict[str, Any]] = []
     products = ("gate_up", "down") if op == "grouped_gemm" else (None,)
@@ -114,7 +106,7 @@ def measure_op(
 
 
 def rates(
-    op: str, product: str | None, work: timing.Work, median_us: float, limit_us: float, value_bytes: int = 2
+    op: str, product: str | None, work: Work, median_us: float, limit_us: float, value_bytes: int = 2
 ) -> dict[str, float]:
     """TFLOP/s and the share of the dense rate, or TB/s of weights and the share of the copy rate (decode).
 

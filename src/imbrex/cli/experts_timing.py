@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.cli.shapes import Shape
-from imbrex.cli.skew import make_routing
+from imbrex.cli.experts_work import Work, draw
 from imbrex.kernels.experts_ffn import ffn
 from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows, unfit_for_fp8
 from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
@@ -40,60 +38,6 @@ STEP_PAUSE = 4 * PAUSE_CYCLES
 """Two milliseconds: the host takes up to 0.7 for a forward and backward."""
 DENSE_SIDE = 8192
 COPY_BYTES = 1 << 31
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """The experts of one rank and what it received: expert-major rows, and where they come from."""
-
-    x_TD: Tensor
-    gate_up_eGD: Tensor
-    down_eDF: Tensor
-    counts_e: Tensor
-    ends_e: Tensor
-    source_R: Tensor
-    position_TK: Tensor
-    weights_TK: Tensor
-
-
-def make_work(shape: Shape, experts: int, rows: int, skew: str, seed: int = 0) -> Work:
-    """`rows` rows (rounded down to whole tokens) over `experts` experts on the GPU, bf16, random.
-
-    skew: as `make_routing` takes it, or `balanced`: as equal as whole rows allow.
-    """
-    choices = min(shape.top_k, experts)
-    tokens = max(1, rows // choices)
-    local = Shape(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_experts=experts,
-        top_k=choices,
-    )
-    if skew == "balanced":
-        ids_TK = torch.arange(tokens * choices).view(tokens, choices) % experts
-    else:
-        ids_TK = make_routing(skew, local, tokens, seed=seed).ids_TK
-    order = ids_TK.flatten().argsort(stable=True).cuda()
-    position = torch.empty_like(order)
-    position[order] = torch.arange(order.numel(), device="cuda")
-    counts_e = torch.bincount(ids_TK.flatten(), minlength=experts).cuda()
-    torch.manual_seed(seed)
-    return Work(
-        x_TD=_draw(tokens, shape.hidden_size),
-        gate_up_eGD=_draw(experts, 2 * shape.intermediate_size, shape.hidden_size),
-        down_eDF=_draw(experts, shape.hidden_size, shape.intermediate_size),
-        counts_e=counts_e,
-        ends_e=counts_e.cumsum(0).to(torch.int32),
-        source_R=order // choices,
-        position_TK=position.view(tokens, choices),
-        weights_TK=torch.rand(tokens, choices, device="cuda"),
-    )
-
-
-def _draw(*shape: int) -> Tensor:
-    """Normal, scaled so that a product over the last dimension keeps unit variance where it is a weight."""
-    scale = shape[-1] ** -0.5 if len(shape) == 3 else 1.0
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
 
 
 def torch_ffn(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, ends_e: Tensor) -> Tensor:
@@ -170,7 +114,7 @@ def calls_of(op: str, work: Work) -> dict[str, Call]:
 def gemm_calls(product: str, work: Work) -> dict[str, Call]:
     """One grouped GEMM alone: `gate_up` or `down`."""
     weight = work.gate_up_eGD if product == "gate_up" else work.down_eDF
-    a = work.x_TD[work.source_R] if product == "gate_up" else _draw(work.source_R.numel(), weight.shape[2])
+    a = work.x_TD[work.source_R] if product == "gate_up" else draw(work.source_R.numel(), weight.shape[2])
     out = a.new_empty(a.shape[0], weight.shape[1])
     groups = plan_groups(work.counts_e)
     sms, shape = multiprocessors(a.get_device()), (out.shape[0], out.shape[1])

@@ -19,7 +19,7 @@ def make_routing(skew: str, shape: Shape, num_tokens: int, *, rank: int = 0, see
     with standard deviation S over the experts (Comet section 5.4: 0.032 is their production average);
     `trace:FILE[:ARRAY[:LAYER]]`, ids [T, K] or [layers, T, K] of a `.npy` or `.npz`, repeated as needed;
     `load:FILE[:ARRAY[:LAYER]]`, drawn at random with the shares that as many experts, the first ones, have in
-    such a trace, whatever its top-k.
+    such a trace, whatever its top-k; a model of more experts takes those of the layers that follow.
     Weights are positive and sum to 1 per token, or the trace's where it has them.
     Raises ValueError for a skew that cannot be read or reached.
     """
@@ -100,20 +100,27 @@ def _random_weights(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def _recorded_shares(value: str, num_experts: int) -> Tensor:
-    ids, _ = _read_layer(value)
-    counts = torch.from_numpy(np.bincount(ids.flatten())[:num_experts].astype(np.float64))
-    if counts.numel() < num_experts or not counts.any():
-        raise ValueError(f"--skew: the trace has {counts.numel()} experts; choose a --model with no more")
-    return counts / counts.sum()
+    layers, _ = _read_layers(value)
+    known = int(layers.max()) + 1
+    needed = -(-num_experts // known)
+    if needed > len(layers):
+        raise ValueError(
+            f"--skew: {known} experts in every layer of the trace, layers {len(layers)}, are too few for "
+            f"{num_experts}; choose another --model or trace"
+        )
+    counts = np.concatenate([np.bincount(ids.flatten(), minlength=known) for ids in layers[:needed]])
+    shares_E = torch.from_numpy(counts[:num_experts].astype(np.float64))
+    return shares_E / shares_E.sum()
 
 
 def _from_trace(value: str, shape: Shape, num_tokens: int, rank: int, generator: torch.Generator) -> Routing:
     path = value.split(":")[0]
-    ids, weights = _read_layer(value)
-    if ids.ndim != 2 or ids.shape[1] != shape.top_k or not ids.size or ids.max() >= shape.num_experts:
+    layers, layer_weights = _read_layers(value)
+    ids, weights = layers[0], None if layer_weights is None else layer_weights[0]
+    if ids.shape[1] != shape.top_k or ids.max() >= shape.num_experts:
         raise ValueError(
-            f"--skew: the trace {path} has ids {ids.shape} up to {ids.max() if ids.size else None} but the "
-            f"model routes to {shape.top_k} of {shape.num_experts} experts; choose another --model or trace"
+            f"--skew: the trace {path} has ids {ids.shape} up to {ids.max()} but the model routes to "
+            f"{shape.top_k} of {shape.num_experts} experts; choose another --model or trace"
         )
     rows = (np.arange(num_tokens) + rank * num_tokens) % ids.shape[0]
     ids_TK = torch.from_numpy(ids[rows].astype(np.int64))
@@ -122,17 +129,19 @@ def _from_trace(value: str, shape: Shape, num_tokens: int, rank: int, generator:
     return Routing(ids_TK=ids_TK, weights_TK=torch.from_numpy(weights[rows].astype(np.float32)))
 
 
-def _read_layer(value: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """ids [T, K] of `FILE[:ARRAY[:LAYER]]`, and weights where it has them."""
+def _read_layers(value: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """ids [layers, T, K] of `FILE[:ARRAY[:LAYER]]`, from that layer on and round; weights where there are."""
     path, array, layer = [*value.split(":"), "", ""][:3]
     ids, weights = _read_trace(path, array)
-    if ids.ndim != 3:
-        return ids, weights
+    if ids.ndim == 2:
+        ids, weights = ids[None], None if weights is None else weights[None]
+    if ids.ndim != 3 or not ids.size:
+        raise ValueError(f"--skew: ids of {path} are {ids.shape}; give [T, K] or [layers, T, K]")
     layers = {str(i): i for i in range(ids.shape[0])} | {"": ids.shape[0] // 2}
     if layer not in layers:
         raise ValueError(f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {layer}")
-    at = layers[layer]
-    return ids[at], None if weights is None else weights[at]
+    first = layers[layer]
+    return np.roll(ids, -first, 0), None if weights is None else np.roll(weights, -first, 0)
 
 
 def _read_trace(path: str, array: str) -> tuple[np.ndarray, np.ndarray | None]:
