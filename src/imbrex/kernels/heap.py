@@ -8,6 +8,7 @@ tested.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -48,6 +49,41 @@ class VirtualHeap:
         self.local = self.local[:0]
 
 
+class Meetings:
+    """The rendezvous for symmetric memory that this process took part in.
+
+    Torch names each by how many the process has had, whatever the group (its issue 196082; in 2.13 still), so
+    ranks that met in a smaller group would wait for the others under another name, for ever.
+    Example: ranks 0 and 1 open a heap, then all four: 2 and 3 meet once alone before.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def catch_up(
+        self, group: dist.ProcessGroup, device: torch.device | str, meet_alone: Callable[[], None]
+    ) -> None:
+        """Collective: `meet_alone` until this process has had as many as any rank of `group`."""
+        most = torch.tensor(self.number, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        # host sync: once a heap
+        for _ in range(int(most.item()) - self.number):
+            meet_alone()
+            self.number += 1
+
+
+meetings = Meetings()
+
+
+def _meet_alone(device: torch.device) -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    assert isinstance(alone, dist.ProcessGroup)
+    symmetric.rendezvous(symmetric.empty(1, dtype=torch.uint8, device=device), group=alone)
+    dist.destroy_process_group(alone)
+
+
 class SymmetricHeap:
     """One rank a process: collective over `group`, whose ranks share a host joined by NVLink.
 
@@ -61,10 +97,12 @@ class SymmetricHeap:
 
         if symmetric.get_backend(device) != "CUDA":
             symmetric.set_backend("CUDA")
+        meetings.catch_up(group, device, lambda: _meet_alone(device))
         self._memory = symmetric.empty(-(-nbytes // 4096) * 4096, dtype=torch.uint8, device=device)
         self._memory.zero_()
         torch.cuda.synchronize(device)
         handle = symmetric.rendezvous(self._memory, group=group)
+        meetings.number += 1
         self.bases = tuple(int(pointer) for pointer in handle.buffer_ptrs)
         self.first = handle.rank
         self.local = self._memory[None]
