@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from imbrex.cli.experts_torch import ffn, ways_to_sum
 from imbrex.cli.experts_work import choices_received, experts_of, make_work
 from imbrex.cli.shapes import MODELS, Shape
 
@@ -74,3 +75,18 @@ def test_experts_of_one_rank() -> None:
     assert experts_of(MODELS["deepseek-v3"], 4) == 64
     with pytest.raises(ValueError, match="--ranks 3 does not divide 256"):
         experts_of(MODELS["deepseek-v3"], 3)
+
+
+@pytest.mark.parametrize("skew", ["balanced", "uniform"])
+def test_the_rival_s_ways_to_sum_are_one_result(skew: str) -> None:
+    """All beside a loop over tokens and their choices, in float32."""
+    work = make_work(SMALL, 2, 60, skew, device="cpu")
+    rows_RD = ffn(work.x_TD[work.source_R], work.gate_up_eGD, work.down_eDF, work.ends_e).float()
+    right = torch.zeros(work.x_TD.shape)
+    for token, choice in (work.position_TK >= 0).nonzero().tolist():
+        right[token] += work.weights_TK[token, choice] * rows_RD[work.position_TK[token, choice]]
+    assert right.norm() > 1
+    for way, inputs in ways_to_sum(work).values():
+        found = way(*inputs)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), right, atol=0.02, rtol=0.02)
