@@ -34,9 +34,9 @@ def worlds() -> list[int]:
     return [w for w in (2, 4) if w <= torch.cuda.device_count()]
 
 
-def open_exchange(world: int, timeout: float = 20.0) -> NvlinkExchange:
-    group, local = dist.group.WORLD, E // world
-    assert group is not None
+def open_exchange(ranks: Ranks, timeout: float = 20.0) -> NvlinkExchange:
+    group, world = ranks.group, ranks.world_size
+    local = E // world
     shape = lay.Shape(
         ranks=world,
         max_tokens=T,
@@ -91,12 +91,21 @@ class Checker:
             right = tokens_of(source, call)[:, None].expand(-1, K, -1)
             self.wrong += ((rows[position.clamp(min=0)] != right) & (position >= 0)[..., None]).sum()
         y = self.exchange.combine(rows[None], routed, num_sms=1 + call % 7, num_tokens=count)
-        self.wrong += (y != x * (2 * (ids >= 0).sum(1, keepdim=True))).sum()
+        self.wrong += (y != self.sums(x, ids)).sum()
         return routed
+
+    def sums(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Twice x for every choice; what other ranks add up crosses in bf16, which three times 201 is not."""
+        total, local = torch.zeros(x.shape, device="cuda"), E // self.ranks.world_size
+        for rank in range(self.ranks.world_size):
+            chosen = ((ids >= 0) & (ids // local == rank)).sum(1, keepdim=True)
+            partial = 2 * chosen * x.float()
+            total += partial if rank == self.ranks.rank else partial.bfloat16()
+        return total.bfloat16()
 
 
 def run_many(ranks: Ranks, calls: int) -> int:
-    exchange = open_exchange(ranks.world_size)
+    exchange = open_exchange(ranks)
     checker = Checker(ranks, exchange)
     for call in range(calls):
         checker.call(call)
@@ -112,7 +121,7 @@ def test_a_thousand_calls_with_changing_tokens_choices_and_skew(nccl: Pool, worl
 
 def run_interleaved(ranks: Ranks, calls: int) -> int:
     """Two exchanges, each on a stream of its own, whose calls meet in any order on the GPU."""
-    checkers = [Checker(ranks, open_exchange(ranks.world_size)) for _ in range(2)]
+    checkers = [Checker(ranks, open_exchange(ranks)) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in checkers]
     torch.cuda.synchronize()
     for call in range(calls):
@@ -132,7 +141,7 @@ def test_two_exchanges_on_two_streams(nccl: Pool, world: int) -> None:
 
 
 def run_with_a_sleeper(ranks: Ranks) -> tuple[int, float]:
-    exchange = open_exchange(ranks.world_size)
+    exchange = open_exchange(ranks)
     checker = Checker(ranks, exchange)
     checker.call(0)
     torch.cuda.synchronize()
@@ -164,8 +173,9 @@ def lose_a_rank(rank: int, world: int, folder: str) -> None:
         world_size=world,
         device_id=torch.device("cuda", rank),
     )
-    exchange = open_exchange(world, timeout=TIMEOUT_S)
-    checker = Checker(Ranks(rank=rank, world_size=world, group=dist.group.WORLD, device="cuda"), exchange)
+    ranks = Ranks(rank=rank, world_size=world, group=dist.group.WORLD, device="cuda")
+    exchange = open_exchange(ranks, timeout=TIMEOUT_S)
+    checker = Checker(ranks, exchange)
     checker.call(0)
     exchange.check(synchronize=True)
     dist.barrier()
