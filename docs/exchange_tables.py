@@ -115,11 +115,12 @@ def beside() -> str:
 
 def doors() -> str:
     lines = [
-        [row["impl"], row["op"], "handle" if "cached" in row else "", row["median_us"], row["host_syncs"]]
+        [row["case"]["W"], row["impl"], row["op"], "handle" if "cached" in row else "", row["median_us"]]
+        + [row["host_syncs"]]
         for row in main_rows()
         if row["impl"].startswith("deep_ep")
     ]
-    return as_table(["", "", "with an earlier", "us", "host synchronisations"], lines)
+    return as_table(["GPUs", "", "", "with an earlier", "us", "host synchronisations"], lines)
 
 
 def glue() -> str:

@@ -108,7 +108,7 @@ def _lines(
     lines = [f"| | rows | skew | {head} |", "|" + "---|" * columns]
     for op, title in TITLES.items():
         for (_, rows, skew), values in sorted((k, v) for k, v in found.items() if k[0] == op):
-            cells = [title, rows, skew]
+            cells = [title, rows, "recorded" if skew.startswith("load:") else skew]
             for number, column in enumerate(zip(*values, strict=True)):
                 share = number == 1 and len(values[0]) == 2
                 cells.append(_cell([value for value in column if not math.isnan(value)], share=share))

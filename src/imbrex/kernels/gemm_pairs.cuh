@@ -22,7 +22,8 @@
 // A last row tile of few rows runs ahead of the others and leaves L2 without its columns; a pair reads them
 // at one time. L2 is not the limit of small experts: a pair starts 1.0 us later and goes at its slower
 // block's pace. Half of B left out altogether, before: 9 % at most for DeepSeek-V3, 3 to 4 % for others.
-// No gain: first tiles found by each block itself; GROUP_M 4, 16; wgrad (1.00 shared, 0.83 to 0.92 in turns).
+// No gain: first tiles found by each block itself; GROUP_M 2, 4, 16, up to 65536 rows; wgrad (1.00 shared,
+// 0.83 to 0.92 in turns).
 // An arrival at the other block with .release.cluster, or a wait with .acquire.cluster, is a fence of the
 // GPU each time: slots go by st.async, which needs neither.
 //
