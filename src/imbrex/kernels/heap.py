@@ -54,6 +54,7 @@ class Meetings:
 
     Torch names each by how many the process has had, whatever the group (its issue 196082; in 2.13 still), so
     ranks that met in a smaller group would wait for the others under another name, for ever.
+    Those of others in the process, torch's asynchronous tensor parallelism say, are not counted.
     Example: ranks 0 and 1 open a heap, then all four: 2 and 3 meet once alone before.
     """
 
