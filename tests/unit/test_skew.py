@@ -101,6 +101,9 @@ def test_recorded_load_fits_any_model(tmp_path: Path) -> None:
         ValueError, match="4 experts in every layer of the trace, layers 1, are too few for 8"
     ):
         make_routing(f"load:{tmp_path / 'ids.npy'}", MIXTRAL, 10)
+    np.save(tmp_path / "ids.npy", np.array([[2, 3]]))
+    with pytest.raises(ValueError, match="the trace never chose the first 2 of its 4 experts"):
+        make_routing(f"load:{tmp_path / 'ids.npy'}", two, 10)
 
 
 def test_experts_beyond_a_recorded_layer_are_the_next_layer_s(tmp_path: Path) -> None:

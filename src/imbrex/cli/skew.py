@@ -110,6 +110,10 @@ def _recorded_shares(value: str, num_experts: int) -> Tensor:
         )
     counts = np.concatenate([np.bincount(ids.flatten(), minlength=known) for ids in layers[:needed]])
     shares_E = torch.from_numpy(counts[:num_experts].astype(np.float64))
+    if not shares_E.any():
+        raise ValueError(
+            f"--skew: the trace never chose the first {num_experts} of its {known} experts; choose another"
+        )
     return shares_E / shares_E.sum()
 
 
