@@ -58,7 +58,7 @@ def test_two_experts_of_a_rank_differ_as_the_law_has_it() -> None:
 
 
 def test_recorded_loads_are_those_of_all_the_model_s_experts(tmp_path: Path) -> None:
-    """Experts 0 and 1 of 8 in the ratio 3 to 1, and half as much again elsewhere."""
+    """Experts 0 and 1 of 8 in the ratio 3 to 1, each of the others as often as these two on average."""
     np.save(tmp_path / "ids.npy", np.repeat(np.arange(8), [3, 1, 2, 2, 2, 2, 2, 2]).reshape(4, 4))
     ids_TK = choices_received(SMALL, 4, 4000, f"load:{tmp_path / 'ids.npy'}")
     share = float((ids_TK == 0).sum()) / 4000

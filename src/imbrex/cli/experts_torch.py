@@ -37,6 +37,7 @@ def ways_to_sum(work: Work) -> dict[str, Way]:
     """
     here_TK = work.position_TK >= 0
     count_T = here_TK.sum(1)
+    # host sync: once a case, outside what is timed
     first_TC = (~here_TK).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(count_T.max())]
     experts = work.x_TD, work.gate_up_eGD, work.down_eDF, work.ends_e, work.source_R
     weights_TK = work.weights_TK.bfloat16()

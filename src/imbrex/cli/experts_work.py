@@ -14,6 +14,7 @@ from torch import Tensor
 
 from imbrex.cli.shapes import Shape
 from imbrex.cli.skew import make_routing
+from imbrex.plan import count_choices
 
 LEAST_SHARE = 1 / 64
 """Of equal ranks' rows: a law that gives the first rank less is refused, its draw being 64 times as long."""
@@ -47,7 +48,7 @@ def make_work(shape: Shape, ranks: int, rows: int, skew: str, *, seed: int = 0, 
     order = ids_TK.flatten().argsort(stable=True)[-rows:]
     position = torch.full_like(ids_TK.flatten(), -1)
     position[order] = torch.arange(rows, device=device)
-    counts_e = torch.bincount(ids_TK[ids_TK >= 0], minlength=experts)
+    counts_e = count_choices(ids_TK, experts)
     torch.manual_seed(seed)
     position_TK = position.view_as(ids_TK)
     return Work(
