@@ -64,6 +64,11 @@ class Tiling(NamedTuple):
         return 64 if (self.pingpong, self.block_m, self.block_n) == (False, 128, 256) else self.block_m
 
     @property
+    def halved(self) -> bool:
+        """Whether in bf16 a half of a tile is stored while the other is multiplied (gemm_halves.cuh)."""
+        return not self.pingpong and self.block_n == 256
+
+    @property
     def smem(self) -> int:
         """Bytes of dynamic shared memory, with the slack for 1024-byte alignment."""
         return 1024 + self.stages * 128 * (self.block_m + self.block_n) + self.groups * self.panels * 8192
@@ -181,6 +186,19 @@ def stacked_map(weight_eNK: torch.Tensor, box_columns: int, box_rows: int, split
     )
 
 
+def gate_and_up_map(gate_up_eGD: torch.Tensor) -> ByValue:
+    """Descriptor of gate rows, then up rows, per expert, whose box is 64 of both: (k, row, half, expert)."""
+    experts, rows, columns = gate_up_eGD.shape
+    size = gate_up_eGD.element_size()
+    return tensor_map(
+        gate_up_eGD.data_ptr(),
+        gate_up_eGD.dtype,
+        (columns, rows // 2, 2, experts),
+        (columns * size, rows // 2 * columns * size, rows * columns * size),
+        (128 // size, 64, 2, 1),
+    )
+
+
 def ragged_panels_map(rows_RC: torch.Tensor, panels: int) -> ByValue:
     """Ragged descriptor (64 rows) whose box is `panels` panels of 64 columns: (column, y, z, panel)."""
     rows, columns = rows_RC.shape
@@ -278,6 +296,8 @@ def _operand_maps(
     if layout is Layout.DGRAD:
         return map_a, stacked_panels_map(b, columns) if wide else stacked_map(b, 64, 64)
     split = 2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1
+    if split == 2 and tiling.halved and not gather and a.element_size() == 2:
+        return map_a, gate_and_up_map(b)
     return map_a, stacked_map(b, line, min(width, tiling.block_n // split), split)
 
 

@@ -5,7 +5,7 @@
 //   EPILOGUE  0 plain
 //             1 SwiGLU (B holds gate rows, then up rows; D gets silu(gate) * up), 2 that stores both as well
 //             3 rows multiplied by their weight
-//             4 SwiGLU's gradient; 5, 6 added to a bf16 or float32 D in L2 (wgrad): gemm_backward.cuh
+//             4 SwiGLU's gradient: gemm_backward.cuh; 5, 6 added to a bf16 or float32 D in L2 (wgrad)
 //   FP8       1: e4m3 with block scales, SwiGLU leaves as fp8; WAVE columns of a product: gemm_fp8.cuh
 //   GROUPS    consumer warpgroups, of BLOCKS_M 64-row blocks each
 //   PINGPONG  0: the groups share a tile of 64 * GROUPS rows
@@ -24,8 +24,8 @@
 // borders. Consumers multiply, and store through PANELS panels of 8 KiB by TMA, which drain during the next
 // tile.
 //
-//   shared tile   group 0 |== tile 0 ==|store|== tile 1 ==|store|
-//                 group 1 |== tile 0 ==|store|== tile 1 ==|store|
+//   shared tile   group 0 |== tile 0 ==|store|== tile 1 ==|store|    in bf16 a half is stored beside the
+//                 group 1 |== tile 0 ==|store|== tile 1 ==|store|    other's products: gemm_halves.cuh
 //   ping-pong     group 0 |== tile 0 ==|store|== tile 2 ==|store|
 //                 group 1 |............|== tile 1 ==|store|== tile 3 ==|
 //
@@ -69,7 +69,7 @@
 //   A product in flight over the loop's end (C7514), or behind a branch (C7518), while others are added up:
 //     both serialise.
 //   The second group started 600 to 4500 cycles after the first, so that one might store while the other
-//     multiplies: 1.00 of the time, bf16 and fp8.
+//     multiplies: 1.00 of the time, bf16 and fp8; it is 400 behind after a tile (gemm_halves.cuh).
 //   Tiles written from registers past the staging, 16 bytes a lane turned by shuffles (1.00 to 1.05 of the
 //     time, most in small experts), or by every warp through its own part of it (1.00 to 1.03).
 //   Gathering A's rows with cp.async: first product of Qwen3, 16384 rows, 222 us; contiguous 170 and a copy
@@ -77,6 +77,7 @@
 #include "gemm_backward.cuh"
 #include "gemm_fp8.cuh"
 #include "gemm_gather.cuh"
+#include "gemm_halves.cuh"
 #include "gemm_load.cuh"
 #include "gemm_load_pairs.cuh"
 #include "gemm_store.cuh"
@@ -176,8 +177,6 @@ __device__ __forceinline__ void consume(const TensorMap* map_d, const TensorMap*
                     if constexpr (EPILOGUE == 4)
                         store_slopes(d[m], kept, map_d, map_h, stores, tile, row, live,
                                      m + 1 < BLOCKS_M ? rows - 64 * (m + 1) : 0, columns, weights, slopes);
-                    else if constexpr (EPILOGUE == 6)
-                        add_floats(d[m], map_d, stores, tile, row);
                     else
                         store_block(d[m], map_d, map_h, stores, tile, row, live, weights);
                 }
@@ -248,28 +247,28 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     meet();
     if (threadIdx.x >= GROUPS * 128) {
         ptx::fewer_registers<kProducerRegisters>();
-#if GATHER
 #if CLUSTER > 1
-        const Pairs order{{ends, segments, count, rows, columns}};
+        Pairs order{{ends, segments, count, rows, columns}};
 #else
-        const Order order{ends, segments, count, rows, columns};
+        Order order{ends, segments, count, rows, columns};
 #endif
-        if (threadIdx.x < GROUPS * 128 + GATHER * 32)
-            produce_gathered(&map_a, &map_b, shared, with_height(order), index, from, k, counter, status);
+        if (threadIdx.x < GROUPS * 128 + 32 * (GATHER ? GATHER : 1)) {
+            order = with_height(order);
+            order.count_from(-static_cast<int>(gridDim.x / CLUSTER));
+#if GATHER
+            produce_gathered(&map_a, &map_b, shared, order, index, from, k, counter, status);
+#elif CLUSTER > 1
+            if (threadIdx.x == GROUPS * 128) produce_pairs(&map_a, &map_b, shared, order, k, counter, status);
 #else
-        if constexpr (CLUSTER > 1) {
-            const Pairs order{{ends, segments, count, rows, columns}};
-            if (threadIdx.x == GROUPS * 128)
-                produce_pairs(&map_a, &map_b, shared, with_height(order), k, counter, status);
-        } else {
-            const Order order{ends, segments, count, rows, columns};
-            if (threadIdx.x == GROUPS * 128)
-                produce(&map_a, &map_b, shared, with_height(order), ends, k, counter, status);
+            if (threadIdx.x == GROUPS * 128) produce(&map_a, &map_b, shared, order, ends, k, counter, status);
+#endif
         }
-#endif
     } else {
         ptx::more_registers<kConsumerRegisters>();
-        consume(&map_d, &map_h, shared, weights, scales, slopes, index, columns, status);
+        if constexpr (kHalved)
+            consume_halves(&map_d, &map_h, shared, weights, status);
+        else
+            consume(&map_d, &map_h, shared, weights, scales, slopes, index, columns, status);
     }
     if constexpr (CLUSTER > 1) meet();  // arrivals and panels of the other block have come
 }

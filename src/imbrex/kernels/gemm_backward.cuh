@@ -1,5 +1,4 @@
-// The ends of the backward's products: SwiGLU's gradient on the gradient of its result, and sums into
-// existing gradients.
+// The end of a backward's product: SwiGLU's gradient on the gradient of its result.
 //
 // Design record, H200. SwiGLU's gradient here, us of the whole product (in brackets with a kernel of its own
 // after it), and of the product alone in those tiles:
@@ -141,24 +140,5 @@ __device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept
         if (lane % 4 == 0 && live[half])
             slopes.d_weight[i64(tile.column / kBlockN) * slopes.rows + row + mine + 8 * half] =
                 d_weight[half];
-    }
-}
-
-// 64 rows of a weight gradient, added to a float32 one: panels of 32 columns.
-__device__ __forceinline__ void add_floats(const float (&d)[kBlockN / 2], const TensorMap* map_d,
-                                           Stores& stores, const Slot& tile, int row) {
-    const int warp = stores.thread / 32, lane = stores.thread % 32;
-#pragma unroll
-    for (int c = 0; c < kBlockN / 32; ++c) {
-        if (32 * c >= tile.columns) break;
-        const u32 panel = stores.begin();
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int line = 16 * warp + lane / 4 + 8 * (i & 1),
-                      unit = (i / 2 * 2 + lane % 4 / 2) ^ (line & 7);
-            ptx::store_shared_floats(panel + line * 128 + unit * 16 + lane % 2 * 8, d[16 * c + 2 * i],
-                                     d[16 * c + 2 * i + 1]);
-        }
-        stores.finish([&] { ptx::tma_add_3d(map_d, panel, tile.column + 32 * c, row, tile.expert); });
     }
 }

@@ -53,7 +53,7 @@ __device__ __forceinline__ void draw(const Shared& shared, Walk& order, u32 turn
     else
         found = order.seek(number, tile[0]);
     const int steps = found ? (k + kBlockK - 1) / kBlockK : -1;
-    if (found) number = gridDim.x / CLUSTER + atomicAdd(counter, 1);
+    if (found) number = atomicAdd(counter, 1);
     const auto slot_of = [&](const Tile& of) {
         return Slot{of.expert, of.row, of.rows, of.column, of.columns, steps, position, together};
     };
@@ -88,7 +88,7 @@ __device__ __forceinline__ void gather_tile(const TensorMap* map_a, const Tensor
     const int mine = (quads - member + kCrew - 1) / kCrew,
               first_step = (crew + kTurns - tile.position % kTurns) % kTurns;
     const int rank = CLUSTER > 1 ? ptx::cluster_rank() : 0;
-    const int halves = tile.rows <= 0 ? 0 : CLUSTER == 1 || kSwiglu || tile.columns > kBlockN / 2 ? 2 : 1;
+    const int halves = tile.rows <= 0 ? 0 : CLUSTER == 1 ? 2 : halves_of(tile);
     const u32 bytes = mine * 4 * 128 + (member == 0 ? halves * (kBytesB / 2) : 0);
     Ring ring(tile.position + first_step);
 #pragma unroll 1
@@ -128,7 +128,7 @@ __device__ __forceinline__ void produce_gathered(const TensorMap* map_a, const T
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, crew = warp / kCrew,
               member = warp % kCrew;
     u32 patience = ptx::kPatience, position = 0;
-    int number = blockIdx.x / CLUSTER;
+    int number = static_cast<int>(blockIdx.x / CLUSTER) - static_cast<int>(gridDim.x / CLUSTER);
     from += crew * kBlockM;
     for (u32 turn = 0;; ++turn) {
         if (threadIdx.x % 128 == 0) draw(shared, order, turn, number, position, k, counter, patience);

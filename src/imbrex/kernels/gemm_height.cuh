@@ -16,16 +16,26 @@
 #pragma once
 #include "gemm_scheduler.cuh"
 
-// `columns`: tiles side by side; `blocks`: that take tiles.
-IMBREX_BOTH int tile_height(const int* ends, int experts, int columns, int blocks) {
-    constexpr float kLow = 0.65f, kTail = 0.66f;
-    int high = 0, low = 0, before = 0;
+// Row tiles of either height, of some experts.
+struct RowTiles {
+    int high, low;
+};
+
+// Of experts `first`, `first + stride`, ...: a warp counts those of all its lanes.
+IMBREX_BOTH RowTiles count_row_tiles(const int* ends, int experts, int first, int stride) {
+    RowTiles found{0, 0};
 #pragma unroll 4
-    for (int expert = 0; expert < experts; ++expert) {
-        const int rows = ends[expert] - before;
-        before += rows;
-        high += (rows + 127) / 128, low += (rows + 63) / 64;
+    for (int expert = first; expert < experts; expert += stride) {
+        const int rows = ends[expert] - (expert > 0 ? ends[expert - 1] : 0);
+        found.high += (rows + 127) / 128, found.low += (rows + 63) / 64;
     }
+    return found;
+}
+
+// `columns`: tiles side by side; `blocks`: that take tiles.
+IMBREX_BOTH int tile_height(RowTiles rows, int columns, int blocks) {
+    constexpr float kLow = 0.65f, kTail = 0.66f;
+    const int high = rows.high, low = rows.low;
     if (low == high) return 128;
     const int tails = 2 * high - low;
     const float in_high = ((high * columns + blocks - 1) / blocks) * (1.f - (1.f - kTail) * tails / high);

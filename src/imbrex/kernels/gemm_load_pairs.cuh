@@ -7,12 +7,22 @@
 #pragma once
 #include "gemm_load.cuh"
 
+// Halves of B that a tile has.
+__device__ __forceinline__ int halves_of(const Slot& tile) {
+    return (kSwiglu && !kHalved) || tile.columns > (kSwiglu ? kBlockN / 4 : kBlockN / 2) ? 2 : 1;
+}
+
 // Half of a step of B into both blocks (`both`) or this one.
 __device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 full, const Slot& tile, int k,
                                           int half, bool both) {
     constexpr u16 kBoth = 3;
     b += half * (kBytesB / 2);
-    if constexpr (kForward) {
+    if constexpr (kSwiglu && kHalved) {
+        if (both)
+            ptx::tma_load_4d_multicast(b, map_b, full, k, tile.column + 64 * half, 0, tile.expert, kBoth);
+        else
+            ptx::tma_load_4d(b, map_b, full, k, tile.column + 64 * half, 0, tile.expert);
+    } else if constexpr (kForward) {
         const int column = tile.column + (kSwiglu ? 0 : half * (kBlockN / 2));
         const int matrix = kSwiglu ? 2 * tile.expert + half : tile.expert;
         if (both)
@@ -33,7 +43,7 @@ __device__ __forceinline__ void load_pair_step(const TensorMap* map_a, const Ten
                                                int k) {
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
     if (tile.rows <= 0) return ptx::mbarrier_arrive(full);
-    const int v = least(tile.rows, kBlockM), halves = kSwiglu || tile.columns > kBlockN / 2 ? 2 : 1;
+    const int v = least(tile.rows, kBlockM), halves = halves_of(tile);
     ptx::mbarrier_expect(full, bytes_of_rows(v) + halves * (kBytesB / 2));
     load_rows(map_a, full, a, tile.row, v, k);
 #pragma unroll
@@ -59,38 +69,39 @@ __device__ __forceinline__ void produce_pairs(const TensorMap* map_a, const Tens
                                               const Shared& shared, Pairs order, int k, u32* counter,
                                               u32* status) {
     const int rank = ptx::cluster_rank(), clusters = gridDim.x / 2;
-    u32 patience = ptx::kPatience, position = 0, index = 0;
+    u32 patience = ptx::kPatience;
     Ring ring(0);
-    int number = blockIdx.x / 2;
-    Slot tile{};
-    for (; tile.steps >= 0 && patience != 0; ++index) {
+    // The pair of this number to slot `index` of both blocks; the second block says that it expects it.
+    const auto announce = [&](u32 index, int number, u32 position) {
         const u32 slot = index % kSlots;
-        if (rank == 0) {
-            ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (index / kSlots & 1) ^ 1, patience);
-            Tile pair[2] = {};
-            bool together = false;
-            int steps = -1;
-            if (order.seek(number, pair, together)) {
-                number = clusters + atomicAdd(counter, 1);
-                steps = (k + kBlockK - 1) / kBlockK;
-            }
-            const auto slot_of = [&](const Tile& of) {
-                return Slot{of.expert, of.row, of.rows, of.column, of.columns, steps, position, together};
-            };
-            tile = slot_of(pair[0]);
-            write_slots(shared, slot, tile, slot_of(pair[1]));
-        } else {
-            ptx::mbarrier_expect(shared.slot_full + 8 * slot, sizeof(Slot));
-            ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
-            tile = shared.slots[slot];
-            release_slot(shared.slot_empty + 8 * slot);
-        }
+        if (rank > 0) return ptx::mbarrier_expect(shared.slot_full + 8 * slot, sizeof(Slot));
+        Tile pair[2] = {};
+        bool together = false;
+        const int steps = order.seek(number, pair, together) ? (k + kBlockK - 1) / kBlockK : -1;
+        const auto slot_of = [&](const Tile& of) {
+            return Slot{of.expert, of.row, of.rows, of.column, of.columns, steps, position, together};
+        };
+        ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (index / kSlots & 1) ^ 1, patience);
+        write_slots(shared, slot, slot_of(pair[0]), slot_of(pair[1]));
+    };
+    announce(0, static_cast<int>(blockIdx.x / 2) - clusters, 0);
+    for (u32 index = 0; patience != 0; ++index) {
+        const u32 slot = index % kSlots;
+        if (rank > 0) ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
+        const Slot tile = shared.slots[slot];
+        if (rank > 0) release_slot(shared.slot_empty + 8 * slot);
+        if (tile.steps < 0) break;
+        const int next = rank > 0 ? 0 : atomicAdd(counter, 1);
+        const auto load = [&](int begin, int end) {
 #pragma unroll 1
-        for (int step = 0; step < tile.steps; ++step, ring.next()) {
-            ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
-            load_pair_step(map_a, map_b, shared, ring.stage, tile, rank, step * kBlockK);
-        }
-        if (tile.steps > 0) position += tile.steps;
+            for (int step = begin; step < end; ++step, ring.next()) {
+                ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
+                load_pair_step(map_a, map_b, shared, ring.stage, tile, rank, step * kBlockK);
+            }
+        };
+        load(0, least(tile.steps, kPeek));
+        announce(index + 1, next, tile.position + tile.steps);
+        load(kPeek, tile.steps);
     }
     if (patience == 0) *status = 1;
     if (rank == 0 && atomicAdd(counter + 1, 1) == clusters - 1) counter[0] = counter[1] = 0;

@@ -67,6 +67,8 @@ struct PairSchedule : Schedule<kBlockM, kBlockN, kGroupM, false> {
         tile.columns = this->column_end - tile.column;
     }
 
+    IMBREX_BOTH void count_from(int number) { first_pair = number; }
+
     // The two tiles of this number, which must not fall from call to call; `together`: they share their
     // columns.
     IMBREX_BOTH bool seek(int number, Tile (&tile)[2], bool& together) {

@@ -39,7 +39,7 @@ struct Schedule {
     int columns;
 
     int segment = -1;
-    int first = 0;  // number of the segment's first tile
+    int first = 0;  // number of the segment's first tile; `count_from` sets that of all tiles
     int tiles = 0;
     int height = kBlockM;  // of a tile: kBlockM, or 64 (gemm_height.cuh)
     int row_tiles = 0, row_begin = 0, row_end = 0, column_begin = 0, column_end = 0, expert = 0;
@@ -55,7 +55,7 @@ struct Schedule {
             expert = s[0], row_begin = s[1], row_end = s[2], column_begin = s[3], column_end = s[4];
         } else {
             expert = index;
-            row_begin = kFixedRows || index == 0 ? 0 : ends[index - 1];
+            row_begin = kFixedRows ? 0 : row_end;
             row_end = kFixedRows ? fixed_rows : ends[index];
             column_begin = 0, column_end = columns;
         }
@@ -64,13 +64,15 @@ struct Schedule {
         tiles = row_tiles * ((column_end - column_begin + kBlockN - 1) / kBlockN);
     }
 
+    IMBREX_BOTH void count_from(int number) { first = number; }
+
     // The tile of this number, which must not fall from call to call. False when there is none.
     IMBREX_BOTH bool seek(int number, Tile& tile) {
         while (number >= first + tiles) {
             if (segment + 1 >= count) return false;
             enter(segment + 1);
         }
-        const int column_tiles = tiles / row_tiles;
+        const int column_tiles = (column_end - column_begin + kBlockN - 1) / kBlockN;
         const int local = number - first;
         const int group = local / (kGroupM * column_tiles);
         const int inside = local - group * kGroupM * column_tiles;

@@ -7,7 +7,8 @@ __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __ex
 // One 64 x 64 panel from registers to swizzled shared memory; `value(i)` gives the accumulator i of the panel
 // (0..31).
 template <typename Value>
-__device__ __forceinline__ void write_panel(u32 panel, int warp, int lane, Value value) {
+__device__ __forceinline__ void write_panel(u32 panel, Value value) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const int row = 16 * warp + (lane & 7) + 8 * ((lane >> 3) & 1);
     const u32 line = panel + row * 128;
 #pragma unroll
@@ -20,8 +21,15 @@ __device__ __forceinline__ void write_panel(u32 panel, int warp, int lane, Value
     }
 }
 
-// Stored at one stroke: 1 % of the time of small experts; in pairs of blocks long products lose 3 % by it.
-constexpr bool kWhole = FP8 && CLUSTER == 1 && PANELS >= kOutputs && (EPILOGUE == 0 || EPILOGUE == 3);
+// The same of 64 x 32 values in float32.
+__device__ __forceinline__ void write_floats(u32 panel, const float* sums) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int line = 16 * warp + lane / 4 + 8 * (i & 1), unit = (i / 2 * 2 + lane % 4 / 2) ^ (line & 7);
+        ptx::store_shared_floats(panel + line * 128 + unit * 16 + lane % 2 * 8, sums[2 * i], sums[2 * i + 1]);
+    }
+}
 
 // Panels leave through PANELS buffers in turn: before one is written again its last store must have been
 // read.
@@ -58,57 +66,91 @@ struct Stores {
     }
 };
 
-// 64 rows of a tile; `row` is their first row of the output and `rows` (1..64) of them exist.
+// The weights of this lane's two rows (EPILOGUE 3).
+struct RowWeights {
+    float of[2] = {1.f, 1.f};
+    __device__ __forceinline__ void load(const float* weights, int row, int rows) {
+        if constexpr (EPILOGUE == 3) {
+            const int mine = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                of[i] = mine + 8 * i < rows ? ptx::load_constant(weights + row + mine + 8 * i) : 0.f;
+        }
+    }
+};
+
+// Part kPart of kParts of 64 rows of a tile, on its way to memory: `open` waits until there is staging,
+// `write` reads the sums, `close` sends what is left. Products that take the sums' registers may begin before
+// `close`. `row` is the first row of the output and `rows` (1..64) of them exist.
+template <int kPart, int kParts>
+struct Results {
+    static constexpr int kPer = EPILOGUE == 2 ? 3 : 1;  // panels to 64 columns: the result, gate, up
+    static constexpr int kPanels = (EPILOGUE == 6 ? kBlockN / 32 : kPer * kOutputs) / kParts;
+    // At one stroke: 1 % of the time of small experts; in pairs of blocks long products lose 3 % by it.
+    static constexpr bool kStroke = FP8 && CLUSTER == 1 && !kSwiglu && kPanels <= PANELS;
+    const TensorMap *map_d, *map_h;
+    Stores& stores;
+    const Slot& tile;
+    int row, rows;
+    u32 staging = 0;
+
+    __device__ __forceinline__ void open() { staging = kStroke ? stores.begin_all() : stores.begin(); }
+
+    __device__ __forceinline__ void write(const float (&d)[kBlockN / 2], const RowWeights& weights) {
+#pragma unroll
+        for (int i = 0; i < kPanels; ++i) {
+            if (!kStroke && i > 0) {
+                stores.finish([&] { send(i - 1, staging); });
+                staging = stores.begin();
+            }
+            fill(i, kStroke ? staging + i * kPanel : staging, d, weights);
+        }
+    }
+
+    __device__ __forceinline__ void close() {
+        stores.finish([&] {
+#pragma unroll
+            for (int i = kStroke ? 0 : kPanels - 1; i < kPanels; ++i)
+                send(i, kStroke ? staging + i * kPanel : staging);
+        });
+    }
+
+   private:
+    __device__ __forceinline__ void fill(int i, u32 panel, const float (&d)[kBlockN / 2],
+                                         const RowWeights& weights) {
+        const int c = (kPart * kPanels + i) / kPer, kept = i % kPer;
+        const float* sums = d + (EPILOGUE == 6 ? 16 : kApart / 2) * c;
+        if constexpr (EPILOGUE == 6) return write_floats(panel, sums);
+        write_panel(panel, [&](int j) {
+            if constexpr (EPILOGUE == 3) return sums[j] * weights.of[(j >> 1) & 1];
+            if constexpr (kSwiglu)
+                return kept ? sums[(kept - 1) * kUp / 2 + j] : silu(sums[j]) * sums[kUp / 2 + j];
+            return sums[j];
+        });
+    }
+    __device__ __forceinline__ void send(int i, u32 panel) {
+        const int c = (kPart * kPanels + i) / kPer, kept = i % kPer;
+        const int first = (EPILOGUE == 6 ? 32 : 64) * c, column = tile.column + first;
+        if (first >= tile.columns) return;
+        if constexpr (EPILOGUE == 5 || EPILOGUE == 6)
+            ptx::tma_add_3d(map_d, panel, column, row, tile.expert);
+        else if constexpr (kWgrad)
+            ptx::tma_store_3d(map_d, panel, column, row, tile.expert);
+        else if (kept)
+            ptx::tma_store_4d(map_h, panel, column, kept - 1, 64 - rows, row + rows);
+        else
+            ptx::tma_store_3d(map_d, panel, column, 64 - rows, row + rows);
+    }
+};
+
+// All of them.
 __device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const TensorMap* map_d,
                                             const TensorMap* map_h, Stores& stores, const Slot& tile, int row,
                                             int rows, const float* weights) {
-    const int warp = stores.thread / 32, lane = stores.thread % 32;
-    float scale[2] = {1.f, 1.f};
-    if constexpr (EPILOGUE == 3) {
-        const int mine = 16 * warp + lane / 4;
-        scale[0] = mine < rows ? weights[row + mine] : 0.f;
-        scale[1] = mine + 8 < rows ? weights[row + mine + 8] : 0.f;
-    }
-    const auto value = [&](int c, int i) {
-        if constexpr (kSwiglu) return silu(d[32 * c + i]) * d[kBlockN / 4 + 32 * c + i];
-        if constexpr (EPILOGUE == 3) return d[32 * c + i] * scale[(i >> 1) & 1];
-        return d[32 * c + i];
-    };
-    if constexpr (kWhole) {
-        const u32 panels = stores.begin_all();
-#pragma unroll
-        for (int c = 0; c < kOutputs; ++c)
-            if (64 * c < tile.columns)
-                write_panel(panels + c * kPanel, warp, lane, [&](int i) { return value(c, i); });
-        stores.finish([&] {
-            for (int c = 0; c < kOutputs && 64 * c < tile.columns; ++c)
-                ptx::tma_store_3d(map_d, panels + c * kPanel, tile.column + 64 * c, 64 - rows, row + rows);
-        });
-    } else {
-#pragma unroll
-        for (int c = 0; c < kOutputs; ++c) {
-            const int column = tile.column + 64 * c;
-            if (64 * c >= tile.columns) break;
-            u32 panel = stores.begin();
-            write_panel(panel, warp, lane, [&](int i) { return value(c, i); });
-            stores.finish([&] {
-                if constexpr (EPILOGUE == 5)
-                    ptx::tma_add_3d(map_d, panel, column, row, tile.expert);
-                else if constexpr (kWgrad)
-                    ptx::tma_store_3d(map_d, panel, column, row, tile.expert);
-                else
-                    ptx::tma_store_3d(map_d, panel, column, 64 - rows, row + rows);
-            });
-            if constexpr (EPILOGUE == 2) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    panel = stores.begin();
-                    write_panel(panel, warp, lane,
-                                [&](int i) { return d[half * (kBlockN / 4) + 32 * c + i]; });
-                    stores.finish(
-                        [&] { ptx::tma_store_4d(map_h, panel, column, half, 64 - rows, row + rows); });
-                }
-            }
-        }
-    }
+    RowWeights mine;
+    mine.load(weights, row, rows);
+    Results<0, 1> results{map_d, map_h, stores, tile, row, rows};
+    results.open();
+    results.write(d, mine);
+    results.close();
 }
