@@ -15,7 +15,7 @@
 // way (`uniform`; else C7520, and every product is waited for at once), and where every way through the code
 // has waited for what it reads, whatever the values (C7514, C7518): hence the branches of `begun`.
 //
-// Design record, H200 at the 1.55 GHz that it holds, cycles of a tile of 22 steps (Qwen2 down), whose products
+// Design record, H200 at the 1.55 GHz that it holds, cycles of a tile of 22 steps (Qwen2 down); its products
 // need 22528:
 //   whole tiles                     25500: 8 % of the time neither group multiplies; a store is 2300 to 2700
 //   two steps a half, at both ends  25300: the stages they keep are not there for loads, which take two steps
