@@ -111,9 +111,7 @@ __device__ __forceinline__ void multiply_step_fp8(float (&d)[kBlockN / 2], const
                                                   const Ring& ring, u32 rows_a, StepScales& next,
                                                   const Scales& scales, int ahead, u32& patience) {
     float product[kProducts][WAVE / 2], scale[kBlocksN][2];
-    // The same in all lanes, and the compiler has to know: else every operand of every product is moved lane
-    // 0's way.
-    const int stage = __shfl_sync(0xffffffffu, static_cast<int>(ring.stage), 0);
+    const int stage = uniform(ring.stage);  // else every operand of every product is moved lane 0's way
     const u32 a = (shared.a_of(stage) + rows_a) >> 4, b = shared.b_of(stage) >> 4;
 #pragma unroll
     for (int i = 0; i < 2 * kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
@@ -142,7 +140,7 @@ __device__ __forceinline__ void multiply_step_fp8(float (&d)[kBlockN / 2], const
 __device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const Shared& shared, int group,
                                                   const Slot& tile, StepScales& next, const Scales& scales,
                                                   u32& patience) {
-    const u32 rows_a = __shfl_sync(0xffffffffu, group, 0) * kPanel;
+    const u32 rows_a = uniform(group) * kPanel;
     Ring ring(tile.position);
     multiply_step_fp8<true>(d, shared, ring, rows_a, next, scales, tile.steps > 1, patience);
 #pragma unroll 1

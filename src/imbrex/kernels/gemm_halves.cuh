@@ -45,9 +45,6 @@
 constexpr int kSums = kBlockN / 2, kHalfSums = kSums / 2;
 static_assert(!kHalved || STAGES > 1, "a tile's last step and the next one's first are there at once");
 
-// The value of lane 0, where all have the same.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
 __device__ __forceinline__ Slot take_uniform(const Shared& shared, u32 index, u32& patience) {
     Slot tile = take_slot(shared, index, patience);
     tile.rows = uniform(tile.rows), tile.columns = uniform(tile.columns);

@@ -100,6 +100,9 @@ __device__ __forceinline__ void release_slot(u32 barrier) {
 
 __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
 
+// The value of lane 0, where all have the same, and the compiler has to know.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // Tile number `index` of the block, and its slot free again.
 __device__ __forceinline__ Slot take_slot(const Shared& shared, u32 index, u32& patience) {
     const u32 slot = index % kSlots;
