@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from imbrex.cli.results import describe_run, write_results
+from imbrex.bench.results import describe_run, write_results
 from imbrex.codec import make
-from imbrex.kernels import codec as kernels
+from imbrex.kernels.codec import codec as kernels
 
 QUESTION = "How fast are rows written and read on a GPU?"
 WITH_RIVAL = ("bf16", "fp16", "int8", "int8-128", "fp8", "fp8-e5m2", "int4", "nvfp4")

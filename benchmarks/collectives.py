@@ -23,16 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import imbrex
-from imbrex.cli.meeting import meet
-from imbrex.cli.netlab import started_by
-from imbrex.cli.results import describe_run, write_results
+from imbrex.bench.results import describe_run, write_results
 from imbrex.cost import COSTS, Load, Network
-from imbrex.crossings import Crossings
+from imbrex.exchange.crossings import Crossings
+from imbrex.launch.meeting import meet
+from imbrex.launch.netlab import started_by
 from imbrex.placement import contiguous
+from imbrex.runtime.waits import leave
 from imbrex.transport import AllToAll, Auto, Sequential
 from imbrex.transport.collective import Collective
 from imbrex.transport.nodes import Nodes
-from imbrex.waiting import leave
 
 QUESTION = "Which exchange is fastest between nodes?"
 NAMES = {"alltoall": ("copy-per-rank", "direct"), "hierarchical": ("hierarchical-dedup",)}

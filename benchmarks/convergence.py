@@ -11,8 +11,8 @@ import argparse
 import sys
 from dataclasses import replace
 
-from imbrex.cli.results import describe_run, write_results
-from imbrex.models.corpus import load_corpus
+from imbrex.bench.results import describe_run, write_results
+from imbrex.demo.corpus import load_corpus
 from imbrex.reproduce.convergence import summary
 from imbrex.reproduce.table_6 import row_of
 from imbrex.reproduce.teams import train_all

@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from imbrex.cli import bench_exchange
+from imbrex.bench.exchange import command
 
 RESULTS = Path(__file__).parent / "results" / "exchange.json"
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    bench_exchange.add_arguments(parser)
-    sys.exit(bench_exchange.run(parser.parse_args([f"--json={RESULTS}", *sys.argv[1:]])))
+    command.add_arguments(parser)
+    sys.exit(command.run(parser.parse_args([f"--json={RESULTS}", *sys.argv[1:]])))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.cli.exchange_clock import Clock, run_ranks
-from imbrex.cli.exchange_job import Job, check, draw, open_exchange
+from imbrex.bench.exchange.clock import Clock, run_ranks
+from imbrex.bench.exchange.job import Job, check, draw, open_exchange
 
 
 def spans(

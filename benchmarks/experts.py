@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from imbrex.cli import bench_experts
-from imbrex.cli.results import describe_run, write_results
+from imbrex.bench.experts import command as bench
+from imbrex.bench.results import describe_run, write_results
 
 RESULTS = Path(__file__).parent / "results" / "experts.json"
 COMMAND = "make gpu-bench NAME=experts"
@@ -45,13 +45,13 @@ def main() -> None:
     )
     trace = own.parse_args().trace
     parser = argparse.ArgumentParser()
-    bench_experts.add_arguments(parser)
+    bench.add_arguments(parser)
     rows: list[dict[str, Any]] = []
     for words in sweep(trace):
-        rows += bench_experts.measure(parser.parse_args(words))
+        rows += bench.measure(parser.parse_args(words))
         command = f'{COMMAND} ARGS="--trace {Path(trace).name}"' if trace else COMMAND
-        run = describe_run(command, bench_experts.ceilings_of(rows))
-        write_results(RESULTS, bench_experts.QUESTION, run, rows)
+        run = describe_run(command, bench.ceilings_of(rows))
+        write_results(RESULTS, bench.QUESTION, run, rows)
 
 
 if __name__ == "__main__":

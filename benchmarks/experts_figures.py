@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imbrex.cli.shapes import MODELS
+from imbrex.bench.shapes import MODELS
 
 RESULTS = Path(__file__).parent / "results" / "experts.json"
 MANY_ROWS = 16384

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.cli.experts_timing import summary, time_in_turns
-from imbrex.cli.results import describe_run, write_results
-from imbrex.cli.shapes import MODELS
-from imbrex.kernels import experts_glue
+from imbrex.bench.experts.timing import summary, time_in_turns
+from imbrex.bench.results import describe_run, write_results
+from imbrex.bench.shapes import MODELS
+from imbrex.kernels.ffn import glue
 
 RESULTS = Path(__file__).parent / "results" / "glue.json"
 QUESTION = "Does the time of the glue follow the rows that there are, or those that there is room for?"
@@ -98,7 +98,6 @@ def calls_of(work: Work) -> dict[tuple[str, str], Callable[[], Any]]:
     rows_RD = w.x_ND[w.source_R]
     gate_up, weights = (t.detach().requires_grad_() for t in (w.gate_up_RG, w.weights_R))
     act_RF = torch_swiglu(gate_up, weights)
-    glue = experts_glue
     return {
         ("permute", "imbrex"): lambda: glue.gather_rows(w.x_ND, w.choice_R, w.ends_e, choices),
         ("permute", "torch"): lambda: w.x_ND[w.source_R],

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from ceilings import measure_ceilings
 
-from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import OPS, OURS, PAUSE_CYCLES, Entry, Race, host_microseconds, phases, race
-from imbrex.cli.results import describe_run
+from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.layer.race import OPS, OURS, PAUSE_CYCLES, Entry, Race, host_microseconds, phases, race
+from imbrex.bench.results import describe_run
 
 RESULTS = Path(__file__).parent / "results" / "layer.json"
 MODELS = ("qwen2-moe", "deepseek-v3", "phi3.5-moe", "mixtral")

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import Exchange
-from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import PAUSE_CYCLES, Entry, Race, time_in_turns
-from imbrex.cli.results import describe_run, write_results
-from imbrex.cli.shapes import MODELS
+from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.layer.race import PAUSE_CYCLES, Entry, Race, time_in_turns
+from imbrex.bench.results import describe_run, write_results
+from imbrex.bench.shapes import MODELS
 from imbrex.contracts import Dispatched
-from imbrex.experts import Experts
+from imbrex.experts.experts import Experts
 from imbrex.overlap import Serial
 
 RESULTS = Path(__file__).parent / "results" / "layer_fp8.json"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from imbrex.cli.results import describe_run, write_results
+from imbrex.bench.results import describe_run, write_results
 from imbrex.placement import LoadHistory, Target, history_of_ids, imbalance, plan_history, plan_layers
 from imbrex.placement.engines import deepseek
 from imbrex.placement.online import Pace

@@ -26,11 +26,11 @@ import imbrex.balancer.online as online
 from imbrex import MoEConfig, MoELayer
 from imbrex.balancer import OnlineBalancer, Pace
 from imbrex.balancer.migration import Change
-from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_timing import DrawnHere
-from imbrex.cli.results import describe_run, write_results
+from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.layer.phases import DrawnHere
+from imbrex.bench.results import describe_run, write_results
 from imbrex.contracts import Placement, Routing
-from imbrex.kernels.split import SplitKernel
+from imbrex.kernels.routing.split import SplitKernel
 from imbrex.placement import Target, contiguous, from_slots, history_of_ids, plan_history, plan_layers
 from imbrex.placement.flow import spread_choices
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from imbrex import MoEConfig, MoELayer
 from imbrex.balancer import OnlineBalancer, Pace
-from imbrex.cli.results import describe_run, write_results
+from imbrex.bench.results import describe_run, write_results
 from imbrex.placement import plan_layers
-from imbrex.waiting import leave
+from imbrex.runtime.waits import leave
 
 LAYERS, TOKENS, ROUNDS = 8, 256, 120
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=16, top_k=4)

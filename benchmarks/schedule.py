@@ -29,15 +29,15 @@ from torch import Tensor
 
 import imbrex
 from imbrex import overlap
-from imbrex.cli.meeting import meet
-from imbrex.cli.netlab import started_by
-from imbrex.cli.results import describe_run, write_results
-from imbrex.overlap.choice import Choice, choose, predict
+from imbrex.bench.results import describe_run, write_results
+from imbrex.launch.meeting import meet
+from imbrex.launch.netlab import started_by
 from imbrex.overlap.pipelined import Pipelined, parameters_of
-from imbrex.overlap.profile import Profile
 from imbrex.overlap.profiler import measure
-from imbrex.overlap.schedulers import Scheduler
-from imbrex.waiting import leave
+from imbrex.runtime.waits import leave
+from imbrex.schedule.choice import Choice, choose, predict
+from imbrex.schedule.profile import Profile
+from imbrex.schedule.schedulers import Scheduler
 
 QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
 DEGREES = (1, 2, 4, 8)

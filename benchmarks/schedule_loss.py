@@ -15,8 +15,9 @@ import statistics
 import sys
 from collections.abc import Callable
 
-from imbrex.cli.results import describe_run, write_results
-from imbrex.overlap import SCHEDULERS, Kind, Task, makespan, tasks
+from imbrex.bench.results import describe_run, write_results
+from imbrex.overlap import SCHEDULERS, Kind, Task, makespan
+from imbrex.schedule.tasks import tasks
 
 QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
 Drawn = dict[Kind, float]

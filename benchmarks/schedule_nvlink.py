@@ -19,19 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import overlap
-from imbrex.cli.exchange_clock import run_ranks
-from imbrex.cli.layer_race import (
-    Call,
-    Entry,
-    Inputs,
-    Race,
-    difference,
-    host_microseconds,
-    time_in_turns,
-)
-from imbrex.cli.results import describe_run, write_results
+from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.layer.race import Call, Entry, Inputs, Race, difference, host_microseconds, time_in_turns
+from imbrex.bench.results import describe_run, write_results
 from imbrex.contracts import Routing
-from imbrex.exchange import Exchange
+from imbrex.exchange.exchange import Exchange
 
 QUESTION = "Does it pay to move one chunk of tokens while another is computed?"
 RESULTS = Path(__file__).parent / "results" / "schedule.json"

@@ -20,35 +20,28 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "manager", "data", "inf
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "contracts waiting lanes",
-        "observe kernels cost ops",
-        "router plan codec placement",
+        "contracts",
+        "runtime",
+        "observe kernels cost",
+        "schedule router codec placement",
         "transport experts",
         "exchange",
         "overlap balancer",
+        "ranks",
+        "guards",
         "layer",
-        "models adapters simulate testing checkpoint parallel",
-        "reproduce",
+        "adapters testing parallel",
+        "launch",
+        "demo",
+        "reproduce bench",
         "cli",
     )
 )
-ROOM_OF = {
-    file: room
-    for room, files in {
-        "contracts": "tracing deferred given",
-        "router": "gates losses capacity global_batch sparsemixer",
-        "plan": "rows handshake",
-        "ops": "grouped eager",
-        "exchange": "crossings crossings_alone crossings_fp8 crossings_nvlink nvlink_fit geometry",
-        "layer": "ranks unsynced",
-        "checkpoint": "logical_tensors",
-    }.items()
-    for file in files.split()
-}
-"""Files that are part of another file's room."""
+"""The rooms, from the ground up: a room is a folder of `src/imbrex`, or a file of its root."""
+MAX_ROOT_FILES = 8
 LAYER_FLOOR = next(i for i, floor in enumerate(FLOORS) if "layer" in floor)
 # Rooms that a training step runs through: a hidden synchronisation here costs every user.
-HOT = frozenset().union(*FLOORS[: LAYER_FLOOR + 1]) - {"cost", "placement", "contracts"}
+HOT = frozenset().union(*FLOORS[: LAYER_FLOOR + 1]) - {"cost", "placement", "contracts", "schedule"}
 
 Breach = str
 
@@ -56,8 +49,7 @@ Breach = str
 def room(module: str) -> str:
     """`imbrex.codec.zfp` -> `codec`; `imbrex` -> ``."""
     parts = module.split(".")
-    name = parts[1] if len(parts) > 1 else ""
-    return ROOM_OF.get(name, name)
+    return parts[1] if len(parts) > 1 else ""
 
 
 def floor(name: str) -> int | None:
@@ -77,7 +69,7 @@ def module_of(path: str) -> str:
 def imports(tree: ast.AST, path: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
     """(line, absolute module) of every import of this package, at the top of the file or inside a function.
 
-    `from imbrex import plan` counts as `imbrex.plan` where that is one of `modules`.
+    `from imbrex import plan` counts as `imbrex.exchange.plan` where that is one of `modules`.
     """
     package = module_of(path).split(".")
     if not path.endswith("__init__.py"):
@@ -112,6 +104,12 @@ def upward_imports(path: str, text: str, modules: frozenset[str]) -> list[Breach
         if below is None or below >= at:
             breaches.append(f"{path}:{line}: '{here}' (floor {at}) imports {module} (floor {below})")
     return breaches
+
+
+def crowded_root(paths: list[str]) -> list[Breach]:
+    """Files beside the package's `__init__.py` beyond the few that a newcomer reads first."""
+    root = [path for path in paths if PurePosixPath(path).parent.name == "imbrex"]
+    return [f"src/imbrex: {len(root)} files, at most {MAX_ROOT_FILES}"] if len(root) > MAX_ROOT_FILES else []
 
 
 def long_files(path: str, text: str) -> list[Breach]:
@@ -169,14 +167,18 @@ def wide_contracts(path: str, text: str) -> list[Breach]:
 HAZARDS = (
     (
         r"\basm\b\s*(?:volatile|__volatile__)?\s*\(|inline_asm_elementwise",
-        r"kernels/ptx[^/]*\.cuh$",
+        r"kernels/ptx/[^/]+\.cuh$",
         "assembly",
     ),
-    (r"torch\.library|torch import library", r"/(ops|kernels/[^/]+)\.py$", "operator registration"),
+    (
+        r"torch\.library|torch import library",
+        r"/(exchange/ops|experts/products|router/collectives|kernels/.+)\.py$",
+        "operator registration",
+    ),
     (r"_symmetric_memory", r"/kernels/heap\.py$", "torch's symmetric memory"),
     (
         r"torch\.cuda\.(?:Stream|stream|Event|ExternalStream)\(",
-        r"/(lanes|observe/\w+)\.py$",
+        r"/(runtime/streams|observe/\w+|bench/.+)\.py$",
         "streams and events",
     ),
 )

@@ -79,7 +79,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The position of every row before any data moves. Pure index arithmetic; see `imbrex.plan`.
+    """The position of every row before any data moves. Pure index arithmetic; see `imbrex.exchange.plan`.
 
     slot_TK, position_TK: int64; the slot that takes a choice and its row among the expert-major rows of the
         ranks that own the slot; `-1` where the choice was dropped.

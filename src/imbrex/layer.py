@@ -19,21 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from imbrex import overlap, plan, unsynced
+from imbrex import guards, overlap
 from imbrex.balancer import OnlineBalancer
 from imbrex.contracts import Codec, Placement, Routing, Split, Strategy, Transport, Wire
-from imbrex.exchange import Exchange
-from imbrex.experts import Activation, Experts, Shard, SharedExpert
-from imbrex.gates import Gate
-from imbrex.given import expect, piece
-from imbrex.global_batch import GlobalBatch
-from imbrex.handshake import agree
-from imbrex.losses import AuxLosses
+from imbrex.exchange import plan
+from imbrex.exchange.agreement import agree
+from imbrex.exchange.exchange import Exchange
+from imbrex.experts.experts import Activation, Experts, Shard, SharedExpert
 from imbrex.observe import Observer
-from imbrex.overlap.schedulers import Scheduler
 from imbrex.placement import contiguous, split_evenly
 from imbrex.ranks import Ranks, refuse_ddp
-from imbrex.router import Router
+from imbrex.router.gates import Gate
+from imbrex.router.global_batch import GlobalBatch
+from imbrex.router.losses import AuxLosses
+from imbrex.router.router import Router
+from imbrex.runtime.checks import expect, piece
+from imbrex.schedule.schedulers import Scheduler
 from imbrex.transport import Auto
 
 
@@ -230,7 +231,7 @@ class MoELayer(nn.Module):
     def _begin(self, balancer: OnlineBalancer | None) -> None:
         experts = {id(parameter) for parameter in self.experts.parameters()}
         self.ranks.share([p for p in self.parameters() if id(p) not in experts])
-        unsynced.watch(self)
+        guards.watch(self)
         if balancer is not None:
             balancer.attach(self)
 

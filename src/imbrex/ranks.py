@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from imbrex import waiting
-from imbrex.given import expect
+from imbrex.runtime import waits
+from imbrex.runtime.checks import expect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class Ranks:
         for group in groups:
             flat = flat.to("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
             send = partial(dist.broadcast, flat, group=group, group_src=0, async_op=True)
-            waiting.run("set-up", send, on_host=not flat.is_cuda)
+            waits.run("set-up", send, on_host=not flat.is_cuda)
         pieces = flat.view(tensors[0].dtype).split([tensor.numel() for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             # host sync: once, at construction, where the layer is on the host

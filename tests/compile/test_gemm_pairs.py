@@ -17,7 +17,7 @@ from tests.compile.test_gemm_scheduler import BLOCK_M, COMPILER, Segment, by_exp
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="runs the kernel's header through a C++ compiler")
 GROUP_M = 4
 HARNESS = """
-#include "gemm_pairs.cuh"
+#include "gemm/pairs.cuh"
 extern "C" int walk(const int* ends, const int* segments, int count, int columns, int height,
                     int* out) {
     PairSchedule<128, 256, %d> order{{ends, segments, count, 0, columns}};

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.kernels import experts_fp8, experts_gemm, experts_glue, jit
+from imbrex.kernels import jit
+from imbrex.kernels.ffn import fp8, glue
+from imbrex.kernels.gemm import gemm
 from tests.emulated.kernel import built_once
 
 HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "tensor_cores", "machine")]
@@ -29,13 +31,13 @@ SHARED = {
 }
 """A fiber's block has one piece of shared memory; what the kernel declares as static lies behind the rest."""
 STATIC_BYTES = 2048
-REPLACED = ("ptx.cuh", "ptx_exchange.cuh", "ptx_wgmma.cuh")
+REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/wgmma.cuh")
 Edits = tuple[tuple[str, str], ...]
 
 
 def _entries(variant: jit.Variant) -> tuple[str, ...]:
     """The kernels of a file that are compiled together."""
-    return experts_glue.KERNELS if variant.source == experts_glue.SOURCE else (variant.entry,)
+    return glue.KERNELS if variant.source == glue.SOURCE else (variant.entry,)
 
 
 def _entry_point(entry: str) -> str:
@@ -49,7 +51,7 @@ def _entry_point(entry: str) -> str:
 @functools.cache
 def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
     sources = dict(jit.sources_of(variant))
-    for old, new in [*(SHARED.items() if variant.source == "gemm.cu" else ()), *edits]:
+    for old, new in [*(SHARED.items() if variant.source == "gemm/gemm.cu" else ()), *edits]:
         places = [name for name, source in sources.items() if old in source]
         if len(places) != 1:  # no AssertionError: that is what faults are caught by
             raise LookupError(f"the kernel says {old!r} in {places}, not in one place")
@@ -64,6 +66,7 @@ def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
 
 def _build(variant: jit.Variant, sources: dict[str, str], dynamic: int, folder: Path) -> Path:
     for name, source in sources.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(source)
     (folder / "main.cpp").write_text(
         f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n'
@@ -72,7 +75,7 @@ def _build(variant: jit.Variant, sources: dict[str, str], dynamic: int, folder: 
         + "".join(map(_entry_point, _entries(variant)))
     )
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-DkStatic={dynamic}"]
-    flags += [f"-D{name}={value}" for name, value in variant.defines]
+    flags += [f"-I{folder}", *(f"-D{name}={value}" for name, value in variant.defines)]
     command = ["g++", *flags, "-o", str(folder / "out.so"), str(folder / "main.cpp")]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return folder / "out.so"
@@ -147,24 +150,24 @@ def emulate(
 ) -> None:
     """Let `launch_gemm` and the glue run on the CPU, with `blocks` blocks, on `tensors` or any memory."""
 
-    def gemm(
+    def gemm_kernel(
         layout: Any, epilogue: Any, tiling: Any, wide: bool, fp8: bool, gather: bool, device: int
     ) -> tuple[EmulatedKernel, int, int]:
-        variant = experts_gemm.gemm_variant(layout, epilogue, tiling, wide, fp8, gather)
+        variant = gemm.gemm_variant(layout, epilogue, tiling, wide, fp8, gather)
         kernel = EmulatedKernel(variant, tiling.smem, tensors, edits)
         kernel.seed = seed
         return kernel, tiling.smem, blocks
 
-    def glue(entry: str, device: torch.device) -> EmulatedKernel:
-        return EmulatedKernel(jit.Variant(source=experts_glue.SOURCE, entry=entry), 0, tensors, ())
+    def glue_kernel(entry: str, device: torch.device) -> EmulatedKernel:
+        return EmulatedKernel(jit.Variant(source=glue.SOURCE, entry=entry), 0, tensors, ())
 
     def quantiser(device: torch.device) -> EmulatedKernel:
-        variant = jit.Variant(source=experts_fp8.SOURCE, entry="quantise_rows")
+        variant = jit.Variant(source=fp8.SOURCE, entry="quantise_rows")
         return EmulatedKernel(variant, 0, tensors, (), most=blocks)
 
-    monkeypatch.setattr(experts_fp8, "_quantiser", quantiser)
-    monkeypatch.setattr(experts_gemm, "_launches", {})
-    monkeypatch.setattr(experts_gemm, "_gemm_kernel", gemm)
-    monkeypatch.setattr(experts_gemm, "tensor_map", pack_map)
-    monkeypatch.setattr(experts_glue, "_kernel", glue)
-    monkeypatch.setattr(experts_glue, "_blocks", lambda device: blocks)
+    monkeypatch.setattr(fp8, "_quantiser", quantiser)
+    monkeypatch.setattr(gemm, "_launches", {})
+    monkeypatch.setattr(gemm, "_gemm_kernel", gemm_kernel)
+    monkeypatch.setattr(gemm, "tensor_map", pack_map)
+    monkeypatch.setattr(glue, "_kernel", glue_kernel)
+    monkeypatch.setattr(glue, "_blocks", lambda device: blocks)

@@ -17,7 +17,7 @@ from imbrex.kernels import jit
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 HEADERS = (HEADER, Path(__file__).with_name("machine_on_cpu.h"))
-REPLACED = ("ptx.cuh", "ptx_exchange.cuh", "ptx_codec.cuh")
+REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/codec.cuh")
 
 
 def available() -> bool:
@@ -53,6 +53,7 @@ def built_once(text: str, build: Callable[[Path], Path]) -> Any:
 def _build(variant: jit.Variant, sources: dict[str, str], folder: Path) -> Path:
     for name, source in sources.items():
         body = f'#include "{HEADER}"\n' if name in REPLACED else source
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(body)
     run = f"emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({variant.entry}, args); }})"
     takes = "int grid, int block, int smem, unsigned seed, double limit, void** args"
@@ -60,7 +61,7 @@ def _build(variant: jit.Variant, sources: dict[str, str], folder: Path) -> Path:
         f'#include "{HEADER}"\n#include "{variant.source}"\n'
         f'extern "C" int emulate({takes}) {{ return {run}; }}\n'
     )
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{folder}"]
     flags += [f"-D{name}={value}" for name, value in variant.defines]
     command = ["g++", *flags, "-o", str(folder / "out.so"), str(folder / "main.cpp")]
     subprocess.run(command, check=True, capture_output=True, text=True)

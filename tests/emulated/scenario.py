@@ -1,5 +1,5 @@
-"""One random exchange among virtual ranks, compared with `imbrex.plan` (positions) and with sums in the
-same order.
+"""One random exchange among virtual ranks, compared with `imbrex.exchange.plan` (positions) and with
+sums in the same order.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex import plan as oracle
 from imbrex.codec.fp8 import Fp8
 from imbrex.contracts import Placement, Plan
-from imbrex.kernels import exchange_layout as lay
-from imbrex.kernels.exchange import NvlinkExchange, Routed
+from imbrex.exchange import plan as oracle
+from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement.flow import split_balanced
 from imbrex.placement.split import split_evenly

@@ -12,7 +12,7 @@ import torch
 
 import imbrex
 from imbrex.balancer import OnlineBalancer
-from imbrex.kernels.split import SplitKernel
+from imbrex.kernels.routing.split import SplitKernel
 from imbrex.placement import plan_layers, split_balanced
 from imbrex.placement.flow import spread_choices
 from tests.emulated.scenario import check_exchange, make_exchange

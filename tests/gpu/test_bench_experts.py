@@ -7,11 +7,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from imbrex.cli import experts_timing as timing
-from imbrex.cli.experts_work import make_work
-from imbrex.cli.shapes import Shape
-from imbrex.kernels.experts_gemm import Layout, launch_gemm
-from imbrex.kernels.experts_tiling import LOW, PAIRED, SHARED
+from imbrex.bench.experts import timing
+from imbrex.bench.experts.work import make_work
+from imbrex.bench.shapes import Shape
+from imbrex.kernels.gemm.gemm import Layout, launch_gemm
+from imbrex.kernels.gemm.tiling import LOW, PAIRED, SHARED
 
 pytestmark = pytest.mark.gpu
 SMALL_SHAPE = Shape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)

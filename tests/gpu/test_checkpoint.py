@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import imbrex
-from imbrex import checkpoint
+from imbrex.parallel import checkpoint
 
 pytestmark = pytest.mark.gpu
 

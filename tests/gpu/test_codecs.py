@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from imbrex.codec import make
-from imbrex.kernels import codec as kernels
+from imbrex.kernels.codec import codec as kernels
 from imbrex.testing import check_codec
 from tests.unit.test_codec_kernels import hard_rows, same_bytes
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from imbrex.kernels import exchange_layout as lay
-from imbrex.kernels.exchange import ExchangeError, NvlinkExchange, Routed
+from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.exchange import ExchangeError, NvlinkExchange, Routed
 from imbrex.kernels.heap import SymmetricHeap
 from imbrex.placement.layouts import contiguous
 from tests.ranks.pool import Pool, Ranks

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels import experts_fp8
-from imbrex.kernels.experts_ffn import ffn
-from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows
-from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Slopes, launch_gemm
-from imbrex.kernels.experts_glue import plan_groups, sum_rows, swiglu_backward
-from imbrex.kernels.experts_tiling import FP8_DOWN_TILINGS, FP8_UP_TILINGS, GRADIENT_TILINGS, OWN
+from imbrex.kernels.ffn import fp8
+from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, quantise_rows
+from imbrex.kernels.ffn.fp8_tokens import ffn_tokens_fp8
+from imbrex.kernels.ffn.glue import plan_groups, sum_rows, swiglu_backward
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Slopes, launch_gemm
+from imbrex.kernels.gemm.tiling import FP8_DOWN_TILINGS, FP8_UP_TILINGS, GRADIENT_TILINGS, OWN
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -88,7 +88,7 @@ def exact(values: Tensor, scales: Tensor, high: int) -> Tensor:
 @pytest.mark.parametrize("tiling", sorted({*FP8_UP_TILINGS, *FP8_DOWN_TILINGS}, key=str), ids=str)
 def test_fp8_experts(monkeypatch: pytest.MonkeyPatch, tiling) -> None:
     torch.manual_seed(2)
-    monkeypatch.setattr(experts_fp8, "choose_tiling", lambda *_, **__: tiling)
+    monkeypatch.setattr(fp8, "choose_tiling", lambda *_, **__: tiling)
     rows, width, inner = sum(COUNTS), 512, 384
     x, gate_up, down = draw(rows + TAIL, width), draw(7, 2 * inner, width), draw(7, width, inner)
     x[rows:] = float("nan")
@@ -115,7 +115,7 @@ def test_fp8_experts(monkeypatch: pytest.MonkeyPatch, tiling) -> None:
 def test_fp8_tokens(monkeypatch: pytest.MonkeyPatch, tiling) -> None:
     """Quantised once and gathered, or for each choice: the bits of copied rows. Tokens repeat."""
     torch.manual_seed(3)
-    monkeypatch.setattr(experts_fp8, "choose_tiling", lambda *_, **__: tiling)
+    monkeypatch.setattr(fp8, "choose_tiling", lambda *_, **__: tiling)
     tokens, rows, width, inner = 301, sum(COUNTS), 512, 384
     experts = quantise_experts(draw(7, 2 * inner, width), draw(7, width, inner))
     x, counts = draw(tokens, width), torch.tensor(COUNTS, device=CUDA)

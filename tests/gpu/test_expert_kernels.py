@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels import experts_ffn
-from imbrex.kernels.experts_ffn import ffn
-from imbrex.kernels.experts_gather import TILINGS as GATHER_TILINGS
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
-from imbrex.kernels.experts_glue import gather_rows, plan_groups, sum_rows
-from imbrex.kernels.experts_inputs import supports
-from imbrex.kernels.experts_tiling import PAIRED, SHARED, gemm_choices
-from imbrex.kernels.experts_tokens import ffn_tokens
+from imbrex.kernels.ffn import ffn as ffn_module
+from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.ffn.gather import TILINGS as GATHER_TILINGS
+from imbrex.kernels.ffn.glue import gather_rows, plan_groups, sum_rows
+from imbrex.kernels.ffn.inputs import supports
+from imbrex.kernels.ffn.tokens import ffn_tokens
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.gemm.tiling import PAIRED, SHARED, gemm_choices
 
 pytestmark = pytest.mark.gpu
 
@@ -205,7 +205,7 @@ def test_ffn_and_its_gradients(
 ) -> None:
     """SwiGLU's gradient in a product's epilogue, and, as with wide rows, by a kernel of its own."""
     if not fused:
-        monkeypatch.setattr(experts_ffn, "FUSED_WIDTH", 0)
+        monkeypatch.setattr(ffn_module, "FUSED_WIDTH", 0)
     torch.manual_seed(1)
     rows, width, inner = sum(counts), 512, 264
     x, d_y = draw(rows + TAIL, width), draw(rows + TAIL, width)

@@ -15,7 +15,7 @@ import imbrex
 from imbrex.codec.fp8 import Fp8
 from imbrex.contracts import Dispatched
 from imbrex.kernels import jit
-from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts
+from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts
 from tests.poison import real_empty
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_fp8_rows import run_dispatch

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels.glue import permute, swiglu, unpermute
+from imbrex.kernels.ffn.operators import permute, swiglu, unpermute
 from tests.poison import real_empty
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.capacity import Capacity
-from imbrex.crossings_alone import STATE
+from imbrex.exchange.crossings_alone import STATE
 from imbrex.overlap.serial import Serial
+from imbrex.router.capacity import Capacity
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.test_layer import largest_error, relative
 

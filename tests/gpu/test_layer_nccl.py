@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.capacity import Capacity
+from imbrex.router.capacity import Capacity
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool
 from tests.ranks.test_layer import SMALL, SPLIT_SLOTS, TRANSPORTS, largest_error

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.capacity import Capacity
 from imbrex.overlap import Serial
+from imbrex.router.capacity import Capacity
 from tests.poison import real_empty
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imbrex.capacity import Capacity
-from imbrex.gates import Gate, Groups
-from imbrex.losses import AuxLosses
-from imbrex.router import Router
+from imbrex.router.capacity import Capacity
+from imbrex.router.gates import Gate, Groups
+from imbrex.router.losses import AuxLosses
+from imbrex.router.router import Router
 from tests.poison import real_empty
 
 pytestmark = pytest.mark.gpu

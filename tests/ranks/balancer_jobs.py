@@ -16,8 +16,8 @@ from torch import nn
 import imbrex
 from imbrex.balancer import Mover, OnlineBalancer, Pace
 from imbrex.balancer.peer_memory import PeerMover
-from imbrex.kernels.experts_fp8 import quantise_experts
-from imbrex.models.ranks import factorise, make_groups
+from imbrex.kernels.ffn.fp8 import quantise_experts
+from imbrex.launch.factors import factorise, make_groups
 from imbrex.placement import from_slots
 from tests.ranks.pool import Ranks
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from imbrex.bench.results import write_results
 from imbrex.cli import main
-from imbrex.cli.results import write_results
 from tests.ranks.forked import run_ranks
 
 

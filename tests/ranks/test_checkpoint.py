@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import imbrex
-from imbrex import checkpoint
-from imbrex.experts import Experts
-from imbrex.gates import Gate
+from imbrex.experts.experts import Experts
+from imbrex.parallel import checkpoint
 from imbrex.placement import from_slots
+from imbrex.router.gates import Gate
 from tests.ranks.pool import Ranks
 
 CONFIG = imbrex.MoEConfig(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import imbrex
-from imbrex.capacity import Capacity
 from imbrex.observe import Recorder
+from imbrex.router.capacity import Capacity
 from tests.ranks.pool import Pool, Ranks
 
 E, K, D = 4, 2, 8

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.capacity import Capacity
+from imbrex.router.capacity import Capacity
 from tests.ranks.layer_jobs import Case, make_layer, run_layer
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import largest_error, relative

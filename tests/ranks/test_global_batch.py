@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imbrex.capacity import Capacity
-from imbrex.gates import Gate
-from imbrex.global_batch import GlobalBatch
-from imbrex.losses import AuxLosses
-from imbrex.router import Router
+from imbrex.router.capacity import Capacity
+from imbrex.router.gates import Gate
+from imbrex.router.global_batch import GlobalBatch
+from imbrex.router.losses import AuxLosses
+from imbrex.router.router import Router
 from tests.poison import real_empty
 
 D, E, K, LENGTH = 6, 7, 3, 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imbrex.cli.layer_rivals import AllToAll, GatherScatter, Weights
-from imbrex.cli.shapes import Shape
-from imbrex.cli.skew import make_routing
+from imbrex.bench.layer.rivals import AllToAll, GatherScatter, Weights
+from imbrex.bench.shapes import Shape
+from imbrex.bench.skew import make_routing
 from imbrex.contracts import Routing
-from imbrex.exchange import Exchange
-from imbrex.experts import Experts
+from imbrex.exchange.exchange import Exchange
+from imbrex.experts.experts import Experts
 from imbrex.overlap.serial import Serial
 from imbrex.placement import contiguous
 from tests.ranks.pool import Pool, Ranks

@@ -10,12 +10,13 @@ import torch
 
 import imbrex
 from imbrex import overlap
-from imbrex.experts import Experts
-from imbrex.overlap import SCHEDULERS, Kind, Order, Pipelined, Task, tasks
+from imbrex.experts.experts import Experts
+from imbrex.overlap import SCHEDULERS, Kind, Order, Pipelined, Task
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute
 from imbrex.overlap.pipelined import split_by_source
 from imbrex.placement import contiguous
+from imbrex.schedule.tasks import tasks
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool, RankError, Ranks
 from tests.ranks.test_layer import SMALL, SPLIT_SLOTS, largest_error, relative

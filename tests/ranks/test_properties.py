@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import imbrex
-from imbrex.experts import Experts
+from imbrex.experts.experts import Experts
 from imbrex.placement import contiguous, from_slots
 from imbrex.testing import dense
 from tests.ranks.pool import Pool, Ranks

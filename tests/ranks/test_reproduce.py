@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from imbrex.models.corpus import load_corpus
-from imbrex.models.training import Recipe, Shape
+from imbrex.demo.corpus import load_corpus
+from imbrex.demo.training import Recipe, Shape
 from imbrex.reproduce import layers, stage
 from imbrex.reproduce.teams import train_all
 from imbrex.reproduce.training import Size

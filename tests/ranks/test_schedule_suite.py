@@ -12,9 +12,9 @@ import torch
 
 import imbrex
 from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task, auto, profiler
-from imbrex.overlap.choice import choose, predict
-from imbrex.overlap.profile import Profile
 from imbrex.placement import contiguous
+from imbrex.schedule.choice import choose, predict
+from imbrex.schedule.profile import Profile
 from imbrex.testing import ConformityError, check_schedule
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, RankError, Ranks

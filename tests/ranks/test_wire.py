@@ -9,9 +9,9 @@ import torch
 
 import imbrex
 from imbrex.codec import make_wire
+from imbrex.exchange.plan import choose_slots, count_choices, owner_of_slot
 from imbrex.placement import from_slots, split_evenly
-from imbrex.plan import choose_slots, count_choices, owner_of_slot
-from imbrex.router import Router
+from imbrex.router.router import Router
 from imbrex.testing import wired
 from imbrex.transport import AllReduce
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of

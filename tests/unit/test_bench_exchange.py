@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from imbrex.bench.exchange.command import PARTS, QUICK, attempt
+from imbrex.bench.exchange.job import Job, shape_of
+from imbrex.bench.exchange.rows import FP8_SHARE, describe
 from imbrex.cli import main
-from imbrex.cli.bench_exchange import PARTS, QUICK, attempt
-from imbrex.cli.exchange_job import Job, shape_of
-from imbrex.cli.exchange_rows import FP8_SHARE, describe
 from imbrex.codec import make as make_codec
-from imbrex.kernels import exchange_layout as lay
+from imbrex.kernels.exchange import layout as lay
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where nothing is")

@@ -7,14 +7,14 @@ import argparse
 import pytest
 import torch
 
-from imbrex.cli import bench_experts
-from imbrex.cli.experts_timing import COPY_BYTES, DENSE_SIDE
-from imbrex.cli.experts_work import Work
+from imbrex.bench.experts import command
+from imbrex.bench.experts.timing import COPY_BYTES, DENSE_SIDE
+from imbrex.bench.experts.work import Work
 
 
 def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench_experts.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -36,34 +36,34 @@ def work(counts: list[int], width: int, inner: int) -> Work:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="states what happens without a GPU")
 def test_without_a_gpu_it_says_why() -> None:
     with pytest.raises(ValueError, match="bench experts: imbrex kernels need an NVIDIA GPU"):
-        bench_experts.measure(parse())
+        command.measure(parse())
 
 
 @pytest.mark.parametrize("words", ["--ops=ffn,fnn", "--impls=imbrex,tutel"])
 def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    monkeypatch.setattr(bench_experts, "unavailable", lambda: None)
+    monkeypatch.setattr(command, "unavailable", lambda: None)
     option, wrong = words.partition("=")[0], words.rpartition(",")[2]
     with pytest.raises(ValueError, match=f"{option}: '{wrong}' is not known; use some of .*(ffn|torch)"):
-        bench_experts.measure(parse(words))
+        command.measure(parse(words))
 
 
 def test_rates_by_hand() -> None:
     """10 rows of D = 8, F = 4: 6 * 10 * 32 = 1920 operations forward; the dense product 2 * 8192^3."""
     small = work([10, 0], 8, 4)
     dense_us = 2 * DENSE_SIDE**3 / 800e6
-    assert bench_experts.rates("ffn", None, small, 1e-3, dense_us) == {
+    assert command.rates("ffn", None, small, 1e-3, dense_us) == {
         "tflops": 1.9,
         "limit_tflops": 800.0,
         "share": 0.002,
         "tbps": 0.192,  # 96 values of one expert's weights, 2 bytes each
     }
-    assert bench_experts.rates("ffn_training", None, small, 1e-3, dense_us)["tflops"] == 5.8
-    down = bench_experts.rates("grouped_gemm", "down", small, 1e-4, dense_us)
-    gate_up = bench_experts.rates("grouped_gemm", "gate_up", small, 1e-4, dense_us)
+    assert command.rates("ffn_training", None, small, 1e-3, dense_us)["tflops"] == 5.8
+    down = command.rates("grouped_gemm", "down", small, 1e-4, dense_us)
+    gate_up = command.rates("grouped_gemm", "gate_up", small, 1e-4, dense_us)
     assert (down["tflops"], gate_up["tflops"]) == (6.4, 12.8)
     assert (down["tbps"], gate_up["tbps"]) == (0.64, 1.28)
-    many = bench_experts.rates("ffn", None, work([184], 8, 4), 1e-3, dense_us)
-    few = bench_experts.rates("ffn", None, work([182], 8, 4), 1e-3, dense_us, value_bytes=1)
+    many = command.rates("ffn", None, work([184], 8, 4), 1e-3, dense_us)
+    few = command.rates("ffn", None, work([182], 8, 4), 1e-3, dense_us, value_bytes=1)
     assert "tbps" not in many
     assert few["tbps"] == 0.096
 
@@ -71,11 +71,11 @@ def test_rates_by_hand() -> None:
 def test_decode_counts_the_weights_of_experts_with_rows() -> None:
     """One of two experts: 2 bytes * 3 matrices * 512 * 256 = 786432 bytes in 1 us."""
     small = work([10, 0], 512, 256)
-    found = bench_experts.rates("decode", None, small, 1.0, 2 * COPY_BYTES / 4e6)
+    found = command.rates("decode", None, small, 1.0, 2 * COPY_BYTES / 4e6)
     assert found == {"tbps": 0.786, "limit_tbps": 4.0, "share": 0.197}
-    assert bench_experts.rates("decode", None, small, 1.0, 1.0, value_bytes=1)["tbps"] == 0.393
+    assert command.rates("decode", None, small, 1.0, 1.0, value_bytes=1)["tbps"] == 0.393
 
 
 def test_the_command_can_be_read_back() -> None:
     args = parse("--model=qwen2-moe", "--rows=64,128", "--ops=decode", "-n=5")
-    assert parse(*bench_experts.words_of(args)) == args
+    assert parse(*command.words_of(args)) == args

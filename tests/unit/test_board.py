@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from imbrex.runtime.waits import RankLostError
 from imbrex.transport.board import Board
-from imbrex.waiting import RankLostError
 
 
 @pytest.fixture

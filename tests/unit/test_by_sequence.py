@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from imbrex.models import BytesLM, BytesLMConfig, by_sequence
+from imbrex.demo import BytesLM, BytesLMConfig, by_sequence
 
 
 def test_the_tree_is_the_same_from_its_branches():

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import imbrex
-from imbrex import checkpoint
+from imbrex.parallel import checkpoint
 
 CONFIG = imbrex.MoEConfig(hidden_size=6, intermediate_size=8, num_experts=3, top_k=2)
 
@@ -76,8 +76,8 @@ def test_cut_off_half_way_is_never_loaded(tmp_path, cut):
     want = [p.detach().clone() for p in model.parameters()]
     step(model, optimizer)
     target = {
-        "before the mark": "imbrex.checkpoint._publish",
-        "before the rename": "imbrex.checkpoint._flush",
+        "before the mark": "imbrex.parallel.checkpoint._publish",
+        "before the rename": "imbrex.parallel.checkpoint._flush",
         "at a rename": "pathlib.Path.rename",
     }[cut]
     with mock.patch(target, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):

@@ -1,11 +1,11 @@
-"""The order of a rank's own choices: `choices.cu` by emulation against a stable sort."""
+"""The order of a rank's own choices: `rows/choices.cu` by emulation against a stable sort."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from imbrex.kernels import choices
+from imbrex.kernels.rows import choices
 from tests.emulated import kernel
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="compiles the kernels with g++")

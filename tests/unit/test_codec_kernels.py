@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import make
-from imbrex.kernels import codec as kernels
+from imbrex.kernels.codec import codec as kernels
 from tests.emulated import kernel
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")

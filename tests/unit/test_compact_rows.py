@@ -1,12 +1,12 @@
-"""`compact.cu`, emulated: the example at its head, and random routings against counting by hand."""
+"""`rows/compact.cu`, emulated: the example at its head, and random routings against counting by hand."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from imbrex.kernels.compact import index_rows, place_compact
-from imbrex.kernels.routed import Routed
+from imbrex.kernels.exchange.routed import Routed
+from imbrex.kernels.rows.compact import index_rows, place_compact
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.scenario import Case, make_exchange, make_inputs

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from imbrex.models import load_corpus
-from imbrex.models.ranks import factorise
+from imbrex.demo import load_corpus
+from imbrex.launch.factors import factorise
 
 
 def test_the_standard_library_is_split_by_file_and_always_the_same():

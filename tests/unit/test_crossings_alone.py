@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.capacity import Capacity
 from imbrex.contracts import Dispatched, Routing
-from imbrex.crossings_alone import STATE, AloneCrossings
-from imbrex.exchange import Exchange
-from imbrex.experts import Experts
-from imbrex.kernels import choices
+from imbrex.exchange.crossings_alone import STATE, AloneCrossings
+from imbrex.exchange.exchange import Exchange
+from imbrex.experts.experts import Experts
+from imbrex.kernels.rows import choices
 from imbrex.overlap.serial import Serial
 from imbrex.placement import contiguous, split_evenly
-from imbrex.tracing import traced
+from imbrex.router.capacity import Capacity
+from imbrex.runtime.tracing import traced
 from tests.emulated import kernel
 from tests.emulated.gemm import emulate
 

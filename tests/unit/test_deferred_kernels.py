@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from imbrex.deferred import Deferral
-from imbrex.kernels.experts_ffn import ffn
+from imbrex.kernels.ffn.ffn import ffn
+from imbrex.runtime.deferred import Deferral
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import draw
 

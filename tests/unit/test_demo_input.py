@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from imbrex.cli import demo, main
+from imbrex.cli import demo as command
+from imbrex.cli import main
+from imbrex.demo import asked as demo
 
 
 @pytest.fixture(autouse=True)
@@ -12,7 +14,7 @@ def no_rank_starts(monkeypatch):
     def started(*_, **__):
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(demo, "launch", started)
+    monkeypatch.setattr(command, "launch", started)
     for name in ("RANK", "WORLD_SIZE", "IMBREX_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)
 
@@ -81,7 +83,7 @@ def test_a_checkpoint_of_another_shape_is_refused(capsys, tmp_path):
 
 def test_resuming_asks_for_what_the_earlier_run_asked(tmp_path, monkeypatch):
     asked = {}
-    monkeypatch.setattr(demo, "launch", lambda words, **more: asked.update(words=words, **more) or 0)
+    monkeypatch.setattr(command, "launch", lambda words, **more: asked.update(words=words, **more) or 0)
     assert main(["demo", "--out", str(tmp_path), "--ranks", "2", "--steps", "30", "--hidden", "64"]) == 0
     (tmp_path / "metrics.jsonl").touch()
     assert main(["demo", "--out", str(tmp_path), "--resume", "--steps", "50"]) == 0
@@ -105,5 +107,5 @@ def test_a_path_that_cannot_be_written_is_one_sentence(capsys, tmp_path, monkeyp
     def full(args):
         raise PermissionError(13, "Permission denied", "/locked/plan.json")
 
-    monkeypatch.setattr(demo, "run", full)
+    monkeypatch.setattr(command, "run", full)
     assert refused(capsys).endswith("/locked/plan.json: Permission denied: give another path")

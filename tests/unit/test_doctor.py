@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from imbrex import overlap
-from imbrex.cli import doctor, machine, main, trials
+from imbrex.bench import machine
+from imbrex.cli import doctor, main
 from imbrex.codec import CODECS
 from imbrex.codec.int8 import Int8
 from imbrex.overlap.serial import Serial
+from imbrex.testing import trials
 from imbrex.transport import TRANSPORTS
 
 TOPO = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from imbrex import plan as oracle
+from imbrex.exchange import plan as oracle
 from imbrex.placement import from_slots, split_balanced, split_evenly
 from tests.emulated import kernel
 from tests.emulated.scenario import Case, check_exchange, check_small, make_exchange, make_inputs, route

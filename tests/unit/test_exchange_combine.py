@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from imbrex.kernels import exchange_layout as lay
+from imbrex.kernels.exchange import layout as lay
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.scenario import (

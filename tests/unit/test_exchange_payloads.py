@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from imbrex.codec.fp8 import Fp8
-from imbrex.kernels.exchange import NvlinkExchange
+from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel

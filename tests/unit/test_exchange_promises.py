@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from imbrex.kernels import jit
-from imbrex.kernels.exchange import ExchangeError, NvlinkExchange
-from imbrex.kernels.exchange_debug import check_choices
+from imbrex.kernels.exchange.debug import check_choices
+from imbrex.kernels.exchange.exchange import ExchangeError, NvlinkExchange
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel

@@ -64,7 +64,7 @@ def others(ranks: int, me: int) -> list[int]:
 
 
 def push(ranks: int, calls: int, buffers: int, lag: int, *, early_flag: bool = False) -> list[Program]:
-    """`exchange_push.cu`: rows into the peers' buffers, then a flag; the rows are used until the next call
+    """`exchange/push.cu`: rows into the peers' buffers, then a flag; the rows are used until the next call
     begins.
     """
     programs = []
@@ -96,7 +96,7 @@ def together(me: int, call: int, threads: list[Program]) -> None:
 
 
 def pull(ranks: int, calls: int, groups: int, buffers: int, lag: int) -> list[Program]:
-    """`exchange_pull.cu`: one thread of a rank stages groups and sets a flag at each peer, one pulls them."""
+    """`exchange/pull.cu`: one thread of a rank stages groups and sets a flag at each peer, one pulls them."""
     programs = []
     for me in range(ranks):
         stager: Program = []
@@ -118,7 +118,7 @@ def pull(ranks: int, calls: int, groups: int, buffers: int, lag: int) -> list[Pr
 def combine(
     ranks: int, calls: int, buffers: int, lag: int, *, warps: int = 2, adding_first: bool = False
 ) -> list[Program]:
-    """`exchange_reduce.cu`: sums written at home, a flag a piece; who has reduced adds. The first warp of
+    """`exchange/reduce.cu`: sums written at home, a flag a piece; who has reduced adds. The first warp of
     a rank reduces, the second adds from the start; a single one does both.
     """
     programs = []
@@ -142,7 +142,7 @@ def combine(
 
 
 def gather(ranks: int, calls: int, buffers: int) -> list[Program]:
-    """`exchange_gather.cu`: the caller writes sums before the call; they are pulled once all have begun."""
+    """`exchange/gather.cu`: the caller writes sums before the call; they are pulled once all have begun."""
     programs = []
     for me in range(ranks):
         program: Program = []
@@ -205,7 +205,7 @@ def test_gathered_sums_need_two_buffers() -> None:
 
 
 def small(ranks: int, calls: int, buffers: int) -> list[Program]:
-    """`exchange_small.cu`: no credit; nobody leaves a call before all have begun it."""
+    """`exchange/small.cu`: no credit; nobody leaves a call before all have begun it."""
     programs = []
     for me in range(ranks):
         program: Program = []
@@ -226,7 +226,7 @@ def test_small_needs_two_buffers_and_no_credit() -> None:
 
 
 def early(ranks: int, calls: int, buffers: int, *, meeting: bool = True) -> list[Program]:
-    """`routing_early.cuh`: counts of lower ranks, each its own flag; then everybody waits for everybody's
+    """`routing/early.cuh`: counts of lower ranks, each its own flag; then everybody waits for everybody's
     choices.
     """
     programs = []

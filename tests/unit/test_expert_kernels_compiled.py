@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.library import _scoped_library, opcheck
 
-from imbrex.kernels.experts_ffn import ffn, run_ffn, run_ffn_backward
-from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, run_ffn_fp8
+from imbrex.kernels.ffn.ffn import ffn, run_ffn, run_ffn_backward
+from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, run_ffn_fp8
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import draw
 from tests.poison import real_empty

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from imbrex.kernels import experts_gemm
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, launch_gemm
-from imbrex.kernels.experts_tiling import LOW, NARROW, OWN, SHARED, SMALL
+from imbrex.kernels.gemm import gemm
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.gemm.tiling import LOW, NARROW, OWN, SHARED, SMALL
 from imbrex.kernels.jit import KernelError
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import LIMIT, TAIL, check_rows, draw, ends_of, error, per_expert, poisoned, rows_of
@@ -235,8 +235,8 @@ def test_a_lost_arrival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait ends; the launch after the one that gave up says so."""
     status = torch.zeros(1, dtype=torch.int32)
     word = ctypes.c_int32.from_address(status.data_ptr())
-    monkeypatch.setattr(experts_gemm, "_status", lambda device: status)
-    monkeypatch.setattr(experts_gemm, "_status_word", lambda device: word)
+    monkeypatch.setattr(gemm, "_status", lambda device: status)
+    monkeypatch.setattr(gemm, "_status_word", lambda device: word)
     lost = ("if (step > 0) release_stage(shared.empty + 8 * before);", "")
     rows, weight, out = draw(8, 512), draw(1, 64, 512), poisoned(8, 64)
     emulate(monkeypatch, blocks=1, edits=(lost,))

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels import experts_ffn
-from imbrex.kernels.experts_ffn import ffn, run_ffn, run_ffn_backward
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling
-from imbrex.kernels.experts_tiling import NARROW, OWN, override_tilings
-from imbrex.kernels.experts_tokens import ffn_tokens
+from imbrex.kernels.ffn import ffn as ffn_module
+from imbrex.kernels.ffn.ffn import ffn, run_ffn, run_ffn_backward
+from imbrex.kernels.ffn.tokens import ffn_tokens
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
+from imbrex.kernels.gemm.tiling import NARROW, OWN, override_tilings
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import TAIL, draw, error, rows_of
 
@@ -26,7 +26,7 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> 
     """All kernels of a training step, with narrow rows and, as wide ones have it, SwiGLU's gradient apart: a
     contiguous copy is made of weights that are not."""
     if not fused:
-        monkeypatch.setattr(experts_ffn, "FUSED_WIDTH", 0)
+        monkeypatch.setattr(ffn_module, "FUSED_WIDTH", 0)
     torch.manual_seed(4)
     counts, width, inner = [70, 0, 3], 64, 128
     rows = sum(counts)
@@ -50,13 +50,13 @@ Launched = list[tuple[Layout, Tiling]]
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """What every product contracted and how it was cut, as they come."""
-    found, launch = [], experts_ffn.launch_gemm
+    found, launch = [], ffn_module.launch_gemm
 
     def noted(layout: Layout, *tensors: Tensor, tiling: Tiling, **how: Any) -> None:
         found.append((layout, tiling))
         launch(layout, *tensors, tiling=tiling, **how)
 
-    monkeypatch.setattr(experts_ffn, "launch_gemm", noted)
+    monkeypatch.setattr(ffn_module, "launch_gemm", noted)
     return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imbrex.kernels.experts_fp8_tokens import gathers_quantised
-from imbrex.kernels.experts_gather import TILINGS, gathers
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling
-from imbrex.kernels.experts_tiling import PAIRED, SHARED, SMALL, choose_tiling
+from imbrex.kernels.ffn.fp8_tokens import gathers_quantised
+from imbrex.kernels.ffn.gather import TILINGS, gathers
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
+from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, choose_tiling
 
 # experts of one rank, F, rows; microseconds from tokens to weighted sums, copied and gathered
 GATHERED = {

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from imbrex import MoEConfig, MoELayer, experts
+from imbrex import MoEConfig, MoELayer
 from imbrex.contracts import Dispatched, Handle
-from imbrex.experts import Experts, pick_implementation
+from imbrex.experts import experts
+from imbrex.experts.experts import Experts, pick_implementation
 from tests.poison import real_empty
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from imbrex.kernels.experts_ffn import ffn
-from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts
-from imbrex.kernels.experts_fp8_tokens import ffn_in_place_fp8, ffn_tokens_fp8
-from imbrex.kernels.experts_inputs import find_misfit, supports
-from imbrex.kernels.experts_tokens import ffn_in_place, ffn_tokens
+from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts
+from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8, ffn_tokens_fp8
+from imbrex.kernels.ffn.inputs import find_misfit, supports
+from imbrex.kernels.ffn.tokens import ffn_in_place, ffn_tokens
 
 WIDTH, INNER, ROWS = 256, 128, 6
 

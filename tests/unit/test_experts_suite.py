@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import imbrex
-from imbrex.experts import Experts
+from imbrex.experts.experts import Experts
 from imbrex.testing import ConformityError, check_experts
 
 

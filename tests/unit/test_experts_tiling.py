@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from imbrex.kernels.experts_fp8 import shipped_variants
-from imbrex.kernels.experts_gemm import Epilogue, Layout, Tiling, gemm_variant
-from imbrex.kernels.experts_tiling import (
+from imbrex.kernels.ffn.fp8 import shipped_variants
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling, gemm_variant
+from imbrex.kernels.gemm.tiling import (
     LOW,
     PAIRED,
     PAIRED_STAGED,

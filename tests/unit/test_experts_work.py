@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from imbrex.cli.experts_torch import ffn, ways_to_sum
-from imbrex.cli.experts_work import choices_received, experts_of, make_work
-from imbrex.cli.shapes import MODELS, Shape
+from imbrex.bench.experts.rival import ffn, ways_to_sum
+from imbrex.bench.experts.work import choices_received, experts_of, make_work
+from imbrex.bench.shapes import MODELS, Shape
 
 SMALL = Shape(hidden_size=16, intermediate_size=8, num_experts=8, top_k=2)
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from imbrex.codec.fp8 import Fp8
-from imbrex.kernels import experts_fp8
-from imbrex.kernels.experts_fp8 import (
+from imbrex.kernels.ffn import fp8
+from imbrex.kernels.ffn.fp8 import (
     ffn_fp8,
     quantise_experts,
     quantise_rows,
@@ -20,9 +20,9 @@ from imbrex.kernels.experts_fp8 import (
     run_ffn_fp8,
     run_fp8_rows,
 )
-from imbrex.kernels.experts_fp8_tokens import ffn_tokens_fp8
-from imbrex.kernels.experts_glue import COUNTERS, sum_rows
-from imbrex.kernels.experts_tiling import LOW
+from imbrex.kernels.ffn.fp8_tokens import ffn_tokens_fp8
+from imbrex.kernels.ffn.glue import COUNTERS, sum_rows
+from imbrex.kernels.gemm.tiling import LOW
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import draw, error
 
@@ -130,7 +130,7 @@ def test_tokens_to_weighted_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, width, inner = [1, 0, 70, 131], 256, 128
     tokens = 140
     emulate(monkeypatch, blocks=3)
-    monkeypatch.setattr(experts_fp8, "choose_tiling", lambda *_, **__: LOW)
+    monkeypatch.setattr(fp8, "choose_tiling", lambda *_, **__: LOW)
     experts = quantise_experts(draw(4, 2 * inner, width) / 16, draw(4, width, inner) / 12)
     x, weights, counts_e = draw(tokens, width), torch.rand(tokens, 2), torch.tensor(counts)
     source = torch.cat([torch.randperm(tokens - 1)[:count] for count in counts])

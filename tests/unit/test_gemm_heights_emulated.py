@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from imbrex.kernels.experts_gemm import Layout, Tiling, launch_gemm
-from imbrex.kernels.experts_tiling import PAIRED, SHARED
+from imbrex.kernels.gemm.gemm import Layout, Tiling, launch_gemm
+from imbrex.kernels.gemm.tiling import PAIRED, SHARED
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import LIMIT, draw, error, poisoned
 

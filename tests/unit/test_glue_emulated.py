@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels import experts_glue, glue
+from imbrex.kernels.ffn import glue, operators
 from tests.emulated.gemm import emulate
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernels with g++")
@@ -48,8 +48,8 @@ def test_swiglu_and_its_gradients(width: int, weighted: bool) -> None:
     gate, up = exact.chunk(2, 1)
     act = F.silu(gate) * up * scale[:, None]
     d_exact, d_scale = torch.autograd.grad(act, (exact, scale), d_act[:count].double())
-    check(glue.run_swiglu(gate_up, weights, ends), act.detach())
-    d_gate_up, d_weights = glue.run_swiglu_backward(d_act, gate_up, weights, ends)
+    check(operators.run_swiglu(gate_up, weights, ends), act.detach())
+    d_gate_up, d_weights = operators.run_swiglu_backward(d_act, gate_up, weights, ends)
     check(d_gate_up, d_exact)
     assert d_weights.numel() == (count + SPARE if weighted else 0)
     if weighted:
@@ -72,7 +72,7 @@ def test_permute_and_unpermute_and_their_gradients(weighted: bool) -> None:
     x, d_y = torch.randn(tokens, width).bfloat16(), torch.randn(tokens, width).bfloat16()
     weights = torch.rand(tokens, choices) if weighted else None
 
-    rows = glue.run_permute(x, choice_R, position, ends)
+    rows = operators.run_permute(x, choice_R, position, ends)
     assert torch.equal(rows[:count], x[choice // choices])
     assert rows[count:].isnan().all()
 
@@ -81,8 +81,8 @@ def test_permute_and_unpermute_and_their_gradients(weighted: bool) -> None:
     y = torch.zeros(tokens, width, dtype=torch.float64)
     y = y.index_add(0, choice // choices, exact * scale.flatten()[choice, None])
     d_exact, d_scale = torch.autograd.grad(y, (exact, scale), d_y.double())
-    check(glue.run_unpermute(rows, choice_R, position, ends, weights), y.detach())
-    d_rows, d_weights = glue.run_unpermute_backward(d_y, rows, choice_R, weights, ends, choices)
+    check(operators.run_unpermute(rows, choice_R, position, ends, weights), y.detach())
+    d_rows, d_weights = operators.run_unpermute_backward(d_y, rows, choice_R, weights, ends, choices)
     check(d_rows, d_exact)
     if weighted:
         torch.testing.assert_close(d_weights.double(), d_scale, rtol=1e-4, atol=1e-4)
@@ -94,7 +94,7 @@ def test_rows_that_are_there_already() -> None:
     count, width = 5, 264
     ends = torch.tensor([5], dtype=torch.int32)
     d_y, rows, weights = rows_of(count, width), rows_of(count, width), torch.rand(count + SPARE)
-    d_rows, d_weights = experts_glue.weigh_rows(d_y, rows, weights, ends)
+    d_rows, d_weights = glue.weigh_rows(d_y, rows, weights, ends)
     check(d_rows, d_y[:count].double() * weights[:count, None].double())
     assert d_weights is not None
     expected = (d_y[:count].double() * rows[:count].double()).sum(1)
@@ -103,5 +103,5 @@ def test_rows_that_are_there_already() -> None:
 
 def test_sums_end_at_the_count_of_tokens() -> None:
     rows, position = torch.randn(6, 512).bfloat16(), torch.tensor([[0, 5], [-1, 2], [1, 1], [3, 4]])
-    found = experts_glue.sum_rows(rows, position, None, torch.tensor([2], dtype=torch.int32))
+    found = glue.sum_rows(rows, position, None, torch.tensor([2], dtype=torch.int32))
     check(found, torch.stack([rows[0].double() + rows[5].double(), rows[2].double()]))

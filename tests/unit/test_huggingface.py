@@ -29,7 +29,7 @@ from imbrex.adapters.huggingface import (
     moe_config,
     replace_blocks,
 )
-from imbrex.experts import Experts
+from imbrex.experts.experts import Experts
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from imbrex.lanes import Lane, Line
+from imbrex.runtime.streams import Lane, Line
 
 
 def test_work_runs_before_it_is_waited_for() -> None:

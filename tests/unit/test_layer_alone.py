@@ -10,14 +10,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import imbrex
-from imbrex import ops
 from imbrex.codec.int8 import Int8
-from imbrex.experts import Experts, Shard
+from imbrex.exchange import ops
+from imbrex.experts import products
+from imbrex.experts.experts import Experts, Shard
 from imbrex.kernels import unavailable
 from imbrex.placement import contiguous
+from imbrex.runtime.waits import timeout_seconds
 from imbrex.testing import dense
 from imbrex.transport import pick
-from imbrex.waiting import timeout_seconds
 
 
 def make(**options) -> imbrex.MoELayer:
@@ -128,7 +129,9 @@ def test_a_width_is_no_config() -> None:
 def test_a_state_of_other_ranks_says_what_to_use() -> None:
     half = imbrex.MoELayer(imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1))
     whole = imbrex.MoELayer(imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=1))
-    with pytest.raises(RuntimeError, match=r"of 2 experts, and 4 live on this rank: save with imbrex\.check"):
+    with pytest.raises(
+        RuntimeError, match=r"of 2 experts, and 4 live on this rank: save with imbrex\.parallel\.check"
+    ):
         whole.load_state_dict(half.state_dict())
 
 
@@ -230,7 +233,7 @@ def test_grouped_products_by_hand() -> None:
     """Groups of 2, 0 and 1 rows: [[1], [2]] * 10 and [[3]] * 30."""
     rows = torch.tensor([[1.0], [2.0], [3.0], [99.0]], requires_grad=True)
     weight = torch.tensor([[[10.0]], [[20.0]], [[30.0]]], requires_grad=True)
-    out = ops.grouped_mm(rows, weight, torch.tensor([2, 0, 1]))
+    out = products.grouped_mm(rows, weight, torch.tensor([2, 0, 1]))
     assert out[:3].flatten().tolist() == [10.0, 20.0, 90.0]
     (out[:3] * torch.tensor([[1.0], [1.0], [2.0]])).sum().backward()
     assert weight.grad is not None

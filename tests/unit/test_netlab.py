@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from imbrex.cli import main, netlab
+from imbrex.cli import main
+from imbrex.launch import netlab
 
 SAY = """
 import os, socket, sys, time

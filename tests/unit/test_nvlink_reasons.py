@@ -9,11 +9,11 @@ import torch
 
 import imbrex
 from imbrex.codec import make_wire
-from imbrex.crossings_nvlink import most_rows
-from imbrex.geometry import Geometry
+from imbrex.exchange.crossings_nvlink import most_rows
+from imbrex.exchange.geometry import Geometry
+from imbrex.exchange.nvlink_fit import tell, unfit
 from imbrex.kernels import jit
-from imbrex.kernels.gates import spread
-from imbrex.nvlink_fit import tell, unfit
+from imbrex.kernels.rows.weights import spread
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 from imbrex.transport.nvlink import Nvlink, NvlinkError, Size
 
@@ -83,7 +83,7 @@ def test_kernels_that_do_not_compile_are_a_reason_not_an_error() -> None:
     transport = object.__new__(Nvlink)
     transport.device, transport.load = torch.device("cpu"), load  # pyright: ignore
     reason = transport._loading_reason()
-    assert reason == "routing.cu:route_choices[] cannot be compiled: no such architecture"
+    assert reason == "routing/route.cu:route_choices[] cannot be compiled: no such architecture"
     assert str(NvlinkError(reason)).endswith("no such architecture; use transport='auto'")
     transport.load = lambda variant, device: None  # pyright: ignore
     assert transport._loading_reason() is None

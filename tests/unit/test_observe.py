@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import imbrex
+from imbrex.exchange.plan import count_pairs
 from imbrex.observe import (
     Observer,
     PhaseBoard,
@@ -25,7 +26,6 @@ from imbrex.observe import (
     read_board,
     trace_events,
 )
-from imbrex.plan import count_pairs
 
 
 def test_off_records_nothing_and_costs_no_allocation_per_span():

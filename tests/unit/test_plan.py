@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imbrex import plan, rows
 from imbrex.contracts import Placement, Plan
+from imbrex.exchange import plan, rows
 from imbrex.placement import contiguous, from_slots, split_evenly
 
 

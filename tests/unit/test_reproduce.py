@@ -14,7 +14,7 @@ from imbrex.cli import main
 from imbrex.cli import reproduce as command
 from imbrex.codec import make
 from imbrex.contracts import Codec
-from imbrex.models.training import Shape
+from imbrex.demo.training import Shape
 from imbrex.reproduce import TABLES, Asked, Finding, chart, find, table_1, table_6, table_10
 from imbrex.reproduce.convergence import learned, summary
 from imbrex.reproduce.exchanges import median

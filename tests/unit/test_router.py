@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imbrex.capacity import Capacity
-from imbrex.gates import Gate, Groups
-from imbrex.losses import AuxLosses
-from imbrex.router import Router
+from imbrex.router.capacity import Capacity
+from imbrex.router.gates import Gate, Groups
+from imbrex.router.losses import AuxLosses
+from imbrex.router.router import Router
 from tests.poison import real_empty
 
 ALL = AuxLosses(load_balance=0.1, sequence_balance=0.01, z=0.001)

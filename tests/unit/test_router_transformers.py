@@ -10,8 +10,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from imbrex.gates import Gate, Groups
-from imbrex.router import Router
+from imbrex.router.gates import Gate, Groups
+from imbrex.router.router import Router
 
 T, D, E, K = 37, 20, 12, 4
 

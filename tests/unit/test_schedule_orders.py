@@ -9,11 +9,11 @@ import random
 import numpy as np
 import pytest
 
-from imbrex.overlap import Kind, Order, Task, Times, makespan, tasks
-from imbrex.overlap.contention import Contention, fit
-from imbrex.overlap.exact import exact
-from imbrex.overlap.schedulers import SCHEDULERS, optsche, sequential, stage_major
-from imbrex.overlap.tasks import CHAIN, MOVES, check, run
+from imbrex.overlap import Kind, Order, Task, Times, makespan
+from imbrex.schedule.contention import Contention, fit
+from imbrex.schedule.exact import exact
+from imbrex.schedule.schedulers import SCHEDULERS, optsche, sequential, stage_major
+from imbrex.schedule.tasks import CHAIN, MOVES, check, run, tasks
 
 
 def random_times(degree: int, drawn: random.Random, *, weights: bool = False) -> dict[Task, float]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from imbrex.cli.shapes import MODELS, Shape, parse_shape
-from imbrex.cli.skew import draw_choices, make_routing
+from imbrex.bench.shapes import MODELS, Shape, parse_shape
+from imbrex.bench.skew import draw_choices, make_routing
 
 MIXTRAL = MODELS["mixtral"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from imbrex.contracts import Placement
-from imbrex.kernels.split import SplitKernel
+from imbrex.kernels.routing.split import SplitKernel
 from imbrex.placement import from_slots, plan_layers, split_balanced
 from tests.emulated import kernel
 

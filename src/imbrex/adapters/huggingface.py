@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import Gate, MoEConfig, MoELayer, SharedExperts
-from imbrex.experts import Experts
-from imbrex.gates import Groups
+from imbrex.experts.experts import Experts
+from imbrex.router.gates import Groups
 
 FP8_BLOCK = 128
 """Rows and columns that share a scale in DeepSeek-V3's checkpoint."""

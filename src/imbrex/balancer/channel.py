@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
-from imbrex import ops, waiting
+from imbrex.router import collectives
+from imbrex.runtime import waits
 
 
 class Channel:
@@ -41,7 +42,7 @@ class Channel:
 
     def finish(self, what: str, work: dist.Work | None) -> None:
         """Wait. Raises RankLostError where a peer does not answer in time."""
-        waiting.finish(f"the balancer's {what}", work, self.timeout_s, on_host=True)
+        waits.finish(f"the balancer's {what}", work, self.timeout_s, on_host=True)
 
     def meet(self, what: str, mine: Tensor) -> Tensor:
         """Gather and wait."""
@@ -50,7 +51,7 @@ class Channel:
         return gathered
 
     def _start(self, what: str, begin: Callable[[], dist.Work]) -> dist.Work | None:
-        return waiting.start(f"the balancer's {what}", begin, self.timeout_s)
+        return waits.start(f"the balancer's {what}", begin, self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ def connect(ranks: Any, exchange_counts: Callable[[Tensor], Tensor], timeout_s: 
         device = "cuda" if "nccl" in str(dist.get_backend(data)) else "cpu"
         drawn = torch.tensor([number], device=device)
         # host sync: once, at construction
-        number = int(ops.gather_over_ranks(drawn, data.group_name, rows)[0])
+        number = int(collectives.gather_over_ranks(drawn, data.group_name, rows)[0])
     return Lines(
         votes=Channel(f"{number}/votes", column * ranks.size + ranks.rank, rows * ranks.size, timeout_s),
         weights=Channel(f"{number}/weights/{column}", ranks.rank, ranks.size, timeout_s),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
-from imbrex.lanes import Mark
 from imbrex.placement.packing import Ints
+from imbrex.runtime.streams import Mark
 
 BLOCK = 1 << 18
 """int32 numbers of a block: 240 layers of 272 slots on 4 ranks."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from imbrex.balancer.channel import Channel
 from imbrex.balancer.payload import as_row
 from imbrex.contracts import Placement
-from imbrex.lanes import Aside, Mark
 from imbrex.placement.moves import Fetch, fetches
+from imbrex.runtime.streams import Aside, Mark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from imbrex import waiting
 from imbrex.balancer.channel import Channel, connect
 from imbrex.balancer.counts import Book
 from imbrex.balancer.journal import Journal
@@ -28,6 +27,7 @@ from imbrex.balancer.seat import Layer, Seat
 from imbrex.balancer.tally import Tally, exposition
 from imbrex.placement.online import Pace, layers_due
 from imbrex.placement.split import SPLITS
+from imbrex.runtime import waits
 
 
 class OnlineBalancer:
@@ -68,7 +68,7 @@ class OnlineBalancer:
             most_failures,
             max_bytes_per_iter,
         )
-        self.timeout_s = waiting.timeout_seconds(timeout)
+        self.timeout_s = waits.timeout_seconds(timeout)
         self.tally = Tally()
         self.seats: list[Seat] = []
         self.stopped_because = ""

@@ -13,7 +13,7 @@ from imbrex.balancer.counts import Book, Iteration, Page, difference
 from imbrex.balancer.migration import Change, land
 from imbrex.balancer.payload import slot_tensors
 from imbrex.contracts import Placement, Split
-from imbrex.exchange import Exchange
+from imbrex.exchange.exchange import Exchange
 from imbrex.placement.flow import split_near
 from imbrex.placement.online import Pace
 from imbrex.placement.packing import Ints

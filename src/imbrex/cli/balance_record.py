@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from imbrex.balancer.report import METRICS
 from imbrex.cli.balance_input import add_input, load_input
 from imbrex.placement import LoadHistory, write_history
-
-METRICS = "metrics.jsonl"
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from imbrex.balancer.report import Story, write_story
 from imbrex.cli.balance_input import add_input, load_input, load_sources
-from imbrex.cli.balance_report import Story, write_story
 from imbrex.placement.history import LoadHistory
 from imbrex.placement.online import Pace
 from imbrex.placement.replay import POLICIES, Replay, join

@@ -1,19 +1,17 @@
-"""`imbrex bench WHAT`: one measurement a module, `bench_WHAT.py`, with `add_arguments` and `run`."""
+"""`imbrex bench WHAT`: a folder of `imbrex.bench` each, whose `command.py` has `add_arguments` and `run`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import pkgutil
-from pathlib import Path
 
-PREFIX = "bench_"
+from imbrex import bench
 
 
 def benches() -> dict[str, str]:
-    """Module by name of the measurement: whatever `bench_*.py` stands beside this file."""
-    beside = pkgutil.iter_modules([str(Path(__file__).parent)])
-    return {m.name.removeprefix(PREFIX): f"imbrex.cli.{m.name}" for m in beside if m.name.startswith(PREFIX)}
+    """Module by name of the measurement: every folder of `imbrex.bench`."""
+    return {m.name: f"imbrex.bench.{m.name}.command" for m in pkgutil.iter_modules(bench.__path__) if m.ispkg}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, module_name in sorted(benches().items()):
         module = importlib.import_module(module_name)
         about = (module.__doc__ or name).strip().splitlines()[0]
-        bench = whats.add_parser(name, help=about, description=about)
-        module.add_arguments(bench)
-        bench.set_defaults(bench=module.run)
+        measurement = whats.add_parser(name, help=about, description=about)
+        module.add_arguments(measurement)
+        measurement.set_defaults(bench=module.run)
 
 
 def run(args: argparse.Namespace) -> int:

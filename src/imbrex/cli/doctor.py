@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from imbrex.cli.machine import devices, links, versions
+from imbrex.bench.machine import devices, links, versions
 
 ROOMS = {"transport": "transports", "codec": "codecs", "strategy": "strategies"}
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 where all that the processor needs works, else 1; what needs a GPU never fails it."""
-    from imbrex.cli.trials import try_everything
+    from imbrex.testing.trials import try_everything
 
     if not args.timeout > 0:
         raise ValueError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from imbrex.cli.results import describe_run, write_results
+from imbrex.bench.results import describe_run, write_results
 from imbrex.reproduce import ALIASES, TABLES, Asked, find
 
 

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from imbrex import given
 from imbrex.codec.cast import Cast, Identity
 from imbrex.codec.fp8 import Fp8
 from imbrex.codec.int4 import Int4
@@ -21,6 +20,7 @@ from imbrex.codec.int8_truncated import Int8Truncated
 from imbrex.codec.nvfp4 import Nvfp4
 from imbrex.codec.zfp import Zfp
 from imbrex.contracts import Codec, Wire
+from imbrex.runtime import checks
 
 CODECS: dict[str, Callable[[], Codec]] = {
     "identity": Identity,
@@ -48,14 +48,14 @@ def make(codec: str | Codec) -> Codec:
     """A codec by name, or the object itself. Raises ValueError that lists the names known, or says what an
     object lacks."""
     if not isinstance(codec, str):
-        return given.piece("codec", codec)
+        return checks.piece("codec", codec)
     if codec not in CODECS:
         known = [name for name in CODECS if not name.startswith("zfp")]
         raise ValueError(
             f"codec: {codec!r} is not known; use one of {', '.join(known)}, zfp1d-4 to zfp1d-16, zfp2d-4 to "
             "zfp2d-16, or a Codec object"
         )
-    return given.piece("codec", CODECS[codec]())
+    return checks.piece("codec", CODECS[codec]())
 
 
 def make_wire(codec: str | Codec | Wire | Mapping[str, str | Codec]) -> Wire:

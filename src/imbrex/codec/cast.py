@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imbrex.kernels import codec as kernels
+from imbrex.kernels.codec import codec as kernels
 
 
 class Identity:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from imbrex.codec import blocks
 from imbrex.codec.cast import as_bytes, from_bytes, rounding, saturated
-from imbrex.kernels import codec as kernels
+from imbrex.kernels.codec import codec as kernels
 
 BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from imbrex.codec import zfp_planes
 from imbrex.codec.cast import rounding
-from imbrex.kernels import codec as kernels
+from imbrex.kernels.codec import codec as kernels
 
 HEADER_BITS, NEGABINARY, BIAS = 9, 0xAAAAAAAA, 127
 SEQUENCY = (0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import waiting
+from imbrex.runtime import waits
 
 
 class Heap(Protocol):
@@ -122,7 +122,7 @@ class SymmetricHeap:
         """
         torch.cuda.synchronize(self._memory.device)
         if together:
-            waiting.run("close", lambda: dist.barrier(self._group, async_op=True), on_host=True)
+            waits.run("close", lambda: dist.barrier(self._group, async_op=True), on_host=True)
         del self._handle
         self._memory = self._memory[:0]
         self.local = self.local[:, :0]

@@ -1,6 +1,6 @@
 """CUDA C++ from the package to a launched kernel: NVRTC, a cache on disk, one launch function.
 
-    variant = Variant(source="gemm.cu", entry="grouped_gemm", defines=(("BLOCK_N", 256),))
+    variant = Variant(source="gemm/gemm.cu", entry="grouped_gemm", defines=(("BLOCK_N", 256),))
     compile_variant(variant).resources.registers         # works without a GPU or a driver
     load(variant).launch(grid=132, block=384, args=[x_RD, tensor_map, 7], smem=200_000)
 

@@ -10,16 +10,16 @@ import importlib
 from imbrex.kernels.jit import Variant
 
 FAMILIES: tuple[str, ...] = (
-    "imbrex.kernels.choices",
-    "imbrex.kernels.codec",
-    "imbrex.kernels.compact",
-    "imbrex.kernels.experts_ffn",
-    "imbrex.kernels.experts_fp8",
-    "imbrex.kernels.experts_gather",
-    "imbrex.kernels.exchange_kernels",
-    "imbrex.kernels.expand",
-    "imbrex.kernels.gates",
-    "imbrex.kernels.split",
+    "imbrex.kernels.rows.choices",
+    "imbrex.kernels.codec.codec",
+    "imbrex.kernels.rows.compact",
+    "imbrex.kernels.ffn.ffn",
+    "imbrex.kernels.ffn.fp8",
+    "imbrex.kernels.ffn.gather",
+    "imbrex.kernels.exchange.variants",
+    "imbrex.kernels.rows.expand",
+    "imbrex.kernels.rows.weights",
+    "imbrex.kernels.routing.split",
 )
 
 

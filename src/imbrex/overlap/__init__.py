@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable
 from typing import cast
 
-from imbrex import given
 from imbrex.contracts import Strategy
-from imbrex.exchange import Exchange
-from imbrex.overlap import schedulers
+from imbrex.exchange.exchange import Exchange
 from imbrex.overlap.auto import Auto
 from imbrex.overlap.pipelined import Pipelined, split_by_source
-from imbrex.overlap.schedulers import SCHEDULERS, Scheduler
 from imbrex.overlap.serial import Serial
-from imbrex.overlap.tasks import Kind, Order, Task, Times, makespan, tasks
+from imbrex.runtime import checks
+from imbrex.schedule import schedulers
+from imbrex.schedule.schedulers import SCHEDULERS, Scheduler
+from imbrex.schedule.tasks import Kind, Order, Task, Times, makespan, tasks
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "serial": Serial,
@@ -43,7 +43,7 @@ def make(strategy: str | Strategy | Scheduler) -> Strategy:
     if callable(strategy) and not isinstance(strategy, type) and not hasattr(strategy, "run"):
         return Pipelined(strategy)
     if not isinstance(strategy, str):
-        return given.piece("schedule", cast("Strategy", strategy))
+        return checks.piece("schedule", cast("Strategy", strategy))
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]()
     match = re.fullmatch(r"(.+?)(?:-(\d+))?", strategy)

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Experts, Routing
-from imbrex.exchange import Exchange
-from imbrex.overlap.choice import Choice, choose
+from imbrex.exchange.exchange import Exchange
 from imbrex.overlap.pipelined import Pipelined, find, parameters_of
-from imbrex.overlap.profile import Profile
 from imbrex.overlap.profiler import measure
 from imbrex.overlap.serial import Serial
+from imbrex.schedule.choice import Choice, choose
+from imbrex.schedule.profile import Profile
 
 _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Profile]] = weakref.WeakKeyDictionary()
 

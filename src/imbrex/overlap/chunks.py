@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Dispatched, Experts, Handle, Pending, Routing
-from imbrex.deferred import Deferral
-from imbrex.exchange import Exchange
+from imbrex.exchange.exchange import Exchange
 from imbrex.overlap.moves import Crossing, moves_of
+from imbrex.runtime.deferred import Deferral
 
 
 @dataclass(slots=True)

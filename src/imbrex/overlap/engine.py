@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from imbrex.contracts import Pending
-from imbrex.overlap.tasks import MOVES, Kind, Order
+from imbrex.schedule.tasks import MOVES, Kind, Order
 
 Clock = Callable[[Kind, Callable[[], Any]], Any]
 """Runs all tasks of a kind; a profiler's measures them."""

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Codec, Pending, Plan, Routing
-from imbrex.crossings import Crossings
-from imbrex.crossings_fp8 import read_dispatch_fp8
-from imbrex.crossings_nvlink import NvlinkCrossings, Sms
-from imbrex.exchange import Exchange
-from imbrex.kernels.expand import expand_fp8, expand_fp8_rows
-from imbrex.plan import read_state
+from imbrex.exchange.crossings import Crossings
+from imbrex.exchange.crossings_fp8 import read_dispatch_fp8
+from imbrex.exchange.crossings_nvlink import NvlinkCrossings, Sms
+from imbrex.exchange.exchange import Exchange
+from imbrex.exchange.plan import read_state
+from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Crossing:
 
 
 class Moves(Protocol):
-    """The four crossings of a chunk; shapes are those of `imbrex.crossings`."""
+    """The four crossings of a chunk; shapes are those of `imbrex.exchange.crossings`."""
 
     def plan(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Any]:
         """What ranks must know of each other's chunks, all at once."""

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from imbrex.contracts import Experts, Routing
-from imbrex.exchange import Exchange
-from imbrex.overlap import schedulers
+from imbrex.exchange.exchange import Exchange
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute
-from imbrex.overlap.schedulers import Scheduler
 from imbrex.overlap.serial import Serial
-from imbrex.overlap.tasks import Kind, Order, Times, check, tasks
-from imbrex.tracing import differentiated
+from imbrex.runtime.tracing import differentiated
+from imbrex.schedule import schedulers
+from imbrex.schedule.schedulers import Scheduler
+from imbrex.schedule.tasks import Kind, Order, Times, check, tasks
 
 Split = Callable[[int, int, int, int], Sequence[int]]
 """Tokens of every chunk, from the tokens of a rank, the degree, the rank and the number of ranks."""

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Experts, Routing
-from imbrex.exchange import Exchange
-from imbrex.overlap.choice import candidates, predict
+from imbrex.exchange.exchange import Exchange
 from imbrex.overlap.chunks import Backward, Forward
-from imbrex.overlap.contention import Contention, fit
 from imbrex.overlap.engine import execute_timed
 from imbrex.overlap.pipelined import Pipelined
-from imbrex.overlap.profile import Profile
-from imbrex.overlap.tasks import Kind
+from imbrex.schedule.choice import candidates, predict
+from imbrex.schedule.contention import Contention, fit
+from imbrex.schedule.profile import Profile
+from imbrex.schedule.tasks import Kind
 
 TASK_REPEATS = 3
 """Of single tasks: whole runs correct what they miss."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from imbrex.contracts import Dispatched, Experts, Routing
-from imbrex.exchange import Exchange
+from imbrex.exchange.exchange import Exchange
 from imbrex.observe import bracket_backward
 
 

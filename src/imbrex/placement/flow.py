@@ -5,7 +5,7 @@ path of shared experts to the emptiest rank that can be reached, until nothing r
 What is reachable then holds tokens that cannot leave it, so no split has a lower fullest rank (the argument
 for optimal semi-matchings, Harvey, Ladner, Lovasz and Tamir 2006; here in bulk: a hop between two ranks
 takes what all experts they share can give, and a push settles a rank at the mean of those reached).
-`kernels/split.cuh` does the same on a GPU, to the last integer.
+`kernels/routing/split.cuh` does the same on a GPU, to the last integer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from imbrex.contracts import Placement, Split
 from imbrex.kernels import unavailable
-from imbrex.kernels.split import SplitKernel
-from imbrex.kernels.split_layout import MOST_RANKS
+from imbrex.kernels.routing.split import SplitKernel
+from imbrex.kernels.routing.split_layout import MOST_RANKS
 from imbrex.placement.packing import Ints
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import imbrex
-from imbrex.crossings import Crossings
+from imbrex.exchange.crossings import Crossings
 from imbrex.placement import contiguous
 
 WIDTH = 256

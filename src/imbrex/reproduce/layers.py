@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import imbrex
-from imbrex.models.bytes_lm import Attention, BytesLMConfig
+from imbrex.demo.model import Attention, BytesLMConfig
 from imbrex.observe import Recorder
 
 MOVING = ("plan", "dispatch", "combine")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imbrex.waiting import leave
+from imbrex.runtime.waits import leave
 
 MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),

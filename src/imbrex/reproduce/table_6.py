@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from imbrex.models.corpus import load_corpus
+from imbrex.demo.corpus import load_corpus
 from imbrex.reproduce import chart
 from imbrex.reproduce.convergence import TOLERANCE_NATS, Learned, learned
 from imbrex.reproduce.frame import Asked, Finding

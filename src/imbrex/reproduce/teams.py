@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from imbrex.models.corpus import Corpus
+from imbrex.demo.corpus import Corpus
 from imbrex.reproduce.training import RANKS, Size, train
-from imbrex.waiting import leave
+from imbrex.runtime.waits import leave
 
 Task = tuple[str, int]
 """A variant and a seed."""

@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from imbrex.overlap import SCHEDULERS, Kind, makespan, tasks
+from imbrex.overlap import SCHEDULERS, Kind, makespan
+from imbrex.schedule.tasks import tasks
 
 BATCHES, FACTORS, LENGTHS = (2, 4, 8), (1.0, 1.1, 1.2), (512, 1024, 2048)
 WIDTHS = (512, 1024, 2048, 4096, 8192)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import imbrex
 from imbrex.codec import make
 from imbrex.contracts import Codec
-from imbrex.models import by_sequence
-from imbrex.models.bytes_lm import BytesLM, BytesLMConfig
-from imbrex.models.corpus import Corpus
-from imbrex.models.ranks import Factors
-from imbrex.models.training import Recipe, Shape, Trainer, make_model
+from imbrex.demo import by_sequence
+from imbrex.demo.corpus import Corpus
+from imbrex.demo.model import BytesLM, BytesLMConfig
+from imbrex.demo.training import Recipe, Shape, Trainer, make_model
+from imbrex.launch.factors import Factors
 from imbrex.observe import Observer
 
 RANKS = 2

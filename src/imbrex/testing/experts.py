@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Dispatched, Experts, Handle
-from imbrex.given import piece
+from imbrex.runtime.checks import piece
 from imbrex.testing.conformity import on, require
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from imbrex.contracts import Codec, Routing, Wire
-from imbrex.experts import Experts, activate
+from imbrex.experts.experts import Experts, activate
 
 
 def dense(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from imbrex import overlap
 from imbrex.contracts import Routing, Strategy
-from imbrex.exchange import Exchange
-from imbrex.experts import Experts
+from imbrex.exchange.exchange import Exchange
+from imbrex.experts.experts import Experts
 from imbrex.overlap.pipelined import Pipelined, find
-from imbrex.overlap.schedulers import Scheduler
-from imbrex.overlap.tasks import Order, check, tasks
 from imbrex.placement import contiguous
+from imbrex.schedule.schedulers import Scheduler
+from imbrex.schedule.tasks import Order, check, tasks
 from imbrex.testing.conformity import ConformityError, on, require
 from imbrex.testing.experts import close
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from imbrex import given
 from imbrex.contracts import Transport
 from imbrex.cost import Load
+from imbrex.runtime import checks
+from imbrex.runtime.waits import RankLostError
 from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
@@ -18,7 +19,6 @@ from imbrex.transport.leader import Leader
 from imbrex.transport.nvlink import Nvlink
 from imbrex.transport.pipe import Pipe, Sequential
 from imbrex.transport.twolevel import TwoLevel
-from imbrex.waiting import RankLostError
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "alltoall": AllToAll,
@@ -71,7 +71,7 @@ def make(
     """
     automatic = Auto() if isinstance(transport, str) and transport == "auto" else transport
     if not isinstance(automatic, str | Auto):
-        return given.piece("transport", automatic), "given by the caller"
+        return checks.piece("transport", automatic), "given by the caller"
     chosen = automatic if isinstance(automatic, Auto) else None
     name, reason = pick("auto" if chosen else str(transport), num_ranks=num_ranks, top_k=top_k)
     if chosen is None or group is None or dist.get_world_size(group) == 1:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Pending, Traffic
+from imbrex.runtime.waits import all_gather_single
 from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.collective import Done, InFlight
-from imbrex.waiting import all_gather_single
 
 
 class AllGather(AllToAll):

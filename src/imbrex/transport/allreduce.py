@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Pending, Traffic
+from imbrex.runtime.waits import all_gather_single
 from imbrex.transport.collective import Collective, Done
-from imbrex.waiting import all_gather_single
 
 
 class AllReduce(Collective):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from imbrex.waiting import RankLostError
+from imbrex.runtime.waits import RankLostError
 
 BITS = 32
 """A word's value takes the lower half of what is stored; the number of the call stands above it."""

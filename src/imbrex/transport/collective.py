@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import waiting
+from imbrex.runtime import waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Collective:
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: float | None = None) -> None:
         self.group = group
-        self.timeout_s = waiting.timeout_seconds(timeout)
+        self.timeout_s = waits.timeout_seconds(timeout)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.device = torch.device("cpu") if group is None else device_of(group)
@@ -42,9 +42,7 @@ class Collective:
             return message.cpu()[None]
         sent = message.to(self.device)
         gathered = sent.new_empty(self.world_size * sent.numel())
-        work = self.start(
-            "plan", lambda: waiting.all_gather_single(gathered, sent, self.group, async_op=True)
-        )
+        work = self.start("plan", lambda: waits.all_gather_single(gathered, sent, self.group, async_op=True))
         self.finish("plan", work)
         # host sync: the counts decide the sizes of what follows
         return gathered.view(self.world_size, -1).cpu()
@@ -80,10 +78,10 @@ class Collective:
         return work
 
     def start(self, phase: str, begin: Callable[[], dist.Work | None]) -> dist.Work | None:
-        return waiting.start(phase, begin, self.timeout_s)
+        return waits.start(phase, begin, self.timeout_s)
 
     def finish(self, phase: str, work: dist.Work | None) -> None:
-        waiting.finish(phase, work, self.timeout_s, on_host=self.device.type == "cpu")
+        waits.finish(phase, work, self.timeout_s, on_host=self.device.type == "cpu")
 
 
 class Done:

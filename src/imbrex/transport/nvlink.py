@@ -1,8 +1,8 @@
 """Kernels that write and read the peers' memory over NVLink, on the GPUs of one host.
 
 No rows pass through the `Transport` contract: the kernels route, move, expand and sum in one, without a host
-synchronisation. `imbrex.crossings_nvlink` drives them. Layers that are given the same `Nvlink` object, or its
-name and the same group, share one heap.
+synchronisation. `imbrex.exchange.crossings_nvlink` drives them. Layers that are given the same `Nvlink`
+object, or its name and the same group, share one heap.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Pending, Placement, Traffic
-from imbrex.kernels import exchange_layout as lay
 from imbrex.kernels import jit, unavailable
-from imbrex.kernels.exchange import NvlinkExchange
-from imbrex.kernels.exchange_kernels import shipped_variants
+from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.variants import shipped_variants
 from imbrex.kernels.heap import Heap, SymmetricHeap
-from imbrex.lanes import Line
 from imbrex.observe import Observer
+from imbrex.runtime.streams import Line
 from imbrex.transport.board import Board
 from imbrex.transport.collective import Collective
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch.distributed as dist
 
-from imbrex.lanes import Lane
+from imbrex.runtime.streams import Lane
 from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.nodes import Nodes
 

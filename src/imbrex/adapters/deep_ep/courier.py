@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import rows
 from imbrex.codec.cast import as_bytes, from_bytes
 from imbrex.contracts import Traffic, Transport
+from imbrex.exchange import rows
 from imbrex.transport import Nvlink
 from imbrex.transport import make as make_transport
 

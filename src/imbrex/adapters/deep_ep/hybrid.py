@@ -29,7 +29,7 @@ from imbrex.adapters.deep_ep.hybrid_handle import (
 from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier, expert_major, permute
 from imbrex.adapters.deep_ep.permuted import Permutation, make_permutation
 from imbrex.contracts import Transport
-from imbrex.handshake import agree
+from imbrex.exchange.agreement import agree
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 

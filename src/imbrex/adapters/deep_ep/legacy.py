@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex import plan
 from imbrex.adapters.deep_ep import absent, events
 from imbrex.adapters.deep_ep.choices import indices_to_map
 from imbrex.adapters.deep_ep.config import Config, tuned
@@ -21,6 +20,7 @@ from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.legacy_handle import DispatchHandle, make_handle
 from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
 from imbrex.contracts import Transport
+from imbrex.exchange import plan
 
 Rows = Tensor | tuple[Tensor, Tensor]
 Previous = EventOverlap | EventHandle | None

@@ -17,17 +17,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex import rows, waiting
 from imbrex.adapters.deep_ep.courier import Carrier, cut
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
 from imbrex.codec.cast import as_bytes
 from imbrex.contracts import Transport
-from imbrex.kernels.compact import Placed, index_rows, place_compact
-from imbrex.kernels.exchange import NvlinkExchange
-from imbrex.kernels.experts_glue import clear_rows
-from imbrex.kernels.routed import Routed
+from imbrex.exchange import rows
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.routed import Routed
+from imbrex.kernels.ffn.glue import clear_rows
+from imbrex.kernels.rows.compact import Placed, index_rows, place_compact
 from imbrex.observe import Observer
 from imbrex.placement import contiguous
+from imbrex.runtime import waits
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
 
 ALL_EXPERTS = 16
@@ -243,7 +244,7 @@ class NvlinkCourier(Carrier):
         told = given.new_empty(self.world_size, *given.shape)
         work = self.transport.start(
             "dispatch",
-            lambda: waiting.all_gather_single(told.view(-1), given.view(-1), group, async_op=True),
+            lambda: waits.all_gather_single(told.view(-1), given.view(-1), group, async_op=True),
         )
         self.transport.finish("dispatch", work)
         return told

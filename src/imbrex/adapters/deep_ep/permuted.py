@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from imbrex import plan, rows
+from imbrex.exchange import plan, rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,172 @@
+"""One HTML file with what the balancer did, from its journal."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from imbrex.placement.packing import Floats
+from imbrex.placement.replay import imbalance_of
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+METRICS = "metrics.jsonl"
+"""The journal's name in a run's folder."""
+STYLE = (
+    "body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem } "
+    "h2 { font-size: 1.15rem; margin: 2rem 0 .2rem } p { color: #555; margin: .2rem 0 } "
+    "td { padding: .1rem 1.2rem .1rem 0 }"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    """layers: numbers. loads_ILW: choices computed by every rank. counts_ILE: choices per expert.
+    switched: (iteration, place of the layer) of every new placement. predicted_IL: balancedness promised,
+    0 where nothing was. crossings_WW: choices of a rank's tokens computed by a rank. facts: the table."""
+
+    layers: Sequence[int]
+    loads_ILW: Floats
+    counts_ILE: Floats
+    switched: Sequence[tuple[int, int]] = ()
+    predicted_IL: Floats | None = None
+    crossings_WW: Floats | None = None
+    facts: dict[str, str]
+
+
+def read_journal(path: Path) -> Story:
+    """Raises ValueError, one sentence, where the file is cut off or no journal."""
+    try:
+        path = path / METRICS if path.is_dir() else path
+        every = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line for line in every if "crossings" in line]
+        last = lines[-1]
+        place = {number: at for at, number in enumerate(last["layers"])}
+        return Story(
+            layers=last["layers"],
+            loads_ILW=np.array([line["loads"] for line in lines], dtype=np.float64),
+            counts_ILE=np.array([line["expert_load"] for line in lines], dtype=np.float64),
+            switched=[(n, place[number]) for n, line in enumerate(lines) for number in line["switched"]],
+            predicted_IL=np.array([line["predicted"] for line in lines]),
+            crossings_WW=np.sum([line["crossings"] for line in lines], axis=0),
+            facts={
+                "iterations": str(len(lines)),
+                "new placements": f"{last['switches']:.0f}",
+                "migrations dropped": f"{last['drops']:.0f}",
+                "bytes moved here": f"{last['bytes_moved']:.0f}",
+                "seconds hidden": f"{last['seconds_hidden']:.3f}",
+                "seconds exposed": f"{last['seconds_exposed']:.3f}",
+                "stopped": "yes" if last["stopped"] else "no",
+            },
+        )
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"report: {path} is no whole journal of a balancer ({error!r})") from None
+
+
+def write_story(path: Path, title: str, story: Story, before: Story | None = None) -> None:
+    """Write the report. before: the same iterations without it, for comparison."""
+    sections = [
+        (
+            "Balancedness",
+            "Mean over maximum of the ranks' load, mean over layers: 1 is even. Vertical lines are updates.",
+            _balancedness(story, before),
+        ),
+        *_before_and_after(story, before),
+        (
+            "Load by rank over time",
+            "Load of a rank over the mean, mean over layers. Red: iterations with updates.",
+            _over_time(story),
+        ),
+        (
+            "Layer and expert",
+            "Choices that fell on an expert over the mean, all iterations.",
+            _heat(_relative(story.counts_ILE.sum(0)), "expert", "layer", story.layers),
+        ),
+    ]
+    if story.crossings_WW is not None:
+        about = "Choices of a rank's tokens, by the rank that computed them."
+        ranks = range(len(story.crossings_WW))
+        sections.append(("Traffic", about, _heat(story.crossings_WW, "computed on", "tokens of", ranks)))
+    rows = "".join(
+        f"<tr><td>{html.escape(k)}</td><td>{html.escape(v)}</td></tr>" for k, v in story.facts.items()
+    )
+    body = "".join(
+        f"<h2>{name}</h2><p>{about}</p>"
+        + figure.to_html(full_html=False, include_plotlyjs="inline" if n == 0 else False)
+        for n, (name, about, figure) in enumerate(sections)
+    )
+    path.write_text(
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><table>{rows}</table>{body}"
+        "</body></html>",
+        encoding="utf-8",
+    )
+
+
+def _before_and_after(story: Story, before: Story | None) -> list[tuple[str, str, Any]]:
+    """Rank loads by layer, of another run and this one, or of this one's first and last quarter."""
+    if before is not None:
+        parts = {"without": before.loads_ILW.sum(0), "with": story.loads_ILW.sum(0)}
+    else:
+        quarter = max(len(story.loads_ILW) // 4, 1)
+        loads = story.loads_ILW
+        parts = {"first quarter": loads[:quarter].sum(0), "last quarter": loads[-quarter:].sum(0)}
+    return [
+        (
+            f"Layer and rank, {name}",
+            "Load of a rank over the mean of its layer.",
+            _heat(_relative(loads_LW), "rank", "layer", story.layers, most=2.0),
+        )
+        for name, loads_LW in parts.items()
+    ]
+
+
+def _balancedness(story: Story, before: Story | None) -> Figure:
+    figure = _figure("iteration", "mean / max")
+    lines = {"actual": story, "without": before} if before is not None else {"actual": story}
+    for name, of in lines.items():
+        if of is not None:
+            figure.add_scatter(y=(1 / (1 + imbalance_of(of.loads_ILW))).mean(1), name=name)
+    if story.predicted_IL is not None and story.predicted_IL.any():
+        known_I = (story.predicted_IL > 0).sum(1)
+        mean_I = story.predicted_IL.sum(1) / np.maximum(known_I, 1)
+        figure.add_scatter(y=np.where(known_I > 0, mean_I, np.nan), name="predicted", line={"dash": "dot"})
+    for iteration in sorted({iteration for iteration, _ in story.switched}):
+        figure.add_vline(x=iteration + 0.5, line={"width": 0.5, "color": "#bbb"})
+    return figure
+
+
+def _over_time(story: Story) -> Figure:
+    figure = _heat(
+        _relative(story.loads_ILW).mean(1), "rank", "iteration", range(len(story.loads_ILW)), most=2.0
+    )
+    for iteration in sorted({iteration for iteration, _ in story.switched}):
+        figure.add_hline(y=iteration + 0.5, line={"width": 1, "color": "#d62728"})
+    return figure
+
+
+def _relative(loads: Floats) -> Floats:
+    mean = loads.mean(-1, keepdims=True)
+    return loads / np.where(mean > 0, mean, 1)
+
+
+def _heat(z: Floats, x: str, y: str, rows: Sequence[int], most: float | None = None) -> Figure:
+    figure = _figure(x, y, height=180 + 14 * min(len(z), 60))
+    figure.add_heatmap(z=z.round(4), y=list(rows), colorscale="Viridis", zmin=0, zmax=most)
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def _figure(x: str, y: str, *, height: int = 320) -> Figure:
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout={"xaxis": {"title": x}, "yaxis": {"title": y}, "height": height})
+    figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": 20, "b": 50})
+    return figure

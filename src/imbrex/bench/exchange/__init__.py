@@ -1,0 +1,1 @@
+"""Dispatch and combine measured beside NCCL."""

@@ -1,0 +1,1 @@
+"""The layer measured beside its rivals, whole and by phase."""

@@ -1,0 +1,317 @@
+"""imbrex's layer, the same layer over NCCL, and the experts alone, in turns on the GPUs of one host.
+
+Routing is given to all of them; all know it only on the device and only for their own tokens. Times are the
+GPU's, from an idle device and aligned ranks, the host queueing ahead where nothing stops it; each sample is
+the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex.bench.layer.rivals import AllToAll, Ffn, GatherScatter, Weights
+from imbrex.bench.results import write_results
+from imbrex.bench.shapes import MODELS, Shape
+from imbrex.bench.skew import make_routing
+from imbrex.contracts import Routing
+from imbrex.exchange.crossings_nvlink import NvlinkCrossings, read_state
+from imbrex.exchange.exchange import Exchange
+from imbrex.experts.experts import Experts
+from imbrex.observe.clock import device_microseconds
+from imbrex.overlap.serial import Serial
+from imbrex.placement import contiguous
+from imbrex.transport import Nvlink
+
+OURS, OURS_TORCH, OURS_EXACT = "imbrex-serial", "imbrex-serial-torch-gemm", "imbrex-serial-exact-rows"
+FLOOR = "floor"
+OPS = ("forward", "forward+backward")
+PAUSE_CYCLES = {"forward": 3_000_000, "forward+backward": 10_000_000}
+"""The host queues a call while the GPU waits: about 1.5 and 5 ms."""
+CLOSE_ENOUGH = 0.02
+"""Relative error between implementations: bfloat16 rounds at other places."""
+Answers = list[Tensor]
+Call = Callable[[], Answers]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One model and number of tokens over all ranks; `routing` as `--skew` takes it. variants: time ours
+    through torch's grouped GEMM and with exactly sized rows, too."""
+
+    model: str
+    M: int
+    routing: str = "uniform"
+    ops: tuple[str, ...] = OPS
+    variants: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    x_TD: Tensor
+    d_y_TD: Tensor
+    routing: Routing
+
+
+class Race:
+    """One rank of one model."""
+
+    def __init__(self, model: str, rank: int, world: int) -> None:
+        self.model, self.shape, self.rank, self.world = model, MODELS[model], rank, world
+        self.placement = contiguous(self.shape.num_experts, world)
+        group = dist.group.WORLD
+        size = self.placement, self.shape.hidden_size, self.shape.top_k
+        self.exchange, self.exact = (
+            Exchange(*size, group=group, transport=transport)
+            for transport in ("nvlink", Nvlink(group, exact_rows=True))
+        )
+        self.experts = self.make_experts("auto")
+        self.torch_experts = self.make_experts("grouped")
+        self.torch_experts.gate_up_proj = self.experts.gate_up_proj
+        self.torch_experts.down_proj = self.experts.down_proj
+        weights = Weights(
+            gate_up_eGD=self.experts.gate_up_proj.detach(), down_eDF=self.experts.down_proj.detach()
+        )
+        self.floor = Ffn(weights)
+        self.rivals = [
+            kind(weights, self.shape.num_experts, world, rank) for kind in (AllToAll, GatherScatter)
+        ]
+
+    def make_experts(self, implementation: str) -> Experts:
+        """This rank's, drawn on the device; the same whatever computes them."""
+        shape, slots = self.shape, self.placement.local(self.rank)
+        experts = Experts(
+            slots,
+            shape.hidden_size,
+            shape.intermediate_size,
+            implementation=implementation,
+            device="meta",
+            dtype=torch.bfloat16,
+        ).to_empty(device="cuda")
+        torch.manual_seed(self.rank)
+        for weight in experts.parameters():
+            weight.data.normal_().mul_(weight.shape[2] ** -0.5)
+        return experts
+
+    def inputs(self, entry: Entry) -> Inputs:
+        tokens = entry.M // self.world
+        drawn = make_routing(entry.routing, self.shape, tokens, rank=self.rank)
+        torch.manual_seed(self.rank)
+        x, d_y = (
+            torch.randn(tokens, self.shape.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+        routing = Routing(ids_TK=drawn.ids_TK.cuda(), weights_TK=drawn.weights_TK.cuda())
+        return Inputs(x_TD=x, d_y_TD=d_y, routing=routing)
+
+    def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
+        """What is timed, by implementation; answers: y, then the gradients of x, weights and experts."""
+        training = op == "forward+backward"
+        found: dict[str, Call] = {
+            OURS: self._ours(self.experts, inputs, training=training),
+            OURS_TORCH: self._ours(self.torch_experts, inputs, training=training),
+            OURS_EXACT: self._ours(self.experts, inputs, training=training, exact=True),
+        }
+        for rival in self.rivals:
+            found[rival.name] = self._rival(rival, inputs, training=training)
+        found[FLOOR] = self._floor(inputs, training=training)
+        return found
+
+    def _ours(self, experts: Experts, inputs: Inputs, *, training: bool, exact: bool = False) -> Call:
+        x_TD = inputs.x_TD.clone().requires_grad_(training)
+        weights_TK = inputs.routing.weights_TK.clone().requires_grad_(training)
+        routing = Routing(ids_TK=inputs.routing.ids_TK, weights_TK=weights_TK)
+        exchange = self.exact if exact else self.exchange
+        leaves = [x_TD, weights_TK, experts.gate_up_proj, experts.down_proj]
+
+        def call() -> Answers:
+            with torch.set_grad_enabled(training):
+                y_TD = Serial().run(x_TD, routing, exchange, experts, None)
+            if not training:
+                return [y_TD]
+            return [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, inputs.d_y_TD)]
+
+        return call
+
+    def _rival(self, rival: AllToAll | GatherScatter, inputs: Inputs, *, training: bool) -> Call:
+        ids_TK, weights_TK = inputs.routing.ids_TK, inputs.routing.weights_TK
+
+        def call() -> Answers:
+            y_TD = rival.forward(inputs.x_TD, ids_TK, weights_TK, keep=training)
+            return [y_TD, *rival.backward(inputs.d_y_TD)] if training else [y_TD]
+
+        return call
+
+    def _floor(self, inputs: Inputs, *, training: bool) -> Call:
+        """The rows that this rank's experts get, permuted beforehand."""
+        counts_E = torch.bincount(inputs.routing.ids_TK.flatten(), minlength=self.shape.num_experts)
+        dist.all_reduce(counts_E)
+        ends_e = counts_E.chunk(self.world)[self.rank].cumsum(0).to(torch.int32)
+        # host sync: once a case, outside what is timed
+        rows = int(ends_e[-1])
+        rows_RD, d_out_RD = (
+            torch.randn(rows, self.shape.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+
+        def call() -> Answers:
+            out_RD = self.floor.forward(rows_RD, ends_e, keep=training)
+            return [out_RD, *self.floor.backward(d_out_RD)] if training else [out_RD]
+
+        return call
+
+    def check(self, calls: dict[str, Call]) -> float:
+        """The largest relative error between ours and the rivals', over all answers and ranks."""
+        ours, worst = calls[OURS](), 0.0
+        for name in (name for name in calls if name not in (OURS, FLOOR)):
+            worst = max(worst, difference(ours, calls[name]()))
+        found = torch.tensor(worst, device="cuda")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        assert float(found) < CLOSE_ENOUGH, f"{self.model}: implementations differ by {float(found):.3g}"
+        return float(found)
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+        for exchange in (self.exchange, self.exact):
+            exchange.transport.close()  # type: ignore[attr-defined]
+            exchange.close()
+
+
+def difference(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The largest relative error of a tensor of `found`, in the L2 norm."""
+    pairs = zip(found, truth, strict=True)
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], object]], pause_cycles: int, *, repeats: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Microseconds of every call, all of them once a round, the slowest rank's. The GPU pauses so long while
+    the host queues a call."""
+    align = torch.zeros(1, device="cuda")
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-warmup, repeats):
+        for name, call in calls.items():
+            spent = device_microseconds(call, pause_cycles, lambda: dist.all_reduce(align))
+            if turn >= 0:
+                taken[name].append(spent)
+    slowest = torch.tensor(list(taken.values()), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(taken, slowest.tolist(), strict=True))
+
+
+def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> dict[str, float]:
+    """Microseconds of routing, rows out, experts and sums back, each from aligned ranks; those that move rows
+    at every number of multiprocessors in `sms`."""
+    inputs, crossings = runner.inputs(entry), runner.exchange._crossings
+    x_TD, ids_TK, weights_TK = inputs.x_TD, inputs.routing.ids_TK, inputs.routing.weights_TK
+    assert isinstance(crossings, NvlinkCrossings)
+    with torch.no_grad():
+        dispatched = runner.exchange.dispatch(x_TD, inputs.routing)
+        out_RD, routed = runner.experts(dispatched), read_state(dispatched.handle.state)
+    kernels = crossings.transport.exchange_of(crossings.size, len(x_TD))
+    calls: dict[str, Callable[[], object]] = {
+        "route": lambda: kernels.route(ids_TK, weights_TK),
+        "experts": torch.no_grad()(lambda: runner.experts(dispatched)),
+    }
+    rows_1RD = torch.empty_like(out_RD)[None]
+    for n in sms:
+        calls[f"out {n}"] = lambda n=n: kernels.pull(x_TD, routed, num_sms=n, out=rows_1RD)
+        calls[f"back {n}"] = lambda n=n: kernels.combine(
+            out_RD[None], routed, weighted=False, num_sms=n, num_tokens=len(x_TD)
+        )
+    taken = time_in_turns(calls, PAUSE_CYCLES["forward"], repeats=repeats)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def host_microseconds(call: Call, pause_cycles: int, repeats: int = 5) -> float:
+    """What the host takes to queue a call."""
+    spent = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(pause_cycles)
+        start = time.perf_counter()
+        call()
+        spent.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(spent)
+
+
+def race(
+    rank: int, world: int, entries: list[Entry], repeats: int, out: str, run: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The rows of all entries, in the result file `out` as soon as a model's are there."""
+    rows: list[dict[str, Any]] = []
+    for model in dict.fromkeys(entry.model for entry in entries):
+        runner = Race(model, rank, world)
+        for entry in entries:
+            if entry.model == model:
+                rows += run_entry(runner, entry, repeats)
+        if rank == 0:
+            write_results(out, "layer", run, rows)
+        runner.close()
+        del runner
+        torch.cuda.empty_cache()
+    return rows
+
+
+def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
+    inputs, rows = runner.inputs(entry), []
+    for op in entry.ops:
+        calls = runner.calls(op, inputs)
+        if not entry.variants:
+            del calls[OURS_TORCH], calls[OURS_EXACT]
+        error = runner.check(calls)
+        taken = time_in_turns(calls, PAUSE_CYCLES[op], repeats=repeats)
+        rows += [row_of(entry, runner, op, name, times, error) for name, times in taken.items()]
+        if runner.rank == 0:
+            print(line_of(entry, op, taken), flush=True)
+    return rows
+
+
+def row_of(
+    entry: Entry, runner: Race, op: str, name: str, times: list[float], error: float
+) -> dict[str, Any]:
+    shape: Shape = runner.shape
+    row = {
+        "op": op,
+        "impl": name,
+        "case": {
+            "model": entry.model,
+            "M": entry.M,
+            "W": runner.world,
+            "D": shape.hidden_size,
+            "F": shape.intermediate_size,
+            "E": shape.num_experts,
+            "K": shape.top_k,
+            "dtype": "bf16",
+            "routing": entry.routing,
+        },
+        "full_call": name != FLOOR,
+        "median_us": round(statistics.median(times), 1),
+        "min_us": round(min(times), 1),
+        "max_us": round(max(times), 1),
+        "n": len(times),
+        "host_syncs": int(name.startswith("nccl") or name == OURS_EXACT),
+        "note": {
+            OURS: f"experts: {runner.experts.implementation}",
+            OURS_TORCH: "torch's grouped GEMM, own SwiGLU",
+            OURS_EXACT: "rows as many as there are, after asking the GPU",
+            FLOOR: "torch's experts, rows permuted",
+        }.get(name, "torch's experts, backward by hand"),
+    }
+    return row | ({"error": error} if name == OURS else {})
+
+
+def line_of(entry: Entry, op: str, taken: dict[str, list[float]]) -> str:
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    ours = medians[OURS]
+    cells = [f"{entry.model:12} M={entry.M:<6} {op:17}"]
+    cells += [f"{name} {us:8.0f}" for name, us in medians.items()]
+    cells += [f"over floor {ours / medians[FLOOR]:.2f}", f"a2a over ours {medians['nccl-a2a'] / ours:.2f}"]
+    return "  ".join(cells)

@@ -1,0 +1,92 @@
+"""Result files: one per question, rows of many machines, each with its command, hardware and versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from imbrex.bench.machine import hardware, versions
+
+
+def describe_run(
+    command: str, ceilings: Mapping[str, float] | None = None, *, gpus: int | None = None
+) -> dict[str, Any]:
+    """What a reader needs to repeat a run; `ceilings` are limits measured beside it (GB/s, TFLOP/s, TB/s).
+    gpus: of all ranks, where this one does not see those of the others."""
+    here = hardware()
+    return {
+        "command": command,
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": here | {"count": gpus} if gpus and "gpu" in here else here,
+        "versions": versions(),
+        "ceilings": dict(ceilings or {}),
+    }
+
+
+def write_results(
+    path: str | os.PathLike[str], question: str, run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Put a run and its rows into the file at `path`.
+
+    The rows of an earlier run of the same command on the same hardware are replaced, all others kept. The
+    file is written beside its final name and renamed.
+    Raises ValueError where the file holds something else.
+    """
+    path = Path(path)
+    kept_runs, kept_rows = _read(path, question, run)
+    number = max((kept["id"] for kept in kept_runs), default=-1) + 1
+    runs = [*kept_runs, {"id": number, **run}]
+    content = {
+        "question": question,
+        "runs": runs,
+        "rows": [*kept_rows, *({"run": number, **row} for row in rows)],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(_layout(content), encoding="utf-8")
+    draft.replace(path)
+
+
+def _read(path: Path, question: str, run: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        runs, rows, asked = content["runs"], content["rows"], content["question"]
+    except FileNotFoundError:
+        return [], []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result file ({error!r}); choose another name") from None
+    if asked != question:
+        raise ValueError(f"{path} answers {asked!r}, not {question!r}; choose another name")
+    kept = [r for r in runs if (r["command"], r["hardware"]) != (run["command"], run["hardware"])]
+    ids = {r["id"] for r in kept}
+    return kept, [row for row in rows if row["run"] in ids]
+
+
+def _layout(content: Mapping[str, Any]) -> str:
+    """JSON with a line for every run and row, so that a changed figure is a changed line."""
+    parts = [f'{{"question": {json.dumps(content["question"])}']
+    for name in ("runs", "rows"):
+        lines = ",\n  ".join(json.dumps(entry) for entry in content[name])
+        parts.append(f' "{name}": [\n  {lines}\n ]' if lines else f' "{name}": []')
+    return ",\n".join(parts) + "}\n"
+
+
+def _commit() -> str:
+    try:
+        ran = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return ran.stdout.strip() or "unknown"

@@ -1,0 +1,61 @@
+"""What the kernels of NVLink serve, and what they are told of a placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from imbrex.contracts import Codec, Placement, Wire
+from imbrex.exchange.geometry import Geometry
+from imbrex.placement import SPLITS, split_evenly
+from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE
+
+DTYPE = torch.bfloat16
+FP8_OUT_MULTIPLE, FP8_BACK_MULTIPLE = 512, 256
+
+
+def unfit(geometry: Geometry, wire: Wire) -> str | None:
+    """None if the kernels serve this exchange, else why not."""
+    out, back = (wire.dispatch, wire.combine_backward), (wire.combine, wire.dispatch_backward)
+    if any(codec.name not in ("identity", "fp8") for codec in (*out, *back)):
+        return "its kernels write rows as they are or as fp8"
+    for codecs, multiple in ((out, FP8_OUT_MULTIPLE), (back, FP8_BACK_MULTIPLE)):
+        if any(is_coded(codec) for codec in codecs) and geometry.hidden_size % multiple:
+            return f"its kernels write fp8 rows of multiples of {multiple} values"
+    if geometry.rows_per_slot is not None or geometry.alignment != 1:
+        return "rows are padded"
+    if geometry.hidden_size * DTYPE.itemsize % ROW_MULTIPLE or geometry.top_k > MOST_CHOICES:
+        return f"rows must be multiples of {ROW_MULTIPLE} bytes, choices at most {MOST_CHOICES}"
+    return None
+
+
+def is_coded(codec: Codec) -> bool:
+    return codec.name == "fp8"
+
+
+def unfit_use(dtype: torch.dtype | None) -> str | None:
+    """None if the kernels move tokens of `dtype`, else why not."""
+    if dtype is None:
+        return "nobody said that tokens are bfloat16 (dtype=)"
+    return None if dtype == DTYPE else f"tokens are {str(dtype).removeprefix('torch.')}, not bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """What the kernels take for the placement. by_slot: its experts are the slots of the placement that was
+    given. balanced: the kernels choose replicas by the loads, else in equal parts."""
+
+    placement: Placement
+    by_slot: bool
+    balanced: bool
+
+
+def tell(geometry: Geometry) -> Told:
+    """Slots 0 1 | 1 2 and a split of the caller's: experts 0 1 | 2 3, each in one slot."""
+    given, balanced = geometry.placement, geometry.split is SPLITS["balanced"]
+    if balanced or geometry.split is split_evenly:
+        return Told(placement=given, by_slot=False, balanced=balanced)
+    slots = tuple(range(given.num_slots))
+    named = Placement(slots=slots, rank_offsets=given.rank_offsets, num_experts=len(slots))
+    return Told(placement=named, by_slot=True, balanced=False)

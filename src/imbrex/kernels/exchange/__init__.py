@@ -1,0 +1,1 @@
+"""Kernels that exchange rows over NVLink, and the host's side of them."""

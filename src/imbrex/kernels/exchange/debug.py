@@ -1,0 +1,68 @@
+"""What `IMBREX_DEBUG=1` adds to the calls of an exchange: bounds, looked at before a kernel uses them, and
+memory that nobody has written filled with ones, which read as NaN, or as no row.
+
+Looking costs a host synchronisation a call; a call that is being captured in a CUDA graph is not looked at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.routed import Routed
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """All bits one: NaN in every float format, -1 in every integer."""
+    for part in [tensor] if tensor.is_contiguous() else tensor:  # the heap is, rank by rank
+        part.view(torch.uint8).fill_(0xFF)
+    return tensor
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_choices(shape: lay.Shape, ids: Tensor, tokens: Tensor | None) -> None:
+    """ValueError where a rank's ids are none of the experts, or twice in a token, or tokens too many."""
+    if _capturing(ids):
+        return
+    ids_LTK = ids if ids.dim() == 3 else ids[None]
+    if tokens is not None:
+        # host sync: asked for by IMBREX_DEBUG
+        given = tokens.tolist()
+        if min(given) < 0 or max(given) > ids_LTK.shape[1]:
+            raise ValueError(f"exchange: {given} tokens where ids are of {ids_LTK.shape[1]}")
+        there = torch.arange(ids_LTK.shape[1], device=ids.device) < tokens.to(ids.device)[:, None]
+        ids_LTK = torch.where(there[..., None], ids_LTK, -1)
+    sorted_LTK = ids_LTK.sort(-1).values
+    twice = (sorted_LTK[..., 1:] == sorted_LTK[..., :-1]) & (sorted_LTK[..., 1:] >= 0)
+    # host sync: asked for by IMBREX_DEBUG
+    if bool((ids_LTK < -1).any() | (ids_LTK >= shape.experts).any()):
+        raise ValueError(f"exchange: expert ids outside [-1, {shape.experts}); -1 drops a choice")
+    # host sync: asked for by IMBREX_DEBUG
+    if bool(twice.any()):
+        raise ValueError("exchange: an expert twice among the choices of a token")
+
+
+def check_rows(routed: Routed, num_rows: int) -> None:
+    """ValueError where a routing has positions past the rows that are given, or its own counts."""
+    if _capturing(routed.position_LWTK):
+        return
+    # host sync: asked for by IMBREX_DEBUG
+    last = int(routed.position_LWTK.max()) if routed.position_LWTK.numel() else -1
+    if last >= num_rows:
+        raise ValueError(f"exchange: a choice has row {last} of {num_rows}; give as many rows as were routed")
+    # host sync: asked for by IMBREX_DEBUG
+    if bool((routed.position_LWTK < -1).any()):
+        raise ValueError("exchange: positions below -1; give a routing that a call of this exchange returned")
+
+
+def check_sent(shape: lay.Shape, routed: Routed) -> None:
+    """ValueError where a routing sends rows past what a peer has room for."""
+    if _capturing(routed.send_row_LTW):
+        return
+    # host sync: asked for by IMBREX_DEBUG
+    if routed.send_row_LTW.numel() and int(routed.send_row_LTW.max()) >= max(shape.token_capacity, 1):
+        raise ValueError(f"exchange: rows past the {shape.token_capacity} that a rank can receive")

@@ -1,0 +1,352 @@
+"""The NVLink exchange: routing, dispatch and combine by kernels that write and read the peers' memory.
+
+    exchange = NvlinkExchange(heap_of, placement, shape)      # collective, once; reused by every layer
+    # positions of every row; no host synchronisation
+    routed = exchange.route(ids_TK, weights_TK)
+    rows_RD = exchange.pull(x_TD, routed)                     # expert-major rows, normal memory
+    lease = exchange.push(x_TD, routed)                       # or compact rows, in the heap: lease.rows
+    # or routing and rows of either kind in one kernel
+    rows_RD, routed = exchange.dispatch_expert(x_TD, ids_TK, weights_TK)
+    lease, routed = exchange.dispatch(x_TD, ids_TK, weights_TK)
+    y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
+
+Who writes what and who waits for whom stands in `exchange_layout.py` and at the head of each `.cu` file.
+Nothing can wait in a circle: in every kernel somebody does what needs no peer (choices, staging, reducing),
+whatever others wait for, and all blocks of a launch are resident, one to an SM.
+
+Every rank makes the same calls in the same order with the same number of SMs, which is chosen by the length
+of a row where a call does not say it. The waits are bounded: a rank
+that waits longer than `timeout` seconds stores what it missed, tells its peers and leaves; then `check()`,
+and every later call, raises `ExchangeError` on all of them, and `usable` is False for good.
+
+Under `IMBREX_DEBUG=1` ids, positions and sizes are looked at before a kernel uses them, and what nobody has
+written, expired leases included, reads as NaN (`exchange_debug.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.base import ExchangeBase
+from imbrex.kernels.exchange.debug import check_choices, check_rows, check_sent
+from imbrex.kernels.exchange.dispatch import (
+    Dispatch,
+    Expert,
+    default_sms,
+    dispatch_shape,
+    expert_shape,
+    pull_args,
+    push_args,
+    push_shape,
+)
+from imbrex.kernels.exchange.error import ExchangeError as ExchangeError
+from imbrex.kernels.exchange.lease import Lease as Lease
+from imbrex.kernels.exchange.reduce import check_wire, reduce_args
+from imbrex.kernels.exchange.route import address_of, route_args
+from imbrex.kernels.exchange.routed import Routed, Tables
+from imbrex.kernels.exchange.variants import (
+    DISPATCH,
+    EXPERT,
+    EXPERT_THREADS,
+    GATHER,
+    PULL,
+    PULL_THREADS,
+    PUSH,
+    REDUCE,
+    REDUCE_THREADS,
+    ROUTE,
+    ROUTE_MANY,
+    ROUTE_MANY_THREADS,
+    ROUTE_THREADS,
+    SMALL,
+)
+
+
+class NvlinkExchange(ExchangeBase):
+    """One exchange over the ranks of one host; constructed as `ExchangeBase` says."""
+
+    def route(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        tokens: Tensor | None = None,
+        tally: Tensor | None = None,
+        tables: Tables | None = None,
+        *,
+        balanced: bool = False,
+        num_sms: int | None = None,
+        traffic: Tensor | None = None,
+    ) -> Routed:
+        """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
+        int32 [L]. tally: int32 [L, W, S]; choices of every rank for every slot are added to it.
+        tables: of another placement of as many experts in the same slots; layers share a heap.
+        balanced: replicas are chosen by the loads of this batch, as `split_balanced`; else in equal parts.
+        num_sms: blocks; more where a batch needs them. traffic: int32 [L, W, W]; how many tokens of every
+        rank every rank wants, its own included, is written to it.
+        """
+        ids, weights = ids.contiguous(), weights.contiguous()
+        routed = self._empty_routed(self.shape.max_tokens)
+        args = self._route_args(
+            ids, weights, tokens, routed, tally, tables, balanced=balanced, traffic=traffic
+        )
+        blocks, shared = self.route_blocks, self._route_shared
+        if num_sms is not None:
+            blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)
+        few = self.shape.ranks <= lay.MOST_RANKS
+        kernel, threads = (ROUTE, ROUTE_THREADS) if few else (ROUTE_MANY, ROUTE_MANY_THREADS)
+        self._launch(kernel, "route", blocks, threads, shared, args)
+        return routed
+
+    def push(
+        self,
+        x: Tensor,
+        routed: Routed,
+        num_sms: int | None = None,
+        tokens: Tensor | None = None,
+        *,
+        quantise: bool = False,
+    ) -> Lease:
+        """Tokens to compact rows, in the heap: [L, token_capacity, D], there until the next `push` or
+        `dispatch` begins.
+
+        quantise: bf16 tokens cross as rows of the `fp8` codec, uint8 [L, token_capacity, D + D / 32], to the
+        bit what it encodes; rows begin at multiples of 128 bytes. D is a multiple of 512.
+        """
+        if self.debug:
+            check_sent(self.shape, routed)
+        self._poison_expired()
+        row_bytes = self._row_bytes(x)
+        num_sms = num_sms or default_sms(row_bytes, compact=True)
+        block = push_shape(row_bytes, self.shape.ranks, quantise=quantise)
+        buffer = self._next_buffer("push")
+        args = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
+        self._launch(PUSH[quantise], "push", num_sms, block.threads, block.shared, args)
+        return self._lease(x, buffer[0], quantise=quantise)
+
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_sms: int | None = None,
+        tokens: Tensor | None = None,
+        tally: Tensor | None = None,
+        tables: Tables | None = None,
+        *,
+        balanced: bool = False,
+        quantise: bool = False,
+    ) -> tuple[Lease, Routed]:
+        """`route` and `push` in one kernel, rows under way while routing goes on: compact rows and where.
+
+        Arguments as there. Two kernels where experts may have replicas, or routing has no room beside rows.
+        """
+        row_bytes = self._row_bytes(x)
+        num_sms = num_sms or default_sms(row_bytes, compact=True)
+        block = dispatch_shape(self.shape, row_bytes, num_sms, quantise=quantise) if not self._room else None
+        if block is None:
+            routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced, num_sms=num_sms)
+            return self.push(x, routed, num_sms, tokens, quantise=quantise), routed
+        self._poison_expired()
+        routed = self._empty_routed(self.shape.max_tokens)
+        route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=False)
+        buffer = self._next_buffer("push")
+        push = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
+        args = Dispatch(route, push, self.layout.early, block.scratch_at, block.early_from, block.window)
+        self._count_routing(num_sms)
+        self._launch(DISPATCH[quantise], "push", num_sms, block.threads, block.shared, args)
+        return self._lease(x, buffer[0], quantise=quantise), routed
+
+    def _lease(self, x: Tensor, buffer: int, *, quantise: bool) -> Lease:
+        width, calls = x.shape[-1], self._calls
+        if quantise:
+            rows = self._rows(self.layout.received, buffer, lay.fp8_pitch(width), torch.uint8)
+            rows = rows[..., : lay.fp8_bytes(width)]
+        else:
+            rows = self._rows(self.layout.received, buffer, width, x.dtype)
+        lasts = max(1, self.shape.buffers - 1)
+        return Lease(view=rows, call=calls["push"], lasts=lasts, calls=lambda: calls["push"])
+
+    def pull(
+        self, x: Tensor, routed: Routed, num_sms: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are
+        not written.
+        """
+        num_sms = num_sms or default_sms(self._row_bytes(x), compact=False)
+        out = self._empty_rows(x) if out is None else out
+        if self.debug:
+            check_rows(routed, out.shape[1])
+        args, shared = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        self._launch(PULL, "pull", num_sms, PULL_THREADS, shared, args)
+        return out
+
+    def dispatch_expert(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_sms: int | None = None,
+        tokens: Tensor | None = None,
+        tally: Tensor | None = None,
+        tables: Tables | None = None,
+        *,
+        balanced: bool = False,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Routed]:
+        """`route` and `pull` in one kernel, first tokens under way while ranks route: expert-major rows and
+        where.
+
+        Arguments as there. Two kernels where routing does not fit their shared memory, and for short rows on
+        few SMs.
+        """
+        row_bytes = self._row_bytes(x)
+        num_sms = num_sms or default_sms(row_bytes, compact=False)
+        place = expert_shape(self.shape, row_bytes, num_sms, self._room)
+        if place is None:
+            routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced)
+            return self.pull(x, routed, num_sms, out), routed
+        routed = self._empty_routed(self.shape.max_tokens)
+        route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
+        out = self._empty_rows(x) if out is None else out
+        early, buffer = lay.early_groups(self.shape), self._next_buffer("pull")
+        pull, shared = pull_args(self.shape, self.layout, x, out, routed, buffer, early)
+        self._count_routing(num_sms)
+        self._launch(EXPERT, "pull", num_sms, EXPERT_THREADS, shared, Expert(route, pull, *place))
+        return out, routed
+
+    def _empty_rows(self, x: Tensor) -> Tensor:
+        size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])
+        return self._unwritten(torch.empty(size, dtype=x.dtype, device=self.device))
+
+    def dispatch_small(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_sms: int = lay.SMALL_SMS,
+        tokens: Tensor | None = None,
+        tally: Tensor | None = None,
+        tables: Tables | None = None,
+        *,
+        balanced: bool = False,
+    ) -> tuple[Tensor, Routed]:
+        """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
+
+        Arguments as there. A captured call follows new ids and tokens at every replay.
+        """
+        row_bytes, few = self._row_bytes(x), min(self.shape.max_tokens, lay.SMALL_TOKENS)
+        routed = self._empty_routed(few)
+        if self.debug:
+            check_choices(self.shape, ids, tokens)
+        out = self._empty_rows(x)
+        at = self.layout.small_ids, 0, self.layout.small_tokens
+        made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
+        args = lay.Small(
+            route_args(*made, *given, tables or self._tables, balanced=balanced),
+            *(
+                x.data_ptr(),
+                out.data_ptr(),
+                self.layout.small_staged,
+                self.shape.ranks * few * self.shape.row_bytes,
+            ),
+            *(
+                *self._strides(x, out),
+                row_bytes,
+                lay.SMALL_PARTS,
+                lay.small_pushers(self.shape.ranks, num_sms),
+            ),
+        )
+        if num_sms < 2:
+            raise ValueError("exchange: a small dispatch needs at least 2 SMs: some push, some route")
+        shared = lay.small_shared(self.shape, few, self._room)
+        self._launch(SMALL, "small", num_sms, ROUTE_THREADS, shared, args)
+        return out, routed
+
+    def combine(
+        self,
+        rows: Tensor,
+        routed: Routed,
+        *,
+        weighted: bool = True,
+        addend: Tensor | None = None,
+        num_sms: int | None = None,
+        num_tokens: int | None = None,
+        wire: str = "bf16",
+        out_dtype: torch.dtype = torch.bfloat16,
+        values: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Expert-major bf16 rows [L, row_capacity, D] to [T, D] ([L, max_tokens, D] with virtual ranks).
+
+        weighted: multiply by the gate weights. addend: bf16, shaped as the result, joins the sum last (the
+        shared experts' output). wire: "bf16", or "fp8": a rank's sums cross as rows of the `fp8` codec; D is
+        then a multiple of 256. out_dtype: bfloat16 or float32. values: float32 numbers of the rows, [R] (or
+        [L, row_capacity]), and where those of every choice's row go, [T, K] (or [L, max_tokens, K]).
+        out: where the result goes, contiguous.
+        """
+        width, most = rows.shape[-1], routed.position_LWTK.shape[2]
+        num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
+        check_wire(wire, width)
+        if self.debug:
+            check_rows(routed, rows.shape[1])
+        self._next_buffer("combine")
+        if out is None:
+            out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
+        tokens, parts, reducers = lay.combine_pieces(most, wire)
+        shared = lay.reduce_shared(2 * width, wire)
+        args = reduce_args(
+            *(self.shape, self.layout, rows, addend, out, routed),
+            (rows[0].nbytes, *self._strides(addend, out)),
+            values,
+            pieces=(tokens, parts, reducers),
+            wire=wire,
+            weighted=weighted,
+        )
+        variant = REDUCE[wire == "fp8"]
+        self._launch(variant, "combine", num_sms, REDUCE_THREADS, shared, args)
+        return out
+
+    def reduced_rows(self, width: int) -> Tensor:
+        """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the
+        heap.
+        """
+        return self._rows(self.layout.reduced, self._next_buffer("gather", peek=True)[0], width)
+
+    def combine_compact(
+        self,
+        own: Tensor,
+        routed: Routed,
+        *,
+        addend: Tensor | None = None,
+        num_sms: int | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
+        """Sums that stand in `reduced_rows()` to [T, D], T of `own`. own, addend: bf16, shaped as the result;
+        own: the sums of the own tokens.
+        """
+        s, width = self.shape, own.shape[-1]
+        buffer, _ = self._next_buffer("gather")
+        block = lay.gather_shape(2 * width)
+        num_sms = num_sms or default_sms(2 * width, compact=True)
+        out = self._empty_out(own.shape[-2], width, out_dtype)
+        args = lay.Gather(
+            *map(address_of, (own, addend, out, routed.send_row_LTW, routed.tokens_LW)),
+            self.layout.reduced + buffer * self._buffer_bytes(s.token_capacity),
+            *self._strides(own, out),
+            *(routed.send_row_LTW.shape[1], 2 * width, block.piece_bytes, block.crews, block.adders),
+            *(block.slots, out_dtype == torch.float32),
+        )
+        self._launch(GATHER, "gather", num_sms, block.threads, block.shared, args)
+        return out
+
+    def _empty_out(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"exchange: combine to {dtype}; bfloat16 or float32")
+        size = (self.local_ranks, tokens, width) if self.local_ranks > 1 else (tokens, width)
+        return self._unwritten(torch.empty(size, dtype=dtype, device=self.device))
+
+    def _strides(self, x: Tensor | None, out: Tensor) -> tuple[int, int]:
+        """Bytes between the ranks of this launch in `x` and in `out`."""
+        return x[0].nbytes if x is not None and x.dim() == 3 else 0, out[0].nbytes if out.dim() == 3 else 0

@@ -1,0 +1,389 @@
+"""The heap of an exchange and the structs its kernels take, as `protocol.cuh` and the `.cu` files have them.
+
+What is where, in the heap of every rank (one symmetric allocation, sized once for the worst case):
+
+    control         status, epochs, flags of peers          written by peers (flags) and by this rank (the
+    rest)
+    staged flags    u32 [W, groups]                         peer w has staged group g of its tokens
+    reduced flags   u32 [W, groups]                         peer w has reduced group g of this rank's tokens
+    choices         int32 and float32 [2, W, T, K]          ids and gate weights of every rank, two calls deep
+    scratch         int32                                   of this rank's own routing blocks
+    received        [buffers, token capacity, row]          compact rows, pushed by peers
+    staged          [buffers, T, row]                       this rank's tokens, pulled by peers
+    reduced         [buffers, token capacity, row]          sums given by the caller, pulled by peers
+    partials        [2, W - 1, T, row]                      sums of this rank's tokens, pushed by peers
+    values          float32 [2, W - 1, T, K]                numbers of its choices' rows, with the sums
+    inbox           [buffers, W, early groups, row]         first tokens of every rank, pushed by peers
+    early           u64 [2, W, blocks, W], [2, T / 32, W]   tokens that every owner gets, with the epoch above
+
+Every flag has one writer and only grows. Nothing is reset: a call number (epoch) distinguishes old from new.
+A buffer is written again only when every peer has begun a later call of the same kind ("credit"), which,
+with two
+buffers, it nearly always has: no barrier stands in the way of the data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from imbrex.kernels.routing.split_layout import flow_bytes
+
+MAX_RANKS, MOST_RANKS = 64, 16
+"""That can route, and that can exchange rows."""
+MAX_BLOCKS = 132
+KINDS = ("route", "push", "pull", "combine", "small", "gather")
+PHASES = (
+    "",
+    "start of the call",
+    "expert ids",
+    "rows",
+    "staged rows",
+    "reduced rows",
+    "own blocks",
+)
+PEER_GAVE_UP = "a peer gave up"
+CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
+CONTROL_BYTES, OVERFLOWS_AT = 272_896, 40
+"""Of the first bytes of every heap; where in them the calls that did not fit are counted."""
+CHUNK, SEGMENT = 128, 32
+SHARED_BYTES = 227 * 1024
+
+
+class Group(ctypes.Structure):
+    _fields_ = (
+        ("heap", ctypes.c_uint64 * MAX_RANKS),
+        ("timeout_ns", ctypes.c_uint64),
+        ("host_status", ctypes.c_uint64),
+        ("staged_flags", ctypes.c_int64),
+        ("reduced_flags", ctypes.c_int64),
+        ("flags", ctypes.c_int32),
+        ("ranks", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
+    )
+
+
+def _struct(name: str, pointers: str, offsets: str, numbers: str) -> type[ctypes.Structure]:
+    fields = [(field, ctypes.c_uint64) for field in pointers.split()]
+    fields += [(field, ctypes.c_int64) for field in offsets.split()]
+    fields += [(field, ctypes.c_int32) for field in numbers.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+Route = _struct(
+    "Route",
+    "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row "
+    "counts totals all_tokens tally traffic",
+    "ids_at counts_at tokens_at",
+    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity tensor "
+    "replicated slots room",
+)
+Push = _struct(
+    "Push",
+    "x send_row tokens",
+    "rows_at buffer_bytes x_stride",
+    "num_tokens max_tokens row_bytes wire_bytes pitch stages quantisers buffer lag",
+)
+Pull = _struct(
+    "Pull",
+    "x out position tokens",
+    "staged_at buffer_bytes inbox_at x_stride out_stride",
+    "max_tokens choices row_bytes stages buffer lag early_groups",
+)
+Reduce = _struct(
+    "Reduce",
+    "rows addend out position weights recv_row send_row tokens values values_out",
+    "values_at values_bytes partials_at buffer_bytes rows_stride x_stride out_stride",
+    "max_tokens choices row_bytes wire_bytes piece_tokens parts reducers out_float",
+)
+Gather = _struct(
+    "Gather",
+    "own addend out send_row tokens",
+    "sums_at x_stride out_stride",
+    "max_tokens row_bytes piece_bytes crews adders slots out_float",
+)
+
+
+class Small(ctypes.Structure):
+    _fields_ = (
+        ("route", Route),
+        *((name, ctypes.c_uint64) for name in ("x", "out")),
+        *((name, ctypes.c_int64) for name in ("staged_at", "buffer_bytes", "x_stride", "out_stride")),
+        *((name, ctypes.c_int32) for name in ("row_bytes", "parts", "pushers")),
+    )
+
+
+SMALL_SMS = 64
+SMALL_PUSHERS = 16
+SMALL_TOKENS = 512
+"""Most tokens of a rank in a small dispatch; a heap whose calls may be larger has room for these besides."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What an exchange is sized for.
+
+    max_tokens: T, most tokens of a rank. row_bytes: most bytes of a row, a multiple of 16.
+    most_slots: local slots of the fullest rank. token_capacity: rows a rank can receive (compact).
+    row_capacity: expert-major rows a rank can hold, padding included. alignment: rows of a slot are a
+        multiple. tensor: ranks that share every expert: rank p holds a part of those of owner p // tensor.
+    """
+
+    ranks: int
+    max_tokens: int
+    choices: int
+    experts: int
+    most_slots: int
+    row_bytes: int
+    alignment: int
+    row_capacity: int
+    token_capacity: int
+    buffers: int = 2
+    tensor: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Offsets in a heap, in bytes."""
+
+    staged_flags: int
+    reduced_flags: int
+    flags: int
+    ids: int
+    tokens: int
+    counts: int
+    received: int
+    staged: int
+    reduced: int
+    partials: int
+    small_ids: int
+    small_tokens: int
+    small_staged: int
+    inbox: int
+    early: int
+    values: int
+    nbytes: int
+
+
+def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout:
+    """Offsets of the parts; `compact` and `expert` say for which layouts of rows there is room."""
+    at = CONTROL_BYTES
+
+    def take(nbytes: int) -> int:
+        nonlocal at
+        start, at = at, at + (nbytes + 1023) // 1024 * 1024
+        return start
+
+    ranks, tokens, few = shape.ranks, shape.max_tokens, min(shape.max_tokens, SMALL_TOKENS)
+    flags = max(tokens, SMALL_PARTS * few)
+    chunks = ranks * -(-tokens // CHUNK)
+    rows = shape.buffers * shape.token_capacity * shape.row_bytes
+    return Layout(
+        flags=flags,
+        staged_flags=take(4 * ranks * flags),
+        reduced_flags=take(4 * ranks * flags),
+        ids=take(4 * 4 * ranks * tokens * shape.choices),
+        tokens=take(4 * 2 * ranks),
+        counts=take(4 * chunks * (2 * shape.experts + ranks)),
+        received=take(rows if compact else 0),
+        staged=take(shape.buffers * tokens * shape.row_bytes if expert else 0),
+        reduced=take(rows if compact else 0),
+        partials=take(2 * partial_bytes(shape) if expert else 0),
+        small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
+        small_tokens=take(4 * 2 * ranks),
+        small_staged=take(2 * ranks * few * shape.row_bytes if expert else 0),
+        inbox=take(
+            shape.buffers * ranks * early_groups(shape) * (32 // ranks) * shape.row_bytes if expert else 0
+        ),
+        early=take(16 * ranks * (MAX_BLOCKS * ranks + -(-tokens // SEGMENT)) if compact else 0),
+        values=take(2 * value_bytes(shape) if expert else 0),
+        nbytes=at,
+    )
+
+
+def value_bytes(shape: Shape) -> int:
+    """Of the numbers of rows that come with a combine's sums, without the own rank's."""
+    return 4 * (shape.ranks - 1) * shape.max_tokens * shape.choices
+
+
+EARLY_BYTES = 12 << 20
+"""That a rank stores at its peers while ranks route: some 38 us of the wire."""
+
+
+def early_groups(shape: Shape) -> int:
+    """Groups of 32 / W tokens that a rank stores at all peers before it knows who wants them."""
+    if shape.ranks == 1:
+        return 0
+    group, tokens = 32 // shape.ranks, EARLY_BYTES // ((shape.ranks - 1) * shape.row_bytes)
+    return min(tokens // group, -(-shape.max_tokens // group))
+
+
+def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> int:
+    """Shared memory of a routing block that has `chunks` chunks, `window` of them at once (0: all). room:
+    slots more than experts.
+    """
+    owner_words = CHUNK // 2 if shape.ranks <= MOST_RANKS else 2 * CHUNK
+    words = (window or chunks) * (4 + 5 * shape.experts + CHUNK * shape.choices // 2 + owner_words)
+    words += 5 * chunks * shape.ranks
+    words += shape.ranks * (shape.experts + 2 * shape.ranks + shape.most_slots)
+    words += shape.ranks**2 * -(-shape.max_tokens // CHUNK)
+    flow = flow_bytes(shape.ranks, shape.ranks, room) if room else 0
+    return 4 * (words + shape.most_slots + shape.experts) + flow
+
+
+def route_blocks(shape: Shape, wanted: int, room: int = 0) -> tuple[int, int]:
+    """Blocks of the routing kernel and its shared memory: `wanted` blocks, or more where their masks do not
+    fit.
+    """
+    chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
+    fewest = -(-chunks // 4)  # four chunks are quicker than meeting another block
+    for blocks in range(min(wanted, fewest), MAX_BLOCKS + 1):
+        nbytes = route_shared(shape, -(-chunks // blocks), room)
+        if nbytes <= SHARED_BYTES:
+            return blocks, nbytes
+    raise ValueError(
+        f"exchange: {shape.ranks} ranks x {shape.max_tokens} tokens and {shape.experts} experts do not fit "
+        f"the routing "
+        f"kernel's shared memory; use fewer tokens a call"
+    )
+
+
+def small_pushers(ranks: int, sms: int) -> int:
+    """Blocks of a small dispatch that push: 8 a peer, at most `SMALL_PUSHERS`; the others route and place.
+
+    128 tokens on two H200, 64 SMs: 25.9 us with 8, 27.6 with 16.
+    """
+    return max(1, min(SMALL_PUSHERS, 8 * (ranks - 1), sms // 2))
+
+
+def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
+    """Shared memory of a block that routes at most `tokens` tokens a rank alone."""
+    chunks = shape.ranks * -(-tokens // CHUNK)
+    nbytes = route_shared(shape, chunks, room)
+    nbytes += 4 * chunks * (CHUNK * shape.choices + shape.experts + shape.ranks)
+    if nbytes > SHARED_BYTES:
+        raise ValueError(
+            f"exchange: {shape.ranks} ranks x {tokens} tokens and {shape.experts} experts are too many for "
+            f"one kernel's shared memory; use route and pull"
+        )
+    return nbytes
+
+
+QUANTISERS = 14
+
+
+def mover_shared(row_bytes: int, targets: int, quantisers: int = 0, besides: int = 0) -> tuple[int, int]:
+    """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each.
+
+    quantisers: warps between, each of which keeps the scales of a row; the stages are a multiple of them.
+    besides: bytes that something else in the block needs.
+    """
+    fixed = 1024 + 4 * (16 + 32 * (16 + 8 * targets)) + 128 + quantisers * 4 * (row_bytes // 256)
+    slot = -(-row_bytes // 128) * 128
+    stages = min((SHARED_BYTES - besides - fixed) // slot, 40)
+    if stages < 6:
+        raise ValueError(
+            f"exchange: rows of {row_bytes} bytes are too long; at most {SHARED_BYTES // 6 - 3000}"
+        )
+    stages -= stages % max(quantisers, 1)
+    return stages, fixed + stages * slot
+
+
+def quantisers_of(row_bytes: int, targets: int, besides: int = 0) -> int:
+    """Warps that quantise rows of so many bytes: one for every stage, at most 14."""
+    return min(QUANTISERS, mover_shared(row_bytes, targets, 0, besides)[0] - 1)
+
+
+FP8_MULTIPLE = 128
+"""Rows that begin elsewhere cross 6 % slower."""
+
+
+def fp8_pitch(width: int) -> int:
+    """Bytes from one row of the fp8 codec to the next."""
+    return -(-(width + width // 32) // FP8_MULTIPLE) * FP8_MULTIPLE
+
+
+def fp8_bytes(width: int) -> int:
+    """Bytes of a row of the fp8 codec, or ValueError where the kernel cannot write it."""
+    if width % 512:
+        raise ValueError(f"exchange: fp8 rows of {width} values; the kernel writes multiples of 512")
+    return width + width // 32
+
+
+SMALL_PARTS = 4
+REDUCE_WARPS, REDUCE_SLOTS = 16, 6
+TERMS_BYTES = 52 * 16 + 16
+FP8_SMS = 32
+"""Of a combine whose sums cross as fp8: from here on it is faster than bf16, on 24 not."""
+
+
+def reduce_shared(row_bytes: int, wire: str) -> int:
+    """Shared memory of the combine kernel: each warp has slots for steps of 2048 bytes, two lists of terms
+    and, where sums cross as fp8, the scales of a row.
+    """
+    scales = 16 * _wire_steps(row_bytes) if wire == "fp8" else 0
+    return REDUCE_WARPS * (REDUCE_SLOTS * 2048 + 2 * TERMS_BYTES + scales)
+
+
+def _wire_steps(row_bytes: int) -> int:
+    """Of 512 values: as many as a warp encodes at once."""
+    return -(-row_bytes // 1024)
+
+
+def wire_bytes(row_bytes: int, wire: str) -> int:
+    """From one sum to the next where they cross as `wire`: `exchange/wire.cuh` says what is in it."""
+    return -(-(_wire_steps(row_bytes) * (512 + 16)) // 128) * 128 if wire == "fp8" else row_bytes
+
+
+def partial_bytes(shape: Shape) -> int:
+    """Of a buffer of sums of own tokens, whatever they cross as."""
+    return (shape.ranks - 1) * shape.max_tokens * max(shape.row_bytes, wire_bytes(1, "fp8"))
+
+
+def combine_pieces(max_tokens: int, wire: str = "bf16") -> tuple[int, int, int]:
+    """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing: measured."""
+    reducers = 14 if wire == "fp8" else 10
+    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, reducers)
+
+
+GATHER_WARPS = 16
+GATHER_COLUMNS = 2048
+"""Bytes of a piece that a warp adds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatherShape:
+    """How a block of the kernel that adds pulled sums is cut: crews of a loading warp and `adders` others.
+
+    piece_bytes: of a row. slots: pieces that a crew has room for.
+    """
+
+    piece_bytes: int
+    crews: int
+    adders: int
+    slots: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.crews * (1 + self.adders)
+
+    @property
+    def shared(self) -> int:
+        """Barriers, slots, and what the last warp reads behind the last slot."""
+        pitch = -(-self.piece_bytes // 128) * 128
+        behind = self.adders * GATHER_COLUMNS - pitch
+        return 1024 + self.crews * self.slots * pitch + behind
+
+
+def gather_shape(row_bytes: int) -> GatherShape:
+    """Two crews or more, so that one adds while the other waits. Pieces are whole rows, or multiples of 128
+    bytes: others cross at half the rate.
+    """
+    pieces = -(-row_bytes // ((GATHER_WARPS // 2 - 1) * GATHER_COLUMNS))
+    piece = row_bytes if pieces == 1 else -(-row_bytes // (128 * pieces)) * 128
+    pitch, adders = -(-piece // 128) * 128, -(-piece // GATHER_COLUMNS)
+    crews = GATHER_WARPS // (1 + adders)
+    slots = min((SHARED_BYTES - 1024 - adders * GATHER_COLUMNS + pitch) // pitch, 64) // crews
+    return GatherShape(piece_bytes=piece, crews=crews, adders=adders, slots=slots)

@@ -1,0 +1,57 @@
+"""The kernels of the exchange and how many threads a block of each has."""
+
+from __future__ import annotations
+
+from imbrex.kernels import jit
+from imbrex.kernels.exchange import layout as lay
+
+MOVER_THREADS = 96
+PULL_THREADS = MOVER_THREADS + 32 * 8
+REDUCE_THREADS = 32 * lay.REDUCE_WARPS
+ROUTE_THREADS, ROUTE_MANY_THREADS = 1024, 128
+BESIDE_THREADS, BEFORE_THREADS = 256, 512
+"""That route in a kernel that pushes, and that pulls."""
+EXPERT_THREADS = PULL_THREADS + BEFORE_THREADS
+
+
+def shipped_variants() -> list[jit.Variant]:
+    return [
+        ROUTE,
+        ROUTE_MANY,
+        *PUSH.values(),
+        *DISPATCH.values(),
+        EXPERT,
+        PULL,
+        SMALL,
+        *REDUCE.values(),
+        GATHER,
+    ]
+
+
+ROUTE = jit.Variant(source="routing/route.cu", entry="route_choices")
+ROUTE_MANY = jit.Variant(
+    source="routing/route.cu",
+    entry="route_choices",
+    defines=(("MOST_OWNERS", lay.MAX_RANKS), ("ROUTE_THREADS", 128), ("ROUTE_FIRST", 0)),
+)
+"""For more ranks than exchange rows."""
+PUSH = {
+    quantise: jit.Variant(
+        source="exchange/push.cu",
+        entry="push_rows",
+        defines=(("QUANTISE", int(quantise)), ("LAG", 1 if quantise else 2)),
+    )
+    for quantise in (False, True)
+}
+DISPATCH = {
+    quantise: jit.Variant(source="exchange/dispatch.cu", entry="dispatch_rows", defines=push.defines)
+    for quantise, push in PUSH.items()
+}
+SMALL = jit.Variant(source="exchange/small.cu", entry="dispatch_small")
+EXPERT = jit.Variant(source="exchange/expert.cu", entry="dispatch_expert")
+PULL = jit.Variant(source="exchange/pull.cu", entry="pull_rows")
+REDUCE = {
+    fp8: jit.Variant(source="exchange/reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))
+    for fp8 in (False, True)
+}
+GATHER = jit.Variant(source="exchange/gather.cu", entry="gather_sums")

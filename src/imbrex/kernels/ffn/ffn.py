@@ -1,0 +1,391 @@
+"""The feed-forward network of the local experts through imbrex's own kernels, forward and backward.
+
+    y_RD = ffn(rows_RD, gate_up_eGD, down_eDF, counts_e)          # G = 2F: gate rows first, then up
+    y_RD = ffn(..., weights_R=weights_R)                          # rows already times their routing weight
+
+Rows are expert-major; rows past the counts are neither read nor written. Nothing synchronises with the host
+and all shapes are static, so a step can be captured in a CUDA graph. The operators are opaque to
+`torch.compile`, and their backward is one operator too. Forward: two GEMMs, SwiGLU in the first one's
+epilogue and the weight in the second's. Backward: four GEMMs, SwiGLU's gradient in the first one's epilogue
+or, for wide rows, a kernel of its own; gate and up (bf16) are kept, or computed again (`recompute`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.library import Library, register_autograd, register_fake
+
+from imbrex.kernels.ffn.glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
+from imbrex.kernels.ffn.inputs import check_inputs
+from imbrex.kernels.ffn.widths import MULTIPLE, fits, pad_widths
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
+from imbrex.kernels.gemm.tiling import choose_tiling, gemm_choices
+from imbrex.kernels.jit import Variant
+from imbrex.runtime.deferred import Deferral, recording
+from imbrex.runtime.tracing import differentiated, traced
+
+# Plain dispatcher registrations: `custom_op` adds host time to every call.
+_library = Library("imbrex_experts", "DEF")
+_library.define(
+    "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor counts_e, Tensor? weights_R, bool keep)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "ffn_backward(Tensor d_y_RD, Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor plan,"
+    " Tensor? weights_R, Tensor gate_up_RG, bool need_rows, bool need_gate_up, bool need_down)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+FUSED_WIDTH = 4096
+"""D up to which SwiGLU's gradient is cheaper in a product's epilogue than in its own (gemm/backward.cuh)."""
+
+
+def ffn(
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    *,
+    weights_R: Tensor | None = None,
+    recompute: bool = False,
+    gradients: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """down(silu(gate) * up) of every row by its expert, times `weights_R` (float32) where given; [R, D] bf16.
+
+    rows_RD, gate_up_eGD [e, 2F, D] and down_eDF [e, D, F]: bf16. counts_e: int64, rows of every expert.
+    recompute: keep gate and up for the backward, or compute them again (a third more work in the backward,
+    4 R F bytes less). Differentiable in rows, weights and `weights_R`; like the result, the gradients of rows
+    past the counts are not written: nothing that sums over all rows should see them.
+
+    gradients: tensors like the two weights, contiguous, float32 or bfloat16: the backward adds the weights'
+    gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
+
+    Under a `Deferral` the backward leaves the weights' gradients to it. Widths that are no multiples of 8 are
+    padded, which copies the weights in every call; such weights' gradients cannot be added to `gradients`.
+
+    Raises ValueError for tensors of other shapes or dtypes, or on several devices.
+    """
+    weights = gate_up_eGD, down_eDF
+    check_inputs("ffn", rows_RD, weights, counts_e, weights_R, bf16=(rows_RD, *weights))
+    if not fits(*down_eDF.shape[1:]):
+        if gradients is not None:
+            raise ValueError(
+                f"ffn: gradients can be added where D and F are multiples of {MULTIPLE}; give none"
+            )
+        padded = pad_widths(rows_RD, gate_up_eGD, down_eDF)
+        y_RD = ffn(*padded, counts_e, weights_R=weights_R, recompute=recompute)
+        return y_RD[:, : rows_RD.shape[1]].contiguous()
+    training = differentiated(rows_RD, gate_up_eGD, down_eDF, weights_R)
+    keep = training and not recompute
+    given = rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep
+    if gradients is not None:
+        _check_gradients(gradients, gate_up_eGD, down_eDF)
+        if traced(*given[:-1]):
+            raise ValueError("ffn: under torch.compile gradients cannot be added to tensors; give none")
+    elif traced(*given[:-1]):
+        return torch.ops.imbrex_experts.ffn(*given)[0]
+    if not training:
+        return run_ffn(*given)[0]
+    return Ffn.apply(*given, gradients, recording(gate_up_eGD) and recording(down_eDF))
+
+
+def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None:
+    for gradient, weight in zip(gradients, weights, strict=True):
+        fits = gradient.shape == weight.shape and gradient.dtype in (torch.float32, torch.bfloat16)
+        if not fits or not gradient.is_contiguous() or gradient.device != weight.device:
+            raise ValueError(
+                f"ffn: a gradient to add to is {gradient.dtype} {[*gradient.shape]} on {gradient.device}; "
+                f"it must be contiguous, float32 or bfloat16, {[*weight.shape]} on {weight.device}"
+            )
+
+
+def run_ffn(
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    weights_R: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y_RD; gate_up_RG where kept (else empty); the plan of the groups, for the backward."""
+    groups, rows_RD = plan_groups(counts_e), rows_RD.contiguous()
+    gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
+    weights_R = None if weights_R is None else weights_R.contiguous()
+    gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
+    y_RD = run_experts(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG if keep else None)
+    return y_RD, gate_up_RG, groups.plan
+
+
+def run_experts(
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    groups: Groups,
+    weights_R: Tensor | None = None,
+    gate_up_RG: Tensor | None = None,
+    index_R: Tensor | None = None,
+) -> Tensor:
+    """y_RD, and gate and up into `gate_up_RG` where given. With `index_R` (int64) row r is
+    rows_RD[index_R[r]], read there by the first product."""
+    rows = rows_RD.shape[0] if index_R is None else index_R.shape[0]
+    act_RF, y_RD = rows_RD.new_empty(rows, down_eDF.shape[2]), rows_RD.new_empty(rows, rows_RD.shape[1])
+    if rows and down_eDF.shape[0]:
+        up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, gate_up=gate_up_RG, index=index_R)
+        down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
+        _gemm(Layout.FORWARD, act_RF, down_eDF, groups, y_RD, down, weights=weights_R)
+    return y_RD
+
+
+def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
+    gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
+    plan = counts_e.new_empty(COUNTERS + counts_e.shape[0], dtype=torch.int32)
+    return rows_RD.new_empty(rows_RD.shape), gate_up_RG, plan
+
+
+def run_ffn_backward(
+    d_y_RD: Tensor,
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    plan: Tensor,
+    weights_R: Tensor | None,
+    gate_up_RG: Tensor,
+    need_rows: bool,
+    need_gate_up: bool,
+    need_down: bool,
+    gradients: tuple[Tensor, Tensor] | None = None,
+    deferral: Deferral | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed. The weights' gradients are
+    not among the results where they are added to `gradients`, or left to `deferral`."""
+    rows, groups = rows_RD.shape[0], Groups(plan=plan)
+    d_y_RD, rows_RD, given = d_y_RD.contiguous(), rows_RD.contiguous(), (gate_up_eGD, down_eDF)
+    gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
+    d_rows_RD = rows_RD.new_empty(rows_RD.shape if need_rows else 0)
+    if rows == 0 or not down_eDF.shape[0]:
+        d_gate_up_eGD = gate_up_eGD.new_zeros(gate_up_eGD.shape if need_gate_up else 0)
+        d_down_eDF = down_eDF.new_zeros(down_eDF.shape if need_down else 0)
+        return d_rows_RD, d_gate_up_eGD, d_down_eDF, rows_RD.new_empty(rows, dtype=torch.float32)
+    if gate_up_RG.shape[0] == 0:
+        gate_up_RG = rows_RD.new_empty(rows, gate_up_eGD.shape[1])
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
+    weights_R = None if weights_R is None else weights_R.contiguous()
+    d_gate_up_RG, act_RF, d_weights_R = _swiglu_gradient(
+        d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_down
+    )
+    add_to = (None, None) if gradients is None else gradients
+    if deferral is not None:  # takes those of both weights
+        parts = (d_gate_up_RG, rows_RD), (d_y_RD, act_RF)
+        for weight, part, adds in zip(given, parts, add_to, strict=True):
+            deferral.add(weight, partial(_left_gradient, *part, groups, weight, adds))
+        need_gate_up = need_down = False
+    d_down_eDF = _weight_gradient(d_y_RD, act_RF, groups, down_eDF, need_down, add_to[1])
+    del act_RF  # each piece goes before the next is made: the peak is the backward's
+    d_gate_up_eGD = _weight_gradient(d_gate_up_RG, rows_RD, groups, gate_up_eGD, need_gate_up, add_to[0])
+    if need_rows:
+        _gemm(Layout.DGRAD, d_gate_up_RG, gate_up_eGD, groups, d_rows_RD)
+    if d_weights_R is None:
+        d_weights_R = rows_RD.new_empty(0, dtype=torch.float32)
+    return d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R
+
+
+def _weight_gradient(
+    d_out: Tensor, rows: Tensor, groups: Groups, weight: Tensor, needed: bool, add_to: Tensor | None
+) -> Tensor:
+    """[e, N, K]: new, or empty where it is not needed or was added to `add_to`."""
+    if not needed:
+        return weight.new_empty(0)
+    if add_to is None:
+        made = weight.new_empty(weight.shape)
+        _gemm(Layout.WGRAD, d_out, rows, groups, made)
+        return made
+    epilogue = Epilogue.ADD_FLOAT if add_to.dtype == torch.float32 else Epilogue.ADD
+    _gemm(Layout.WGRAD, d_out, rows, groups, add_to, epilogue)
+    return weight.new_empty(0)
+
+
+def _left_gradient(
+    d_out: Tensor,
+    rows: Tensor,
+    groups: Groups,
+    weight: Tensor,
+    add_to: Tensor | None,
+    total: Tensor | None,
+) -> Tensor | None:
+    found = _weight_gradient(d_out, rows, groups, weight, True, total if add_to is None else add_to)
+    if add_to is not None:
+        return None
+    return found if total is None else total
+
+
+def _swiglu_gradient(
+    d_y_RD: Tensor,
+    down_eDF: Tensor,
+    groups: Groups,
+    gate_up_RG: Tensor,
+    weights_R: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]."""
+    rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
+    if d_y_RD.shape[1] > FUSED_WIDTH:
+        d_act_RF = d_y_RD.new_empty(rows, inner)
+        _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF)
+        return swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e, keep=keep)
+    tiling = choose_tiling(
+        Layout.DGRAD,
+        Epilogue.SWIGLU_GRADIENT,
+        rows,
+        groups.ends_e.numel(),
+        (rows, inner),
+        sms=multiprocessors(d_y_RD.get_device()),
+    )
+    d_gate_up_RG, act_RF = torch.empty_like(gate_up_RG), gate_up_RG.new_empty(rows, inner)
+    parts = None
+    if weights_R is not None:
+        parts = weights_R.new_empty(-(-inner // tiling.block_n), rows)
+    launch_gemm(
+        Layout.DGRAD,
+        d_y_RD,
+        down_eDF,
+        groups.ends_e,
+        act_RF,
+        groups.counter,
+        tiling=tiling,
+        epilogue=Epilogue.SWIGLU_GRADIENT,
+        weights_R=weights_R,
+        slopes=Slopes(gate_up=gate_up_RG, d_gate_up=d_gate_up_RG, keep=keep, d_weights=parts),
+    )
+    return d_gate_up_RG, act_RF, None if parts is None else parts.sum(0)
+
+
+def _fake_ffn_backward(
+    d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, need_rows, need_gate_up, need_down
+):
+    return (
+        rows_RD.new_empty(rows_RD.shape if need_rows else 0),
+        gate_up_eGD.new_empty(gate_up_eGD.shape if need_gate_up else 0),
+        down_eDF.new_empty(down_eDF.shape if need_down else 0),
+        rows_RD.new_empty(0 if weights_R is None else rows_RD.shape[0], dtype=torch.float32),
+    )
+
+
+def _setup(ctx, inputs, output):
+    rows_RD, gate_up_eGD, down_eDF, _counts, weights_R, _keep = inputs
+    _y, gate_up_RG, plan = output
+    ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
+    ctx.mark_non_differentiable(gate_up_RG, plan)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, d_y_RD, *_):
+    if d_y_RD is None:
+        return (None,) * 6
+    rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
+    d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts.ffn_backward(
+        d_y_RD, *ctx.saved_tensors, rows, gate_up, down
+    )
+    return (
+        d_rows if rows else None,
+        d_gate_up if gate_up else None,
+        d_down if down else None,
+        None,
+        d_weights if weights else None,
+        None,
+    )
+
+
+class Ffn(torch.autograd.Function):
+    """`ffn` where nobody traces. gradients: the caller's tensors, to which the backward adds the weights', or
+    `None`; they are no saved tensors: other micro-batches may have added to them in between.
+    """
+
+    @staticmethod
+    def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, gradients, deferral):
+        y_RD, gate_up_RG, plan = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)
+        ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
+        ctx.gradients, ctx.deferral = gradients, deferral
+        return y_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (d_y_RD,) = grad_outputs
+        rows, gate_up, down, _, weights, *_ = ctx.needs_input_grad
+        saved, add_to = ctx.saved_tensors, ctx.gradients
+        # Zeros of no rows, or no experts, are not worth leaving.
+        deferral = ctx.deferral if saved[0].shape[0] and saved[2].shape[0] else None
+        ours = add_to is None and deferral is None
+        if ours and traced(d_y_RD):
+            found = torch.ops.imbrex_experts.ffn_backward(d_y_RD, *saved, rows, gate_up, down)
+        else:
+            found = run_ffn_backward(
+                d_y_RD,
+                *saved,
+                need_rows=rows,
+                need_gate_up=gate_up,
+                need_down=down,
+                gradients=add_to,
+                deferral=deferral,
+            )
+        wanted = rows, gate_up and ours, down and ours, weights
+        d_rows, d_gate_up, d_down, d_weights = (
+            found if is_wanted else None for found, is_wanted in zip(found, wanted, strict=True)
+        )
+        return d_rows, d_gate_up, d_down, None, d_weights, None, None, None
+
+
+_library.impl("ffn", run_ffn, "CUDA")
+_library.impl("ffn_backward", run_ffn_backward, "CUDA")
+register_fake("imbrex_experts::ffn", _fake_ffn, lib=_library)
+register_fake("imbrex_experts::ffn_backward", _fake_ffn_backward, lib=_library)
+register_autograd("imbrex_experts::ffn", _backward, setup_context=_setup, lib=_library)
+
+
+def _gemm(
+    layout: Layout,
+    a: Tensor,
+    b: Tensor,
+    groups: Groups,
+    out: Tensor,
+    epilogue: Epilogue = Epilogue.PLAIN,
+    *,
+    gate_up: Tensor | None = None,
+    weights: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:
+    rows, experts = a.shape[0] if index is None else index.shape[0], groups.ends_e.numel()
+    tiling = choose_tiling(
+        layout,
+        epilogue,
+        rows,
+        experts,
+        (out.shape[-2], out.shape[-1]),
+        sms=multiprocessors(a.get_device()),
+        depth=a.shape[1],
+        gather=index is not None,
+    )
+    launch_gemm(
+        layout,
+        a,
+        b,
+        groups.ends_e,
+        out,
+        groups.counter,
+        tiling=tiling,
+        epilogue=epilogue,
+        gate_up=gate_up,
+        weights_R=weights,
+        index_R=index,
+    )
+
+
+def shipped_variants() -> list[Variant]:
+    """Every kernel that `ffn` and its backward can launch."""
+    gemms = [gemm_variant(c.layout, c.epilogue, c.tiling, c.wide) for c in gemm_choices()]
+    return [*glue_variants(), *gemms]

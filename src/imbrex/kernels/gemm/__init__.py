@@ -1,0 +1,1 @@
+"""The grouped product of rows and experts' weights, its tilings and tensor maps."""

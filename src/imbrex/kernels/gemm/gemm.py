@@ -1,0 +1,397 @@
+"""Grouped GEMM on the host's side: shapes, descriptors and launch of `gemm/gemm.cu`.
+
+Rows are expert-major; `ends_e` (int32, on the device) holds the end of each expert's rows, as `torch`'s
+`grouped_mm` takes it. Rows past the last end are neither read nor written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+from imbrex.kernels.gemm.tensor_map import tensor_map
+from imbrex.kernels.jit import ByValue, Kernel, KernelError, Variant, load
+
+
+class Layout(IntEnum):
+    """What is contracted: see `gemm/gemm.cu`."""
+
+    FORWARD = 0
+    DGRAD = 1
+    WGRAD = 2
+
+
+class Epilogue(IntEnum):
+    """What becomes of a tile; as in gemm/gemm.cu."""
+
+    PLAIN = 0
+    SWIGLU = 1
+    SWIGLU_KEEP = 2
+    WEIGHTED = 3
+    SWIGLU_GRADIENT = 4
+    ADD = 5
+    ADD_FLOAT = 6
+
+
+class Tiling(NamedTuple):
+    """How a tile is cut, loaded and stored: the defines of `gemm/gemm.cu` under their names there.
+
+    A tuple, since it is hashed at every launch.
+    """
+
+    groups: int = 2
+    blocks_m: int = 1
+    pingpong: bool = False
+    block_n: int = 256
+    stages: int = 4
+    panels: int = 2
+    group_m: int = 8
+    cluster: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return 64 * (self.blocks_m if self.pingpong else self.groups)
+
+    @property
+    def box_m(self) -> int:
+        """Rows of A in bf16 that an instruction loads (kBoxM of gemm/shape.cuh)."""
+        return 64 if (self.pingpong, self.block_m, self.block_n) == (False, 128, 256) else self.block_m
+
+    @property
+    def halved(self) -> bool:
+        """Whether in bf16 a half of a tile is stored while the other is multiplied (gemm/halves.cuh)."""
+        return not self.pingpong and self.block_n == 256
+
+    @property
+    def smem(self) -> int:
+        """Bytes of dynamic shared memory, with the slack for 1024-byte alignment."""
+        return 1024 + self.stages * 128 * (self.block_m + self.block_n) + self.groups * self.panels * 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """float32 scales of fp8 operands, one for every 128 values along k: rows [R, K/128], its rows any stride
+    apart; weights [e, N/128, K/128]; `out` [R, F/128], written with SwiGLU's result."""
+
+    rows: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor | None = None
+
+    def key(self) -> tuple[int, ...]:
+        """The fields of the kernel's argument."""
+        out, stride = (0, 0) if self.out is None else (self.out.data_ptr(), self.out.stride(0))
+        return self.rows.data_ptr(), self.weights.data_ptr(), out, self.rows.stride(0), stride
+
+    def argument(self) -> ByValue:
+        return ByValue(struct.pack("<QQQii", *self.key()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slopes:
+    """Of SWIGLU_GRADIENT: the kept gate_up [R, 2F] bf16, its gradient (written), whether the activation is
+    wanted, and with row weights the parts of their gradient, float32 [ceil(F / block_n), R]."""
+
+    gate_up: torch.Tensor
+    d_gate_up: torch.Tensor
+    keep: bool = True
+    d_weights: torch.Tensor | None = None
+
+    def key(self) -> tuple[int, ...]:
+        """The fields of the kernel's argument, and the address of the result."""
+        parts = 0 if self.d_weights is None else self.d_weights.data_ptr()
+        fields = self.gate_up.data_ptr(), parts, self.gate_up.shape[0], int(self.keep)
+        return *fields, self.d_gate_up.data_ptr()
+
+    def argument(self) -> ByValue:
+        return ByValue(struct.pack("<QQii", *self.key()[:4]))
+
+
+_NO_SCALES = ByValue(bytes(32))
+_NO_SLOPES = ByValue(bytes(24))
+
+
+GATHER_WARPS = 4
+"""That ask for rows of an index, one instruction a row."""
+
+
+def gemm_variant(
+    layout: Layout,
+    epilogue: Epilogue,
+    tiling: Tiling,
+    wide: bool = True,
+    fp8: bool = False,
+    gather: bool = False,
+) -> Variant:
+    """The kernel's source with its defines. wide: see gemm/gemm.cu; fp8 and gather are for forward."""
+    return Variant(
+        source="gemm/gemm.cu",
+        entry="grouped_gemm",
+        defines=(
+            ("LAYOUT", int(layout)),
+            ("EPILOGUE", int(epilogue)),
+            ("GROUPS", tiling.groups),
+            ("BLOCKS_M", tiling.blocks_m),
+            ("PINGPONG", int(tiling.pingpong)),
+            ("BLOCK_N", tiling.block_n),
+            ("STAGES", tiling.stages),
+            ("PANELS", tiling.panels),
+            ("GROUP_M", tiling.group_m),
+            ("CLUSTER", tiling.cluster),
+            ("WIDE", int(wide and layout is not Layout.FORWARD)),
+            ("FP8", int(fp8)),
+            ("WAVE", 128 if tiling.groups == 2 else 64),
+            ("GATHER", GATHER_WARPS if gather else 0),
+        ),
+    )
+
+
+def ragged_map(rows_RC: torch.Tensor, box_columns: int, height: int) -> ByValue:
+    """Descriptor whose box of `height` rows can end at any row: see "Ragged ends" in gemm/gemm.cu."""
+    rows, columns = rows_RC.shape
+    stride = rows_RC.stride(0) * rows_RC.element_size()
+    return tensor_map(
+        rows_RC.data_ptr() - height * stride,
+        rows_RC.dtype,
+        (columns, height, rows + 1),
+        (stride, stride),
+        (box_columns, height, 1),
+    )
+
+
+def row_map(rows_TC: torch.Tensor) -> ByValue:
+    """Descriptor whose box is 128 bytes of one row."""
+    rows, columns = rows_TC.shape
+    stride = rows_TC.stride(0) * rows_TC.element_size()
+    line = 128 // rows_TC.element_size()
+    return tensor_map(rows_TC.data_ptr(), rows_TC.dtype, (columns, rows), (stride,), (line, 1))
+
+
+def stacked_map(weight_eNK: torch.Tensor, box_columns: int, box_rows: int, split: int = 1) -> ByValue:
+    """Descriptor of one matrix per expert, its rows cut into `split` equal parts (2: gate and up)."""
+    experts, rows, columns = weight_eNK.shape
+    size = weight_eNK.element_size()
+    part = rows // split
+    return tensor_map(
+        weight_eNK.data_ptr(),
+        weight_eNK.dtype,
+        (columns, part, experts * split),
+        (columns * size, part * columns * size),
+        (box_columns, box_rows, 1),
+    )
+
+
+def gate_and_up_map(gate_up_eGD: torch.Tensor) -> ByValue:
+    """Descriptor of gate rows, then up rows, per expert, whose box is 64 of both: (k, row, half, expert)."""
+    experts, rows, columns = gate_up_eGD.shape
+    size = gate_up_eGD.element_size()
+    return tensor_map(
+        gate_up_eGD.data_ptr(),
+        gate_up_eGD.dtype,
+        (columns, rows // 2, 2, experts),
+        (columns * size, rows // 2 * columns * size, rows * columns * size),
+        (128 // size, 64, 2, 1),
+    )
+
+
+def ragged_panels_map(rows_RC: torch.Tensor, panels: int) -> ByValue:
+    """Ragged descriptor (64 rows) whose box is `panels` panels of 64 columns: (column, y, z, panel)."""
+    rows, columns = rows_RC.shape
+    stride = rows_RC.stride(0) * rows_RC.element_size()
+    return tensor_map(
+        rows_RC.data_ptr() - 64 * stride,
+        rows_RC.dtype,
+        (64, 64, rows + 1, columns // 64),
+        (stride, stride, 128),
+        (64, 64, 1, panels),
+    )
+
+
+def stacked_panels_map(weight_eKN: torch.Tensor, panels: int) -> ByValue:
+    """Descriptor of one matrix per expert whose box is 64 rows of `panels` panels of 64 columns."""
+    experts, rows, columns = weight_eKN.shape
+    return tensor_map(
+        weight_eKN.data_ptr(),
+        weight_eKN.dtype,
+        (64, rows, columns // 64, experts),
+        (2 * columns, 128, 2 * rows * columns),
+        (64, 64, panels, 1),
+    )
+
+
+def halves_map(gate_up_RG: torch.Tensor) -> ByValue:
+    """Ragged descriptor (64 rows) of rows that hold gate, then up: (column, half, y, z)."""
+    rows, columns = gate_up_RG.shape
+    stride = gate_up_RG.stride(0) * 2
+    return tensor_map(
+        gate_up_RG.data_ptr() - 64 * stride,
+        gate_up_RG.dtype,
+        (columns // 2, 2, 64, rows + 1),
+        (columns, stride, stride),
+        (64, 1, 64, 1),
+    )
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """SMs of a GPU; of an H200 for tensors on the CPU, where nothing is timed."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
+
+
+@functools.cache
+def _status(device: int) -> torch.Tensor:
+    """One word of the host that kernels of `device` write to."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=device >= 0)
+
+
+@functools.cache
+def _status_word(device: int) -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(_status(device).data_ptr())
+
+
+def check_products(device: int) -> None:
+    """Raises KernelError where a grouped GEMM that ended on `device` had given up waiting; launches ask."""
+    if _status_word(device).value:
+        raise KernelError(
+            f"a grouped GEMM on device {device} waited ten seconds for its own copies and gave up: its "
+            "result is wrong; restart the process, and report this with the shapes"
+        )
+
+
+@functools.cache
+def _gemm_kernel(
+    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool, fp8: bool, gather: bool, device: int
+) -> tuple[Kernel, int, int]:
+    """The kernel, its bytes of shared memory, the blocks of a launch."""
+    kernel = load(gemm_variant(layout, epilogue, tiling, wide, fp8, gather), device)
+    if tiling.cluster == 1:
+        return kernel, tiling.smem, multiprocessors(device)
+    threads = 128 * (tiling.groups + 1)
+    return kernel, tiling.smem, tiling.cluster * kernel.clusters(tiling.cluster, threads, tiling.smem)
+
+
+def _operand_maps(
+    layout: Layout,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tiling: Tiling,
+    epilogue: Epilogue,
+    wide: bool,
+    gather: bool,
+) -> tuple[ByValue, ByValue]:
+    width = tiling.block_n // tiling.cluster  # what one instruction loads of B
+    columns = width // 64
+    if layout is Layout.WGRAD and wide:
+        return ragged_panels_map(a, tiling.block_m // 64), ragged_panels_map(b, columns)
+    if layout is Layout.WGRAD:
+        return ragged_map(a, 64, 64), ragged_map(b, 64, 64)
+    line = 128 // a.element_size()
+    height = tiling.box_m if a.element_size() == 2 else tiling.block_m
+    map_a = row_map(a) if gather else ragged_map(a, line, height)
+    if layout is Layout.DGRAD:
+        return map_a, stacked_panels_map(b, columns) if wide else stacked_map(b, 64, 64)
+    split = 2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1
+    if split == 2 and tiling.halved and not gather and a.element_size() == 2:
+        return map_a, gate_and_up_map(b)
+    return map_a, stacked_map(b, line, min(width, tiling.block_n // split), split)
+
+
+def _result_maps(layout: Layout, out: torch.Tensor, halves: torch.Tensor | None) -> tuple[ByValue, ByValue]:
+    line = 128 // out.element_size()
+    map_out = stacked_map(out, line, 64) if layout is Layout.WGRAD else ragged_map(out, line, 64)
+    return map_out, map_out if halves is None else halves_map(halves)
+
+
+def _fitted(
+    layout: Layout, tiling: Tiling, a: torch.Tensor, b: torch.Tensor, blocks: int | None
+) -> tuple[Tiling, bool]:
+    """The tiling, without its cluster where that does not fit, and `wide` of gemm/gemm.cu."""
+    wide = b.shape[-1] % 64 == 0 and (layout is not Layout.WGRAD or a.shape[-1] % 64 == 0)
+    halves = layout is Layout.FORWARD or (layout is Layout.DGRAD and wide)
+    if halves and (blocks is None or blocks % tiling.cluster == 0):
+        return tiling, wide
+    return tiling._replace(cluster=1), wide
+
+
+def launch_gemm(
+    layout: Layout,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends_e: torch.Tensor,
+    out: torch.Tensor,
+    counter: torch.Tensor,
+    *,
+    tiling: Tiling,
+    epilogue: Epilogue = Epilogue.PLAIN,
+    gate_up: torch.Tensor | None = None,
+    weights_R: torch.Tensor | None = None,
+    scales: Scales | None = None,
+    slopes: Slopes | None = None,
+    segments: torch.Tensor | None = None,
+    index_R: torch.Tensor | None = None,
+    blocks: int | None = None,
+) -> None:
+    """Queue one grouped GEMM into `out`; all contiguous bf16, but `ends_e` int32 and `weights_R` float32.
+
+    `counter` is two int32 zeros, not shared by launches that may overlap; the kernel leaves zeros.
+
+    FORWARD  a [R, K], b [e, N, K], out [R, N] (SwiGLU: b [e, 2F, K], out [R, F], gate_up [R, 2F] if kept)
+    DGRAD    a [R, K], b [e, K, N], out [R, N]
+    WGRAD    a [R, M], b [R, N],    out [e, M, N]
+
+    With `scales`, a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows any multiple of
+    16 bytes apart); `out` is bf16, and fp8 again with SWIGLU. With `slopes` (DGRAD) a b is the gradient of
+    SwiGLU's result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32.
+
+    With `index_R` (int64, FORWARD) row r is a[index_R[r]], a [T, K]: the bits of a permuted copy.
+    """
+    key = (
+        layout, epilogue, tiling, blocks,
+        a.data_ptr(), a.shape, a.stride(0), b.data_ptr(), b.shape, out.data_ptr(), out.shape,
+        ends_e.data_ptr(), ends_e.shape, counter.data_ptr(), a.get_device(),
+        *(0 if t is None else t.data_ptr() for t in (gate_up, weights_R)),
+        None if scales is None else scales.key(),
+        None if slopes is None else slopes.key(),
+        None if segments is None else (segments.data_ptr(), segments.shape[0]),
+        None if index_R is None else index_R.data_ptr(),
+    )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        fp8, gather = scales is not None, index_R is not None
+        tiling, wide = _fitted(layout, tiling, a, b, blocks)
+        halves = gate_up if slopes is None else slopes.d_gate_up
+        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, gather, a.get_device())
+        launch = kernel.prepare(
+            grid=blocks or sms,
+            block=128 * (tiling.groups + 1),
+            smem=smem,
+            cluster=tiling.cluster,
+            dependent=True,
+            args=[
+                *_operand_maps(layout, a, b, tiling, epilogue, wide, gather),
+                *_result_maps(layout, out, halves),
+                ends_e,
+                segments,
+                ends_e.numel() if segments is None else segments.shape[0],
+                *(out.shape[-2], out.shape[-1], a.shape[-1]),
+                *(weights_R, counter, _status(a.get_device())),
+                _NO_SCALES if scales is None else scales.argument(),
+                _NO_SLOPES if slopes is None else slopes.argument(),
+                index_R,
+            ],
+        )
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+    launch.launch()
+    check_products(a.get_device())
+
+
+_launches: dict[tuple[Any, ...], Any] = {}
+"""Prepared launches by all that they depend on: with a caching allocator a step repeats the last one's."""
+_MOST_LAUNCHES = 4096

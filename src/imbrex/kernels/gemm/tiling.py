@@ -1,0 +1,204 @@
+"""Which tile a grouped GEMM gets: a small measured model. Every choice gives the same numbers.
+
+A product's time is taken as waves of tiles over the SMs, times the cost of a tile in units of a full one of
+128 x 256, or as the time to read the weights (measured on an H200, 1 to 8192 rows an expert). Rows that one
+expert has above the mean another has below it; equal experts count once, a standard deviation apart twice.
+In bf16, tiles of 256 columns are 128 or 64 rows high, as the kernel finds from the counts (gemm/height.cuh).
+Example: 2 experts of 64 rows, 4096 columns: 32 tiles of 256 columns keep 32 of 132 SMs busy for 0.66, 64
+tiles of 64 x 128 twice as many for 0.36 (measured 125, 82 us).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
+
+SHARED = Tiling()
+"""Two groups share 128 x 256: least traffic a product; the best where there is enough work."""
+NARROW = Tiling(block_n=128, stages=6)
+"""128 x 128: never the fastest any more; for who chooses tiles himself."""
+LOW = Tiling(groups=1, stages=5)
+"""One group, 64 x 256: fp8 of few rows, whose weights it reads up to 5 % faster than `SHARED`."""
+SMALL = Tiling(groups=1, block_n=128, stages=8)
+"""One group, 64 x 128, 192 KiB of loads in flight: decode, where weights are read once."""
+OWN = Tiling(pingpong=True, blocks_m=2, block_n=128, stages=5, panels=4)
+"""Each group its own 128 x 128 in turn: stores hide behind the other group's products, at more traffic."""
+
+STAGED = Tiling(stages=3, panels=4)
+"""128 x 256 in fp8, where a step takes as long as two in bf16: three of them are far enough ahead, and a tile
+can be stored whole while the next one is computed (1 to 3 % over `SHARED`)."""
+
+PAIRED, PAIRED_STAGED = SHARED._replace(cluster=2), STAGED._replace(cluster=2)
+"""Two blocks share the weights' columns: fewer reads of L2, and two row tiles read them at the same time."""
+_PAIRS = {SHARED: PAIRED, STAGED: PAIRED_STAGED}
+_PAIRED_WAVES, _PAIRED_DEPTH = 3.5, 54_000
+"""Waves, and waves times depth (600 us), from which a pair is faster, up to 9 %: it starts 1 us later, waits
+for the slower of its blocks and fills the last wave by twos."""
+_WIDE, _WIDE_WAVES = 12_800, 3
+"""Columns, in bf16, from which it is from fewer waves on, 1 to 2 %."""
+
+_COSTS = {SHARED: 1.0, LOW: 0.7, SMALL: 0.36}
+"""Fitted, with what follows, to 500 products of 1 to 8192 rows an expert, counts equal, random and skewed:
+1.015 times the best tile's time, at least 0.995 of torch's speed."""
+_READ = {SHARED: 0.98, LOW: 1.0, SMALL: 1.06}
+"""Time to read the weights over the least: less is on its way at once."""
+_LOW_COST = 0.65
+"""64 rows of a tile that could be 128 high, as in gemm/height.cuh."""
+_TAIL_COST = 0.66
+"""The last tile of an expert where its second group has no rows, over a full one; as there."""
+FP8_UP_TILINGS, FP8_DOWN_TILINGS = (SHARED, LOW, PAIRED), (STAGED, LOW, PAIRED_STAGED)
+"""With SwiGLU, whose result is a quarter of the tile and always staged whole, and without. A tile of 256
+columns holds whole blocks of 128, of gate and of up."""
+GRADIENT_TILINGS = (OWN, SMALL._replace(panels=3))
+"""For SwiGLU's gradient, of many and of few rows: three panels leave at once; with 256 columns its registers
+spill."""
+_PANEL_COST = 1.43
+"""Reading 256 columns of an expert's weights from memory, over a full tile: 4.27 TB/s, 783 TFLOP/s."""
+_READ_AGAIN = 0.1
+"""Of that, for every further row tile of an expert: some find the columns gone from L2."""
+_READ_IDLE = 0.25
+"""Of that, for every wave that the last one leaves idle, over the number of waves."""
+_LARGE_GRADIENT = 8 << 20
+"""Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
+_GATHERED_PAIRS = 256
+"""Mean rows of an expert, read through an index in bf16, from which pairs are faster: with half of the
+weights' lines to ask for, the copy engine has time for the rows (Qwen3, 16384 rows: 176 us, single 180)."""
+_overridden: dict[tuple[Layout, Epilogue], Tiling] = {}
+
+
+@contextmanager
+def override_tilings(given: Mapping[tuple[Layout, Epilogue], Tiling]) -> Iterator[None]:
+    """Inside, products with such a layout and epilogue are cut like this, in every thread: to measure other
+    tiles than the chosen ones. The same bits; KernelError where the kernel cannot be cut so."""
+    before = dict(_overridden)
+    _overridden.update(given)
+    try:
+        yield
+    finally:
+        _overridden.clear()
+        _overridden.update(before)
+
+
+def choose_tiling(
+    layout: Layout,
+    epilogue: Epilogue,
+    rows: int,
+    experts: int,
+    out: tuple[int, int],
+    *,
+    sms: int,
+    depth: int = 0,
+    fp8: bool = False,
+    gather: bool = False,
+) -> Tiling:
+    """`rows`: rows of all experts together, at most (the counts stay on the device); `out`: shape of one
+    expert's output, for a weight gradient, else (rows, columns); `sms`: of the device; `depth`: of a sum;
+    `gather`: rows are read through an index."""
+    if (given := _overridden.get((layout, epilogue))) is not None:
+        return given
+    chosen = _fastest(layout, epilogue, rows, experts, out, sms, depth, fp8)
+    paired = gather and not fp8 and chosen == SHARED and rows >= _GATHERED_PAIRS * experts
+    return PAIRED if paired else chosen
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(
+    layout: Layout,
+    epilogue: Epilogue,
+    rows: int,
+    experts: int,
+    out: tuple[int, int],
+    sms: int,
+    depth: int,
+    fp8: bool,
+) -> Tiling:
+    if layout is Layout.WGRAD:
+        return OWN if out[0] * out[1] >= _LARGE_GRADIENT else SHARED
+    if epilogue is Epilogue.SWIGLU_GRADIENT:
+        many, few = GRADIENT_TILINGS
+        return many if rows // experts > OWN.block_m // 2 else few
+    columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
+    mean = max(1, rows // experts)
+    spread = math.isqrt(mean) if experts > 1 else 0  # a standard deviation of what an expert gets
+    tilings = (SHARED, SMALL)
+    if fp8:
+        tilings = (FP8_UP_TILINGS if epilogue is Epilogue.SWIGLU else FP8_DOWN_TILINGS)[:2]
+        tilings = (LOW,) if mean + spread <= LOW.block_m else tilings
+    equal, apart = [(mean, experts)], [(mean + spread, experts - experts // 2), (mean - spread, experts // 2)]
+
+    def time(tiling: Tiling) -> float:
+        return _time(tiling, equal, columns, sms, fp8) + 2 * _time(tiling, apart, columns, sms, fp8)
+
+    found = min(tilings, key=time)
+    full = experts * math.ceil(mean / found.block_m) * math.ceil(columns / found.block_n) / sms
+    if found in _PAIRS and mean >= found.block_m and _pair_pays(full, depth, columns, fp8):
+        return _PAIRS[found]
+    return found
+
+
+def _pair_pays(full: float, depth: int, columns: int, fp8: bool) -> bool:
+    if columns >= _WIDE and not fp8:
+        return full >= _WIDE_WAVES
+    return full >= _PAIRED_WAVES and full * depth >= _PAIRED_DEPTH
+
+
+def _time(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int, fp8: bool) -> float:
+    """Of the better height where the kernel has two; `groups`: rows, and how many experts have as many."""
+    like = SHARED if tiling == STAGED else tiling
+    parts = columns, sms, tiling.block_n, _READ[like]
+    found = _waves(tiling.block_m, _COSTS[like], groups, *parts)
+    if fp8 or tiling.box_m == tiling.block_m:
+        return found
+    return min(found, _waves(tiling.box_m, _LOW_COST, groups, *parts))
+
+
+def _waves(
+    height: int, cost: float, groups: list[tuple[int, int]], columns: int, sms: int, width: int, read: float
+) -> float:
+    """Waves of products, or the time to read the weights where that is longer."""
+    tiles, tails, experts = 0, 0, sum(number for _, number in groups)
+    for rows, number in groups:
+        tiles += number * math.ceil(rows / height)
+        if height == 128 and 0 < rows % height <= 64:
+            tails += number
+    full = tiles * math.ceil(columns / width) / sms
+    waves = math.ceil(full)
+    products = waves * cost * (1 - (1 - _TAIL_COST) * tails / max(1, tiles))
+    panels = experts * columns / SHARED.block_n / sms
+    again = 1 + _READ_AGAIN * max(0, tiles / experts - 1)
+    idle = 1 + _READ_IDLE * (waves / max(full, 1e-9) - 1)
+    return max(products, panels * _PANEL_COST * read * again * idle)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One kernel; `wide` as in gemm/gemm.cu."""
+
+    layout: Layout
+    epilogue: Epilogue
+    tiling: Tiling
+    wide: bool = False
+
+
+def gemm_choices() -> list[Choice]:
+    """Everything that `choose_tiling` can ask for."""
+    swiglu = Epilogue.SWIGLU_GRADIENT
+    plain = (Epilogue.PLAIN, Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP, Epilogue.WEIGHTED)
+    shared = (SHARED, SMALL)
+    found = [Choice(layout=Layout.FORWARD, epilogue=e, tiling=t) for e in plain for t in (*shared, PAIRED)]
+    gradients = (
+        (Layout.DGRAD, Epilogue.PLAIN, shared),
+        (Layout.DGRAD, swiglu, GRADIENT_TILINGS),
+        *((Layout.WGRAD, e, (SHARED, OWN)) for e in (Epilogue.PLAIN, Epilogue.ADD, Epilogue.ADD_FLOAT)),
+    )
+    found.append(Choice(layout=Layout.DGRAD, epilogue=Epilogue.PLAIN, tiling=PAIRED, wide=True))
+    for layout, epilogue, tilings in gradients:
+        for tiling, wide in itertools.product(tilings, (True, False)):
+            found.append(Choice(layout=layout, epilogue=epilogue, tiling=tiling, wide=wide))
+    return found

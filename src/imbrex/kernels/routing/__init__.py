@@ -1,0 +1,1 @@
+"""Kernels that place every row before any moves, and that choose replicas."""

@@ -1,0 +1,1 @@
+"""Kernels that order, compact, expand and weigh rows on one GPU."""

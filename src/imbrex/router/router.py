@@ -1,0 +1,156 @@
+"""Router: the module that says which experts every token wants."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from imbrex.contracts import Routing
+from imbrex.router.capacity import keep
+from imbrex.router.gates import Gate, choose
+from imbrex.router.global_batch import GlobalBatch
+from imbrex.router.losses import AuxLosses, auxiliary_losses
+from imbrex.router.sparsemixer import sparsemixer
+
+
+class Router(nn.Module):
+    """Tokens to `Routing`.
+
+    weight: [num_experts, width], as `gate.weight` in Hugging Face checkpoints.
+    e_score_correction_bias: float32 buffer [num_experts], only with `Gate.bias`.
+    batch: the ranks over which losses and capacity are defined, so that their number changes neither.
+
+    Scores are float32 whatever the dtype of the tokens, also under autocast.
+    """
+
+    weight: Tensor
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        width: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        gate: Gate | None = None,
+        losses: AuxLosses | None = None,
+        batch: GlobalBatch | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.gate, self.losses = gate or Gate(), losses or AuxLosses()
+        self.gate.check(num_experts, top_k)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.batch = batch or GlobalBatch()
+        self.weight = nn.Parameter(torch.empty(num_experts, width, device=device, dtype=dtype))
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if self.gate.bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+        self.reset_parameters()
+
+    @staticmethod
+    def project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
+        """Logits [T, E] of float32 tokens, `num_sequences` of equal length. An instance may be given another
+        function of the same result, for instance one that sums its gradient in another order."""
+        return F.linear(x_TD, weight_ED)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether a call communicates over `batch`."""
+        return self.batch.num_ranks > 1 and bool(self.losses.names or self.gate.capacity)
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(width), as `torch.nn.Linear`; the bias to zero.
+
+        Drawn in float32 on the CPU: another dtype or device takes other numbers from the generator.
+        """
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        if not self.weight.is_meta:
+            drawn = torch.empty(self.weight.shape, device="cpu").uniform_(-bound, bound)
+            with torch.no_grad():
+                self.weight.copy_(drawn)
+        if self.e_score_correction_bias is not None:
+            nn.init.zeros_(self.e_score_correction_bias)
+
+    def forward(self, x_TD: Tensor, *, num_sequences: int = 1, kept_TK: Tensor | None = None) -> Routing:
+        """Routing of the tokens [T, D]; collective over `batch` if there are losses or a capacity.
+
+        num_sequences: how many sequences of equal length the tokens are, for the sequence-level loss.
+        kept_TK: bool; keep exactly these choices, as recorded in a `Routing`, whatever the capacity says.
+
+        Raises ValueError for shapes or dtypes that do not fit.
+        """
+        self._check(x_TD, num_sequences, kept_TK)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = self.project(x_TD.float(), self.weight.float(), num_sequences)
+            logits_TE, probability_TE, ids_TK, weights_TK = self._choose(logits_TE)
+            losses = auxiliary_losses(
+                logits_TE,
+                probability_TE,
+                ids_TK,
+                num_sequences=num_sequences,
+                wanted=self.losses,
+                batch=self.batch,
+            )
+        if kept_TK is None and self.gate.capacity is not None:
+            kept_TK = keep(ids_TK, weights_TK, self.num_experts, self.gate.capacity, self.batch)
+        if kept_TK is not None:
+            ids_TK = torch.where(kept_TK, ids_TK, -1)
+        return Routing(ids_TK=ids_TK, weights_TK=weights_TK * self.gate.scale, losses=losses, kept_TK=kept_TK)
+
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        gate = self.gate
+        noise = gate.noise if self.training else 0.0
+        if gate.score == "sparsemixer":
+            choice = sparsemixer(logits_TE, self.top_k, jitter=gate.jitter, noise=noise)
+            return logits_TE, logits_TE.softmax(-1), *choice
+        if noise:
+            logits_TE = logits_TE + noise * torch.randn_like(logits_TE)
+        if gate.score == "softmax":
+            scores_TE = probability_TE = logits_TE.softmax(-1)
+        else:
+            scores_TE = logits_TE.sigmoid()
+            probability_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        return logits_TE, probability_TE, *choose(scores_TE, self.e_score_correction_bias, gate, self.top_k)
+
+    @torch.no_grad()
+    def update_bias(self, counts_E: Tensor, speed: float) -> None:
+        """Moves the selection bias of every expert by `speed` towards balance (DeepSeek-V3, section 2.1.2).
+
+        counts_E: choices of every expert over the global batch, the same on every rank. An expert above the
+        mean loses `speed`, one below gains it.
+        """
+        if self.e_score_correction_bias is None:
+            raise ValueError(
+                "Router.update_bias: this gate has no selection bias; build it with Gate(bias=True)"
+            )
+        if counts_E.shape != (self.num_experts,):
+            raise ValueError(
+                f"Router.update_bias: counts of shape {tuple(counts_E.shape)}; pass one per expert, "
+                f"[{self.num_experts}]"
+            )
+        counts_E = counts_E.to(self.e_score_correction_bias.device, torch.float64)
+        self.e_score_correction_bias += speed * (counts_E.mean() - counts_E).sign().float()
+
+    def _check(self, x_TD: Tensor, num_sequences: int, kept_TK: Tensor | None) -> None:
+        width = self.weight.shape[1]
+        if x_TD.dim() != 2 or x_TD.shape[1] != width or not x_TD.is_floating_point():
+            raise ValueError(
+                f"Router: tokens of shape {tuple(x_TD.shape)} and {x_TD.dtype}; pass floating point "
+                f"[T, {width}]"
+            )
+        tokens = x_TD.shape[0]
+        if num_sequences < 1 or tokens % num_sequences:
+            raise ValueError(
+                f"Router: num_sequences={num_sequences} does not divide the {tokens} tokens of this rank; "
+                "pass the number of sequences of equal length"
+            )
+        expected = (tokens, self.top_k)
+        if kept_TK is not None and (kept_TK.shape != expected or kept_TK.dtype != torch.bool):
+            raise ValueError(
+                f"Router: kept_TK of shape {tuple(kept_TK.shape)} and {kept_TK.dtype}; pass bool "
+                f"{list(expected)}, as recorded in Routing.kept_TK"
+            )

@@ -1,0 +1,1 @@
+"""Orders of a layer's tasks and what they take: pure arithmetic, no tensors moved."""

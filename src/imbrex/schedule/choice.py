@@ -1,0 +1,55 @@
+"""The scheduler and the number of chunks that a profile says end first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from imbrex.schedule.exact import MOST_CHUNKS
+from imbrex.schedule.profile import Profile
+from imbrex.schedule.schedulers import SCHEDULERS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Predicted seconds of the forward, planning included, and of the backward."""
+
+    scheduler: str
+    degree: int
+    forward: float
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+def candidates(degree: int, scheduler: str | None = None) -> list[str]:
+    """Schedulers worth a try: `exact` as far as it goes, and `optsche`, which is better where tasks take
+    other times than a profile says; or the only one asked for."""
+    if scheduler is not None:
+        return [scheduler]
+    return ["optsche", "exact"] if 1 < degree <= MOST_CHUNKS else ["optsche"]
+
+
+def predict(profile: Profile, scheduler: str, degree: int) -> Choice:
+    """What a scheduler with so many equal chunks takes."""
+    forward, backward = (SCHEDULERS[scheduler](times) for times in profile.even_times(degree))
+    ratios = profile.correction(scheduler, degree)
+    return Choice(
+        scheduler=scheduler,
+        degree=degree,
+        forward=profile.makespan(forward) * ratios[0],
+        backward=profile.makespan(backward, backward=True) * ratios[1],
+    )
+
+
+def choose(
+    profile: Profile, degrees: Sequence[int] = (1, 2, 3, 4, 6, 8), scheduler: str | None = None
+) -> Choice:
+    """The fastest of `degrees` and their candidates; of equals, the fewest chunks, then the simplest."""
+    found = [predict(profile, name, r) for r in degrees for name in candidates(r, scheduler)]
+    return min(found, key=lambda choice: (choice.seconds, choice.degree))
+
+
+__all__ = ["Choice", "candidates", "choose", "predict"]

@@ -1,0 +1,62 @@
+"""How long an order takes where computing and moving slow each other down: they share cores, or memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from imbrex.schedule.tasks import Order, Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contention:
+    """How many times longer a task takes while the other line is busy too: `compute` while rows move, `moves`
+    while something is computed. At least 1."""
+
+    compute: float = 1.0
+    moves: float = 1.0
+
+    def makespan(self, order: Order, times: Mapping[Task, float]) -> float:
+        """Seconds until everything is over. Example: one second of computing beside one second of moving
+        that slow each other down by 1.5 end after 1.5 seconds.
+
+        Raises ValueError where the two lines wait for each other.
+        """
+        lines, at, clock = (order.compute, order.moves), [0, 0], 0.0
+        left = [times[line[0]] if line else 0.0 for line in lines]
+        over: set[Task] = set()
+        while at[0] < len(lines[0]) or at[1] < len(lines[1]):
+            busy = [k for k in (0, 1) if at[k] < len(lines[k]) and _ready(lines[k][at[k]], over)]
+            if not busy:
+                raise ValueError("schedule: tasks wait for tasks that come later: the order has a cycle")
+            slower = (self.compute, self.moves) if len(busy) == 2 else (1.0, 1.0)
+            first = min(busy, key=lambda k: left[k] * slower[k])
+            passed = left[first] * slower[first]
+            clock += passed
+            for k in busy:
+                left[k] -= passed / slower[k]
+            over.add(lines[first][at[first]])
+            at[first] += 1
+            left[first] = times[lines[first][at[first]]] if at[first] < len(lines[first]) else 0.0
+        return clock
+
+
+def _ready(task: Task, over: set[Task]) -> bool:
+    return task.before is None or task.before in over
+
+
+def fit(compute: float, move: float, beside: float, together: float) -> Contention:
+    """From seconds of computing and of moving alone, of the computing beside the move, and until both were
+    over. The move was begun first and, where it can be, the longer of the two.
+
+    Example: 1 and 2 alone; beside each other the computing takes 1.5, and after 2.75 both are over. So the
+    move had 1.25 left when the computing was over: 0.75 of it was done in 1.5, at half its speed.
+    """
+    slow_compute = max(1.0, beside / compute) if compute > 0 else 1.0
+    after = max(0.0, together - beside)
+    done = move - after
+    slow_moves = max(1.0, beside / done) if done > 0.05 * move else 1.0
+    return Contention(compute=min(slow_compute, 3.0), moves=min(slow_moves, 3.0))
+
+
+__all__ = ["Contention", "fit"]

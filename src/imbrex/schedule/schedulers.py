@@ -1,0 +1,62 @@
+"""Orders of tasks by rule: each scheduler is a function from the times of the tasks to an `Order`.
+
+A scheduler of your own is such a function; `imbrex.testing.check_schedule` says whether its orders can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from imbrex.schedule.exact import exact
+from imbrex.schedule.tasks import Kind, Order, Task, Times
+
+Scheduler = Callable[[Times], Order]
+
+
+def chunks_of(times: Times) -> int:
+    return 1 + max(task.chunk for task in times)
+
+
+def stages(times: Times, *stages: tuple[Kind, ...]) -> list[Task]:
+    """For every stage in turn, its kinds for chunk 0, its kinds for chunk 1, and so on."""
+    degree = chunks_of(times)
+    return [Task(kind=kind, chunk=chunk) for kinds in stages for chunk in range(degree) for kind in kinds]
+
+
+def sequential(times: Times) -> Order:
+    """One task after the other, chunk by chunk: nothing overlaps."""
+    found = [Task(kind=kind, chunk=c) for c in range(chunks_of(times)) for kind in Kind]
+    return Order.of([task for task in found if task in times])
+
+
+def stage_major(times: Times) -> Order:
+    """Every kind for all chunks before the next kind, as Tutel runs."""
+    return Order.of([task for task in stages(times, *((kind,) for kind in Kind)) if task in times])
+
+
+def optsche(times: Times) -> Order:
+    """ScheMoE's order (Eq. 12 to 14): all encoding, then decode, experts and encode chunk by chunk, then
+    all decoding; the moves in the order their chunks are ready. Best where all chunks are alike and a kind
+    takes the same out and back; elsewhere it loses up to 30 %. Weight gradients fill the wait for what
+    returns: they stand between the last encoding and the last decoding.
+    """
+    last = [Task(kind=Kind.weights, chunk=c) for c in range(chunks_of(times))]
+    middle = stages(times, (Kind.decode_out, Kind.experts, Kind.encode_back, Kind.move_back))
+    first = stages(times, (Kind.encode_out, Kind.move_out))
+    end = stages(times, (Kind.decode_back,))
+    return Order.of([*first, *middle, *(task for task in last if task in times), *end])
+
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "sequential": sequential,
+    "stage-major": stage_major,
+    "optsche": optsche,
+    "exact": exact,
+}
+
+
+def register(name: str, scheduler: Scheduler) -> None:
+    """Let `schedule=name` stand for `scheduler`. Raises ValueError where the name is taken."""
+    if SCHEDULERS.get(name, scheduler) is not scheduler:
+        raise ValueError(f"schedule: the name {name!r} is taken; choose another")
+    SCHEDULERS[name] = scheduler
