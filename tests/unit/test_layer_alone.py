@@ -129,9 +129,7 @@ def test_a_width_is_no_config() -> None:
 def test_a_state_of_other_ranks_says_what_to_use() -> None:
     half = imbrex.MoELayer(imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1))
     whole = imbrex.MoELayer(imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=1))
-    with pytest.raises(
-        RuntimeError, match=r"of 2 experts, and 4 live on this rank: save with imbrex\.par"
-    ):
+    with pytest.raises(RuntimeError, match=r"of 2 experts, and 4 live on this rank: save with imbrex\.par"):
         whole.load_state_dict(half.state_dict())
 
 
