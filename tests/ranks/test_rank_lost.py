@@ -66,7 +66,7 @@ def test_the_others_are_told(how: str, phase: str) -> None:
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = """
 import sys, torch, torch.distributed as dist, imbrex
-from imbrex.waiting import leave
+from imbrex.runtime.waits import leave
 from tests.ranks.forked import gloo_threads
 def call():
     layer = imbrex.MoELayer(imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1),
