@@ -14,7 +14,7 @@ SMOKE := $(VENV)/smoke
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test install lint types unit matrix docs smoke format gpu-test gpu-bench clean
+.PHONY: help demo test install lint types unit matrix docs docs-tables smoke format gpu-test gpu-bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ matrix: $(DEV)  ## every codec x transport x schedule x tensor ranks, forward an
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-tables: $(DEV)  ## write the documentation's tables and pictures from benchmarks/results
+	PYTHONPATH=src:. $(BIN)/python -m docs.tables
 
 smoke: $(DEV)
 	rm -rf $(SMOKE)

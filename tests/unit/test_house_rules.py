@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "src").rglob("*.py"))
 KERNELS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "src").rglob("*.cu*"))
 OTHERS = sorted(
-    p.relative_to(ROOT).as_posix() for where in ("tests", "benchmarks") for p in (ROOT / where).rglob("*.py")
+    p.relative_to(ROOT).as_posix()
+    for where in ("tests", "benchmarks", "docs")
+    for p in (ROOT / where).rglob("*.py")
 )
 MODULES = frozenset(map(house.module_of, SOURCES))
 

@@ -1,0 +1,77 @@
+"""Which page has which tables, and the pages with them written in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from docs.tables import codecs, exchange, experts, layer, pictures, placement, schedules, transports
+from docs.tables.results import ROOT, Table
+
+TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
+    "README.md": {"claim": layer.claim, "layer": layer.shown},
+    "docs/nvlink.md": {"layer": layer.every},
+    "docs/exchange.md": {
+        "targets": exchange.targets,
+        "skew": exchange.skew,
+        "sweep": exchange.sweep,
+        "beside": exchange.beside,
+        "doors": exchange.doors,
+        "glue": exchange.glue,
+    },
+    "docs/experts.md": {
+        "over torch": experts.over_torch,
+        "launches and memory": experts.needs,
+        "layer in fp8": experts.layer_fp8,
+        "fp8": experts.fp8,
+    },
+    "docs/codecs.md": {"rates": codecs.rates, "learning": codecs.learning},
+    "docs/placement.md": {
+        "halves": placement.halves,
+        "drift": placement.drift,
+        "split": placement.split,
+        "iterations": placement.iterations,
+        "skewed": placement.skewed,
+    },
+    "docs/transports.md": {"two cores": transports.two_cores, "four GPUs": transports.four_gpus},
+    "docs/schedules.md": {
+        "order loss": schedules.order_loss,
+        "two nodes": schedules.two_nodes,
+        "four GPUs": schedules.four_gpus,
+        "nvlink": schedules.nvlink,
+        "weights in the waits": schedules.weights_in_the_waits,
+    },
+}
+END = "<!-- end of the table -->"
+PLACE = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?" + re.escape(END), re.DOTALL)
+
+
+def places(text: str) -> list[str]:
+    """The names of the tables that a page has room for, in its order."""
+    return [name for _, name in PLACE.findall(text)]
+
+
+def filled(page: str, text: str) -> str:
+    """The page's text with every table as the result files have it."""
+    makers = TABLES.get(page, {})
+    if sorted(places(text)) != sorted(makers):
+        raise ValueError(
+            f"{page} has room for tables {places(text)}, and docs/tables/pages.py makes {[*makers]}"
+        )
+    return PLACE.sub(lambda place: f"{place[1]}\n{makers[place[2]]()}\n\n{END}", text)
+
+
+def current() -> dict[Path, str]:
+    """Every page and picture as it should stand."""
+    texts = {ROOT / page: filled(page, (ROOT / page).read_text(encoding="utf-8")) for page in TABLES}
+    return texts | {ROOT / file: make() for file, make in pictures.PICTURES.items()}
+
+
+def stale() -> dict[Path, str]:
+    """The pages and pictures that stand otherwise, as they should."""
+    return {
+        path: text
+        for path, text in current().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }

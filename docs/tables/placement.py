@@ -1,0 +1,96 @@
+"""The tables of placement.md."""
+
+from __future__ import annotations
+
+from docs.tables.results import Row, Table, last_run, read, select
+
+POLICIES = {
+    ("none", 64): "experts in order",
+    ("deepseek", 68): "DeepSeek's EPLB, 4 extra slots, replicas in turn",
+    ("balanced", 68): "this plan and split, 4 extra slots",
+}
+LINES = {"none": "no balancer", "stale": "stale plan", "online": "online", "hindsight": "hindsight"}
+VARIANTS = {"off": "off", "nothing_to_do": "on, nothing to do", "two_experts": "experts moving"}
+
+
+def rows_of(op: str) -> list[Row]:
+    """The rows of the last run that has some."""
+    return last_run(select(read("placement"), op=op))
+
+
+def halves() -> Table:
+    """Imbalance on the second half of a task, by policy and tokens a batch."""
+    rows, lines, used = rows_of("second_half"), [], []
+    for task in dict.fromkeys(row["case"]["task"] for row in rows):
+        for (impl, slots), about in POLICIES.items():
+            mine = select(rows, impl=impl, case={"task": task, "S": slots})
+            mine.sort(key=lambda row: row["case"]["batch"])
+            lines.append([f"{task}: {about}", *(f"{row['imbalance']:.4f}" for row in mine)])
+            used += mine
+    return Table(head=["tokens a batch, all ranks", "128", "512", "2048"], body=lines, rows=used)
+
+
+def drift() -> Table:
+    """Imbalance after one cycle, by task and tokens an iteration."""
+    rows, lines = rows_of("drift"), []
+    for batch, task in dict.fromkeys((row["case"]["batch"], row["case"]["task"]) for row in rows):
+        by_impl = {row["impl"]: row for row in select(rows, case={"batch": batch, "task": task})}
+        after = (f"{by_impl[impl]['imbalance_after_a_cycle']:.3f}" for impl in LINES)
+        lines.append([batch, task, *after])
+    return Table(head=["tokens an iteration", "task", *LINES.values()], body=lines, rows=rows)
+
+
+def split() -> Table:
+    rows, lines = last_run(select(read("placement_gpu"), op="split")), []
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    for key in dict.fromkeys(tuple(row["case"][x] for x in "WES") for row in rows):
+        by_impl = {row["impl"]: row for row in select(rows, case=dict(zip("WES", key, strict=True)))}
+        lines.append([", ".join(map(str, key)), *(f"{by_impl[impl]['median_us']:.0f}" for impl in impls)])
+    return Table(head=["ranks, experts, slots", *(f"{impl}, us" for impl in impls)], body=lines, rows=rows)
+
+
+def iterations() -> Table:
+    """Medians and, where written down, means, which have the iterations in which a migration ends."""
+    rows, lines = select(read("placement_gpu"), op="iteration"), []
+    for row in rows:
+        off = next(r for r in rows if r["impl"] == "off" and r["case"] == row["case"])
+        over = [f"{row[name] / off[name] - 1:+.1%}" for name in ("median_us", "mean_us") if name in row]
+        lines.append(
+            [
+                row["case"]["W"],
+                row["case"]["T"],
+                VARIANTS[row["impl"]],
+                f"{row['median_us'] / 1000:.2f}",
+                *[*over, ""][:2],
+                f"{row.get('fetched_an_iteration', 0):.1f}",
+            ]
+        )
+    head = ["GPUs", "tokens a rank", "balancer", "iteration, ms", "over off", "mean over off", "experts"]
+    return Table(head=head, body=lines, rows=rows)
+
+
+def skewed() -> Table:
+    rows, lines = select(read("placement_gpu"), op="skewed"), []
+    for row in select(rows, impl="planned"):
+        before = next(r for r in rows if r["impl"] == "in_order" and r["case"] == row["case"])
+        lines.append(
+            [
+                row["case"]["W"],
+                row["case"]["model"],
+                f"{row['case']['task']}, {row['case']['layer']}",
+                f"{before['median_us'] / 1000:.2f} ({before['imbalance']:.2f})",
+                f"{row['median_us'] / 1000:.2f}",
+                f"{row['predicted_us'] / 1000:.2f}",
+                f"{row['measured_over_predicted'] - 1:+.1%}",
+            ]
+        )
+    head = [
+        "GPUs",
+        "model",
+        "task, layer",
+        "in order: ms (imbalance)",
+        "planned: ms",
+        "predicted: ms",
+        "off by",
+    ]
+    return Table(head=head, body=lines, rows=rows)

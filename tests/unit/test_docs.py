@@ -1,0 +1,111 @@
+"""The documentation shows what the result files say; the expert kernels' measures of a small made-up file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs.tables import experts as shown
+from docs.tables import pages
+from docs.tables.results import Table, sources
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def row(op: str, impl: str, us: float, model: str = "mixtral", **more: Any) -> dict[str, Any]:
+    case = {"model": model, "rows": more.pop("rows", 16384), "skew": more.pop("skew", "balanced")}
+    return {"run": 0, "op": op, "impl": impl, "case": case, "median_us": us, "n": 20, "share": 0.9, **more}
+
+
+ROWS = [
+    row("grouped_gemm", "imbrex", 100.0, share=0.88),
+    row("grouped_gemm", "torch", 110.0),
+    row("grouped_gemm", "imbrex", 100.0, "qwen3-30b-a3b", share=0.5),  # F = 768 has no target
+    row("grouped_gemm", "imbrex", 20.0, rows=1024, share=0.4),
+    row("grouped_gemm", "torch", 19.0, rows=1024),
+    row("ffn", "imbrex", 100.0),
+    row("ffn", "torch", 121.0),
+    row("ffn", "imbrex", 100.0, skew="uniform"),
+    row("ffn", "torch", 100.0, skew="uniform"),
+    row("ffn", "imbrex-fp8", 80.0),
+    row("ffn", "imbrex", 50.0, rows=1024),
+    row("ffn", "imbrex-fp8", 10.0, rows=1024),  # few rows: counted apart
+    row("ffn", "torch-compiled", 90.0, n=10),
+    row("ffn", "torch", 130.0, n=10),  # timed again beside it: the faster counts
+    row("decode", "imbrex", 10.0, rows=64, share=0.97),
+]
+
+
+def test_means_and_leasts() -> None:
+    lines = {figure.name: figure.line().split(" | ") for figure in shown.figures(ROWS)}
+    assert lines["forward, torch's time over ours"][2:] == ["1.100", "1.000", "2 |"]
+    assert lines["fp8, bf16's time over it, rows quantised"][2:] == ["1.250", "1.250", "1 |"]
+    assert lines["fp8, bf16's time over it, rows quantised, any number of rows"][2:] == [
+        "2.500",
+        "1.250",
+        "2 |",
+    ]
+    share = "rows, balanced, F >= 1408: share of the dense rate"
+    assert lines[f"grouped GEMM, 16384 {share}"][2:] == ["0.880", "0.880", "1 |"]
+    assert lines[f"grouped GEMM, 1024 {share}"][2] == "0.400"
+    assert lines["decode: share of the copy rate"][2] == "0.970"
+    assert "not measured" in lines["forward and backward, torch's time over ours"]
+    assert lines["forward, compiled torch's"][2:] == ["0.900", "0.900", "1 |"]
+
+
+def test_cases_behind_torch_are_named() -> None:
+    compiled = "0.900 ffn mixtral 16384 balanced torch-compiled"
+    assert shown.behind(ROWS) == [compiled, "0.950 grouped_gemm mixtral 1024 balanced torch"]
+
+
+def test_the_committed_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    file = ROOT / "benchmarks/results/experts.json"
+    shown.main([str(file)])
+    out = capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    assert f"behind torch, eager or compiled, any number of rows: {len(shown.behind(rows))} of " in out
+
+
+def test_tables_and_pictures_are_those_of_the_results() -> None:
+    assert [str(path) for path in pages.stale()] == [], "run `make docs-tables`"
+
+
+def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
+    text = (ROOT / "docs/nvlink.md").read_text()
+    figure = re.search(r"\| qwen2-moe \| 16384 \| forward \| (\d+) ", text)
+    assert figure
+    assert pages.filled("docs/nvlink.md", text.replace(figure[1], "1")) == text
+
+
+def test_a_page_and_its_tables_belong_together() -> None:
+    with pytest.raises(ValueError, match="no such table"):
+        pages.filled("docs/nvlink.md", f"<!-- table: no such table -->\n{pages.END}")
+    with pytest.raises(ValueError, match=r"room for tables \[\]"):
+        pages.filled("docs/nvlink.md", "nothing here")
+    assert pages.filled("docs/layer.md", "nothing here") == "nothing here"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_nothing_waits_to_be_filled(page: Path) -> None:
+    """Every comment is a table's, or names what a test checks."""
+    comments = re.findall(r"<!-- (.+?) -->", page.read_text())
+    known = r"table: |end of the (table|rooms)$|.*checked against .* by tests/"
+    assert [comment for comment in comments if not re.match(known, comment)] == []
+
+
+def test_a_table_says_where_it_is_from() -> None:
+    run = {"file": "a.json", "commit": "abc-dirty", "date": "2026-11-22", "hardware": {"cores": 2}}
+    gpu = run | {"commit": "def", "hardware": {"gpu": "NVIDIA H200", "count": 4, "cores": 64}}
+    rows = [
+        {"run": 0, "measured": run, "median_us": 1.0, "n": 5},
+        {"run": 0, "measured": run, "median_us": 1.0, "n": 20},
+        {"run": 1, "measured": gpu, "share": 0.5},
+    ]
+    said = "*`a.json`: 2 cores, revision abc with changes, 2026-11-22, medians of 5 and 20; "
+    assert sources(rows) == said + "4 x H200, revision def, 2026-11-22.*"
+    table = Table(head=["a", "b"], body=[[1, "x"]], rows=rows)
+    assert str(table).startswith("| a | b |\n| --- | --- |\n| 1 | x |\n\n*`a.json`")
