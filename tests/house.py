@@ -249,6 +249,35 @@ def _has_reason(lines: list[str], statement: ast.stmt) -> bool:
     return any(re.search(r"# (host sync|on the host):", line) for line in said)
 
 
+# By default torch decides their dtype from their values alone.
+_INTEGERS_OF_THEMSELVES = {"arange", "randint", "randperm"}
+_FACTORIES = _INTEGERS_OF_THEMSELVES | {
+    *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "eye", "scalar_tensor"),
+    *("linspace", "logspace", "rand", "randn", "normal"),
+}
+MAKES_OWN_PROCESS = {"cli", "bench", "demo", "reproduce", "launch"}
+"""Rooms of programs, in which nobody but imbrex sets torch's defaults."""
+
+
+def default_kinds(path: str, text: str) -> list[Breach]:
+    """Tensors that get torch's default device, or a dtype that is not said: a user's
+    `torch.set_default_dtype` or `torch.set_default_device` changes them."""
+    if room(module_of(path)) in MAKES_OWN_PROCESS:
+        return []
+    breaches = []
+    for node in ast.walk(ast.parse(text, path)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, owner, said = node.func.attr, node.func.value, {keyword.arg for keyword in node.keywords}
+        if not (isinstance(owner, ast.Name) and owner.id == "torch" and name in _FACTORIES) or None in said:
+            continue
+        floats = any(isinstance(n, ast.Constant) and isinstance(n.value, float) for n in ast.walk(node))
+        wanted = {"device"} if name in _INTEGERS_OF_THEMSELVES and not floats else {"device", "dtype"}
+        if missing := sorted(wanted - said):
+            breaches.append(f"{path}:{node.lineno}: torch.{name} without {' and '.join(missing)}")
+    return breaches
+
+
 def banners(path: str, text: str) -> list[Breach]:
     return [
         f"{path}:{number}: a banner instead of a why"

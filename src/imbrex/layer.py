@@ -34,6 +34,7 @@ from imbrex.router.global_batch import GlobalBatch
 from imbrex.router.losses import AuxLosses
 from imbrex.router.router import Router
 from imbrex.runtime.checks import expect, piece
+from imbrex.runtime.words import words
 from imbrex.schedule.schedulers import Scheduler
 from imbrex.transport import Auto
 
@@ -248,7 +249,7 @@ class MoELayer(nn.Module):
         others = self.ranks.data_size
 
         def rows(tokens: int) -> int:
-            return int(capacity.limit(torch.tensor(tokens * others), config.top_k, config.num_experts))
+            return int(capacity.limit(words(tokens * others)[0], config.top_k, config.num_experts))
 
         return rows
 

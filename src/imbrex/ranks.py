@@ -92,7 +92,7 @@ class Ranks:
 
     def agree_on_seed(self) -> int:
         """A number drawn from torch's generator on the first rank, the same on all."""
-        drawn = torch.randint(2**31, (1,))
+        drawn = torch.randint(2**31, (1,), device="cpu")
         self.share([drawn])
         return int(drawn)
 

@@ -67,6 +67,10 @@ def test_copies_to_the_host_say_why() -> None:
     assert collect(house.silent_syncs, SOURCES) == []
 
 
+def test_tensors_name_their_dtype_and_device() -> None:
+    assert collect(house.default_kinds, SOURCES) == []
+
+
 def test_no_banners() -> None:
     assert collect(house.banners, SOURCES + KERNELS + OTHERS) == []
 
@@ -231,6 +235,40 @@ def test_a_silent_sync_is_found(text: str) -> None:
 def test_a_sync_with_its_reason_is_fine(text: str) -> None:
     text = "def f():\n" + textwrap.indent(text, "    ")
     assert house.silent_syncs(LAYER, text) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        ("torch.empty(3, device=x.device)", "dtype"),
+        ("torch.zeros(3, dtype=torch.int64)", "device"),
+        ("torch.tensor([0.5])", "device and dtype"),
+        ("torch.full((2,), 1.0, device=x.device)", "dtype"),
+        ("torch.arange(4)", "device"),
+        ("torch.arange(0.5, 4, device=x.device)", "dtype"),
+        ("torch.rand(3, generator=drawn)", "device and dtype"),
+        ("torch.eye(2, device='cpu')", "dtype"),
+        ("torch.linspace(0, 1, 5, dtype=torch.float32)", "device"),
+    ],
+)
+def test_a_default_dtype_or_device_is_found(call: str, missing: str) -> None:
+    name = call.split("(")[0]
+    assert house.default_kinds(LAYER, f"y = {call}\n") == [f"{LAYER}:1: {name} without {missing}"]
+    assert house.default_kinds("src/imbrex/cli/demo.py", f"y = {call}\n") == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.empty(3, dtype=torch.float32, device=x.device)",
+        "torch.arange(4, device='cpu')",
+        "torch.zeros_like(x)",
+        "x.new_empty(3)",
+        "torch.randn(3, **FLOATS)",
+    ],
+)
+def test_a_tensor_of_a_said_kind_is_fine(call: str) -> None:
+    assert house.default_kinds(LAYER, f"y = {call}\n") == []
 
 
 def test_a_banner_is_found() -> None:

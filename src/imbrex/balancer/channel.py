@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
 from imbrex.router import collectives
 from imbrex.runtime import waits
+from imbrex.runtime.words import words
 
 
 class Channel:
@@ -69,13 +69,13 @@ def connect(ranks: Any, exchange_counts: Callable[[Tensor], Tensor], timeout_s: 
 
     ranks: the layer's `Ranks`. exchange_counts: gathers int64 [n] over its group.
     """
-    number = int(exchange_counts(torch.tensor([int.from_bytes(os.urandom(7), "little")]))[0])
+    number = int(exchange_counts(words(int.from_bytes(os.urandom(7), "little")))[0])
     data = ranks.data_group if ranks.data_size > 1 else None
     column, rows = 0, 1
     if data is not None:
         column, rows = data.rank(), data.size()
         device = "cuda" if "nccl" in str(dist.get_backend(data)) else "cpu"
-        drawn = torch.tensor([number], device=device)
+        drawn = words(number).to(device)
         # host sync: once, at construction
         number = int(collectives.gather_over_ranks(drawn, data.group_name, rows)[0])
     return Lines(

@@ -106,7 +106,7 @@ class Book:
         copies = []
         for number, block in enumerate(self._blocks):
             used = self._used if number == len(self._blocks) - 1 else len(block)
-            copy = torch.empty(used, dtype=torch.int32, pin_memory=pinned)
+            copy = torch.empty(used, dtype=torch.int32, device="cpu", pin_memory=pinned)
             copies.append(copy.copy_(block[:used], non_blocking=True))
         return Page(copies, Mark(self.device), self.timeout_s)
 

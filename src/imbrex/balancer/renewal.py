@@ -16,6 +16,7 @@ from imbrex.contracts import Placement
 from imbrex.placement.online import Pace, predicted, renew, weigh
 from imbrex.placement.packing import Ints
 from imbrex.placement.planner import to_held
+from imbrex.runtime.words import words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,7 @@ def _of_all_data_ranks(recent: Sequence[Ints], others: Channel | None) -> Sequen
     one back."""
     if others is None or not recent:
         return recent
-    common = int(others.meet("counts", torch.tensor([len(recent)])).min())
+    common = int(others.meet("counts", words(len(recent))).min())
     told = others.meet("counts", torch.from_numpy(np.stack(recent[len(recent) - common :])))
     # on the host: gloo gathers there
     return list(told.transpose(0, 1).flatten(1, 2).numpy())

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.balancer.channel import Channel
 from imbrex.balancer.migration import Change
 from imbrex.balancer.protocol import Standing, Vote
+from imbrex.runtime.words import words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +64,11 @@ class Ballots:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._work: dist.Work | None = None
-        self._gathered = torch.empty(0, 0, dtype=torch.int64)
+        self._gathered = words()[None]
 
     def cast(self, *numbers: int) -> None:
         """Say this rank's numbers to all."""
-        self._gathered, self._work = self.channel.gather(torch.tensor(numbers, dtype=torch.int64))
+        self._gathered, self._work = self.channel.gather(words(*numbers))
 
     def read(self) -> list[list[int]]:
         """What every rank said, by rank. Raises RankLostError where one said nothing in time."""

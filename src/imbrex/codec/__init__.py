@@ -82,7 +82,7 @@ def check_bytes(wire: Wire, width: int) -> None:
     for codec in {id(c): c for c in (getattr(wire, crossing) for crossing in Wire.__slots__)}.values():
         for dtype in (torch.float32, torch.bfloat16):
             try:
-                encoded = codec.encode(torch.ones(2, width, dtype=dtype), dtype)
+                encoded = codec.encode(torch.ones(2, width, dtype=dtype, device="cpu"), dtype)
                 stated = codec.nbytes(width, dtype)
             except Exception as error:
                 raise ValueError(

@@ -24,7 +24,7 @@ def add_encoded(
     a piece names a target once. Zero rows where nothing is added."""
     nbytes = codec.nbytes(width, dtype)
     tail = (pieces[0][0].shape[1] - nbytes) // 4
-    sums = torch.zeros(num_rows, width + tail, device=pieces[0][0].device)
+    sums = torch.zeros(num_rows, width + tail, dtype=torch.float32, device=pieces[0][0].device)
     for encoded, target in pieces:
         values = codec.decode(encoded[:, :nbytes], width, dtype).float()
         scalars = from_bytes(encoded[:, nbytes:], tail, torch.float32)

@@ -13,7 +13,8 @@ BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST, LARGEST_SCALE = 6.0, 448.0
 # From these magnitudes on the next value is nearer. A tie goes to the even code: .75, 1.75 and 3.5 go up.
-_below = torch.nextafter(torch.tensor([0.75, 1.75, 3.5]), torch.tensor(0.0)).tolist()
+_middles = torch.tensor([0.75, 1.75, 3.5], dtype=torch.float32, device="cpu")
+_below = _middles.nextafter(torch.zeros_like(_middles)).tolist()
 LIMITS = (0.25, _below[0], 1.25, _below[1], 2.5, _below[2], 5.0)
 
 
@@ -43,7 +44,7 @@ class Nvfp4:
         wanted = blocks.divide(blocks.over(amax, LARGEST), row_scale)
         scale = wanted.clamp(0, LARGEST_SCALE).to(torch.float8_e4m3fn)
         scaled = blocks.divide(values, scale.float() * row_scale)
-        limits = torch.tensor(LIMITS, device=scaled.device)
+        limits = torch.tensor(LIMITS, dtype=torch.float32, device=scaled.device)
         codes = torch.bucketize(scaled.abs().contiguous(), limits).to(torch.uint8) | (
             (scaled < 0).to(torch.uint8) << 3
         )
@@ -57,7 +58,8 @@ class Nvfp4:
         count = blocks.num_blocks(width, BLOCK)
         packed, scales, row = encoded_NB.split([count * BLOCK // 2, count, 4], 1)
         codes = blocks.unpack_nibbles(packed).long()
-        signed = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], device=codes.device)
+        signed_16 = [*MAGNITUDES, *(-m for m in MAGNITUDES)]
+        signed = torch.tensor(signed_16, dtype=torch.float32, device=codes.device)
         scale = from_bytes(scales, count, torch.float8_e4m3fn).float() * from_bytes(row, 1, torch.float32)
         return saturated(blocks.join(blocks.cut(signed[codes], BLOCK) * scale[:, :, None], width), dtype)
 

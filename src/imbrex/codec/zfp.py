@@ -72,7 +72,9 @@ class Zfp:
         header_B = words_BW[:, 0] & ((1 << HEADER_BITS) - 1)
         unsigned_Bn = zfp_planes.read(words_BW, HEADER_BITS, self.budget, self.size)
         if self.dimensions == 2:
-            unsigned_Bn = unsigned_Bn[:, torch.tensor(SEQUENCY, device=words_BW.device).argsort()]
+            unsigned_Bn = unsigned_Bn[
+                :, torch.tensor(SEQUENCY, dtype=torch.int64, device=words_BW.device).argsort()
+            ]
         fixed_Bn = signed32((unsigned_Bn ^ NEGABINARY) - NEGABINARY)
         values_Bn = untransform(fixed_Bn, self.dimensions).double()
         exponent_B = (header_B >> 1) - BIAS

@@ -27,7 +27,7 @@ def write(unsigned_Bn: Tensor, header_B: Tensor, header_bits: int, budget: int) 
     device = unsigned_Bn.device
     words = torch.zeros(num_blocks, budget // WORD + 3, dtype=torch.int64, device=device)
     words[:, 0] = header_B
-    at_B = torch.full((num_blocks,), header_bits, device=device)
+    at_B = torch.full((num_blocks,), header_bits, dtype=torch.int64, device=device)
     at_B = torch.where(header_B == 0, budget, at_B)
     significant_B = torch.zeros_like(at_B)
     codes, lengths = (table.to(device) for table in _rest_codes(size))
@@ -62,7 +62,7 @@ def _rest_codes(size: int) -> tuple[Tensor, Tensor]:
 
     Width w = number of bits of the rest; a code has at most 2 w bits.
     """
-    index = torch.arange(2 << size)
+    index = torch.arange(2 << size, device="cpu")
     width = torch.frexp(index.double()).exponent.long() - 1
     rest = torch.where(index > 0, index - (1 << width.clamp(min=0)), 0)
     code, length, testing = torch.zeros_like(index), torch.zeros_like(index), torch.ones_like(index)
@@ -87,7 +87,7 @@ def read(words_BW: Tensor, header_bits: int, budget: int, size: int) -> Tensor:
     """Coefficients [B, n] of words, as far as the budget reaches. Blocks of header 0 give rubbish."""
     num_blocks, device = words_BW.shape[0], words_BW.device
     words = torch.nn.functional.pad(words_BW, [0, 2])
-    at_B = torch.full((num_blocks,), header_bits, device=device)
+    at_B = torch.full((num_blocks,), header_bits, dtype=torch.int64, device=device)
     significant_B = torch.zeros_like(at_B)
     out_Bn = torch.zeros(num_blocks, size, dtype=torch.int64, device=device)
     place_n = torch.arange(size, device=device)
@@ -140,7 +140,8 @@ def _windows(size: int) -> Tensor:
     An entry: bits used (4 bits), new position (5), in a run (1), plane ended (1), then from bit 16 on the
     coefficients found to be set.
     """
-    state, window = torch.meshgrid(torch.arange(2 * size + 2), torch.arange(2 << WINDOW), indexing="ij")
+    numbers = (torch.arange(end, device="cpu") for end in (2 * size + 2, 2 << WINDOW))
+    state, window = torch.meshgrid(*numbers, indexing="ij")
     length = torch.frexp(window.double()).exponent.long() - 1
     position, running = state // 2, state % 2
     used, ended, found = torch.zeros_like(state), torch.zeros_like(state), torch.zeros_like(state)

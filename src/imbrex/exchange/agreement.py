@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import VERSION, Routing, Transport
+from imbrex.runtime.words import words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEADER, TOKENS = 9, 3
@@ -92,7 +93,7 @@ def write_header(
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0
-    head = torch.tensor([VERSION, call, dtype, tokens, 0, *problem], device=ids_TK.device if fine else "cpu")
+    head = words(VERSION, call, dtype, tokens, 0, *problem).to(ids_TK.device if fine else "cpu")
     if replicated and fine:
         place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
         head[4] = (ids_TK.flatten() * place).sum()
@@ -135,7 +136,7 @@ def agree(
     returned of all ranks.
     """
     values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
-    told = transport.exchange_counts(torch.tensor([problem is not None, own, *values]))
+    told = transport.exchange_counts(words(problem is not None, own, *values))
     if problem is not None:
         raise problem
     wrong, gathered = told[:, 0].nonzero().flatten(), told[:, 2:]

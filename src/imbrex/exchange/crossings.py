@@ -25,6 +25,7 @@ from imbrex.exchange.geometry import Geometry
 from imbrex.exchange.plan import read_state
 from imbrex.observe import Observer
 from imbrex.placement.flow import split_near
+from imbrex.runtime.words import words
 from imbrex.transport.nodes import Nodes
 
 Sizes = tuple[Tensor, dict[str, Tensor]]
@@ -44,10 +45,10 @@ class Crossings(ops.Owner):
         observer: Observer,
         layer: int,
     ) -> None:
-        super().__init__()
+        self.num_local_slots = len(geometry.local_slots)
+        super().__init__(self.num_local_slots, world_size, hasattr(transport, "plan_relays"))
         self.geometry, self.transport, self.wire = geometry, transport, wire
         self.world_size, self.observer, self.layer = world_size, observer, layer
-        self.num_local_slots = len(geometry.local_slots)
         self.nodes: Nodes | None = None  # as the ranks' launchers say, if they make regular ones
         self.calls = 0
 
@@ -78,10 +79,10 @@ class Crossings(ops.Owner):
         self.calls += 1
         header = write_header(problem, x_TD, ids_TK, self.calls, replicated)
         fine = not problem[0]
-        counts_E = plan.count_choices(ids_TK, num_experts) if fine else torch.zeros(num_experts).long()
+        counts_E = plan.count_choices(ids_TK, num_experts) if fine else words(*[0] * num_experts)
         if not self._sizes_ahead:
             return torch.cat([header, counts_E])
-        slot_TK = plan.only_slots(ids_TK, geometry.placement) if fine else torch.zeros(0, 1).long()
+        slot_TK = plan.only_slots(ids_TK, geometry.placement) if fine else words()[:, None]
         return torch.cat([header, counts_E, self._wanted(slot_TK).sum(0)])
 
     @property
@@ -125,7 +126,7 @@ class Crossings(ops.Owner):
         self.observer.count("expert_load", counts_WE[geometry.rank], layer=self.layer)
         if not replicated:
             return split_near(geometry.split, counts_WE, placement, self.transport.device)
-        split_WS = torch.zeros(world, placement.num_slots, dtype=torch.int64)
+        split_WS = torch.zeros(world, placement.num_slots, dtype=torch.int64, device="cpu")
         split_WS[geometry.rank] = geometry.split(counts_WE[:1], placement)[0]
         return split_WS
 
@@ -139,7 +140,7 @@ class Crossings(ops.Owner):
         geometry = self.geometry
         if self.transport.replicated or self.transport.broadcasts:
             fill = self.transport.broadcasts
-            return torch.full((slot_TK.shape[0], self.world_size), fill, device=slot_TK.device)
+            return slot_TK.new_full((slot_TK.shape[0], self.world_size), fill, dtype=torch.bool)
         return plan.ranks_wanted(slot_TK, geometry.placement, geometry.tensor_parallel)
 
     def _exchange_sizes(self, wanted: list[Tensor], gathered: list[Tensor]) -> list[Sizes]:
@@ -147,7 +148,7 @@ class Crossings(ops.Owner):
         `Traffic` has for transports that relay."""
         world = self.world_size
         if self.transport.replicated or world == 1:
-            return [(torch.zeros(world, world, dtype=torch.int64), {}) for _ in wanted]
+            return [(torch.zeros(world, world, dtype=torch.int64, device="cpu"), {}) for _ in wanted]
         if self._sizes_ahead:
             return [(told[:, -world:].clone().fill_diagonal_(0), {}) for told in gathered]
         self.observer.count("host_syncs", 1, layer=self.layer)
@@ -200,10 +201,10 @@ class Crossings(ops.Owner):
         """The shapes of `State`, for the compiler. `size` makes sizes that only the run knows."""
         source_R = ids_TK.new_empty(rows)
         position_PK = ids_TK.new_empty(size(), ids_TK.shape[1])
-        splits = torch.empty(2, self.world_size).long()
+        splits = torch.empty(2, self.world_size, dtype=torch.int64, device="cpu")
         state = [source_R, position_PK, ids_TK.new_empty(size()), splits]
         if hasattr(self.transport, "plan_relays") and self.world_size > 1:
-            state[3] = torch.empty(size(), self.world_size).long()
+            state[3] = torch.empty(size(), self.world_size, dtype=torch.int64, device="cpu")
             state.append(ids_TK.new_empty(size(), size(), dtype=torch.uint8))
         return state
 

@@ -64,7 +64,7 @@ class NvlinkCrossings(ops.Owner):
     def __init__(
         self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Observer, layer: int
     ) -> None:
-        super().__init__()
+        super().__init__(transport.world_size, geometry.rank, geometry.placement.rank_offsets)
         self.transport, self.wire, self.observer, self.layer = transport, wire, observer, layer
         self.world_size = transport.world_size
         self._tables: Tables | None = None

@@ -213,8 +213,8 @@ class Exchange:
         rank's cannot. For callers who communicate between having tokens and dispatching them. A rank that
         finds its own tokens wrong may call it alone: the others hear it in their `dispatch`."""
         x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x[None, None]
-        ids_TK = torch.full((x_TD.shape[0], self.geometry.top_k), -1, device=x.device)
-        weights_TK = torch.zeros(ids_TK.shape, device=x.device)
+        ids_TK = torch.full((x_TD.shape[0], self.geometry.top_k), -1, dtype=torch.int64, device=x.device)
+        weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=x.device)
         self._crossings.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
 
     def dispatch(

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, get_ctx
 
+MOST_FORMS = 1 << 16
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
+_forms: dict[tuple, int] = {}
 
 
-def register(owner: Any) -> int:
-    """A key by which operators find `owner` for as long as it lives."""
-    key = next(_keys)
+def register(owner: Any, *form: Any) -> int:
+    """A key by which operators find `owner` for as long as it lives. form: all that the shapes of its results
+    depend on; its number is the key's remainder by `MOST_FORMS`."""
+    number = _forms.setdefault((type(owner), *form), len(_forms))
+    assert number < MOST_FORMS
+    key = next(_keys) * MOST_FORMS + number
     _live[key] = owner
     return key
 
@@ -32,6 +37,11 @@ def release(key: int) -> None:
 
 
 def owner_of(key: int) -> Any:
+    if isinstance(key, torch.SymInt):
+        # A compiled graph may serve many layers: all whose keys end in this form, so shapes of one are shapes
+        # of all. `int` is the compiler's guard.
+        int(key % MOST_FORMS)
+        key = key.node.hint
     try:
         return _live[key]
     except KeyError:
@@ -43,10 +53,11 @@ def owner_of(key: int) -> Any:
 class Owner:
     """What operators of an exchange find by `key`, with the crossings begun earlier, by ticket."""
 
-    def __init__(self) -> None:
+    def __init__(self, *form: Any) -> None:
+        """form: as `register` says."""
         self.begun: dict[int, tuple] = {}
         self._tickets = itertools.count()
-        self.key = register(self)
+        self.key = register(self, *form)
 
     def begin(self, *started: Any) -> int:
         ticket = next(self._tickets)

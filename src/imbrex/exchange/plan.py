@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement, Plan, Traffic
+from imbrex.runtime.words import words
 
 
 def count_choices(ids_TK: Tensor, num_bins: int) -> Tensor:
@@ -28,7 +29,7 @@ def count_pairs(ids_TK: Tensor, num_bins: int) -> Tensor:
     diagonal; -1 is not counted. Exact up to 2^24 tokens, no host sync.
     Example: [[0, 2], [2, -1]] of 3: [[1, 0, 1], [0, 0, 0], [1, 0, 2]].
     """
-    chosen_TE = torch.zeros(len(ids_TK), num_bins + 1, device=ids_TK.device)
+    chosen_TE = torch.zeros(len(ids_TK), num_bins + 1, dtype=torch.float32, device=ids_TK.device)
     chosen_TE = chosen_TE.scatter_(1, torch.where(ids_TK < 0, num_bins, ids_TK), 1.0)[:, :num_bins]
     with torch.autocast(ids_TK.device.type, enabled=False):
         return (chosen_TE.T @ chosen_TE).long()
@@ -53,11 +54,11 @@ def choose_slots(ids_TK: Tensor, split_S: Tensor, placement: Placement) -> Tenso
     if not placement.has_replicas:
         return only_slots(ids_TK, placement)
     device = ids_TK.device
-    slots = torch.tensor(placement.slots)
+    slots = words(*placement.slots)
     by_expert = torch.argsort(torch.where(slots < 0, placement.num_experts, slots), stable=True)
     experts = slots[by_expert]
     by_expert = by_expert[experts >= 0]
-    first = torch.searchsorted(slots[by_expert], torch.arange(placement.num_experts))
+    first = torch.searchsorted(slots[by_expert], torch.arange(placement.num_experts, device="cpu"))
     ends = torch.cumsum(split_S[by_expert], 0)
     base = torch.cat([ends.new_zeros(1), ends])[first]
     flat = ids_TK.flatten()
@@ -70,10 +71,10 @@ def choose_slots(ids_TK: Tensor, split_S: Tensor, placement: Placement) -> Tenso
 
 def only_slots(ids_TK: Tensor, placement: Placement) -> Tensor:
     """The slot of every choice where no expert has two, int64 [T, K], `-1` for a dropped one."""
-    slots = torch.tensor(placement.slots)
+    slots = words(*placement.slots)
     held = (slots >= 0).nonzero()[:, 0]
     # One more, which stays -1, for ids of -1: an index counted from the end.
-    slot_of = torch.full((placement.num_experts + 1,), -1).index_copy_(0, slots[held], held)
+    slot_of = slots.new_full((placement.num_experts + 1,), -1).index_copy_(0, slots[held], held)
     return slot_of.to(ids_TK.device)[ids_TK]
 
 
@@ -101,8 +102,8 @@ def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
 
 def owner_of_slot(placement: Placement, device: torch.device) -> Tensor:
     """Expert-parallel rank that owns every slot, int64 [S]."""
-    sizes = torch.tensor(placement.rank_offsets).diff()
-    return torch.repeat_interleave(torch.arange(placement.num_ranks), sizes).to(device)
+    sizes = words(*placement.rank_offsets).diff()
+    return torch.repeat_interleave(torch.arange(placement.num_ranks, device="cpu"), sizes).to(device)
 
 
 def slot_rows(split_WS: Tensor, alignment: int, rows_per_slot: int | None) -> Tensor:
@@ -137,7 +138,7 @@ def make_plan(
     rows_S = slot_rows(split_WS, alignment, rows_per_slot)
     starts_S = torch.cumsum(rows_S, 0) - rows_S
     owner_S = owner_of_slot(placement, split_WS.device)
-    first_slot = torch.tensor(placement.rank_offsets)[owner_S]
+    first_slot = words(*placement.rank_offsets)[owner_S]
     base_S = starts_S - starts_S[first_slot] + split_WS[:rank].sum(0)
     flat = slot_TK.flatten()
     position = base_S.to(device)[flat.clamp(min=0)] + order_within(flat, placement.num_slots)

@@ -20,8 +20,8 @@ def index_rows(
     num_pool, top_k = slot_PK.shape
     target = torch.where(here, position_PK, num_rows).flatten()
     pool_row = torch.arange(num_pool, device=slot_PK.device).repeat_interleave(top_k)
-    source_R = torch.full((num_rows + 1,), -1, device=slot_PK.device).scatter_(0, target, pool_row)
-    weights_R = torch.zeros(num_rows + 1, device=slot_PK.device)
+    source_R = slot_PK.new_full((num_rows + 1,), -1, dtype=torch.int64).scatter_(0, target, pool_row)
+    weights_R = torch.zeros(num_rows + 1, dtype=torch.float32, device=slot_PK.device)
     weights_R.scatter_(0, target, weights_PK.flatten())
     return source_R[:-1].clone(), torch.where(here, position_PK, -1), weights_R[:-1].clone()
 
@@ -44,7 +44,7 @@ def reduce(rows_RD: Tensor, position_PK: Tensor, weights_R: Tensor | None, most:
     most: the most rows a pool row can have. Returns float32 [P, D]. Rows that no position names are not read.
     """
     num_rows, width = rows_RD.shape
-    out = torch.zeros(position_PK.shape[0], width, device=rows_RD.device)
+    out = torch.zeros(position_PK.shape[0], width, dtype=torch.float32, device=rows_RD.device)
     if num_rows == 0 or position_PK.numel() == 0:
         return out
     ordered, _ = torch.where(position_PK < 0, num_rows, position_PK).sort(1)
@@ -68,7 +68,7 @@ def reduce(rows_RD: Tensor, position_PK: Tensor, weights_R: Tensor | None, most:
 def pick_scalars(values_R: Tensor, position_PK: Tensor) -> Tensor:
     """The value of every choice's row, 0 where the choice is another rank's: float32 [P, K]."""
     if values_R.numel() == 0:
-        return torch.zeros(position_PK.shape, device=position_PK.device)
+        return torch.zeros(position_PK.shape, dtype=torch.float32, device=position_PK.device)
     return torch.where(position_PK < 0, 0.0, values_R[position_PK.clamp(min=0)].float())
 
 

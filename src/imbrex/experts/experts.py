@@ -120,7 +120,7 @@ class Experts(nn.Module):
         for slot, expert in enumerate(self.expert_ids):
             drawn = torch.Generator().manual_seed((seed * 1_000_003 + expert) % 2**63)
             for name, full in self._draw(drawn).items():
-                local = self.shard_of(name, full) if expert >= 0 else torch.zeros(())
+                local = self.shard_of(name, full) if expert >= 0 else 0
                 getattr(self, name)[slot].copy_(local)
 
     def _draw(self, generator: torch.Generator) -> dict[str, Tensor]:
@@ -136,7 +136,8 @@ class Experts(nn.Module):
         drawn = {}
         for name, shape in shapes.items():
             bound = 1 / math.sqrt(inputs[name[:4]])
-            drawn[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+            drawn[name] = whole.uniform_(-bound, bound, generator=generator)
         return drawn
 
     def shard_of(self, name: str, full: Tensor) -> Tensor:

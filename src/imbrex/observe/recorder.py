@@ -68,7 +68,7 @@ class Recorder(Observer):
         if isinstance(value, torch.Tensor):
             value = value.detach()
         elif isinstance(value, Sequence):
-            value = torch.tensor(value, dtype=torch.int64)
+            value = torch.tensor(value, dtype=torch.int64, device="cpu")
         before = self._counters.get(key)
         if before is None:
             self._counters[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -16,6 +16,7 @@ from imbrex.exchange.exchange import Exchange
 from imbrex.overlap.pipelined import Pipelined, find, parameters_of
 from imbrex.overlap.profiler import measure
 from imbrex.overlap.serial import Serial
+from imbrex.runtime.words import words
 from imbrex.schedule.choice import Choice, choose
 from imbrex.schedule.profile import Profile
 
@@ -84,14 +85,14 @@ class Auto:
     def _profile(self, x_TD: Tensor, routing: Routing, exchange: Exchange, experts: Experts) -> Profile:
         gather = exchange.transport.exchange_counts
         if self.path is not None:
-            told = gather(torch.tensor([self.path.exists(), self.path.parent.is_dir()]).long())
+            told = gather(words(self.path.exists(), self.path.parent.is_dir()))
             if bool(told[:, 0].min()):
                 return Profile.load(self.path, self._layer(x_TD, exchange, experts))
             if not bool(told[0, 1]):
                 raise ValueError(f"schedule: profile {self.path} is in no folder; make it, or give another")
         known, key = self._known(exchange), self._key(x_TD, exchange, experts)
         # A rank that has it waits for one that has not.
-        if not bool(gather(torch.tensor([int(key in known)])).min()):
+        if not bool(gather(words(key in known)).min()):
             settings = {"degrees": self.degrees, "scheduler": self.scheduler}
             # A backward is timed too, which tensors made for inference do not have.
             with torch.inference_mode(False), torch.no_grad():

@@ -18,6 +18,7 @@ from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute
 from imbrex.overlap.serial import Serial
 from imbrex.runtime.tracing import differentiated
+from imbrex.runtime.words import words
 from imbrex.schedule import schedulers
 from imbrex.schedule.schedulers import Scheduler
 from imbrex.schedule.tasks import Kind, Order, Times, check, tasks
@@ -154,7 +155,7 @@ class Pipelined:
         print_of = (
             0 if found is None else zlib.crc32(repr((found.forward.moves, found.backward.moves)).encode())
         )
-        message = torch.tensor([problem is not None, self.degree, print_of])
+        message = words(problem is not None, self.degree, print_of)
         gathered = exchange.transport.exchange_counts(message)
         if problem is not None:
             raise problem

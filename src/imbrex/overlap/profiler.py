@@ -16,6 +16,7 @@ from imbrex.exchange.exchange import Exchange
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute_timed
 from imbrex.overlap.pipelined import Pipelined
+from imbrex.runtime.words import words
 from imbrex.schedule.choice import candidates, predict
 from imbrex.schedule.contention import Contention, fit
 from imbrex.schedule.profile import Profile
@@ -43,7 +44,7 @@ def measure(
     beside each other; then the layer whole with each number of chunks, in the orders that would be chosen.
     Call it on all ranks. Seconds are the median of `repeats` after one for warming up, each of the slowest
     rank; of single tasks, of 3. Gradients are computed and dropped. scheduler: the only one to choose."""
-    tokens = int(exchange.transport.exchange_counts(torch.tensor([x_TD.shape[0]])).max())
+    tokens = int(exchange.transport.exchange_counts(words(x_TD.shape[0])).max())
     layer = _Layer(exchange=exchange, experts=experts, x_TD=x_TD, routing=routing, parameters=parameters)
     found: dict[bool, dict[str, list[tuple[float, float]]]] = {False: {}, True: {}}
     for degree in degrees:
@@ -186,7 +187,7 @@ class _Layer:
         """The median over runs of each run's slowest rank: the same on every rank. Not the slowest rank's
         median, which is less: another rank is slow in every run."""
         keys = sorted(runs[0])
-        nanoseconds = torch.tensor([[int(1e9 * run[key]) for key in keys] for run in runs])
+        nanoseconds = torch.stack([words(*(int(1e9 * run[key]) for key in keys)) for run in runs])
         told = self.exchange.transport.exchange_counts(nanoseconds.flatten()).max(0).values
         # on the host: counts of all ranks are
         by_key = told.view(len(runs), len(keys)).T.tolist()
@@ -219,7 +220,7 @@ class _Clock:
 
     def _wait(self) -> None:
         self.settle()
-        self.gather(torch.zeros(1, dtype=torch.int64))
+        self.gather(words(0))
 
 
 __all__ = ["measure"]

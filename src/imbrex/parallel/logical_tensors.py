@@ -140,7 +140,7 @@ def _layout(layer: MoELayer, name: str, parameter: Tensor) -> Layout:
     if name in SHARDED_DIM:
         shape[dim] *= experts.shard.size
     # Which indices of a whole expert does this rank keep? Asked of the experts, who alone know the layout.
-    index = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(1, len(shape))])
+    index = torch.arange(shape[dim], device="cpu").view([-1 if d == dim else 1 for d in range(1, len(shape))])
     kept = experts.shard_of(name, index).flatten().tolist()
     starts = [i for i in range(len(kept)) if i == 0 or kept[i] != kept[i - 1] + 1]
     runs = tuple(

@@ -16,7 +16,7 @@ def split_evenly(counts_WE: Tensor, placement: Placement) -> Tensor:
     counts_WE: int64, choices of every rank for every expert. Returns int64 [W, S], the same on every rank.
     Example: 2 ranks with 3 choices each of an expert with 2 replicas: [[2, 1], [1, 2]].
     """
-    slots = torch.tensor(placement.slots, device=counts_WE.device)
+    slots = torch.tensor(placement.slots, dtype=torch.int64, device=counts_WE.device)
     held = slots >= 0
     experts = slots.clamp(min=0)
     number_S = torch.zeros_like(slots)

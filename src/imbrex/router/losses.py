@@ -42,7 +42,7 @@ class AuxLosses:
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
         """The sum of `losses` (as in `Routing`), each times its coefficient; 0 where there is none."""
         if not losses:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         return torch.stack([getattr(self, name) * loss for name, loss in losses.items()]).sum()
 
 

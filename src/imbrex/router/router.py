@@ -69,7 +69,7 @@ class Router(nn.Module):
         """
         bound = 1 / math.sqrt(self.weight.shape[1])
         if not self.weight.is_meta:
-            drawn = torch.empty(self.weight.shape, device="cpu").uniform_(-bound, bound)
+            drawn = torch.empty(self.weight.shape, dtype=torch.float32, device="cpu").uniform_(-bound, bound)
             with torch.no_grad():
                 self.weight.copy_(drawn)
         if self.e_score_correction_bias is not None:

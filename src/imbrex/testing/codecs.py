@@ -10,7 +10,7 @@ from torch import Tensor
 
 from imbrex.codec import make
 from imbrex.contracts import Codec
-from imbrex.testing.conformity import on, require
+from imbrex.testing.conformity import FLOATS, on, require
 from imbrex.testing.oracle import round_trip
 
 WIDTHS = (1, 2, 3, 5, 16, 31, 64, 130, 257)
@@ -72,12 +72,12 @@ def check_codec(
 
 def _kinds(width: int, dtype: torch.dtype, drawn: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     """Rows of every kind: [N, width] of `dtype`."""
-    noise = torch.randn(6, width, generator=drawn)
+    noise = torch.randn(6, width, generator=drawn, **FLOATS)
     yield "no", noise[:0].to(dtype)
     yield "normal", noise.to(dtype)
-    yield "zero", torch.zeros(3, width, dtype=dtype)
-    yield "constant", torch.full((2, width), -1.7, dtype=dtype)
-    scales = 10.0 ** torch.linspace(-8, 3, 6)[:, None]
+    yield "zero", torch.zeros(3, width, dtype=dtype, device="cpu")
+    yield "constant", torch.full((2, width), -1.7, dtype=dtype, device="cpu")
+    scales = 10.0 ** torch.linspace(-8, 3, 6, **FLOATS)[:, None]
     yield "small and large", (noise.clamp(-4, 4) * scales).to(dtype)
     outlier = noise.clone()
     outlier[:, width // 2] *= 50
@@ -137,7 +137,7 @@ def _check_bound(codec: Codec, rows_ND: Tensor, decoded_ND: Tensor, dtype: torch
 
 
 def _check_not_finite(codec: Codec, width: int, dtype: torch.dtype, device: torch.device | str) -> None:
-    rows_ND = torch.linspace(-2, 2, 4 * width, device=device).view(4, width).to(dtype)
+    rows_ND = torch.linspace(-2, 2, 4 * width, dtype=torch.float32, device=device).view(4, width).to(dtype)
     clean = round_trip(rows_ND, codec)
     place = width // 2
     rows_ND[1, place], rows_ND[2, place] = torch.nan, -torch.inf

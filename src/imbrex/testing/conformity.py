@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""What inputs are drawn as, whatever torch's default dtype and device."""
 
 
 class ConformityError(AssertionError):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from imbrex.contracts import Dispatched, Experts, Handle
 from imbrex.runtime.checks import piece
-from imbrex.testing.conformity import on, require
+from imbrex.runtime.words import words
+from imbrex.testing.conformity import FLOATS, on, require
 
 
 def check_experts(
@@ -38,8 +39,8 @@ def check_experts(
     drawn = torch.Generator().manual_seed(seed)
     for name, counts in _layouts(num_slots):
         total = sum(counts)
-        rows_RD = torch.randn(total, hidden_size, generator=drawn).to(dtype).to(device)
-        weights_R = (torch.rand(total, generator=drawn) + 0.5).to(device)
+        rows_RD = torch.randn(total, hidden_size, generator=drawn, **FLOATS).to(dtype).to(device)
+        weights_R = (torch.rand(total, generator=drawn, **FLOATS) + 0.5).to(device)
         run, where = _Run(experts, device), f"{name} (counts {counts})"
         with on(where):
             _check_layout(run, where, rows_RD, weights_R, counts, tolerance)
@@ -68,7 +69,7 @@ def make_dispatched(
 ) -> Dispatched:
     """Rows as if dispatched, each its own token of this one rank."""
     handle = Handle(weights_R=weights_R, state=(), num_tokens=rows_RD.shape[0])
-    return Dispatched(rows_RD=rows_RD, counts_e=torch.tensor(counts, device=device), handle=handle)
+    return Dispatched(rows_RD=rows_RD, counts_e=words(*counts).to(device), handle=handle)
 
 
 def _check_layout(
@@ -125,16 +126,21 @@ def _check_gradients(
     """Gradients of all rows at once are the sums of those of the two halves of every slot."""
     parameters = [p for p in getattr(run.experts, "parameters", list)() if p.requires_grad]
     whole = _gradients(
-        run, rows_RD, weights_R, counts, parameters, torch.ones(len(rows_RD), device=run.device)
+        run,
+        rows_RD,
+        weights_R,
+        counts,
+        parameters,
+        torch.ones(len(rows_RD), dtype=torch.float32, device=run.device),
     )
     for name, grad in zip(["the rows", *["a parameter"] * len(parameters)], whole, strict=False):
         require(bool(torch.isfinite(grad).all()), f"{where}: the gradient of {name} is not finite")
-    slot_R = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(run.device)
+    slot_R = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), words(*counts)).to(run.device)
     first_R = torch.arange(len(rows_RD), device=run.device) % 2 == 0
     parts = []
     for half_R in (first_R, ~first_R):
         sizes = torch.bincount(slot_R[half_R], minlength=len(counts)).tolist()
-        scale = torch.ones(int(half_R.sum()), device=run.device)
+        scale = torch.ones(int(half_R.sum()), dtype=torch.float32, device=run.device)
         parts.append(_gradients(run, rows_RD[half_R], weights_R[half_R], sizes, parameters, scale))
     for number, (one, two) in enumerate(zip(parts[0][2:], parts[1][2:], strict=True)):
         close(
@@ -163,7 +169,7 @@ def _check_slopes(
 ) -> None:
     """Along a random direction, a gradient is what the sum of outputs gains."""
     named = [(n, p) for n, p in getattr(run.experts, "named_parameters", list)() if p.requires_grad]
-    ones_R = torch.ones(len(rows_RD), device=run.device)
+    ones_R = torch.ones(len(rows_RD), dtype=torch.float32, device=run.device)
     found = _gradients(run, rows_RD, weights_R, counts, [p for _, p in named], ones_R)
     given = [("the rows", rows_RD), ("the weights", weights_R), *((f"`{n}`", p) for n, p in named)]
     with torch.no_grad():
@@ -172,7 +178,7 @@ def _check_slopes(
         for (name, value), gradient in zip(given, found, strict=True):
             if value is weights_R and not run.experts.applies_weights:
                 continue
-            along = torch.randn(value.shape, generator=drawn).to(value)
+            along = torch.randn(value.shape, generator=drawn, **FLOATS).to(value)
             kept, sums = value.clone(), []
             for sign in (1, -1):
                 value.copy_(kept + sign * step * along)

@@ -17,7 +17,7 @@ from imbrex.overlap.pipelined import Pipelined, find
 from imbrex.placement import contiguous
 from imbrex.schedule.schedulers import Scheduler
 from imbrex.schedule.tasks import Order, check, tasks
-from imbrex.testing.conformity import ConformityError, on, require
+from imbrex.testing.conformity import FLOATS, ConformityError, on, require
 from imbrex.testing.experts import close
 
 TOKENS = (7, 0, 4, 13)
@@ -105,13 +105,13 @@ def _numbers(
 ) -> dict[str, Tensor]:
     drawn = torch.Generator().manual_seed(seed)
     num_experts = exchange.geometry.placement.num_experts
-    x_TD = torch.randn(tokens, 6, generator=drawn).requires_grad_()
-    shared = torch.randn(6, generator=drawn).requires_grad_()
-    ids_TK = torch.rand(tokens, num_experts, generator=drawn).argsort(1)[:, :2].contiguous()
-    weights_TK = torch.rand(tokens, 2, generator=drawn).requires_grad_()
+    x_TD = torch.randn(tokens, 6, generator=drawn, **FLOATS).requires_grad_()
+    shared = torch.randn(6, generator=drawn, **FLOATS).requires_grad_()
+    ids_TK = torch.rand(tokens, num_experts, generator=drawn, **FLOATS).argsort(1)[:, :2].contiguous()
+    weights_TK = torch.rand(tokens, 2, generator=drawn, **FLOATS).requires_grad_()
     routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
     y_TD = strategy.run(x_TD, routing, exchange, experts, lambda: x_TD * shared)
-    (y_TD * torch.cos(torch.arange(y_TD.numel()).view_as(y_TD))).sum().backward()
+    (y_TD * torch.cos(torch.arange(y_TD.numel(), device=y_TD.device).view_as(y_TD))).sum().backward()
     found = {
         "outputs": y_TD.detach(),
         "gradients of tokens": x_TD.grad,
@@ -119,4 +119,4 @@ def _numbers(
     }
     found["gradients of what is added"] = shared.grad
     found |= {f"gradients of {name}": p.grad for name, p in experts.named_parameters()}
-    return {name: torch.zeros(()) if grad is None else grad for name, grad in found.items()}
+    return {name: torch.zeros((), **FLOATS) if grad is None else grad for name, grad in found.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from imbrex import transport as transports
 from imbrex.codec.cast import as_bytes, from_bytes
 from imbrex.contracts import Traffic, Transport
-from imbrex.testing.conformity import ConformityError, on, require
+from imbrex.testing.conformity import FLOATS, ConformityError, on, require
 
 TOKENS = (5, 0, 17, 1)
 """Tokens of every rank in turn."""
@@ -80,19 +80,19 @@ class _Check:
         for length in (1, 5):
             mine = torch.arange(length, device=self.device) - 3 * self.rank + (1 << 40)
             gathered = self.transport.exchange_counts(mine)
-            wanted = torch.arange(length) - 3 * torch.arange(self.world)[:, None] + (1 << 40)
+            wanted = mine.cpu() + 3 * (self.rank - torch.arange(self.world, device="cpu")[:, None])
             require(gathered.device.type == "cpu", "the counts of all ranks are not on the host")
             require(torch.equal(gathered, wanted), f"counts {gathered.tolist()} instead of {wanted.tolist()}")
 
     def sums(self) -> None:
-        partial_TD = torch.full((3, 5), self.rank + 1.0, device=self.device)
+        partial_TD = torch.full((3, 5), self.rank + 1.0, dtype=torch.float32, device=self.device)
         summed = self.transport.all_reduce(partial_TD)
         require(bool((partial_TD == self.rank + 1).all()), "summing changed what it was given")
         require(bool((summed == self.world * (self.world + 1) / 2).all()), f"summed to {summed[0, 0].item()}")
 
     def rows_out(self, kind: str, width: int) -> None:
         wanted = [self._wanted(kind, rank) for rank in range(self.world)]
-        sent_TB = self._content(self.rank, torch.arange(len(wanted[self.rank])), 0, width)
+        sent_TB = self._content(self.rank, torch.arange(len(wanted[self.rank]), device="cpu"), 0, width)
         expected = [
             self._content(source, wanted[source][:, self.rank].nonzero()[:, 0], 0, width)
             for source in range(self.world)
@@ -119,7 +119,7 @@ class _Check:
 
         def written(reader: int, source: int) -> Tensor:
             tokens = wanted[source][:, reader].nonzero()[:, 0]
-            return (tokens[:, None] * 7 + reader * 3 + torch.arange(width)).float()
+            return (tokens[:, None] * 7 + reader * 3 + torch.arange(width, device="cpu")).float()
 
         returned = torch.cat([written(self.rank, source) for source in range(self.world)])
         traffic = self._traffic(wanted)
@@ -127,8 +127,8 @@ class _Check:
         sent = self.transport.home(traffic)[0].cpu()  # pyright: ignore[reportAttributeAccessIssue]
         require(len(moved) == len(sent), f"{len(moved)} rows come back for {len(sent)} sent")
         shape = len(wanted[self.rank]), width
-        sums = torch.zeros(shape).index_add_(0, sent, from_bytes(moved, width, torch.float32))
-        expected = torch.zeros(shape)
+        sums = torch.zeros(shape, **FLOATS).index_add_(0, sent, from_bytes(moved, width, torch.float32))
+        expected = torch.zeros(shape, **FLOATS)
         for reader in range(self.world):
             rows = written(reader, self.rank)
             expected.index_add_(0, wanted[self.rank][:, reader].nonzero()[:, 0], rows)
@@ -163,13 +163,13 @@ class _Check:
         """Which tokens of `rank` go to which other ranks, bool [T, W]."""
         tokens = TOKENS[rank % len(TOKENS)]
         drawn = torch.Generator().manual_seed(self.seed + rank)
-        wanted = torch.rand(tokens, self.world, generator=drawn) < 0.4
+        wanted = torch.rand(tokens, self.world, generator=drawn, **FLOATS) < 0.4
         if kind == "nothing":
             wanted[:] = False
         elif kind == "everything" or self.transport.broadcasts:
             wanted[:] = True
         elif kind == "to the last rank":
-            wanted[:] = torch.arange(self.world) == self.world - 1
+            wanted[:] = torch.arange(self.world, device="cpu") == self.world - 1
         elif kind == "one row":
             wanted[:] = False
             wanted[:1, 0] = rank == self.world - 1 or rank == 2
@@ -180,6 +180,6 @@ class _Check:
 
     def _content(self, source: int, tokens: Tensor, way: int, width: int) -> Tensor:
         """Bytes that say where a row comes from: uint8 [tokens, width]."""
-        column = torch.arange(width)
+        column = torch.arange(width, device="cpu")
         values = (tokens[:, None] + 1) * 31 + source * 57 + way * 101 + column * (7 + source + way)
         return (values % 251).to(torch.uint8)

@@ -31,6 +31,7 @@ from imbrex.kernels.jit import KernelError, compile_variant
 from imbrex.kernels.shipped import FAMILIES
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import leave
+from imbrex.testing.conformity import FLOATS
 from imbrex.transport import TRANSPORTS
 
 TOKENS, WIDTH, EXPERTS, TOP_K, RANKS = 12, 128, 4, 2, 2
@@ -104,7 +105,7 @@ def _close(got: Tensor, wanted: Tensor, within: float = TOLERANCE) -> str:
 
 def _try_codec(name: str, device: torch.device) -> str:
     codec, dtype = make_codec(name), torch.float32
-    rows_ND = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    rows_ND = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0), **FLOATS).to(device)
     back_ND = codec.decode(codec.encode(rows_ND, dtype), WIDTH, dtype)
     for row_D, back_D in zip(rows_ND, back_ND, strict=True):
         error, bound = float((back_D - row_D).abs().max()), codec.error_bound(float(row_D.abs().max()), dtype)
@@ -115,12 +116,12 @@ def _try_codec(name: str, device: torch.device) -> str:
 
 def _routing(rank: int) -> Routing:
     generator = torch.Generator().manual_seed(rank)
-    ids_TK = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
-    return Routing(ids_TK=ids_TK, weights_TK=torch.rand(TOKENS, TOP_K, generator=generator))
+    ids_TK = torch.rand(TOKENS, EXPERTS, generator=generator, **FLOATS).argsort(1)[:, :TOP_K]
+    return Routing(ids_TK=ids_TK, weights_TK=torch.rand(TOKENS, TOP_K, generator=generator, **FLOATS))
 
 
 def _tokens(rank: int) -> Tensor:
-    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 + rank))
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 + rank), **FLOATS)
 
 
 def _dtype(device: torch.device) -> torch.dtype:

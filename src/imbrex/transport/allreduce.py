@@ -60,7 +60,7 @@ class AllReduce(Collective):
             lambda: dist.all_to_all_single(parts, encoded, *split, group=self.group, async_op=True),
         )
         self.finish("combine", work)
-        sums = torch.zeros(mine, partial_TD.shape[1], device=partial_TD.device)
+        sums = torch.zeros(mine, partial_TD.shape[1], dtype=torch.float32, device=partial_TD.device)
         for rank, part in enumerate(parts.split(mine) if mine else ()):
             begin = sum(sizes[:rank])
             sums += partial_TD[begin : begin + mine] if rank == self.rank else decode(part).float()

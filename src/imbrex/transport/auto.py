@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex.cost.network import Link, Load, Network, fastest
+from imbrex.runtime.words import words
 from imbrex.transport.collective import Collective, Message
 from imbrex.transport.nodes import Nodes
 
@@ -61,7 +62,7 @@ class Auto:
         """From the file, from an earlier layer of the group, or measured. The same on every rank. Raises
         ValueError, on every rank, where the first could not write the file."""
         if self.path is not None:
-            found = torch.tensor([self.path.exists(), self.path.parent.is_dir()]).long()
+            found = words(self.path.exists(), self.path.parent.is_dir())
             told = collective.exchange_counts(found)
             # on the host: once a process group
             if bool(told[:, 0].min()):
@@ -107,12 +108,12 @@ def _shortest(collective: Collective, peers: Sequence[int], number: int, nbytes:
     """Seconds of `number` messages of `nbytes` to and from every peer."""
     rows = torch.zeros(2, len(peers), number, nbytes, dtype=torch.uint8, device=collective.device)
     taken = [_once(collective, peers, rows) for _ in range(repeats + 1)][1:]
-    told_WR = collective.exchange_counts(torch.tensor([int(1e9 * seconds) for seconds in taken]))
+    told_WR = collective.exchange_counts(words(*(int(1e9 * seconds) for seconds in taken)))
     return 1e-9 * int(told_WR.max(0).values.min())
 
 
 def _once(collective: Collective, peers: Sequence[int], rows: torch.Tensor) -> float:
-    collective.exchange_counts(torch.zeros(1, dtype=torch.int64))
+    collective.exchange_counts(words(0))
     begin = time.perf_counter()
     sides = [
         [

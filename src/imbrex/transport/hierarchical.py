@@ -280,7 +280,7 @@ def add_floats(pieces: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> Tensor
     """Sums of rows of float32 bytes; a width that is no multiple of 4 is padded."""
     width = pieces[0][0].shape[1]
     wide = -(-width // 4)
-    sums = torch.zeros(num_rows, wide, device=pieces[0][0].device)
+    sums = torch.zeros(num_rows, wide, dtype=torch.float32, device=pieces[0][0].device)
     for rows, target in pieces:
         padded = torch.nn.functional.pad(rows, [0, 4 * wide - width]).contiguous()
         sums.index_add_(0, target, padded.view(torch.float32).view(len(rows), wide))

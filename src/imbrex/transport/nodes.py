@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex.runtime.words import words
 from imbrex.transport.collective import Collective
 
 
@@ -40,7 +41,7 @@ class Nodes:
         divide them.
         """
         by_hand = -1 if ranks_per_node is None else ranks_per_node
-        told = ranks.exchange_counts(torch.tensor([by_hand, launched_on()]))
+        told = ranks.exchange_counts(words(by_hand, launched_on()))
         # on the host: nodes are told once, at construction
         for rank, given in enumerate(told[:, 0].tolist()):
             if given != by_hand:
@@ -66,7 +67,7 @@ class Nodes:
 
     def by_tier(self, of_W: Tensor, rank: int) -> Tensor:
         """Sums [2] of what a rank has for every other: for those of its node, for those of other nodes."""
-        inside = torch.arange(len(of_W)) // self.size == rank // self.size
+        inside = torch.arange(len(of_W), device="cpu") // self.size == rank // self.size
         return torch.stack([of_W[inside].sum(), of_W[~inside].sum()])
 
 

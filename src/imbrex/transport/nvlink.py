@@ -26,6 +26,7 @@ from imbrex.kernels.exchange.variants import shipped_variants
 from imbrex.kernels.heap import Heap, SymmetricHeap
 from imbrex.observe import Observer
 from imbrex.runtime.streams import Line
+from imbrex.runtime.words import words
 from imbrex.transport.board import Board
 from imbrex.transport.collective import Collective
 
@@ -160,7 +161,7 @@ class Nvlink(Collective):
             return mine
         host = zlib.crc32(socket.gethostname().encode())
         device = torch.cuda.current_device() if mine is None else -1
-        told = self.exchange_counts(torch.tensor([host, int(mine is not None), device]))
+        told = self.exchange_counts(words(host, mine is not None, device))
         if told[:, 1].any():
             return mine or f"rank {int(told[:, 1].nonzero()[0])} of the group cannot run it"
         if (told[:, 0] != told[0, 0]).any():
@@ -170,7 +171,7 @@ class Nvlink(Collective):
         unreachable = [
             d for d in peers if not torch.cuda.can_device_access_peer(torch.cuda.current_device(), d)
         ]
-        told = self.exchange_counts(torch.tensor([len(unreachable)]))
+        told = self.exchange_counts(words(len(unreachable)))
         return "some GPUs cannot reach each other's memory" if told.any() else None
 
     def _local_reason(self) -> str | None:
@@ -193,11 +194,11 @@ class Nvlink(Collective):
 
     def _open_board(self) -> Board:
         # on the host: counts are told there
-        name = int(self.exchange_counts(torch.tensor([time.time_ns()]))[0])
+        name = int(self.exchange_counts(words(time.time_ns()))[0])
         path = Board.make_file(name, self.world_size) if self.rank == 0 else Board.path_of(name)
-        self.exchange_counts(torch.tensor([0]))
+        self.exchange_counts(words(0))
         board = Board(path, self.rank, self.world_size, self.timeout_s)
-        self.exchange_counts(torch.tensor([0]))
+        self.exchange_counts(words(0))
         if self.rank == 0:
             path.unlink()
         return board
@@ -248,7 +249,7 @@ class Nvlink(Collective):
         if self.device.type == "cuda":
             # host sync: once a growth; no rank may still write to the heap that goes
             torch.cuda.synchronize(self.device)
-        self.exchange_counts(torch.tensor([0]))
+        self.exchange_counts(words(0))
         old.close()
 
     def _make(self, size: Size, placement: Placement, most: int) -> NvlinkExchange:

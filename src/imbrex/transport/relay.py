@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Traffic
+from imbrex.runtime.words import words
 from imbrex.transport.nodes import Nodes
 
 LEAST_ROWS = 128
@@ -133,7 +134,7 @@ class Relay:
 
     def sent(self, *, back: bool) -> Tensor:
         """int64 [W]: rows that this rank sends to every other, its own and those that it passes on."""
-        rank, sent_W = self.rank, torch.zeros(len(self.sent_tokens), dtype=torch.int64)
+        rank, sent_W = self.rank, words(*[0] * len(self.sent_tokens))
         for place in self.peers:
             peer = self.at(place)
             if back:

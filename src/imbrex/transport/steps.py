@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex.runtime.words import words
 from imbrex.transport.collective import Message
 from imbrex.transport.tiered import Tiered
 
@@ -109,7 +110,7 @@ class Stepped(Crossing):
 
 def rows_sent(steps: Sequence[Step], rank: int) -> Tensor:
     """int64 [W]: rows that the steps send to every rank, those that stay on this one not counted."""
-    sent_W = torch.tensor([step.send for step in steps]).sum(0)
+    sent_W = torch.stack([words(*step.send) for step in steps]).sum(0)
     sent_W[rank] = 0
     return sent_W
 

@@ -26,7 +26,9 @@ def indices_to_map(
     map_TE = torch.zeros(shape, dtype=torch.bool, device=topk_idx.device).scatter_(1, ids_TK, True)
     if topk_weights is None:
         return map_TE[:, :-1].clone(), None
-    probs_TE = torch.zeros(shape, device=topk_idx.device).scatter_(1, ids_TK, topk_weights.float())
+    probs_TE = torch.zeros(shape, dtype=torch.float32, device=topk_idx.device).scatter_(
+        1, ids_TK, topk_weights.float()
+    )
     return map_TE[:, :-1].clone(), probs_TE[:, :-1].clone()
 
 
@@ -43,6 +45,6 @@ def spread_choices(choices: Choices, num_experts: int) -> Tensor:
     """The weights where their experts stand, 0 elsewhere: float32 [T, E]."""
     ids_TK, weights_TK = choices.ids_TK, choices.weights_TK
     assert weights_TK is not None
-    spread = torch.zeros(ids_TK.shape[0], num_experts + 1, device=ids_TK.device)
+    spread = torch.zeros(ids_TK.shape[0], num_experts + 1, dtype=torch.float32, device=ids_TK.device)
     spread.scatter_(1, torch.where(ids_TK < 0, num_experts, ids_TK), weights_TK)
     return spread[:, :-1].clone()

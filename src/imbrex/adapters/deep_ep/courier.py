@@ -18,6 +18,7 @@ from torch import Tensor
 from imbrex.codec.cast import as_bytes, from_bytes
 from imbrex.contracts import Traffic, Transport
 from imbrex.exchange import rows
+from imbrex.runtime.words import words
 from imbrex.transport import Nvlink
 from imbrex.transport import make as make_transport
 
@@ -95,7 +96,7 @@ class Carrier:
     def raise_problems(self, call: str, problem: str) -> None:
         text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
         # on the host: text
-        told = self.transport.exchange_counts(torch.tensor(list(text))).tolist()
+        told = self.transport.exchange_counts(words(*text)).tolist()
         found = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(told)]
         rank, said = next((rank, said) for rank, said in found if said)
         raise ValueError(f"{self.who}.{call}: on rank {rank}, {said}")
@@ -125,10 +126,10 @@ class Courier(Carrier):
 
         Raises ValueError on every rank where one has a problem or settings differ.
         """
-        head = torch.tensor([bool(problem), *settings.values()])
-        tail = torch.zeros(1 + self.world_size, dtype=torch.int64)
+        head = words(bool(problem), *settings.values())
+        tail = words(*[0] * (1 + self.world_size))
         if not problem:
-            extra = torch.as_tensor(extra, device=wanted_TW.device).long().view(1)
+            extra = torch.as_tensor(extra, dtype=torch.int64, device=wanted_TW.device).view(1)
             head, tail = head.to(wanted_TW.device), torch.cat([extra, wanted_TW.sum(0)])
         gathered = self.transport.exchange_counts(torch.cat([head, tail]))
         # on the host: the message has been received
@@ -168,7 +169,7 @@ class Courier(Carrier):
         sizes = route.traffic.splits_2W[0].tolist()
         summed = []
         for column, part in zip(columns, cut(back, crossing), strict=True):
-            own = torch.zeros(route.num_tokens, column.shape[1], device=column.device)
+            own = torch.zeros(route.num_tokens, column.shape[1], dtype=torch.float32, device=column.device)
             own[route.own_tokens_O] = column[route.before : stop].float()
             summed.append(rows.sum_home(own, part, route.traffic.sent_tokens_N, sizes, self.rank))
         return [summed[0].to(columns[0].dtype), *summed[1:]] if rounded else summed

@@ -12,6 +12,7 @@ from imbrex.adapters.deep_ep.courier import Carrier, Courier, make_route
 from imbrex.adapters.deep_ep.couriers import carry
 from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, Kept, read_handle
 from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
+from imbrex.runtime.words import words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ def plan_rows(
         )
         return Kept(route=link, choices=choices, config=config)
     if problem:
-        map_TE, probs_TE = torch.zeros(0, courier.world_size, dtype=torch.bool), None
+        map_TE, probs_TE = torch.zeros(0, courier.world_size, dtype=torch.bool, device="cpu"), None
     else:
         map_TE, probs_TE = _as_map(given, config.num_experts)
     wanted_TW = map_TE.unflatten(1, (courier.world_size, -1)).any(2)
@@ -95,7 +96,7 @@ def _choose(courier: NvlinkCourier, given: Given, num_experts: int, problem: str
     """Choices of as many columns as the kernels are made for, which costs no host synchronisation but where a
     map of more than `ALL_EXPERTS` experts comes for the first time."""
     if problem:
-        return Choices(ids_TK=torch.zeros(0, 1, dtype=torch.int64), weights_TK=None)
+        return Choices(ids_TK=words()[:, None], weights_TK=None)
     if given.map_TE is None:
         assert given.ids_TK is not None
         ids_TK = given.ids_TK.long()

@@ -21,6 +21,7 @@ from imbrex.adapters.deep_ep.legacy_handle import DispatchHandle, make_handle
 from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
 from imbrex.contracts import Transport
 from imbrex.exchange import plan
+from imbrex.runtime.words import words
 
 Rows = Tensor | tuple[Tensor, Tensor]
 Previous = EventOverlap | EventHandle | None
@@ -235,8 +236,8 @@ class Buffer(absent.Calls):
         values = len(columns)
         if problem or wanted_TW is None or per_expert is None:
             columns, topk_idx = [], None
-            wanted_TW = torch.zeros(0, self.group_size, dtype=torch.bool)
-            per_expert = torch.zeros(0, dtype=torch.int64)
+            wanted_TW = torch.zeros(0, self.group_size, dtype=torch.bool, device="cpu")
+            per_expert = words()
         settings = {
             "the number of experts": per_expert.numel(),
             "the number of choices": -1 if topk_idx is None else topk_idx.shape[1],

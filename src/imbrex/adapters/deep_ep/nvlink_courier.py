@@ -29,6 +29,7 @@ from imbrex.kernels.rows.compact import Placed, index_rows, place_compact
 from imbrex.observe import Observer
 from imbrex.placement import contiguous
 from imbrex.runtime import waits
+from imbrex.runtime.words import words
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
 
 ALL_EXPERTS = 16
@@ -102,7 +103,7 @@ class NvlinkCourier(Carrier):
         if wrong is not None:
             self.raise_problems(call, problem)
         if not self.transport.agreed:
-            told = self.transport.exchange_counts(torch.tensor([*settings.values()]))
+            told = self.transport.exchange_counts(words(*settings.values()))
             # on the host: counts are told there
             self.check_alike(call, settings, told.tolist())
         placement = contiguous(num_experts, self.world_size)
@@ -115,7 +116,7 @@ class NvlinkCourier(Carrier):
             alignment=alignment,
         )
         kernels = self.transport.exchange_for(size, placement, most, Observer())
-        given = torch.zeros(ids_TK.shape, device=ids_TK.device) if weights_TK is None else weights_TK.float()
+        given = (torch.zeros_like(ids_TK) if weights_TK is None else weights_TK).float()
         traffic_WW = torch.empty(self.world_size, self.world_size, dtype=torch.int32, device=ids_TK.device)
         routed = kernels.route(ids_TK.long(), given, traffic=traffic_WW)
         return Link(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, most=most)
@@ -126,7 +127,7 @@ class NvlinkCourier(Carrier):
         if num_experts <= ALL_EXPERTS:
             return num_experts
         if num_experts not in self._most_choices:
-            most = chosen_T.max() if len(chosen_T) else torch.zeros(())
+            most = chosen_T.max() if len(chosen_T) else words(0)[0]
             # host sync: once a number of experts
             wanted = int(self.transport.exchange_counts(most.long().view(1)).max())
             self._most_choices[num_experts] = min(num_experts, max(8, -(-wanted // 8) * 8))

@@ -53,7 +53,7 @@ class Permutation:
 
     def expand(self, rows_ND: Tensor) -> Tensor:
         """Rows received to expert-major rows, padding zero; any dtype."""
-        source_R, _ = self.index(torch.zeros(self.position_NK.shape, device=rows_ND.device))
+        source_R, _ = self.index(torch.zeros_like(self.position_NK, dtype=torch.float32))
         # torch does not index fp8.
         values = rows_ND.view(torch.uint8) if rows_ND.dtype.itemsize == 1 else rows_ND
         return rows.expand([values], source_R).view(rows_ND.dtype)

@@ -66,7 +66,7 @@ class ExchangeBase:
         wanted = route_blocks or (8 if compact else 24)
         self.route_blocks, self._route_shared = lay.route_blocks(shape, wanted, self._room)
         pinned = self.device.type == "cuda"
-        self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, pin_memory=pinned)
+        self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._tables = placement_tables(placement, self.device)
         self._made_for = shape, placement, self._room
 

@@ -246,7 +246,7 @@ def multiprocessors(device: int) -> int:
 @functools.cache
 def _status(device: int) -> torch.Tensor:
     """One word of the host that kernels of `device` write to."""
-    return torch.zeros(1, dtype=torch.int32, pin_memory=device >= 0)
+    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device >= 0)
 
 
 @functools.cache

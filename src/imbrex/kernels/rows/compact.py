@@ -76,7 +76,7 @@ def index_rows(
     padding -1 and 0.
     """
     source_R = torch.full((num_rows,), -1, dtype=torch.int64, device=position.device)
-    weights_R = torch.zeros(num_rows, device=position.device)
+    weights_R = torch.zeros(num_rows, dtype=torch.float32, device=position.device)
     blocks = INDEX_BLOCKS if position.is_cuda else 2
     args = [position, weights, position.numel(), position.shape[-1], num_rows, source_R, weights_R, blocks]
     load(INDEX, position.device).launch(grid=blocks, block=INDEX_THREADS, args=args)

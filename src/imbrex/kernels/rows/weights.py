@@ -27,7 +27,7 @@ def spread(weights: Tensor, position: Tensor, num_rows: int) -> Tensor:
 
     weights: float32; position: int32, of the same shape: the row of a choice, -1 where it has none here.
     """
-    weights_R = torch.empty(num_rows, device=weights.device)
+    weights_R = torch.empty(num_rows, dtype=torch.float32, device=weights.device)
     if weights.is_cuda:
         args = [position, weights, position.numel(), num_rows, weights_R]
         _kernel("spread_weights", weights.device).launch(grid=_BLOCKS, block=_THREADS, args=args)
