@@ -16,6 +16,7 @@ from tests.compile.test_gemm_scheduler import COMPILER
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="runs the kernel's header through a C++ compiler")
 SOURCE = """
 #include "gemm/height.cuh"
+using namespace gemm;
 extern "C" int height(const int* ends, int experts, int columns, int blocks) {
     return tile_height(count_row_tiles(ends, experts, 0, 1), columns, blocks);
 }

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="runs the kernel's head
 GROUP_M = 4
 HARNESS = """
 #include "gemm/pairs.cuh"
+using namespace gemm;
 extern "C" int walk(const int* ends, const int* segments, int count, int columns, int height,
                     int* out) {
     PairSchedule<128, 256, %d> order{{ends, segments, count, 0, columns}};

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="runs the kernel's head
 BLOCK_M, BLOCK_N, GROUP_M = 128, 256, 3
 HARNESS = """
 #include "gemm/scheduler.cuh"
+using namespace gemm;
 template <bool kFixedRows>
 int walk(const int* ends, const int* segments, int count, int rows, int columns, int block, int grid,
          int height, int* out) {

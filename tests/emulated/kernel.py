@@ -17,6 +17,11 @@ from imbrex.kernels import jit
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 HEADERS = (HEADER, Path(__file__).with_name("machine_on_cpu.h"))
+NAMESPACES = "".join(
+    f"namespace {name} {{}}\nusing namespace {name};\n"
+    for name in ("codec", "exchange", "ffn", "gemm", "mover", "rows", "route", "sums")
+)
+"""An entry has C linkage, so its name is the same in all of them."""
 REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/codec.cuh")
 
 
@@ -58,7 +63,7 @@ def _build(variant: jit.Variant, sources: dict[str, str], folder: Path) -> Path:
     run = f"emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({variant.entry}, args); }})"
     takes = "int grid, int block, int smem, unsigned seed, double limit, void** args"
     (folder / "main.cpp").write_text(
-        f'#include "{HEADER}"\n#include "{variant.source}"\n'
+        f'#include "{HEADER}"\n#include "{variant.source}"\n{NAMESPACES}'
         f'extern "C" int emulate({takes}) {{ return {run}; }}\n'
     )
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{folder}"]

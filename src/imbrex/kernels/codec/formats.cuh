@@ -7,6 +7,8 @@
 #pragma once
 #include "codec/values.cuh"
 
+namespace codec {
+
 __device__ __forceinline__ u32 four_bytes(u32 a, u32 b, u32 c, u32 d) {
     return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24;
 }
@@ -212,3 +214,5 @@ using Format = Nvfp4<NIBBLES>;
 #else
 using Format = Cast<FORMAT == 7>;
 #endif
+
+}  // namespace codec

@@ -5,6 +5,8 @@
 // holding it would cost more in occupancy.
 #include "codec/formats.cuh"
 
+namespace codec {
+
 constexpr int kThreads = 128, kValues = Format::kValues, kUnits = HELD / kValues, kPiece = 32 * kUnits;
 
 struct Share {
@@ -108,3 +110,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         out.store(to, unit);
     }
 }
+
+}  // namespace codec

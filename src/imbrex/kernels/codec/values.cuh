@@ -5,6 +5,8 @@
 #pragma once
 #include "ptx/codec.cuh"
 
+namespace codec {
+
 struct alignas(16) Quad {
     u32 word[4];
 };
@@ -125,3 +127,5 @@ __device__ __forceinline__ void saturate(float (&v)[kValues], float scale, float
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = clamped(v[i], kLargestOfRows);
 }
+
+}  // namespace codec

@@ -6,6 +6,8 @@
 #pragma once
 #include "codec/values.cuh"
 
+namespace codec {
+
 constexpr u32 kNegabinary = 0xaaaaaaaau;
 constexpr int kHeaderBits = 9;
 
@@ -84,3 +86,5 @@ __device__ __forceinline__ void exchange(u32& a, u32& b) {
     b = ((a >> kStep) & kMask) | (b & ~kMask);
     a = low;
 }
+
+}  // namespace codec

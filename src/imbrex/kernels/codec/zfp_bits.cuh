@@ -2,6 +2,8 @@
 #pragma once
 #include "codec/zfp.cuh"
 
+namespace codec {
+
 // Words that one thread fills in order.
 struct Writer {
     u32* at;
@@ -48,3 +50,5 @@ struct Reader {
         for (; length > 0; length -= 32) drop(min(length, 32));
     }
 };
+
+}  // namespace codec

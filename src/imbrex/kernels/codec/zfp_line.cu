@@ -6,6 +6,8 @@
 // table of what two planes at once become, and one at a time on the way back.
 #include "codec/zfp.cuh"
 
+namespace codec {
+
 constexpr int kThreads = 128, kSpan = 32, kSpans = 8;  // kSpans: that a warp takes one after the other
 constexpr int kTableBytes = 4096;
 // Of a table's entry: how many coefficients are significant, times 1024: where its rows begin.
@@ -276,3 +278,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         unit.store(rows + at.row * stride, at.block());
     }
 }
+
+}  // namespace codec

@@ -8,6 +8,8 @@
 // of what 8 bits become.
 #include "codec/zfp_bits.cuh"
 
+namespace codec {
+
 constexpr int kThreads = 128, kSize = 16, kPairs = 8;
 #define SEQUENCY {0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15}
 
@@ -297,3 +299,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
     }
 }
+
+}  // namespace codec

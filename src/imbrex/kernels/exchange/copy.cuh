@@ -2,6 +2,8 @@
 #pragma once
 #include "ptx/exchange.cuh"
 
+namespace mover {
+
 constexpr int kStaged = 7;  // loads that a thread has in flight: a quarter of a row of 7168 values by a warp
 
 // Words `first`, `first` + step, ... before `end`, between two addresses.
@@ -28,3 +30,5 @@ __device__ inline void copy_words(u8* to, const u8* from, int words, int thread,
         held.store(to, first, threads, words);
     }
 }
+
+}  // namespace mover

@@ -19,6 +19,11 @@
 #include "routing/early.cuh"
 #include "routing/windows.cuh"
 
+namespace exchange {
+
+using namespace mover;
+using namespace route;
+
 static_assert(sizeof(Windows) % 16 == 0 && sizeof(Windows) <= 640, "mirrored by exchange_layout.py");
 
 static_assert(kRouteFirst == kPushThreads, "the warps that route come last");
@@ -71,3 +76,5 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1)
     end_call(call);
     end_call(routing, 32);
 }
+
+}  // namespace exchange

@@ -16,6 +16,11 @@
 #include "exchange/pull.cuh"
 #include "routing/whole.cuh"
 
+namespace exchange {
+
+using namespace mover;
+using namespace route;
+
 static_assert(kRouteFirst == kPullThreads, "the warps that route come last");
 constexpr int kScratchBytes = 320;
 static_assert(sizeof(Scratch) <= kScratchBytes, "mirrored by exchange_dispatch.py");
@@ -65,3 +70,5 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1)
     end_call(call);
     end_call(routing, 32);
 }
+
+}  // namespace exchange

@@ -13,6 +13,8 @@
 #pragma once
 #include "ptx/exchange.cuh"
 
+namespace fp8 {
+
 constexpr int kBlock = 128;  // values that share a scale
 constexpr float kLargest = 448.0f;
 constexpr float kInverse = 1.0f / 448.0f;
@@ -81,3 +83,5 @@ __device__ __forceinline__ uint2 eight_values(uint4 v, const Divisor& d) {
 __device__ __forceinline__ uint2 eight_values(uint4 v, const Divisor& d, bool plain) {
     return plain ? eight_values<true>(v, d) : eight_values<false>(v, d);
 }
+
+}  // namespace fp8

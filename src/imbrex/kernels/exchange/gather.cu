@@ -19,6 +19,10 @@
 // Example, 2 ranks: token 5 of rank 0 wants both; rank 0 pulls u from rank 1 and writes bf16(u + own[5]).
 #include "exchange/terms.cuh"
 
+namespace exchange {
+
+using namespace sums;
+
 constexpr int kMostGatherThreads = 512;
 constexpr int kWide = 4;        // columns of 16 bytes that a thread has of a piece, 512 bytes apart
 constexpr int kRowsAtOnce = 2;  // that a thread reads together
@@ -232,3 +236,5 @@ extern "C" __global__ void __launch_bounds__(kMostGatherThreads, 1)
         add_rows(call, gather, crew, tokens);
     end_call(call);
 }
+
+}  // namespace exchange

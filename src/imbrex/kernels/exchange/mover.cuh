@@ -14,10 +14,15 @@
 #pragma once
 #include "exchange/protocol.cuh"
 
-constexpr int kSegments = 4;  // segments in flight
 #ifndef LAG
 #define LAG 4
 #endif
+
+namespace mover {
+
+using namespace exchange;
+
+constexpr int kSegments = 4;  // segments in flight
 constexpr int kLag = LAG;  // store groups that may still read their slots
 constexpr int kMoverThreads = 96;
 
@@ -181,3 +186,5 @@ __device__ inline void wait_arrived(const Call& call, Phase phase) {
             !wait_flag(call, &call.own->arrived[call.kind][p][call.block], call.epoch, phase, p))
             return;
 }
+
+}  // namespace mover

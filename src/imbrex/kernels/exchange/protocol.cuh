@@ -10,6 +10,8 @@
 #pragma once
 #include "ptx/exchange.cuh"
 
+namespace exchange {
+
 constexpr int kMaxRanks = 64;
 constexpr int kMaxBlocks = 132;
 constexpr int kBatch = 8;  // loads that a thread has in flight: no branch stands around one
@@ -214,3 +216,5 @@ __device__ inline bool wait_credit(const Call& call, int lane, u32 lag) {
                    wait_flag(call, &call.own->started[call.kind][p], call.epoch + 1 - lag, kPeerStarted, p);
     return __all_sync(0xffffffffu, fine);
 }
+
+}  // namespace exchange

@@ -10,6 +10,10 @@
 // rank 0 to rows 0 and 1 and stores its own token 0, straight from `x`, to row 2.
 #include "exchange/pull.cuh"
 
+namespace exchange {
+
+using namespace mover;
+
 extern "C" __global__ void __launch_bounds__(kPullThreads, 1)
     pull_rows(const __grid_constant__ Group group, const __grid_constant__ Pull pull) {
     const Call call = begin_call(group, kPull);
@@ -28,3 +32,5 @@ extern "C" __global__ void __launch_bounds__(kPullThreads, 1)
     }
     end_call(call);
 }
+
+}  // namespace exchange

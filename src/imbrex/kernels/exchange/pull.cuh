@@ -3,6 +3,8 @@
 #include "exchange/copy.cuh"
 #include "exchange/mover.cuh"
 
+namespace mover {
+
 constexpr int kStagers = 8;  // warps
 constexpr int kStagersBarrier = 1;
 constexpr int kPullThreads = kMoverThreads + 32 * kStagers;
@@ -158,3 +160,5 @@ __device__ inline void list_all(const Call& call, const Ring& ring, const Pull& 
     open_segment(call, ring, number);
     close_segment(ring, segment_of(ring, number), number, 0);
 }
+
+}  // namespace mover

@@ -8,6 +8,10 @@
 // ranks.
 #include "exchange/push.cuh"
 
+namespace exchange {
+
+using namespace mover;
+
 extern "C" __global__ void __launch_bounds__(kPushThreads, 1)
     push_rows(const __grid_constant__ Group group, const __grid_constant__ Push push) {
     const Call call = begin_call(group, kPush);
@@ -20,3 +24,5 @@ extern "C" __global__ void __launch_bounds__(kPushThreads, 1)
     }
     end_call(call);
 }
+
+}  // namespace exchange

@@ -5,6 +5,9 @@
 #ifndef QUANTISE
 #define QUANTISE 0
 #endif
+
+namespace mover {
+
 constexpr int kQuantisers = QUANTISE ? 14 : 0;  // at most
 constexpr int kPushThreads = kMoverThreads + 32 * kQuantisers;
 
@@ -86,3 +89,5 @@ __device__ inline void push_listed(const Call& call, const Ring& ring, const Pus
         quantise_rows(call, ring, quantiser, push.quantisers, own);
     }
 }
+
+}  // namespace mover

@@ -6,6 +6,10 @@
 #include "exchange/fp8.cuh"
 #include "exchange/mover.cuh"
 
+namespace mover {
+
+using namespace fp8;
+
 constexpr int kStep = 512;    // values, 16 a lane, 8 lanes a block
 constexpr int kTogether = 2;  // steps, so that their chains of dependent instructions overlap
 
@@ -98,3 +102,5 @@ __device__ inline void quantise_rows(const Call& call, const Ring& ring, int num
         ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
     }
 }
+
+}  // namespace mover

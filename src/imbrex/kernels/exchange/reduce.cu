@@ -16,6 +16,11 @@
 #ifndef REDUCE_WARPS
 #define REDUCE_WARPS 16
 #endif
+
+namespace exchange {
+
+using namespace sums;
+
 constexpr int kReduceWarps = REDUCE_WARPS;
 
 struct Reduce {
@@ -374,3 +379,5 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1)
         if (!add_piece(call, reduce, own, piece_of(reduce, tokens, call.me, i))) break;
     end_call(call);
 }
+
+}  // namespace exchange

@@ -14,6 +14,11 @@
 #include "exchange/copy.cuh"
 #include "routing/results.cuh"
 
+namespace exchange {
+
+using namespace mover;
+using namespace route;
+
 struct Small {
     Route route;
     const u8* x;    // [ranks of the launch, tokens, row_bytes]
@@ -157,3 +162,5 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1)
         route_and_place(call, small);
     end_call(call);
 }
+
+}  // namespace exchange

@@ -21,6 +21,11 @@
 #ifndef SLOTS
 #define SLOTS 6
 #endif
+
+namespace sums {
+
+using namespace exchange;
+
 constexpr int kMostTerms = 52;  // 32 choices, 16 ranks, an addend
 // Steps that a warp has in flight: 12 KB, 192 KB an SM. Mirrored by `exchange_layout.py`.
 constexpr int kSlots = SLOTS;
@@ -205,3 +210,5 @@ __device__ __forceinline__ void sum_tokens(Terms* terms, u32 ring, const Span& s
     }
     __syncwarp();  // before the lists are written again
 }
+
+}  // namespace sums

@@ -11,6 +11,10 @@
 #pragma once
 #include "exchange/fp8.cuh"
 
+namespace sums {
+
+using namespace fp8;
+
 constexpr int kStepColumns = 64;
 constexpr int kColumns = 4;  // of 16 bytes of bf16 that a lane has of a row, 512 bytes apart: two steps
 
@@ -103,3 +107,5 @@ __device__ __forceinline__ void store_scales(u8* row, const float* scales, int f
         to[i] = reinterpret_cast<const uint4*>(scales)[i];
     __syncwarp();  // before they are written again
 }
+
+}  // namespace sums

@@ -3,6 +3,8 @@
 #include "ffn/plan.cuh"
 #include "ptx/base.cuh"
 
+namespace ffn {
+
 struct __align__(16) Eight {
     u32 pair[4];
 };
@@ -201,3 +203,5 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int unit = threadIdx.x % 32; unit < units; unit += 32) rows[i64(row) * units + unit] = Eight{};
     }
 }
+
+}  // namespace ffn

@@ -2,6 +2,8 @@
 #pragma once
 #include "ptx/base.cuh"
 
+namespace ffn {
+
 // ends[i] = counts[0] + ... + counts[i]; counters zeroed. One warp. counts = {130, 0, 170}: ends = {130, 130,
 // 300}.
 __device__ __forceinline__ void write_plan(const i64* counts, int* ends, int* counters, int experts,
@@ -29,3 +31,5 @@ __device__ __forceinline__ u32 all_rows(const i64* counts, int experts) {
     for (int offset = 1; offset < 32; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     return sum;
 }
+
+}  // namespace ffn

@@ -15,6 +15,10 @@
 #include "exchange/fp8.cuh"
 #include "ffn/plan.cuh"
 
+namespace ffn {
+
+using namespace fp8;
+
 constexpr int kPieces = 4;  // of 256 values each, 8 a lane, that a warp has under way
 
 // The larger half of `a`, then that of `b`.
@@ -82,3 +86,5 @@ extern "C" __global__ void __launch_bounds__(256)
         quantise(x + from * units + first, units - first, values + to, scales + to / 16);
     }
 }
+
+}  // namespace ffn

@@ -12,6 +12,8 @@
 #pragma once
 #include "gemm/store.cuh"
 
+namespace gemm {
+
 // gate_up: bf16 [R, 2F], sixteen bytes each; act is stored where `keep` is not 0; d_weight [tiles of columns,
 // rows] float32 gets, of every tile, sum_f act d_act, where `weights` is given (in a fixed order: another
 // kernel adds up the tiles).
@@ -142,3 +144,5 @@ __device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept
                 d_weight[half];
     }
 }
+
+}  // namespace gemm

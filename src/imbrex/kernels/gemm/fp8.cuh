@@ -38,6 +38,8 @@
 #include "gemm/shape.cuh"
 #include "gemm/store.cuh"
 
+namespace gemm {
+
 constexpr int kBlock = 128;        // values that share a scale
 constexpr float kLargest = 448.f;  // of e4m3
 constexpr int kWaves = kBlockN / WAVE, kProducts = WAVE == 128 ? 1 : 2;
@@ -197,3 +199,5 @@ __device__ __forceinline__ void store_block_fp8(float (&d)[kBlockN / 2], const T
                 ptx::pack_e4m3(d[4 * i + 2 * half] * inverse[half], d[4 * i + 2 * half + 1] * inverse[half]));
     stores.finish([&] { ptx::tma_store_3d(map_d, panel, tile.column, 64 - rows, row + rows); });
 }
+
+}  // namespace gemm

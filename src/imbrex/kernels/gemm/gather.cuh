@@ -32,6 +32,8 @@
 #include "gemm/load.cuh"
 #include "gemm/load_pairs.cuh"
 
+namespace gemm {
+
 #if GATHER
 constexpr int kTurns = 2, kCrew = GATHER / kTurns, kQuadsEach = kBlockM / 4 / kCrew;
 static_assert(kForward && !PINGPONG, "rows are gathered in a forward product");
@@ -154,3 +156,5 @@ __device__ __forceinline__ void produce_gathered(const TensorMap* map_a, const T
 #else
 constexpr int kCrew = 1;
 #endif
+
+}  // namespace gemm

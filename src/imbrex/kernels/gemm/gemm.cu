@@ -82,6 +82,8 @@
 #include "gemm/load_pairs.cuh"
 #include "gemm/store.cuh"
 
+namespace gemm {
+
 template <int kBlocks>
 __device__ __forceinline__ void multiply_step(float (&d)[BLOCKS_M][kBlockN / 2], u32 a, u32 b, bool first) {
     constexpr u32 kStepA = kWgrad ? 16 * 128 : 32, kStepB = kForward ? 32 : 16 * 128;
@@ -272,3 +274,5 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     }
     if constexpr (CLUSTER > 1) meet();  // arrivals and panels of the other block have come
 }
+
+}  // namespace gemm

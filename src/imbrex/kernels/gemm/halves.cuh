@@ -42,6 +42,8 @@
 #include "gemm/backward.cuh"
 #include "gemm/store.cuh"
 
+namespace gemm {
+
 constexpr int kSums = kBlockN / 2, kHalfSums = kSums / 2;
 static_assert(!kHalved || STAGES > 1, "a tile's last step and the next one's first are there at once");
 
@@ -174,3 +176,5 @@ __device__ __forceinline__ void consume_halves(const TensorMap* map_d, const Ten
     if (stores.thread == 0) ptx::bulk_wait<0>();
     if (patience == 0) *status = 1;
 }
+
+}  // namespace gemm

@@ -16,6 +16,8 @@
 #pragma once
 #include "gemm/scheduler.cuh"
 
+namespace gemm {
+
 // Row tiles of either height, of some experts.
 struct RowTiles {
     int high, low;
@@ -42,3 +44,5 @@ IMBREX_BOTH int tile_height(RowTiles rows, int columns, int blocks) {
     const float in_low = ((low * columns + blocks - 1) / blocks) * kLow;
     return in_low < in_high ? 64 : 128;
 }
+
+}  // namespace gemm

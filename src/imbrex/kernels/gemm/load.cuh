@@ -2,6 +2,8 @@
 #pragma once
 #include "gemm/shape.cuh"
 
+namespace gemm {
+
 // Forward: one step of B.
 __device__ __forceinline__ void load_columns(const TensorMap* map_b, u32 full, u32 b, int expert, int column,
                                              int k) {
@@ -117,3 +119,5 @@ __device__ __forceinline__ void produce(const TensorMap* map_a, const TensorMap*
     if (patience == 0) *status = 1;
     if (atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
 }
+
+}  // namespace gemm

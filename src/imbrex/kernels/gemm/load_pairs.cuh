@@ -7,6 +7,8 @@
 #pragma once
 #include "gemm/load.cuh"
 
+namespace gemm {
+
 // Halves of B that a tile has.
 __device__ __forceinline__ int halves_of(const Slot& tile) {
     return (kSwiglu && !kHalved) || tile.columns > (kSwiglu ? kBlockN / 4 : kBlockN / 2) ? 2 : 1;
@@ -106,3 +108,5 @@ __device__ __forceinline__ void produce_pairs(const TensorMap* map_a, const Tens
     if (patience == 0) *status = 1;
     if (rank == 0 && atomicAdd(counter + 1, 1) == clusters - 1) counter[0] = counter[1] = 0;
 }
+
+}  // namespace gemm

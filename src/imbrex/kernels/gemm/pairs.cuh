@@ -31,6 +31,8 @@
 #pragma once
 #include "gemm/scheduler.cuh"
 
+namespace gemm {
+
 // How the pairs of a segment lie: `groups` groups of kHigh pairs of row tiles but the last, which has
 // `shared` of them and `left` single row tiles. Made anew for every pair, since the producer has few
 // registers to keep it in.
@@ -108,3 +110,5 @@ struct PairSchedule : Schedule<kBlockM, kBlockN, kGroupM, false> {
         return true;
     }
 };
+
+}  // namespace gemm

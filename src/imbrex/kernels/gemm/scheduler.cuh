@@ -21,6 +21,8 @@
 #define IMBREX_BOTH inline
 #endif
 
+namespace gemm {
+
 struct Tile {
     int expert;
     int row;      // first row of the output
@@ -87,3 +89,5 @@ struct Schedule {
         return true;
     }
 };
+
+}  // namespace gemm

@@ -5,6 +5,8 @@
 #include "gemm/height.cuh"
 #include "gemm/pairs.cuh"
 
+namespace gemm {
+
 constexpr int kTileBlocks = PINGPONG ? BLOCKS_M : GROUPS;  // 64-row blocks of a tile
 constexpr int kBlockM = 64 * kTileBlocks;
 constexpr int kBlockN = BLOCK_N;
@@ -112,3 +114,5 @@ __device__ __forceinline__ Slot take_slot(const Shared& shared, u32 index, u32& 
     if (threadIdx.x % 32 == 0) release_slot(shared.slot_empty + 8 * slot);
     return tile;
 }
+
+}  // namespace gemm

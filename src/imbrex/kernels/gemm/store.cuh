@@ -2,6 +2,8 @@
 #pragma once
 #include "gemm/shape.cuh"
 
+namespace gemm {
+
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
 // One 64 x 64 panel from registers to swizzled shared memory; `value(i)` gives the accumulator i of the panel
@@ -154,3 +156,5 @@ __device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const
     results.write(d, mine);
     results.close();
 }
+
+}  // namespace gemm

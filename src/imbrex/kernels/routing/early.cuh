@@ -12,10 +12,13 @@
 #pragma once
 #include "routing/steps.cuh"
 
-constexpr int kSegment = 32;
 #ifndef IN_FLIGHT
 #define IN_FLIGHT 2
 #endif
+
+namespace route {
+
+constexpr int kSegment = 32;
 constexpr int kAhead = IN_FLIGHT;  // segments whose ids a warp has in flight
 
 struct Early {
@@ -212,3 +215,5 @@ __device__ inline void find_rows(const Call& call, const Route& route, const Scr
     if (fine) write_sent(call, route, early);
     if (route_thread() == 0) *early.fine = fine;
 }
+
+}  // namespace route

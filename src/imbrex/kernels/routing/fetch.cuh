@@ -2,6 +2,8 @@
 #pragma once
 #include "routing/scratch.cuh"
 
+namespace route {
+
 struct alignas(16) FourIds {
     int id[4];
 };
@@ -80,3 +82,5 @@ __device__ inline void fetch_choices(const Call& call, const Route& route, const
         fetch_ones<kWeights>(call, route, s, ids, given, weights);
     route_sync();
 }
+
+}  // namespace route

@@ -2,6 +2,8 @@
 #pragma once
 #include "routing/steps.cuh"
 
+namespace route {
+
 // `sent`: the rows of the own tokens, too.
 __device__ inline void write_rows(const Call& call, const Route& route, const Scratch& s, bool sent) {
     const int ranks = call.group->ranks, me = call.me;
@@ -86,3 +88,5 @@ __device__ inline void leave_nothing(const Call& call, const Route& route) {
     for (int i = route_thread(); route.traffic && i < ranks * ranks; i += kRouteThreads)
         route.traffic[call.local * ranks * ranks + i] = 0;
 }
+
+}  // namespace route

@@ -10,9 +10,13 @@
 // [[2], [-1]]]; the tokens it receives are its compact rows 0 and 1: recv_row_WT = [[-1, 0, 1], [-1, -1]].
 #include "routing/whole.cuh"
 
+namespace route {
+
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1)
     route_choices(const __grid_constant__ Group group, const __grid_constant__ Route route) {
     const Call call = begin_call(group, kRoute);
     route_whole(call, route, carve(call, route, call.block, group.blocks));
     end_call(call);
 }
+
+}  // namespace route

@@ -3,11 +3,16 @@
 #include "exchange/protocol.cuh"
 #include "routing/split.cuh"
 
-constexpr int kChunk = 128;
 #ifndef ROUTE_THREADS
 #define ROUTE_THREADS 1024
 #define ROUTE_FIRST 0
 #endif
+
+namespace route {
+
+using namespace exchange;
+
+constexpr int kChunk = 128;
 constexpr int kRouteThreads = ROUTE_THREADS;  // that route, in warps of their own where a block does more
 constexpr int kRouteFirst = ROUTE_FIRST;
 constexpr int kRouteBarrier = 9;
@@ -173,3 +178,5 @@ __device__ __forceinline__ bool writes(const Scratch& s, int chunk) {
 __device__ __forceinline__ i64 parity_at(const Call& call, const Route& route) {
     return static_cast<i64>(call.epoch & 1) * call.group->ranks * route.max_tokens * route.choices;
 }
+
+}  // namespace route

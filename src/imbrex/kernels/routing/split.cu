@@ -1,6 +1,8 @@
 // The balanced split alone, for transports that count on the device and for tests: one block. See split.cuh.
 #include "routing/split.cuh"
 
+namespace route {
+
 constexpr int kSplitThreads = 256;
 
 struct Split {
@@ -42,3 +44,5 @@ extern "C" __global__ void __launch_bounds__(kSplitThreads, 1)
                     f.share[w * 2 * f.room + f.start[i] + p];
     }
 }
+
+}  // namespace route

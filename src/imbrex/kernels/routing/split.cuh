@@ -12,6 +12,8 @@
 #pragma once
 #include "ptx/exchange.cuh"
 
+namespace route {
+
 struct Tables {
     const int* first_replica;  // [E + 1]; an expert's slots are replica_slots[first .. next), ascending
     const int* replica_slots;
@@ -259,3 +261,5 @@ __device__ inline void split_choices(const Tables& t, const Flow& f, int thread,
     for (int i = thread; i < *f.several; i += threads) assign_sources(t, f, i, count);
     sync();
 }
+
+}  // namespace route

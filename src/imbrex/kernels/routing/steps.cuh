@@ -2,6 +2,8 @@
 #pragma once
 #include "routing/fetch.cuh"
 
+namespace route {
+
 // My ids and weights into every heap.
 __device__ inline void give_choices(const Call& call, const Route& route) {
     const Group& group = *call.group;
@@ -326,3 +328,5 @@ __device__ inline void place_sources(const Route& route, const Scratch& s, int r
     }
     route_sync();
 }
+
+}  // namespace route

@@ -2,6 +2,8 @@
 #pragma once
 #include "routing/results.cuh"
 
+namespace route {
+
 // All threads that route; false where somebody did not come, and then nothing is routed.
 __device__ inline bool route_whole(const Call& call, const Route& route, const Scratch& s) {
     const int ranks = call.group->ranks;
@@ -44,3 +46,5 @@ __device__ inline bool route_whole(const Call& call, const Route& route, const S
     }
     return fine;
 }
+
+}  // namespace route

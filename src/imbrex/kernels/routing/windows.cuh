@@ -7,6 +7,9 @@
 #ifndef IN_FLIGHT
 #define IN_FLIGHT 2
 #endif
+
+namespace route {
+
 constexpr int kInFlight = IN_FLIGHT;  // batches of loads a thread, as registers allow
 
 // Where a block keeps what it knows of its scratch: in shared memory, since registers are short, too.
@@ -67,3 +70,5 @@ __device__ inline bool route_windows(const Call& call, const Route& route, Windo
     if (call.block == 0) write_totals(call, route, s, tokens);
     return true;
 }
+
+}  // namespace route

@@ -10,6 +10,8 @@
 // position {1 0, 2 -1}; counts {1 0 2}, ends {1 1 3}.
 #include "ptx/exchange.cuh"
 
+namespace rows {
+
 constexpr int kThreads = 512, kWarps = kThreads / 32, kRounds = ROUNDS;
 
 __device__ __forceinline__ int choice_of(int round) {
@@ -117,3 +119,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         __syncwarp();
     }
 }
+
+}  // namespace rows

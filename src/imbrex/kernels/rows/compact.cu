@@ -10,6 +10,8 @@
 // rank 1 alone with token 1: places there 0 and 1.
 #include "ptx/exchange.cuh"
 
+namespace rows {
+
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 
@@ -97,3 +99,5 @@ extern "C" __global__ void __launch_bounds__(256)
         weights_R[row] = weights[i];
     }
 }
+
+}  // namespace rows

@@ -13,6 +13,11 @@
 // row 0 becomes row 3, the own token 0 row 1. Received rows begin every `pitch` bytes.
 #include "exchange/quantise.cuh"
 
+namespace rows {
+
+using namespace mover;
+using namespace fp8;
+
 constexpr int kSlots = 2;
 constexpr bool kDecode = DECODE;
 constexpr u32 kTries = 1 << 20;  // of 10 us, to wait for a load
@@ -172,3 +177,5 @@ extern "C" __global__ void __launch_bounds__(512) expand_fp8(const __grid_consta
     }
     ptx::bulk_wait<0>();
 }
+
+}  // namespace rows

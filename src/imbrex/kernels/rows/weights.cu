@@ -3,6 +3,8 @@
 // position {2, -1, 0}, weights {.5, 9, .25}: rows {.25, unset, .5}.
 #include "ptx/base.cuh"
 
+namespace rows {
+
 __device__ __forceinline__ int first() { return blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int stride() { return gridDim.x * blockDim.x; }
 
@@ -13,3 +15,5 @@ extern "C" __global__ void __launch_bounds__(256)
         if (row >= 0 && row < rows) weights_R[row] = weights[i];
     }
 }
+
+}  // namespace rows
