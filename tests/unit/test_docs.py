@@ -15,6 +15,8 @@ from docs.tables.results import Table, sources
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+LONGEST_PARAGRAPH = 600
+
 
 def row(op: str, impl: str, us: float, model: str = "mixtral", **more: Any) -> dict[str, Any]:
     case = {"model": model, "rows": more.pop("rows", 16384), "skew": more.pop("skew", "balanced")}
@@ -95,6 +97,27 @@ def test_nothing_waits_to_be_filled(page: Path) -> None:
     comments = re.findall(r"<!-- (.+?) -->", page.read_text())
     known = r"table: |end of the (table|rooms)$|.*checked against .* by tests/"
     assert [comment for comment in comments if not re.match(known, comment)] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "LOG.md"], ids=lambda path: path.name
+)
+def test_paragraphs_are_short(page: Path) -> None:
+    assert [text for text in paragraphs(page.read_text()) if len(text) > LONGEST_PARAGRAPH] == []
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs, list items and rows of tables, each on one line; code and comments are left out."""
+    prose = re.sub(r"^```.*?^```$|<!--.*?-->", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    apart = re.sub(r"\n(?=\s*(?:- |\d+\. |\||#))", "\n\n", prose)
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", apart) if part.strip()]
+
+
+def test_paragraphs_are_told_apart() -> None:
+    text = (
+        "# A\ntwo\nlines\n\n- one\n- two\n  more\n```python\ncode\n```\n<!-- note -->\n| a | b |\n| c | d |\n"
+    )
+    assert paragraphs(text) == ["# A two lines", "- one", "- two more", "| a | b |", "| c | d |"]
 
 
 def test_a_table_says_where_it_is_from() -> None:
