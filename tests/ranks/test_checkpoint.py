@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,3 +215,63 @@ def save_where_it_cannot(ranks: Ranks, directory: str, broken: int):
 def test_a_full_disk_is_an_error_on_every_rank(pool, tmp_path, broken):
     assert pool.run(2, save_where_it_cannot, str(tmp_path), broken) == ["None", "None"]
     assert [p for p in Path(tmp_path).iterdir() if not p.name.startswith(".")] == []
+
+
+def save_what_one_cannot(ranks: Ranks, directory: str, how: str):
+    """Rank 1 alone has an `extra` that JSON cannot write, or another disk under the same name, or neither."""
+    model, optimizer = build(ranks, Split(world=2), 1)
+    odd = ranks.rank == 1
+    extra = {"bad": object()} if odd and how == "extra" else {}
+    blind = mock.patch("pathlib.Path.is_dir", return_value=False) if odd and how == "path" else nullcontext()
+    with blind:
+        return _said(lambda: checkpoint.save(directory, model, optimizer, 1, extra, group=ranks.group))
+
+
+def load_what_one_does_not_see(ranks: Ranks, directory: str):
+    model, optimizer = build(ranks, Split(world=2), 1)
+    path = Path(directory) / ("step_00000003" if ranks.rank == 0 else "elsewhere")
+    return _said(lambda: checkpoint.load(path, model, optimizer, group=ranks.group))
+
+
+def _said(call) -> str:
+    try:
+        call()
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("extra", "ValueError {}checkpoint: extra cannot be"), ("path", "OSError {}this rank does not see")],
+)
+def test_what_one_rank_cannot_save_is_an_error_on_every_rank_at_once(pool, tmp_path, how, said):
+    first, second = pool.run(2, save_what_one_cannot, str(tmp_path), how)
+    assert first.startswith(said.format("rank 1: "))
+    assert second.startswith(said.format(""))
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_path_that_one_rank_does_not_see_is_an_error_on_every_rank_at_once(pool, saved):
+    first, second = pool.run(2, load_what_one_does_not_see, str(saved["ep4"][0]))
+    assert first.startswith("ValueError rank 1: ")
+    assert "elsewhere is no complete checkpoint" in first
+    assert "on a disk that all ranks see" in second
+
+
+def load_with_one_shard_damaged(ranks: Ranks, directory: str):
+    model, optimizer = build(ranks, Split(world=2), 2)
+    with warnings.catch_warnings(record=True) as caught:
+        step = checkpoint.load_latest(directory, model, optimizer, group=ranks.group)
+    return step, [str(warning.message) for warning in caught]
+
+
+def test_all_ranks_fall_back_to_the_same_older_one(pool, tmp_path):
+    pool.run(2, save_and_go_on, Split(world=2), str(tmp_path))
+    newer = tmp_path / "step_00000004"
+    shutil.copytree(tmp_path / "step_00000003", newer)
+    shard = newer / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    (first, said), (second, nothing) = pool.run(2, load_with_one_shard_damaged, str(tmp_path))
+    assert (first, second, nothing) == (3, 3, [])
+    assert any("__1_0.distcp was changed" in text and "an older one is tried" in text for text in said)

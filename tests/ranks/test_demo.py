@@ -76,6 +76,10 @@ def test_a_machine_that_cannot_draw_keeps_the_figures_and_is_told(tmp_path):
     assert mend in printed
     assert (tmp_path / "summary.json").exists()
     assert not (tmp_path / "report.html").exists()
+    # Its folder is replaced by a run that says so.
+    demo(*SMALL, "--stop-after", 1, "--overwrite", ranks=1, out=tmp_path)
+    assert len(records(tmp_path)) == 1
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step_00000001"]
 
 
 def test_the_trace_has_every_rank_and_phase(four):

@@ -1,8 +1,10 @@
 """Checkpoints of one process: complete or not there, and errors that say what to do."""
 
 import json
+import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import imbrex
 from imbrex.parallel import checkpoint
+from imbrex.parallel.checkpoint_files import Mark, digest, publish, read_mark
 
 CONFIG = imbrex.MoEConfig(hidden_size=6, intermediate_size=8, num_experts=3, top_k=2)
 
@@ -76,8 +79,8 @@ def test_cut_off_half_way_is_never_loaded(tmp_path, cut):
     want = [p.detach().clone() for p in model.parameters()]
     step(model, optimizer)
     target = {
-        "before the mark": "imbrex.parallel.checkpoint._publish",
-        "before the rename": "imbrex.parallel.checkpoint._flush",
+        "before the mark": "imbrex.parallel.checkpoint_files.publish",
+        "before the rename": "imbrex.parallel.checkpoint_files.flush",
         "at a rename": "pathlib.Path.rename",
     }[cut]
     with mock.patch(target, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
@@ -129,9 +132,9 @@ def test_other_formats_and_optimizers_are_refused(tmp_path):
         checkpoint.load(path, wider)
     with pytest.raises(ValueError, match=r"model\.1\.\S+ is \[.*\] there and missing here"):
         checkpoint.load(path, nn.Sequential(nn.Linear(6, 6)))
-    mark = json.loads((path / checkpoint.MARK).read_text())
-    (path / checkpoint.MARK).write_text(json.dumps(mark | {"format": 99}))
-    with pytest.raises(ValueError, match="format 99, this version reads 1"):
+    mark = json.loads((path / "COMPLETE").read_text())
+    (path / "COMPLETE").write_text(json.dumps(mark | {"format": 99}))
+    with pytest.raises(ValueError, match="format 99, this version reads 2"):
         checkpoint.load(path, model)
 
 
@@ -168,10 +171,183 @@ def test_a_place_that_cannot_be_written(tmp_path):
         checkpoint.save(tmp_path / "file", model, optimizer, 1)
 
 
-def test_a_damaged_file_is_an_error(tmp_path):
+def test_only_a_number_makes_a_checkpoint_and_numbers_count(tmp_path):
+    """Folders of a user's are neither read nor removed, and 100000000 comes after 99999999."""
+    model, optimizer = build()
+    kept = checkpoint.save(tmp_path, model, optimizer, 100)
+    kept.rename(tmp_path / "step_00000100.keep")
+    (tmp_path / "step_00000101").mkdir()
+    (tmp_path / "step_00000101" / "thesis.tex").write_text("mine")
+    (tmp_path / "step_00000101" / "COMPLETE").write_text("mine too")
+    noted = checkpoint.save(tmp_path, model, optimizer, 102)
+    (noted / "notes.txt").write_text("mine")
+    for number in (103, 99_999_999, 100_000_000):
+        checkpoint.save(tmp_path, model, optimizer, number, keep=1)
+    assert checkpoint.step_of(checkpoint.latest(tmp_path) or "") == 100_000_000
+    mine = ["step_00000100.keep", "step_00000101", "step_00000102"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*mine, "step_100000000"]
+    assert checkpoint.load(tmp_path / mine[0], model) == {}
+    for number, strange in ((101, "thesis.tex"), (102, "notes.txt")):
+        with pytest.raises(ValueError, match=f"holds {strange}, which no checkpoint has: move it"):
+            checkpoint.save(tmp_path, model, optimizer, number)
+    checkpoint.clear(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == mine
+    assert (tmp_path / "step_00000101" / "thesis.tex").read_text() == "mine"
+
+
+def test_going_back_to_an_older_one_loses_none(tmp_path):
+    """`keep` counts up to the step just saved: a later one, given up or damaged, pushes nothing out."""
+    model, optimizer = build()
+    for number in (1, 2, 5):
+        checkpoint.save(tmp_path, model, optimizer, number)
+    checkpoint.save(tmp_path, model, optimizer, 3, keep=2)
+    assert [p.name[-1] for p in sorted(tmp_path.iterdir())] == ["2", "3", "5"]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_a_removal_that_is_cut_off_leaves_nothing_that_looks_complete(tmp_path, cut):
+    model, optimizer = build()
+    checkpoint.save(tmp_path, model, optimizer, 1)
+    checkpoint.save(tmp_path, model, optimizer, 2)
+
+    def cut_off(path, **_):
+        if Path(path).exists():
+            for file in sorted(Path(path).iterdir())[:cut]:
+                file.unlink()
+            raise KeyboardInterrupt
+
+    with mock.patch("shutil.rmtree", side_effect=cut_off), pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, model, optimizer, 3, keep=1)
+    steps = [path for path in sorted(tmp_path.iterdir()) if path.name.startswith("step_")]
+    for path in steps:
+        checkpoint.load(path, model, optimizer)
+    assert steps[-1].name == "step_00000003"
+    checkpoint.save(tmp_path, model, optimizer, 4, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000004"]
+
+
+def test_a_replacement_that_is_cut_off_keeps_the_earlier_one(tmp_path):
+    model, optimizer = build()
+    checkpoint.save(tmp_path, model, optimizer, 5, {"first": True})
+    rename = Path.rename
+
+    def cut_off(path, target):
+        if path.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with mock.patch("pathlib.Path.rename", cut_off), pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, model, optimizer, 5)
+    assert checkpoint.load_latest(tmp_path, model, optimizer) == 5
+    checkpoint.save(tmp_path, model, optimizer, 6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000005", "step_00000006"]
+    assert checkpoint.load(tmp_path / "step_00000005", model, optimizer) == {"first": True}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def flip_in_a_tensor(path):
+    """The bytes of the first bias: the file can be read as well as before."""
+    content = bytearray(path.read_bytes())
+    bias = next(p for p in build()[0].parameters() if p.dim() == 1)
+    at = content.rindex(bias.detach().numpy().tobytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def other_extra(path):
+    path.write_text(path.read_text().replace('"tokens": 7', '"tokens": 8'))
+
+
+DAMAGE = {
+    "cut off": ("__0_0.distcp", cut, r"__0_0\.distcp was changed \(100 bytes of \d+\)"),
+    "a bit of a tensor": ("__0_0.distcp", flip_in_a_tensor, "its checksum is another"),
+    "missing": ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
+    "metadata": (".metadata", cut, ".metadata was changed"),
+    "mark cut off": ("COMPLETE", cut, "its COMPLETE was changed"),
+    "mark": ("COMPLETE", other_extra, "its COMPLETE was changed"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_seen_and_the_older_one_read(tmp_path, kind):
+    name, damage, said = DAMAGE[kind]
+    model, optimizer = build()
+    first = checkpoint.save(tmp_path, model, optimizer, 1)
+    path = checkpoint.save(tmp_path, model, optimizer, 2, {"tokens": 7})
+    damage(path / name)
+    other, before = build(seed=9), build(seed=9)
+    with pytest.raises(checkpoint.CheckpointDamaged, match=said) as caught:
+        checkpoint.load(path, *other)
+    assert str(caught.value).endswith(f"; load {first} instead")
+    assert all(map(torch.equal, other[0].parameters(), before[0].parameters()))
+    with pytest.warns(UserWarning, match=f"{said}.*: an older one is tried"):
+        assert checkpoint.load_latest(tmp_path, *other) == 1
+    assert all(map(torch.equal, other[0].parameters(), model.parameters()))
+    damage = cut if name == "COMPLETE" else damage
+    damage(first / name)
+    with (
+        pytest.warns(match="damaged"),
+        pytest.raises(OSError, match="no older one is whole: take a copy of it"),
+    ):
+        checkpoint.load_latest(tmp_path, *other)
+
+
+class Wicked:
+    """Runs a function of its choice when a pickle of it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_checkpoint_is_run(tmp_path):
     model, optimizer = build()
     path = checkpoint.save(tmp_path, model, optimizer, 1)
-    (stored,) = path.glob("*.distcp")
-    stored.write_bytes(stored.read_bytes()[:100])
-    with pytest.raises(OSError, match="cannot read checkpoint"):
+    metadata = FileSystemReader(path).read_metadata()
+    metadata.planner_data = Wicked(tmp_path / "ran")
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(path)
+    with pytest.raises(
+        checkpoint.CheckpointDamaged, match=r"names pathlib\.Path\.touch|names builtins.getattr"
+    ):
         checkpoint.load(path, model, optimizer)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_value_that_only_code_can_read_is_refused_when_it_is_saved(tmp_path):
+    model, optimizer = build()
+    optimizer.param_groups[0]["schedule"] = Wicked(tmp_path / "ran")
+    with pytest.raises(OSError, match=r"schedule is no plain value.*keep numbers, texts, tuples"):
+        checkpoint.save(tmp_path, model, optimizer, 1)
+    assert not (tmp_path / "ran").exists()
+    with mock.patch("imbrex.parallel.logical_tensors._plain"):
+        path = checkpoint.save(tmp_path, model, optimizer, 1)
+    with pytest.raises(OSError, match="schedule is no plain value"):
+        checkpoint.load(path, model, optimizer)
+    assert not (tmp_path / "ran").exists()
+
+
+def sign(path):
+    """Make a mark that fits the files, as somebody who means harm would."""
+    mark = read_mark(path)
+    (path / "COMPLETE").unlink()
+    digests = {file.name: digest(file) for file in path.iterdir()}
+    path.rename(path.with_name("partial"))
+    publish(path.with_name("partial"), path, Mark(step=mark.step, extra=mark.extra, files=digests))
+
+
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path):
+    model, optimizer = build()
+    for step, keep, extra, said in (
+        (1, None, {"when": object()}, "extra cannot be written as JSON.*not JSON serializable.*; give str"),
+        (-1, None, None, "step -1"),
+        (1, 0, None, "keep 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            checkpoint.save(tmp_path, model, optimizer, step, extra, keep=keep)
+    assert list(tmp_path.iterdir()) == []

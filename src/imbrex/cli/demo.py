@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from imbrex.demo import asked
+from imbrex.demo import asked, folder
 from imbrex.demo.asked import DEFAULTS
 from imbrex.launch.local import EXIT_REFUSED, is_worker, launch
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("steps", "training steps in all, those before --resume included", **number)
     parser.add_argument("--out", default="runs/demo", help="where the files go (runs/demo)", metavar="DIR")
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace the earlier run in --out")
     flag("device", "auto takes a GPU per rank where there is one", choices=("auto", "cpu", "cuda"))
     flag("data", "text to train on instead of the standard library's source", nargs="+", metavar="FILE")
     flag("seed", "of the parameters and the batches", **number)
@@ -70,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
 
         return work(args)
     out = Path(args.out)
-    asked.prepare(out, args)
+    folder.prepare(out, args, [*DEFAULTS])
     # The words of this command, after its name, are those of its ranks.
     return launch(
         ["demo", *asked.arguments_of(args)],
         num_ranks=args.ranks,
-        board=out / "ranks",
+        board=out / folder.RANKS,
         timeout_s=args.timeout,
-        hint=lambda: asked.hint(out),
+        hint=lambda: folder.hint(out, args),
     )

@@ -1,16 +1,15 @@
-"""What is asked of a run of the demo: defaults, what is refused before a rank starts, the output folder."""
+"""What is asked of a run of the demo: defaults, and what is refused before a rank starts."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from imbrex.demo import folder
 
 SHAPE = {"hidden": 128, "layers": 3, "heads": 4, "experts": 8, "top_k": 2, "expert_width": 192}
 DEFAULTS: dict[str, Any] = {
@@ -30,21 +29,8 @@ DEFAULTS: dict[str, Any] = {
     "data": [],
 }
 """What a flag is when neither the command line nor, with --resume, the earlier run says."""
-
-ASKED = "run.json"
-JOURNAL, BALANCE = "balance.jsonl", "balance.html"
-OUTPUTS = (ASKED, "metrics.jsonl", "summary.json", "trace.json", "report.html", "checkpoint")
-OUTPUTS += (JOURNAL, BALANCE)
-NEEDED_BYTES = 100 << 20
-
-
-def hint(out: Path) -> str:
-    """What to do after a run that ended early."""
-    from imbrex.parallel import checkpoint
-
-    if checkpoint.latest(out / "checkpoint") is None:
-        return "it ended before its first checkpoint: start anew"
-    return "give --resume to go on from the last complete checkpoint"
+MAX_SEED = 2**63 - 1
+"""The largest seed of a generator of torch."""
 
 
 def arguments_of(args: argparse.Namespace) -> list[str]:
@@ -66,7 +52,10 @@ def settle(args: argparse.Namespace, *, worker: bool) -> None:
         if args.ranks not in (None, world):
             raise ValueError(f"--ranks {args.ranks}, but torchrun started {world}: leave --ranks out")
         args.ranks = world
-    earlier = asked_before(Path(args.out)) if args.resume else {}
+    if not args.out.strip():
+        raise ValueError("--out is empty: give a folder")
+    before = folder.earlier(Path(args.out)) if args.resume else None
+    earlier = {} if before is None else before.asked
     for name, default in DEFAULTS.items():
         given = getattr(args, name)
         if name in SHAPE and name in earlier and given not in (None, earlier[name]):
@@ -76,15 +65,6 @@ def settle(args: argparse.Namespace, *, worker: bool) -> None:
             )
         if given is None:
             setattr(args, name, earlier.get(name, default))
-
-
-def asked_before(out: Path) -> dict[str, Any]:
-    try:
-        return json.loads((out / ASKED).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"there is no run to resume in {out}: leave out --resume") from None
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read {out / ASKED}: {error}: start anew with another --out") from None
 
 
 def check(args: argparse.Namespace) -> None:
@@ -103,6 +83,7 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.balance and factors.expert < 2:
         raise ValueError("--balance: all experts live on one rank: give --ranks or --ep 2 or more")
+    folder.check(Path(args.out), args)
     args.timeout = timeout_seconds(args.timeout)
     pick(args.transport, num_ranks=args.ranks, top_k=args.top_k)
     make_wire(args.codec)
@@ -119,8 +100,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("steps", "batch", "length", "checkpoint_every", "stop_after", *SHAPE):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
-    if args.seed < 0:
-        raise ValueError(f"--seed is {args.seed}: give 0 or more")
+    if not 0 <= args.seed <= MAX_SEED:
+        raise ValueError(f"--seed is {args.seed}: give 0 to {MAX_SEED}")
     if args.top_k > args.experts:
         raise ValueError(f"--top-k {args.top_k} is more than --experts {args.experts}: lower it")
     if args.tp > 0 and args.expert_width % args.tp:
@@ -145,29 +126,6 @@ def check_device(wanted: str, num_ranks: int) -> str:
             "lower --ranks or use --device cpu"
         )
     return "cuda" if wanted != "cpu" and available >= here else "cpu"
-
-
-def prepare(out: Path, args: argparse.Namespace) -> None:
-    """Make the output directory; without --resume, remove what an earlier run left there."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out) as file:
-            file.write(b"imbrex")
-        free = shutil.disk_usage(out).free
-        if free < NEEDED_BYTES:
-            raise ValueError(
-                f"--out {out} has {free >> 20} MiB left and a run needs {NEEDED_BYTES >> 20}: "
-                "free some, or choose another --out"
-            )
-        for name in () if args.resume else OUTPUTS:
-            path = out / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        (out / "ranks").mkdir(exist_ok=True)
-        (out / ASKED).write_text(
-            json.dumps({name: getattr(args, name) for name in DEFAULTS}, indent=2) + "\n"
-        )
-    except OSError as error:
-        raise ValueError(f"cannot write to --out {out}: {error.strerror}: choose another --out") from None
 
 
 def say(lines: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from imbrex.balancer import OnlineBalancer, Pace
 from imbrex.balancer.report import Story, read_journal, write_story
-from imbrex.demo import asked
+from imbrex.demo import folder
 from imbrex.placement import contiguous
 from imbrex.placement.replay import imbalance_of
 
@@ -19,18 +19,16 @@ PACE = Pace(threshold=0.02, max_moves=4)
 
 
 def make(args: argparse.Namespace, rank: int) -> OnlineBalancer:
-    """Its journal is of this start of the run: a resumed run begins with the experts in order."""
-    journal = Path(args.out) / asked.JOURNAL
-    if rank == 0:
-        journal.unlink(missing_ok=True)
+    """The balancer of this rank; the first rank's writes the journal."""
+    journal = Path(args.out) / folder.JOURNAL
     return OnlineBalancer(PACE, timeout=args.timeout, journal=journal if rank == 0 else None)
 
 
 def closing(out: Path) -> list[str]:
     """What the balancer of the run in `out` did, if it had one; its report is drawn where plotly is."""
-    if not (out / asked.JOURNAL).exists():
+    if not (out / folder.JOURNAL).exists():
         return []
-    story = read_journal(out / asked.JOURNAL)
+    story = read_journal(out / folder.JOURNAL)
     without = in_order(story)
     last = -max(len(story.loads_ILW) // 4, 1)
     over, would = (float(imbalance_of(of.loads_ILW[last:]).mean()) for of in (story, without))
@@ -39,8 +37,8 @@ def closing(out: Path) -> list[str]:
         f"with the experts in order, {would:.1%}; {len(story.switched)} new placements"
     ]
     if find_spec("plotly") is not None:
-        write_story(out / asked.BALANCE, "Balance", story, without)
-        lines.append(f"report of the balance: {out / asked.BALANCE}")
+        write_story(out / folder.BALANCE, "Balance", story, without)
+        lines.append(f"report of the balance: {out / folder.BALANCE}")
     return lines
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex import MoELayer
-from imbrex.demo import asked, balance
+from imbrex.demo import asked, balance, folder
 from imbrex.demo.corpus import Corpus, load_corpus
 from imbrex.demo.progress import Progress
 from imbrex.demo.run import Run, Saving
@@ -33,7 +33,8 @@ START_S = 120.0
 def work(args: argparse.Namespace) -> int:
     """Be the rank that the environment says; does not return where the rank ends early."""
     rank = int(os.environ["RANK"])
-    board_at = Path(args.out) / "ranks"
+    out = Path(args.out)
+    board_at = out / folder.RANKS
     try:
         death.forget(board_at, rank)
         board = PhaseBoard(board_at, rank)
@@ -47,7 +48,7 @@ def work(args: argparse.Namespace) -> int:
         rank=rank,
         num_ranks=args.ranks,
         timeout_s=args.timeout,
-        hint=lambda: asked.hint(Path(args.out)),
+        hint=lambda: folder.hint(out, args),
     )
     code = end.run(lambda: _train(args, rank, board))
     sys.stdout.flush()
@@ -67,6 +68,8 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     trainer = _make_trainer(args, rank, corpus, recorder, device)
     recipe = trainer.recipe
     first_step, saving = _checkpoints(args, trainer, host_group)
+    if rank == 0:
+        folder.begin(Path(args.out), args, [*asked.DEFAULTS])
     # Whoever was slow to come up is here now; from the first step on the time-out counts.
     dist.barrier()
     end = min(recipe.steps, args.stop_after or recipe.steps)
@@ -109,7 +112,7 @@ def _join(args: argparse.Namespace) -> torch.device:
         timeout=timedelta(seconds=max(START_S, args.timeout)),
     )
     if "IMBREX_LAUNCHED" not in os.environ and dist.get_rank() == 0:
-        asked.prepare(Path(args.out), args)
+        folder.prepare(Path(args.out), args, [*asked.DEFAULTS])
     dist.barrier()
     return device
 
@@ -129,7 +132,7 @@ def _asked(args: argparse.Namespace) -> tuple[Shape, Recipe]:
 def _checkpoints(
     args: argparse.Namespace, trainer: Trainer, group: dist.ProcessGroup | None
 ) -> tuple[int, Saving]:
-    directory, model, optimizer = Path(args.out) / "checkpoint", trainer.model, trainer.optimizer
+    directory, model, optimizer = Path(args.out) / folder.CHECKPOINT, trainer.model, trainer.optimizer
 
     def save(step: int) -> None:
         checkpoint.save(directory, model, optimizer, step, keep=2, group=group)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex.demo.folder import METRICS
 from imbrex.demo.training import Recipe, Shape, Trainer
 from imbrex.observe import PHASES, Recorder, Span, fold, merge_traces, trace_events
 from imbrex.observe.report import communicating_share, write_report
@@ -56,7 +57,7 @@ class Run:
 
     def train(self, first_step: int, end: int, saving: Saving) -> None:
         """Train the steps from `first_step` to before `end`, recording and saving on the way."""
-        path = self.out / "metrics.jsonl"
+        path = self.out / METRICS
         if self.rank == 0:
             keep_before(path, first_step)
         for step in range(first_step, end):
@@ -151,7 +152,7 @@ class Run:
         sent_WW = self._gather(self.bytes_sent_W)
         if self.rank != 0:
             return None
-        path = self.out / "metrics.jsonl"
+        path = self.out / METRICS
         metrics = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         summary = {
             **facts,

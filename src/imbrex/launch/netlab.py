@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+from imbrex.runtime.waits import MAX_TIMEOUT_S
+
 PR_SET_PDEATHSIG = 1
 EXIT_LATE = 124
 GRACE_S = 2.0
@@ -90,8 +92,10 @@ def _check_ranks(args: argparse.Namespace, command: list[str]) -> None:
         raise ValueError(
             f"netlab: {args.nodes} nodes of {args.ranks_per_node} ranks; use 1 to 64 nodes of at least 1"
         )
-    if not args.timeout > 0:
-        raise ValueError(f"netlab: --timeout {args.timeout:g} is no time; give seconds")
+    if not 0 < args.timeout <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"netlab: --timeout {args.timeout:g} is no time; give seconds, at most {MAX_TIMEOUT_S:.0f}"
+        )
 
 
 def _enter(args: argparse.Namespace, command: list[str]) -> int:

@@ -24,6 +24,7 @@ LOST, FAILED, REFUSED = "lost", "failed", "refused"
 """Kinds of a note: a peer was lost; this rank failed; the input was refused, on every rank alike."""
 
 _SPOKEN = "spoken"
+_LEFT = (".phase", ".draft", ".note", ".note-draft", ".traceback")
 _NOTE_BYTES = 4096
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -73,7 +74,8 @@ def read_notes(directory: str | os.PathLike[str]) -> tuple[Note, ...]:
 def forget(directory: str | os.PathLike[str], rank: int | None = None) -> None:
     """Remove what an earlier run left in `directory`, of `rank` or of all. Rank 0 forgets who spoke."""
     for path in Path(directory).glob("rank-*" if rank is None else f"rank-{rank:05d}.*"):
-        path.unlink(missing_ok=True)
+        if path.suffix in _LEFT:
+            path.unlink(missing_ok=True)
     if not rank:
         (Path(directory) / _SPOKEN).unlink(missing_ok=True)
 

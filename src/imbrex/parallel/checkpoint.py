@@ -1,16 +1,12 @@
 """Checkpoints that any number of ranks can read, and that are either complete or not there.
 
-    DIRECTORY/step_00000200/            torch.distributed.checkpoint files and COMPLETE
-    DIRECTORY/.step_00000250.partial/   being written, or cut off: never read
-
-A checkpoint is written under its partial name, flushed to the disk, marked and renamed, in this order.
+What a checkpoint's folder holds, and how it comes and goes, is `imbrex.parallel.checkpoint_files`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
+from imbrex.parallel import checkpoint_files as files
+from imbrex.parallel.checkpoint_files import CheckpointDamaged, Mark, clear
 from imbrex.parallel.logical_tensors import Layout, LoadPlanner, SavePlanner, layouts
 
-FORMAT = 1
-MARK = "COMPLETE"
-PREFIX = "step_"
+__all__ = ["CheckpointDamaged", "clear", "latest", "load", "load_latest", "save", "step_of"]
 
 
 def save(
@@ -47,22 +43,26 @@ def save(
     """Write `model` and `optimizer` after `step` steps; the checkpoint's path.
 
     Expert parameters and their optimizer state are written as logical tensors [num_experts, ...], each expert
-    once. extra: JSON values to keep with it. keep: remove all but that many of the newest complete ones.
-    group: all ranks that hold a part of the model; default: all ranks, or this process where
-    torch.distributed is not initialised. Collective over it: an error of one rank is raised on all.
+    once. directory: on a disk that all ranks see. extra: JSON values to keep with it, the first rank's.
+    keep: of the checkpoints up to this step, remove all but that many of the newest; a folder into which
+    somebody put another file stays. group: all ranks that hold a part of the model; default: all ranks, or
+    this process where torch.distributed is not initialised. Collective over it: an error of one rank is
+    raised on all.
 
-    Raises OSError (a full or read-only disk) with no new checkpoint left behind.
+    Raises ValueError for an `extra`, `step` or `keep` that cannot be, and OSError (a full or read-only disk,
+    a rank that does not see it), with no new checkpoint left behind.
     """
     directory = Path(directory)
-    final, partial = directory / f"{PREFIX}{step:08d}", directory / f".{PREFIX}{step:08d}.partial"
-    _on_first(group, lambda: _make_room(partial))
-    state, where = _state_of(model, optimizer)
+    _on_all(group, lambda: _check(step, keep, extra))
+    final = files.folder_of(directory, step)
+    partial = _on_first(group, lambda: files.make_room(directory, step))
+    state, where = _on_all(group, lambda: _state_to_write(partial, model, optimizer))
     pieces = {"storage_writer": FileSystemWriter(partial), "planner": SavePlanner(where)}
-    written = _dcp(dcp_save, state, group, **pieces)
-    _agree(group, written, OSError, f"cannot write checkpoint {final}")
-    _on_first(group, lambda: _publish(partial, final, step, extra or {}))
+    _dcp(f"cannot write checkpoint {final}", dcp_save, state, group, **pieces)
+    digests = _of_all(group, lambda: _digests(partial, group))
+    _on_first(group, lambda: _publish(partial, final, step, extra or {}, digests))
     if keep is not None:
-        _on_first(group, lambda: _prune(directory, keep))
+        _on_first(group, lambda: files.prune(directory, keep, step))
     return final
 
 
@@ -76,28 +76,20 @@ def load(
     """Fill `model` and `optimizer` in place from the complete checkpoint `path`; its `extra`.
 
     The number of ranks, the placement and the tensor-parallel size may differ from when it was saved.
-    Collective over `group` as in `save`. Gradients of `optimizer`'s parameters are dropped.
+    Collective over `group` as in `save`. Gradients of `optimizer`'s parameters are dropped. Every file is
+    read for its checksum first, once among all ranks. Nothing in the files is run.
 
-    Raises ValueError, on all ranks and before anything is changed, where `path` is no complete checkpoint or
-    is one of another shape.
+    Raises, on all ranks and before anything is changed: ValueError where `path` is no complete checkpoint or
+    is one of another shape, CheckpointDamaged, an OSError, where its files are not what was written.
     """
     path = Path(path)
-    mark = _on_first(group, lambda: _read_mark(path))
-    if optimizer is not None:
-        # With gradients present, torch would not create the state that is to be filled.
-        optimizer.zero_grad(set_to_none=True)
-    state, where = _state_of(model, optimizer)
-    reader = FileSystemReader(path)
-    _agree(group, _misfit(path, reader.read_metadata(), state, where), ValueError, "")
-    read = _dcp(dcp_load, state, group, storage_reader=reader, planner=LoadPlanner(where))
-    _agree(group, read, OSError, f"cannot read checkpoint {path}")
-    set_state_dict(
-        model,
-        [] if optimizer is None else [optimizer],
-        model_state_dict=state["model"],
-        optim_state_dict=state.get("optimizer", {}),
-    )
-    return mark["extra"]
+    try:
+        return _load(path, model, optimizer, group)
+    except CheckpointDamaged as error:
+        older = _on_first(group, lambda: files.newest(path.parent, besides=path))
+        raise CheckpointDamaged(
+            f"{error}; " + (f"load {older} instead" if older else "no other is beside it: take a copy of it")
+        ) from None
 
 
 def load_latest(
@@ -107,23 +99,102 @@ def load_latest(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> int | None:
-    """`load` the newest complete checkpoint of `directory`; its step, or `None` where there is none."""
-    path = _on_first(group, lambda: latest(directory))
-    if path is None:
-        return None
-    load(path, model, optimizer, group=group)
-    return step_of(path)
+    """`load` the newest complete checkpoint of `directory`; its step, or `None` where there is none.
+
+    One that is damaged is passed over, with a warning on the first rank, for the next older one. Raises
+    CheckpointDamaged where all are.
+    """
+    paths: list[Path] = _on_first(group, lambda: files.marked(Path(directory)))
+    damaged: CheckpointDamaged | None = None
+    for path in reversed(paths):
+        try:
+            _load(path, model, optimizer, group)
+        except CheckpointDamaged as error:
+            damaged = error
+            if _is_first(group):
+                warnings.warn(f"{error}: an older one is tried", stacklevel=2)
+            continue
+        return step_of(path)
+    if damaged is not None:
+        raise CheckpointDamaged(f"{damaged}; no older one is whole: take a copy of it, or start anew")
+    return None
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint of `directory`, or `None`."""
-    complete = _complete(Path(directory))
-    return complete[-1] if complete else None
+    """The newest complete checkpoint of `directory`, or `None`. Its files are not compared with their
+    checksums: `load` does that."""
+    return files.newest(Path(directory))
 
 
 def step_of(path: str | os.PathLike[str]) -> int:
     """The step after which the checkpoint `path` was saved."""
-    return int(_read_mark(Path(path))["step"])
+    return files.read_mark(Path(path)).step
+
+
+def _check(step: int, keep: int | None, extra: dict[str, Any] | None) -> None:
+    if step < 0 or (keep is not None and keep < 1):
+        raise ValueError(f"checkpoint: step {step}, keep {keep}; give a step from 0 on, and keep 1 or more")
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"checkpoint: extra cannot be written as JSON ({error}); give str, numbers, lists and dicts"
+        ) from None
+
+
+def _state_to_write(
+    partial: Path, model: nn.Module, optimizer: Optimizer | None
+) -> tuple[dict[str, Any], dict[str, Layout]]:
+    if not partial.is_dir():
+        raise OSError(f"this rank does not see {partial}: save to a disk that all ranks share")
+    return _state_of(model, optimizer)
+
+
+def _digests(partial: Path, group: dist.ProcessGroup | None) -> files.Digests:
+    """Of what this rank wrote: torch numbers files by the writer's rank in the group."""
+    rank = dist.get_rank(group) if _distributed() else 0
+    names = [path.name for path in partial.glob(f"__{rank}_*")]
+    names += [".metadata"] if rank == 0 else []
+    return {name: files.digest(partial / name) for name in names}
+
+
+def _publish(
+    partial: Path, final: Path, step: int, extra: dict[str, Any], digests: list[files.Digests]
+) -> None:
+    written = {name: of_file for of_rank in digests for name, of_file in of_rank.items()}
+    here = {path.name: path.stat().st_size for path in partial.iterdir()}
+    if here != {name: size for name, (size, _) in written.items()}:
+        raise OSError(
+            f"the ranks do not see the same files in {partial}: save to a disk that all ranks share"
+        )
+    files.publish(partial, final, Mark(step=step, extra=extra, files=written))
+
+
+def _load(
+    path: Path, model: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    mark: Mark = _on_all(group, lambda: files.read_mark(path))
+    _on_all(group, lambda: files.check_whole(path, mark.files, _share(sorted(mark.files), group)))
+    if optimizer is not None:
+        # With gradients present, torch would not create the state that is to be filled.
+        optimizer.zero_grad(set_to_none=True)
+    state, where = _on_all(group, lambda: _state_of(model, optimizer))
+    reader = files.Reader(path)
+    _on_all(group, lambda: _check_fits(path, reader.read_metadata(), state, where))
+    planner = LoadPlanner(where)
+    _dcp(f"cannot read checkpoint {path}", dcp_load, state, group, storage_reader=reader, planner=planner)
+    set_state_dict(
+        model,
+        [] if optimizer is None else [optimizer],
+        model_state_dict=state["model"],
+        optim_state_dict=state.get("optimizer", {}),
+    )
+    return mark.extra
+
+
+def _share(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
+    """This rank's part of `names`: the disk that all read from is read once."""
+    return names[dist.get_rank(group) :: _ranks(group)] if _distributed() else names
 
 
 def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Layout]]:
@@ -143,8 +214,8 @@ def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, 
     return state, where
 
 
-def _misfit(path: Path, metadata: Metadata, state: dict[str, Any], where: dict[str, Layout]) -> str:
-    """Why a checkpoint does not fit, or an empty string."""
+def _check_fits(path: Path, metadata: Metadata, state: dict[str, Any], where: dict[str, Layout]) -> None:
+    """Raise ValueError where the tensors of a checkpoint are not those of `state`."""
     shapes = {
         name: tuple(stored.size)
         for name, stored in metadata.state_dict_metadata.items()
@@ -163,9 +234,9 @@ def _misfit(path: Path, metadata: Metadata, state: dict[str, Any], where: dict[s
     ]
     problems = sorted(wrong + surplus, key=lambda p: not p.startswith("model."))
     if not problems:
-        return ""
+        return
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return (
+    raise ValueError(
         f"checkpoint {path} is of another shape: {problems[0]}{more}; build the model with the configuration "
         "it was saved with, or start anew in another directory"
     )
@@ -180,78 +251,25 @@ def _tensors(prefix: str, value: Any):
         yield prefix, tuple(value.shape)
 
 
-def _complete(directory: Path) -> list[Path]:
-    """Complete checkpoints by step."""
-    if not directory.is_dir():
-        return []
-    return sorted(p for p in directory.iterdir() if p.name.startswith(PREFIX) and (p / MARK).is_file())
+def _dcp(
+    what: str, call: Callable[..., Any], state: dict[str, Any], group: dist.ProcessGroup | None, **pieces
+) -> None:
+    """Runs a collective of DCP; OSError, on all ranks, where it went wrong on any."""
 
+    def run() -> None:
+        try:
+            with warnings.catch_warnings():
+                # DCP warns where torch.distributed is not initialised: one process alone is meant.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                call(state, process_group=group, no_dist=not _distributed(), **pieces)
+        except CheckpointException as error:
+            for failure, _ in error.failures.values():
+                if not isinstance(failure, Exception):
+                    raise failure from None
+            said = [f"rank {rank}: {type(f).__name__}: {f}" for rank, (f, _) in error.failures.items()]
+            raise OSError(f"{what}: {'; '.join(said)}") from None
 
-def _read_mark(path: Path) -> dict[str, Any]:
-    try:
-        mark = json.loads((path / MARK).read_text())
-    except (OSError, json.JSONDecodeError):
-        raise ValueError(
-            f"{path} is no complete checkpoint; pass a {PREFIX}... folder that holds a {MARK} file"
-        ) from None
-    if mark.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} has checkpoint format {mark.get('format')}, this version reads {FORMAT}; load it with "
-            "the version that wrote it"
-        )
-    return mark
-
-
-def _make_room(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-
-
-def _publish(partial: Path, final: Path, step: int, extra: dict[str, Any]) -> None:
-    with (partial / MARK).open("w") as file:
-        json.dump({"format": FORMAT, "step": step, "extra": extra}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _flush(partial)
-    replaced = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    _flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _flush(directory: Path) -> None:
-    """Bring a directory's entries to the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _prune(directory: Path, keep: int) -> None:
-    for path in _complete(directory)[: -max(keep, 1)]:
-        # The mark goes first: a checkpoint half removed must not look complete.
-        (path / MARK).unlink()
-        shutil.rmtree(path)
-
-
-def _dcp(call: Callable[..., Any], state: dict[str, Any], group: dist.ProcessGroup | None, **pieces) -> str:
-    """Runs a collective of DCP; what went wrong, on any rank, or an empty string."""
-    try:
-        with warnings.catch_warnings():
-            # DCP warns where torch.distributed is not initialised: one process alone is meant.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            call(state, process_group=group, no_dist=not _distributed(), **pieces)
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if not isinstance(failure, Exception):
-                raise failure from None
-        found = error.failures.items()
-        return "; ".join(f"rank {rank}: {type(f).__name__}: {f}" for rank, (f, _) in found)
-    return ""
+    _on_all(group, run)
 
 
 def _distributed() -> bool:
@@ -262,27 +280,45 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if _distributed() else 1
 
 
-def _agree(group: dist.ProcessGroup | None, problem: str, kind: type[Exception], prefix: str) -> None:
-    """Raises `kind` on every rank if any rank has a problem."""
-    problems = [problem]
-    if _ranks(group) > 1:
-        problems = [""] * _ranks(group)
-        dist.all_gather_object(problems, problem, group=group)
-    first = next((p for p in problems if p), None)
-    if first is not None:
-        raise kind(f"{prefix}: {first}" if prefix else first)
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return not _distributed() or dist.get_rank(group) == 0
+
+
+def _on_all(group: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
+    """Runs `call` on every rank; this rank's result. An exception of one rank is raised on all."""
+    return _settled(group, call, tells=False)[0]
+
+
+def _of_all(group: dist.ProcessGroup | None, call: Callable[[], Any]) -> list[Any]:
+    """Runs `call` on every rank; the results of all. An exception of one rank is raised on all."""
+    return _settled(group, call, tells=True)[1]
 
 
 def _on_first(group: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
-    """Runs `call` on the first rank; its result, or its OSError or ValueError, on all."""
-    outcome: list[Any] = [None, None]
-    if _ranks(group) == 1 or dist.get_rank(group) == 0:
-        try:
-            outcome[0] = call()
-        except (OSError, ValueError) as error:
-            outcome[1] = error
+    """Runs `call` on the first rank; its result, or its exception, on all."""
+    return _settled(group, call if _is_first(group) else lambda: None, tells=True)[1][0]
+
+
+_KINDS = {kind.__name__: kind for kind in (CheckpointDamaged, OSError, ValueError)}
+
+
+def _settled(
+    group: dist.ProcessGroup | None, call: Callable[[], Any], *, tells: bool
+) -> tuple[Any, list[Any]]:
+    result, own = None, None
+    try:
+        result = call()
+    except Exception as error:  # noqa: BLE001 (a rank that raised without a word would leave the others waiting)
+        own = error
+    kind = next((name for name, one in _KINDS.items() if isinstance(own, one)), "RuntimeError")
+    of_ranks: list[Any] = [(result if tells else None, own and (kind, str(own)))]
     if _ranks(group) > 1:
-        dist.broadcast_object_list(outcome, group=group, group_src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+        of_ranks, mine = [None] * _ranks(group), of_ranks[0]
+        dist.all_gather_object(of_ranks, mine, group=group)
+    for rank, (_, problem) in enumerate(of_ranks):
+        if problem is None:
+            continue
+        if own is not None and (kind, str(own)) == problem:
+            raise own
+        raise _KINDS.get(problem[0], RuntimeError)(f"rank {rank}: {problem[1]}")
+    return result, [told for told, _ in of_ranks]

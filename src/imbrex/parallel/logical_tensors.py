@@ -7,14 +7,17 @@ tensor-parallel size is therefore read at any other.
 
 from __future__ import annotations
 
+import io
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.nn.parallel import DistributedDataParallel
 
 from imbrex.experts.experts import Experts
@@ -95,6 +98,12 @@ class SavePlanner(DefaultSavePlanner):
         value = self.state_dict[index.fqn]
         return value.at(index) if isinstance(value, LogicalTensor) else super().lookup_object(index)
 
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        written = super().transform_object(write_item, object)
+        if write_item.type == WriteItemType.BYTE_IO:
+            _plain(write_item.index.fqn, written)
+        return written
+
 
 class LoadPlanner(DefaultLoadPlanner):
     """where: as in `SavePlanner`."""
@@ -110,6 +119,23 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
         return value.at(index) if isinstance(value, LogicalTensor) else super().lookup_tensor(index)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # torch's own would run what a pickle names.
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], _plain(name, value))
+
+
+def _plain(name: str, written: io.BytesIO) -> Any:
+    """The value in `written`, read without running anything."""
+    try:
+        return torch.load(io.BytesIO(written.getbuffer()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        why = str(error).partition("Please")[0].strip().splitlines()[-1:]
+        raise ValueError(
+            f"{name} is no plain value, and only those can be read without running code ({' '.join(why)}); "
+            "keep numbers, texts, tuples and tensors in the optimizer's groups and states"
+        ) from None
 
 
 def logical(flat: dict[str, Any], where: dict[str, Layout]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 
 DEFAULT_TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 1e6
+"""A wait without an end is no time-out, and clocks of kernels and sockets overflow far above this."""
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """One tensor from all ranks; torch 2.13 gave it this name and deprecates the older one."""
@@ -24,15 +26,17 @@ class RankLostError(RuntimeError):
 
 
 def timeout_seconds(timeout: float | None = None) -> float:
-    """`timeout`, else `IMBREX_TIMEOUT_S`, else 60 s. Raises ValueError where it is not above zero."""
+    """`timeout`, else `IMBREX_TIMEOUT_S`, else 60 s. Raises ValueError where it is no number above zero,
+    or more than a million seconds."""
     given = os.environ.get("IMBREX_TIMEOUT_S") if timeout is None else timeout
     try:
         seconds = DEFAULT_TIMEOUT_S if given is None else float(given)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
+    if not 0 < seconds <= MAX_TIMEOUT_S:
         raise ValueError(
-            f"timeout: {given!r} is not a number of seconds above 0 (timeout= or IMBREX_TIMEOUT_S)"
+            f"timeout: {given!r} is not a number of seconds above 0, and at most {MAX_TIMEOUT_S:.0f} "
+            "(timeout= or IMBREX_TIMEOUT_S)"
         )
     return seconds
 
