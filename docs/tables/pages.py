@@ -10,8 +10,8 @@ from docs.tables import codecs, exchange, experts, layer, pictures, placement, s
 from docs.tables.results import ROOT, Table
 
 TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
-    "README.md": {"claim": layer.claim, "layer": layer.shown},
-    "docs/nvlink.md": {"layer": layer.every},
+    "README.md": {"claim": layer.claim, "layer": layer.shown, "missing": layer.missing},
+    "docs/nvlink.md": {"layer": layer.every, "missing": layer.missing},
     "docs/exchange.md": {
         "targets": exchange.targets,
         "skew": exchange.skew,

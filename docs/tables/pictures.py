@@ -18,7 +18,13 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 HEAD = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {} {}" font-family="system-ui, sans-serif" '
 BOTH_GREY = "#767d86"
 """Text that is legible on white and on a forge's dark page."""
-BARS = {"imbrex-serial": "#2f81f7", "nccl-a2a": "#a0714f", "nccl-agrs": "#8a8f98"}
+BARS = {
+    "imbrex-serial": "#2f81f7",
+    "imbrex-alltoall": "#3fa98f",
+    "nccl-a2a": "#a0714f",
+    "nccl-agrs": "#8a8f98",
+    "nccl-agrs-bag": "#b58bd0",
+}
 BAR, GAP, NAME, SCALE = 15, 18, 178, 150.0
 """Pixels: a bar, between groups, a group's name, and a layer as long as its experts alone."""
 MODEL_TITLES = {"qwen2-moe": "Qwen2-MoE", "deepseek-v3": "DeepSeek-V3"}
@@ -27,26 +33,23 @@ MODEL_TITLES = {"qwen2-moe": "Qwen2-MoE", "deepseek-v3": "DeepSeek-V3"}
 def layer_bars() -> str:
     """The README's picture: a layer's time over that of its experts alone, by model and pass."""
     found = layer.first_screen_cases()
-    height = 50 + len(found) * (len(BARS) * BAR + GAP) + 8
+    bars = {name: colour for name, colour in BARS.items() if all(name in us for us in found.values())}
+    names, y = legend(bars)
+    height = y + len(found) * (len(bars) * BAR + GAP) + 24
     parts = [
         HEAD.format(WIDTH, height) + f'font-size="12" fill="{BOTH_GREY}">',
         "<title>Time of one MoE layer on four H200, over the time of its experts alone</title>",
     ]
-    x = NAME
-    for name, colour in BARS.items():
-        title = layer.IMPLEMENTATIONS[name]
-        parts.append(f'<rect x="{x}" y="8" width="11" height="11" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 16}" y="18">{escape(title)}</text>')
-        x += 32 + round(6.4 * len(title))
-    y = 34
+    parts += names
+    top = y - 6
     for (model, _, op), us in found.items():
-        middle = y + len(BARS) * BAR / 2
+        middle = y + len(bars) * BAR / 2
         parts.append(
             f'<text x="{NAME - 10}" y="{middle - 2}" text-anchor="end" font-weight="bold">'
             f"{MODEL_TITLES[model]}</text>"
         )
         parts.append(f'<text x="{NAME - 10}" y="{middle + 12}" text-anchor="end">{op}</text>')
-        for name, colour in BARS.items():
+        for name, colour in bars.items():
             over = us[name] / us[layer.FLOOR]
             width = over * SCALE
             parts.append(
@@ -55,10 +58,24 @@ def layer_bars() -> str:
             )
             y += BAR
         y += GAP
-    alone = NAME + SCALE
-    parts.append(f'<path d="M{alone} 28V{y - 6}" stroke="{BOTH_GREY}" stroke-dasharray="3 3"/>')
+    alone, bottom = NAME + SCALE, y - 6
+    parts.append(f'<path d="M{alone} {top}V{bottom}" stroke="{BOTH_GREY}" stroke-dasharray="3 3"/>')
     parts.append(f'<text x="{alone + 6}" y="{y + 6}">1 = the experts alone, torch\'s grouped GEMM</text>')
     return whole(parts)
+
+
+def legend(bars: Mapping[str, str]) -> tuple[list[str], int]:
+    """Every bar's colour and name, in as many lines as they take, and where the bars begin."""
+    parts, x, y = [], NAME, 8
+    for name, colour in bars.items():
+        title = layer.IMPLEMENTATIONS[name].replace("`", "")
+        across = 32 + round(6.4 * len(title))
+        if x + across > WIDTH:
+            x, y = NAME, y + 18
+        parts.append(f'<rect x="{x}" y="{y}" width="11" height="11" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{y + 10}">{escape(title)}</text>')
+        x += across
+    return parts, y + 26
 
 
 def draw(lines: Lines, marks: Mapping[float, str], x_title: str, y_title: str, top: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imbrex.bench.layer.rivals import AllToAll, GatherScatter, Weights
+from imbrex.bench.layer.rivals import AllToAll, GatherScatter, GatherScatterBag, Weights
 from imbrex.bench.shapes import Shape
 from imbrex.bench.skew import make_routing
 from imbrex.contracts import Routing
@@ -16,7 +16,7 @@ from imbrex.placement import contiguous
 from tests.ranks.pool import Pool, Ranks
 
 SHAPE = Shape(hidden_size=32, intermediate_size=16, num_experts=8, top_k=3)
-RIVALS = {"nccl-a2a": AllToAll, "nccl-agrs": GatherScatter}
+RIVALS = {kind.name: kind for kind in (AllToAll, GatherScatter, GatherScatterBag)}
 
 
 def run_both(ranks: Ranks, name: str) -> list[float]:

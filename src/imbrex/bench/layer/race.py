@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.bench.layer.rivals import AllToAll, Ffn, GatherScatter, Weights
+from imbrex.bench.layer.rivals import AllToAll, Ffn, GatherScatter, GatherScatterBag, Weights
 from imbrex.bench.results import write_results
 from imbrex.bench.shapes import MODELS, Shape
 from imbrex.bench.skew import make_routing
@@ -31,6 +31,8 @@ from imbrex.placement import contiguous
 from imbrex.transport import Nvlink
 
 OURS, OURS_TORCH, OURS_EXACT = "imbrex-serial", "imbrex-serial-torch-gemm", "imbrex-serial-exact-rows"
+OURS_NCCL = "imbrex-alltoall"
+VARIANTS = OURS_TORCH, OURS_EXACT, OURS_NCCL
 FLOOR = "floor"
 OPS = ("forward", "forward+backward")
 PAUSE_CYCLES = {"forward": 3_000_000, "forward+backward": 10_000_000}
@@ -44,7 +46,7 @@ Call = Callable[[], Answers]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """One model and number of tokens over all ranks; `routing` as `--skew` takes it. variants: time ours
-    through torch's grouped GEMM and with exactly sized rows, too."""
+    through torch's grouped GEMM, with exactly sized rows, and over NCCL with torch's GEMM, too."""
 
     model: str
     M: int
@@ -68,9 +70,9 @@ class Race:
         self.placement = contiguous(self.shape.num_experts, world)
         group = dist.group.WORLD
         size = self.placement, self.shape.hidden_size, self.shape.top_k
-        self.exchange, self.exact = (
+        self.exchange, self.exact, self.over_nccl = (
             Exchange(*size, group=group, transport=transport)
-            for transport in ("nvlink", Nvlink(group, exact_rows=True))
+            for transport in ("nvlink", Nvlink(group, exact_rows=True), "alltoall")
         )
         self.experts = self.make_experts("auto")
         self.torch_experts = self.make_experts("grouped")
@@ -81,7 +83,8 @@ class Race:
         )
         self.floor = Ffn(weights)
         self.rivals = [
-            kind(weights, self.shape.num_experts, world, rank) for kind in (AllToAll, GatherScatter)
+            kind(weights, self.shape.num_experts, world, rank)
+            for kind in (AllToAll, GatherScatter, GatherScatterBag)
         ]
 
     def make_experts(self, implementation: str) -> Experts:
@@ -114,20 +117,20 @@ class Race:
         """What is timed, by implementation; answers: y, then the gradients of x, weights and experts."""
         training = op == "forward+backward"
         found: dict[str, Call] = {
-            OURS: self._ours(self.experts, inputs, training=training),
-            OURS_TORCH: self._ours(self.torch_experts, inputs, training=training),
-            OURS_EXACT: self._ours(self.experts, inputs, training=training, exact=True),
+            OURS: self._ours(self.experts, self.exchange, inputs, training=training),
+            OURS_TORCH: self._ours(self.torch_experts, self.exchange, inputs, training=training),
+            OURS_EXACT: self._ours(self.experts, self.exact, inputs, training=training),
+            OURS_NCCL: self._ours(self.torch_experts, self.over_nccl, inputs, training=training),
         }
         for rival in self.rivals:
             found[rival.name] = self._rival(rival, inputs, training=training)
         found[FLOOR] = self._floor(inputs, training=training)
         return found
 
-    def _ours(self, experts: Experts, inputs: Inputs, *, training: bool, exact: bool = False) -> Call:
+    def _ours(self, experts: Experts, exchange: Exchange, inputs: Inputs, *, training: bool) -> Call:
         x_TD = inputs.x_TD.clone().requires_grad_(training)
         weights_TK = inputs.routing.weights_TK.clone().requires_grad_(training)
         routing = Routing(ids_TK=inputs.routing.ids_TK, weights_TK=weights_TK)
-        exchange = self.exact if exact else self.exchange
         leaves = [x_TD, weights_TK, experts.gate_up_proj, experts.down_proj]
 
         def call() -> Answers:
@@ -175,9 +178,23 @@ class Race:
         assert float(found) < CLOSE_ENOUGH, f"{self.model}: implementations differ by {float(found):.3g}"
         return float(found)
 
+    def index_add_microseconds(self, inputs: Inputs, repeats: int = 20) -> float:
+        """The median time of one sum of the rows that a rank's experts get, by `GatherScatter`; a forward has
+        one of them, and a backward another."""
+        (rival,) = (rival for rival in self.rivals if type(rival) is GatherScatter)
+        rival.forward(inputs.x_TD, inputs.routing.ids_TK, inputs.routing.weights_TK, keep=True)
+        _, _, index, out_RD, weights_R1, _ = rival.kept
+        rival.kept = ()
+        pool = self.world * len(inputs.x_TD)
+        calls = {"sum": lambda: rival.sum_rows(out_RD, weights_R1, pool, *index)}
+        return round(
+            statistics.median(time_in_turns(calls, PAUSE_CYCLES["forward"], repeats=repeats)["sum"]), 1
+        )
+
     def close(self) -> None:
         torch.cuda.synchronize()
         dist.barrier()
+        self.over_nccl.close()
         for exchange in (self.exchange, self.exact):
             exchange.transport.close()  # type: ignore[attr-defined]
             exchange.close()
@@ -265,10 +282,12 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
     for op in entry.ops:
         calls = runner.calls(op, inputs)
         if not entry.variants:
-            del calls[OURS_TORCH], calls[OURS_EXACT]
+            calls = {name: call for name, call in calls.items() if name not in VARIANTS}
         error = runner.check(calls)
         taken = time_in_turns(calls, PAUSE_CYCLES[op], repeats=repeats)
-        rows += [row_of(entry, runner, op, name, times, error) for name, times in taken.items()]
+        found = {name: row_of(entry, runner, op, name, times, error) for name, times in taken.items()}
+        found[GatherScatter.name]["index_add_us"] = runner.index_add_microseconds(inputs)
+        rows += found.values()
         if runner.rank == 0:
             print(line_of(entry, op, taken), flush=True)
     return rows
@@ -297,10 +316,11 @@ def row_of(
         "min_us": round(min(times), 1),
         "max_us": round(max(times), 1),
         "n": len(times),
-        "host_syncs": int(name.startswith("nccl") or name == OURS_EXACT),
+        "host_syncs": int(name.startswith("nccl") or name in (OURS_EXACT, OURS_NCCL)),
         "note": {
             OURS: f"experts: {runner.experts.implementation}",
             OURS_TORCH: "torch's grouped GEMM, own SwiGLU",
+            OURS_NCCL: "a token once to a rank over NCCL, torch's grouped GEMM, own SwiGLU",
             OURS_EXACT: "rows as many as there are, after asking the GPU",
             FLOOR: "torch's experts, rows permuted",
         }.get(name, "torch's experts, backward by hand"),

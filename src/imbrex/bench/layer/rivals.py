@@ -6,7 +6,7 @@
 
 Torch's grouped products and torch's elementwise operators; every index is computed once, in the forward; no
 autograd. A row crosses for every choice (`nccl-a2a`, as Megatron-LM's and torchtitan's dispatchers do), or
-every token goes everywhere (`nccl-agrs`).
+every token goes everywhere (`nccl-agrs`; `nccl-agrs-bag` sums a token's rows in another way).
 """
 
 from __future__ import annotations
@@ -138,11 +138,19 @@ class GatherScatter:
         dist.all_gather_into_tensor(out, x, group=self.group)
         return out
 
-    def _sum(self, rows_RD: Tensor, source_R: Tensor, tokens: int) -> Tensor:
-        sums = torch.zeros(self.world_size * tokens, rows_RD.shape[1], device=rows_RD.device)
-        sums.index_add_(0, source_R, rows_RD.float())
-        out = rows_RD.new_empty(tokens, rows_RD.shape[1])
-        dist.reduce_scatter_tensor(out, sums.to(rows_RD.dtype), group=self.group)
+    def index_sums(self, source_R: Tensor, pool: int) -> tuple[Tensor, ...]:
+        """What `sum_rows` needs of the token of every row; `pool` is the number of tokens of all ranks."""
+        return (source_R,)
+
+    def sum_rows(self, rows_RD: Tensor, weights_R1: Tensor | None, pool: int, *index: Tensor) -> Tensor:
+        """[pool, D]: the weighted rows of every token, summed in float32."""
+        weighted_RD = rows_RD if weights_R1 is None else rows_RD * weights_R1
+        sums = torch.zeros(pool, rows_RD.shape[1], dtype=torch.float32, device=rows_RD.device)
+        return sums.index_add_(0, index[0], weighted_RD.float()).to(rows_RD.dtype)
+
+    def _send_home(self, sums: Tensor) -> Tensor:
+        out = sums.new_empty(len(sums) // self.world_size, sums.shape[1])
+        dist.reduce_scatter_tensor(out, sums, group=self.group)
         return out
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, keep: bool = False) -> Tensor:
@@ -157,12 +165,13 @@ class GatherScatter:
         source_R = choice_R // choices
         out_RD = self.ffn.forward(pool[source_R], ends, keep=keep)
         weights_R1 = weights[choice_R, None].to(out_RD.dtype)
+        index = self.index_sums(source_R, len(pool))
         if keep:
-            self.kept = choice_R, source_R, out_RD, weights_R1, (tokens, choices)
-        return self._sum(out_RD * weights_R1, source_R, tokens)
+            self.kept = choice_R, source_R, index, out_RD, weights_R1, (tokens, choices)
+        return self._send_home(self.sum_rows(out_RD, weights_R1, len(pool), *index))
 
     def backward(self, d_y_TD: Tensor) -> Gradients:
-        choice_R, source_R, out_RD, weights_R1, (tokens, choices) = self.kept
+        choice_R, source_R, index, out_RD, weights_R1, (tokens, choices) = self.kept
         self.kept = ()
         d_y_RD = self._gather(d_y_TD)[source_R]
         d_weights = torch.zeros(self.world_size * tokens * choices, device=d_y_TD.device)
@@ -170,4 +179,23 @@ class GatherScatter:
         d_weights_TK = torch.empty(tokens, choices, device=d_y_TD.device)
         dist.reduce_scatter_tensor(d_weights_TK.view(-1), d_weights, group=self.group)
         d_rows_RD, d_gate_up, d_down = self.ffn.backward(d_y_RD * weights_R1)
-        return self._sum(d_rows_RD, source_R, tokens), d_weights_TK, d_gate_up, d_down
+        d_x = self._send_home(self.sum_rows(d_rows_RD, None, self.world_size * tokens, *index))
+        return d_x, d_weights_TK, d_gate_up, d_down
+
+
+class GatherScatterBag(GatherScatter):
+    """The same, with a token's rows summed by torch's `embedding_bag`, which reads them once and has no
+    atomics."""
+
+    name = "nccl-agrs-bag"
+
+    def index_sums(self, source_R: Tensor, pool: int) -> tuple[Tensor, ...]:
+        order_R = torch.argsort(source_R, stable=True)
+        counts = torch.zeros(pool, dtype=torch.int64, device=source_R.device)
+        counts.scatter_add_(0, source_R, torch.ones_like(source_R))
+        return order_R, counts.cumsum(0) - counts
+
+    def sum_rows(self, rows_RD: Tensor, weights_R1: Tensor | None, pool: int, *index: Tensor) -> Tensor:
+        order_R, starts = index
+        weights_R = None if weights_R1 is None else weights_R1[:, 0][order_R]
+        return F.embedding_bag(order_R, rows_RD, starts, mode="sum", per_sample_weights=weights_R)
