@@ -60,3 +60,29 @@ def test_routing_does_not_wait_for_the_gpu() -> None:
         router(x_TD)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "probability"])
+@pytest.mark.parametrize("experts", [48, 256, 384])
+def test_the_kernel_is_the_operators(name: str, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids of ties and of random logits; weights and the gradients of tokens and gate within rounding."""
+    router = Router(D, experts, K, gate=GATES[name], device="cuda")
+    router.weight.requires_grad_()
+    for draw in (lambda *s: torch.randint(-2, 3, s) / 8, torch.randn):
+        with torch.no_grad():
+            router.weight.copy_(draw(experts, D))
+        x_TD, d_TK = draw(T, D).cuda(), torch.randn(T, K, device="cuda")
+        found = []
+        for fused in (True, False):
+            if not fused:
+                monkeypatch.setattr("imbrex.router.router.why_not_fused", lambda *_: "compared with")
+            leaf = x_TD.clone().requires_grad_()
+            router.weight.grad = None
+            routing = router(leaf)
+            routing.weights_TK.backward(d_TK)
+            assert router.weight.grad is not None
+            found.append((routing.ids_TK, routing.weights_TK.detach(), leaf.grad, router.weight.grad.clone()))
+            monkeypatch.undo()
+        assert torch.equal(found[0][0], found[1][0])
+        for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

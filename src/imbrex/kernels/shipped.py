@@ -18,6 +18,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.ffn.gather",
     "imbrex.kernels.exchange.variants",
     "imbrex.kernels.rows.expand",
+    "imbrex.kernels.gate.choose",
     "imbrex.kernels.rows.weights",
     "imbrex.kernels.routing.split",
 )

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from imbrex.kernels.gate.choose import Choice
 from imbrex.router.capacity import Capacity
 
 Score = Literal["softmax", "sigmoid", "sparsemixer"]
@@ -97,6 +98,19 @@ class Gate:
             )
         if self.groups is not None:
             self.groups.check(num_experts, top_k)
+
+    def choice(self, top_k: int) -> Choice:
+        """What the gate's kernels are told of it. They serve `softmax` and `sigmoid`."""
+        groups = self.groups
+        return Choice(
+            top_k=top_k,
+            sigmoid=self.score == "sigmoid",
+            groups=0 if groups is None else groups.num_groups,
+            open_groups=0 if groups is None else groups.topk_groups,
+            best_two=groups is not None and groups.by == "top2",
+            normalize=self.normalize,
+            scale=self.scale,
+        )
 
 
 def best(scores_TE: Tensor, k: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from imbrex.contracts import Routing
+from imbrex.kernels.gate.choose import choose_experts, why_not_fused
 from imbrex.router.capacity import keep
 from imbrex.router.gates import Gate, choose
 from imbrex.router.global_batch import GlobalBatch
@@ -45,6 +46,7 @@ class Router(nn.Module):
         self.gate, self.losses = gate or Gate(), losses or AuxLosses()
         self.gate.check(num_experts, top_k)
         self.num_experts, self.top_k = num_experts, top_k
+        self.choice = self.gate.choice(top_k)
         self.batch = batch or GlobalBatch()
         self.weight = nn.Parameter(torch.empty(num_experts, width, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if self.gate.bias else None
@@ -86,35 +88,46 @@ class Router(nn.Module):
         self._check(x_TD, num_sequences, kept_TK)
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = self.project(x_TD.float(), self.weight.float(), num_sequences)
-            logits_TE, probability_TE, ids_TK, weights_TK = self._choose(logits_TE)
-            losses = auxiliary_losses(
-                logits_TE,
-                probability_TE,
-                ids_TK,
-                num_sequences=num_sequences,
-                wanted=self.losses,
-                batch=self.batch,
-            )
+            logits_TE, scores_TE, ids_TK, weights_TK = self._choose(logits_TE)
+            losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}
         if kept_TK is None and self.gate.capacity is not None:
             kept_TK = keep(ids_TK, weights_TK, self.num_experts, self.gate.capacity, self.batch)
         if kept_TK is not None:
             ids_TK = torch.where(kept_TK, ids_TK, -1)
-        return Routing(ids_TK=ids_TK, weights_TK=weights_TK * self.gate.scale, losses=losses, kept_TK=kept_TK)
+        return Routing(ids_TK=ids_TK, weights_TK=weights_TK, losses=losses, kept_TK=kept_TK)
 
-    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        gate = self.gate
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Logits with their noise, scores [T, E] where torch computed them, ids and scaled weights [T, K]."""
+        gate, bias_E = self.gate, self.e_score_correction_bias
         noise = gate.noise if self.training else 0.0
         if gate.score == "sparsemixer":
-            choice = sparsemixer(logits_TE, self.top_k, jitter=gate.jitter, noise=noise)
-            return logits_TE, logits_TE.softmax(-1), *choice
+            ids_TK, weights_TK = sparsemixer(logits_TE, self.top_k, jitter=gate.jitter, noise=noise)
+            return logits_TE, None, ids_TK, weights_TK * gate.scale
         if noise:
             logits_TE = logits_TE + noise * torch.randn_like(logits_TE)
-        if gate.score == "softmax":
-            scores_TE = probability_TE = logits_TE.softmax(-1)
-        else:
-            scores_TE = logits_TE.sigmoid()
-            probability_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-        return logits_TE, probability_TE, *choose(scores_TE, self.e_score_correction_bias, gate, self.top_k)
+        if why_not_fused(logits_TE, self.choice) is None:
+            return logits_TE, None, *choose_experts(logits_TE, bias_E, self.choice)
+        scores_TE = self._scores(logits_TE)
+        ids_TK, weights_TK = choose(scores_TE, bias_E, gate, self.top_k)
+        return logits_TE, scores_TE, ids_TK, weights_TK * gate.scale
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return logits_TE.sigmoid() if self.gate.score == "sigmoid" else logits_TE.softmax(-1)
+
+    def _losses(
+        self, logits_TE: Tensor, scores_TE: Tensor | None, ids_TK: Tensor, num_sequences: int
+    ) -> dict[str, Tensor]:
+        probability_TE = self._scores(logits_TE) if scores_TE is None else scores_TE
+        if self.gate.score == "sigmoid":
+            probability_TE = probability_TE / (probability_TE.sum(-1, keepdim=True) + 1e-20)
+        return auxiliary_losses(
+            logits_TE,
+            probability_TE,
+            ids_TK,
+            num_sequences=num_sequences,
+            wanted=self.losses,
+            batch=self.batch,
+        )
 
     @torch.no_grad()
     def update_bias(self, counts_E: Tensor, speed: float) -> None:

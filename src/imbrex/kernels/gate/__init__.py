@@ -1,0 +1,1 @@
+"""The gate in one kernel: from logits to experts and weights."""
