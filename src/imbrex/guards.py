@@ -29,6 +29,10 @@ class Watched(Protocol):
     def parameters(self) -> Iterable[Tensor]: ...
 
 
+class PartialStateWarning(UserWarning):
+    """A state dict holds the experts of one rank only; `imbrex.parallel.checkpoint` knows, and is quiet."""
+
+
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
+from imbrex.guards import PartialStateWarning
 from imbrex.parallel import checkpoint_files as files
 from imbrex.parallel.checkpoint_files import CheckpointDamaged, Mark, clear
 from imbrex.parallel.logical_tensors import Layout, LoadPlanner, SavePlanner, layouts
@@ -183,12 +185,13 @@ def _load(
     _on_all(group, lambda: _check_fits(path, reader.read_metadata(), state, where))
     planner = LoadPlanner(where)
     _dcp(f"cannot read checkpoint {path}", dcp_load, state, group, storage_reader=reader, planner=planner)
-    set_state_dict(
-        model,
-        [] if optimizer is None else [optimizer],
-        model_state_dict=state["model"],
-        optim_state_dict=state.get("optimizer", {}),
-    )
+    with _all_ranks_write():
+        set_state_dict(
+            model,
+            [] if optimizer is None else [optimizer],
+            model_state_dict=state["model"],
+            optim_state_dict=state.get("optimizer", {}),
+        )
     return mark.extra
 
 
@@ -200,7 +203,8 @@ def _share(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
 def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Layout]]:
     """What DCP saves or fills, and the layouts of the logical tensors in it by flattened name."""
     of_parameter = layouts(model)
-    model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])
+    with _all_ranks_write():
+        model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])
     state: dict[str, Any] = {"model": model_state}
     if optimizer is not None:
         state["optimizer"] = optimizer_state
@@ -212,6 +216,14 @@ def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, 
             if isinstance(value, torch.Tensor) and value.dim() == len(layout.shape):
                 where[f"optimizer.state.{name}.{key}"] = layout
     return state, where
+
+
+@contextmanager
+def _all_ranks_write() -> Iterator[None]:
+    """Inside, nobody is told that a state dict holds one rank's experts only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PartialStateWarning)
+        yield
 
 
 def _check_fits(path: Path, metadata: Metadata, state: dict[str, Any], where: dict[str, Layout]) -> None:

@@ -1,0 +1,32 @@
+"""Mixture-of-Experts blocks of Hugging Face models: their configuration and their weights in a `MoELayer`.
+
+    layers = replace_blocks(model, torch.distributed.group.WORLD)
+    ...
+    model.save_pretrained("folder")  # on every rank: all experts, under transformers' names
+    restore_blocks(model)            # transformers' own blocks again
+
+puts a layer in the place of every block of a transformers model. A layer alone, from a downloaded checkpoint:
+
+    weights = SafetensorsFolder("Mixtral-8x7B-v0.1")
+    layer = MoELayer(moe_config(json.loads(Path("Mixtral-8x7B-v0.1/config.json").read_text())), group)
+    load_block(layer, weights, block_prefix(weights, 0))
+
+Every rank reads and keeps only the experts, and the piece of their width, that live on it.
+"""
+
+from imbrex.adapters.huggingface.blocks import replace_blocks, restore_blocks
+from imbrex.adapters.huggingface.families import moe_config
+from imbrex.adapters.huggingface.saving import save_pretrained
+from imbrex.adapters.huggingface.weights import SafetensorsFolder, block_prefix, load_block
+from imbrex.guards import PartialStateWarning
+
+__all__ = [
+    "PartialStateWarning",
+    "SafetensorsFolder",
+    "block_prefix",
+    "load_block",
+    "moe_config",
+    "replace_blocks",
+    "restore_blocks",
+    "save_pretrained",
+]

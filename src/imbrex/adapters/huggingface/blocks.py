@@ -1,0 +1,151 @@
+"""Replacing the Mixture-of-Experts blocks of a transformers model, and the way back."""
+
+from __future__ import annotations
+
+import warnings
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from imbrex import MoEConfig, MoELayer, ignore_in_ddp
+from imbrex.adapters.huggingface.families import moe_config
+from imbrex.adapters.huggingface.gathering import Team, gather_experts, why_not_gathered
+from imbrex.adapters.huggingface.replaced import (
+    Origin,
+    ReplacedBlock,
+    own_name,
+    skeleton_of,
+)
+from imbrex.adapters.huggingface.saving import save_pretrained
+from imbrex.adapters.huggingface.weights import BLOCK_NAMES, load_block
+
+
+def replace_blocks(
+    model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None, **options: Any
+) -> list[MoELayer]:
+    """Put a `MoELayer` with the same weights in the place of every MoE block of `model`; the layers.
+
+    model: of transformers, with the same weights on every rank of `group`; each keeps its own experts only.
+        Blocks are replaced one by one, on their device and in their dtype; what is frozen stays so. Its
+        `save_pretrained` becomes the one of this module, which every rank must call; its `generate` goes on
+        until all ranks have ended, where `group` is all ranks.
+    options: of `MoELayer`. `output_router_logits` is turned off: blocks that told transformers their logits
+        are gone, and `losses=AuxLosses(...)` with `imbrex.aux_loss(model)` take their place.
+
+    Raises ValueError for a model without such blocks, and where `moe_config` or `load_block` does.
+    """
+    config = moe_config(getattr(model, "config", {}))
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name in BLOCK_NAMES and hasattr(child, "experts") and not isinstance(child, MoELayer)
+    ]
+    if not places:
+        raise ValueError(f"replace_blocks: a {type(model).__name__} has no MoE blocks; give the whole model")
+    settings: Any = model.config
+    router_logits = bool(getattr(settings, "output_router_logits", False))
+    layers: list[MoELayer] = []
+    for number, (parent, name) in enumerate(places):
+        block = getattr(parent, name)
+        layer = _layer_of(block, config, group, {"layer": number, **options})
+        layer.origin = Origin(skeleton=skeleton_of(block), router_logits=router_logits)
+        setattr(parent, name, layer)
+        layers.append(layer)
+    if router_logits:
+        warnings.warn(
+            "replace_blocks: output_router_logits is turned off; give losses=AuxLosses(load_balance=...) and "
+            "add imbrex.aux_loss(model) to the loss",
+            stacklevel=2,
+        )
+        settings.output_router_logits = False
+    _bind(model, layers[0])
+    return layers
+
+
+def restore_blocks(model: nn.Module) -> list[nn.Module]:
+    """Put transformers' blocks back where `replace_blocks` took them, whole on every rank, with the weights
+    that the layers have now, bit for bit; the blocks. Collective over the ranks of the layers.
+
+    Raises ValueError, on every rank, where `model` has no replaced blocks or their experts are wrapped.
+    """
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, ReplacedBlock)
+    ]
+    if not places:
+        raise ValueError(f"restore_blocks: a {type(model).__name__} has no replaced blocks")
+    team = Team([layer for _, _, layer in places], "restore_blocks")
+    team.meet()
+    reason = next((r for _, _, layer in places if (r := why_not_gathered(layer)) is not None), None)
+    team.agree(None if reason is None else ValueError(f"restore_blocks: {reason}"))
+    for parent, name, layer in places:
+        setattr(parent, name, _block_of(layer))
+    for module in model.modules():
+        for method in ("save_pretrained", "generate"):
+            vars(module).pop(method, None)
+    settings: Any = model.config
+    if hasattr(settings, "output_router_logits"):
+        settings.output_router_logits = places[0][2].origin.router_logits
+    for _, _, layer in places:
+        layer.close()
+    return [getattr(parent, name) for parent, name, _ in places]
+
+
+def _layer_of(
+    block: nn.Module, config: MoEConfig, group: dist.ProcessGroup | DeviceMesh | None, options: dict[str, Any]
+) -> ReplacedBlock:
+    like = next(block.parameters())
+    device = options.pop("device", like.device)
+    # Made without memory: experts that would be drawn to be overwritten take longer than all the rest.
+    layer = ReplacedBlock(config, group, **{"dtype": like.dtype, **options, "device": "meta"})
+    layer.to_empty(device=device).train(block.training)
+    with torch.no_grad():
+        for slot, expert in enumerate(layer.experts.expert_ids):
+            if expert < 0:
+                for parameter in layer.experts.parameters():
+                    parameter[slot].zero_()
+    load_block(layer, block)
+    trained = {own_name(name): p.requires_grad for name, p in block.named_parameters()}
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(trained.get(name, True))
+    return layer
+
+
+@torch.no_grad()
+def _block_of(layer: ReplacedBlock) -> nn.Module:
+    """The block that a layer replaced, filled from it. Collective."""
+    block, own = layer.origin.skeleton, dict(layer.named_parameters())
+    state = layer.block_state(gather_experts(layer, everywhere=True))
+    for name, value in state.items():
+        module, _, last = name.rpartition(".")
+        holder = block.get_submodule(module)
+        if last in holder._parameters:
+            trained = own[own_name(name)].requires_grad
+            holder._parameters[last] = nn.Parameter(value.clone(), requires_grad=trained)
+        else:
+            holder._buffers[last] = value.clone()
+    return block.train(layer.training)
+
+
+def _bind(model: nn.Module, layer: MoELayer) -> None:
+    """Give a model the methods that know of other ranks' experts."""
+    methods = vars(model)
+    if hasattr(model, "save_pretrained"):
+        methods["save_pretrained"] = MethodType(save_pretrained, model)
+    if layer.ranks.size == 1:
+        return
+    ignore_in_ddp(model)
+    if hasattr(model, "generate") and layer.ranks.size == dist.get_world_size():
+        methods["generate"] = MethodType(_generate, model)
+
+
+def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
+    """A rank whose sequences have ended goes on, since others still want its experts."""
+    return type(model).generate(model, *arguments, **{"synced_gpus": True, **options})

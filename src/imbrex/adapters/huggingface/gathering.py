@@ -1,0 +1,142 @@
+"""All experts of a layer from the ranks that hold them, and what these ranks agree on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex import MoELayer, RankLostError
+from imbrex.experts.experts import Experts
+from imbrex.runtime import waits
+
+WRITING_S = 1800.0
+"""How long ranks wait for one that writes a file; a disk is slower than a peer."""
+
+
+class Team:
+    """The ranks that together hold the layers of a model: those of their group, and of the data group.
+
+    first: whether this is the one that writes. what: the collective call they make, for errors.
+    """
+
+    def __init__(self, layers: Sequence[MoELayer], what: str) -> None:
+        ranks = layers[0].ranks
+        self.groups = [g for g in (ranks.group, ranks.data_group) if g is not None and g.size() > 1]
+        self.first = all(group.rank() == 0 for group in self.groups)
+        self.what = what
+
+    def meet(self) -> None:
+        """Raises RankLostError where a rank does not come within the usual time-out."""
+        try:
+            for group in self.groups:
+                here = torch.zeros(1, dtype=torch.int32, device=wire_device(group))
+                call = partial(dist.all_reduce, here, group=group, async_op=True)
+                waits.run(self.what, call, on_host=not here.is_cuda)
+        except RankLostError as error:
+            raise RankLostError(f"{error}; {self.what} is collective: call it on every rank") from error
+
+    def agree(self, problem: Exception | None = None) -> None:
+        """Raises on every rank where one has a problem: its own there, one that quotes it elsewhere."""
+        said = None if problem is None else (isinstance(problem, OSError), f"{self._here()}: {problem}")
+        for group in self.groups:
+            heard: list[tuple[bool, str] | None] = [None] * group.size()
+            dist.all_gather_object(heard, said, group=group)
+            said = next((one for one in heard if one is not None), None)
+        if problem is not None:
+            raise problem
+        if said is not None:
+            raise (OSError if said[0] else ValueError)(f"{self.what}: {said[1]}")
+
+    def _here(self) -> str:
+        return f"on rank {dist.get_rank()}" if self.groups else "here"
+
+
+def why_not_gathered(layer: MoELayer) -> str | None:
+    """None, or why the experts of this layer cannot be put together."""
+    experts: torch.nn.Module = layer.experts
+    if not isinstance(experts, Experts):
+        return (
+            f"experts are a {type(experts).__name__}, not imbrex's own: merge or remove what wraps them "
+            "(of PEFT: merge_and_unload()) first"
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in experts.parameters()):
+        return (
+            "FSDP shards the experts, which differ between ranks: leave them out by "
+            "ignored_params=set(imbrex.expert_parameters(model))"
+        )
+    return None
+
+
+def gather_experts(layer: MoELayer, *, everywhere: bool) -> dict[str, Tensor]:
+    """gate_up_proj [E, 2F, D] and down_proj [E, D, F], whole, in the experts' dtype: on the CPU of the first
+    rank and nothing elsewhere, or, `everywhere`, on every rank and on the experts' device. Collective."""
+    ranks = layer.ranks
+    if not everywhere and ranks.data_group is not None and ranks.data_group.rank() > 0:
+        return {}
+    receives = everywhere or ranks.rank == 0
+    config, wholes = layer.config, {}
+    shapes = {
+        "gate_up_proj": (2 * config.intermediate_size, config.hidden_size),
+        "down_proj": (config.hidden_size, config.intermediate_size),
+    }
+    for name, shape in shapes.items():
+        own: Tensor = getattr(layer.experts, name).detach()
+        device = own.device if everywhere else "cpu"
+        whole = torch.empty(config.num_experts, *shape, dtype=own.dtype, device=device) if receives else None
+        placed: set[tuple[int, int]] = set()
+        for rank in range(ranks.size):
+            ids, piece = layer.placement.local(rank // ranks.tensor_size), rank % ranks.tensor_size
+            part = own if rank == ranks.rank else None
+            if ranks.group is not None:
+                part = _pass(own, rank, (len(ids), *own.shape[1:]), ranks.group, everywhere=everywhere)
+            if whole is not None and part is not None:
+                # A replica's copy is the same as the one that came first.
+                slots = [(slot, e) for slot, e in enumerate(ids) if e >= 0 and (e, piece) not in placed]
+                placed |= {(e, piece) for _, e in slots}
+                for slot, expert in slots:
+                    _place(whole[expert], name, part[slot], piece, ranks.tensor_size)
+        if whole is not None:
+            wholes[name] = whole
+    return wholes
+
+
+def wire_device(group: dist.ProcessGroup) -> str:
+    return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+
+
+def _pass(
+    own: Tensor, source: int, shape: tuple[int, ...], group: dist.ProcessGroup, *, everywhere: bool
+) -> Tensor | None:
+    """The part [slots, ...] of rank `source`: on every rank, or on the first and on `source`."""
+    rank, device = group.rank(), wire_device(group)
+    if not everywhere and (source == 0 or rank not in (0, source)):
+        return own if rank == source else None
+    if rank == source:
+        told = own.contiguous().to(device)
+    else:
+        told = torch.empty(shape, dtype=own.dtype, device=device)
+    if told.numel() == 0:
+        return told
+    raw = told.flatten().view(torch.uint8)
+    if everywhere:
+        call = partial(dist.broadcast, raw, group=group, group_src=source, async_op=True)
+    elif rank == 0:
+        call = partial(dist.irecv, raw, group=group, group_src=source)
+    else:
+        call = partial(dist.isend, raw, group=group, group_dst=0)
+    work = waits.start("the gathering of experts", call, WRITING_S)
+    waits.finish("the gathering of experts", work, WRITING_S, on_host=not raw.is_cuda)
+    return told
+
+
+def _place(whole: Tensor, name: str, part: Tensor, piece: int, pieces: int) -> None:
+    """Put one expert's piece of the width into the whole expert."""
+    if name == "down_proj":
+        whole.chunk(pieces, 1)[piece].copy_(part)
+        return
+    for full, half in zip(whole.chunk(2), part.chunk(2), strict=True):
+        full.chunk(pieces)[piece].copy_(half)

@@ -1,0 +1,86 @@
+"""A layer that stands in the place of a transformers block, and what it knows of that block."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from imbrex import MoELayer
+from imbrex.guards import PartialStateWarning
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """skeleton: the block that was replaced, its parameters on the meta device. router_logits: whether the
+    model's configuration asked for `output_router_logits`."""
+
+    skeleton: nn.Module
+    router_logits: bool
+
+
+class ReplacedBlock(MoELayer):
+    """A `MoELayer` in the place of a transformers block. `origin` is set by `replace_blocks`."""
+
+    origin: Origin
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_state_dict_post_hook(_tell_of_part)
+
+    def block_state(self, experts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Everything the block held, by its own names there. experts: see `gather_experts`."""
+        own = dict(self.named_parameters()) | dict(self.named_buffers())
+        own |= {f"experts.{name}": value for name, value in experts.items()}
+        return {name: own[own_name(name)].detach() for name in self.origin.skeleton.state_dict()}
+
+
+def own_name(name: str) -> str:
+    """A block's parameter, by its name in transformers, as `MoELayer` calls it."""
+    return name.replace("router.", "gate.", 1).replace("shared_experts.", "shared_expert.", 1)
+
+
+def replaced_blocks(model: nn.Module) -> list[tuple[str, ReplacedBlock]]:
+    """(name without wrappers, layer) of every replaced block."""
+    return [(plain_name(n), m) for n, m in model.named_modules() if isinstance(m, ReplacedBlock)]
+
+
+def plain_name(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def skeleton_of(block: nn.Module) -> nn.Module:
+    """A copy of `block` without the weights' memory."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in block.parameters()
+    }
+    memo |= {id(config): config for config in _configurations(block)}
+    return copy.deepcopy(block, memo)
+
+
+def _configurations(block: nn.Module) -> Iterator[Any]:
+    """What the modules of a block share with their model, and a copy must too."""
+    for module in block.modules():
+        if (config := vars(module).get("config")) is not None:
+            yield config
+
+
+def _tell_of_part(layer: ReplacedBlock, *_: Any) -> None:
+    if layer.ranks.size > 1:
+        warnings.warn(
+            f"state_dict: of {layer.config.num_experts} experts it holds those of this rank only; to save "
+            "the model, call its save_pretrained(folder), or imbrex.parallel.checkpoint.save, on every rank",
+            PartialStateWarning,
+            stacklevel=1,
+        )

@@ -1,0 +1,163 @@
+"""A model whose experts live on several ranks: saved whole, restored whole, one rank's error everyone's."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import imbrex
+from imbrex.adapters.huggingface import PartialStateWarning, replace_blocks, restore_blocks
+from imbrex.parallel import checkpoint
+from imbrex.placement import from_slots
+from tests.ranks.pool import Pool, RankError, Ranks
+from tests.tiny_models import FAMILIES, model_of
+from tests.unit.test_huggingface_saving import same
+
+
+def save_and_restore(ranks: Ranks, family: str, folder: str, tensor: int, slots, dtype: torch.dtype):
+    model = model_of(family, dtype)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    experts = FAMILIES[family][1].num_local_experts if family == "mixtral" else 0
+    placement = None if slots is None else from_slots(slots, experts)
+    layers = replace_blocks(model, ranks.group, tensor_parallel=tensor, placement=placement)
+    model.save_pretrained(folder, max_shard_size="10KB")
+    # What is held here alone, to be written to a file by `save_pretrained` only.
+    held = sum(p.numel() for p in layers[0].experts.parameters())
+    restore_blocks(model)
+    read = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return same(before, model.state_dict()), same(before, read.state_dict()), held
+
+
+REPLICAS = [[0, 3, 1, -1], [4, 2, 0, 5]]
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "tensor", "slots", "dtype"),
+    [
+        *((family, 2, 1, None, torch.float32) for family in FAMILIES),
+        ("qwen2_moe", 4, 2, None, torch.bfloat16),
+        ("mixtral", 4, 4, None, torch.float16),
+        ("mixtral", 2, 1, REPLICAS, torch.float32),
+        ("mixtral", 4, 2, REPLICAS, torch.float32),
+    ],
+)
+def test_all_experts_are_saved_and_restored(pool, tmp_path, family, world, tensor, slots, dtype):
+    answers = pool.run(world, save_and_restore, family, str(tmp_path), tensor, slots, dtype)
+    assert [(restored, read) for restored, read, _ in answers] == [(True, True)] * world
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+
+
+def save_with_one_wrong(ranks: Ranks, folder: str, wrong: int, option: str):
+    model = model_of("mixtral")
+    replace_blocks(model, ranks.group)
+    told = []
+    for options in ({option: True} if ranks.rank == wrong else {}, {}):
+        try:
+            model.save_pretrained(folder, **options)
+            told.append("saved")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_an_error_on_one_rank_is_every_ranks(pool, tmp_path):
+    first, second = pool.run(2, save_with_one_wrong, str(tmp_path), 1, "push_to_hub")
+    assert "push_to_hub cannot be had with replaced blocks" in second[0]
+    assert first[0].startswith("save_pretrained: on rank 1: save_pretrained: push_to_hub")
+    assert first[1] == second[1] == "saved"
+
+
+def save_where_nothing_can_be(ranks: Ranks, file: str):
+    model = model_of("mixtral")
+    replace_blocks(model, ranks.group)
+    with pytest.raises(OSError, match=r"(?i)not a directory") as caught:
+        model.save_pretrained(Path(file) / "model")
+    return str(caught.value)
+
+
+def test_a_disk_that_fails_is_every_ranks_error(pool, tmp_path):
+    (tmp_path / "file").write_text("")
+    told = pool.run(2, save_where_nothing_can_be, str(tmp_path / "file"))
+    assert told[1].startswith("save_pretrained: on rank 0: ")
+
+
+def save_alone(ranks: Ranks, folder: str):
+    model = model_of("mixtral")
+    replace_blocks(model, ranks.group)
+    os.environ["IMBREX_TIMEOUT_S"] = "1"
+    if ranks.rank == 0:
+        model.save_pretrained(folder)
+
+
+def test_one_rank_that_saves_alone_is_told(tmp_path):
+    pool = Pool(2)
+    try:
+        with pytest.raises(RankError, match="save_pretrained is collective: call it on every rank"):
+            pool.run(2, save_alone, str(tmp_path))
+    finally:
+        pool.close()
+    assert not list(tmp_path.iterdir())
+
+
+def states(ranks: Ranks, folder: str):
+    model = model_of("mixtral")
+    replace_blocks(model, ranks.group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.save(folder, model, None, 1, group=ranks.group)
+        checkpoint.load_latest(folder, model, group=ranks.group)
+        model.save_pretrained(folder)
+        quiet = [str(w.message) for w in caught if w.category is PartialStateWarning]
+        model.state_dict()
+        loud = [str(w.message) for w in caught if w.category is PartialStateWarning]
+    return quiet, loud
+
+
+def test_a_state_dict_says_that_it_holds_one_ranks_experts(pool, tmp_path):
+    for quiet, loud in pool.run(2, states, str(tmp_path)):
+        assert quiet == []
+        assert loud[0].startswith(
+            "state_dict: of 6 experts it holds those of this rank only; to save the model"
+        )
+    assert pool.run(1, states, str(tmp_path / "alone")) == [([], [])]
+
+
+def generate(ranks: Ranks, ends: list[int]):
+    """Every rank its own prompts and its own end; the tokens of the plain model, and of the replaced one."""
+    model = model_of("qwen3_moe")
+    torch.manual_seed(ranks.rank)
+    ids = torch.randint(32, (1, 3 + ranks.rank))
+    options = {"do_sample": False, "eos_token_id": ends[ranks.rank], "pad_token_id": 0, "max_new_tokens": 8}
+    want = model.generate(ids, **options)
+    replace_blocks(model, ranks.group)
+    return want.shape[1] - ids.shape[1], torch.equal(model.generate(ids, **options), want)
+
+
+def test_ranks_that_end_at_other_tokens_generate_what_they_would_alone(pool):
+    answers = pool.run(8, generate, [first_token(rank) for rank in range(4)] + [31] * 4)
+    assert [same for _, same in answers] == [True] * 8
+    lengths = [length for length, _ in answers]
+    assert lengths[:4] == [1] * 4
+    assert max(lengths) == 8
+
+
+def first_token(rank: int) -> int:
+    model = model_of("qwen3_moe")
+    torch.manual_seed(rank)
+    ids = torch.randint(32, (1, 3 + rank))
+    return int(model(ids).logits[0, -1].argmax())
+
+
+def test_experts_are_kept_out_of_data_parallelism(pool):
+    assert pool.run(2, ignored) == [["down_proj", "gate_up_proj"]] * 2
+
+
+def ignored(ranks: Ranks):
+    model = model_of("mixtral")
+    replace_blocks(model, ranks.group)
+    names = model._ddp_params_and_buffers_to_ignore
+    assert {model.get_parameter(n) for n in names} == set(imbrex.expert_parameters(model))
+    return sorted({name.rpartition(".")[2] for name in names})
