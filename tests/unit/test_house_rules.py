@@ -71,6 +71,17 @@ def test_tensors_name_their_dtype_and_device() -> None:
     assert collect(house.default_kinds, SOURCES) == []
 
 
+def test_docstrings_can_be_read_alone() -> None:
+    by_room: dict[str, list[str]] = {}
+    for path in SOURCES:
+        by_room.setdefault(house.room(house.module_of(path)), []).extend(
+            house.headless_docstrings(path, read(path))
+        )
+    assert [b for room, found in by_room.items() if room not in house.HEADLESS_ROOMS for b in found] == []
+    clean = {room for room in house.HEADLESS_ROOMS if not by_room.get(room)}
+    assert clean == set(), "take these rooms off HEADLESS_ROOMS in tests/house.py"
+
+
 def test_no_banners() -> None:
     assert collect(house.banners, SOURCES + KERNELS + OTHERS) == []
 
@@ -178,6 +189,34 @@ def test_a_wide_or_mutable_contract_is_found() -> None:
         len(house.wide_contracts("c.py", "@dataclass(frozen=True, slots=True)\nclass A:\n    x: int\n")) == 1
     )
     assert house.wide_contracts("c.py", f"{frozen}class A:\n    x: int\n") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""What a file holds."""\n',
+        'MOST = 16\n"""That can route."""\n',
+        'class A:\n    x: int\n    """Of a row."""\n',
+        'def f():\n    """Whose state it is."""\n',
+        'class A:\n    """rows_RD, sums: as they came. more: the rest."""\n',
+        'def f():\n    """Rows as they came\n\n    Then more.\n    """\n',
+    ],
+)
+def test_a_headless_docstring_is_found(text: str) -> None:
+    assert len(house.headless_docstrings("a.py", text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Which rows cross, seen from one rank."""\n',
+        'class A:\n    """The rows. more: the rest."""\n',
+        'def f():\n    """int64 [T] of this rank:\n\n        f()\n    """\n',
+        "MOST = 16\n",
+    ],
+)
+def test_a_docstring_that_can_be_read_alone_is_fine(text: str) -> None:
+    assert house.headless_docstrings("a.py", text) == []
 
 
 @pytest.mark.parametrize(

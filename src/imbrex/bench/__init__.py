@@ -1,1 +1,1 @@
-"""What measures imbrex beside its rivals: shapes, routings, result files, and a folder a subject."""
+"""Measurements of imbrex beside its rivals: shapes, routings, result files, and a folder a subject."""

@@ -1,4 +1,4 @@
-"""What this machine is: versions, devices and the links between them. For `doctor` and for result files."""
+"""A description of this machine for `doctor` and result files: versions, devices, the links between them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def links() -> list[dict[str, Any]]:
 
 
 def hardware() -> dict[str, Any]:
-    """What a result file says of the machine: its GPUs, or its processor where it has none."""
+    """The machine as a result file names it: its GPUs, or its processor where it has none."""
     processor, *gpus = devices()
     about = {"cpu": processor["name"], "cores": processor["cores"]}
     if not gpus:

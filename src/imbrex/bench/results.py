@@ -16,8 +16,11 @@ from imbrex.bench.machine import hardware, versions
 def describe_run(
     command: str, ceilings: Mapping[str, float] | None = None, *, gpus: int | None = None
 ) -> dict[str, Any]:
-    """What a reader needs to repeat a run; `ceilings` are limits measured beside it (GB/s, TFLOP/s, TB/s).
-    gpus: of all ranks, where this one does not see those of the others."""
+    """A record that lets a reader repeat a run.
+
+    ceilings: limits measured beside it (GB/s, TFLOP/s, TB/s). gpus: the GPUs of all ranks, where this one
+    does not see those of the others.
+    """
     here = hardware()
     return {
         "command": command,

@@ -31,8 +31,8 @@ def load_input(name: str, args: argparse.Namespace) -> LoadHistory:
 
 
 def load_sources(name: str, args: argparse.Namespace, num_ranks: int) -> tuple[LoadHistory, int]:
-    """Where the tokens of an iteration can be told apart, as in a trace, every rank's share of them is an
-    iteration of its own; and how many make one."""
+    """Read statistics, and say how many of their iterations make one. Where the tokens of an iteration can be
+    told apart, as in a trace, every rank's share of them is an iteration of its own."""
     path, array = _divide_name(name)
     if Path(path).suffix not in (".npy", ".npz") or args.batch % num_ranks or args.batch < num_ranks:
         return load_input(name, args), 1

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(folder: Path) -> None:
-    """Before anything is measured, since that takes minutes."""
+    """Make the folder before anything is measured, since measuring takes minutes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

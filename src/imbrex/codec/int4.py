@@ -13,7 +13,9 @@ BLOCK = 32
 
 
 class Int4:
-    """Symmetric, rounded to nearest: value = q * scale, |q| <= 7, scale = amax / 7 rounded up to bfloat16.
+    """Symmetric integers, rounded to nearest: value = q * scale, |q| <= 7.
+
+    scale = amax / 7, rounded up to bfloat16.
 
     16 + 2 bytes every 32 values. Zeros stay zero. A block that holds NaN or an infinity becomes NaN.
     Relative L2 error on white noise: 9.7e-2.

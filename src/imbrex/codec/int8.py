@@ -11,7 +11,7 @@ from imbrex.kernels.codec import codec as kernels
 
 
 class Int8:
-    """Symmetric, rounded to nearest: value = q * amax / 127, with |q| <= 127.
+    """Symmetric bytes, rounded to nearest: value = q * amax / 127, with |q| <= 127.
 
     block: values that share a scale; 0 is the whole row. D + 4 bytes a row, or D + 4 a block. Zeros stay
     zero. What shares a scale with NaN or an infinity becomes NaN.

@@ -22,8 +22,10 @@ SEQUENCY = (0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15)
 
 
 class Zfp:
-    """`rate` bits a value. dimensions: 1, a block is 4 values that follow each other; 2, 16 of them, taken as
-    4 x 4: a row of D values is the zfp array [D / 4, 4]. Rows travel apart, so no block spans two tokens.
+    """ZFP at `rate` bits a value.
+
+    dimensions: 1, a block is 4 values that follow each other; 2, 16 of them, taken as 4 x 4: a row of D
+    values is the zfp array [D / 4, 4]. Rows travel apart, so no block spans two tokens.
 
     Bytes a row: D * rate / 8, D filled up to whole blocks by zfp's rule. Zeros stay zero. A block that holds
     NaN or an infinity, which zfp leaves undefined, becomes NaN (exponent 0, which zfp never writes).
@@ -86,7 +88,7 @@ class Zfp:
         return rows_ND.clamp(-limit, limit).to(torch.float32).to(dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
-        """For the worst block there is, about seventy times what white noise has at rate 8 in 2-D.
+        """The bound of the worst block there is, about seventy times what white noise has at rate 8 in 2-D.
 
         All values of a block can be significant in the first plane, which then takes 2 n bits less one, and
         each further plane n; what the planes left out hold is at most 2/3 of the last plane's unit in every
@@ -114,7 +116,7 @@ def fill_up(rows_ND: Tensor, dimensions: int) -> Tensor:
 
 
 def _filler(index: torch.Tensor, length: int) -> Tensor:
-    """What stands at `index` past the end: the value before it, and in the last place the line's first."""
+    """The source of each value past the end: the value before it, and in the last place the line's first."""
     first = index // 4 * 4
     return torch.where(index % 4 == 3, first, (first + max(length % 4, 1) - 1).clamp(max=max(length - 1, 0)))
 

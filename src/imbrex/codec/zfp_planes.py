@@ -135,7 +135,8 @@ def _peek(words: Tensor, at_B: Tensor, length_B: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _windows(size: int) -> Tensor:
-    """What up to 8 bits say, by state (position * 2 + in a run) and window with a 1 behind its last bit.
+    """A table of what up to 8 bits say: by state (position * 2 + in a run), and by window with a 1 behind its
+    last bit.
 
     An entry: bits used (4 bits), new position (5), in a run (1), plane ended (1), then from bit 16 on the
     coefficients found to be set.

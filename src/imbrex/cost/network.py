@@ -16,7 +16,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """latency: seconds until anything is there at all. start: seconds of every message besides. per_byte:
+    """The times of one tier.
+
+    latency: seconds until anything is there at all. start: seconds of every message besides. per_byte:
     seconds a byte and rank, all ranks sending."""
 
     start: float
@@ -27,7 +29,7 @@ class Link:
     def through(
         one: tuple[int, float, float], several: tuple[int, float, float], large: tuple[int, float, float]
     ) -> Link:
-        """From three measured (messages, bytes in all, seconds): one, several, and bytes that count."""
+        """Fit a link to three measured (messages, bytes, seconds): one, several, and bytes that count."""
         start = max(0.0, (several[2] - one[2]) / (several[0] - one[0]))
         rest = large[2] - one[2] - (large[0] - one[0]) * start
         per_byte = max(0.0, rest / (large[1] - one[1]))
@@ -39,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """What was measured between `nodes` nodes of `size` ranks: inside a node, and between nodes."""
+    """The measured links of `nodes` nodes of `size` ranks: inside a node, and between nodes."""
 
     nodes: int
     size: int
@@ -70,7 +72,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What a rank exchanges: tokens, bytes of a row, choices a token."""
+    """The exchange of a rank: its tokens, the bytes of a row, the choices of a token."""
 
     tokens: int
     row_bytes: int
@@ -95,7 +97,7 @@ def allgather(network: Network, load: Load) -> float:
 
 
 def pipe(network: Network, load: Load) -> float:
-    """As `alltoall`, and one more message to start."""
+    """The time of `alltoall`, and one more message to start."""
     return max(_direct(network, rows(network, load)[0])) + network.inside.start
 
 

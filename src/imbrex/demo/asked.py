@@ -1,4 +1,4 @@
-"""What is asked of a run of the demo: defaults, and what is refused before a rank starts."""
+"""The settings of a run of the demo: defaults, and refusals before a rank starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "balance": False,
     "data": [],
 }
-"""What a flag is when neither the command line nor, with --resume, the earlier run says."""
+"""The value of a flag when neither the command line nor, with --resume, the earlier run says one."""
 MAX_SEED = 2**63 - 1
 """The largest seed of a generator of torch."""
 
@@ -96,7 +96,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Each by itself, and those of the model together."""
+    """Check the numbers, each by itself, and those of the model together."""
     for name in ("steps", "batch", "length", "checkpoint_every", "stop_after", *SHAPE):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give 1 or more")

@@ -25,7 +25,7 @@ def make(args: argparse.Namespace, rank: int) -> OnlineBalancer:
 
 
 def closing(out: Path) -> list[str]:
-    """What the balancer of the run in `out` did, if it had one; its report is drawn where plotly is."""
+    """Lines on what the balancer of the run in `out` did, if it had one; draws its report where plotly is."""
     if not (out / folder.JOURNAL).exists():
         return []
     story = read_journal(out / folder.JOURNAL)

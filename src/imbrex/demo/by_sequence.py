@@ -83,7 +83,7 @@ def embed(bytes_BS: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """As `torch.nn.RMSNorm` over the last of [B, S, D]."""
+    """The norm of `torch.nn.RMSNorm` over the last dimension of [B, S, D]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

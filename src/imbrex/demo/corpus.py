@@ -19,7 +19,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "encodings", "py
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """train, held_out: uint8, all bytes of the files of either part, one after the other."""
+    """A text in two parts. train, held_out: uint8, the bytes of a part's files, one after the other."""
 
     name: str
     num_files: int

@@ -140,7 +140,7 @@ def _write(out: Path, args: argparse.Namespace, settings: Sequence[str]) -> None
 
 
 def hint(out: Path, args: argparse.Namespace) -> str:
-    """What to do after a run that ended early."""
+    """Advice after a run that ended early."""
     from imbrex.parallel import checkpoint
 
     if args.overwrite and _kept(out, args):

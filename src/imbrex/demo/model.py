@@ -20,7 +20,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BytesLMConfig:
-    """hidden_size: D, a multiple of 2 * `num_heads`. max_length: the longest S."""
+    """The sizes of attention. hidden_size: D, a multiple of 2 * `num_heads`. max_length: the longest S."""
 
     hidden_size: int = 128
     num_layers: int = 3

@@ -187,7 +187,7 @@ class Run:
 
 
 def keep_before(path: Path, step: int) -> None:
-    """Of the records in `path`, keep those of the steps before `step`."""
+    """Keep the records in `path` of the steps before `step`, and drop the others."""
     lines = path.read_text().splitlines() if step and path.exists() else []
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
     path.write_text("".join(f"{line}\n" for line in kept))

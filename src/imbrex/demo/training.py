@@ -24,7 +24,7 @@ from imbrex.placement import contiguous, from_slots
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Of the model: a checkpoint fits only the same shape. expert_width: F; top_k: K."""
+    """The model's shape: a checkpoint fits only the same. expert_width: F; top_k: K."""
 
     hidden_size: int = 128
     num_layers: int = 3
@@ -36,7 +36,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Of the training. batch: sequences in the global batch. length: bytes that a sequence predicts."""
+    """The settings of a training. batch: sequences in the global batch. length: bytes predicted by one."""
 
     steps: int = 200
     batch: int = 16

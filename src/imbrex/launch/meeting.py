@@ -1,4 +1,4 @@
-"""Where the ranks of a benchmark that a launcher started find each other."""
+"""The meeting point of a benchmark's ranks that a launcher started."""
 
 from __future__ import annotations
 

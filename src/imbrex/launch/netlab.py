@@ -34,9 +34,9 @@ GRACE_S = 2.0
 INSIDE = "IMBREX_NETLAB_INSIDE"
 RATE = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[kmg]?bit", re.IGNORECASE)
 COMMAND = "IMBREX_NETLAB_COMMAND"
-"""What ranks are told of how they were started, so that a benchmark can write it into its results."""
+"""The variable that tells ranks how they were started, so that a benchmark can write it into its results."""
 SUBNET = "198.18.7"
-"""Of the range for benchmarks, RFC 2544; it exists in the namespaces only."""
+"""A subnet of the range for benchmarks, RFC 2544; it exists in the namespaces only."""
 MEETING = {
     "MASTER_ADDR": f"{SUBNET}.1",
     "MASTER_PORT": "29511",

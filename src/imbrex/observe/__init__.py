@@ -1,4 +1,4 @@
-"""What happened: counters and spans that cost nothing when off, where a rank is now, traces for Perfetto."""
+"""The record of what happened: counters and spans that cost nothing when off, the phase of a rank, traces."""
 
 from imbrex.observe.board import Phase, PhaseBoard, find_dead, read_board
 from imbrex.observe.bracket import bracket_backward

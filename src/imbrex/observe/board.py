@@ -1,4 +1,4 @@
-"""Where every rank is now, in one tiny mapped file per rank that outlives the rank.
+"""The phase of every rank now, in one tiny mapped file per rank that outlives the rank.
 
 A process killed by SIGKILL says nothing, but the pages it mapped shared belong to the kernel: what it wrote
 last can be read by the launcher, by the surviving ranks, or by anyone with the directory.
@@ -23,7 +23,7 @@ _WHERE_AT = struct.calcsize("<8sqqq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """What a rank was last doing. step, layer: -1 where there is none. wall_s: seconds since the epoch."""
+    """The last phase of a rank. step, layer: -1 where there is none. wall_s: seconds since the epoch."""
 
     rank: int
     pid: int

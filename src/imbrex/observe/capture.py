@@ -1,4 +1,4 @@
-"""What one call puts on the GPU, as a CUDA graph: to be counted, not replayed."""
+"""The work that one call puts on the GPU, as a CUDA graph: to be counted, not replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who died, and where it was: the one sentence a run ends with when a rank is lost.
+"""The one sentence that a run ends with when a rank is lost: who died, and where it was.
 
 Gloo says "connection reset" and NCCL says nothing. The board says where every rank was, `/proc` who is gone,
 and the notes that ranks leave behind tell a rank that failed by itself from one that only lost a peer.
@@ -31,7 +31,7 @@ _EXIT_TERMINATED = 128 + signal.SIGTERM
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """What a rank that ends early leaves behind. wall_s: seconds since the epoch."""
+    """The note that a rank leaves behind when it ends early. wall_s: seconds since the epoch."""
 
     rank: int
     kind: str
@@ -99,7 +99,7 @@ def death_sentence(dead: Sequence[Phase], *, how: str = "died") -> str:
 
 
 def silence(timeout_s: float) -> str:
-    """What a rank did that is not known to be dead."""
+    """The end of a sentence about a rank that is not known to be dead."""
     return f"did not answer for {timeout_s:g} s"
 
 

@@ -1,4 +1,4 @@
-"""Where experts live, and which replica takes which choice. Pure functions on any device."""
+"""The homes of experts, and which replica takes which choice. Pure functions on any device."""
 
 from imbrex.placement.engines import rebalance_experts
 from imbrex.placement.flow import split_balanced, split_nearest

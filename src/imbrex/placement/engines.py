@@ -28,7 +28,7 @@ def rebalance_experts(
     *,
     policy: str = "imbrex",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where replicas live, for every layer.
+    """Decide where replicas live, for every layer.
 
     weight: load [layers, E]. num_replicas: slots of all GPUs together. num_groups, num_nodes: hierarchical
     where groups divide over nodes, else global. policy: `imbrex`, `deepseek` or `tensorrt_llm`.

@@ -193,7 +193,7 @@ def _reach(start: int, flow: list[int], ranks: int) -> dict[int, int]:
 
 
 def _surplus(loads: list[int], fullest: int, emptiest: int, reached: list[int]) -> int:
-    """What brings one end to the mean of the ranks reached, else half of what lies between the ends."""
+    """The tokens that bring one end to the mean of the ranks reached, else half of the ends' difference."""
     total = sum(loads[rank] for rank in reached)
     over, under = loads[fullest] - -(-total // len(reached)), total // len(reached) - loads[emptiest]
     return min(over, under) or (loads[fullest] - loads[emptiest]) // 2

@@ -75,7 +75,7 @@ class LoadHistory:
 
 
 def history_of_ids(ids_LTK: NDArray[np.integer], num_experts: int, batch: int) -> LoadHistory:
-    """From a per-token trace: every `batch` tokens are an iteration, those left over none.
+    """Build a history from a per-token trace: every `batch` tokens are an iteration, those left over none.
 
     ids_LTK: integers [layers, tokens, choices], `-1` where a choice was dropped.
     """

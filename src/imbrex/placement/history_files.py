@@ -102,7 +102,7 @@ def _read_tensorrt_llm(path: Path) -> LoadHistory:
 
 
 def _from_cells(found: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHistory:
-    """From counts by (iteration, layer). Every layer must be there in every iteration."""
+    """Build a history from counts by (iteration, layer). Every iteration must have every layer."""
     iterations, layers = (sorted(set(numbers)) for numbers in zip(*found, strict=True))
     for iteration in range(iterations[0], iterations[-1] + 1):
         for layer in layers:
@@ -113,7 +113,7 @@ def _from_cells(found: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHisto
 
 
 def _from_counts(counts: Any) -> LoadHistory:
-    """From [L, E] or [steps, L, E] of whole numbers."""
+    """Build a history from whole numbers [L, E] or [steps, L, E]."""
     try:
         array = np.asarray(counts.cpu() if isinstance(counts, torch.Tensor) else counts, dtype=np.float64)
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""From one placement to the next: what has to move, and slots that keep what they hold."""
+"""The way from one placement to the next: what has to move, and slots that keep what they hold."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def keep_in_place(old: Placement, held_WE: Held) -> Placement:
 
 
 def fetches(old: Placement, new: Placement) -> list[Fetch]:
-    """What ranks must fetch, by slot. The sources of an expert take turns, the one that has served fewest
-    first, then the lowest rank.
+    """The experts that ranks must fetch, by slot. The sources of an expert take turns: the one that served
+    fewest first, then the lowest rank.
 
     Raises ValueError where the placements have different experts or slots.
     """

@@ -1,4 +1,4 @@
-"""What an online balancer decides, pure: which layers are due, and what one layer's next placement is.
+"""The decisions of an online balancer, pure: which layers are due, and what one layer's next placement is.
 
 Everything here depends only on counts that all ranks know, so every rank decides the same without asking.
 """

@@ -24,7 +24,9 @@ from imbrex.placement.packing import spread
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalancePlan:
-    """placements: by the model's number of the layer. layer_updates_per_iter: layers that an online balancer
+    """A plan of all layers.
+
+    placements: by the model's number of the layer. layer_updates_per_iter: layers that an online balancer
     renews in an iteration; 0 leaves the plan as it is."""
 
     placements: Mapping[int, Placement]

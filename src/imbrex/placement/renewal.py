@@ -22,7 +22,7 @@ MOST_BATCHES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What a plan is for. slots: of all ranks together, or of every rank. split: `balanced` or `even`.
+    """The target of a plan. slots: of all ranks together, or of every rank. split: `balanced` or `even`.
     decay: an iteration weighs this times the next one (under `even`). Nodes and groups as in `plan_layers`.
     max_moves: experts that ranks may have to fetch in a layer, compared with the old plan."""
 
@@ -105,7 +105,7 @@ def _once_each(load_E: Floats, num_slots: int, limit: int) -> np.ndarray:
 
 
 def _thin(batches_IE: Floats) -> Floats:
-    """At most so many batches: neighbours are summed."""
+    """Sum neighbouring batches until there are at most so many."""
     if len(batches_IE) <= MOST_BATCHES:
         return batches_IE
     edges = np.linspace(0, len(batches_IE), MOST_BATCHES + 1).astype(int)[:-1]

@@ -1,4 +1,4 @@
-"""What would the balance have been: recorded loads against policies, rank counts and slots, with no GPU."""
+"""Recorded loads against policies, rank counts and slots: what the balance would have been, with no GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ POLICIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """imbalance_IL: load of the fullest rank over the mean, minus 1, of every iteration and layer.
+    """The outcome of a policy.
+
+    imbalance_IL: load of the fullest rank over the mean, minus 1, of every iteration and layer.
     loads_ILW: choices that every rank computes. fetched_I: experts that ranks fetched before an iteration."""
 
     policy: str

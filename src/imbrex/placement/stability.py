@@ -15,7 +15,9 @@ DECAYS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stability:
-    """correlation_L: of a layer's loads in neighbouring iterations, over experts, mean over iterations.
+    """How well loads predict later loads.
+
+    correlation_L: of a layer's loads in neighbouring iterations, over experts, mean over iterations.
     error_by_decay: mean over layers and iterations of the total-variation distance, 0 to 1, between the next
     iteration's shares and the decayed sum's. best_decay: the decay with the least."""
 

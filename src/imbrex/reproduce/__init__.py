@@ -23,7 +23,7 @@ ALIASES = {"schemoe-figure-8": "schemoe-table-4"}
 
 
 TRAINED = ("schemoe-table-6",)
-"""Those that read text."""
+"""The reproductions that read text."""
 
 
 def find(name: str, asked: Asked) -> Finding:

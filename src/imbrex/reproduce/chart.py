@@ -10,7 +10,7 @@ COLOURS = ("#7f7f7f", "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], y_title: str) -> str:
-    """groups: by label under the axis, values by series."""
+    """Draw bars. groups: by label under the axis, values by series."""
     series = list(dict.fromkeys(name for values in groups.values() for name in values))
     top = 1.1 * max(value for values in groups.values() for value in values.values())
     parts, room = _frame(y_title, "", series), (WIDTH - LEFT - RIGHT) / len(groups)
@@ -33,7 +33,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], y_title: str) -> str:
 def lines(
     curves: Mapping[str, Sequence[tuple[float, float]]], x_title: str, y_title: str, *, logarithmic: bool
 ) -> str:
-    """curves: (x, y) by series; `logarithmic` in both axes."""
+    """Draw lines. curves: (x, y) by series; `logarithmic` in both axes."""
     scale = math.log10 if logarithmic else float
     points = {name: [(scale(x), scale(y)) for x, y in curve] for name, curve in curves.items()}
     every = [point for curve in points.values() for point in curve]

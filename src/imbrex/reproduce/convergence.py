@@ -14,7 +14,8 @@ TOLERANCE_NATS = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learned:
-    """nats: held-out loss a byte by seed. apart: the same minus that of `none`, for seeds that both have."""
+    """A variant's trainings. nats: held-out loss a byte by seed. apart: the same minus that of `none`, for
+    seeds that both have."""
 
     variant: str
     nats: dict[int, float]
@@ -31,7 +32,7 @@ class Learned:
 
 
 def learned(found: Sequence[dict[str, Any]]) -> list[Learned]:
-    """By variant, in the order they first appear; see `training.train` for a result."""
+    """Results by variant, in the order they first appear; see `training.train` for a result."""
     by_variant: dict[str, dict[int, float]] = {}
     for one in found:
         by_variant.setdefault(one["variant"], {})[one["seed"]] = one["held_out_nats"]

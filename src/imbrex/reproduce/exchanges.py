@@ -20,7 +20,7 @@ WIDTH = 256
 
 
 def settings(transports: Sequence[str], sizes: Sequence[int], *, rounds: int) -> dict[str, Any]:
-    """sizes: bytes of a rank, spread evenly over all ranks, its own part included."""
+    """The work of an exchange. sizes: bytes of a rank, spread evenly over all ranks, its own included."""
     return {"transports": list(transports), "sizes": list(sizes), "rounds": rounds}
 
 

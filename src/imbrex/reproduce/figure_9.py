@@ -13,7 +13,7 @@ TRANSPORTS = ("sequential", "pipe", "alltoall", "2dh", "1dh")
 NETWORK = Network(nodes=2, ranks_per_node=4, inter="1gbit", intra="1gbit")
 SIZES = (1 << 20, 1 << 22, 1 << 24)
 NAMES = {"alltoall": "direct"}
-"""In the result file."""
+"""The names of transports in the result file."""
 PAPER = {
     "pipe": "fastest at any size",
     "alltoall": "NCCL's: pipe 3 to 5 % faster up to 200 MB, up to 1.4 times above",

@@ -1,4 +1,4 @@
-"""What every reproduction is asked and what it tells."""
+"""The question and the answer that every reproduction has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """full: as large as the claim, instead of a few minutes on a laptop. rounds: of every timing; 0 is the
+    """The settings of a reproduction.
+
+    full: as large as the claim, instead of a few minutes on a laptop. rounds: of every timing; 0 is the
     reproduction's own choice. data: text files, where text is needed."""
 
     full: bool = False
@@ -19,7 +21,9 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """title, question: of the result file. head, table: the paper's figures beside ours. differs: what is
+    """The answer of a reproduction.
+
+    title, question: of the result file. head, table: the paper's figures beside ours. differs: what is
     not as in the paper. verdict: what holds, what does not, and where the paper cannot be right.
     rows: for the result file. chart: SVG."""
 

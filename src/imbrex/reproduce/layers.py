@@ -30,7 +30,9 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """layers: of attention (where `sequence` > 0 says how long a sequence is) and experts. tokens: T of a
+    """The model that is timed.
+
+    layers: of attention (where `sequence` > 0 says how long a sequence is) and experts. tokens: T of a
     rank. experts: E of all ranks."""
 
     layers: int = 1
@@ -68,7 +70,7 @@ def settings(ways: Mapping[str, Way], work: Work, *, rounds: int) -> dict[str, A
 
 
 def read(measured: Mapping[str, Any]) -> dict[str, Timed]:
-    """What `on_rank` returned, by way."""
+    """The times that `on_rank` returned, by way."""
     return {name: Timed(**of) for name, of in measured.items()}
 
 

@@ -35,7 +35,8 @@ of 1200 ms of processor time in a step of 2048 tokens of width 512 on four ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """inter, intra: what limits a node's link and its loopback, as tc writes it; `none` is no limit."""
+    """A network of nodes. inter, intra: limits of a node's link and its loopback, as tc writes them; `none`
+    is no limit."""
 
     nodes: int
     ranks_per_node: int
@@ -54,14 +55,14 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanOn:
-    """What ranks ran on: the network asked for, or, because of `why_not`, plain beside each other."""
+    """The stage of a run: the network asked for or, because of `why_not`, ranks plain beside each other."""
 
     network: Network
     why_not: str | None = None
 
     @property
     def case(self) -> dict[str, Any]:
-        """Of a row in a result file."""
+        """The part of a result row's case that says where it ran."""
         name, rates = ("netlab", self.network.rates) if self.why_not is None else ("loopback", "no limit")
         nodes, size = self.network.nodes, self.network.ranks_per_node
         return {"nodes": nodes, "ranks_per_node": size, "network": name, "rates": rates}
@@ -75,7 +76,7 @@ class RanOn:
 def on_ranks(
     job: str, settings: Mapping[str, Any], network: Network, *, timeout_s: float = 300.0
 ) -> tuple[Any, RanOn]:
-    """What `on_rank` of the module `job` of this room returned on rank 0, and what it ran on.
+    """Run `on_rank` of the module `job` of this room on every rank; rank 0's result, and what it ran on.
 
     Raises RuntimeError with the ranks' last words where they failed.
     """

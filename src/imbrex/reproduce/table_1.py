@@ -70,7 +70,7 @@ def _line(layers: int, one: Timed) -> tuple[str, ...]:
 
 
 def _growth() -> str:
-    """What the paper's own figures say a layer costs."""
+    """The cost of a layer by the paper's own figures."""
     moved = ", ".join(f"{a / layers:.1f}" for layers, (a, _) in PAPER.items())
     rest = ", ".join(f"{(step - a) / layers:.1f}" for layers, (a, step) in PAPER.items())
     return (

@@ -19,15 +19,15 @@ PAPER = {
 }
 """Milliseconds and times faster."""
 WORK = Work(tokens=2048, width=512, inner=2816, experts=4, top_k=1)
-"""Before `inner` is chosen."""
+"""The work before `inner` is chosen."""
 NETWORK = Network(nodes=2, ranks_per_node=2, inter="70mbit", intra="25mbit")
 """Both tiers take about as long. Ranks of two cores do about as many operations in the time of a byte as the
 GPUs of the paper's testbed: `testbed.TESTBED` has 10,700."""
 CROSSINGS = 4
 INTER_BYTES_S = 70e6 / 8
-"""Of a node's link; its two ranks send half of their rows over it."""
+"""The rate of a node's link; its two ranks send half of their rows over it."""
 EXCHANGE_OVER_EXPERTS = 1.5
-"""What `inner` is chosen for: the bytes between nodes over the link's rate, in times of the experts."""
+"""The ratio that `inner` is chosen for: bytes between nodes over the link's rate, in times of the experts."""
 STEP = 64
 """`inner` is a multiple of it."""
 WAYS = {
@@ -72,7 +72,7 @@ def find(asked: Asked) -> Finding:
 
 
 def _link_s(work: Work) -> float:
-    """Of a forward and a backward: what leaves a node, at the link's rate."""
+    """Seconds that the bytes leaving a node take at the link's rate, in a forward and a backward."""
     return CROSSINGS * work.tokens * work.width * 4 / INTER_BYTES_S
 
 
@@ -143,7 +143,7 @@ def _held(ratio: float) -> tuple[str, ...]:
 
 
 def _bound() -> str:
-    """What the paper's own figures leave for hiding, if its codec quarters the exchange."""
+    """The gain that the paper's own figures leave for hiding, if its codec quarters the exchange."""
     exchange = (PAPER["naive"][0] - PAPER["codec"][0]) / (1 - 1 / 4)
     rest = PAPER["naive"][0] - exchange
     return (

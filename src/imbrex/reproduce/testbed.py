@@ -21,7 +21,7 @@ WIDTHS = (512, 1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """tokens: B L f, those that cross (k = 1). width, inner: M, H."""
+    """A layer of table 4. tokens: B L f, those that cross (k = 1). width, inner: M, H."""
 
     tokens: float
     width: int
@@ -34,13 +34,15 @@ class Layer:
 
     @property
     def operations(self) -> float:
-        """Of one forward: two products a token."""
+        """Operations of one forward: two products a token."""
         return 4 * self.tokens * self.width * self.inner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """start_s: of a message. bytes_s, operations_s: a second and GPU. coded_s: bytes of rows that a codec
+    """The rates of a machine.
+
+    start_s: of a message. bytes_s, operations_s: a second and GPU. coded_s: bytes of rows that a codec
     reads or writes a second. pipe: how much faster Pipe-A2A is, from `pipe_from` bytes on."""
 
     start_s: float
@@ -64,7 +66,7 @@ def every_layer() -> Iterator[Layer]:
 
 
 def seconds(layer: Layer, rates: Rates, *, scheduler: str, degree: int, codec: bool, pipe: bool) -> float:
-    """Of a forward and a backward, which computes twice as much."""
+    """Seconds of a forward and of a backward, which computes twice as much."""
     total = 0.0
     for effort in (1, 2):
         sizes = _times(layer, rates, degree, effort, codec=codec, pipe=pipe)

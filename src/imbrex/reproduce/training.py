@@ -1,4 +1,4 @@
-"""What a codec does to learning: the same small language model trained with each, rows really crossing.
+"""The effect of a codec on learning: the same small language model trained with each, rows really crossing.
 
 A variant is trained on `RANKS` gloo ranks whose experts hold one half each, so that about half of all rows
 cross, encoded, in all four crossings. Seeds fix parameters and batches alike, so variants are compared seed
@@ -49,7 +49,9 @@ VARIANTS: dict[str, str | Mapping[str, str] | None] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """shape, recipe: of the model and its training. held_out: batches of the last loss. every: steps between
+    """The settings of one training.
+
+    shape, recipe: of the model and its training. held_out: batches of the last loss. every: steps between
     two points of the curve. timeout_s: of a collective. encode_on: the device that ZFP runs on; its kernel
     writes the bytes of its tensor operations, ten times sooner."""
 
@@ -179,7 +181,7 @@ def _mean(sum_of_rank: Tensor, count: int) -> float:
 
 
 def _parameters(model: nn.Module, shape: Shape) -> int:
-    """Of the whole model, experts of other ranks included."""
+    """The number of parameters of the whole model, experts of other ranks included."""
     own = {id(p) for p in imbrex.expert_parameters(model)}
     dense = sum(p.numel() for p in model.parameters() if id(p) not in own)
     experts = sum(p.numel() for p in imbrex.expert_parameters(model))

@@ -100,7 +100,7 @@ class Gate:
             self.groups.check(num_experts, top_k)
 
     def choice(self, top_k: int) -> Choice:
-        """What the gate's kernels are told of it. They serve `softmax` and `sigmoid`."""
+        """The gate as its kernels take it. They serve `softmax` and `sigmoid`."""
         groups = self.groups
         return Choice(
             top_k=top_k,

@@ -33,7 +33,7 @@ def candidates(degree: int, scheduler: str | None = None) -> list[str]:
 
 
 def predict(profile: Profile, scheduler: str, degree: int) -> Choice:
-    """What a scheduler with so many equal chunks takes."""
+    """Predict the seconds of a scheduler with `degree` equal chunks."""
     forward, backward = (SCHEDULERS[scheduler](times) for times in profile.even_times(degree))
     ratios = profile.correction(scheduler, degree)
     return Choice(

@@ -46,8 +46,9 @@ def _ready(task: Task, over: set[Task]) -> bool:
 
 
 def fit(compute: float, move: float, beside: float, together: float) -> Contention:
-    """From seconds of computing and of moving alone, of the computing beside the move, and until both were
-    over. The move was begun first and, where it can be, the longer of the two.
+    """The contention that explains four times, in seconds: computing alone, moving alone, the computing
+    beside the move, and both until the later ended. The move began first and, where possible, was the
+    longer one.
 
     Example: 1 and 2 alone; beside each other the computing takes 1.5, and after 2.75 both are over. So the
     move had 1.25 left when the computing was over: 0.75 of it was done in 1.5, at half its speed.

@@ -19,10 +19,10 @@ Points = Mapping[str, Sequence[tuple[float, float]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What was measured. Seconds are of the slowest rank; tokens those of the rank that has most.
+    """Measured times of a layer's tasks: seconds of the slowest rank, tokens of the rank that has most.
 
-    contention: how much computing and moving slow each other down. whole: of the layer run whole, by
-        scheduler and number of chunks, measured / predicted from the tasks, forward and backward.
+    contention: how much computing and moving slow each other down. whole: by scheduler and number of chunks,
+        the measured over the predicted time of the whole layer, forward and backward.
     """
 
     tokens: int
@@ -39,7 +39,7 @@ class Profile:
         return {t: curves[t.kind](sizes[t.chunk]) for t in every}
 
     def even_times(self, degree: int) -> tuple[Times, Times]:
-        """Of so many equal chunks, forward and backward."""
+        """Seconds of every task of `degree` equal chunks, forward and backward."""
         sizes = [self.tokens / degree] * degree
         return self.times(sizes), self.times(sizes, backward=True)
 
@@ -49,8 +49,8 @@ class Profile:
         return self.contention.makespan(order, times) + (0.0 if backward else self.planning(order.degree))
 
     def correction(self, scheduler: str, degree: int) -> tuple[float, float]:
-        """By what the makespans, forward and backward, are to be multiplied: as measured, or as another
-        scheduler's with so many chunks, or between the measured numbers of chunks a line."""
+        """Factors for the makespans, forward and backward: as measured, else those of another scheduler with
+        as many chunks, else on a line between the measured numbers of chunks."""
         if (scheduler, degree) in self.whole:
             return self.whole[scheduler, degree]
         if not self.whole:
@@ -71,7 +71,7 @@ class Profile:
         return Curve.through(self.forward["plan"])(degree)
 
     def save(self, path: Path | str, layer: Mapping[str, Any] | None = None) -> None:
-        """layer: what it was measured of, in values that JSON has."""
+        """Write the profile. layer: what it was measured of, in values that JSON has."""
         written: dict[str, Any] = {"layer": layer or {}, "tokens": self.tokens}
         written |= {"forward": dict(self.forward), "backward": dict(self.backward)}
         written["contention"] = {"compute": self.contention.compute, "moves": self.contention.moves}

@@ -18,7 +18,7 @@ def chunks_of(times: Times) -> int:
 
 
 def stages(times: Times, *stages: tuple[Kind, ...]) -> list[Task]:
-    """For every stage in turn, its kinds for chunk 0, its kinds for chunk 1, and so on."""
+    """All tasks, stage by stage: the kinds of a stage for chunk 0, for chunk 1, and so on."""
     degree = chunks_of(times)
     return [Task(kind=kind, chunk=chunk) for kinds in stages for chunk in range(degree) for kind in kinds]
 

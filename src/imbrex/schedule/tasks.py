@@ -15,7 +15,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """In the order in which a chunk meets them."""
+    """The kinds of tasks, in the order in which a chunk meets them."""
 
     encode_out = 0
     move_out = 1
@@ -66,15 +66,15 @@ Times = Mapping[Task, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What the processor does, in order, and what the network does, in order. A task begins when the one
-    before it in its line and the one before it in its chunk are both over."""
+    """Two lines of tasks, the processor's and the network's. A task begins when the one before it in its
+    line and the one before it in its chunk are both over."""
 
     compute: tuple[Task, ...]
     moves: tuple[Task, ...]
 
     @staticmethod
     def of(sequence: Sequence[Task]) -> Order:
-        """From one sequence of all tasks."""
+        """Divide one sequence of all tasks into the two lines."""
         return Order(
             compute=tuple(t for t in sequence if not t.is_move), moves=tuple(t for t in sequence if t.is_move)
         )

@@ -19,8 +19,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecReport:
-    """bytes_per_value: of rows of the widest width. relative_error: L2, on white noise of that width.
-    share_of_bound: the largest error seen as a share of the stated bound."""
+    """The figures of a codec that keeps its contract.
+
+    bytes_per_value: of rows of the widest width. relative_error: L2, on white noise of that width.
+    share_of_bound: the largest error seen as a share of the stated bound.
+    """
 
     name: str
     bytes_per_value: float

@@ -1,4 +1,4 @@
-"""What the conformity suites share."""
+"""Helpers that all conformity suites use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-"""What inputs are drawn as, whatever torch's default dtype and device."""
+"""The dtype and device of drawn inputs, whatever torch's defaults are."""
 
 
 class ConformityError(AssertionError):
@@ -24,7 +24,7 @@ def require(holds: object, what: str) -> None:
 
 @contextmanager
 def on(where: str) -> Iterator[None]:
-    """What a piece raises inside becomes the cause of a ConformityError that says on what input."""
+    """Turn a piece's error into a ConformityError that says on what input, with the error as its cause."""
     try:
         yield
     except ConformityError:

@@ -103,7 +103,7 @@ class _Check:
         wanted = [self._wanted(kind, rank) for rank in range(self.world)]
 
         def written(reader: int, source: int) -> Tensor:
-            """What `reader` writes to send back for the tokens it had from `source`."""
+            """The rows that `reader` sends back for the tokens it had from `source`."""
             return self._content(reader, wanted[source][:, reader].nonzero()[:, 0], source + 1, width)
 
         if getattr(self.transport, "adds_on_the_way", False):
@@ -114,8 +114,8 @@ class _Check:
         self._move(self.transport.begin_move_back, returned_MB, self._traffic(wanted), expected)
 
     def _sums_back(self, wanted: list[Tensor], width: int) -> None:
-        """Where rows may be added on the way, only their sums for each token are known: of whole numbers, so
-        that they are exact."""
+        """Check the sums of each token's rows, of whole numbers so that they are exact. Where rows may be
+        added on the way, nothing else is known."""
 
         def written(reader: int, source: int) -> Tensor:
             tokens = wanted[source][:, reader].nonzero()[:, 0]

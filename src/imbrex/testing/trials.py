@@ -44,7 +44,8 @@ UNFIT = "not for this machine"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """room: transport, codec, strategy, experts, kernels. why: what was seen, or what is missing."""
+    """The outcome of a trial. room: transport, codec, strategy, experts, kernels. why: what was seen, or what
+    is missing."""
 
     room: str
     name: str
@@ -96,7 +97,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _close(got: Tensor, wanted: Tensor, within: float = TOLERANCE) -> str:
-    """What was seen; raises ArithmeticError where it is too far off."""
+    """Say how near the result is; raises ArithmeticError where it is too far off."""
     error = float((got.double().cpu() - wanted.double().cpu()).abs().max() / wanted.abs().max().cpu())
     if not error <= within:
         raise ArithmeticError(f"off by {error:.1e} of the largest value, more than {within:.1e}")
@@ -154,7 +155,7 @@ def _try_strategy(name: str, device: torch.device) -> str:
 
 
 def _try_implementation(name: str, device: str) -> Finding:
-    """What a processor cannot have at all is a finding about GPUs, not a fault of the processor."""
+    """Try an implementation; one that a processor cannot have is a finding about GPUs."""
     experts = _experts(name, torch.device(device))
     if experts.implementation != name:
         return _finding("experts", name, "cuda", experts.implementation_reason)
@@ -202,7 +203,7 @@ def try_transports(device: str, timeout_s: float) -> list[Finding]:
 
 
 def _ask_ranks(device: str, store: Path, timeout_s: float) -> list[dict[str, str]]:
-    """What each rank says of each transport: nothing where it works; under `` what stopped the rank."""
+    """The report of each rank on each transport: nothing where it works; under `` what stopped the rank."""
     context = mp.get_context("spawn")
     pipes, processes = [], []
     for rank in range(RANKS):

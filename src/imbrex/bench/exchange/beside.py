@@ -57,8 +57,11 @@ def beside_gemm(rows: Rows, world: int) -> None:
 
 
 def copies(running: Running, world: int) -> Call:
-    """As many bytes as the rows that cross, to each peer alike, by copy engines: no multiprocessor, but every
-    token whoever wants it, so this is what the link and the GEMM see of one, not a dispatch."""
+    """Copy as many bytes as the rows that cross, to each peer alike, by copy engines.
+
+    It takes no multiprocessor, but moves every token whoever wants it: the link and the GEMM see what they
+    see of a dispatch, and it is none.
+    """
     heap, rank = running.exchange.heap, running.rows.rank
     assert isinstance(heap, SymmetricHeap)
     nbytes = running.rows.crossing // (world - 1) // 16 * 16

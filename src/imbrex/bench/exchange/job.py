@@ -77,7 +77,7 @@ def shape_of(job: Job) -> lay.Shape:
 def open_exchange(
     job: Job, *, compact: bool = True, expert: bool = True, timeout: float = 10.0, **options: Any
 ) -> NvlinkExchange:
-    """Collective. options: of `NvlinkExchange`."""
+    """The exchange of a job. Collective. options: of `NvlinkExchange`."""
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""What `imbrex bench exchange` measures, part by part. Every part is collective and leaves nothing behind."""
+"""The parts of `imbrex bench exchange`. Every part is collective and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Running:
         return self.exchange.route(self.ids, self.weights, num_sms=n)
 
     def push(self, n: int, routed: Routed | None = None, *, quantise: bool = False) -> Lease:
-        """With `routed`, rows alone; else the whole call."""
+        """A compact call: rows alone with `routed`, else the whole call."""
         if routed is not None:
             return self.exchange.push(self.x, routed, n, quantise=quantise)
         return self.exchange.dispatch(self.x, self.ids, self.weights, n, quantise=quantise)[0]
@@ -57,8 +57,8 @@ class Running:
         return self.exchange.combine(self.out, self.routed, num_sms=n, num_tokens=self.job.T, wire=wire)
 
     def full_calls(self) -> None:
-        """What a user waits for, on the numbers of SMs that calls take by themselves: 8 and 24, or 16 and 32
-        for short rows."""
+        """Whole calls as a user makes them, on the numbers of SMs that they take by themselves: 8 and 24, or
+        16 and 32 for short rows."""
         few, many = (default_sms(2 * self.job.D, compact=compact) for compact in (True, False))
         time = self.rows.time
         time("dispatch", "imbrex", "compact", partial(self.push, few), num_sms=few)

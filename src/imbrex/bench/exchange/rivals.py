@@ -19,8 +19,11 @@ from imbrex.bench.exchange.job import Job, gather
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """pool_PD: compact rows (all tokens for AllGather). rows_RD: expert-major, or None. source_R: pool row
-    of a row. send, receive: rows to and from every rank. tokens_N: own tokens sent."""
+    """The result of a dispatch.
+
+    pool_PD: compact rows (all tokens for AllGather). rows_RD: expert-major, or None. source_R: pool row
+    of a row. send, receive: rows to and from every rank. tokens_N: own tokens sent.
+    """
 
     pool_PD: Tensor
     rows_RD: Tensor | None
@@ -86,7 +89,7 @@ class AllToAll:
         return out
 
     def combine(self, rows: Tensor, own: Tensor | None, moved: Moved) -> Tensor:
-        """From expert-major `rows`, or from sums `rows` of the received tokens and `own` of the own."""
+        """Sum at home: expert-major `rows`, or the sums `rows` of received tokens and `own` of the own."""
         if own is None:
             sums = torch.zeros(len(moved.pool_PD), rows.shape[1], device=rows.device)
             sums.index_add_(0, moved.source_R, rows * moved.weights_R[:, None])
@@ -135,7 +138,7 @@ class GatherScatter:
         )
 
     def combine(self, rows: Tensor, own: Tensor | None, moved: Moved) -> Tensor:
-        """From expert-major `rows`; or, with `own`, from `rows` that are already sums of all tokens."""
+        """Sum at home: expert-major `rows` or, with `own`, `rows` that are already sums of all tokens."""
         if own is None:
             sums = torch.zeros(len(moved.pool_PD), rows.shape[1], device=rows.device)
             sums.index_add_(0, moved.source_R, rows * moved.weights_R[:, None])

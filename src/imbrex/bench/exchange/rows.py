@@ -31,7 +31,7 @@ SHOWN = ("median_us", "wire_gbps", "share_of_push", "slowdown", "nbytes", "host_
 
 
 class Rows:
-    """What was measured so far, and the traffic of the job in hand. Collective: every rank makes the same
+    """The rows measured so far, and the traffic of the job in hand. Collective: every rank makes the same
     calls; rank 0 prints."""
 
     def __init__(self, rank: int, clock: Clock) -> None:

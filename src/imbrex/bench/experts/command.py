@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def name_of(skew: str) -> str:
-    """As results call it: a trace by its file, wherever that lies."""
+    """The name of a skew in result files: a trace by its file, wherever that lies."""
     kind, _, value = skew.partition(":")
     return f"{kind}:{value.rpartition('/')[2]}" if kind in ("load", "trace") else skew
 

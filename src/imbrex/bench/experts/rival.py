@@ -1,6 +1,6 @@
-"""What imbrex's expert kernels are timed beside: the same by torch's grouped products and operators.
+"""The rival of imbrex's expert kernels: the same work by torch's grouped products and operators.
 
-What can be made ready before is: where rows come from, and the choices of a token that are here.
+Two things are made ready before: where rows come from, and the choices of a token that are here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def ways_to_sum(work: Work) -> dict[str, Way]:
-    """From tokens in their own order to their weighted sums in bf16, by name; which is fastest differs.
+    """Ways from tokens in their own order to their weighted sums in bf16, by name; which is fastest differs.
 
     Two of them read as many rows for every token as the one with the most has here, row 0 times 0 for those
     that are missing; `bag` reads those that there are.

@@ -1,4 +1,4 @@
-"""What one rank's experts cost: imbrex's kernels, torch, and torch compiled, doing the same in turns.
+"""The cost of one rank's experts: imbrex's kernels, torch, and torch compiled, doing the same in turns.
 
 All of them get the same weights, rows and counts. Times are CUDA events around one call, behind a pause that
 lets the host run ahead, so that launch overheads of Python do not count for anybody.
@@ -42,7 +42,7 @@ COPY_BYTES = 1 << 31
 
 
 def token_calls(work: Work) -> dict[str, Call]:
-    """From tokens in their own order to their weighted sums; torch in the way that is its fastest here."""
+    """Calls from tokens in their own order to their weighted sums; torch takes its fastest way here."""
     x, weights = work.x_TD, (work.gate_up_eGD, work.down_eDF)
     order = work.source_R, work.position_TK, work.weights_TK
     ways = rival.ways_to_sum(work)
@@ -61,7 +61,7 @@ def token_calls(work: Work) -> dict[str, Call]:
 
 
 def calls_of(op: str, work: Work) -> dict[str, Call]:
-    """What is timed, by implementation."""
+    """The calls to time, by implementation."""
     weights = (work.gate_up_eGD, work.down_eDF)
     if op == "ffn_unpermuted":
         return token_calls(work)
@@ -125,7 +125,7 @@ def flops_of(op: str, work: Work) -> float:
 
 
 def weight_bytes(work: Work, value_bytes: int) -> int:
-    """Of the weights of the experts that have rows."""
+    """Bytes of the weights of the experts that have rows."""
     # host sync: once a case, outside what is timed
     live = int((work.counts_e > 0).sum().item())
     return live * value_bytes * 3 * work.down_eDF.shape[1] * work.down_eDF.shape[2]

@@ -1,4 +1,4 @@
-"""What one of several ranks' experts get to do in a benchmark: the rows that all ranks' tokens send them.
+"""The work of one rank's experts in a benchmark: the rows that all ranks' tokens send them.
 
 Choices are drawn over all experts of the model, each token choosing `top_k` different ones, and those of the
 first rank's experts are kept: so a token has some of its choices here, and counts differ between experts as
@@ -17,7 +17,8 @@ from imbrex.bench.skew import make_routing
 from imbrex.exchange.plan import count_choices
 
 LEAST_SHARE = 1 / 64
-"""Of equal ranks' rows: a law that gives the first rank less is refused, its draw being 64 times as long."""
+"""The least share of an equal rank's rows that a law may give the first rank: with less, its draw would be
+64 times as long, and it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

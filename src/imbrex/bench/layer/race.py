@@ -114,7 +114,7 @@ class Race:
         return Inputs(x_TD=x, d_y_TD=d_y, routing=routing)
 
     def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
-        """What is timed, by implementation; answers: y, then the gradients of x, weights and experts."""
+        """The calls to time, by implementation; answers: y, then the gradients of x, weights and experts."""
         training = op == "forward+backward"
         found: dict[str, Call] = {
             OURS: self._ours(self.experts, self.exchange, inputs, training=training),
@@ -248,7 +248,7 @@ def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> 
 
 
 def host_microseconds(call: Call, pause_cycles: int, repeats: int = 5) -> float:
-    """What the host takes to queue a call."""
+    """The median time that the host takes to queue a call."""
     spent = []
     for _ in range(repeats):
         torch.cuda.synchronize()

@@ -139,7 +139,7 @@ class GatherScatter:
         return out
 
     def index_sums(self, source_R: Tensor, pool: int) -> tuple[Tensor, ...]:
-        """What `sum_rows` needs of the token of every row; `pool` is the number of tokens of all ranks."""
+        """The index that `sum_rows` takes, from the token of every row. pool: tokens of all ranks."""
         return (source_R,)
 
     def sum_rows(self, rows_RD: Tensor, weights_R1: Tensor | None, pool: int, *index: Tensor) -> Tensor:
