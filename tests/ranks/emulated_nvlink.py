@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imbrex.runtime.words import words
 from imbrex.transport.board import Board
 from imbrex.transport.nvlink import Nvlink
 from tests.emulated import kernel
@@ -46,15 +47,15 @@ class EmulatedNvlink(Nvlink):
 
     def _make_heap(self, nbytes: int) -> SharedHeap:
         nbytes = -(-nbytes // 4096) * 4096
-        name = int(self.exchange_counts(torch.tensor([id(self)]))[0, 0])
+        name = int(self.exchange_counts(words(id(self)))[0, 0])
         path = Board.path_of(name)
         if self.rank == 0:
             with path.open("wb") as file:
                 file.truncate(self.world_size * nbytes)
-        self.exchange_counts(torch.tensor([0]))
+        self.exchange_counts(words(0))
         with real_empty():
             heap = SharedHeap(path, self.world_size, self.rank, nbytes)
-        self.exchange_counts(torch.tensor([0]))
+        self.exchange_counts(words(0))
         if self.rank == 0:
             path.unlink()
         return heap

@@ -33,7 +33,7 @@ def tokens_of(case: Case, rank: int, *, replicated: bool = False) -> Tensor:
     rank = 0 if replicated else rank
     drawn = torch.Generator().manual_seed(SEED + rank)
     shape = case.tokens[rank % len(case.tokens)], case.config.hidden_size
-    return torch.randn(shape, generator=drawn).to(case.dtype)
+    return torch.randn(shape, generator=drawn, dtype=torch.float32, device="cpu").to(case.dtype)
 
 
 def make_layer(case: Case, group, device: str = "cpu") -> imbrex.MoELayer:
@@ -46,6 +46,7 @@ def make_layer(case: Case, group, device: str = "cpu") -> imbrex.MoELayer:
         placement=placement,
         losses=case.losses,
         dtype=case.dtype,
+        device="cpu",
         **case.options,
     )
     return layer.to(device)

@@ -20,10 +20,11 @@ def draw(rank: int, tokens: tuple[int, ...] = TOKENS) -> tuple[Tensor, Tensor, T
     """Integer-valued bf16 tokens, so that sums are exact; ids with -1; weights."""
     drawn = torch.Generator().manual_seed(rank)
     count = tokens[rank]
-    x_TD = torch.randint(-8, 9, (count, D), generator=drawn).bfloat16()
-    ids_TK = torch.rand(count, E, generator=drawn).argsort(1)[:, :K]
-    ids_TK[torch.rand(count, K, generator=drawn) < 0.4] = -1
-    return x_TD, ids_TK, torch.rand(count, K, generator=drawn)
+    kind: Any = {"dtype": torch.float32, "device": "cpu", "generator": drawn}
+    x_TD = torch.randint(-8, 9, (count, D), **kind).bfloat16()
+    ids_TK = torch.rand(count, E, **kind).argsort(1)[:, :K]
+    ids_TK[torch.rand(count, K, **kind) < 0.4] = -1
+    return x_TD, ids_TK, torch.rand(count, K, **kind)
 
 
 def expect(rank: int, world: int, tokens: tuple[int, ...] = TOKENS) -> dict[str, Any]:

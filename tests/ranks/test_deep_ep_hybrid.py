@@ -108,7 +108,7 @@ def run_permuted(ranks: Ranks, tokens: tuple[int, ...], budget: int | None) -> d
         non_blocking=budget is not None,
         **sizes,
     )
-    size = None if budget is None else torch.tensor(budget)
+    size = None if budget is None else torch.tensor(budget, device="cpu")
     again = buffer.dispatch_with_permute(
         hidden=-x_TD, handle=handle, pad_multiple=PAD, num_permuted_tokens=size
     )
