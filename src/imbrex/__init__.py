@@ -3,6 +3,7 @@
 from imbrex.contracts import Dispatched, Placement, Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.layer import MoEConfig, MoELayer, SharedExperts
+from imbrex.parallel.clipping import clip_grad_norm_
 from imbrex.parallel.gradients import aux_loss, expert_parameters, ignore_in_ddp, sync_gradients
 from imbrex.router.gates import Gate
 from imbrex.router.losses import AuxLosses
@@ -22,6 +23,7 @@ __all__ = [
     "Routing",
     "SharedExperts",
     "aux_loss",
+    "clip_grad_norm_",
     "expert_parameters",
     "ignore_in_ddp",
     "sync_gradients",

@@ -1,4 +1,5 @@
-"""Tells, once, of an optimizer that takes a layer's gradients before `sync_gradients` has seen them.
+"""Tells, once, of gradients that are taken the wrong way: by an optimizer before `sync_gradients` has seen
+them, or by torch's own clipping, which sees other experts on every rank.
 
 Each rank would go its own way, silently: gates, shared experts and replicas drift apart.
 """
@@ -12,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from imbrex.contracts import Placement
@@ -26,6 +28,9 @@ class Watched(Protocol):
     placement: Placement
     token_groups: Any
 
+    @property
+    def experts(self) -> nn.Module: ...
+
     def parameters(self) -> Iterable[Tensor]: ...
 
 
@@ -34,6 +39,8 @@ class PartialStateWarning(UserWarning):
 
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_clipped_apart: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Layers whose experts differ between ranks, until torch's clipping was seen to take their gradients."""
 
 
 def watch(layer: Watched) -> None:
@@ -41,6 +48,8 @@ def watch(layer: Watched) -> None:
     if layer.ranks.size * layer.ranks.data_size > 1:
         _begin()
         _watched.add(layer)
+    if layer.ranks.size > 1:
+        _clipped_apart.add(layer)
 
 
 def seen(layer: Watched) -> None:
@@ -53,6 +62,17 @@ def _begin() -> None:
     """For the whole process, since optimizers know no layers. Where nothing is watched it costs a look at an
     empty set a step."""
     register_optimizer_step_pre_hook(_look)
+    # Clipping has no hooks; this name is what it alone calls, wherever its callers have it from.
+    inner = getattr(clip_grad, "_get_total_norm", None)
+    if inner is not None:
+
+        @functools.wraps(inner)
+        def outer(tensors: Any, *arguments: Any, **keywords: Any) -> Tensor:
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            _look_at_norm(tensors)
+            return inner(tensors, *arguments, **keywords)
+
+        clip_grad._get_total_norm = outer
 
 
 def _look(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
@@ -68,6 +88,26 @@ def _look(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
             "and other weights that ranks share drift apart: call imbrex.sync_gradients(model) between "
             "backward() and step(), with dense=False under DDP or FSDP",
             stacklevel=3,
+        )
+
+
+def _look_at_norm(gradients: list[Tensor]) -> None:
+    if torch.compiler.is_compiling() or not _clipped_apart:
+        return
+    taken = {id(gradient) for gradient in gradients}
+    layers = [
+        layer
+        for layer in _clipped_apart
+        if any(p.grad is not None and id(p.grad) in taken for p in layer.experts.parameters())
+    ]
+    for layer in layers:
+        _clipped_apart.discard(layer)
+    if layers:
+        warnings.warn(
+            "MoELayer: torch's clip_grad_norm_ takes the norm of this rank's experts alone, so ranks scale "
+            "the gradients of weights that they share by different factors, and these drift apart: call "
+            "imbrex.clip_grad_norm_(model, max_norm)",
+            stacklevel=5,
         )
 
 

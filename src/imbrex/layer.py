@@ -28,7 +28,7 @@ from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Activation, Experts, Shard, SharedExpert
 from imbrex.observe import Observer
 from imbrex.placement import contiguous, split_evenly
-from imbrex.ranks import Ranks, refuse_ddp
+from imbrex.ranks import Ranks, refuse_ddp, refuse_meta, refuse_sharded
 from imbrex.router.gates import Gate
 from imbrex.router.global_batch import GlobalBatch
 from imbrex.router.losses import AuxLosses
@@ -201,6 +201,19 @@ class MoELayer(nn.Module):
         reason = self.exchange.not_fp8_rows
         return "; rows come in fp8" if reason is None else f"; rows are quantised here: {reason}"
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all parameters, as construction does: for a layer that was made on the device `meta`, after
+        `to_empty`. Collective. Experts of the caller's draw theirs themselves."""
+        self.gate.reset_parameters()
+        for module in (self.shared_expert, self.shared_expert_gate):
+            for linear in () if module is None else module.modules():
+                if isinstance(linear, nn.Linear):
+                    linear.reset_parameters()
+        if isinstance(self.experts, Experts):
+            self.experts.reset_parameters(self.ranks.agree_on_seed())
+        self._share()
+
     def close(self) -> None:
         """Free what the exchange holds. The layer cannot be used afterwards."""
         self.exchange.close()
@@ -230,11 +243,14 @@ class MoELayer(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False, **kind)
 
     def _begin(self, balancer: OnlineBalancer | None) -> None:
-        experts = {id(parameter) for parameter in self.experts.parameters()}
-        self.ranks.share([p for p in self.parameters() if id(p) not in experts])
+        self._share()
         guards.watch(self)
         if balancer is not None:
             balancer.attach(self)
+
+    def _share(self) -> None:
+        experts = {id(parameter) for parameter in self.experts.parameters()}
+        self.ranks.share([p for p in self.parameters() if id(p) not in experts])
 
     def _shared(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
@@ -262,6 +278,8 @@ class MoELayer(nn.Module):
             return x
         if self.routing is None:
             refuse_ddp(self.experts, self.ranks)
+            refuse_sharded(self.experts, self.ranks)
+            refuse_meta(self)
         wrong = self.exchange.problem_with(x)
         if wrong or (self.gate.is_collective and self.ranks.group is not None):
             self.exchange.check_in(x)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import NoneType
 
 import torch
@@ -124,6 +126,42 @@ def refuse_ddp(experts: nn.Module, ranks: Ranks) -> None:
         raise ValueError(
             "MoELayer: DistributedDataParallel wraps the experts, which differ between ranks; make the model "
             "anew and call imbrex.ignore_in_ddp(model) before you wrap it"
+        )
+
+
+def refuse_sharded(experts: nn.Module, ranks: Ranks) -> None:
+    """Where FSDP2 shards experts that differ between ranks, raise ValueError: gathered, they are made of the
+    pieces of different experts."""
+    if ranks.size == 1:
+        return
+    held = set(experts.modules())
+    if any(module in held for module in _sharded_modules()) or any(
+        hasattr(parameter, "full_tensor") for parameter in experts.parameters()
+    ):
+        raise ValueError(
+            "MoELayer: FSDP shards the experts, which differ between ranks; make the model anew and give it "
+            "fully_shard(..., ignored_params=set(imbrex.expert_parameters(model)))"
+        )
+
+
+def _sharded_modules() -> Iterator[nn.Module]:
+    """Those with parameters that FSDP2 shards. In a forward these are whole again and look like any other, so
+    torch's own notes are asked, where anything has made some."""
+    composable = sys.modules.get("torch.distributed._composable_state")
+    for reference in list(getattr(composable, "_module_state_mapping", {}).values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for parameter in chain.from_iterable(getattr(group, "fsdp_params", ()) for group in groups):
+            yield parameter._module_info.module
+
+
+def refuse_meta(layer: nn.Module) -> None:
+    """Raise ValueError where parameters are on the device `meta`."""
+    name = next((name for name, tensor in layer.named_parameters() if tensor.is_meta), None)
+    if name is not None:
+        raise ValueError(
+            f"MoELayer: {name} is on the meta device and has no values; call layer.to_empty(device=...), "
+            "then layer.reset_parameters() or load a checkpoint, before the first forward"
         )
 
 

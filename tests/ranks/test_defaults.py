@@ -42,9 +42,7 @@ def defaults(kind: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def run_under(
-    ranks: Ranks, kind: str | None, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
+def run_under(ranks: Ranks, kind: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     with defaults(kind):
         return function(ranks, *arguments)
 

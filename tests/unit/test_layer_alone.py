@@ -121,6 +121,29 @@ def test_what_is_no_piece_is_refused_with_what_to_give(options, says: str) -> No
         make(**options)
 
 
+def test_a_layer_without_values_is_refused_until_it_has_some() -> None:
+    shared = imbrex.SharedExperts(intermediate_size=6, gated=True)
+    layer = make(shared=shared, device="meta")
+    with pytest.raises(
+        ValueError,
+        match=r"MoELayer: gate\.weight is on the meta device .* call layer\.to_empty\(device=\.\.\.\), t",
+    ):
+        layer(torch.randn(3, 8))
+    layer.to_empty(device="cpu")
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    made = make(shared=shared)
+    torch.manual_seed(5)
+    made.reset_parameters()
+    assert {name: p.shape for name, p in made.named_parameters()} == {
+        name: p.shape for name, p in layer.named_parameters()
+    }
+    for ours, theirs in zip(layer.parameters(), made.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert 0 < ours.abs().max().item() <= 8**-0.5 + 6**-0.5
+    assert layer(torch.randn(3, 8)).isfinite().all()
+
+
 def test_a_width_is_no_config() -> None:
     with pytest.raises(ValueError, match=r"MoELayer: config is 16; give MoEConfig\(hidden_size=...\)"):
         imbrex.MoELayer(16)  # pyright: ignore[reportArgumentType]

@@ -46,7 +46,8 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
     An expert's gradient already holds all tokens of its group. It is summed with those of its replicas and
     of the same expert in other groups, and divided by the number of ranks that hold different tokens; never
     mixed with another expert's. `dense`: average all other parameters too (not under DDP or FSDP, which do).
-    Collective over the groups of the layers. Gradients are rewritten in place.
+    Collective over the groups of the layers. Gradients are rewritten in place, and so are `gradient_sums` of
+    experts, which stand for them: once a step, when the sums are whole.
     """
     layers = moe_layers(model)
     if not layers:
@@ -84,17 +85,34 @@ def num_token_ranks(layer: MoELayer) -> int:
     return size
 
 
-def _sync_experts(layer: MoELayer) -> None:
-    for parameter in layer.experts.parameters():
+def expert_gradients(layer: MoELayer) -> list[Tensor]:
+    """Those of the local experts, zeros where none came; of weights with `gradient_sums` these, and what else
+    came to them."""
+    experts, gradients = layer.experts, []
+    summed: dict[int, Tensor] = {}
+    sums = getattr(experts, "gradient_sums", None)
+    if sums is not None:
+        d_gate_up, d_down = sums
+        summed = {id(experts.gate_up_proj): d_gate_up, id(experts.down_proj): d_down}
+    for parameter in experts.parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.grad is None:
+        if id(parameter) in summed:
+            gradients.append(summed[id(parameter)])
+        elif parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+    return gradients
+
+
+def _sync_experts(layer: MoELayer) -> None:
+    for gradient in expert_gradients(layer):
         if layer.placement.has_replicas:
-            _sum_replicas(parameter.grad, layer)
+            _sum_replicas(gradient, layer)
         if layer.ranks.data_group is not None:
-            _all_reduce(parameter.grad, layer.ranks.data_group)
-        parameter.grad /= num_token_ranks(layer)
+            _all_reduce(gradient, layer.ranks.data_group)
+        gradient /= num_token_ranks(layer)
 
 
 def _sum_replicas(grad: Tensor, layer: MoELayer) -> None:
