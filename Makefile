@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
+# Marks a venv that was made here: one of the user's own is installed into, never removed.
+OURS := $(VENV)/.made-by-make
 # A GPU machine's own python3, with its own torch, where nobody has made a venv.
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NAME ?= layer
@@ -14,7 +16,7 @@ SMOKE := $(VENV)/smoke
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test install lint types unit matrix docs docs-tables smoke format gpu-test gpu-bench clean
+.PHONY: help demo test install venv lint types unit matrix docs docs-tables smoke format gpu-test gpu-bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,17 +28,27 @@ test: lint types unit docs smoke  ## install, then every check that needs no GPU
 
 install: $(DEV)  ## only install, with everything that the checks need
 
-$(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "imbrex needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+# What a set-up that failed left behind is made anew, with the Python of this call.
+venv:
+	@if test -e $(RUN) || { test -x $(BIN)/python && ! test -e $(OURS); }; then \
+		test "$(origin PYTHON)" = file || test "$$($(PYTHON) -V)" = "$$($(BIN)/python -V)" \
+			|| { echo "$(VENV) has $$($(BIN)/python -V): make clean, then make PYTHON=$(PYTHON) ..."; exit 1; }; \
+	else \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+			|| { echo "imbrex needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }; \
+		{ test ! -e $(OURS) || rm -rf $(VENV); } && mkdir -p $(VENV) && touch $(OURS) && $(PYTHON) -m venv $(VENV); \
+	fi
 
-$(RUN): constraints.txt pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+FAILED = { echo "the exact versions in constraints.txt could not be installed with $$($(BIN)/python -V), see above:" \
+	"mend that, or give another with make PYTHON=python3.12 ..."; exit 1; }
+
+$(RUN): constraints.txt pyproject.toml | venv
+	$(INSTALL) . || $(FAILED)
 	@touch $@
 
-$(DEV): constraints.txt pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(DEV): constraints.txt pyproject.toml | venv
+	$(INSTALL) '.[dev]' || $(FAILED)
 	@touch $@ $(RUN)
 
 lint: $(DEV)
@@ -77,4 +89,4 @@ gpu-bench:  ## one benchmark, NAME=layer|..., into benchmarks/results/NAME.json
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/$(NAME).py $(ARGS)
 
 clean:  ## remove what was installed and built
-	rm -rf $(VENV) site runs .coverage*
+	rm -rf $(VENV) site .coverage*

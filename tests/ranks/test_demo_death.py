@@ -82,6 +82,22 @@ def test_a_killed_rank_is_named_with_its_phase_and_the_run_resumes(children, tmp
     assert [json.loads(line)["step"] for line in lines] == list(range(steps))
 
 
+def test_ranks_end_with_a_launcher_that_is_killed(children, tmp_path):
+    """Nobody is left to end them, or to say that the run is over."""
+    process = Forked(main, ["demo", "--out", str(tmp_path), *WORDS, "--ranks", "2"], folder=tmp_path)
+    children.append(process)
+    until = time.monotonic() + 60
+    while sum(phase.name != "start" for phase in read_board(tmp_path / "ranks")) < 2:
+        assert process.poll() is None, process.stderr
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    until = time.monotonic() + 5
+    while any(phase.alive for phase in read_board(tmp_path / "ranks")):
+        assert time.monotonic() < until, "ranks without a launcher"
+        time.sleep(0.05)
+
+
 def test_a_rank_that_hangs_is_named_within_the_time_out(children, tmp_path):
     process = started(children, tmp_path, ranks=2)
     victim, took_s, stderr = end_of(process, tmp_path, rank=1, with_signal=signal.SIGSTOP)

@@ -95,7 +95,7 @@ import torch.distributed as dist
 of_torch = time.process_time() - begin
 loaded, threads = set(sys.modules), threading.active_count()
 begin = time.process_time()
-import imbrex
+from imbrex import *
 seconds = time.process_time() - begin
 assert not torch.cuda.is_initialized(), "a CUDA context"
 assert not (dist.is_available() and dist.is_initialized()), "a process group"
@@ -113,6 +113,17 @@ def test_importing_is_quick_and_starts_nothing() -> None:
     while len(seconds) < 8 and min(seconds, default=1.0) >= 0.3:  # the first may compile; then 0.11 to 0.2 s
         seconds.append(float(run_python(IMPORT)))
     assert min(seconds) < 0.3, f"importing imbrex adds {statistics.median(seconds):.2f} s to torch's"
+
+
+def test_the_command_says_its_version_without_torch() -> None:
+    """Which takes seconds to load; so do the list of commands and a word that is none."""
+    say = "import sys, imbrex.cli\ntry: imbrex.cli.main({})\nexcept SystemExit: pass\n"
+    say += "assert 'torch' not in sys.modules"
+    import imbrex
+
+    assert run_python(say.format(["--version"])).strip() == f"imbrex {imbrex.__version__}"
+    assert "netlab" in run_python(say.format(["--help"]))
+    run_python(say.format(["fly"]))
 
 
 def test_public_names_are_few_and_documented() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -136,9 +137,33 @@ def unknown(tmp_path):
     return tmp_path / "a.txt"
 
 
+def objects(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([{}], dtype=object))
+    return tmp_path / "a.npy"
+
+
+def objects_by_name(tmp_path):
+    np.savez(tmp_path / "a.npz", ids=np.array([{}], dtype=object))
+    return tmp_path / "a.npz"
+
+
+def no_numpy(tmp_path):
+    (tmp_path / "a.npy").write_text("1 2 3")
+    return tmp_path / "a.npy"
+
+
+def objects_of_torch(tmp_path):
+    torch.save({"logical_count": HISTORY}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
+        (objects, "no array of numbers as numpy.save and numpy.savez write them"),
+        (objects_by_name, "no array of numbers"),
+        (no_numpy, "no array of numbers"),
+        (objects_of_torch, "other things than tensors and numbers"),
         (cut, "ends 8 bytes early"),
         (missing_layer, "layer 1 is missing in iteration 0"),
         (negative, "not negative"),
@@ -153,6 +178,7 @@ def test_broken_statistics_are_one_sentence(tmp_path, make, says) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         read_history(make(tmp_path))
     assert "\n" not in str(caught.value)
+    assert not re.search("pickle|trust|weights_only", str(caught.value)), "advice to run what is in the file"
 
 
 def plan_of(slots: int) -> BalancePlan:

@@ -91,6 +91,12 @@ def test_a_wrong_skew_says_how_to_mend_it(skew: str, said: str) -> None:
         make_routing(skew, MIXTRAL, 4)
 
 
+def test_a_file_that_is_no_trace_is_one_sentence(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([{}], dtype=object))
+    with pytest.raises(ValueError, match=r"a\.npy \(it holds no array of numbers .* give a \.npy or \.npz"):
+        make_routing(f"trace:{tmp_path / 'a.npy'}", MIXTRAL, 4)
+
+
 def test_recorded_load_fits_any_model(tmp_path: Path) -> None:
     """Of 4 recorded experts with loads 4, 3, 2, 1 the first two: 4/7 and 3/7; a token takes either once."""
     np.save(tmp_path / "ids.npy", np.repeat(np.arange(4), [4, 3, 2, 1]).reshape(5, 2))

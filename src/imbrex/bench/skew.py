@@ -10,6 +10,7 @@ from torch import Tensor
 
 from imbrex.bench.shapes import Shape
 from imbrex.contracts import Routing
+from imbrex.placement.history_files import read_trace
 
 
 def make_routing(skew: str, shape: Shape, num_tokens: int, *, rank: int = 0, seed: int = 0) -> Routing:
@@ -136,7 +137,12 @@ def _from_trace(value: str, shape: Shape, num_tokens: int, rank: int, generator:
 def _read_layers(value: str) -> tuple[np.ndarray, np.ndarray | None]:
     """ids [layers, T, K] of `FILE[:ARRAY[:LAYER]]`, from that layer on and round; weights where there are."""
     path, array, layer = [*value.split(":"), "", ""][:3]
-    ids, weights = _read_trace(path, array)
+    try:
+        ids, weights = read_trace(Path(path), array)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--skew: cannot read the trace {path} ({error}); give a .npy or .npz file"
+        ) from None
     if ids.ndim == 2:
         ids, weights = ids[None], None if weights is None else weights[None]
     if ids.ndim != 3 or not ids.size:
@@ -146,18 +152,3 @@ def _read_layers(value: str) -> tuple[np.ndarray, np.ndarray | None]:
         raise ValueError(f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {layer}")
     first = layers[layer]
     return np.roll(ids, -first, 0), None if weights is None else np.roll(weights, -first, 0)
-
-
-def _read_trace(path: str, array: str) -> tuple[np.ndarray, np.ndarray | None]:
-    try:
-        loaded = np.load(Path(path), allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--skew: cannot read the trace ({error}); give a .npy or .npz file") from None
-    if isinstance(loaded, np.ndarray):
-        return loaded, None
-    names = [name for name in loaded.files if name.endswith("ids")]
-    name = array or next(iter(names), "")
-    if name not in loaded.files:
-        raise ValueError(f"--skew: {path} holds no array {name!r} of ids; it has {', '.join(loaded.files)}")
-    weights = name.removesuffix("ids") + "w"
-    return loaded[name], loaded[weights] if weights in loaded.files else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from imbrex.demo import asked, folder
 from imbrex.demo.asked import DEFAULTS
-from imbrex.launch.local import EXIT_REFUSED, is_worker, launch
+from imbrex.launch.local import EXIT_REFUSED, end_with_launcher, is_worker, launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 where a rank was lost or failed, 2 where the input was refused."""
     worker = is_worker()
+    end_with_launcher()
     try:
         asked.settle(args, worker=worker)
         asked.check(args)

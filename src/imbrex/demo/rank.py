@@ -22,7 +22,7 @@ from imbrex.demo.progress import Progress
 from imbrex.demo.run import Run, Saving
 from imbrex.demo.training import Recipe, Shape, Trainer, make_model
 from imbrex.launch.factors import Factors, factorise, new_group
-from imbrex.launch.local import EXIT_REFUSED, Rank, complain
+from imbrex.launch.local import EXIT_REFUSED, Rank, complain, is_launched
 from imbrex.observe import PhaseBoard, Recorder, death
 from imbrex.parallel import checkpoint
 
@@ -111,7 +111,7 @@ def _join(args: argparse.Namespace) -> torch.device:
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=max(START_S, args.timeout)),
     )
-    if "IMBREX_LAUNCHED" not in os.environ and dist.get_rank() == 0:
+    if not is_launched() and dist.get_rank() == 0:
         folder.prepare(Path(args.out), args, [*asked.DEFAULTS])
     dist.barrier()
     return device

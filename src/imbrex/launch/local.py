@@ -12,16 +12,29 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from imbrex.launch.parent import end_with_parent
 from imbrex.observe import death
 from imbrex.observe.board import Phase, read_board
 
 _LAUNCHED = "IMBREX_LAUNCHED"
+"""The launcher's process id, in the environment of its ranks."""
 EXIT_REFUSED, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
 
 def is_worker() -> bool:
     """Whether a launcher (this package's or an outer torchrun) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_launched() -> bool:
+    """Whether this package's launcher started this process as a rank."""
+    return is_worker() and _LAUNCHED in os.environ
+
+
+def end_with_launcher() -> None:
+    """A rank of this package's launcher ends when that does, even by SIGKILL: nobody else would end it."""
+    if is_launched():
+        end_with_parent(int(os.environ[_LAUNCHED]))
 
 
 def complain(sentence: str) -> None:
@@ -42,7 +55,7 @@ def launch(
     # torchrun's own words on a failure; ours say more. Its loggers each have a level of their own.
     logging.disable(logging.ERROR)
     death.forget(board)
-    os.environ[_LAUNCHED] = "1"
+    os.environ[_LAUNCHED] = str(os.getpid())
     # One thread a rank, as torchrun: with another number sums take another order, and curves part.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -164,7 +177,7 @@ class Rank:
     ) -> None:
         self.board, self.rank, self.num_ranks, self.timeout_s = board, rank, num_ranks, timeout_s
         self.hint = hint
-        self.launched = _LAUNCHED in os.environ
+        self.launched = is_launched()
 
     def run(self, work: Callable[[], None]) -> int:
         """Do `work`, then leave its groups; the exit code. Where it is not 0, groups are still there."""

@@ -11,7 +11,6 @@ between nodes over its sockets, at their rate, and inside as it does anyway.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import re
 import shutil
@@ -25,9 +24,9 @@ from pathlib import Path
 
 import torch
 
+from imbrex.launch.parent import end_with_parent
 from imbrex.runtime.waits import MAX_TIMEOUT_S
 
-PR_SET_PDEATHSIG = 1
 EXIT_LATE = 124
 GRACE_S = 2.0
 """How long the other ranks may still speak when one has failed."""
@@ -111,9 +110,7 @@ def _enter(args: argparse.Namespace, command: list[str]) -> int:
             "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0)"
         )
     words = [sys.executable, "-m", "imbrex", "netlab", "run", *_options(args), "--", *command]
-    process = subprocess.Popen(
-        [*unshare, *words], env=os.environ | {INSIDE: "1"}, preexec_fn=_end_with_parent
-    )
+    process = subprocess.Popen([*unshare, *words], env=os.environ | {INSIDE: "1"}, preexec_fn=end_with_parent)
     previous = signal.signal(signal.SIGTERM, lambda *_: process.kill())
     try:
         return process.wait(args.timeout)
@@ -125,11 +122,6 @@ def _enter(args: argparse.Namespace, command: list[str]) -> int:
         process.kill()
         process.wait()
         signal.signal(signal.SIGTERM, previous)
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _options(args: argparse.Namespace) -> list[str]:
@@ -203,7 +195,7 @@ def _start(args: argparse.Namespace, command: list[str], until: float = float("i
         if args.gpus:
             environment |= _gpus_of(args, node)
         words = command if args.gpus else ["ip", "netns", "exec", f"n{node}", *command]
-        processes.append(subprocess.Popen(words, env=environment, preexec_fn=_end_with_parent))
+        processes.append(subprocess.Popen(words, env=environment, preexec_fn=end_with_parent))
     code = _wait(processes, until)
     if code is None:
         print(f"imbrex: netlab: not done after {args.timeout:g} s", file=sys.stderr)

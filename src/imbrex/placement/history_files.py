@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,13 @@ def _read_json(path: Path) -> LoadHistory:
 
 
 def _load_pt(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        # torch's own words advise to load it in a way that runs what is in it.
+        raise ValueError(
+            "it holds other things than tensors and numbers, as torch.save writes them"
+        ) from None
 
 
 def _read_megatron(files: Iterable[Path], path: Path, num_experts: int) -> LoadHistory:
@@ -172,13 +179,34 @@ def _read_trace(path: Path, batch: int, array: str, num_experts: int) -> LoadHis
 
 def read_ids(path: Path, array: str = "") -> np.ndarray:
     """Ids [layers, tokens, choices] of a per-token trace."""
-    loaded = np.load(path, allow_pickle=False)
-    if not isinstance(loaded, np.ndarray):
-        name = array or next((name for name in loaded.files if name.endswith("ids")), "")
-        if name not in loaded.files:
-            raise ValueError(f"no array {name!r}; it has {', '.join(loaded.files)}")
-        loaded = loaded[name]
-    ids = loaded[None] if loaded.ndim == 2 else loaded
+    stored, _ = read_trace(path, array)
+    ids = stored[None] if stored.ndim == 2 else stored
     if ids.ndim != 3 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"ids are {ids.dtype} {ids.shape}; expected integers [layers, tokens, choices]")
     return ids
+
+
+def read_trace(path: Path, array: str = "") -> tuple[np.ndarray, np.ndarray | None]:
+    """The ids of a per-token trace as they are stored, and their weights where an `.npz` has them: beside
+    `NAMEids` those are `NAMEw`. array: name of the ids; the first `*ids`.
+
+    Raises ValueError where the file holds no such array of numbers.
+    """
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded, None
+        arrays = {name: loaded[name] for name in _names(loaded.files, array)}
+    except (ValueError, EOFError, zipfile.BadZipFile):
+        # numpy's own words advise to load it in a way that runs what is in it.
+        raise ValueError("it holds no array of numbers as numpy.save and numpy.savez write them") from None
+    if not arrays:
+        raise ValueError(f"no array {array or '*ids'!r}; it has {', '.join(loaded.files)}")
+    ids, *weights = arrays.values()
+    return ids, weights[0] if weights else None
+
+
+def _names(files: list[str], array: str) -> list[str]:
+    """Names of the ids, then of their weights, as far as they are there."""
+    ids = array or next((name for name in files if name.endswith("ids")), "")
+    return [name for name in (ids, f"{ids.removesuffix('ids')}w") if ids in files and name in files]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imbrex.launch.parent import end_with_parent
 from imbrex.runtime.waits import leave
 
 MEMORY = {
@@ -125,7 +126,7 @@ def _on_loopback(words: list[str], network: Network, timeout_s: float) -> None:
             "OMP_NUM_THREADS": 1,
         }
         environment = MEMORY | os.environ | {name: str(value) for name, value in ours.items()}
-        processes.append(subprocess.Popen(words, env=environment))
+        processes.append(subprocess.Popen(words, env=environment, preexec_fn=end_with_parent))
     try:
         codes = [process.wait(timeout_s) for process in processes]
     finally:
