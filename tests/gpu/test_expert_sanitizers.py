@@ -12,13 +12,13 @@ pytestmark = pytest.mark.gpu
 
 STEP = """
 import torch
-from imbrex.kernels import experts_ffn
-from imbrex.kernels.experts_ffn import ffn
-from imbrex.kernels.experts_fp8 import ffn_fp8, quantise_experts, quantise_rows, run_fp8_rows
-from imbrex.kernels.experts_gemm import Epilogue, Layout, launch_gemm
-from imbrex.kernels.experts_glue import plan_groups
-from imbrex.kernels.experts_gather import TILINGS
-from imbrex.kernels.experts_tiling import OWN, PAIRED
+from imbrex.kernels.ffn import ffn as ffn_module
+from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, quantise_rows, run_fp8_rows
+from imbrex.kernels.ffn.gather import TILINGS
+from imbrex.kernels.ffn.glue import plan_groups
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, launch_gemm
+from imbrex.kernels.gemm.tiling import OWN, PAIRED
 from imbrex import MoEConfig, MoELayer
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 torch.manual_seed(0)
@@ -35,9 +35,9 @@ for counts, width, inner in (([70, 0, 1, 130], 256, 128), ([3, 2], 1024, 136), (
     for dtype in (torch.float32, torch.bfloat16):
         sums = tuple(torch.zeros(s, device="cuda", dtype=dtype) for s in shapes[1:])
         torch.autograd.grad(ffn(*leaves, counts, gradients=sums), leaves[0], d_y)
-    experts_ffn.FUSED_WIDTH = 0
+    ffn_module.FUSED_WIDTH = 0
     torch.autograd.grad(ffn(*leaves, counts, weights_R=weights), [*leaves, weights], d_y)
-    experts_ffn.FUSED_WIDTH = 4096
+    ffn_module.FUSED_WIDTH = 4096
     if inner % 128 == 0:
         weights8, index = quantise_experts(*leaves[1:]), torch.randint(rows, (rows,), device="cuda")
         ffn_fp8(leaves[0].detach(), weights8, counts)

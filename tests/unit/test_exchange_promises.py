@@ -181,7 +181,7 @@ def test_rows_among_sixteen_ranks_and_no_more() -> None:
 
 
 def test_multiprocessors_are_chosen_by_the_length_of_a_row() -> None:
-    """As measured on H200: `exchange_dispatch.py`."""
+    """As measured on H200: `kernels/exchange/dispatch.py`."""
     for width, few, more in ((4096, 8, 24), (4088, 16, 32)):
         case = Case(placement=contiguous(4, 2), tokens=(3, 2), choices=1, width=width)
         exchange, inputs = make_exchange(case, load=Counting, timeout=30.0), make_inputs(case)

@@ -1,6 +1,6 @@
 """Time dispatch and combine among the GPUs of one host, beside NCCL doing the same job to the same layout.
 
-What the fields of a row mean is printed first and stands in the result file (`exchange_rows.DEFINITIONS`).
+What the fields of a row mean is printed first and stands in the result file (`rows.DEFINITIONS`).
 Rows of the own rank stay in place in compact layouts, ours and the rivals'.
 """
 
