@@ -12,9 +12,12 @@ import imbrex
 from imbrex.adapters.huggingface import PartialStateWarning, replace_blocks, restore_blocks
 from imbrex.parallel import checkpoint
 from imbrex.placement import from_slots
-from tests.ranks.pool import Pool, RankError, Ranks
+from tests.ranks.pool import PRELOADED, Pool, RankError, Ranks
 from tests.tiny_models import FAMILIES, model_of
 from tests.unit.test_huggingface_saving import same
+
+# Loaded once, before the ranks are forked, not by each of them.
+PRELOADED.append("tests.tiny_models")
 
 
 def save_and_restore(ranks: Ranks, family: str, folder: str, tensor: int, slots, dtype: torch.dtype):

@@ -1,0 +1,275 @@
+"""imbrex behind transformers' own switches, in every model whose experts transformers keeps fused.
+
+    imbrex.adapters.transformers.register()
+    config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="imbrex")
+    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
+
+moves tokens between ranks, each of which has loaded its own experts only. On one rank, or after another
+implementation has moved them, `experts_implementation="imbrex"` computes experts. Router, losses, saving and
+FSDP stay transformers'. Wants transformers 5.23; `imbrex.adapters.huggingface` serves older ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, proxy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from imbrex import Dispatched, Exchange, Routing, overlap
+from imbrex.contracts import Codec, Strategy, Transport, Wire
+from imbrex.experts.experts import Experts
+from imbrex.placement import contiguous
+from imbrex.schedule.schedulers import Scheduler
+from imbrex.transport import Auto
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """What `register` was given."""
+
+    transport: str | Transport | Auto
+    codec: str | Codec | Wire | Mapping[str, str | Codec]
+    schedule: str | Strategy | Scheduler
+    experts: str
+    timeout: float | None
+
+
+def register(
+    name: str = "imbrex",
+    *,
+    transport: str | Transport | Auto = "auto",
+    codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
+    schedule: str | Strategy | Scheduler = "serial",
+    experts: str = "auto",
+    timeout: float | None = None,
+) -> None:
+    """Make `name` an `ep_implementation` and an `experts_implementation` of transformers, in this process.
+
+    Every rank calls it before the model is loaded. Again with another name it makes a second choice, since
+    transformers' configuration carries no more than a name: `register("imbrex-fp8", codec="fp8")`.
+    transport, codec, schedule, timeout: as in `MoELayer`. experts: `loop`, `grouped`, `kernels`,
+        `kernels-fp8` or `auto`. Experts that are no plain SwiGLU are computed by transformers, with a
+        warning that says why; tokens are moved all the same.
+
+    Raises ValueError where transformers has no such registry.
+    """
+    reason = why_not_registered()
+    if reason is not None:
+        raise ValueError(f"register: {reason}")
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    choices = Choices(transport=transport, codec=codec, schedule=schedule, experts=experts, timeout=timeout)
+    EPImplementationInterface.register(name, _implementation(choices))
+    ALL_EXPERTS_FUNCTIONS.register(name, _experts_function(choices))
+
+
+def why_not_registered() -> str | None:
+    """None, or why the installed transformers cannot be told of imbrex."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: F401
+    except ImportError:
+        import transformers
+
+        return (
+            f"transformers {transformers.__version__} has no registry of expert-parallel implementations; "
+            "install 5.23 or newer, or use imbrex.adapters.huggingface.replace_blocks(model, group)"
+        )
+    return None
+
+
+def why_not_own(module: nn.Module) -> str | None:
+    """None where these experts of transformers are plain SwiGLU, or why imbrex cannot compute them."""
+    from transformers.activations import ACT2FN
+    from transformers.integrations import moe
+
+    wanted = {
+        "has_gate": True,
+        "is_concatenated": True,
+        "is_transposed": False,
+        "has_bias": False,
+        "has_post_expert_norm": False,
+    }
+    for flag, value in wanted.items():
+        if getattr(module, flag, None) is not value:
+            return f"{flag} is {getattr(module, flag, None)}"
+    if not isinstance(getattr(module, "act_fn", None), (nn.SiLU, type(ACT2FN["silu"]))):
+        return f"they compute {type(getattr(module, 'act_fn', None)).__name__}, not silu"
+    if getattr(module.__class__, "_apply_gate", None) is not moe._default_apply_gate:
+        return "they have a gate of their own"
+    if {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
+        return "they have parameters beside gate_up_proj and down_proj"
+    return None
+
+
+class OwnExperts:
+    """Experts of transformers computed by imbrex, from their parameters where these are at the call."""
+
+    def __init__(self, module: nn.Module, num_experts: int, implementation: str) -> None:
+        down: Any = module.down_proj
+        self.module = module
+        _, hidden_size, intermediate_size = down.shape
+        self.experts = Experts(
+            tuple(range(num_experts)),
+            hidden_size,
+            intermediate_size,
+            implementation=implementation,
+            device="meta",
+            dtype=down.dtype,
+        )
+        self.applies_weights = self.experts.applies_weights
+
+    @property
+    def takes_fp8_rows(self) -> bool:
+        return self.experts.takes_fp8_rows
+
+    @property
+    def takes_tokens_in_place(self) -> bool:
+        return self.experts.takes_tokens_in_place
+
+    def __call__(self, dispatched: Dispatched) -> Tensor:
+        weights: dict[str, Any] = {n: getattr(self.module, n) for n in ("gate_up_proj", "down_proj")}
+        return functional_call(self.experts, weights, (dispatched,))
+
+
+class TheirExperts:
+    """Experts of transformers computed by transformers, one choice a row, of weight one."""
+
+    applies_weights = False
+
+    def __init__(self, forward: Any, num_experts: int) -> None:
+        self.forward, self.num_experts = forward, num_experts
+
+    def __call__(self, dispatched: Dispatched) -> Tensor:
+        rows_RD, counts_e = dispatched.rows_RD, dispatched.counts_e
+        if rows_RD.shape[0] == 0:
+            # One row of zeros, dropped again: the experts' parameters stay in everybody's backward.
+            one_1D = rows_RD.sum(0, keepdim=True)
+            ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=rows_RD.device)
+            return self.forward(one_1D, ids_11, torch.ones_like(ids_11, dtype=rows_RD.dtype))[:0]
+        row_R = torch.arange(rows_RD.shape[0], dtype=torch.int64, device=rows_RD.device)
+        ids_R = torch.searchsorted(counts_e.cumsum(0), row_R, right=True)
+        # Rows past the counts are unset; transformers multiplies them by a weight of zero.
+        past_R1 = (ids_R >= self.num_experts)[:, None]
+        weights_R1 = (~past_R1).to(rows_RD.dtype)
+        return self.forward(rows_RD.masked_fill(past_R1, 0.0), ids_R[:, None], weights_R1)
+
+
+class Seat:
+    """One experts module of transformers at the ranks of a group."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Any,
+        num_experts: int,
+        choices: Choices,
+        group: dist.ProcessGroup | None,
+        layer: int,
+    ) -> None:
+        self.choices, self.group, self.layer = choices, group, layer
+        self.num_local, self.exchange = num_experts, None
+        reason = why_not_own(module)
+        if reason is None:
+            self.experts = OwnExperts(module, num_experts, choices.experts)
+        else:
+            warnings.warn(
+                f"transformers computes the experts of {module.__class__.__name__}, not imbrex: {reason}",
+                stacklevel=2,
+            )
+            self.experts = TheirExperts(forward, num_experts)
+        self.strategy = overlap.make(choices.schedule)
+
+    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.exchange is None:
+            self.exchange = self._exchange(x_TD, ids_TK.shape[1])
+        routing = Routing(ids_TK=ids_TK.long(), weights_TK=weights_TK.float())
+        return self.strategy.run(x_TD, routing, self.exchange, self.experts, None)
+
+    def _exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
+        """Made at the first call, which knows the width, K and the dtype of tokens."""
+        size = 1 if self.group is None else self.group.size()
+        return Exchange(
+            contiguous(self.num_local * size, size),
+            x_TD.shape[1],
+            top_k,
+            group=self.group,
+            transport=self.choices.transport if size > 1 else "auto",
+            codec=self.choices.codec if size > 1 else "identity",
+            dtype=x_TD.dtype,
+            timeout=self.choices.timeout,
+            layer=self.layer,
+        )
+
+
+def _implementation(choices: Choices) -> type:
+    from transformers.distributed.expert_parallel import EPImplementation
+
+    numbers = itertools.count()
+
+    class ImbrexEP(EPImplementation):
+        """Ranks that hold other experts exchange tokens by imbrex. Those of a tensor-parallel group, which
+        hold the same tokens, take a slice each."""
+
+        def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            group = ep_mesh.get_group()
+            count: Any = self.num_local_experts
+            self.seat = Seat(experts, self.experts_forward, count, choices, group, next(numbers))
+
+        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            if self.tp_mesh.size() == 1:
+                return self.seat(hidden_states, top_k_index, top_k_weights)
+            own = (_slice(t, self.tp_mesh) for t in (hidden_states, top_k_index, top_k_weights))
+            return _joined(self.seat(*own), self.tp_mesh, hidden_states.shape)
+
+    return ImbrexEP
+
+
+def _slice(same: Tensor, mesh: Any) -> Tensor:
+    """This rank's rows of what all ranks of `mesh` hold; the gradient is everybody's rows again."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = DTensor.from_local(same, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def _joined(own: Tensor, mesh: Any, shape: torch.Size) -> Tensor:
+    """All rows, from every rank's slice."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    sliced = DTensor.from_local(own.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
+    return sliced.full_tensor()
+
+
+def _experts_function(choices: Choices) -> Any:
+    seats: WeakKeyDictionary[nn.Module, dict[int, Seat]] = WeakKeyDictionary()
+
+    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        by_top_k, top_k = seats.setdefault(module, {}), top_k_index.shape[1]
+        if top_k not in by_top_k:
+            # A seat that held the module would keep it alive for ever.
+            by_top_k[top_k] = _seat_alone(proxy(module), choices)
+        # Where other ranks hold experts too, transformers gives theirs the first id that is none of ours.
+        ids_TK = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
+        return by_top_k[top_k](hidden_states, ids_TK, top_k_weights).to(hidden_states.dtype)
+
+    return forward
+
+
+def _seat_alone(module: Any, choices: Choices) -> Seat:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    def theirs(*arguments: Tensor) -> Tensor:
+        return grouped_mm_experts_forward(module, *arguments)
+
+    return Seat(module, theirs, module.num_experts, choices, None, 0)

@@ -1,0 +1,130 @@
+"""transformers' own switch `ep_implementation="imbrex"`: each rank loads its experts, imbrex moves tokens."""
+
+import copy
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementationInterface
+
+from imbrex.adapters.transformers import register
+from tests.ranks.pool import PRELOADED, Pool, Ranks
+from tests.tiny_models import model_of
+
+# Loaded once, before the ranks are forked, not by each of them.
+PRELOADED.append("tests.tiny_models")
+
+
+def moved(ranks: Ranks, shared: bool, stock: bool, empty: bool):
+    """Errors of outputs and gradients of six experts, three on each of two ranks, against all six on one.
+
+    shared: both ranks hold the same tokens. stock: transformers computes the experts. empty: the second
+    rank has no tokens, and the first wants the first rank's experts only.
+    """
+    mesh = init_device_mesh("cpu", (4, 2, 1), mesh_dim_names=("dp", "ep", "tp"))
+    ep, rank = mesh["ep"], mesh["ep"].get_local_rank()
+    whole = model_of("qwen2_moe").get_submodule("model.layers.0.mlp.experts")
+    part = copy.deepcopy(whole)
+    for name, parameter in whole.named_parameters():
+        setattr(part, name, nn.Parameter(parameter.detach().chunk(2)[rank].clone()))
+    part.num_experts, part._is_expert_parallel = 3, True
+    if stock:
+        part.has_bias = 0
+    register()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        experts = EPImplementationInterface()["imbrex"](part, ep, ep if shared else mesh["tp"])
+    assert len([w for w in caught if "has_bias is 0" in str(w.message)]) == stock
+    torch.manual_seed(0 if shared else ranks.rank)
+    tokens = (0 if rank else 4) if empty else 5 if shared else 4 + rank
+    x, weights = torch.randn(tokens, 16).requires_grad_(), torch.rand(tokens, 2).requires_grad_()
+    ids = torch.rand(tokens, 3 if empty else 6).argsort(1)[:, :2]
+    inputs = [x, weights, *whole.parameters()]
+    # Of no tokens transformers' own experts know no gradients.
+    want = whole(x, ids, weights) + 0 * sum(value.sum() for value in inputs)
+    got = experts(x, ids, weights)
+    pull = torch.randn_like(want)
+    theirs = [gradient.contiguous() for gradient in torch.autograd.grad(want, inputs, pull)]
+    for gradient in () if shared else theirs[2:]:
+        dist.all_reduce(gradient, group=ep.get_group())
+    ours = torch.autograd.grad(got, [x, weights, *part.parameters()], pull)
+    expected = [*theirs[:2], *(gradient.chunk(2)[rank] for gradient in theirs[2:])]
+    for mine, other in zip([got, *ours], [want, *expected], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    return tokens
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["own", "stock"])
+@pytest.mark.parametrize(("shared", "empty"), [(False, False), (True, False), (False, True)])
+def test_outputs_and_gradients_are_those_of_all_experts_on_one_rank(pool, shared, empty, stock):
+    counts = pool.run(8, moved, shared, stock, empty)
+    assert counts == ([4, 0] * 4 if empty else [5] * 8 if shared else [4, 5] * 4)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    """A world of two: transformers lays its meshes over all ranks there are."""
+    pool = Pool(2)
+    yield pool
+    pool.close(20)
+
+
+def rebuilt(ranks: Ranks, folder: str, sizes: dict[str, Any], experts: str):
+    """Logits, generated tokens and gradients of the model on one rank, and of the one that is spread."""
+    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(ranks.rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    register(experts="grouped")
+    shared = sizes["tp_size"] == 2
+    whole: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+    config = DistributedConfig(**sizes, ep_implementation="imbrex")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=config, experts_implementation=experts
+    )
+    torch.manual_seed(0 if shared else ranks.rank)
+    ids = torch.randint(32, (2, 5 if shared else 5 + ranks.rank))
+    with torch.no_grad():
+        far = float((model(ids).logits - whole(ids).logits).abs().max())
+    options = {"do_sample": False, "max_new_tokens": 4}
+    same = torch.equal(model.generate(ids, **options), whole.generate(ids, **options))
+    model(ids).logits.square().sum().backward()
+    whole(ids).logits.square().sum().backward()
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    for gradient in gradients.values():
+        if not shared:
+            # FSDP takes the mean of the ranks' losses.
+            torch.distributed.all_reduce(gradient, group=ranks.group)
+            gradient /= 2
+    ours = {n: p.grad.full_tensor() for n, p in model.named_parameters() if hasattr(p.grad, "full_tensor")}
+    worst = max(float((ours[n] - gradients[n]).abs().max() / gradients[n].abs().max()) for n in ours)
+    held = model.get_parameter("model.layers.1.mlp.experts.down_proj").to_local().shape[0]
+    return far, same, worst, held, sum("experts" in name for name in ours)
+
+
+LAYOUTS = {"own tokens": {"fsdp_size": 2, "tp_size": 1, "ep_size": 2}, "same": {"tp_size": 2, "ep_size": 2}}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None,
+    reason="transformers spreads a model only where accelerate is installed",
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_a_model_spread_by_transformers_says_the_same(pair, tmp_path, family, layout):
+    model = model_of(family)
+    model.save_pretrained(tmp_path)
+    num_experts = model.get_submodule("model.layers.1.mlp.experts").num_experts
+    for far, same, worst, held, compared in pair.run(2, rebuilt, str(tmp_path), LAYOUTS[layout], "eager"):
+        assert far < 1e-5
+        assert same
+        assert worst < 1e-4
+        assert held == num_experts // 2
+        assert compared >= 2

@@ -1,0 +1,73 @@
+"""transformers' own switch `experts_implementation="imbrex"`, on one rank."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+import imbrex.adapters.transformers
+from imbrex.adapters.transformers import register
+from tests.tiny_models import FAMILIES, model_of, small
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+def gradients_of(model, ids):
+    model.zero_grad()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    return out.logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_the_same(family):
+    model, ids = model_of(family), torch.randint(32, (2, 7))
+    logits, gradients = gradients_of(model, ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.set_experts_implementation("imbrex")
+        ours, theirs = gradients_of(model, ids)
+    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+    assert theirs.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(theirs[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
+
+
+def test_experts_that_are_no_plain_swiglu_are_transformers_and_it_says_why():
+    torch.manual_seed(0)
+    config = small(GptOssConfig, intermediate_size=12, num_local_experts=4, head_dim=8, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(32, (2, 7))
+    logits, gradients = gradients_of(model, ids)
+    model.set_experts_implementation("imbrex")
+    with pytest.warns(UserWarning, match="experts of GptOssExperts, not imbrex: is_concatenated is False"):
+        ours, theirs = gradients_of(model, ids)
+    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(theirs[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
+
+
+def test_what_was_registered_keeps_no_model_alive():
+    model = model_of("mixtral")
+    model.set_experts_implementation("imbrex")
+    model(torch.randint(32, (1, 3)))
+    experts = weakref.ref(model.get_submodule("model.layers.0.mlp.experts"))
+    del model
+    gc.collect()
+    assert experts() is None
+
+
+def test_an_older_transformers_is_refused_with_the_way_out(monkeypatch):
+    import transformers.distributed.expert_parallel as theirs
+
+    monkeypatch.delattr(theirs, "EPImplementationInterface")
+    with pytest.raises(ValueError, match=r"install 5\.23 or newer, or use .*replace_blocks\(model, group\)"):
+        imbrex.adapters.transformers.register()
