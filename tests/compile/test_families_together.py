@@ -23,7 +23,7 @@ TOGETHER = """
 #include "routing/windows.cuh"
 
 extern "C" __global__ void together(u32* sizes) {
-    sizes[0] = sizeof(gemm::Ring), sizes[1] = sizeof(mover::Ring);
+    sizes[0] = sizeof(gemm::Ring<gemm::C>), sizes[1] = sizeof(mover::Ring);
     sizes[2] = gemm::kSlots, sizes[3] = sums::kSlots;
 }
 """

@@ -22,10 +22,10 @@ HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "te
 SHARED = {
     "extern __shared__ u8 memory[];": "u8* memory = emu::self().block->shared;",
     "__shared__ Slot slots[kSlots];": "Slot* slots = reinterpret_cast<Slot*>(memory + kStatic);",
-    "__shared__ u64 barriers[2 * STAGES + 2 * kSlots + 2];": (
+    "__shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];": (
         "u64* barriers = reinterpret_cast<u64*>(memory + kStatic + sizeof(Slot) * kSlots);"
     ),
-    "__shared__ __align__(16) u32 from[kTurns * kBlockM];": (
+    "__shared__ __align__(16) u32 from[C::kTurns * C::kBlockM];": (
         "u32* from = reinterpret_cast<u32*>(memory + kStatic + 512);"
     ),
 }
@@ -51,7 +51,7 @@ def _entry_point(entry: str) -> str:
 @functools.cache
 def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
     sources = dict(jit.sources_of(variant))
-    for old, new in [*(SHARED.items() if variant.source == "gemm/gemm.cu" else ()), *edits]:
+    for old, new in [*(pair for pair in SHARED.items() if pair[0] in sources[variant.source]), *edits]:
         places = [name for name, source in sources.items() if old in source]
         if len(places) != 1:  # no AssertionError: that is what faults are caught by
             raise LookupError(f"the kernel says {old!r} in {places}, not in one place")

@@ -208,23 +208,23 @@ def test_gradient_is_added(monkeypatch: pytest.MonkeyPatch, tiling: Tiling, dtyp
 
 FAULTS = {
     "groups without turns": (
-        "if (PINGPONG && index > 0)",
+        "if (C::kPingpong && index > 0)",
         "if (false)",
         "AssertionError|more arrivals than the barrier expects",
     ),
     "boxes outside their tensor": (
-        "panels_b = least((tile.columns + 63) / 64, kBlockN / 64)",
-        "panels_b = kBlockN / 64",
+        "panels_b = least((tile.columns + 63) / 64, C::kBlockN / 64)",
+        "panels_b = C::kBlockN / 64",
         "a box outside its tensor",
     ),
     "a stage freed before its product": (
-        "ptx::wgmma_wait<1>();\n        if (step > 0) release_stage(shared.empty + 8 * before);",
-        "if (step > 0) release_stage(shared.empty + 8 * before);",
+        "ptx::wgmma_wait<1>();\n        if (step > 0) release_stage<C>(shared.empty + 8 * before);",
+        "if (step > 0) release_stage<C>(shared.empty + 8 * before);",
         "AssertionError",
     ),
     "a half begun before it is read": (
         "low.write(d, weights);\n    if (begun) {",
-        "if (begun) multiply_half<0>(d, a, b, true);\n    low.write(d, weights);\n    if (begun) {",
+        "if (begun) multiply_half<C, 0>(d, a, b, true);\n    low.write(d, weights);\n    if (begun) {",
         "AssertionError|patience|gave up",
     ),
 }
@@ -237,7 +237,7 @@ def test_a_lost_arrival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     word = ctypes.c_int32.from_address(status.data_ptr())
     monkeypatch.setattr(gemm, "_status", lambda device: status)
     monkeypatch.setattr(gemm, "_status_word", lambda device: word)
-    lost = ("if (step > 0) release_stage(shared.empty + 8 * before);", "")
+    lost = ("if (step > 0) release_stage<C>(shared.empty + 8 * before);", "")
     rows, weight, out = draw(8, 512), draw(1, 64, 512), poisoned(8, 64)
     emulate(monkeypatch, blocks=1, edits=(lost,))
     with pytest.raises(KernelError, match="its result is wrong"):

@@ -1,4 +1,4 @@
-"""The arguments and the shape of a kernel launch, as the driver wants them."""
+"""What kernels and their hosts share: arguments and shape of a launch, as the driver wants them; enums."""
 
 from __future__ import annotations
 
@@ -6,9 +6,26 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
+
+HEADERS: dict[str, str] = {}
+"""Headers that kernels include and that no file has: their text, by name."""
+
+
+def declare_enums(header: str, namespace: str, *enums: type[IntEnum]) -> None:
+    """Let kernels include Python's enums: `Epilogue.SWIGLU_KEEP` is `Epilogue::kSwigluKeep` there."""
+    lines = [
+        f"enum class {enum.__name__} {{ {', '.join(f'{_enumerator(e.name)} = {int(e)}' for e in enum)} }};"
+        for enum in enums
+    ]
+    HEADERS[header] = "\n".join(("#pragma once", f"namespace {namespace} {{", *lines, "}", ""))
+
+
+def _enumerator(name: str) -> str:
+    return "k" + "".join(word.capitalize() for word in name.split("_"))
 
 
 class ByValue:

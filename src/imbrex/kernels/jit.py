@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
+from imbrex.kernels.arguments import HEADERS, attributes, configuration
 from imbrex.kernels.arguments import ByValue as ByValue
-from imbrex.kernels.arguments import attributes, configuration
 from imbrex.kernels.arguments import pack as _pack
 
 ARCH = "sm_90a"
@@ -109,7 +109,7 @@ def sources_of(variant: Variant) -> dict[str, str]:
     while queue:
         name = queue.pop()
         if name not in found:
-            found[name] = (SOURCES / name).read_text(encoding="utf-8")
+            found[name] = HEADERS.get(name) or (SOURCES / name).read_text(encoding="utf-8")
             queue += _INCLUDE.findall(found[name])
     return found
 

@@ -14,15 +14,6 @@
 
 namespace gemm {
 
-// gate_up: bf16 [R, 2F], sixteen bytes each; act is stored where `keep` is not 0; d_weight [tiles of columns,
-// rows] float32 gets, of every tile, sum_f act d_act, where `weights` is given (in a fixed order: another
-// kernel adds up the tiles).
-struct Slopes {
-    const uint4* gate_up;
-    float* d_weight;
-    int rows, keep;
-};
-
 // Gate and up of the next panel of 64 x 64, on their way from memory while the one before, or the product, is
 // computed. A warp has the 16 rows that its lanes' sums belong to; a lane has unit (8 columns) lane % 8 of
 // rows lane / 8, 4 + lane / 8, ...
@@ -82,10 +73,10 @@ __device__ __forceinline__ Pair slopes_of(u32 gates, u32 ups, float d_low, float
 // 64 rows of a tile of d_act; `row`, `rows` as in store_block, f: columns of d_act. `kept`: of the first
 // panel; it gets that of the next block of `next_rows` rows where there is one. Gate and up pass through the
 // panels that their gradients leave by.
-__device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept& kept,
-                                             const TensorMap* map_act, const TensorMap* map_slopes,
-                                             Stores& stores, const Slot& tile, int row, int rows,
-                                             int next_rows, int f, const float* weights,
+template <class C, class Sink>
+__device__ __forceinline__ void store_slopes(const float (&d)[C::kBlockN / 2], Kept& kept,
+                                             const Sink& sink, Stores<C>& stores, const Slot& tile, int row,
+                                             int rows, int next_rows, int f, const float* weights,
                                              const Slopes& slopes) {
     const int warp = stores.thread / 32, lane = stores.thread % 32, mine = 16 * warp + lane / 4;
     const bool live[2] = {mine < rows, mine + 8 < rows};
@@ -95,12 +86,12 @@ __device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept
         if (weights != nullptr) weight[half] = live[half] ? weights[row + mine + 8 * half] : 0.f;
     const int line = 16 * warp + (lane & 7) + 8 * ((lane >> 3) & 1);
 #pragma unroll
-    for (int c = 0; c < kOutputs; ++c) {
+    for (int c = 0; c < C::kOutputs; ++c) {
         if (64 * c >= tile.columns) break;
         u32 panels[3];  // of gate, up, act
         stores.begin(panels);
         kept.store(panels[0], panels[1]);
-        if (c + 1 < kOutputs && 64 * (c + 1) < tile.columns)
+        if (c + 1 < C::kOutputs && 64 * (c + 1) < tile.columns)
             kept.load(slopes, tile, row, rows, f, c + 1);
         else if (next_rows > 0)
             kept.load(slopes, tile, row + 64, next_rows, f, 0);
@@ -126,10 +117,10 @@ __device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept
             const int column = tile.column + 64 * c;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                ptx::tma_store_4d(map_slopes, panels[half], column, half, 64 - rows, row + rows);
+                sink.half(panels[half], column, half, row, rows);
                 ptx::bulk_commit();
             }
-            if (slopes.keep) ptx::tma_store_3d(map_act, panels[2], column, 64 - rows, row + rows);
+            if (slopes.keep) sink.rows(panels[2], column, row, rows);
             ptx::bulk_commit();
         }
     }
@@ -140,7 +131,7 @@ __device__ __forceinline__ void store_slopes(const float (&d)[kBlockN / 2], Kept
         for (int offset = 1; offset < 4; offset *= 2)
             d_weight[half] += __shfl_xor_sync(0xffffffffu, d_weight[half], offset);
         if (lane % 4 == 0 && live[half])
-            slopes.d_weight[i64(tile.column / kBlockN) * slopes.rows + row + mine + 8 * half] =
+            slopes.d_weight[i64(tile.column / C::kBlockN) * slopes.rows + row + mine + 8 * half] =
                 d_weight[half];
     }
 }

@@ -42,33 +42,24 @@ namespace gemm {
 
 constexpr int kBlock = 128;        // values that share a scale
 constexpr float kLargest = 448.f;  // of e4m3
-constexpr int kWaves = kBlockN / WAVE, kProducts = WAVE == 128 ? 1 : 2;
-constexpr int kBlocksN = kBlockN / kBlock;
-
-// a: [R, stride]; b: [experts, blocks of n, blocks of k]; d: [R, stride of d] (SwiGLU), one for every 1 x
-// 128.
-struct Scales {
-    const float* a;
-    const float* b;
-    float* d;
-    int stride_a, stride_d;
-};
 
 // a, b: low words of the operands of the first 32 of k; the next 32 lie 32 bytes on, which an operand counts
 // in sixteens.
-__device__ __forceinline__ void multiply_wave(float (&product)[WAVE / 2], u32 a, u32 b) {
+template <class C>
+__device__ __forceinline__ void multiply_wave(float (&product)[C::kWave / 2], u32 a, u32 b) {
     constexpr u64 kHigh = ptx::kOperandHigh;
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kBlockK / 32; ++i)
-        ptx::wgmma_e4m3<WAVE>(product, kHigh | (a + 2 * i), kHigh | (b + 2 * i), i > 0);
+    for (int i = 0; i < C::kBlockK / 32; ++i)
+        ptx::wgmma_e4m3<C::kWave>(product, kHigh | (a + 2 * i), kHigh | (b + 2 * i), i > 0);
     ptx::wgmma_commit();
 }
 
 // Where the scales of a group's 64 rows and of the waves' columns lie, and those of one step in registers.
+template <class C>
 struct StepScales {
-    int row[2], column[kBlocksN];  // from scales.a and scales.b on
-    float a[2], b[kBlocksN];
+    int row[2], column[C::kBlocksN];  // from scales.a and scales.b on
+    float a[2], b[C::kBlocksN];
 
     // Those of a tile's first step. source: where rows of A lie, used where GATHER.
     __device__ __forceinline__ void begin(const Scales& scales, const Slot& tile, const i64* source,
@@ -77,13 +68,13 @@ struct StepScales {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int at = tile.row + least(mine + 8 * i, tile.rows - 1);
-            row[i] = (GATHER ? static_cast<int>(source[at]) : at) * scales.stride_a;
+            row[i] = (C::kGather ? static_cast<int>(source[at]) : at) * scales.stride_a;
         }
         const int blocks_n = columns / kBlock, first = tile.column / kBlock;
 #pragma unroll
-        for (int i = 0; i < kBlocksN; ++i) {
-            const int block = kSwiglu ? first + i * blocks_n : least(first + i, blocks_n - 1);
-            column[i] = (tile.expert * (kSwiglu ? 2 : 1) * blocks_n + block) * tile.steps;
+        for (int i = 0; i < C::kBlocksN; ++i) {
+            const int block = C::kSwiglu ? first + i * blocks_n : least(first + i, blocks_n - 1);
+            column[i] = (tile.expert * (C::kSwiglu ? 2 : 1) * blocks_n + block) * tile.steps;
         }
         load(scales, 0);
     }
@@ -91,64 +82,66 @@ struct StepScales {
 #pragma unroll
         for (int i = 0; i < 2; ++i) a[i] = ptx::load_constant(scales.a + (row[i] += ahead));
 #pragma unroll
-        for (int i = 0; i < kBlocksN; ++i) b[i] = ptx::load_constant(scales.b + (column[i] += ahead));
+        for (int i = 0; i < C::kBlocksN; ++i) b[i] = ptx::load_constant(scales.b + (column[i] += ahead));
     }
 };
 
 // One scale after the other: an operand that the next instruction uses again is not read from the registers
 // again.
-template <bool kFirst>
-__device__ __forceinline__ void add_wave(float* sum, const float (&product)[WAVE / 2], float low,
+template <class C, bool kFirst>
+__device__ __forceinline__ void add_wave(float* sum, const float (&product)[C::kWave / 2], float low,
                                          float high) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < WAVE / 2; ++i)
+        for (int i = 0; i < C::kWave / 2; ++i)
             if (i / 2 % 2 == half) sum[i] = (kFirst ? 0.f : sum[i]) + product[i] * (half ? high : low);
 }
 
 // One step of a tile. `next`: its scales, which become those `ahead` steps on.
-template <bool kFirst>
-__device__ __forceinline__ void multiply_step_fp8(float (&d)[kBlockN / 2], const Shared& shared,
-                                                  const Ring& ring, u32 rows_a, StepScales& next,
+template <class C, bool kFirst>
+__device__ __forceinline__ void multiply_step_fp8(float (&d)[C::kBlockN / 2], const Shared<C>& shared,
+                                                  const Ring<C>& ring, u32 rows_a, StepScales<C>& next,
                                                   const Scales& scales, int ahead, u32& patience) {
-    float product[kProducts][WAVE / 2], scale[kBlocksN][2];
+    float product[C::kProducts][C::kWave / 2], scale[C::kBlocksN][2];
     const int stage = uniform(ring.stage);  // else every operand of every product is moved lane 0's way
     const u32 a = (shared.a_of(stage) + rows_a) >> 4, b = shared.b_of(stage) >> 4;
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
+    for (int i = 0; i < 2 * C::kBlocksN; ++i) scale[i / 2][i % 2] = next.a[i % 2] * next.b[i / 2];
     next.load(scales, ahead);
     ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
 #pragma unroll
-    for (int wave = 0; wave < kProducts - 1; ++wave) multiply_wave(product[wave], a, b + wave * WAVE * 8);
+    for (int wave = 0; wave < C::kProducts - 1; ++wave)
+        multiply_wave<C>(product[wave], a, b + wave * C::kWave * 8);
 #pragma unroll
-    for (int wave = 0; wave < kWaves; ++wave) {
-        constexpr int kAhead = kProducts - 1;
-        if (wave + kAhead < kWaves) {
-            multiply_wave(product[(wave + kAhead) % kProducts], a, b + (wave + kAhead) * WAVE * 8);
+    for (int wave = 0; wave < C::kWaves; ++wave) {
+        constexpr int kAhead = C::kProducts - 1;
+        if (wave + kAhead < C::kWaves) {
+            multiply_wave<C>(product[(wave + kAhead) % C::kProducts], a, b + (wave + kAhead) * C::kWave * 8);
             ptx::wgmma_wait<kAhead>();
         } else {
             ptx::wgmma_wait<0>();
         }
-        ptx::wgmma_results(product[wave % kProducts]);
-        if (wave == kWaves - 1) release_stage(shared.empty + 8 * ring.stage);
-        const float (&times)[2] = scale[wave * WAVE / kBlock];
-        add_wave<kFirst>(d + WAVE / 2 * wave, product[wave % kProducts], times[0], times[1]);
+        ptx::wgmma_results(product[wave % C::kProducts]);
+        if (wave == C::kWaves - 1) release_stage<C>(shared.empty + 8 * ring.stage);
+        const float (&times)[2] = scale[wave * C::kWave / kBlock];
+        add_wave<C, kFirst>(d + C::kWave / 2 * wave, product[wave % C::kProducts], times[0], times[1]);
     }
 }
 
 // All steps of one tile (one at least) for one group that has rows in it; `next`: the scales of its first
 // step.
-__device__ __forceinline__ void multiply_tile_fp8(float (&d)[kBlockN / 2], const Shared& shared, int group,
-                                                  const Slot& tile, StepScales& next, const Scales& scales,
-                                                  u32& patience) {
+template <class C>
+__device__ __forceinline__ void multiply_tile_fp8(float (&d)[C::kBlockN / 2], const Shared<C>& shared,
+                                                  int group, const Slot& tile, StepScales<C>& next,
+                                                  const Scales& scales, u32& patience) {
     const u32 rows_a = uniform(group) * kPanel;
-    Ring ring(tile.position);
-    multiply_step_fp8<true>(d, shared, ring, rows_a, next, scales, tile.steps > 1, patience);
+    Ring<C> ring(tile.position);
+    multiply_step_fp8<C, true>(d, shared, ring, rows_a, next, scales, tile.steps > 1, patience);
 #pragma unroll 1
     for (int left = tile.steps - 1; left > 0; --left) {
         ring.next();
-        multiply_step_fp8<false>(d, shared, ring, rows_a, next, scales, left > 1, patience);
+        multiply_step_fp8<C, false>(d, shared, ring, rows_a, next, scales, left > 1, patience);
     }
 }
 
@@ -162,8 +155,9 @@ __device__ __forceinline__ float scale_of(float largest) {
 }
 
 // SwiGLU of 64 rows x 128 columns, quantised. `row`, `rows` as in store_block.
-__device__ __forceinline__ void store_block_fp8(float (&d)[kBlockN / 2], const TensorMap* map_d,
-                                                Stores& stores, const Slot& tile, int row, int rows,
+template <class C, class Sink>
+__device__ __forceinline__ void store_block_fp8(float (&d)[C::kBlockN / 2], const Sink& sink,
+                                                Stores<C>& stores, const Slot& tile, int row, int rows,
                                                 const Scales& scales) {
     const int warp = stores.thread / 32, lane = stores.thread % 32, mine = 16 * warp + lane / 4;
     // Of the low row and the high one; four chains of dependent instructions each.
@@ -197,7 +191,7 @@ __device__ __forceinline__ void store_block_fp8(float (&d)[kBlockN / 2], const T
             ptx::store_shared_u16(
                 (corner ^ i / 2 * 16) + i % 2 * 8 + half * 1024,
                 ptx::pack_e4m3(d[4 * i + 2 * half] * inverse[half], d[4 * i + 2 * half + 1] * inverse[half]));
-    stores.finish([&] { ptx::tma_store_3d(map_d, panel, tile.column, 64 - rows, row + rows); });
+    stores.finish([&] { sink.rows(panel, tile.column, row, rows); });
 }
 
 }  // namespace gemm

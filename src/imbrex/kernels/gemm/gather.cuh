@@ -34,33 +34,28 @@
 
 namespace gemm {
 
-#if GATHER
-constexpr int kTurns = 2, kCrew = GATHER / kTurns, kQuadsEach = kBlockM / 4 / kCrew;
-static_assert(kForward && !PINGPONG, "rows are gathered in a forward product");
-static_assert(kCrew > 0 && GATHER % kTurns == 0 && STAGES >= kTurns, "crews are alike");
-
 // One thread of the block, or of both of a cluster: the next tile, or pair of tiles, in its slot; steps -1
 // where there is none.
-template <typename Walk>
-__device__ __forceinline__ void draw(const Shared& shared, Walk& order, u32 turn, int& number, u32& position,
-                                     int k, u32* counter, u32& patience) {
+template <class C, typename Walk>
+__device__ __forceinline__ void draw(const Shared<C>& shared, Walk& order, u32 turn, int& number,
+                                     u32& position, int k, u32* counter, u32& patience) {
     const u32 slot = turn % kSlots;
-    if (CLUSTER > 1 && ptx::cluster_rank() > 0)
+    if (C::kCluster > 1 && ptx::cluster_rank() > 0)
         return ptx::mbarrier_expect(shared.slot_full + 8 * slot, sizeof(Slot));
     Tile tile[2] = {};
     bool found, together = false;
     ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (turn / kSlots & 1) ^ 1, patience);
-    if constexpr (CLUSTER > 1)
+    if constexpr (C::kCluster > 1)
         found = order.seek(number, tile, together);
     else
         found = order.seek(number, tile[0]);
-    const int steps = found ? (k + kBlockK - 1) / kBlockK : -1;
+    const int steps = found ? (k + C::kBlockK - 1) / C::kBlockK : -1;
     if (found) number = atomicAdd(counter, 1);
     const auto slot_of = [&](const Tile& of) {
         return Slot{of.expert, of.row, of.rows, of.column, of.columns, steps, position, together};
     };
-    if constexpr (CLUSTER > 1) {
-        write_slots(shared, slot, slot_of(tile[0]), slot_of(tile[1]));
+    if constexpr (C::kCluster > 1) {
+        write_slots<C>(shared, slot, slot_of(tile[0]), slot_of(tile[1]));
     } else {
         shared.slots[slot] = slot_of(tile[0]);
         ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
@@ -69,46 +64,49 @@ __device__ __forceinline__ void draw(const Shared& shared, Walk& order, u32 turn
 }
 
 // A step of B, or this block's part of it.
+template <class C>
 __device__ __forceinline__ void load_part(const TensorMap* map_b, u32 full, u32 b, const Slot& tile, int k,
                                           int halves, int rank) {
-    if constexpr (CLUSTER == 1) {
-        load_columns(map_b, full, b, tile.expert, tile.column, k);
+    if constexpr (C::kCluster == 1) {
+        load_columns<C>(map_b, full, b, tile.expert, tile.column, k);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (half < halves && (half == rank || !tile.together))
-                load_half(map_b, b, full, tile, k, half, tile.together);
+                load_half<C>(map_b, b, full, tile, k, half, tile.together);
     }
 }
 
 // One thread: the crew's steps of a tile, this warp's rows; the crew's first warp the columns as well. from:
 // of the tile's rows.
-__device__ __forceinline__ void gather_tile(const TensorMap* map_a, const TensorMap* map_b,
-                                            const Shared& shared, const Slot& tile, const uint4* from,
-                                            int quads, int crew, int member, u32& patience) {
-    constexpr int kBatch = kQuadsEach < 4 ? kQuadsEach : 4;
-    const int mine = (quads - member + kCrew - 1) / kCrew,
-              first_step = (crew + kTurns - tile.position % kTurns) % kTurns;
-    const int rank = CLUSTER > 1 ? ptx::cluster_rank() : 0;
-    const int halves = tile.rows <= 0 ? 0 : CLUSTER == 1 ? 2 : halves_of(tile);
-    const u32 bytes = mine * 4 * 128 + (member == 0 ? halves * (kBytesB / 2) : 0);
-    Ring ring(tile.position + first_step);
+template <class C>
+__device__ __forceinline__ void gather_tile(const Problem& problem, const Shared<C>& shared,
+                                            const Slot& tile, const uint4* from, int quads, int crew,
+                                            int member, u32& patience) {
+    const TensorMap *map_a = problem.map_a, *map_b = problem.map_b;
+    constexpr int kBatch = C::kQuadsEach < 4 ? C::kQuadsEach : 4;
+    const int mine = (quads - member + C::kCrew - 1) / C::kCrew,
+              first_step = (crew + C::kTurns - tile.position % C::kTurns) % C::kTurns;
+    const int rank = C::kCluster > 1 ? ptx::cluster_rank() : 0;
+    const int halves = tile.rows <= 0 ? 0 : C::kCluster == 1 ? 2 : halves_of<C>(tile);
+    const u32 bytes = mine * 4 * 128 + (member == 0 ? halves * (C::kBytesB / 2) : 0);
+    Ring<C> ring(tile.position + first_step);
 #pragma unroll 1
-    for (int step = first_step; step < tile.steps; step += kTurns) {
+    for (int step = first_step; step < tile.steps; step += C::kTurns) {
         const u32 full = shared.full + 8 * ring.stage, a = shared.a_of(ring.stage) + member * 4 * 128;
-        const int k = step * kBlockK;
+        const int k = step * C::kBlockK;
         ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
         ptx::mbarrier_expect(full, bytes);
-        if (member == 0) load_part(map_b, full, shared.b_of(ring.stage), tile, k, halves, rank);
+        if (member == 0) load_part<C>(map_b, full, shared.b_of(ring.stage), tile, k, halves, rank);
 #pragma unroll
-        for (int first = 0; first < kQuadsEach; first += kBatch) {
+        for (int first = 0; first < C::kQuadsEach; first += kBatch) {
             uint4 rows[kBatch];
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) rows[i] = from[member + kCrew * (first + i)];
+            for (int i = 0; i < kBatch; ++i) rows[i] = from[member + C::kCrew * (first + i)];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 if (first + i >= mine) break;
-                const u32 to = a + (first + i) * (kCrew * 4 * 128);
+                const u32 to = a + (first + i) * (C::kCrew * 4 * 128);
                 ptx::tma_load_2d(to, map_a, full, k, rows[i].x);
                 ptx::tma_load_2d(to + 128, map_a, full, k, rows[i].y);
                 ptx::tma_load_2d(to + 256, map_a, full, k, rows[i].z);
@@ -116,45 +114,44 @@ __device__ __forceinline__ void gather_tile(const TensorMap* map_a, const Tensor
             }
         }
 #pragma unroll
-        for (int i = 0; i < kTurns; ++i) ring.next();
+        for (int i = 0; i < C::kTurns; ++i) ring.next();
     }
 }
 
 // The first GATHER warps of the producer warpgroup. index[r]: where row r of the experts lies in A. from:
 // kTurns * kBlockM words.
 // `counter` as in `produce`.
-template <typename Walk>
-__device__ __forceinline__ void produce_gathered(const TensorMap* map_a, const TensorMap* map_b,
-                                                 const Shared& shared, Walk order, const i64* index,
-                                                 u32* from, int k, u32* counter, u32* status) {
-    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, crew = warp / kCrew,
-              member = warp % kCrew;
+template <class C, typename Walk>
+__device__ __forceinline__ void produce_gathered(const Problem& problem, const Shared<C>& shared,
+                                                 Walk order) {
+    const i64* index = problem.index;
+    u32 *from = shared.from, *counter = problem.counter;
+    const int k = problem.k;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, crew = warp / C::kCrew,
+              member = warp % C::kCrew;
     u32 patience = ptx::kPatience, position = 0;
-    int number = static_cast<int>(blockIdx.x / CLUSTER) - static_cast<int>(gridDim.x / CLUSTER);
-    from += crew * kBlockM;
+    int number = static_cast<int>(blockIdx.x / C::kCluster) - static_cast<int>(gridDim.x / C::kCluster);
+    from += crew * C::kBlockM;
     for (u32 turn = 0;; ++turn) {
-        if (threadIdx.x % 128 == 0) draw(shared, order, turn, number, position, k, counter, patience);
+        if (threadIdx.x % 128 == 0) draw<C>(shared, order, turn, number, position, k, counter, patience);
         __syncwarp();
-        const Slot tile = take_slot(shared, turn, patience);
+        const Slot tile = take_slot<C>(shared, turn, patience);
         if (!__all_sync(0xffffffffu, patience != 0 && tile.steps >= 0)) break;
-        const int live = tile.rows > 0 ? least(tile.rows, kBlockM) : 0, quads = (live + 3) / 4;
+        const int live = tile.rows > 0 ? least(tile.rows, C::kBlockM) : 0, quads = (live + 3) / 4;
 #pragma unroll
-        for (int i = lane / 4; i < kQuadsEach; i += 8) {
-            const int quad = member + kCrew * i, row = 4 * quad + lane % 4;
+        for (int i = lane / 4; i < C::kQuadsEach; i += 8) {
+            const int quad = member + C::kCrew * i, row = 4 * quad + lane % 4;
             if (quad < quads) from[row] = static_cast<u32>(index[tile.row + least(row, live - 1)]);
         }
         __syncwarp();
         if (ptx::elect_one())
-            gather_tile(map_a, map_b, shared, tile, reinterpret_cast<const uint4*>(from), quads, crew, member,
-                        patience);
+            gather_tile<C>(problem, shared, tile, reinterpret_cast<const uint4*>(from), quads, crew, member,
+                           patience);
         __syncwarp();
     }
-    if (patience == 0) *status = 1;
-    const bool draws = threadIdx.x % 128 == 0 && (CLUSTER == 1 || ptx::cluster_rank() == 0);
-    if (draws && atomicAdd(counter + 1, 1) == gridDim.x / CLUSTER - 1) counter[0] = counter[1] = 0;
+    if (patience == 0) *problem.status = 1;
+    const bool draws = threadIdx.x % 128 == 0 && (C::kCluster == 1 || ptx::cluster_rank() == 0);
+    if (draws && atomicAdd(counter + 1, 1) == gridDim.x / C::kCluster - 1) counter[0] = counter[1] = 0;
 }
-#else
-constexpr int kCrew = 1;
-#endif
 
 }  // namespace gemm

@@ -10,33 +10,14 @@ import ctypes
 import functools
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 
+from imbrex.kernels.gemm.kinds import Epilogue as Epilogue
+from imbrex.kernels.gemm.kinds import Layout as Layout
 from imbrex.kernels.gemm.tensor_map import tensor_map
 from imbrex.kernels.jit import ByValue, Kernel, KernelError, Variant, load
-
-
-class Layout(IntEnum):
-    """What is contracted: see `gemm/gemm.cu`."""
-
-    FORWARD = 0
-    DGRAD = 1
-    WGRAD = 2
-
-
-class Epilogue(IntEnum):
-    """What becomes of a tile; as in gemm/gemm.cu."""
-
-    PLAIN = 0
-    SWIGLU = 1
-    SWIGLU_KEEP = 2
-    WEIGHTED = 3
-    SWIGLU_GRADIENT = 4
-    ADD = 5
-    ADD_FLOAT = 6
 
 
 class Tiling(NamedTuple):
@@ -152,7 +133,7 @@ def gemm_variant(
 
 
 def ragged_map(rows_RC: torch.Tensor, box_columns: int, height: int) -> ByValue:
-    """Descriptor whose box of `height` rows can end at any row: see "Ragged ends" in gemm/gemm.cu."""
+    """Descriptor whose box of `height` rows can end at any row: see "Ragged ends" in gemm/run.cuh."""
     rows, columns = rows_RC.shape
     stride = rows_RC.stride(0) * rows_RC.element_size()
     return tensor_map(

@@ -44,92 +44,95 @@
 
 namespace gemm {
 
-constexpr int kSums = kBlockN / 2, kHalfSums = kSums / 2;
-static_assert(!kHalved || STAGES > 1, "a tile's last step and the next one's first are there at once");
-
-__device__ __forceinline__ Slot take_uniform(const Shared& shared, u32 index, u32& patience) {
-    Slot tile = take_slot(shared, index, patience);
+template <class C>
+__device__ __forceinline__ Slot take_uniform(const Shared<C>& shared, u32 index, u32& patience) {
+    Slot tile = take_slot<C>(shared, index, patience);
     tile.rows = uniform(tile.rows), tile.columns = uniform(tile.columns);
     tile.steps = uniform(tile.steps), tile.position = uniform(tile.position);
     return tile;
 }
 
 // 16 of k, half of the columns.
-template <int kHalf>
-__device__ __forceinline__ void multiply_quarter(float (&d)[kSums], u32 a, u32 b, int i, bool first) {
-    constexpr u32 kStepA = kWgrad ? 16 * 128 : 32, kStepB = kForward ? 32 : 16 * 128;
-    float (&half)[kHalfSums] = *reinterpret_cast<float (*)[kHalfSums]>(d + kHalf * kHalfSums);
-    ptx::wgmma_bf16<kBlockN / 2, kWgrad, !kForward>(
+template <class C, int kHalf>
+__device__ __forceinline__ void multiply_quarter(float (&d)[C::kSums], u32 a, u32 b, int i, bool first) {
+    constexpr u32 kStepA = C::kWgrad ? 16 * 128 : 32, kStepB = C::kForward ? 32 : 16 * 128;
+    float (&half)[C::kHalfSums] = *reinterpret_cast<float (*)[C::kHalfSums]>(d + kHalf * C::kHalfSums);
+    ptx::wgmma_bf16<C::kBlockN / 2, C::kWgrad, !C::kForward>(
         half, ptx::wgmma_operand(a + i * kStepA, kPanel),
-        ptx::wgmma_operand(b + kHalf * (kBytesB / 2) + i * kStepB, kPanel), !(first && i == 0));
+        ptx::wgmma_operand(b + kHalf * (C::kBytesB / 2) + i * kStepB, kPanel), !(first && i == 0));
 }
 
 // One step of both halves, under way.
-__device__ __forceinline__ void multiply_both(float (&d)[kSums], u32 a, u32 b, bool first) {
+template <class C>
+__device__ __forceinline__ void multiply_both(float (&d)[C::kSums], u32 a, u32 b, bool first) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kBlockK / 16; ++i) {
-        multiply_quarter<0>(d, a, b, i, first);
-        multiply_quarter<1>(d, a, b, i, first);
+    for (int i = 0; i < C::kBlockK / 16; ++i) {
+        multiply_quarter<C, 0>(d, a, b, i, first);
+        multiply_quarter<C, 1>(d, a, b, i, first);
     }
     ptx::wgmma_commit();
 }
 
 // One step of a half, under way.
-template <int kHalf>
-__device__ __forceinline__ void multiply_half(float (&d)[kSums], u32 a, u32 b, bool first) {
+template <class C, int kHalf>
+__device__ __forceinline__ void multiply_half(float (&d)[C::kSums], u32 a, u32 b, bool first) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kBlockK / 16; ++i) multiply_quarter<kHalf>(d, a, b, i, first);
+    for (int i = 0; i < C::kBlockK / 16; ++i) multiply_quarter<C, kHalf>(d, a, b, i, first);
     ptx::wgmma_commit();
 }
 
 // A tile in which this group has no rows.
-__device__ __forceinline__ void pass_tile(const Shared& shared, const Slot& tile, u32& patience) {
-    Ring ring(tile.position);
+template <class C>
+__device__ __forceinline__ void pass_tile(const Shared<C>& shared, const Slot& tile, u32& patience) {
+    Ring<C> ring(tile.position);
 #pragma unroll 1
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
         ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
-        release_stage(shared.empty + 8 * ring.stage);
+        release_stage<C>(shared.empty + 8 * ring.stage);
     }
 }
 
 // A tile of this group, all steps but `begun`: the last one is under way, as two commits, and the stages of
 // the others are free. The ring is at the last one.
-__device__ __forceinline__ Ring multiply_steps(float (&d)[kSums], const Shared& shared, u32 rows_a,
+template <class C>
+__device__ __forceinline__ Ring<C> multiply_steps(float (&d)[C::kSums], const Shared<C>& shared, u32 rows_a,
                                                const Slot& tile, bool begun, u32& patience) {
-    Ring ring(tile.position);
+    Ring<C> ring(tile.position);
     u32 before = ring.stage;  // of the step before
     if (begun) ring.next();
 #pragma unroll 1
     for (int step = begun; step < tile.steps - 1; ++step, ring.next()) {
         ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
-        multiply_both(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), step == 0);
+        multiply_both<C>(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), step == 0);
         ptx::wgmma_wait<1>();
-        if (step > 0) release_stage(shared.empty + 8 * before);
+        if (step > 0) release_stage<C>(shared.empty + 8 * before);
         before = ring.stage;
     }
     ptx::mbarrier_wait(shared.full + 8 * ring.stage, ring.phase, patience);
-    multiply_half<0>(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), tile.steps == 1);
-    multiply_half<1>(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), tile.steps == 1);
+    multiply_half<C, 0>(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), tile.steps == 1);
+    multiply_half<C, 1>(d, shared.a_of(ring.stage) + rows_a, shared.b_of(ring.stage), tile.steps == 1);
     ptx::wgmma_wait<2>();
-    if (tile.steps > 1) release_stage(shared.empty + 8 * before);
+    if (tile.steps > 1) release_stage<C>(shared.empty + 8 * before);
     return ring;
 }
 
 // Stores a tile whose last step is under way at `last`, and begins the next one where this group has rows in
 // it: `begun`.
-__device__ __forceinline__ void store_tile(float (&d)[kSums], const Shared& shared, u32 rows_a,
-                                           Results<0, 2> low, Results<1, 2> high, const RowWeights& weights,
-                                           u32 last, const Slot& then, bool begun, u32& patience) {
-    const Ring first(then.position);
+template <class C, class Sink>
+__device__ __forceinline__ void store_tile(float (&d)[C::kSums], const Shared<C>& shared, u32 rows_a,
+                                           Results<C, Sink, 0, 2> low, Results<C, Sink, 1, 2> high,
+                                           const RowWeights<C>& weights, u32 last, const Slot& then,
+                                           bool begun, u32& patience) {
+    const Ring<C> first(then.position);
     const u32 a = shared.a_of(first.stage) + rows_a, b = shared.b_of(first.stage);
     low.open();
     ptx::wgmma_wait<1>();
     low.write(d, weights);
     if (begun) {
         ptx::mbarrier_wait(shared.full + 8 * first.stage, first.phase, patience);
-        multiply_half<0>(d, a, b, true);
+        multiply_half<C, 0>(d, a, b, true);
         low.close();
         high.open();
         ptx::wgmma_wait<1>();
@@ -138,43 +141,49 @@ __device__ __forceinline__ void store_tile(float (&d)[kSums], const Shared& shar
         high.open();
         ptx::wgmma_wait<0>();
     }
-    release_stage(shared.empty + 8 * last);
+    release_stage<C>(shared.empty + 8 * last);
     high.write(d, weights);
-    if (begun) multiply_half<1>(d, a, b, true);
+    if (begun) multiply_half<C, 1>(d, a, b, true);
     high.close();
 }
 
-__device__ __forceinline__ void consume_halves(const TensorMap* map_d, const TensorMap* map_h,
-                                               const Shared& shared, const float* weights, u32* status) {
+template <class C, class Sink>
+__device__ __forceinline__ void consume_halves(const Problem& problem, const Shared<C>& shared,
+                                               const Sink& sink) {
+    const float* weights = problem.weights;
     const int group = uniform(threadIdx.x / 128);
     const u32 rows_a = group * kPanel;
     u32 patience = ptx::kPatience, index = 0;
-    Stores stores{shared.staging + group * PANELS * kPanel, group, static_cast<int>(threadIdx.x % 128)};
-    float d[kSums];
+    Stores<C> stores{shared.staging + group * C::kPanels * kPanel, group,
+                     static_cast<int>(threadIdx.x % 128)};
+    float d[C::kSums];
     bool begun = false;  // the first step of `tile` is under way
-    Slot tile = take_uniform(shared, index, patience);
+    Slot tile = take_uniform<C>(shared, index, patience);
     while (tile.steps >= 0 && __all_sync(0xffffffffu, patience != 0)) {
         const int row = tile.row + 64 * group, rows = least(tile.rows - 64 * group, 64);
-        if (rows <= 0 || (kWgrad && tile.steps == 0)) {
-            if (rows <= 0) pass_tile(shared, tile, patience);
-            if (kWgrad && rows > 0 && EPILOGUE == 0) {
-                const float zeros[kSums] = {};
-                store_block(zeros, map_d, map_h, stores, tile, row, rows, weights);
+        if (rows <= 0 || (C::kWgrad && tile.steps == 0)) {
+            if (rows <= 0) pass_tile<C>(shared, tile, patience);
+            if (C::kWgrad && rows > 0 && C::kEpilogue == Epilogue::kPlain) {
+                const float zeros[C::kSums] = {};
+                store_block<C>(zeros, sink, stores, tile, row, rows, weights);
+                sink.sent(tile, row, rows, stores.thread);
             }
-            tile = take_uniform(shared, ++index, patience);
+            tile = take_uniform<C>(shared, ++index, patience);
             continue;
         }
-        RowWeights mine;
+        RowWeights<C> mine;
         mine.load(weights, row, rows);
-        const Ring last = multiply_steps(d, shared, rows_a, tile, begun, patience);
-        const Slot then = take_uniform(shared, ++index, patience);
+        const Ring<C> last = multiply_steps<C>(d, shared, rows_a, tile, begun, patience);
+        const Slot then = take_uniform<C>(shared, ++index, patience);
         begun = then.steps > 1 && then.rows > 64 * group;
-        store_tile(d, shared, rows_a, {map_d, map_h, stores, tile, row, rows},
-                   {map_d, map_h, stores, tile, row, rows}, mine, last.stage, then, begun, patience);
+        store_tile<C, Sink>(d, shared, rows_a, {sink, stores, tile, row, rows},
+                            {sink, stores, tile, row, rows}, mine, last.stage, then, begun, patience);
+        sink.sent(tile, row, rows, stores.thread);
         tile = then;
     }
     if (stores.thread == 0) ptx::bulk_wait<0>();
-    if (patience == 0) *status = 1;
+    sink.ended(stores.thread);
+    if (patience == 0) *problem.status = 1;
 }
 
 }  // namespace gemm

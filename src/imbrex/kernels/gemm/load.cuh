@@ -5,14 +5,15 @@
 namespace gemm {
 
 // Forward: one step of B.
+template <class C>
 __device__ __forceinline__ void load_columns(const TensorMap* map_b, u32 full, u32 b, int expert, int column,
                                              int k) {
-    if constexpr (kSwiglu && kHalved) {
+    if constexpr (C::kSwiglu && C::kHalved) {
         ptx::tma_load_4d(b, map_b, full, k, column, 0, expert);
-        ptx::tma_load_4d(b + kBytesB / 2, map_b, full, k, column + 64, 0, expert);
-    } else if constexpr (kSwiglu) {
+        ptx::tma_load_4d(b + C::kBytesB / 2, map_b, full, k, column + 64, 0, expert);
+    } else if constexpr (C::kSwiglu) {
         ptx::tma_load_3d(b, map_b, full, k, column, 2 * expert);
-        ptx::tma_load_3d(b + kBytesB / 2, map_b, full, k, column, 2 * expert + 1);
+        ptx::tma_load_3d(b + C::kBytesB / 2, map_b, full, k, column, 2 * expert + 1);
     } else {
         ptx::tma_load_3d(b, map_b, full, k, column, expert);
     }
@@ -20,104 +21,137 @@ __device__ __forceinline__ void load_columns(const TensorMap* map_b, u32 full, u
 
 // A step of A, of which `rows` rows are live. Boxes without any are left out: rows that are not there cost
 // the copy engine more than rows that are.
+template <class C>
 __device__ __forceinline__ void load_rows(const TensorMap* map_a, u32 full, u32 a, int row, int rows, int k) {
 #pragma unroll
-    for (int box = 0; box < kBlockM; box += kBoxM) {
-        const int live = least(rows - box, kBoxM);
+    for (int box = 0; box < C::kBlockM; box += C::kBoxM) {
+        const int live = least(rows - box, C::kBoxM);
         if (box == 0 || live > 0)
-            ptx::tma_load_3d(a + box * 128, map_a, full, k, kBoxM - live, row + box + live);
+            ptx::tma_load_3d(a + box * 128, map_a, full, k, C::kBoxM - live, row + box + live);
     }
 }
 
-__device__ __forceinline__ u32 bytes_of_rows(int rows) { return (rows + kBoxM - 1) / kBoxM * kBoxM * 128; }
+template <class C>
+__device__ __forceinline__ u32 bytes_of_rows(int rows) {
+    return (rows + C::kBoxM - 1) / C::kBoxM * C::kBoxM * 128;
+}
 
-__device__ __forceinline__ void load_step(const TensorMap* map_a, const TensorMap* map_b,
-                                          const Shared& shared, u32 stage, const Tile& tile, int k,
-                                          int k_left) {
+// A step of a tile; or, in two calls, all that does not wait for rows (kColumns), then the rows (kRows).
+template <class C, bool kColumns = true, bool kRows = true>
+__device__ __forceinline__ void load_step(const Problem& problem, const Shared<C>& shared, u32 stage,
+                                          const Tile& tile, int k, int k_left) {
+    const TensorMap *map_a = problem.map_a, *map_b = problem.map_b;
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
-    const int v = least(kWgrad ? k_left : tile.rows, kWgrad ? kBlockK : kBlockM);
-    if constexpr (!kWgrad) {
-        ptx::mbarrier_expect(full, bytes_of_rows(v) + kBytesB);
-        load_rows(map_a, full, a, tile.row, v, k);
+    const int v = least(C::kWgrad ? k_left : tile.rows, C::kWgrad ? C::kBlockK : C::kBlockM);
+    if constexpr (!C::kWgrad) {
+        if (kColumns) ptx::mbarrier_expect(full, bytes_of_rows<C>(v) + C::kBytesB);
+        if (kRows) load_rows<C>(map_a, full, a, tile.row, v, k);
     }
-    if constexpr (kForward) {
-        load_columns(map_b, full, b, tile.expert, tile.column, k);
-    } else if constexpr (WIDE && kDgrad) {
+    if constexpr (!kColumns) return;
+    if constexpr (C::kForward) {
+        load_columns<C>(map_b, full, b, tile.expert, tile.column, k);
+    } else if constexpr (C::kWide && C::kDgrad) {
         ptx::tma_load_4d(b, map_b, full, 0, k, tile.column / 64, tile.expert);
-    } else if constexpr (WIDE) {
-        ptx::mbarrier_expect(full, kBytesA + kBytesB);
-        ptx::tma_load_4d(a, map_a, full, 0, kBlockK - v, k + v, tile.row / 64);
-        ptx::tma_load_4d(b, map_b, full, 0, kBlockK - v, k + v, tile.column / 64);
-    } else if constexpr (kDgrad) {
+    } else if constexpr (C::kWide) {
+        ptx::mbarrier_expect(full, C::kBytesA + C::kBytesB);
+        ptx::tma_load_4d(a, map_a, full, 0, C::kBlockK - v, k + v, tile.row / 64);
+        ptx::tma_load_4d(b, map_b, full, 0, C::kBlockK - v, k + v, tile.column / 64);
+    } else if constexpr (C::kDgrad) {
 #pragma unroll
-        for (int i = 0; i < kBlockN / 64; ++i)
+        for (int i = 0; i < C::kBlockN / 64; ++i)
             ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, k, tile.expert);
     } else {
-        const int panels_a = least((tile.rows + 63) / 64, kTileBlocks),
-                  panels_b = least((tile.columns + 63) / 64, kBlockN / 64);
+        const int panels_a = least((tile.rows + 63) / 64, C::kTileBlocks),
+                  panels_b = least((tile.columns + 63) / 64, C::kBlockN / 64);
         ptx::mbarrier_expect(full, (panels_a + panels_b) * kPanel);
 #pragma unroll 1
         for (int i = 0; i < panels_a; ++i)
-            ptx::tma_load_3d(a + i * kPanel, map_a, full, tile.row + 64 * i, kBlockK - v, k + v);
+            ptx::tma_load_3d(a + i * kPanel, map_a, full, tile.row + 64 * i, C::kBlockK - v, k + v);
 #pragma unroll 1
         for (int i = 0; i < panels_b; ++i)
-            ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, kBlockK - v, k + v);
+            ptx::tma_load_3d(b + i * kPanel, map_b, full, tile.column + 64 * i, C::kBlockK - v, k + v);
     }
 }
 
 // The next tile is sought after kPeek steps of one: its number has come by then, and there is time before the
 // next step. Between two tiles that would delay the loads by 500 to 1000 cycles. Not in weight gradients and
 // turns, where it gains nothing, and 3 % are lost if the outputs are what takes the time.
-constexpr bool kEarly = !kWgrad && !PINGPONG;
 constexpr int kPeek = 2;
+
+// Rows are there before the launch: what `run` is told where nobody brings them (gemm/run.cuh).
+struct Always {
+    static constexpr bool kWaits = false;
+    __device__ __forceinline__ void operator()(const Tile&) const {}
+};
 
 // The producer thread. counter[0]: tiles drawn beyond the first of each block, whose numbers are negative;
 // counter[1]: blocks that are done, the last of which sets both back to 0 for the next launch.
-__device__ __forceinline__ void produce(const TensorMap* map_a, const TensorMap* map_b, const Shared& shared,
-                                        Order order, const int* ends, int k, u32* counter, u32* status) {
+template <class C, class Team, class Ready>
+__device__ __forceinline__ void produce(const Problem& problem, const Shared<C>& shared,
+                                        typename C::Order order, const Team& team, Ready& ready) {
+    static_assert(!Ready::kWaits || !C::kWgrad, "rows are waited for tile by tile");
+    const int* ends = problem.ends;
     u32 patience = ptx::kPatience, position = 0, index = 0;
-    int number = blockIdx.x - gridDim.x;
+    int number = team.first(problem.counter, true);
     Tile tile;
-    bool found = kEarly && order.seek(number, tile);
-    Ring ring(0);
-    for (int stops = 0; stops < (PINGPONG ? GROUPS : 1); ++index) {
+    bool found = C::kEarly && order.seek(number, tile);
+    Ring<C> ring(0);
+    for (int stops = 0; stops < (C::kPingpong ? C::kGroups : 1); ++index) {
         const u32 slot = index % kSlots;
         ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (index / kSlots & 1) ^ 1, patience);
-        if (stops > 0 || !(kEarly ? found : order.seek(number, tile))) {
+        if (stops > 0 || !(C::kEarly ? found : order.seek(number, tile))) {
             shared.slots[slot].steps = -1;
             ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
             ++stops;
             continue;
         }
-        const int next = atomicAdd(counter, 1);  // nothing may wait for it yet, not even an addition
-        const int k_begin = kWgrad && tile.expert > 0 ? ends[tile.expert - 1] : 0;
-        const int k_count = kWgrad ? ends[tile.expert] - k_begin : k;
-        const int steps = (k_count + kBlockK - 1) / kBlockK;
-        shared.slots[slot] =
-            Slot{tile.expert, tile.row, tile.rows, tile.column, tile.columns, steps, position, 0};
-        ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+        const int next = atomicAdd(problem.counter, 1);  // nothing may wait for it yet, not even an addition
+        const int k_begin = C::kWgrad && tile.expert > 0 ? ends[tile.expert - 1] : 0;
+        const int k_count = C::kWgrad ? ends[tile.expert] - k_begin : problem.k;
+        const int steps = (k_count + C::kBlockK - 1) / C::kBlockK;
+        const Slot told{tile.expert, tile.row, tile.rows, tile.column, tile.columns, steps, position, 0};
+        if constexpr (!Ready::kWaits) {
+            shared.slots[slot] = told;
+            ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+        }
         const auto load = [&](int begin, int end) {
 #pragma unroll 1
             for (int step = begin; step < end; ++step, ring.next()) {
                 ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
-                load_step(map_a, map_b, shared, ring.stage, tile, k_begin + step * kBlockK,
-                          k_count - step * kBlockK);
+                load_step<C>(problem, shared, ring.stage, tile, k_begin + step * C::kBlockK,
+                             k_count - step * C::kBlockK);
             }
         };
-        if constexpr (kEarly) {
+        const int few = least(steps, kPeek);
+        if constexpr (Ready::kWaits) {
+            Ring<C> rows = ring;
+#pragma unroll 1
+            for (int step = 0; step < few; ++step, ring.next()) {
+                ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
+                load_step<C, true, false>(problem, shared, ring.stage, tile, step * C::kBlockK, 0);
+            }
+            ready(tile);
+            shared.slots[slot] = told;  // so that consumers may ask for the rows' scales
+            ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+#pragma unroll 1
+            for (int step = 0; step < few; ++step, rows.next())
+                load_step<C, false, true>(problem, shared, rows.stage, tile, step * C::kBlockK, 0);
+        }
+        if constexpr (C::kEarly) {
             Tile then;
-            load(0, least(steps, kPeek));
+            if constexpr (!Ready::kWaits) load(0, few);
             found = order.seek(next, then);
             load(kPeek, steps);
             tile = then;
         } else {
-            load(0, steps);
+            load(Ready::kWaits ? few : 0, steps);
         }
         position += steps;
         number = next;
     }
-    if (patience == 0) *status = 1;
-    if (atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
+    u32* counter = problem.counter;
+    if (patience == 0) *problem.status = 1;
+    if (atomicAdd(counter + 1, 1) == team.all() - 1) counter[0] = counter[1] = 0;
 }
 
 }  // namespace gemm

@@ -10,29 +10,32 @@
 namespace gemm {
 
 // Halves of B that a tile has.
+template <class C>
 __device__ __forceinline__ int halves_of(const Slot& tile) {
-    return (kSwiglu && !kHalved) || tile.columns > (kSwiglu ? kBlockN / 4 : kBlockN / 2) ? 2 : 1;
+    constexpr int kHalf = C::kColumns / 2;
+    return (C::kSwiglu && !C::kHalved) || tile.columns > kHalf ? 2 : 1;
 }
 
 // Half of a step of B into both blocks (`both`) or this one.
+template <class C>
 __device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 full, const Slot& tile, int k,
                                           int half, bool both) {
     constexpr u16 kBoth = 3;
-    b += half * (kBytesB / 2);
-    if constexpr (kSwiglu && kHalved) {
+    b += half * (C::kBytesB / 2);
+    if constexpr (C::kSwiglu && C::kHalved) {
         if (both)
             ptx::tma_load_4d_multicast(b, map_b, full, k, tile.column + 64 * half, 0, tile.expert, kBoth);
         else
             ptx::tma_load_4d(b, map_b, full, k, tile.column + 64 * half, 0, tile.expert);
-    } else if constexpr (kForward) {
-        const int column = tile.column + (kSwiglu ? 0 : half * (kBlockN / 2));
-        const int matrix = kSwiglu ? 2 * tile.expert + half : tile.expert;
+    } else if constexpr (C::kForward) {
+        const int column = tile.column + (C::kSwiglu ? 0 : half * (C::kBlockN / 2));
+        const int matrix = C::kSwiglu ? 2 * tile.expert + half : tile.expert;
         if (both)
             ptx::tma_load_3d_multicast(b, map_b, full, k, column, matrix, kBoth);
         else
             ptx::tma_load_3d(b, map_b, full, k, column, matrix);
     } else {
-        const int panel = tile.column / 64 + half * (kBlockN / 128);
+        const int panel = tile.column / 64 + half * (C::kBlockN / 128);
         if (both)
             ptx::tma_load_4d_multicast(b, map_b, full, 0, k, panel, tile.expert, kBoth);
         else
@@ -40,22 +43,28 @@ __device__ __forceinline__ void load_half(const TensorMap* map_b, u32 b, u32 ful
     }
 }
 
-__device__ __forceinline__ void load_pair_step(const TensorMap* map_a, const TensorMap* map_b,
-                                               const Shared& shared, u32 stage, const Slot& tile, int rank,
-                                               int k) {
+// As `load_step`.
+template <class C, bool kColumns = true, bool kRows = true>
+__device__ __forceinline__ void load_pair_step(const Problem& problem, const Shared<C>& shared, u32 stage,
+                                               const Slot& tile, int rank, int k) {
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
-    if (tile.rows <= 0) return ptx::mbarrier_arrive(full);
-    const int v = least(tile.rows, kBlockM), halves = halves_of(tile);
-    ptx::mbarrier_expect(full, bytes_of_rows(v) + halves * (kBytesB / 2));
-    load_rows(map_a, full, a, tile.row, v, k);
+    if (tile.rows <= 0) {
+        if (kColumns) ptx::mbarrier_arrive(full);
+        return;
+    }
+    const int v = least(tile.rows, C::kBlockM), halves = halves_of<C>(tile);
+    if (kColumns) ptx::mbarrier_expect(full, bytes_of_rows<C>(v) + halves * (C::kBytesB / 2));
+    if (kRows) load_rows<C>(problem.map_a, full, a, tile.row, v, k);
+    if constexpr (!kColumns) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
         if (half < halves && (half == rank || !tile.together))
-            load_half(map_b, b, full, tile, k, half, tile.together);
+            load_half<C>(problem.map_b, b, full, tile, k, half, tile.together);
 }
 
 // Into this block's slot and, once it expects it, the other's.
-__device__ __forceinline__ void write_slots(const Shared& shared, u32 slot, const Slot& own,
+template <class C>
+__device__ __forceinline__ void write_slots(const Shared<C>& shared, u32 slot, const Slot& own,
                                             const Slot& other) {
     const u32 at = ptx::smem_u32(shared.slots + slot), full = shared.slot_full + 8 * slot;
     const uint4 first{u32(other.expert), u32(other.row), u32(other.rows), u32(other.column)};
@@ -67,45 +76,63 @@ __device__ __forceinline__ void write_slots(const Shared& shared, u32 slot, cons
 }
 
 // The producer thread of either block; `counter` as in `produce`, for clusters.
-__device__ __forceinline__ void produce_pairs(const TensorMap* map_a, const TensorMap* map_b,
-                                              const Shared& shared, Pairs order, int k, u32* counter,
-                                              u32* status) {
-    const int rank = ptx::cluster_rank(), clusters = gridDim.x / 2;
+template <class C, class Team, class Ready>
+__device__ __forceinline__ void produce_pairs(const Problem& problem, const Shared<C>& shared,
+                                              typename C::Pairs order, const Team& team, Ready& ready) {
+    static_assert(!Ready::kWaits || !C::kFp8, "consumers ask for scales before rows are there");
+    const int k = problem.k;
+    u32* counter = problem.counter;
+    const int rank = ptx::cluster_rank(), clusters = team.all();
     u32 patience = ptx::kPatience;
-    Ring ring(0);
+    Ring<C> ring(0);
     // The pair of this number to slot `index` of both blocks; the second block says that it expects it.
     const auto announce = [&](u32 index, int number, u32 position) {
         const u32 slot = index % kSlots;
         if (rank > 0) return ptx::mbarrier_expect(shared.slot_full + 8 * slot, sizeof(Slot));
         Tile pair[2] = {};
         bool together = false;
-        const int steps = order.seek(number, pair, together) ? (k + kBlockK - 1) / kBlockK : -1;
+        const int steps = order.seek(number, pair, together) ? (k + C::kBlockK - 1) / C::kBlockK : -1;
         const auto slot_of = [&](const Tile& of) {
             return Slot{of.expert, of.row, of.rows, of.column, of.columns, steps, position, together};
         };
         ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (index / kSlots & 1) ^ 1, patience);
-        write_slots(shared, slot, slot_of(pair[0]), slot_of(pair[1]));
+        write_slots<C>(shared, slot, slot_of(pair[0]), slot_of(pair[1]));
     };
-    announce(0, static_cast<int>(blockIdx.x / 2) - clusters, 0);
+    announce(0, team.first(counter, rank == 0), 0);
     for (u32 index = 0; patience != 0; ++index) {
         const u32 slot = index % kSlots;
         if (rank > 0) ptx::mbarrier_wait(shared.slot_full + 8 * slot, index / kSlots & 1, patience);
         const Slot tile = shared.slots[slot];
-        if (rank > 0) release_slot(shared.slot_empty + 8 * slot);
+        if (rank > 0) release_slot<C>(shared.slot_empty + 8 * slot);
         if (tile.steps < 0) break;
         const int next = rank > 0 ? 0 : atomicAdd(counter, 1);
         const auto load = [&](int begin, int end) {
 #pragma unroll 1
             for (int step = begin; step < end; ++step, ring.next()) {
                 ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
-                load_pair_step(map_a, map_b, shared, ring.stage, tile, rank, step * kBlockK);
+                load_pair_step<C>(problem, shared, ring.stage, tile, rank, step * C::kBlockK);
             }
         };
-        load(0, least(tile.steps, kPeek));
+        const int few = least(tile.steps, kPeek);
+        if constexpr (Ready::kWaits) {
+            Ring<C> rows = ring;
+#pragma unroll 1
+            for (int step = 0; step < few; ++step, ring.next()) {
+                ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
+                load_pair_step<C, true, false>(problem, shared, ring.stage, tile, rank, step * C::kBlockK);
+            }
+            if (tile.rows > 0)
+                ready(Tile{tile.expert, tile.row, tile.rows, tile.column, tile.columns});
+#pragma unroll 1
+            for (int step = 0; step < few; ++step, rows.next())
+                load_pair_step<C, false, true>(problem, shared, rows.stage, tile, rank, step * C::kBlockK);
+        } else {
+            load(0, few);
+        }
         announce(index + 1, next, tile.position + tile.steps);
         load(kPeek, tile.steps);
     }
-    if (patience == 0) *status = 1;
+    if (patience == 0) *problem.status = 1;
     if (rank == 0 && atomicAdd(counter + 1, 1) == clusters - 1) counter[0] = counter[1] = 0;
 }
 

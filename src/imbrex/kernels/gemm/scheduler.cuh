@@ -7,7 +7,7 @@
 // of all blocks gives.
 //
 // Inside a segment, tiles run down `kGroupM` row tiles, then one column tile to the right, so that the blocks
-// that run together share few distinct panels of A and B (measured choice, see gemm/gemm.cu).
+// that run together share few distinct panels of A and B (measured choice, see gemm/run.cuh).
 //
 // Example: ends = {130, 130, 300}, 128 x 256 tiles, 512 columns: segments have 2 x 2, 0 x 2 and 2 x 2 tiles;
 // tile 5 is the second of expert 2: row 130 + 128 = 258, 42 rows left, column 0.

@@ -35,14 +35,15 @@ __device__ __forceinline__ void write_floats(u32 panel, const float* sums) {
 
 // Panels leave through PANELS buffers in turn: before one is written again its last store must have been
 // read.
+template <class C>
 struct Stores {
     u32 staging;
     int group, thread;
     u32 turn = 0;
     __device__ __forceinline__ u32 begin() {
-        if (thread == 0) ptx::bulk_wait_read<PANELS - 1>();
+        if (thread == 0) ptx::bulk_wait_read<C::kPanels - 1>();
         ptx::named_barrier(1 + group, 128);
-        return staging + (turn++ % PANELS) * kPanel;
+        return staging + (turn++ % C::kPanels) * kPanel;
     }
     // All of them, for one commit.
     __device__ __forceinline__ u32 begin_all() {
@@ -52,10 +53,10 @@ struct Stores {
     }
     // The next three at once; three commits follow.
     __device__ __forceinline__ void begin(u32 (&panels)[3]) {
-        if (thread == 0) ptx::bulk_wait_read < PANELS<3 ? 0 : PANELS - 3>();
+        if (thread == 0) ptx::bulk_wait_read < C::kPanels<3 ? 0 : C::kPanels - 3>();
         ptx::named_barrier(1 + group, 128);
 #pragma unroll
-        for (int i = 0; i < 3; ++i) panels[i] = staging + (turn++ % PANELS) * kPanel;
+        for (int i = 0; i < 3; ++i) panels[i] = staging + (turn++ % C::kPanels) * kPanel;
     }
     template <typename Store>
     __device__ __forceinline__ void finish(Store store) {
@@ -68,11 +69,12 @@ struct Stores {
     }
 };
 
-// The weights of this lane's two rows (EPILOGUE 3).
+// The weights of this lane's two rows (Epilogue::kWeighted).
+template <class C>
 struct RowWeights {
     float of[2] = {1.f, 1.f};
     __device__ __forceinline__ void load(const float* weights, int row, int rows) {
-        if constexpr (EPILOGUE == 3) {
+        if constexpr (C::kWeighted) {
             const int mine = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -81,24 +83,51 @@ struct RowWeights {
     }
 };
 
+// Where a product's panels of staging go: to tensors, by the copy engine. `rows`, `half`, `matrix` and `add`
+// run in one thread, which commits what it sent. `column`: of the output, the panel's first (64 of bf16, 32
+// of float32, 128 of fp8). Another sink (gemm/run.cuh) has the same functions, const.
+struct StoreTiles {
+    const TensorMap *map_d, *map_h;
+    // Rows `row` .. `row + rows - 1` (64 at most); all 64 lines lie in the panel.
+    __device__ __forceinline__ void rows(u32 panel, int column, int row, int rows) const {
+        ptx::tma_store_3d(map_d, panel, column, 64 - rows, row + rows);
+    }
+    // The same of gate (half 0) or up, kept beside SwiGLU's result, or of their gradients.
+    __device__ __forceinline__ void half(u32 panel, int column, int half, int row, int rows) const {
+        ptx::tma_store_4d(map_h, panel, column, half, 64 - rows, row + rows);
+    }
+    // 64 lines of an expert's gradient of weights; `add`: to what is there.
+    __device__ __forceinline__ void matrix(u32 panel, int column, int row, int expert) const {
+        ptx::tma_store_3d(map_d, panel, column, row, expert);
+    }
+    __device__ __forceinline__ void add(u32 panel, int column, int row, int expert) const {
+        ptx::tma_add_3d(map_d, panel, column, row, expert);
+    }
+    // (tile, row, rows, thread of 128), all threads of a group in the order of its tiles: its rows of the
+    // tile, `row` .. `row + rows - 1`, are sent by thread 0, whose `bulk_wait` tells when they are written.
+    __device__ __forceinline__ void sent(const Slot&, int, int, int) const {}
+    // All of the group's tiles are written.
+    __device__ __forceinline__ void ended(int) const {}
+};
+
 // Part kPart of kParts of 64 rows of a tile, on its way to memory: `open` waits until there is staging,
 // `write` reads the sums, `close` sends what is left. Products that take the sums' registers may begin before
 // `close`. `row` is the first row of the output and `rows` (1..64) of them exist.
-template <int kPart, int kParts>
+template <class C, class Sink, int kPart, int kParts>
 struct Results {
-    static constexpr int kPer = EPILOGUE == 2 ? 3 : 1;  // panels to 64 columns: the result, gate, up
-    static constexpr int kPanels = (EPILOGUE == 6 ? kBlockN / 32 : kPer * kOutputs) / kParts;
+    static constexpr int kPer = C::kKeep ? 3 : 1;  // panels to 64 columns: the result, gate, up
+    static constexpr int kPanels = (C::kAddFloats ? C::kBlockN / 32 : kPer * C::kOutputs) / kParts;
     // At one stroke: 1 % of the time of small experts; in pairs of blocks long products lose 3 % by it.
-    static constexpr bool kStroke = FP8 && CLUSTER == 1 && !kSwiglu && kPanels <= PANELS;
-    const TensorMap *map_d, *map_h;
-    Stores& stores;
+    static constexpr bool kStroke = C::kFp8 && C::kCluster == 1 && !C::kSwiglu && kPanels <= C::kPanels;
+    const Sink& sink;
+    Stores<C>& stores;
     const Slot& tile;
     int row, rows;
     u32 staging = 0;
 
     __device__ __forceinline__ void open() { staging = kStroke ? stores.begin_all() : stores.begin(); }
 
-    __device__ __forceinline__ void write(const float (&d)[kBlockN / 2], const RowWeights& weights) {
+    __device__ __forceinline__ void write(const float (&d)[C::kBlockN / 2], const RowWeights<C>& weights) {
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) {
             if (!kStroke && i > 0) {
@@ -118,40 +147,41 @@ struct Results {
     }
 
    private:
-    __device__ __forceinline__ void fill(int i, u32 panel, const float (&d)[kBlockN / 2],
-                                         const RowWeights& weights) {
+    __device__ __forceinline__ void fill(int i, u32 panel, const float (&d)[C::kBlockN / 2],
+                                         const RowWeights<C>& weights) {
         const int c = (kPart * kPanels + i) / kPer, kept = i % kPer;
-        const float* sums = d + (EPILOGUE == 6 ? 16 : kApart / 2) * c;
-        if constexpr (EPILOGUE == 6) return write_floats(panel, sums);
+        const float* sums = d + (C::kAddFloats ? 16 : C::kApart / 2) * c;
+        if constexpr (C::kAddFloats) return write_floats(panel, sums);
         write_panel(panel, [&](int j) {
-            if constexpr (EPILOGUE == 3) return sums[j] * weights.of[(j >> 1) & 1];
-            if constexpr (kSwiglu)
-                return kept ? sums[(kept - 1) * kUp / 2 + j] : silu(sums[j]) * sums[kUp / 2 + j];
+            if constexpr (C::kWeighted) return sums[j] * weights.of[(j >> 1) & 1];
+            if constexpr (C::kSwiglu)
+                return kept ? sums[(kept - 1) * C::kUp / 2 + j] : silu(sums[j]) * sums[C::kUp / 2 + j];
             return sums[j];
         });
     }
     __device__ __forceinline__ void send(int i, u32 panel) {
         const int c = (kPart * kPanels + i) / kPer, kept = i % kPer;
-        const int first = (EPILOGUE == 6 ? 32 : 64) * c, column = tile.column + first;
+        const int first = (C::kAddFloats ? 32 : 64) * c, column = tile.column + first;
         if (first >= tile.columns) return;
-        if constexpr (EPILOGUE == 5 || EPILOGUE == 6)
-            ptx::tma_add_3d(map_d, panel, column, row, tile.expert);
-        else if constexpr (kWgrad)
-            ptx::tma_store_3d(map_d, panel, column, row, tile.expert);
+        if constexpr (C::kAdds)
+            sink.add(panel, column, row, tile.expert);
+        else if constexpr (C::kWgrad)
+            sink.matrix(panel, column, row, tile.expert);
         else if (kept)
-            ptx::tma_store_4d(map_h, panel, column, kept - 1, 64 - rows, row + rows);
+            sink.half(panel, column, kept - 1, row, rows);
         else
-            ptx::tma_store_3d(map_d, panel, column, 64 - rows, row + rows);
+            sink.rows(panel, column, row, rows);
     }
 };
 
 // All of them.
-__device__ __forceinline__ void store_block(const float (&d)[kBlockN / 2], const TensorMap* map_d,
-                                            const TensorMap* map_h, Stores& stores, const Slot& tile, int row,
-                                            int rows, const float* weights) {
-    RowWeights mine;
+template <class C, class Sink>
+__device__ __forceinline__ void store_block(const float (&d)[C::kBlockN / 2], const Sink& sink,
+                                            Stores<C>& stores, const Slot& tile, int row, int rows,
+                                            const float* weights) {
+    RowWeights<C> mine;
     mine.load(weights, row, rows);
-    Results<0, 1> results{map_d, map_h, stores, tile, row, rows};
+    Results<C, Sink, 0, 1> results{sink, stores, tile, row, rows};
     results.open();
     results.write(d, mine);
     results.close();
