@@ -43,7 +43,7 @@ class Auto:
         self.tokens, self.ranks_per_node = tokens, ranks_per_node
 
     def nodes(self, group: dist.ProcessGroup) -> Nodes | None:
-        """Of a group whose ranks are on several nodes, else None; ranks that do not divide into nodes are
+        """The nodes of a group whose ranks are on several, else None. Ranks that do not divide into nodes are
         left to transports that do not ask. Collective."""
         found = Nodes.met(Collective(group), self.ranks_per_node)
         return found if found is not None and found.num_nodes > 1 else None
@@ -59,8 +59,8 @@ class Auto:
         return name, f"by profile, {said}, for {load.tokens} tokens, top-{load.top_k}, on {shape}"
 
     def network(self, collective: Collective, group: dist.ProcessGroup, nodes: Nodes) -> Network:
-        """From the file, from an earlier layer of the group, or measured. The same on every rank. Raises
-        ValueError, on every rank, where the first could not write the file."""
+        """The network from the file, from an earlier layer of the group, or measured; the same on every rank.
+        Raises ValueError, on every rank, where the first could not write the file."""
         if self.path is not None:
             found = words(self.path.exists(), self.path.parent.is_dir())
             told = collective.exchange_counts(found)

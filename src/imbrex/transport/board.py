@@ -1,4 +1,4 @@
-"""What the hosts of one machine's ranks tell each other before they launch, in memory that they share.
+"""A board in shared memory: the hosts of one machine's ranks tell each other a word before they launch.
 
     board = Board(path, rank, world_size, timeout_s)
     words_W = board.tell(4096)                # this call's word of every rank; waits for hosts, not GPUs

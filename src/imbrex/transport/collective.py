@@ -1,4 +1,4 @@
-"""What the transports over torch.distributed share: a group, bounded waits, the exchange of counts."""
+"""The common base of transports over torch.distributed: a group, bounded waits, the exchange of counts."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class InFlight:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a group communicates: the current GPU if its back end is NCCL, else the CPU."""
+    """The device on which a group communicates: the current GPU if its back end is NCCL, else the CPU."""
     if "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -128,8 +128,8 @@ class _Out(Crossing):
         self.beside = transport.lane.start(self._pass_on)
 
     def _cross(self, encoded_TB: Tensor, blocks: Sequence[Tensor]) -> list[list[dist.Work]]:
-        """To the counterparts, piece by piece, and to the ranks of this node. Returns the receives of each
-        piece; those inside the node stand with the last."""
+        """Send to the counterparts, piece by piece, and to the ranks of this node. Returns the receives of
+        each piece; those inside the node stand with the last."""
         relay, message = self.relay, self.message
         tokens = {n: relay.tokens_for(n).split(relay.tokens(relay.rank, n)) for n in relay.others}
         received = []
@@ -148,7 +148,7 @@ class _Out(Crossing):
         return received
 
     def _places(self, piece: int) -> list[Message]:
-        """Where the rows of a piece that others pass on belong."""
+        """The places of the rows of a piece that others pass on."""
         relay = self.relay
         return [
             self.message(self.blocks[relay.nodes.rank(n, p)][piece], relay.at(p), PASSED_ON, piece, n)

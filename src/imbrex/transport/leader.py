@@ -19,7 +19,7 @@ class Leader(TwoLevel):
     name = "1dh"
 
     def steps(self, counts: list[list[int]]) -> list[Step]:
-        """From rows by source and destination rank: to the leader, between leaders, to the ranks."""
+        """The steps of rows by source and destination: to the leader, between leaders, to the ranks."""
         return [self._to_the_leader(counts), self._between_leaders(counts), self._to_the_ranks(counts)]
 
     def _inside(self, node: int) -> range:

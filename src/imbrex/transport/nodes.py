@@ -22,8 +22,8 @@ class Nodes:
 
     @staticmethod
     def of(world_size: int, ranks_per_node: int | None = None) -> Nodes:
-        """By hand, or as the launcher says (`LOCAL_WORLD_SIZE`, which torchrun sets); without either, all
-        ranks are one node. Raises ValueError where the ranks do not divide into nodes."""
+        """The nodes as given by hand, or as the launcher says (`LOCAL_WORLD_SIZE`, which torchrun sets).
+        Without either, all ranks are one node. Raises ValueError where the ranks do not divide into nodes."""
         told = os.environ.get("LOCAL_WORLD_SIZE")
         size = min(int(told or world_size), world_size) if ranks_per_node is None else ranks_per_node
         if size < 1 or world_size % size:
@@ -34,8 +34,8 @@ class Nodes:
 
     @staticmethod
     def met(ranks: Collective, ranks_per_node: int | None = None) -> Nodes | None:
-        """By hand, or as the launchers of all ranks say on which node each is; None where these are not
-        neighbouring ranks, equally many on every node. Collective.
+        """The nodes as given by hand, or as the launchers of all ranks say on which node each is. None where
+        a node is not a block of neighbouring ranks, or nodes differ in size. Collective.
 
         Raises ValueError, on every rank, where ranks were given different numbers, or one that does not
         divide them.
@@ -56,7 +56,7 @@ class Nodes:
 
     @staticmethod
     def in_blocks(node_of_W: list[int]) -> Nodes | None:
-        """From the node of every rank: None unless each has one block of ranks, all of the same size."""
+        """The nodes, given the node of every rank; None unless each is one block, all of the same size."""
         names = list(dict.fromkeys(node_of_W))
         size = len(node_of_W) // len(names)
         regular = node_of_W == [name for name in names for _ in range(size)]

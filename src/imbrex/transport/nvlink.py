@@ -37,7 +37,7 @@ _shared: weakref.WeakValueDictionary[str, Nvlink] = weakref.WeakValueDictionary(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """What kernels and a heap are made for, besides tokens: the slots of every expert rank, of which `tensor`
+    """The size of kernels and a heap, tokens apart: the slots of every expert rank, of which `tensor`
     ranks share one, E experts, K choices, rows of `row_bytes`. compact: rows are received once, too.
     alignment: rows of a slot are padded to a multiple."""
 
@@ -51,11 +51,11 @@ class Size:
 
     @property
     def most_slots(self) -> int:
-        """Of the fullest rank."""
+        """The number of slots of the fullest rank."""
         return max(end - begin for begin, end in pairwise(self.rank_offsets))
 
     def shape(self, max_tokens: int) -> lay.Shape:
-        """With room for any routing of `max_tokens` tokens a rank."""
+        """The kernels' shape with room for any routing of `max_tokens` tokens a rank."""
         ranks, slots = (len(self.rank_offsets) - 1) * self.tensor, self.most_slots
         return lay.Shape(
             ranks=ranks,

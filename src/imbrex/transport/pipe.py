@@ -28,7 +28,7 @@ class Pipe(Tiered):
     def scatter_halves(
         self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> Pending:
-        """What stays inside the node and what leaves it, each by itself."""
+        """Move the half that stays inside the node and the half that leaves it, each by itself."""
         if self.world_size == 1:
             return Done(rows)
         near = [rank // self.nodes.size == self.node for rank in range(self.world_size)]
@@ -59,8 +59,8 @@ class Pipe(Tiered):
 
 
 class Sequential(Pipe):
-    """What stays inside the node, and only then what leaves it: the exchange that Pipe-A2A is compared with
-    (ScheMoE, Eq. 17). Nothing else speaks for it."""
+    """First the half that stays inside the node, then the half that leaves it: the exchange that Pipe-A2A is
+    compared with (ScheMoE, Eq. 17). Nothing else speaks for it."""
 
     name = "sequential"
 

@@ -1,4 +1,4 @@
-"""What the all-to-alls that know which ranks share a node have in common."""
+"""The common base of the all-to-alls that know which ranks share a node."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class TwoLevel(Tiered):
         return rows_sent(self.steps((counts_WW.T if back else counts_WW).tolist()), self.rank)
 
     def steps(self, counts: list[list[int]]) -> list[Step]:
-        """From rows by source and destination rank: inside the node, then between nodes."""
+        """The steps of rows counted by source and destination: inside the node, then between nodes."""
         nodes = self.nodes
         ours = {divmod(d, nodes.size): counts[self.rank][d] for d in range(self.world_size)}
         by_place = [(n, p) for p in range(nodes.size) for n in range(nodes.num_nodes)]
@@ -81,7 +81,7 @@ class TwoLevel(Tiered):
         return [inside, self._between(arriving, counts)]
 
     def _between(self, arriving: dict[tuple[int, int], int], counts: list[list[int]]) -> Step:
-        """arriving: the rows that the first step brought, by (place of the source, node)."""
+        """The second step. arriving: the rows that the first step brought, by (place of the source, node)."""
         nodes = self.nodes
         order = [(place, n) for n in range(nodes.num_nodes) for place in range(nodes.size)]
         send, receive = [0] * self.world_size, [0] * self.world_size
