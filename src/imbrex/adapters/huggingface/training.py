@@ -1,0 +1,56 @@
+"""`Trainer` of transformers with replaced blocks: what every rank must do that it does on one, or not at all.
+
+Trainer(model=model, args=args, callbacks=[ReplacedBlocks()], ...)
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import TrainerCallback
+
+import imbrex
+from imbrex.adapters.huggingface.replaced import replaced_blocks
+
+
+class ReplacedBlocks(TrainerCallback):
+    """Makes gradients those of all ranks' mean loss, clips them by the norm over all ranks' experts, and has
+    every rank take part in saving checkpoints. Wants `save_only_model=True`: Trainer writes the optimizer's
+    state of one rank; `imbrex.parallel.checkpoint` writes all of it."""
+
+    def __init__(self) -> None:
+        self.max_grad_norm = 0.0
+        self.own_save: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        blocks = replaced_blocks(model)
+        if not blocks:
+            raise ValueError("ReplacedBlocks: no replaced blocks in the model; call replace_blocks first")
+        if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model:
+            raise ValueError(
+                "ReplacedBlocks: Trainer would write the optimizer's state of one rank's experts only; give "
+                "save_only_model=True or save_strategy='no', and to resume use imbrex.parallel.checkpoint"
+            )
+        # Trainer would clip before the gradients are all ranks', by the norm of one rank's experts.
+        self.max_grad_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0
+        # Trainer saves on one rank, in the middle of a step that the others go on with: see `on_save`.
+        self.own_save = vars(model)["save_pretrained"]
+        vars(model)["save_pretrained"] = _later
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        parallel = str(getattr(args.parallel_mode, "value", args.parallel_mode))
+        imbrex.sync_gradients(model, dense=parallel != "distributed")
+        if self.max_grad_norm > 0:
+            imbrex.clip_grad_norm_(model, self.max_grad_norm)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.own_save(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        vars(model)["save_pretrained"] = self.own_save
+        args.max_grad_norm = self.max_grad_norm
+
+
+def _later(*_: Any, **__: Any) -> None:
+    """Trainer's own call, which `on_save` makes up for on every rank."""

@@ -1,0 +1,108 @@
+"""`Trainer` over ranks that hold other experts: the steps and the checkpoints of a plain model on one."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from imbrex.adapters.huggingface import replace_blocks, save_pretrained
+from imbrex.adapters.huggingface.training import ReplacedBlocks
+from tests.ranks.pool import PRELOADED, Pool, Ranks
+from tests.tiny_models import model_of
+from tests.unit.test_huggingface_saving import same
+
+# Loaded once, before the ranks are forked, not by each of them.
+PRELOADED.append("tests.tiny_models")
+
+
+def stepped_by_hand(ids: torch.Tensor, steps: int) -> Any:
+    model = model_of("qwen3_moe").train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        model(ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def calls(ranks: Ranks, folder: str):
+    """What Trainer calls, in its order, for one step and one checkpoint; it saves on the first rank only."""
+    model, ids = model_of("qwen3_moe").train(), torch.arange(12).view(2, 6)
+    replace_blocks(model, ranks.group)
+    args = SimpleNamespace(
+        output_dir=folder,
+        max_grad_norm=0.1,
+        save_strategy="steps",
+        save_only_model=True,
+        parallel_mode="none",
+    )
+    callback, state, control = ReplacedBlocks(), SimpleNamespace(global_step=1), None
+    callback.on_train_begin(args, state, control, model=model)
+    assert args.max_grad_norm == 0
+    model(ids, labels=ids).loss.backward()
+    callback.on_pre_optimizer_step(args, state, control, model=model)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    if ranks.rank == 0:
+        model.save_pretrained(f"{folder}/checkpoint-1")
+    callback.on_save(args, state, control, model=model)
+    callback.on_train_end(args, state, control, model=model)
+    assert (args.max_grad_norm, vars(model)["save_pretrained"].__func__) == (0.1, save_pretrained)
+    args.save_only_model = False
+    with pytest.raises(ValueError, match="save_only_model=True or save_strategy='no'"):
+        callback.on_train_begin(args, state, control, model=model)
+    return far_from_hand(f"{folder}/checkpoint-1", ids, 1)
+
+
+def far_from_hand(folder: str, ids: torch.Tensor, steps: int) -> float:
+    read = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    want = stepped_by_hand(ids, steps).state_dict()
+    assert not same(want, model_of("qwen3_moe").state_dict())
+    return max(float((read[name] - want[name]).abs().max()) for name in want)
+
+
+def test_what_trainer_calls_makes_the_step_of_a_plain_model(pool, tmp_path):
+    assert max(pool.run(2, calls, str(tmp_path))) < 1e-5
+
+
+def train(ranks: Ranks, folder: str):
+    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(ranks.rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "LOCAL_WORLD_SIZE": "2"}
+    model, ids = model_of("qwen3_moe"), torch.arange(6)
+    replace_blocks(model, ranks.group)
+    args = TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.1,
+        save_steps=3,
+        save_only_model=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = [{"input_ids": ids, "labels": ids}] * 16
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[ReplacedBlocks()])  # pyright: ignore
+    trainer.train()
+    return far_from_hand(f"{folder}/checkpoint-3", ids[None], 3)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    """A world of two: Trainer takes all ranks there are."""
+    pool = Pool(2)
+    yield pool
+    pool.close(20)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Trainer wants accelerate")
+def test_trainer_makes_the_steps_of_a_plain_model(pair, tmp_path):
+    assert max(pair.run(2, train, str(tmp_path))) < 1e-5
