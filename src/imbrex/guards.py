@@ -1,5 +1,6 @@
-"""Tells, once, of gradients that are taken the wrong way: by an optimizer before `sync_gradients` has seen
-them, or by torch's own clipping, which sees other experts on every rank.
+"""Refuses a step on gradients of a call that failed, and tells, once, of gradients that are taken the wrong
+way: by an optimizer before `sync_gradients` has seen them, or by torch's own clipping, which sees other
+experts on every rank.
 
 Each rank would go its own way, silently: gates, shared experts and replicas drift apart.
 """
@@ -33,12 +34,15 @@ class Watched(Protocol):
 
     def parameters(self) -> Iterable[Tensor]: ...
 
+    def check(self) -> None: ...
+
 
 class PartialStateWarning(UserWarning):
     """A state dict holds the experts of one rank only; `imbrex.parallel.checkpoint` knows, and is quiet."""
 
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
 _clipped_apart: weakref.WeakSet[Any] = weakref.WeakSet()
 """Layers whose experts differ between ranks, until torch's clipping was seen to take their gradients."""
 
@@ -48,6 +52,7 @@ def watch(layer: Watched) -> None:
     if layer.ranks.size * layer.ranks.data_size > 1:
         _begin()
         _watched.add(layer)
+        _living.add(layer)
     if layer.ranks.size > 1:
         _clipped_apart.add(layer)
 
@@ -76,6 +81,7 @@ def _begin() -> None:
 
 
 def _look(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
+    _refuse_failed(optimizer)
     if torch.compiler.is_compiling() or not _watched or _stands_still(optimizer):
         return
     taken = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
@@ -89,6 +95,20 @@ def _look(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
             "backward() and step(), with dense=False under DDP or FSDP",
             stacklevel=3,
         )
+
+
+def _refuse_failed(optimizer: Optimizer) -> None:
+    """Raise what a layer raises whose call has failed on the device: its gradients are not of this batch.
+    Layers of other optimizers may be gone for good, while this one's go on."""
+    if torch.compiler.is_compiling():
+        return
+    for layer in list(_living):
+        try:
+            layer.check()
+        except RuntimeError:
+            ours = {id(p) for p in layer.parameters()}
+            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+                raise
 
 
 def _look_at_norm(gradients: list[Tensor]) -> None:

@@ -214,6 +214,10 @@ class MoELayer(nn.Module):
             self.experts.reset_parameters(self.ranks.agree_on_seed())
         self._share()
 
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise where a call has failed on the device: as `Exchange.check`."""
+        self.exchange.check(synchronize=synchronize)
+
     def close(self) -> None:
         """Free what the exchange holds. The layer cannot be used afterwards."""
         self.exchange.close()

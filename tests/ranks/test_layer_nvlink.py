@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import imbrex
+from imbrex.kernels.exchange.error import ExchangeError
 from imbrex.overlap import Auto, Serial
 from imbrex.placement import from_slots
 from tests.emulated import kernel
@@ -188,6 +190,47 @@ def test_a_wrong_input_is_every_ranks_error_at_any_call(pool: Pool, schedule: st
     answers = pool.run(2, run_wrong_later, schedule)
     assert answers[0] == ["5", "dispatch: rank 1 was given tokens that cannot be dispatched", "5"]
     assert answers[1][1].startswith("dispatch: on rank 1, x is torch.float32; NVLink's kernels move bfloat16")
+
+
+def run_left_alone(ranks: Ranks, where: str) -> tuple[str, float]:
+    """What rank 0 hears, and after how many seconds, once rank 1 has left between forward and backward."""
+    for timeout_s in (60.0, 1.0):  # the first may compile
+        options = {"transport": EmulatedNvlink(ranks.group, timeout=timeout_s)}
+        layer = make_layer(replace(CASE, options=options), ranks.group)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        y_TD = layer(tokens_of(CASE, ranks.rank).requires_grad_())
+        if timeout_s == 60.0:
+            y_TD.sum().backward()
+    if ranks.rank == 1:
+        return "left", 0.0
+    y_TD.sum().backward()
+    assert layer.gate.weight.grad is not None
+    assert layer.gate.weight.grad.isnan().all()
+    began = time.monotonic()
+    try:
+        if where == "check":
+            layer.check()
+        elif where == "sync_gradients":
+            imbrex.sync_gradients(layer)
+        elif where == "step":
+            optimizer.step()
+        else:
+            layer(tokens_of(CASE, ranks.rank))
+    except ExchangeError as error:
+        other = make_layer(CASE, None)
+        other(tokens_of(CASE, 0)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("where", ["check", "sync_gradients", "step", "the next call"])
+def test_a_call_that_failed_surfaces_at_once_wherever_the_layer_is_next_used(pool: Pool, where: str) -> None:
+    """And in its own model alone."""
+    (said, seconds), _ = pool.run(2, run_left_alone, where)
+    assert "rank 0 in combine call" in said, said
+    assert "of layer 0" in said
+    assert seconds < 0.9
 
 
 def run_chunked(ranks: Ranks, case: Case, schedules: tuple[Any, ...]) -> list[dict[str, Any]]:

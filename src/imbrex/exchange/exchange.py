@@ -348,6 +348,17 @@ class Exchange:
             weighted,
         )
 
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise where a call has failed on the device, whose results are wrong: over `nvlink`,
+        `imbrex.kernels.exchange.error.ExchangeError`. The next call, `sync_gradients` and the step of an
+        optimizer do it by themselves; a loop that replays a CUDA graph asks, or goes on with old outputs.
+
+        synchronize: wait for the device first; else calls that have not ended are not known to have failed.
+        """
+        check = getattr(self.transport, "check", None)
+        if check is not None:
+            check(synchronize=synchronize)
+
     def close(self) -> None:
         """Forget what was begun and free what the transport holds. The exchange cannot be used afterwards."""
         for crossings in self._all_crossings:

@@ -55,6 +55,8 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
         return
     _refuse_sharded(model, dense=dense)
     for layer in layers:
+        layer.check()
+    for layer in layers:
         guards.seen(layer)
         _sync_experts(layer)
     if dense:

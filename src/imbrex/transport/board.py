@@ -13,12 +13,14 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from imbrex.runtime.waits import RankLostError
 
+CHECK_S = 0.01
 BITS = 32
 """A word's value takes the lower half of what is stored; the number of the call stands above it."""
 
@@ -48,20 +50,27 @@ class Board:
         shared = Path("/dev/shm")
         return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"imbrex-{name}"
 
-    def tell(self, value: int, note: int = 0) -> list[int]:
+    def tell(self, value: int, note: int = 0, check: Callable[[], None] | None = None) -> list[int]:
         """`value` (0 to 2^32 - 1) of this rank to the values of all ranks in the same call; their notes, as
-        large, are then in `notes_W`.
+        large, are then in `notes_W`. check: raises where an earlier call has failed, so that nobody waits for
+        a rank that will not come; asked before the wait and during it.
 
         Raises RankLostError where a rank does not make the call within the time-out.
         """
+        if check is not None:
+            check()
         assert 0 <= min(value, note) <= max(value, note) < 1 << BITS
         self.calls += 1
         words_2W = self._words_22W[self.calls % 2]
         words_2W[:, self.rank] = self.calls << BITS | value, self.calls << BITS | note
-        start = time.monotonic()
+        start = asked = time.monotonic()
         while (words_2W >> BITS < self.calls).any():
             time.sleep(0)
-            if time.monotonic() - start > self.timeout_s:
+            now = time.monotonic()
+            if check is not None and now - asked > CHECK_S:
+                check()
+                asked = now
+            if now - start > self.timeout_s:
                 # on the host: the words are in memory that the processes share
                 late = [rank for rank, word in enumerate(words_2W[0].tolist()) if word >> BITS < self.calls]
                 raise RankLostError(

@@ -207,9 +207,14 @@ class Nvlink(Collective):
         """Most tokens of a rank in this call, and the first rank whose input is wrong. Every rank's host
         waits for the others to come to the same call; the GPUs are asked for nothing. note: 0 to 2^32 - 1;
         see `agreed`."""
-        words = self._board.tell(tokens << 1 | int(not fine), note)
+        words = self._board.tell(tokens << 1 | int(not fine), note, self.check)
         wrong = next((rank for rank, word in enumerate(words) if word & 1), None)
         return max(word >> 1 for word in words), wrong
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise `ExchangeError` if a call has failed, on any heap; see `ExchangeBase.check`."""
+        for exchange in {*self._exchanges.values(), *self._captured}:
+            exchange.check(synchronize=synchronize)
 
     @property
     def agreed(self) -> bool:

@@ -96,7 +96,7 @@ Reduce = _struct(
     "Reduce",
     "rows addend out position weights recv_row send_row tokens values values_out",
     "values_at values_bytes partials_at buffer_bytes rows_stride x_stride out_stride",
-    "max_tokens choices row_bytes wire_bytes piece_tokens parts reducers out_float",
+    "max_tokens choices row_bytes wire_bytes piece_tokens parts reducers out_float out_tokens",
 )
 Gather = _struct(
     "Gather",

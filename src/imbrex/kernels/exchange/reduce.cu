@@ -50,6 +50,7 @@ struct Reduce {
     int parts;         // in which a row is cut, each drawn alone
     int reducers;      // warps of a block that begin by reducing
     int out_float;
+    int out_tokens;  // of this rank, whatever the routing says: it may have failed
 };
 
 // What a warp draws from; pieces are numbered by group of tokens, then part, then (reducing) home rank.
@@ -347,6 +348,15 @@ __device__ inline bool add_piece(const Call& call, const Reduce& reduce, const O
     return true;
 }
 
+// The call has failed, and nobody may take what was summed of it for a sum.
+__device__ inline void spoil(const Call& call, const Reduce& reduce) {
+    const i64 row_bytes = (reduce.out_float ? 2 : 1) * static_cast<i64>(reduce.row_bytes);
+    fill_nan(reduce.out + call.local * reduce.out_stride, reduce.out_tokens * row_bytes / 4);
+    const i64 first = call.local * (reduce.out_stride / row_bytes) * reduce.choices;
+    if (reduce.values)
+        fill_nan(reduce.values_out + first, static_cast<i64>(reduce.out_tokens) * reduce.choices);
+}
+
 __device__ __forceinline__ Own own_of(const Reduce& reduce, int warp) {
     u8* shared = ptx::shared_memory();
     u8* lists = shared + kReduceWarps * kSlots * kSlotBytes;
@@ -361,6 +371,7 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1)
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()),
               ranks = group.ranks;
     const Own own = own_of(reduce, warp);
+    const bool failed_before = failed(call);  // asked here, looked at when it has come
     if (call.block == 0 && warp == 0) tell_started(call, lane);
     const int* tokens = reduce.tokens + call.local * ranks;
     int most = 0;
@@ -374,9 +385,13 @@ extern "C" __global__ void __launch_bounds__(32 * kReduceWarps, 1)
         fine = wait_credit(call, lane, 2);
         if (fine) reduce_pieces(call, reduce, own, tokens, reducing);
     }
+    fine = fine && __ballot_sync(0xffffffffu, failed_before) == 0;
     u32* drawn = &call.own->drawn[call.kind][1];
-    for (u32 i = fine ? draw(drawn) : adding; i < adding; i = draw(drawn))
-        if (!add_piece(call, reduce, own, piece_of(reduce, tokens, call.me, i))) break;
+    for (u32 i = fine ? draw(drawn) : adding; i < adding; i = draw(drawn)) {
+        fine = add_piece(call, reduce, own, piece_of(reduce, tokens, call.me, i));
+        if (!fine) break;
+    }
+    if (!fine) spoil(call, reduce);
     end_call(call);
 }
 

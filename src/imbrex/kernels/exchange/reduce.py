@@ -49,5 +49,5 @@ def reduce_args(
         *map(address_of, (routed.send_row_LTW, routed.tokens_LW, given, home)),
         *(layout.values, lay.value_bytes(shape), layout.partials, lay.partial_bytes(shape), *strides),
         *(most, shape.choices, 2 * width, lay.wire_bytes(2 * width, wire)),
-        *(*pieces, out.dtype == torch.float32),
+        *(*pieces, out.dtype == torch.float32, out.shape[-2]),
     )

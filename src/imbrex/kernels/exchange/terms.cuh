@@ -76,6 +76,12 @@ __device__ __forceinline__ void clear(u8* row, int first, int last) {
         reinterpret_cast<uint4*>(row)[i] = {0, 0, 0, 0};
 }
 
+// NaN, whether read as bf16 or as float32. All lanes.
+__device__ inline void fill_nan(void* target, i64 words) {
+#pragma unroll 1
+    for (i64 i = ptx::lane_id(); i < words; i += 32) static_cast<u32*>(target)[i] = 0xffffffffu;
+}
+
 // sum[i] = weight * value[i] + sum[i] over the eight bf16 values of 16 bytes, each rounded once.
 __device__ __forceinline__ void add_eight(float (&sum)[8], uint4 value, float weight) {
     const u32 words[4] = {value.x, value.y, value.z, value.w};
