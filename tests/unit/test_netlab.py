@@ -56,6 +56,22 @@ def test_a_command_runs_on_every_node_and_its_failure_is_ours(tmp_path: Path) ->
         assert said.endswith("['eth0', 'lo']")
 
 
+def test_the_code_of_the_rank_that_failed_comes_soon() -> None:
+    """Ranks that are ended for its sake neither hide it nor are waited for one by one."""
+    words = ["exit 3", *["sleep 60"] * 5]
+    ranks = [subprocess.Popen(["sh", "-c", word]) for word in words]
+    begin = time.monotonic()
+    assert netlab._wait(ranks, begin + 50) == 3
+    assert time.monotonic() - begin < netlab.GRACE_S + 2
+    assert [rank.poll() for rank in ranks] == [3] + [-9] * 5
+
+
+def test_the_time_out_ends_what_is_left() -> None:
+    ranks = [subprocess.Popen(["sh", "-c", word]) for word in ("exit 0", "sleep 60")]
+    assert netlab._wait(ranks, time.monotonic() + 0.3) is None
+    assert [rank.poll() for rank in ranks] == [0, -9]
+
+
 def as_nobody() -> list[str]:
     """Words before a command that run it as another user without any right, whoever runs the tests."""
     if os.geteuid() != 0:

@@ -45,7 +45,7 @@ MEETING = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """The largest exit code of the ranks; 124 after the time-out."""
+    """The largest exit code of the ranks that ended by themselves; 124 after the time-out."""
     command = list(args.command)
     while command[:1] == ["--"]:
         command.pop(0)
@@ -204,12 +204,13 @@ def _start(args: argparse.Namespace, command: list[str], until: float = float("i
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], until: float) -> int | None:
-    """The worst exit code of all processes; None where they had to be ended at `until`."""
-    waiting, worst = list(processes), 0
+    """The worst exit code of all processes that ended by themselves, those that are left when one has failed
+    have `GRACE_S` for it; None where they had to be ended at `until`."""
+    waiting, worst, last_word = list(processes), 0, float("inf")
     while waiting:
-        if time.monotonic() > until:
+        if time.monotonic() > min(until, last_word):
             _end(waiting)
-            return None
+            return worst or None
         for process in list(waiting):
             try:
                 code = process.wait(0.1)
@@ -218,14 +219,15 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], until: float) -> int | N
             waiting.remove(process)
             worst = max(worst, code if code >= 0 else 128 - code)
             if code:
-                time.sleep(GRACE_S)
-                _end(waiting)
+                last_word = min(last_word, time.monotonic() + GRACE_S)
     return worst
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
+    for process in processes:
+        process.wait()
 
 
 def rank_environment(args: argparse.Namespace, rank: int, local: int, node: int) -> dict[str, str]:
