@@ -16,15 +16,29 @@ from typing import Any
 import numpy as np
 
 from imbrex.bench.results import describe_run, write_results
+from imbrex.contracts import Placement
 from imbrex.placement import LoadHistory, Target, history_of_ids, imbalance, plan_history, plan_layers
+from imbrex.placement.bounds import imbalances, least_fullest
 from imbrex.placement.engines import deepseek
 from imbrex.placement.online import Pace
-from imbrex.placement.planner import to_held
+from imbrex.placement.planner import to_held, to_placement
 from imbrex.placement.refine import count_moves
 from imbrex.placement.replay import join, replay
 
 TASKS = ("intent", "law", "summary")
 NUM_EXPERTS, RANKS, SLOTS = 64, 4, 68
+AT_SCALE = (
+    (4, 68),
+    (8, 68),
+    (8, 72),
+    (16, 80),
+    (16, 96),
+    (32, 96),
+    (32, 128),
+    (64, 128),
+    (64, 192),
+    (72, 144),
+)
 README_LOADS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
@@ -49,19 +63,23 @@ def published_examples() -> list[dict[str, Any]]:
 
 
 def planning_time() -> list[dict[str, Any]]:
+    """Seconds for a whole model from 16 iterations, for the balanced split, and how even ranks come out."""
     rows = []
     for law in ("gamma", "zipf"):
         draw = np.random.default_rng(0)
         zipf = np.stack([draw.permutation(1 / (np.arange(256) + 1.0)) for _ in range(58)])
-        load = draw.gamma(0.6, size=(58, 256)) * 1000 if law == "gamma" else zipf * 1e5
-        for ranks in (8, 32, 36):
-            seconds, plan = [], []
+        load = draw.gamma(0.6, size=(58, 256)) * 200 if law == "gamma" else zipf * 8000
+        counts = draw.poisson(load, size=(16, 58, 256)).astype(np.int64)
+        history = LoadHistory(counts_ILE=counts, layers=tuple(range(58)))
+        for ranks in (8, 32, 36, 64, 72):
+            seconds, plan = [], {}
             for _ in range(5):
                 begin = time.process_time()
-                plan = plan_layers(load, ranks, 288)
+                plan = plan_history(history, Target(num_ranks=ranks, slots=288))
                 seconds.append(time.process_time() - begin)
-            found = np.mean([imbalance(row, p) for row, p in zip(load, plan, strict=True)])
-            case = {"L": 58, "E": 256, "S": 288, "W": ranks, "loads": law}
+            scored = [imbalances(counts[:, at], plan[at], "balanced").mean() for at in plan]
+            found = np.mean(scored)
+            case = {"L": 58, "E": 256, "S": 288, "W": ranks, "I": 16, "loads": law}
             rows.append(
                 {
                     "op": "plan_time",
@@ -95,6 +113,60 @@ def halves(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
                     }
                 )
     return rows
+
+
+def at_scale(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Plan from the first half of a task, score batches of 512 and 2048 tokens of the second with the
+    balanced split: on DeepSeek's placement, on the one for even shares, and on the one for this split.
+    `bound` is what the fullest rank has at least, wherever experts live. Layers' means; worst_over_bound is
+    of one layer."""
+    rows = []
+    for ranks, slots in AT_SCALE:
+        for task, ids_LTK in ids.items():
+            half = ids_LTK.shape[1] // 2
+            train = history_of_ids(ids_LTK[:, :half], NUM_EXPERTS, 64)
+            plans = {
+                "even_plan": plan_history(train, Target(num_ranks=ranks, slots=slots, split="even")),
+                "balanced": plan_history(train, Target(num_ranks=ranks, slots=slots)),
+            }
+            if slots % ranks == 0:
+                loads = enumerate(train.load())
+                plans["deepseek"] = {at: deepseek_placement(load_E, ranks, slots) for at, load_E in loads}
+            for batch in (512, 2048):
+                counts_ILE = history_of_ids(ids_LTK[:, half:], NUM_EXPERTS, batch).counts_ILE
+                case = {"task": task, "batch": batch, "W": ranks, "S": slots}
+                bound_L = np.array(
+                    [
+                        np.mean([least_fullest(c.astype(float), ranks, slots) * ranks / c.sum() for c in of])
+                        for of in counts_ILE.transpose(1, 0, 2)
+                    ]
+                )
+                rows.append(scale_row("bound", case, bound_L - 1, bound_L))
+                for name, plan in plans.items():
+                    scored = [imbalances(counts_ILE[:, at], plan[at], "balanced").mean() for at in plan]
+                    rows.append(scale_row(name, case, np.array(scored), bound_L))
+    return rows
+
+
+def scale_row(
+    impl: str, case: dict[str, Any], imbalance_L: np.ndarray, bound_L: np.ndarray
+) -> dict[str, Any]:
+    over_L = (1 + imbalance_L) / bound_L
+    return {
+        "op": "at_scale",
+        "impl": impl,
+        "case": case,
+        "imbalance": round(float(imbalance_L.mean()), 5),
+        "over_bound": round(float(over_L.mean()), 4),
+        "worst_over_bound": round(float(over_L.max()), 4),
+    }
+
+
+def deepseek_placement(load_E: np.ndarray, ranks: int, slots: int) -> Placement:
+    """Replicas that DeepSeek's algorithm puts twice on a rank are one."""
+    held = np.zeros((ranks, NUM_EXPERTS), dtype=bool)
+    np.put_along_axis(held, deepseek(load_E, slots, 1, 1, ranks).reshape(ranks, -1), True, axis=1)
+    return to_placement(held)
 
 
 def renewal_curve(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -200,7 +272,14 @@ def main() -> None:
     args = parser.parse_args()
     trace = np.load(args.trace, allow_pickle=False)
     ids = {task: trace[f"{task}_ids"].astype(np.int64) for task in TASKS}
-    rows = [*published_examples(), *planning_time(), *halves(ids), *renewal_curve(ids), *drift(ids)]
+    rows = [
+        *published_examples(),
+        *planning_time(),
+        *halves(ids),
+        *at_scale(ids),
+        *renewal_curve(ids),
+        *drift(ids),
+    ]
     command = f"python benchmarks/placement.py --trace {args.trace.name}"
     write_results(args.out, "How even are the ranks?", describe_run(command), rows)
     for row in rows:

@@ -30,7 +30,7 @@ CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=16, top_k
 PACES = {
     "off": None,
     "nothing_to_do": Pace(layer_updates_per_iter=2, threshold=100.0),
-    "moving": Pace(layer_updates_per_iter=2, threshold=0.0, window=2, max_moves=2, proposals=200),
+    "moving": Pace(layer_updates_per_iter=2, threshold=0.0, window=2, max_moves=2, proposals=200, sure=0),
 }
 
 

@@ -22,7 +22,7 @@ from imbrex.placement import from_slots
 from tests.ranks.pool import Ranks
 
 SEED = 77
-EAGER = Pace(layer_updates_per_iter=2, threshold=0.0, window=2, decay=0.5, max_moves=8, proposals=60)
+EAGER = Pace(layer_updates_per_iter=2, threshold=0.0, window=2, decay=0.5, max_moves=8, proposals=200, sure=0)
 MOST_ITERATIONS = 300
 
 

@@ -124,8 +124,8 @@ def test_weights_written_into_a_peers_memory(pool: Pool, training: bool) -> None
 
 def test_five_hundred_switches_change_no_bit(pool: Pool) -> None:
     """Eight layers on eight ranks, all of them moved in nearly every step."""
-    pace = replace(EAGER, layer_updates_per_iter=8, window=1, proposals=4, max_moves=4)
-    found = pool.run(8, infer_exactly, CONFIG, 66, pace, 8, "allreduce")
+    pace = replace(EAGER, layer_updates_per_iter=8, window=1, proposals=40, max_moves=4)
+    found = pool.run(8, infer_exactly, CONFIG, 100, pace, 8, "allreduce")
     assert {one["switched"] for one in found} == {found[0]["switched"]}
     assert found[0]["switched"] >= 500
     assert [one["wrong"] for one in found] == [0] * 8

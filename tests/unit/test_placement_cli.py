@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from imbrex.balancer.report import Story, write_story
 from imbrex.cli import main
-from imbrex.placement import read_history, read_plan
+from imbrex.placement import LoadHistory, read_history, read_plan
+from imbrex.placement.replay import replay
 
 
 @pytest.fixture
@@ -48,6 +50,39 @@ def test_plan_then_renew(trace, capsys) -> None:
             )
             <= 2
         )
+
+
+def test_layers_without_choices_count_nothing(tmp_path, capsys) -> None:
+    """Two batches [6, 3, 3] and [0, 8, 0] of one layer beside a layer that is empty."""
+    counts = [[[0, 0, 0], [6, 3, 3]], [[0, 0, 0], [0, 8, 0]]]
+    (tmp_path / "stats.json").write_text(json.dumps({"logical_count": counts}))
+    given = ["--stats", str(tmp_path / "stats.json"), "--ranks", "2", "--slots", "3"]
+    assert main(["balance", "plan", *given, "--out", str(tmp_path / "plan.json")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "balanced split, mean of 2 iterations: 50.00%, at most 50.00% (layer 1); layers without choices: 1"
+        in said
+    )
+
+
+def test_replay_does_not_count_layers_without_choices() -> None:
+    """One of two layers is empty, and so is the second iteration: the mean is that of the one load."""
+    counts = np.array([[[6, 1, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]])
+    history = LoadHistory(counts_ILE=counts, layers=(0, 1))
+    scored = replay(history, history, "none", 2, 3)
+    assert scored.imbalance_IL.tolist() == [[0.75, 0.0], [0.0, 0.0]]
+    assert scored.imbalance_I.tolist() == [0.75]
+    with pytest.raises(ValueError, match="has no choices"):
+        replay(history, LoadHistory(counts_ILE=counts[1:], layers=(0, 1)), "none", 2, 3)
+
+
+def test_colours_tell_ten_percent_from_the_mean(tmp_path) -> None:
+    """Rank loads are drawn around the mean, and full colour is at most 40 % away."""
+    loads = np.array([[[11.0, 9.0], [0.0, 0.0]]])
+    story = Story(layers=(0, 1), loads_ILW=loads, counts_ILE=loads, facts={})
+    write_story(tmp_path / "story.html", "Test", story)
+    text = (tmp_path / "story.html").read_text()
+    assert text.count('"zmax":1.4,"zmin":0.6') == 3
 
 
 def test_replay_compares_policies(trace, capsys) -> None:
@@ -98,12 +133,19 @@ def test_record_from_a_run_and_from_a_trace(tmp_path, trace) -> None:
         (["replay", "--trace", "one.npy", "--batch", "50", "--policy", "best"], "use one of none"),
         (["replay", "--trace", "one.npy", "--batch", "50", "--train", "0"], "leaves none to plan from"),
         (["replay", "--trace", "one.npy", "--batch", "50", "--ranks", "four"], "give whole numbers"),
+        (["replay", "--trace", "one.npy", "--batch", "50", "--ranks", "0"], "give whole numbers from 1 up"),
+        (["replay", "--trace", "one.npy", "--batch", "50", "--slots", "8,-2"], "from 1 up, as in 4,8"),
+        (["replay", "--trace", "sum.json"], "use --train 1 to plan from all of the first --trace"),
+        (["report", "--journal", "run", "--out", "r.html"], "has no line of a balancer; run with"),
         (["record", "--run", ".", "--out", "stats"], "holds no lines"),
         (["report", "--journal", "one.npy", "--out", "r.html"], "no whole journal"),
     ],
 )
 def test_mistakes_are_one_sentence(trace, monkeypatch, capsys, arguments, says) -> None:
     monkeypatch.chdir(trace)
+    (trace / "sum.json").write_text(json.dumps({"logical_count": [[[3, 2, 1]]]}))
+    (trace / "run").mkdir()
+    (trace / "run/metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 2.0}) + "\n")
     with pytest.raises(SystemExit) as left:
         main(["balance", *arguments])
     assert left.value.code == 2

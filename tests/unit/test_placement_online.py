@@ -7,6 +7,7 @@ import pytest
 
 from imbrex.balancer.tally import Tally, balancedness, exposition
 from imbrex.placement import LoadHistory, Target, from_slots, plan_history, plan_layers
+from imbrex.placement.bounds import imbalances
 from imbrex.placement.moves import fetches
 from imbrex.placement.online import LoadWindow, OnlinePlanner, Pace, layers_due, predicted, renew
 from imbrex.placement.planner import to_held
@@ -74,6 +75,46 @@ def test_online_follows_a_drift_and_a_stale_plan_does_not() -> None:
     assert stale.fetched_I.sum() == 0
 
 
+def constant_load(ranks: int, iterations: int, seed: int) -> np.ndarray:
+    """128 tokens with 6 choices each an iteration, of 64 experts that are always as popular: [I, W, E]."""
+    draw = np.random.default_rng(seed)
+    popularity = np.random.default_rng(1).dirichlet(np.full(64, 1.5))
+    return draw.multinomial(128 * 6 // ranks, popularity, size=(iterations, ranks)).astype(np.int64)
+
+
+def step_through(planner: OnlinePlanner, counts_IWE: np.ndarray) -> list[int]:
+    """Fetches of every iteration."""
+    fetched = []
+    for counts_WE in counts_IWE:
+        before = planner.placements[0]
+        planner.step([counts_WE])
+        fetched.append(len(fetches(before, planner.placements[0])))
+    return fetched
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(4, 68), (8, 68), (8, 72), (16, 80)])
+def test_sampling_noise_moves_nothing(ranks: int, slots: int) -> None:
+    """A plan made for the load that goes on: from 128 tokens every iteration looks different, and is not."""
+    past = constant_load(ranks, 128, 2).sum(1)[:, None]
+    history = LoadHistory(counts_ILE=past, layers=(0,))
+    placement = plan_history(history, Target(num_ranks=ranks, slots=slots))[0]
+    for split in ("balanced", "even"):
+        planner = OnlinePlanner([placement], Pace(split=split))
+        assert step_through(planner, constant_load(ranks, 12, 3)) == [0] * 12
+
+
+def test_a_constant_load_is_met_and_then_left_alone() -> None:
+    """8 ranks, from a placement that knows nothing: the fullest rank falls by half and more, and rests."""
+    start = plan_layers(np.ones((1, 64)), 8, 72)[0]
+    planner = OnlinePlanner([start], Pace())
+    fetched = step_through(planner, constant_load(8, 30, 4))
+    unseen = constant_load(8, 50, 5).sum(1)
+    before, after = (imbalances(unseen, p, "balanced").mean() for p in (start, planner.placements[0]))
+    assert after < before / 2
+    assert 8 <= sum(fetched) <= 40
+    assert sum(fetched[15:]) <= 8
+
+
 def test_planner_is_the_same_on_every_rank() -> None:
     first, second = drifting()
     placements = plan_layers(first.load(), 4, 20)
@@ -125,6 +166,7 @@ def test_prometheus_text() -> None:
         ({"window": 0}, "window is 0; use 1 or more"),
         ({"decay": 0.0}, "decay 0.0"),
         ({"threshold": float("nan")}, "threshold nan"),
+        ({"sure": -1.0}, "sure -1"),
         ({"split": "nearest"}, "use balanced or even"),
     ],
 )

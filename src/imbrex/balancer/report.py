@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from imbrex.placement.packing import Floats
-from imbrex.placement.replay import imbalance_of
+from imbrex.placement.replay import imbalance_of, mean_over_layers
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+SPAN = 0.4
+"""The part of the mean that is full colour: 10 % is a quarter of the way, which the eye tells from white."""
 METRICS = "metrics.jsonl"
 """The journal's name in a run's folder."""
 STYLE = (
@@ -43,11 +45,19 @@ class Story:
 
 def read_journal(path: Path) -> Story:
     """Raises ValueError, one sentence, where the file is cut off or no journal."""
+    path = path / METRICS if path.is_dir() else path
     try:
-        path = path / METRICS if path.is_dir() else path
         every = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         lines = [line for line in every if "crossings" in line]
-        last = lines[-1]
+        last = lines[-1] if lines else None
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"report: {path} is no whole journal of a balancer ({error!r})") from None
+    if last is None:
+        raise ValueError(
+            f"report: {path} has no line of a balancer; run with OnlineBalancer(journal=...), or "
+            "imbrex demo --balance"
+        )
+    try:
         place = {number: at for at, number in enumerate(last["layers"])}
         return Story(
             layers=last["layers"],
@@ -66,7 +76,7 @@ def read_journal(path: Path) -> Story:
                 "stopped": "yes" if last["stopped"] else "no",
             },
         )
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"report: {path} is no whole journal of a balancer ({error!r})") from None
 
 
@@ -81,7 +91,7 @@ def write_story(path: Path, title: str, story: Story, before: Story | None = Non
         *_before_and_after(story, before),
         (
             "Load by rank over time",
-            "Load of a rank over the mean, mean over layers. Red: iterations with updates.",
+            "Load of a rank over the mean, mean over layers, in the same colours. Lines: updates.",
             _over_time(story),
         ),
         (
@@ -121,8 +131,8 @@ def _before_and_after(story: Story, before: Story | None) -> list[tuple[str, str
     return [
         (
             f"Layer and rank, {name}",
-            "Load of a rank over the mean of its layer.",
-            _heat(_relative(loads_LW), "rank", "layer", story.layers, most=2.0),
+            "Load of a rank over the mean of its layer: white is the mean, full colour 40 % away and beyond.",
+            _heat(_relative(loads_LW), "rank", "layer", story.layers, middle=1.0),
         )
         for name, loads_LW in parts.items()
     ]
@@ -133,7 +143,8 @@ def _balancedness(story: Story, before: Story | None) -> Figure:
     lines = {"actual": story, "without": before} if before is not None else {"actual": story}
     for name, of in lines.items():
         if of is not None:
-            figure.add_scatter(y=(1 / (1 + imbalance_of(of.loads_ILW))).mean(1), name=name)
+            balanced_IL = 1 / (1 + imbalance_of(of.loads_ILW))
+            figure.add_scatter(y=mean_over_layers(balanced_IL, of.loads_ILW), name=name)
     if story.predicted_IL is not None and story.predicted_IL.any():
         known_I = (story.predicted_IL > 0).sum(1)
         mean_I = story.predicted_IL.sum(1) / np.maximum(known_I, 1)
@@ -144,9 +155,9 @@ def _balancedness(story: Story, before: Story | None) -> Figure:
 
 
 def _over_time(story: Story) -> Figure:
-    figure = _heat(
-        _relative(story.loads_ILW).mean(1), "rank", "iteration", range(len(story.loads_ILW)), most=2.0
-    )
+    had_IL1 = story.loads_ILW.any(-1, keepdims=True)
+    mean_IW = _relative(story.loads_ILW).sum(1) / np.maximum(had_IL1.sum(1), 1)
+    figure = _heat(mean_IW, "rank", "iteration", range(len(mean_IW)), middle=1.0)
     for iteration in sorted({iteration for iteration, _ in story.switched}):
         figure.add_hline(y=iteration + 0.5, line={"width": 1, "color": "#d62728"})
     return figure
@@ -157,9 +168,13 @@ def _relative(loads: Floats) -> Floats:
     return loads / np.where(mean > 0, mean, 1)
 
 
-def _heat(z: Floats, x: str, y: str, rows: Sequence[int], most: float | None = None) -> Figure:
+def _heat(z: Floats, x: str, y: str, rows: Sequence[int], middle: float | None = None) -> Figure:
+    """A heat map. middle: the value that is white; the colours end at SPAN above and below it."""
     figure = _figure(x, y, height=180 + 14 * min(len(z), 60))
-    figure.add_heatmap(z=z.round(4), y=list(rows), colorscale="Viridis", zmin=0, zmax=most)
+    colours: dict[str, Any] = {"colorscale": "Viridis"}
+    if middle is not None:
+        colours = {"colorscale": "RdBu_r", "zmin": middle - SPAN, "zmax": middle + SPAN}
+    figure.add_heatmap(z=z.round(4), y=list(rows), **colours)
     figure.update_yaxes(autorange="reversed")
     return figure
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 import numpy as np
 
 from imbrex.cli.balance_input import add_input, load_input
-from imbrex.placement import BalancePlan, Target, plan_history, read_plan, write_plan
-from imbrex.placement.online import predicted
-from imbrex.placement.planner import to_held
+from imbrex.contracts import Placement
+from imbrex.placement import BalancePlan, LoadHistory, Target, plan_history, read_plan, write_plan
+from imbrex.placement.bounds import imbalances
 from imbrex.placement.renewal import moves_between
 
 
@@ -51,19 +52,30 @@ def plan(args: argparse.Namespace) -> int:
     placements = plan_history(history, target, old)
     write_plan(args.out, BalancePlan(placements=placements, layer_updates_per_iter=args.updates))
     print(f"{args.out}: {len(placements)} layers, {args.slots} slots on {args.ranks} ranks")
-    print(f"fullest rank above the mean: {_describe(history, placements, args.split)}")
+    batches = f"mean of {history.num_iterations} iterations" if history.num_iterations > 1 else "of their sum"
+    print(
+        f"fullest rank above the mean, {args.split} split, {batches}: "
+        + _describe(history, placements, args.split)
+    )
     if old is not None:
         print(f"before: {_describe(history, old, args.split)}; fetches: {moves_between(old, placements)}")
     return 0
 
 
-def _describe(history, placements, split: str) -> str:
-    found = [
-        predicted(history.counts_ILE[:, at].astype(float), to_held(placements[layer]), split)
-        for at, layer in enumerate(history.layers)
-    ]
-    worst = int(np.argmax(found))
-    return f"{np.mean(found):.2%}, at most {found[worst]:.2%} (layer {history.layers[worst]})"
+def _describe(history: LoadHistory, placements: Mapping[int, Placement], split: str) -> str:
+    """Every layer and iteration scored with the split that will run; layers without choices count nothing."""
+    found = {}
+    for at, layer in enumerate(history.layers):
+        scored_I = imbalances(history.counts_ILE[:, at], placements[layer], split)
+        if len(scored_I):
+            found[layer] = float(scored_I.mean())
+    if not found:
+        return "not known, as nothing was chosen"
+    worst = max(found, key=lambda layer: found[layer])
+    empty = len(history.layers) - len(found)
+    return f"{np.mean(list(found.values())):.2%}, at most {found[worst]:.2%} (layer {worst})" + (
+        f"; layers without choices: {empty}" if empty else ""
+    )
 
 
 def _parse_window(text: str) -> tuple[int, int]:

@@ -25,7 +25,10 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     names = "; ".join(f"{name}: {about}" for name, about in POLICIES.items())
     parser.add_argument("--policy", default="none,deepseek,balanced", metavar="A,B", help=names)
     parser.add_argument(
-        "--train", type=float, default=0.5, help="share of the first trace to plan from (0.5)"
+        "--train",
+        type=float,
+        default=0.5,
+        help="share of the first trace to plan from (0.5); 1 scores the other traces only",
     )
     parser.add_argument("--updates", type=int, default=1, help="layers an iteration, of online (1)")
     parser.add_argument("--json", metavar="FILE", help="write imbalance and loads of every iteration")
@@ -85,9 +88,13 @@ def _divide(histories: list[LoadHistory], share: float, sources: int) -> tuple[L
     wholes = [history.num_iterations // sources for history in histories]
     cut = round(wholes[0] * share) * sources
     if not 1 <= cut // sources < sum(wholes):
+        several = len(wholes) > 1
+        mend = "use a share between 0 and 1, or a smaller --batch of a trace"
+        if wholes[0] < 2:
+            mend = "use --train 1 to plan from all of the first --trace and score the next"
+            mend += "" if several else ", and give a second --trace"
         raise ValueError(
-            f"--train: {share} of {wholes[0]} iterations leaves none to plan from or none to "
-            "score; use a share between 0 and 1, or a smaller --batch"
+            f"--train: {share:g} of {wholes[0]} iterations leaves none to plan from or none to score; {mend}"
         )
     histories = [h.window(0, n * sources) for h, n in zip(histories, wholes, strict=True)]
     everything = join(histories)
@@ -96,16 +103,19 @@ def _divide(histories: list[LoadHistory], share: float, sources: int) -> tuple[L
 
 def _numbers(flag: str, text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{flag}: {text!r}; give whole numbers, as in 4,8") from None
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{flag}: {text!r}; give whole numbers from 1 up, as in 4,8")
+    return numbers
 
 
 def _print(num_ranks: int, num_slots: int, found: Replay) -> None:
-    by_iteration = found.imbalance_IL.mean(1)
+    mean_I = found.imbalance_I
     print(
-        f"{num_ranks:>5} {num_slots:>6} {found.policy:<13} {by_iteration.mean():>8.4f} "
-        f"{np.quantile(by_iteration, 0.9):>8.4f} {found.imbalance_IL.max():>8.4f} {found.fetched_I.sum():>8}"
+        f"{num_ranks:>5} {num_slots:>6} {found.policy:<13} {mean_I.mean():>8.4f} "
+        f"{np.quantile(mean_I, 0.9):>8.4f} {found.imbalance_IL.max():>8.4f} {found.fetched_I.sum():>8}"
     )
 
 
@@ -118,7 +128,7 @@ def _story(test: LoadHistory, num_ranks: int, num_slots: int, found: Replay) -> 
         facts={
             "policy": f"{found.policy}: {POLICIES[found.policy]}",
             "ranks, slots": f"{num_ranks}, {num_slots}",
-            "mean imbalance": f"{found.imbalance_IL.mean():.4f}",
+            "mean imbalance": f"{found.imbalance_I.mean():.4f}",
             "experts fetched": str(found.fetched_I.sum()),
         },
     )

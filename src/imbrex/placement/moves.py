@@ -39,6 +39,19 @@ def keep_in_place(old: Placement, held_WE: Held) -> Placement:
     return from_slots(rows, old.num_experts)
 
 
+def match_ranks(old_WE: Held, new_WE: Held) -> Held:
+    """`new_WE` with its ranks renumbered so that they keep much of what they hold: of ranks with equally many
+    slots, the pair that shares most is matched first."""
+    shared = (old_WE.astype(np.int64) @ new_WE.T).astype(np.float64)
+    shared[old_WE.sum(1)[:, None] != new_WE.sum(1)] = -1
+    found = np.empty_like(new_WE)
+    for _ in range(len(old_WE)):
+        old, new = divmod(int(shared.argmax()), len(new_WE))
+        found[old] = new_WE[new]
+        shared[old], shared[:, new] = -2, -2
+    return found
+
+
 def fetches(old: Placement, new: Placement) -> list[Fetch]:
     """The experts that ranks must fetch, by slot. The sources of an expert take turns: the one that served
     fewest first, then the lowest rank.

@@ -14,10 +14,10 @@ import numpy as np
 
 from imbrex.contracts import Placement
 from imbrex.placement.moves import keep_in_place
-from imbrex.placement.packing import Floats, Held, Ints, rank_loads
+from imbrex.placement.packing import Floats, Held, Ints
 from imbrex.placement.planner import to_held
 from imbrex.placement.refine import refine
-from imbrex.placement.robust import Confined, harden
+from imbrex.placement.robust import PRICES, cost_of, fullness, harden
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,8 @@ class Pace:
     the next one. window: past iterations remembered. threshold: a layer whose fullest rank is less than this
     above the mean is left alone; so is one that would gain less than half of it. max_moves: experts that
     ranks fetch in one update of a layer. split: the replica split in use. proposals: moves tried.
+    sure: standard errors that the gain is above on counts that the placement was not made from, so that a
+    load that only wavers moves nothing; 0 moves for any gain on those it was made from.
     """
 
     layer_updates_per_iter: int = 1
@@ -37,6 +39,7 @@ class Pace:
     max_moves: int = 8
     split: str = "balanced"
     proposals: int = 1500
+    sure: float = 4.0
 
     def __post_init__(self) -> None:
         for name, least in (("layer_updates_per_iter", 0), ("window", 1), ("max_moves", 1), ("proposals", 1)):
@@ -47,6 +50,8 @@ class Pace:
                 f"balancer: decay {self.decay} and threshold {self.threshold}; use a decay above 0, up to 1, "
                 "and a threshold from 0 up"
             )
+        if not self.sure >= 0:
+            raise ValueError(f"balancer: sure {self.sure}; use a number from 0 up")
         if self.split not in ("balanced", "even"):
             raise ValueError(f"balancer: split {self.split!r}; use balanced or even")
 
@@ -92,51 +97,91 @@ planned from 64 tokens of each of 4 ranks, the next iteration's ranks differ by 
 planned from the 256 together. Parts of fewer choices are noise, and would never let a layer rest."""
 
 
+MOST_PARTS = 64
+"""The parts of a window at most; with more a plan takes longer and is no better."""
+LEAST_PARTS = 8
+"""A placement is made from and judged by so many, or as many as the window has: fewer do not show chance."""
+
+
 def weigh(recent: Iterable[Ints], decay: float) -> Floats:
     """Parts of iterations that had choices, oldest first, weighted by age, float64 [H, E]: what single ranks,
     or neighbours together, wanted.
 
     recent: iterations, [W, E] or [E]. Example: 2 ranks, 8 experts, 40 choices of each rank: two parts.
     """
-    found = [_parts(np.atleast_2d(counts)) for counts in recent if counts.any()]
-    if not found:
+    known = [np.atleast_2d(counts) for counts in recent if counts.any()]
+    if not known:
         return np.zeros((0, 0))
+    found = [_parts(counts, max(MOST_PARTS // len(known), 1)) for counts in known]
     ages = range(len(found) - 1, -1, -1)
     weighted = [decay**age * parts_PE for age, parts_PE in zip(ages, found, strict=True)]
     return np.concatenate(weighted, dtype=np.float64)
 
 
-def _parts(counts_WE: Ints) -> Ints:
+def _parts(counts_WE: Ints, most: int) -> Ints:
     ranks, experts = counts_WE.shape
     # on the host: numpy
-    number = max(1, min(ranks, int(counts_WE.sum()) // (CHOICES_A_PART * experts)))
+    number = max(1, min(ranks, most, int(counts_WE.sum()) // (CHOICES_A_PART * experts)))
     firsts = np.arange(number) * ranks // number
     return np.add.reduceat(counts_WE, firsts, axis=0)
 
 
 def renew(recent_HE: Floats, placement: Placement, pace: Pace) -> Placement | None:
     """A better placement for what came lately, at most `pace.max_moves` fetches away; `None` where the layer
-    is balanced, or would gain too little to move for."""
-    held = to_held(placement)
-    before = predicted(recent_HE, held, pace.split)
-    if before < pace.threshold:
+    is balanced, or would gain too little to move for.
+
+    It is made from every other part of what came and judged by the parts between.
+    """
+    held, quarter_HE = to_held(placement), recent_HE[len(recent_HE) * 3 // 4 :]
+    # After a change of the load the whole window speaks of both, and is sure of neither.
+    enough = pace.sure and len(quarter_HE) >= 2 * LEAST_PARTS
+    for judged_HE in (quarter_HE, recent_HE) if enough else (recent_HE,):
+        new = _renewed(judged_HE, held, pace)
+        if new is not None:
+            return keep_in_place(placement, new)
+    return None
+
+
+def _renewed(recent_HE: Floats, held: Held, pace: Pace) -> Held | None:
+    if predicted(recent_HE, held, pace.split) < pace.threshold:
         return None
+    if pace.sure and len(recent_HE) < min(LEAST_PARTS, pace.window):
+        return None
+    apart = pace.sure and len(recent_HE) > 1
+    seen_HE, unseen_HE = (recent_HE[::2], recent_HE[1::2]) if apart else (recent_HE, recent_HE)
     if pace.split == "balanced":
-        found = harden(recent_HE, held, proposals=pace.proposals, max_moves=pace.max_moves)
+        limit = pace.max_moves
+        new = harden(seen_HE, held, proposals=pace.proposals, prices=PRICES, max_moves=limit)
     else:
-        found = refine(recent_HE.sum(0), held, old=held, max_moves=pace.max_moves)
-    if before - predicted(recent_HE, found, pace.split) < pace.threshold / 2:
-        return None
-    return keep_in_place(placement, found)
+        new = refine(seen_HE.sum(0), held, old=held, max_moves=pace.max_moves)
+    return new if _pays(unseen_HE, held, new, pace) else None
+
+
+def _pays(unseen_HE: Floats, held_WE: Held, new_WE: Held, pace: Pace) -> bool:
+    """Whether a placement is better by half the threshold on what it was not made from, and by more than
+    chance would make it."""
+    if (held_WE == new_WE).all():
+        return False
+    gain_H = _fullness(unseen_HE, held_WE, pace.split) - _fullness(unseen_HE, new_WE, pace.split)
+    weight_H = unseen_HE.sum(1) / unseen_HE.sum()
+    gain = float(gain_H @ weight_H)
+    chance = math.sqrt(float(((gain_H - gain) ** 2) @ weight_H**2))
+    return gain >= max(pace.threshold / 2, pace.sure * chance)
+
+
+def _fullness(history_HE: Floats, held_WE: Held, split: str) -> Floats:
+    if split == "balanced":
+        return fullness(history_HE, held_WE)
+    loads_HW = history_HE @ (held_WE / held_WE.sum(0)).T
+    return loads_HW.max(1) / np.maximum(loads_HW.mean(1), 1e-300)
 
 
 def predicted(recent_HE: Floats, held_WE: Held, split: str) -> float:
-    """Load of the fullest rank over the mean, minus 1: the mean over iterations under the balanced split, of
-    their sum under the even one."""
+    """Load of the fullest rank over the mean, minus 1: the mean over parts under the balanced split, of their
+    sum under the even one; 0 without load."""
     if split == "balanced":
-        return Confined(recent_HE, held_WE).cost - 1
-    loads = rank_loads(recent_HE.sum(0), held_WE)
-    return float(loads.max() / loads.mean() - 1) if loads.any() else 0.0
+        return cost_of(recent_HE, held_WE) - 1
+    return float(_fullness(recent_HE.sum(0)[None], held_WE, split)[0]) - 1 if recent_HE.any() else 0.0
 
 
 class OnlinePlanner:

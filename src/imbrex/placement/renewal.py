@@ -9,15 +9,16 @@ import numpy as np
 
 from imbrex.contracts import Placement
 from imbrex.placement.history import LoadHistory
-from imbrex.placement.moves import keep_in_place
-from imbrex.placement.packing import Floats, Held, pack, replicate
+from imbrex.placement.moves import keep_in_place, match_ranks
+from imbrex.placement.packing import Floats, Held, pack, rank_loads, replicate
 from imbrex.placement.planner import capacity_of, check_nodes, search, to_held, to_placement
 from imbrex.placement.refine import count_moves, refine
-from imbrex.placement.robust import Confined, harden
+from imbrex.placement.robust import PRICES, cost_of, harden
 
-PROPOSALS = 4000
-"""Random moves tried for a layer under the balanced split; 26 real layers of 64 experts settled by 1500."""
-MOST_BATCHES = 64
+EFFORT = 3_000_000
+"""Proposals times slots for a whole plan: what keeps 58 layers of 288 slots in 1 s."""
+MOST_PROPOSALS = 4000
+MOST_BATCHES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,8 @@ def plan_history(
 ) -> dict[int, Placement]:
     """A placement for every layer of the statistics, by its number.
 
-    old: the plan to start from; experts that stay on a rank keep their slot. With `target.max_moves`, the
-    search starts there and stops at so many fetches, else it is free.
+    old: the plan in use; a fetch has to lower the fullest rank by a thousandth of the mean, and experts that
+    stay on a rank keep their slot.
     Raises ValueError where the numbers do not fit or the old plan is of another shape or lacks a layer.
     """
     if target.split not in ("balanced", "even"):
@@ -55,37 +56,76 @@ def plan_history(
     for at, layer in enumerate(history.layers):
         before = None if old is None else _check_old(old, layer, capacity, history.num_experts)
         start = None if before is None else to_held(before)
-        held = plan_layer(history.counts_ILE[:, at], load_LE[at], capacity, target, start)
+        batches = _thin(history.counts_ILE[:, at].astype(np.float64))
+        proposals = min(EFFORT // (len(history.layers) * sum(capacity)), MOST_PROPOSALS)
+        held = _plan_layer(batches, load_LE[at], capacity, target, start, proposals)
         planned[layer] = to_placement(held) if before is None else keep_in_place(before, held)
     return planned
 
 
-def plan_layer(
-    counts_IE: np.ndarray, load_E: Floats, capacity_W: Sequence[int], target: Target, old: Held | None = None
+def _plan_layer(
+    batches_HE: Floats,
+    load_E: Floats,
+    capacity_W: Sequence[int],
+    target: Target,
+    old: Held | None,
+    proposals: int,
 ) -> Held:
-    """One layer. counts_IE: tokens per expert of past iterations; load_E: their sum, weighted."""
-    batches = _thin(np.asarray(counts_IE, dtype=np.float64))
+    """One layer. batches_HE: tokens per expert of past iterations; load_E: their sum, weighted."""
+    if target.num_nodes > 1 and target.max_moves is not None and target.split == "balanced":
+        raise ValueError("plan: max_moves with the balanced split works on one node; use split even")
+    if old is not None and target.num_nodes == 1:
+        return _renew_layer(batches_HE, load_E, capacity_W, target, old, proposals)
     if old is not None and target.max_moves is not None:
+        return refine(load_E, old, old=old, max_moves=target.max_moves)
+    return _plan_anew(batches_HE, load_E, capacity_W, target, proposals)
+
+
+def _renew_layer(
+    batches_HE: Floats,
+    load_E: Floats,
+    capacity_W: Sequence[int],
+    target: Target,
+    old: Held,
+    proposals: int,
+) -> Held:
+    """From the old placement, and from a new one where so many fetches are allowed; what costs least, each
+    fetch counted."""
+    if target.split == "even":
+        renewed = refine(load_E, old, old=old, max_moves=target.max_moves)
+    else:
+        limit = target.max_moves
+        renewed = harden(batches_HE, old, proposals=proposals, prices=PRICES, max_moves=limit)
+    if target.max_moves is not None:
+        return renewed
+
+    def cost(held: Held) -> float:
         if target.split == "even":
-            return refine(load_E, old, old=old, max_moves=target.max_moves)
-        if target.num_nodes > 1:
-            raise ValueError("plan: max_moves with the balanced split works on one node; use split even")
-        return harden(batches, old, proposals=PROPOSALS, max_moves=target.max_moves)
+            fullest = float(rank_loads(load_E, held).max()) * len(held) / max(float(load_E.sum()), 1e-300)
+        else:
+            fullest = cost_of(batches_HE, held)
+        return fullest + PRICES[-1] * count_moves(old, held)
+
+    anew = match_ranks(old, _plan_anew(batches_HE, load_E, capacity_W, target, proposals))
+    return min(renewed, anew, key=cost)
+
+
+def _plan_anew(
+    batches_HE: Floats, load_E: Floats, capacity_W: Sequence[int], target: Target, proposals: int
+) -> Held:
     nodes, groups = target.num_nodes, target.num_groups
     held = search(load_E, capacity_W, num_nodes=nodes, num_groups=groups)
     if target.split == "even":
         return held
     if nodes == 1:
-        held = min(
-            (held, pack(load_E, _once_each(load_E, sum(capacity_W), len(capacity_W)), capacity_W)),
-            key=lambda start: Confined(batches, start).cost,
-        )
+        once = pack(load_E, _once_each(load_E, sum(capacity_W), len(capacity_W)), capacity_W)
+        held = min((held, once), key=lambda start: cost_of(batches_HE, start))
     ranks = len(capacity_W) // nodes
     for node in range(nodes):
         rows = slice(node * ranks, (node + 1) * ranks)
         experts = np.flatnonzero(held[rows].any(0))
         block = held[rows][:, experts]
-        held[rows, experts] = harden(batches[:, experts], block, proposals=PROPOSALS)
+        held[rows, experts] = harden(batches_HE[:, experts], block, proposals=proposals)
     return held
 
 

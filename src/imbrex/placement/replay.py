@@ -39,6 +39,12 @@ class Replay:
     loads_ILW: Floats
     fetched_I: Ints
 
+    @property
+    def imbalance_I(self) -> Floats:
+        """The mean over layers that had choices, of iterations that had any."""
+        means_I = mean_over_layers(self.imbalance_IL, self.loads_ILW)
+        return means_I[np.isfinite(means_I)]
+
 
 def replay(
     train: LoadHistory,
@@ -61,6 +67,8 @@ def replay(
     if train.layers != test.layers or train.num_experts != test.num_experts:
         raise ValueError("replay: the two histories have different layers or experts")
     counts_ILE = test.pooled(sources).counts_ILE
+    if not counts_ILE.any():
+        raise ValueError("replay: what is to be scored has no choices; give another part of the statistics")
     loads_ILW = np.empty((*counts_ILE.shape[:2], num_ranks))
     fetched_I = np.zeros(len(counts_ILE), dtype=np.int64)
     if policy in ("balanced", "online"):
@@ -86,6 +94,14 @@ def imbalance_of(loads_ILW: Floats) -> Floats:
     """Max over mean of the last axis, minus 1; 0 where nothing came."""
     mean = loads_ILW.mean(-1)
     return np.where(mean > 0, loads_ILW.max(-1) / np.where(mean > 0, mean, 1) - 1, 0.0)
+
+
+def mean_over_layers(values_IL: Floats, loads_ILW: Floats) -> Floats:
+    """Over layers that had choices; NaN where an iteration had none."""
+    had_IL = loads_ILW.any(-1)
+    number_I = had_IL.sum(1)
+    total_I = np.where(had_IL, values_IL, 0.0).sum(1)
+    return np.where(number_I > 0, total_I / np.maximum(number_I, 1), np.nan)
 
 
 def balanced_loads(counts_E: Ints, placement: Placement) -> Ints:

@@ -1,72 +1,182 @@
 """Placement for the balanced replica split: whatever a batch brings, enough of it can still be moved.
 
-Under that split the fullest rank is the highest, over all sets A of ranks, of the load that only A can take,
-divided by |A| (max flow, min cut). So a layer is judged by what would have been the fullest rank in each of
-some past batches, weighted by their tokens, and placements change one swap or one replica at a time as long
-as that falls on average.
+A layer is judged by the fullest rank that the split would have reached in each of some past batches, over the
+mean, weighted by their tokens. Splitting all batches anew for every change tried is too slow, and the sets of
+ranks that could be crowded are too many, so a few sets are kept (cutting planes): those that were the crowded
+ones of some batch in a placement looked at before. Against these a change costs a small matrix product, and
+what they say is never too high. After some changes all batches are split, which tells whether the placement
+is better in truth; if it is not it is dropped, and in any case its crowded sets are kept too, so that the
+next changes are judged better.
 Example: two ranks, loads 6, 3, 3: with replicas of the first on both, any batch where neither of the others
 exceeds half of it comes out even.
 """
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Sequence
 
 import numpy as np
 
-from imbrex.placement.packing import Floats, Held
+from imbrex.placement.bounds import bounds
+from imbrex.placement.packing import Floats, Held, Ints
 from imbrex.placement.refine import count_moves
 
-ALL_SETS_UP_TO = 6
-"""Ranks; above, only single ranks and pairs are looked at."""
+MOST_SETS = 96
+"""Crowded sets kept at once; with 192 a change takes a third longer and placements are no better."""
+LOOK_COSTS = 30
+"""Proposals that splitting all batches takes the time of."""
+GIVE_UP = 60
+"""Proposals without one that is taken, after which what was taken so far is looked at."""
+PRICES = (1.6e-2, 8e-3, 4e-3, 2e-3, 1e-3)
+"""Parts of the mean that a fetch must lower the fullest rank by, where one is in use. Dear ones first: at the
+last price alone 31 fetches gained what 16 do (8 ranks, 72 slots, from intent to law)."""
+
+Change = tuple[list[int], Held]
+"""Experts, and the ranks that hold them then, bool [W, experts]."""
 
 
-def sets_of_ranks(num_ranks: int) -> Held:
-    """Sets that can be full, bool [A, W]: all but the whole on few ranks, else one and two ranks."""
-    largest = num_ranks - 1 if num_ranks <= ALL_SETS_UP_TO else 2
-    chosen = [set_ for size in range(1, largest + 1) for set_ in combinations(range(num_ranks), size)]
-    sets = np.zeros((len(chosen), num_ranks), dtype=bool)
-    for row, ranks in enumerate(chosen):
-        sets[row, list(ranks)] = True
-    return sets
+def fullness(history_HE: Floats, held_WE: Held) -> Floats:
+    """The fullest rank over the mean under the balanced split, of every batch; 1 without load."""
+    mean_H, _ = _means(history_HE, len(held_WE))
+    return np.maximum(bounds(history_HE, held_WE).reached_H / mean_H, 1)
 
 
-class Confined:
-    """Load that only a set of ranks can take, for every past batch and set, kept up to date move by move."""
+def cost_of(history_HE: Floats, held_WE: Held) -> float:
+    """The mean of `fullness` over batches, weighted by their load; 1 without load."""
+    if not history_HE.any():
+        return 1.0
+    return float(fullness(history_HE, held_WE) @ _means(history_HE, len(held_WE))[1])
 
-    def __init__(self, history_HE: Floats, held_WE: Held) -> None:
-        self.held, self.load_EH = held_WE.copy(), np.ascontiguousarray(history_HE.T)
-        sets_AW = sets_of_ranks(len(held_WE))
-        self.others_WA = (~sets_AW).T
-        total_H = history_HE.sum(1)
-        mean_H = np.maximum(total_H / len(held_WE), 1e-300)
-        self.weight_H = total_H / max(float(total_H.sum()), 1e-300)
-        self.scale_HA = 1 / (mean_H[:, None] * np.maximum(sets_AW.sum(1), 1))
-        self.confined_HA = history_HE @ self._inside(held_WE).astype(float)
-        self.cost = self._cost(self.confined_HA)
+
+def _means(history_HE: Floats, num_ranks: int) -> tuple[Floats, Floats]:
+    """The mean rank's load of every batch, and its part of all load."""
+    total_H = history_HE.sum(1)
+    return np.maximum(total_H / num_ranks, 1e-300), total_H / max(float(total_H.sum()), 1e-300)
+
+
+class Crowded:
+    """A placement changed step by step, and the load of every batch that only the sets kept can take.
+
+    base: the placement in use; every expert fetched that is not there in it counts as `price`. best: the
+    placement with the least cost in truth, of those looked at.
+    """
+
+    def __init__(self, history_HE: Floats, held_WE: Held, base_WE: Held) -> None:
+        self.held, self.base, self.price = held_WE.copy(), base_WE, 0.0
+        self.load_HE, self.load_EH = history_HE, np.ascontiguousarray(history_HE.T)
+        self.mean_H, self.weight_H = _means(history_HE, len(held_WE))
+        self.sets_AW = np.eye(len(held_WE), dtype=bool)
+        self.best, self.lowest = held_WE, np.inf
+        self._judge()
+        self.look()
+
+    def _judge(self) -> None:
+        """All of it from `held` and the sets."""
+        self.others_WA = (~self.sets_AW).T.astype(np.float32)
+        self.inside_EA = self._inside(self.held)
+        self.scale_HA = 1 / (self.mean_H[:, None] * self.sets_AW.sum(1))
+        self.crowd_HA = (self.load_HE @ self.inside_EA.astype(np.float64)) * self.scale_HA
+        self.moves = count_moves(self.base, self.held)
+        self.cost = self._cost(self.crowd_HA, self.moves)
+        self._find_worst()
 
     def _inside(self, held_WE: Held) -> Held:
         """Whether all replicas of an expert are in a set, bool [E, A]."""
-        return ~(held_WE.T @ self.others_WA)
+        return (held_WE.T.astype(np.float32) @ self.others_WA) == 0
 
-    def _cost(self, confined_HA: Floats) -> float:
-        fullest_H = np.maximum((confined_HA * self.scale_HA).max(1), 1)
-        return float(fullest_H @ self.weight_H)
+    def _cost(self, crowd_HA: Floats, moves: int) -> float:
+        return float(np.maximum(crowd_HA.max(1), 1) @ self.weight_H) + self.price * moves
 
-    def take(self, changed: dict[int, Held], *, must_fall: bool) -> bool:
-        """Take new columns of `held` where the cost does not rise, or must fall."""
-        confined = self.confined_HA.copy()
-        for expert, held_W in changed.items():
-            columns = np.stack([self.held[:, expert], held_W], 1)
-            before, after = self._inside(columns).astype(float)
-            confined += self.load_EH[expert][:, None] * (after - before)
-        cost = self._cost(confined)
-        if cost > self.cost or (must_fall and cost >= self.cost - 1e-9):
+    def _find_worst(self) -> None:
+        self.worst_H = self.crowd_HA.argmax(1)
+        self.excess_H = (np.maximum(self.crowd_HA.max(1) - 1, 0) * self.weight_H).cumsum()
+        self.several_E = self.held.sum(0) > 1
+
+    def look(self) -> bool:
+        """Split all batches by the placement; whether it is the best so far, as which it is kept."""
+        known = bounds(self.load_HE, self.held)
+        reached = float(np.maximum(known.reached_H / self.mean_H, 1) @ self.weight_H)
+        self._seen = known.crowded_HW[known.needed_H > self.mean_H * (1 + 1e-9)]
+        moves, moves_of_best = (count_moves(self.base, held) for held in (self.held, self.best))
+        better = reached + self.price * moves <= self.lowest + self.price * moves_of_best
+        if better:
+            self.best, self.lowest = self.held.copy(), reached
+        return better
+
+    def restart(self) -> None:
+        """From the best, knowing what was crowded in the placement looked at last. Of too many sets those are
+        forgotten that have crowded least."""
+        self.held = self.best.copy()
+        if len(self.sets_AW) + len(self._seen) > MOST_SETS:
+            worth_A = np.maximum(self.crowd_HA - 1, 0).sum(0)
+            worth_A[self.worst_H] = np.inf
+            number = max(MOST_SETS - len(self._seen), MOST_SETS // 2)
+            self.sets_AW = self.sets_AW[np.sort(np.argsort(-worth_A, kind="stable")[:number])]
+        known = {row.tobytes() for row in self.sets_AW}
+        new = {row.tobytes(): row for row in self._seen if row.tobytes() not in known}
+        self.sets_AW = np.concatenate([self.sets_AW, *(row[None] for row in new.values())])
+        self._judge()
+
+    def propose(self, batch: float, rank: float, expert: float, other: float, kind: float) -> Change | None:
+        """Let a crowded set of some batch give an expert to a rank outside: a replica in the place of one of
+        an expert with several, or the expert itself for one that the batch wants less. All from 0 to 1."""
+        at = min(int(self.excess_H.searchsorted(batch * self.excess_H[-1])), len(self.excess_H) - 1)
+        held, worst = self.held, self.worst_H[at]
+        outside, confined = (~self.sets_AW[worst]).nonzero()[0], self.inside_EA[:, worst].nonzero()[0]
+        if not len(outside) or not len(confined):
+            return None
+        to, given = _pick(outside, rank), _pick(confined, expert)
+        theirs = (held[to] & self.several_E).nonzero()[0]
+        if kind < 0.5 and len(theirs):
+            return self._replace(to, _pick(theirs, other), given)
+        at_home = _pick(held[:, given].nonzero()[0], 2 * kind % 1)
+        lighter = self.load_HE[at] < self.load_HE[at, given]
+        theirs = (held[to] & ~held[at_home] & lighter).nonzero()[0]
+        return self._swap(at_home, given, to, _pick(theirs, other)) if len(theirs) else None
+
+    def _replace(self, rank: int, taken: int, given: int) -> Change:
+        columns = self.held[:, [taken, given]]
+        columns[rank] = False, True
+        return [taken, given], columns
+
+    def _swap(self, one: int, mine: int, two: int, theirs: int) -> Change:
+        columns = self.held[:, [mine, theirs]]
+        columns[one], columns[two] = (False, True), (True, False)
+        return [mine, theirs], columns
+
+    def undo(self) -> list[Change]:
+        """Changes that each bring one rank, or two that swap, nearer to the base."""
+        new, gone = self.held & ~self.base, self.base & ~self.held
+        found = []
+        for rank, mine in np.argwhere(new).tolist():
+            if self.several_E[mine]:
+                found += [self._replace(rank, mine, back) for back in gone[rank].nonzero()[0].tolist()]
+            for other in gone[:, mine].nonzero()[0].tolist():
+                back = (gone[rank] & new[other]).nonzero()[0].tolist()
+                found += [self._swap(rank, mine, other, theirs) for theirs in back if rank < other]
+        return found
+
+    def take(self, change: Change, max_moves: int | None) -> bool:
+        """Take a change where the cost does not rise, or, where fetches have a price, falls."""
+        experts, columns = change
+        base, held = self.base[:, experts], self.held[:, experts]
+        moves = self.moves + int((columns & ~base).sum()) - int((held & ~base).sum())
+        if max_moves is not None and moves > max(max_moves, self.moves):
             return False
-        self.cost, self.confined_HA = cost, confined
-        for expert, held_W in changed.items():
-            self.held[:, expert] = held_W
+        inside = self._inside(columns)
+        gained = inside.astype(np.float64) - self.inside_EA[experts]
+        crowd_HA = self.crowd_HA + (self.load_EH[experts].T @ gained) * self.scale_HA
+        cost = self._cost(crowd_HA, moves)
+        if cost > self.cost - (1e-9 if self.price else 0):
+            return False
+        self.cost, self.moves, self.crowd_HA = cost, moves, crowd_HA
+        self.held[:, experts], self.inside_EA[experts] = columns, inside
+        self._find_worst()
         return True
+
+
+def _pick(choices: Ints, where: float) -> int:
+    return int(choices[int(where * len(choices))])
 
 
 def harden(
@@ -75,57 +185,52 @@ def harden(
     *,
     proposals: int,
     seed: int = 0,
+    prices: Sequence[float] = (0.0,),
     max_moves: int | None = None,
 ) -> Held:
     """A placement with the same slots per rank, at least as good for the balanced split over the history.
 
-    history_HE: tokens per expert of each of H past batches. max_moves: at most so many ranks and experts are
-    in the result that are not in `held_WE`. Deterministic in all arguments.
+    history_HE: tokens per expert of each of H past batches. prices: each expert that a rank must fetch has to
+    lower the fullest rank by so much of the mean, one price after the other. max_moves: fetches at most.
+    Deterministic in all arguments.
     """
-    num_ranks = len(held_WE)
-    if num_ranks < 2 or not history_HE.any():
+    history_HE = history_HE[history_HE.any(1)]
+    if len(held_WE) < 2 or not len(history_HE):
         return held_WE
-    state, draw = Confined(history_HE, held_WE), np.random.default_rng(seed)
-    ranks = draw.integers(num_ranks, size=(proposals, 2))
-    picks = draw.random((proposals, 2))
-    for (one, two), (first, second) in zip(ranks.tolist(), picks.tolist(), strict=True):
-        if state.cost <= 1 + 1e-12:
+    state = Crowded(history_HE, held_WE, held_WE)
+    numbers = np.random.default_rng(seed).random((proposals, 5)).tolist()
+    for place, price in enumerate(prices):
+        state.price = price
+        _search(state, numbers, proposals * (len(prices) - 1 - place) // len(prices), max_moves)
+    if state.price:
+        _take_back(state)
+    return state.best
+
+
+def _search(state: Crowded, numbers: list[list[float]], left: int, max_moves: int | None) -> None:
+    """Use up random numbers until so many are left."""
+    step = 4
+    while len(numbers) > left and state.lowest > 1 + 1e-9:
+        state.restart()
+        if _walk(state, numbers, step, max_moves):
+            del numbers[max(len(numbers) - LOOK_COSTS, left) :]
+            step = min(2 * step, 64) if state.look() else max(step // 2, 1)
+
+
+def _walk(state: Crowded, numbers: list[list[float]], step: int, max_moves: int | None) -> int:
+    """Changes taken, at most `step`."""
+    taken = 0
+    for _ in range(GIVE_UP):
+        if not numbers or taken == step:
             break
-        propose = _propose_swap if one != two else _propose_replica
-        changed = propose(state.held, one, two, first, second)
-        if changed and _within(held_WE, state.held, changed, max_moves):
-            state.take(changed, must_fall=max_moves is not None)
-    return state.held
+        change = state.propose(*numbers.pop())
+        taken += change is not None and state.take(change, max_moves)
+    return taken
 
 
-def _propose_swap(held: Held, one: int, two: int, first: float, second: float) -> dict[int, Held]:
-    mine = np.flatnonzero(held[one] & ~held[two])
-    theirs = np.flatnonzero(held[two] & ~held[one])
-    if not len(mine) or not len(theirs):
-        return {}
-    given, taken = int(mine[int(first * len(mine))]), int(theirs[int(second * len(theirs))])
-    changed = {given: held[:, given].copy(), taken: held[:, taken].copy()}
-    changed[given][[one, two]] = (False, True)
-    changed[taken][[one, two]] = (True, False)
-    return changed
-
-
-def _propose_replica(held: Held, rank: int, _: int, first: float, second: float) -> dict[int, Held]:
-    """A slot of `rank` goes from an expert with several replicas to one that the rank has not."""
-    given = int(first * held.shape[1])
-    several = np.flatnonzero(held[rank] & (held.sum(0) > 1))
-    if held[rank, given] or not len(several):
-        return {}
-    taken = int(several[int(second * len(several))])
-    changed = {given: held[:, given].copy(), taken: held[:, taken].copy()}
-    changed[given][rank], changed[taken][rank] = True, False
-    return changed
-
-
-def _within(old: Held, held: Held, changed: dict[int, Held], max_moves: int | None) -> bool:
-    if max_moves is None:
-        return True
-    after = held.copy()
-    for expert, held_W in changed.items():
-        after[:, expert] = held_W
-    return count_moves(old, after) <= max_moves
+def _take_back(state: Crowded) -> None:
+    """Undo fetches that later ones made idle."""
+    while True:
+        state.restart()
+        if not any(state.take(change, None) for change in state.undo()) or not state.look():
+            return

@@ -1,0 +1,173 @@
+"""How even the balanced split makes many batches, and what nothing could make more even.
+
+Load flows from experts to the ranks that hold them, so the fullest rank of the best split is the highest,
+over all sets A of ranks, of the load that only A can take, divided by |A| (max flow, min cut). There are 2^W
+sets; none is listed here. All batches are split at once, in fractions: expert by expert, what an expert
+brings is poured anew over its ranks until those it reaches stand level. That is coordinate descent on the sum
+of squares, which ends at the most even split. After any number of rounds two things are known of every batch:
+the fullest rank of a split that exists, and, of the sets that hold the k fullest ranks, the one that needs
+most a rank. Where the two meet both are exact.
+Example: ranks 0 and 1, loads 6 on both, 3 and 5 on one each: 3 + 4 and 5 + 2 is level, and the set of both
+ranks needs 14 / 2 = 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from imbrex.contracts import Placement
+from imbrex.placement.flow import spread_choices
+from imbrex.placement.packing import Floats, Held, Ints
+from imbrex.placement.planner import to_held
+
+ROUNDS = 4
+"""Bring the two within 0.1 % of the mean of each other on recorded routing, 8 to 72 ranks."""
+MOST_ROUNDS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """How low the fullest rank of every batch is known to go, from both sides.
+
+    reached_H: its load under a split that exists. needed_H: load a rank that the ranks `crowded_HW` cannot
+    give away, so no split is below it.
+    """
+
+    reached_H: Floats
+    needed_H: Floats
+    crowded_HW: Held
+
+
+class Pouring:
+    """Batches under way to their most even split. loads_HW: of every rank, so far."""
+
+    def __init__(self, load_HE: Floats, held_WE: Held) -> None:
+        self.load_HE, self.held = load_HE, held_WE
+        number_E = held_WE.sum(0)
+        # One rank more than there are: it is full, and stands in where an expert has fewer ranks than others.
+        self._loads = np.full((len(load_HE), len(held_WE) + 1), np.inf)
+        self._loads[:, :-1] = (load_HE * (number_E == 1)) @ held_WE.T.astype(np.float64)
+        self._teams = [self._even_start(experts, ranks_GX) for experts, ranks_GX in _teams(held_WE)]
+
+    def _even_start(self, experts: Ints, ranks_GX: Ints) -> tuple[Floats, Ints, Floats]:
+        load_HG, real_GX = self.load_HE[:, experts], ranks_GX < len(self.held)
+        takes_HGX = np.where(real_GX, load_HG[:, :, None] / real_GX.sum(1)[:, None], 0.0)
+        for x in range(ranks_GX.shape[1]):
+            self._loads[:, ranks_GX[:, x]] += takes_HGX[:, :, x]
+        return load_HG, ranks_GX, takes_HGX
+
+    @property
+    def loads_HW(self) -> Floats:
+        return self._loads[:, :-1]
+
+    def pour(self) -> None:
+        """One round: every replicated expert once, those that share no rank at the same time."""
+        loads = self._loads
+        for load_HG, ranks_GX, takes_HGX in self._teams:
+            others = loads[:, ranks_GX] - takes_HGX
+            # The level over the k lowest falls with k until the next one stands above it, then rises.
+            sums = np.sort(others, axis=2).cumsum(2)
+            level = ((load_HG[:, :, None] + sums) / np.arange(1, sums.shape[2] + 1)).min(2, keepdims=True)
+            takes_HGX[:] = np.maximum(level - others, 0.0)
+            loads[:, ranks_GX] = others + takes_HGX
+
+    def bounds(self) -> Bounds:
+        """Both bounds after the rounds so far."""
+        loads, batches = self.loads_HW, np.arange(len(self.load_HE))[:, None]
+        num_ranks = loads.shape[1]
+        order = np.argsort(-loads, axis=1, kind="stable")
+        place_HW = np.empty_like(order)
+        np.put_along_axis(place_HW, order, np.arange(num_ranks)[None], axis=1)
+        expert_of, rank_of = np.nonzero(self.held.T)
+        firsts = np.searchsorted(expert_of, np.arange(self.held.shape[1]))
+        last_HE = np.maximum.reduceat(place_HW[:, rank_of], firsts, axis=1)
+        bins = (last_HE + batches * num_ranks).ravel()
+        confined = np.bincount(bins, self.load_HE.ravel(), num_ranks * len(loads))
+        needed = confined.reshape(-1, num_ranks).cumsum(1) / np.arange(1, num_ranks + 1)
+        most = needed.argmax(1)[:, None]
+        return Bounds(
+            reached_H=loads.max(1),
+            needed_H=np.take_along_axis(needed, most, 1)[:, 0],
+            crowded_HW=place_HW <= most,
+        )
+
+
+def _teams(held_WE: Held) -> list[tuple[Ints, Ints]]:
+    """Replicated experts in teams that share no rank, with their ranks; the number of ranks fills up rows."""
+    nobody = len(held_WE)
+    number_E = held_WE.sum(0)
+    several = np.flatnonzero(number_E > 1)
+    busy: list[set[int]] = []
+    teams: list[list[tuple[int, list[int]]]] = []
+    for expert in several[np.argsort(-number_E[several], kind="stable")].tolist():
+        ranks = np.flatnonzero(held_WE[:, expert]).tolist()
+        free = next((at for at, taken in enumerate(busy) if taken.isdisjoint(ranks)), None)
+        if free is None:
+            free = len(teams)
+            busy.append(set())
+            teams.append([])
+        busy[free].update(ranks)
+        teams[free].append((expert, ranks))
+    found = []
+    for team in teams:
+        widest = max(len(ranks) for _, ranks in team)
+        rows = [ranks + [nobody] * (widest - len(ranks)) for _, ranks in team]
+        found.append((np.array([expert for expert, _ in team]), np.array(rows)))
+    return found
+
+
+def bounds(load_HE: Floats, held_WE: Held, rounds: int = ROUNDS) -> Bounds:
+    """Both bounds of every batch. load_HE: load per expert, float64 [H, E]; every expert is on a rank."""
+    pouring = Pouring(load_HE, held_WE)
+    for _ in range(rounds):
+        pouring.pour()
+    return pouring.bounds()
+
+
+def fullest_ranks(counts_HE: Ints, placement: Placement) -> Ints:
+    """Choices of the fullest rank under `split_balanced` in every batch, int64 [H], exactly.
+
+    Whole choices can be split as evenly as fractions, up to the next whole number: both are flows.
+    """
+    pouring = Pouring(counts_HE.astype(np.float64), to_held(placement))
+    reached = least = np.zeros(len(counts_HE), dtype=np.int64)
+    for number in range(MOST_ROUNDS + 1):
+        # The number of rounds doubles between two looks.
+        if number & (number - 1) == 0:
+            known = pouring.bounds()
+            reached, least = (np.ceil(b - 1e-6).astype(np.int64) for b in (known.reached_H, known.needed_H))
+            if (reached == least).all():
+                return reached
+        pouring.pour()
+    for at in np.flatnonzero(reached != least):
+        ends = np.concatenate([[0], np.cumsum(spread_choices(counts_HE[at][None], placement)[0])])
+        reached[at] = np.diff(ends[list(placement.rank_offsets)]).max()
+    return reached
+
+
+def imbalances(counts_HE: Ints, placement: Placement, split: str) -> Floats:
+    """The fullest rank over the mean, minus 1, under the split `balanced` or `even` (shares in fractions), of
+    every batch that has choices, in order."""
+    counts_HE = counts_HE[counts_HE.any(1)]
+    if split == "balanced":
+        fullest_H = fullest_ranks(counts_HE, placement)
+    else:
+        held = to_held(placement)
+        fullest_H = (counts_HE @ (held / held.sum(0)).T).max(1, initial=0)
+    return fullest_H * placement.num_ranks / counts_HE.sum(1) - 1
+
+
+def least_fullest(load_E: Floats, num_ranks: int, num_slots: int) -> float:
+    """A load that the fullest rank has at least, wherever replicas live and however they are split: the mean,
+    and what is left a replica where every slot is given to the expert with the most load a replica.
+
+    Example: loads 9, 2, 1 on 2 ranks of 2 slots: 6, the mean, as two replicas of the first take 4.5 each.
+    """
+    limit, heaviest = min(num_ranks, num_slots), np.sort(load_E)[::-1]
+    number_E = np.ones(len(load_E))
+    for _ in range(num_slots - len(load_E)):
+        most = int(np.where(number_E < limit, heaviest / number_E, -1.0).argmax())
+        number_E[most] += 1
+    return float(max(load_E.sum() / num_ranks, (heaviest / number_E).max()))
