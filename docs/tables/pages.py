@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.tables import codecs, exchange, experts, layer, pictures, placement, schedules, transports
+from docs.tables import codecs, exchange, experts, fused, layer, pictures, placement, schedules, transports
 from docs.tables.results import ROOT, Table
 
 TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
@@ -25,6 +25,15 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "launches and memory": experts.needs,
         "layer in fp8": experts.layer_fp8,
         "fp8": experts.fp8,
+    },
+    "docs/fused.md": {
+        "rows out": fused.rows_out,
+        "movers": fused.movers,
+        "waits": fused.waits,
+        "gradient": fused.gradient,
+        "home": fused.home,
+        "sums": fused.sums,
+        "sustained": fused.sustained,
     },
     "docs/codecs.md": {"rates": codecs.rates, "learning": codecs.learning},
     "docs/placement.md": {
