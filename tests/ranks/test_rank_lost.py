@@ -20,6 +20,58 @@ from tests.ranks.pool import Pool, RankError, Ranks
 TIMEOUT_S = 2.0
 
 
+def lose_in_the_backward(ranks: Ranks) -> None:
+    """Rank 1 dies between forward and backward."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
+    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall", timeout=TIMEOUT_S)
+    x_TD = torch.randn(3, 4, requires_grad=True)
+    for _ in range(2):
+        loss = layer(x_TD).sum()
+        dist.barrier(ranks.group)
+        if x_TD.grad is not None and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+
+
+def call_in_a_fork(ranks: Ranks) -> tuple[str, list[float]]:
+    """What a child that was forked after the groups were made is told, and that the ranks go on."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
+    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall")
+    x_TD = torch.ones(3, 4)
+    before = layer(x_TD).tolist()
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        try:
+            layer(x_TD)
+            told = "no word"
+        except BaseException as error:  # noqa: BLE001 - the child ends here, whatever it was
+            told = f"{type(error).__name__}: {error}"
+        os.write(writes, told.encode())
+        os._exit(0)
+    os.wait()
+    told = os.read(reads, 4096).decode()
+    assert layer(x_TD).tolist() == before
+    return told, before
+
+
+def test_a_fork_of_a_rank_is_told_at_once(pool) -> None:
+    for rank, (told, _) in enumerate(pool.run(2, call_in_a_fork)):
+        assert told.startswith(f"RuntimeError: this process was forked from rank {rank} (pid ")
+        assert "which do not survive a fork: call layers on the ranks only" in told
+
+
+def test_a_loss_in_the_backward_pass_is_said_so() -> None:
+    ranks = Pool(2, timeout_s=120.0, grace_s=10.0)
+    try:
+        with pytest.raises(RankError) as caught:
+            ranks.run(2, lose_in_the_backward)
+    finally:
+        ranks.close()
+    said = next(line for line in str(caught.value).splitlines() if "RankLostError: " in line)
+    assert "rank 0 lost its peers in the backward pass" in said
+    assert said.endswith(("a rank died or left", "a rank was silent for 2 s"))
+
+
 def run_and_lose(ranks: Ranks, how: str, phase: str) -> None:
     """Rank 1 dies or sleeps in `phase`; rank 0 goes on into the same crossing."""
     x_TD, ids_TK = torch.randn(3, 4), torch.tensor([[0], [1], [0]])
@@ -54,9 +106,8 @@ def test_the_others_are_told(how: str, phase: str) -> None:
     # One that died has answered; one that sleeps is not waited for.
     ranks = Pool(2, timeout_s=120.0, grace_s=10.0 if how == "dies" else 0.1)
     try:
-        said = (
-            rf"waited long enough: rank 0 lost its peers in {phase}: a rank died, left or was silent for 2 s"
-        )
+        why = "a rank died or left" if how == "dies" else "a rank was silent for 2 s"
+        said = rf"waited long enough: rank 0 lost its peers in {phase}: {why}\n"
         with pytest.raises(RankError, match=said):
             ranks.run(2, run_and_lose, how, phase)
     finally:

@@ -6,12 +6,14 @@ import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 # Its functions keep the default group of the moment as a default argument. torch's compiler imports it at the
 # first call of an operator; imported here, before there is a group, it keeps none alive. See `leave`.
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed.nn.functional
 
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e6
@@ -43,6 +45,7 @@ def timeout_seconds(timeout: float | None = None) -> float:
 
 def start(what: str, begin: Callable[[], dist.Work | None], timeout_s: float) -> dist.Work | None:
     """Begin a collective; a failure becomes a RankLostError that says what it was."""
+    _check_not_forked()
     try:
         return begin()
     except RuntimeError as error:
@@ -80,9 +83,47 @@ def leave() -> None:
     gc.collect()
 
 
+_BACKWARD = {"dispatch": ", sending rows to the experts", "combine": ", fetching rows from the experts"}
+
+
 def _lost(what: str, timeout_s: float, error: RuntimeError) -> RankLostError:
+    """The words of gloo or NCCL, addresses and lines of their sources, are the cause's."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return RankLostError(
-        f"rank {rank} lost its peers in {what}: a rank died, left or was silent for {timeout_s:g} s ({first})"
+    if torch._C._current_graph_task_id() >= 0:
+        # The same moves as in the forward, the other way round: their names would mislead.
+        what = f"the backward pass{_BACKWARD.get(what, f', {what}')}"
+    text = str(error).lower()
+    if any(word in text for word in ("timed out", "timeout", "time out")):
+        why = f"a rank was silent for {timeout_s:g} s"
+    elif "connection" in text or "peer" in text:
+        why = "a rank died or left"
+    else:
+        why = f"a rank died, left or was silent for {timeout_s:g} s"
+    return RankLostError(f"rank {rank} lost its peers in {what}: {why}")
+
+
+class _Inherited:
+    """The groups of the process that this one was forked from, which do not work here."""
+
+    group: Any = None
+    pid = 0
+
+
+def _after_fork() -> None:
+    _Inherited.group, _Inherited.pid = (
+        (dist.group.WORLD, os.getppid()) if dist.is_initialized() else (None, 0)
     )
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _check_not_forked() -> None:
+    """Their threads and connections stayed with the parent: a collective would wait for ever, or break the
+    parent's."""
+    if _Inherited.group is not None and dist.is_initialized() and dist.group.WORLD is _Inherited.group:
+        raise RuntimeError(
+            f"this process was forked from rank {dist.get_rank()} (pid {_Inherited.pid}) after it had joined "
+            "its groups, which do not survive a fork: call layers on the ranks only, or start processes "
+            "by spawn and let each call init_process_group"
+        )
