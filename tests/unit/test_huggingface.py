@@ -226,3 +226,10 @@ def test_generation_with_a_static_cache_compiles_the_model():
     setattr(compiled, "_compile_all_devices", True)  # noqa: B010
     options |= {"cache_implementation": "static", "compile_config": compiled}
     assert torch.equal(model.generate(ids, **options), want)
+
+
+def test_no_expert_is_drawn_to_be_overwritten(monkeypatch):
+    model = model_of("mixtral")
+    monkeypatch.setattr(Experts, "_draw", lambda *_: pytest.fail("an expert is drawn"))
+    for parameter in replace_blocks(model)[0].parameters():
+        assert not parameter.isnan().any()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from imbrex import MoELayer
+from imbrex.experts.experts import Experts
 from imbrex.guards import PartialStateWarning
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -35,6 +36,23 @@ class ReplacedBlock(MoELayer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.register_state_dict_post_hook(_tell_of_part)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "experts" and not isinstance(value, Experts):
+            self._lend_to(value)
+        super().__setattr__(name, value)
+
+    def _lend_to(self, wrapper: nn.Module) -> None:
+        """Tell what wraps the experts, as PEFT does for LoRA on them, what a strategy asks of experts."""
+        inner = next((m for m in wrapper.modules() if isinstance(m, Experts)), None)
+        if inner is None:
+            return
+        if self.placement.has_replicas or self.ranks.tensor_size > 1:
+            raise ValueError(
+                f"{type(wrapper).__name__} around experts of which several ranks hold the same, or a piece "
+                "of their width, would train other weights on each: leave out replicas and tensor_parallel"
+            )
+        wrapper.applies_weights = inner.applies_weights  # pyright: ignore[reportArgumentType]
 
     def block_state(self, experts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Everything the block held, by its own names there. experts: see `gather_experts`."""
