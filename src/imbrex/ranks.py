@@ -23,8 +23,11 @@ from imbrex.runtime.checks import expect
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """group: the ranks that exchange rows, expert rank major, tensor rank minor; `None` is one process alone.
-    data_group: the ranks that hold the same experts in other groups, or `None`."""
+    """The ranks of a layer.
+
+    group: the ranks that exchange rows, expert rank major, tensor rank minor; `None` is one process alone.
+    data_group: the ranks that hold the same experts in other groups, or `None`.
+    """
 
     group: dist.ProcessGroup | None
     data_group: dist.ProcessGroup | None
@@ -34,7 +37,7 @@ class Ranks:
     def of(
         group: dist.ProcessGroup | DeviceMesh | None, tensor_size: int, data_group: dist.ProcessGroup | None
     ) -> Ranks:
-        """From what a user has. Raises ValueError where the group does not divide."""
+        """The ranks from what a user has. Raises ValueError where the group does not divide."""
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "MoELayer: this rank is not in the group that torch.distributed.new_group made; make the "
@@ -145,8 +148,8 @@ def refuse_sharded(experts: nn.Module, ranks: Ranks) -> None:
 
 
 def _sharded_modules() -> Iterator[nn.Module]:
-    """Those with parameters that FSDP2 shards. In a forward these are whole again and look like any other, so
-    torch's own notes are asked, where anything has made some."""
+    """The modules with parameters that FSDP2 shards. In a forward these are whole again and look like any
+    other, so torch's own notes are asked, where anything has made some."""
     composable = sys.modules.get("torch.distributed._composable_state")
     for reference in list(getattr(composable, "_module_state_mapping", {}).values()):
         state = reference()

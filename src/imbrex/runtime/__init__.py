@@ -1,1 +1,1 @@
-"""What every room may use: bounded waits, streams, checks of arguments, tracing, deferred gradients."""
+"""Tools for every room: bounded waits, streams, checks of arguments, tracing, deferred gradients."""

@@ -21,7 +21,7 @@ from torch import Tensor
 _current: ContextVar[Deferral | None] = ContextVar("imbrex_deferral", default=None)
 
 Gradient = Callable[[Tensor | None], Tensor | None]
-"""That of a weight, added to the tensor given, in place, or by itself; `None`: it is added elsewhere."""
+"""A weight's gradient, added in place to the tensor given, or by itself; `None`: it is added elsewhere."""
 
 VIEWS = ("AccumulateGrad", "TransposeBackward0", "TBackward0", "PermuteBackward0", "ToCopyBackward0")
 """Steps from a parameter to the weight that is multiplied which keep nothing: they can be gone back twice."""
@@ -49,9 +49,9 @@ class Deferral:
     def gradients(
         self, parameters: Sequence[Tensor], sums: Sequence[Tensor | None] | None = None
     ) -> list[Tensor | None]:
-        """Of every parameter what the recorded products contribute, or None. Once.
+        """The gradient of every parameter from the recorded products, or None. Can be asked once.
 
-        sums: what such calls have returned before; it is added to, in place.
+        sums: what such calls returned before; it is added to, in place.
         """
         found: list[Tensor | None] = [None] * len(parameters) if sums is None else list(sums)
         for weight, gradient in self._products:

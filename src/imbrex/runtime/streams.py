@@ -88,7 +88,7 @@ class Mark:
             time.sleep(POLL_S)
 
     def hold(self, stream: Any = None) -> None:
-        """What is queued on `stream`, or on the caller's, from now on waits for it."""
+        """Make what is queued from now on, on `stream` or on the caller's, wait for it."""
         if self._event is not None:
             self._event.wait(stream)
 
