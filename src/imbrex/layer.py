@@ -9,6 +9,7 @@ every row, encodes rows and moves them; the strategy decides when these steps ru
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import cast
@@ -95,6 +96,8 @@ class MoELayer(nn.Module):
     ranks' losses; `imbrex.sync_gradients(model)` turns it into the mean that data parallelism uses.
     With `transport="allreduce"` the tokens, and the loss, are the same on every rank of the group.
     """
+
+    _copied = False
 
     def __init__(
         self,
@@ -214,6 +217,18 @@ class MoELayer(nn.Module):
             self.experts.reset_parameters(self.ranks.agree_on_seed())
         self._share()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> MoELayer:
+        """A copy with parameters of its own over the same ranks and exchange, as for an average of weights;
+        no routing yet. It is for the placement that the original has now."""
+        for shared in (self.ranks, self.strategy, self.token_groups):
+            memo[id(shared)] = shared
+        memo[id(self.routing)] = None
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(deepcopy(self.__dict__, memo))
+        copied._copied = True
+        guards.watch(copied)
+        return copied
+
     def check(self, *, synchronize: bool = False) -> None:
         """Raise where a call has failed on the device: as `Exchange.check`."""
         self.exchange.check(synchronize=synchronize)
@@ -284,6 +299,11 @@ class MoELayer(nn.Module):
             refuse_ddp(self.experts, self.ranks)
             refuse_sharded(self.experts, self.ranks)
             refuse_meta(self)
+        if self._copied and self.placement != self.exchange.geometry.placement:
+            raise ValueError(
+                "MoELayer: this is a copy, and the experts of the layer that it was copied from have moved, "
+                "with the exchange that both use; copy it anew, or without a balancer"
+            )
         wrong = self.exchange.problem_with(x)
         if wrong or (self.gate.is_collective and self.ranks.group is not None):
             self.exchange.check_in(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import imbrex
+from imbrex.placement import from_slots
 from tests.ranks.layer_jobs import SEED, Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.reference import run_reference
@@ -247,6 +249,35 @@ def test_replicated_tokens_give_every_rank_the_whole_gate_gradient(pool: Pool) -
     for other in others:
         assert torch.equal(first["grads"]["gate.weight"], other["grads"]["gate.weight"])
         assert torch.equal(first["y"], other["y"])
+
+
+def run_copied(ranks: Ranks, case: Case) -> tuple[bool, bool, str]:
+    """Whether a copy computes what the layer does, with its own weights; what it says when experts moved."""
+    layer = make_layer(case, ranks.group)
+    x_TD = tokens_of(case, ranks.rank)
+    y_TD = layer(x_TD)
+    copied = deepcopy(layer)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    same, own = torch.equal(copied(x_TD), y_TD), not layer(x_TD).any()
+    layer.placement = from_slots([[3, 4, 5], [0, 1, 2]], 6)
+    layer.exchange.relocate(layer.placement)
+    layer(x_TD)
+    try:
+        copied(x_TD)
+    except ValueError as error:
+        return same, own, str(error)
+    return same, own, "nothing"
+
+
+def test_a_copy_is_over_the_same_ranks(pool: Pool) -> None:
+    for same, own, said in pool.run(2, run_copied, Case(config=SMALL)):
+        assert same
+        assert own
+        assert said.startswith(
+            "MoELayer: this is a copy, and the experts of the layer that it was copied from"
+        )
 
 
 def test_a_group_that_does_not_divide() -> None:

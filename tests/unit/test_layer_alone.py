@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -142,6 +146,33 @@ def test_a_layer_without_values_is_refused_until_it_has_some() -> None:
         assert torch.equal(ours, theirs)
         assert 0 < ours.abs().max().item() <= 8**-0.5 + 6**-0.5
     assert layer(torch.randn(3, 8)).isfinite().all()
+
+
+def test_copies_and_averages_of_a_layer_have_weights_of_their_own() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), make(shared=imbrex.SharedExperts(intermediate_size=6)))
+    x = torch.randn(5, 8)
+    y = model(x)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    assert torch.equal(average(x), y)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(copy.deepcopy(average)(x), y)
+    for _ in range(2):  # the first copies
+        average.update_parameters(model)
+    assert torch.equal(average(x), model(x))
+    copied = copy.deepcopy(model)
+    copied(x).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_saving_a_layer_itself_is_refused_with_what_to_save() -> None:
+    layer = make()
+    for save in (pickle.dumps, lambda whole: torch.save(whole, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"nor can a model with a MoELayer, .*save model\.state_dict\(\)"):
+            save(torch.nn.Sequential(layer))
+    torch.save(layer.state_dict(), io.BytesIO())
 
 
 def test_a_width_is_no_config() -> None:

@@ -348,6 +348,17 @@ class Exchange:
             weighted,
         )
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Exchange:
+        """Itself: copies of a model move their rows through one exchange, as its layers' calls do."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        """What pickle asks."""
+        raise TypeError(
+            "Exchange: it cannot be pickled, nor can a model with a MoELayer, whose group is this process's; "
+            "save model.state_dict(), over ranks with imbrex.parallel.checkpoint, and load into a new model"
+        )
+
     def check(self, *, synchronize: bool = False) -> None:
         """Raise where a call has failed on the device, whose results are wrong: over `nvlink`,
         `imbrex.kernels.exchange.error.ExchangeError`. The next call, `sync_gradients` and the step of an
