@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from torch import Tensor
 
 import imbrex
 from imbrex.bench.results import describe_run, write_results
+from imbrex.contracts import Crossing, Transport
 from imbrex.cost import COSTS, Load, Network
-from imbrex.exchange.crossings import Crossings
 from imbrex.launch.meeting import meet
 from imbrex.launch.netlab import started_by
 from imbrex.placement import contiguous
@@ -143,21 +144,28 @@ def calls(job: Job, *, check: bool) -> list[float]:
 def moves(job: Job) -> list[float]:
     """Seconds of the rows' way out and of their way back alone; with `sequential` also of its halves."""
     exchange, x_TD, routing = job.exchange, job.x_TD, job.routing
-    crossings = exchange._crossings
-    assert isinstance(crossings, Crossings)
-    made = crossings.make_plans([(x_TD, routing)])[0]
-    encoded = crossings.write_dispatch(made, x_TD, routing.weights_TK)
+    dispatcher = exchange.dispatcher
+    (plan,) = dispatcher.agree([(x_TD, routing)])
+    out = dispatcher.dispatch(plan, x_TD, routing.weights_TK)
     begin = together(exchange)
-    received = crossings.begin_out(encoded, made.traffic).finish()
+    received = finish(out)
     times = [now(x_TD) - begin]
-    codec = crossings.wire.combine
-    sums_MB = received[:, : codec.nbytes(x_TD.shape[1], x_TD.dtype)].contiguous()
+    arrived = out.read(received)
+    back = dispatcher.combine(arrived.rows_RD, arrived.weights_R, arrived.state, len(x_TD))
     begin = together(exchange)
-    crossings.begin_back(sums_MB, made.traffic, codec, x_TD.dtype).finish()
+    finish(back)
     times.append(now(x_TD) - begin)
     if isinstance(exchange.transport, Sequential):
-        times += halves(job, encoded[made.traffic.sent_tokens_N], made.traffic.splits_2W)
+        rows = received.new_zeros(len(plan.traffic.sent_tokens_N), received.shape[1])
+        times += halves(job, rows, plan.traffic.splits_2W)
     return times
+
+
+def finish(crossing: Crossing[Any]) -> Tensor:
+    """The bytes that it moves."""
+    pending = crossing.move()
+    assert pending is not None
+    return pending.finish()
 
 
 def halves(job: Job, rows: Tensor, splits_2W: Tensor) -> list[float]:
@@ -165,7 +173,7 @@ def halves(job: Job, rows: Tensor, splits_2W: Tensor) -> list[float]:
     transport = job.exchange.transport
     assert isinstance(transport, Sequential)
     found, node = [], transport.rank // transport.nodes.size
-    send, receive = splits_2W[:2].tolist()
+    send, receive = splits_2W.tolist()
     for inside in (True, False):
         chosen = [rank // transport.nodes.size == node for rank in range(len(send))]
         some = [
@@ -201,11 +209,9 @@ class Sent:
 
 
 def bytes_of(args: argparse.Namespace, job: Job) -> Sent:
-    crossings, transport = job.exchange._crossings, job.exchange.transport
-    assert isinstance(crossings, Crossings)
-    traffic = crossings.make_plans([(job.x_TD, job.routing)])[0].traffic
-    rows_sent = getattr(transport, "rows_sent", None)
-    rows_W = traffic.splits_2W[0] if rows_sent is None else rows_sent(traffic, back=False)
+    transport = cast("Transport", job.exchange.transport)
+    (plan,) = job.exchange.dispatcher.agree([(job.x_TD, job.routing)])
+    rows_W = transport.rows_sent(plan.traffic, back=False)
     world = len(rows_W)
     nodes = Nodes.of(world, int(os.environ["LOCAL_WORLD_SIZE"]))
     told_2 = transport.exchange_counts(nodes.by_tier(rows_W, dist.get_rank())).double().sum(0)

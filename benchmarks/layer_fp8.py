@@ -22,7 +22,7 @@ from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.layer.race import PAUSE_CYCLES, Entry, Race, time_in_turns
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.shapes import MODELS
-from imbrex.contracts import Dispatched
+from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts.experts import Experts
 from imbrex.overlap import Serial
 
@@ -40,7 +40,7 @@ IMPLS = {
 class Decoded(torch.nn.Module):
     """fp8 experts that want rows in bfloat16."""
 
-    applies_weights, takes_fp8_rows = True, False
+    applies_weights, forms = True, (RowForm.ROWS,)
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -62,11 +62,13 @@ def calls_of(race: Race, tokens: int) -> dict[str, dict[str, Callable[[], Any]]]
     given = inputs.x_TD, inputs.routing
     found: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "dispatch": {}, "experts": {}}
     for impl, (codec, kind) in IMPLS.items():
-        exchange, experts, fp8_rows = exchanges[codec], kinds[kind], impl.endswith("rows")
-        dispatched = exchange.dispatch(*given, fp8_rows=fp8_rows)
-        assert (dispatched.scales_RB is not None) == fp8_rows
-        found["forward"][impl] = partial(Serial().run, *given, exchange, experts, None)
-        found["dispatch"][impl] = partial(exchange.dispatch, *given, fp8_rows=fp8_rows)
+        exchange, experts = exchanges[codec], kinds[kind]
+        form = RowForm.FP8 if impl.endswith("rows") else RowForm.ROWS
+        dispatched = exchange.dispatch(*given, forms=(form,))
+        assert dispatched.form is form
+        run = partial(Serial().run, *given, exchange, experts, None)
+        found["forward"][impl] = lambda run=run: run().y_TD
+        found["dispatch"][impl] = partial(exchange.dispatch, *given, forms=(form,))
         found["experts"][impl] = partial(experts, dispatched)
     return found
 

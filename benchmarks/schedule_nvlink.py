@@ -92,7 +92,7 @@ def _call(strategy: Any, race: Race, exchange: Exchange, inputs: Inputs, *, trai
 
     def call() -> list[Tensor]:
         with torch.set_grad_enabled(training):
-            y_TD = strategy.run(x_TD, routing, exchange, race.experts, None)
+            y_TD = strategy.run(x_TD, routing, exchange, race.experts, None).y_TD
         found = list(torch.autograd.grad(y_TD, leaves, inputs.d_y_TD)) if training else []
         return [y_TD.detach(), *found[:2]]
 

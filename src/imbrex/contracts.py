@@ -6,14 +6,17 @@ R expert-major rows, D model width, F expert width, E experts, e local slots, S 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 VERSION = 1
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,12 @@ class Routing:
     weights_TK: Tensor
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     kept_TK: Tensor | None = None
+
+    def keep(self, kept_TK: Tensor | None) -> Routing:
+        """With the choices that are left of these; `None`: all are."""
+        if kept_TK is None:
+            return self
+        return replace(self, kept_TK=kept_TK if self.kept_TK is None else self.kept_TK & kept_TK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,19 +71,53 @@ class Placement:
         return self.slots[self.rank_offsets[rank] : self.rank_offsets[rank + 1]]
 
 
+Split = Callable[[Tensor, Placement], Tensor]
+"""Which replica takes which choice: counts int64 [W, E] to int64 [W, S], summing to the counts per expert."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Who is where, and how rows are laid out: what the plans of an exchange have in common.
+
+    rows_per_slot: from the tokens of the group to the rows that every slot is padded to; `None`: as needed.
+    """
+
+    placement: Placement
+    rank: int
+    tensor_parallel: int
+    hidden_size: int
+    top_k: int
+    split: Split
+    alignment: int
+    rows_per_slot: Callable[[int], int] | None = None
+
+    @property
+    def local_slots(self) -> range:
+        expert_rank = self.rank // self.tensor_parallel
+        return range(*self.placement.rank_offsets[expert_rank : expert_rank + 2])
+
+    @property
+    def world_size(self) -> int:
+        return self.placement.num_ranks * self.tensor_parallel
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows that one token can have on this rank."""
+        return min(self.top_k, len(self.local_slots))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """Which rows cross, seen from one rank. The rows of the own rank stay in place and are not counted.
 
     sent_tokens_N: int64; token of every row that leaves, by destination rank, then token.
-    splits_2W: int64 on the host; rows sent to every rank, and rows received from every rank. For transports
-        that relay more rows follow: see `transport.relay`.
-    relay_XM: uint8, for transports that relay: which ranks of this node want the tokens it passes on.
+    splits_2W: int64 on the host; rows sent to every rank, and rows received from every rank.
+    hops: what a transport that passes rows on knows of its steps besides, in its own layout.
     """
 
     sent_tokens_N: Tensor
     splits_2W: Tensor
-    relay_XM: Tensor | None = None
+    hops: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,13 +141,26 @@ class Handle:
     """What `combine` and the backward need of a dispatch; a compiled graph can hold it.
 
     weights_R: float32; the routing weight of every row, 0 for padding. Differentiable.
-    state: what the crossings that made it know of the rows; theirs alone.
+    state: what the dispatcher that made it knows of the rows; its alone.
     num_tokens: T.
+    maker: the key of that dispatcher; 0 for rows that no exchange brought.
     """
 
     weights_R: Tensor
     state: tuple[Tensor, ...]
     num_tokens: int
+    maker: int = 0
+
+
+class RowForm(Enum):
+    """How rows reach the experts."""
+
+    ROWS = "rows"
+    """Expert-major, in the dtype of the tokens: every dispatch can give them."""
+    FP8 = "fp8"
+    """Expert-major, as they crossed: float8_e4m3fn, with a scale for every 128 values."""
+    INDEXED = "indexed"
+    """The tokens themselves, and the token of every row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,15 +170,17 @@ class Dispatched:
     rows_RD: expert-major, in local slot order, within a slot by source rank and token. Padding rows are zero.
     counts_e: int64; rows of every local slot, padding included. Rows past their sum are never read.
     handle: give it to `combine`; its `weights_R` are for experts that apply the weights themselves.
-    scales_RB: only for who asked for rows in fp8: `rows_RD` is float8_e4m3fn, and these are float32
-        [R, D/128]; a value stands for itself times the scale of its 128.
-    index_R: only for who asked for tokens in place: `rows_RD` are the tokens [T, D], and row r is token
-        `index_R[r]` (int64).
+    form: which of the forms that were asked for this is.
+    scales_RB: of `RowForm.FP8` alone, float32 [R, D/128]; a value of `rows_RD` stands for itself times the
+        scale of its 128.
+    index_R: of `RowForm.INDEXED` alone: `rows_RD` are the tokens [T, D], and row r is token `index_R[r]`
+        (int64).
     """
 
     rows_RD: Tensor
     counts_e: Tensor
     handle: Handle
+    form: RowForm = RowForm.ROWS
     scales_RB: Tensor | None = None
     index_R: Tensor | None = None
 
@@ -169,46 +227,312 @@ class Pending(Protocol):
     def finish(self) -> Tensor: ...
 
 
-class Transport(Protocol):
-    """How opaque encoded rows move between ranks. Knows neither codecs nor weights.
+class Crossing(NamedTuple, Generic[Value]):
+    """Rows on their way. What crosses has been written when a `Crossing` is made.
 
-    replicated: the tokens are the same on every rank; nothing is moved, and `all_reduce` sums the outputs.
-    broadcasts: every token goes to every rank, wanted there or not; the plan is made accordingly.
-    device: where the rows must lie.
+    move: begins it, in the same order on all ranks; gives `None` where nothing is left to wait for.
+    read: takes what the `finish` of that gave, or `None`, once, and gives what the crossing was for.
+    Tensors that a crossing was made of stay as they are until it has been read.
+    """
+
+    move: Callable[[], Pending | None]
+    read: Callable[[Any], Value]
+
+
+class Arrived(NamedTuple):
+    """What the crossing of a dispatch gives: see `Dispatched` and `Handle`. beside: the scales of rows in
+    fp8, or the index of rows that stayed where they are."""
+
+    rows_RD: Tensor
+    weights_R: Tensor
+    counts_e: Tensor
+    state: list[Tensor]
+    beside: Tensor | None = None
+
+
+Addend = Callable[[], Tensor | None]
+"""What is added to the sums of a combine, [T, D], or `None`; asked for once, when it is needed."""
+Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
+"""Sums encoded rows by target row: (rows, targets) in order, and how many targets there are."""
+
+
+class Listener(Protocol):
+    """Who is told what happens; see `imbrex.observe.Observer`."""
+
+    enabled: bool
+
+    def span(self, name: str, **where: int) -> AbstractContextManager[Any]: ...
+
+    def count(self, name: str, value: Any, **where: int) -> None: ...
+
+
+class Dispatcher(Protocol):
+    """Takes tokens to the ranks of their experts and sums the results at home, forward and backward.
+
+    A strategy asks it for the four crossings, moves them, and reads them; `serial` has one of each, others
+    one a chunk. Ranks ask for them in the same order.
+
+    key: by which operators find it, and handles name it. family: itself, and the dispatcher of the calls that
+    it leaves to another.
+    """
+
+    key: int
+    observer: Listener
+    layer: int
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        """Dtypes of the experts' rows that `combine` sums."""
+        ...
+
+    @property
+    def counts_on_device(self) -> bool: ...
+
+    @property
+    def family(self) -> Sequence[Dispatcher]: ...
+
+    def met(self, number: int, node_of_W: Sequence[int]) -> None:
+        """Take what ranks agreed upon at construction: a number that stands for this exchange on all ranks,
+        and the node of every rank."""
+        ...
+
+    def relocate(self, geometry: Geometry) -> None:
+        """From the next dispatch on, experts live elsewhere or replicas are chosen otherwise."""
+        ...
+
+    def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
+        """The one of the family that serves this call."""
+        ...
+
+    def beside(self, chunks: int) -> Dispatcher:
+        """The one for crossings that are under way while experts compute, in so many chunks."""
+        ...
+
+    def why_not_form(self, form: RowForm) -> str | None:
+        """Why rows of this exchange never come in `form`, or `None`."""
+        ...
+
+    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
+        """The first of `forms` that this call can have."""
+        ...
+
+    def why_not_tokens(self, x: Tensor) -> str | None:
+        """Why tokens [..., D] of this width, dtype and device cannot be dispatched, or `None`."""
+        ...
+
+    def check_in(self, x_TD: Tensor, routing: Routing) -> None:
+        """Tell every rank whether this input can be dispatched: ValueError on all where one's cannot."""
+        ...
+
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Any]:
+        """Plans of several dispatches: what ranks must know of each other before rows move, all at once.
+        Checks as `check_in` does."""
+        ...
+
+    def dispatch(
+        self, plan: Any, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
+    ) -> Crossing[Arrived]:
+        """Tokens to the ranks of their experts. form: as `form_of` gave it."""
+        ...
+
+    def combine(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        addend: Addend | None = None,
+        out_TD: Tensor | None = None,
+    ) -> Crossing[Tensor]:
+        """The experts' rows, summed, back home: outputs [T, D], in `out_TD` where there is one. Without
+        weights the rows were weighted before."""
+        ...
+
+    def combine_backward(
+        self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        """Gradients of the rows and of their weights. Without rows these were weighted before, and the
+        gradient of the weights is empty."""
+        ...
+
+    def dispatch_backward(
+        self,
+        d_rows_RD: Tensor,
+        d_weights_R: Tensor,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        """Gradients of the tokens and of their weights, in `out` where there is one."""
+        ...
+
+    def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
+        """The rows of an earlier dispatch, moved once more."""
+        ...
+
+    def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
+        """The shapes of a handle's state, for the compiler. `size` makes sizes that only the run knows."""
+        ...
+
+    def count_into(self, tally_WS: Tensor | None) -> None:
+        """Add the choices of every rank for every slot to int32 [W, S] from now on, where
+        `counts_on_device`; `None` ends it."""
+        ...
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise where a call has failed on the device; see `imbrex.Exchange.check`."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds; operators do not find it any more."""
+        ...
+
+
+class Backend(Protocol):
+    """What ranks reach each other by: a `Transport`, which moves bytes, or the kernels of `Nvlink`.
+
+    replicated: the tokens are the same on every rank. device: where the rows must lie.
     """
 
     name: str
     replicated: bool
-    broadcasts: bool
     device: torch.device
 
     def exchange_counts(self, message: Tensor) -> Tensor:
         """int64 [L] of this rank to int64 [W, L] of all ranks, on the host."""
         ...
 
+
+class Transport(Backend, Protocol):
+    """How opaque encoded rows move between ranks. Knows neither codecs nor weights.
+    `imbrex.transport.BytesTransport` has all of it but the moves.
+
+    replicated: the tokens are the same on every rank; nothing is moved, and `all_reduce` sums the outputs.
+    broadcasts: every token goes to every rank, wanted there or not; the plan is made accordingly.
+    relays: other ranks pass rows on, and `plan` asks for more than the rows between ranks.
+    sums_on_the_way: the rows of a token may come back as their sum.
+    sums_encoded: there is `sum_encoded`, for replicated tokens whose sums cross encoded.
+    ranks_per_node: neighbouring ranks of a node, where the transport knows it.
+    """
+
+    broadcasts: bool
+    relays: bool
+    sums_encoded: bool
+
+    @property
+    def sums_on_the_way(self) -> bool: ...
+
+    @property
+    def ranks_per_node(self) -> int | None: ...
+
+    def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
+        """The traffic of several dispatches at once. Collective unless `rows` are known.
+
+        wanted: the ranks that want this rank's tokens, bool [T, W]; its own column is not looked at.
+        rows: what every rank sends to every other, int64 [W, W] on the host with a diagonal of zeros.
+        """
+        ...
+
+    def fake_hops(self, ids_TK: Tensor, size: Callable[[], Any]) -> list[Tensor]:
+        """The shapes of `Traffic.hops`, for the compiler."""
+        ...
+
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         """uint8 [T, B], a row per token, to uint8 [M, B], by source rank, then token."""
         ...
 
-    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
-        """The way back: uint8 [M, B], a row per row received, to uint8 [N, B], a row per row sent."""
+    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
+        """The way back: uint8 [M, B], a row per row received, to uint8 [N, B], the rows that `home` lists.
+        add: how to sum encoded rows; given to those who `sums_on_the_way`, and to nobody else."""
+        ...
+
+    def home(self, traffic: Traffic) -> tuple[Tensor, list[int]]:
+        """The token of every row that comes back, and how many come under which rank."""
+        ...
+
+    def rows_sent(self, traffic: Traffic, *, back: bool) -> Tensor:
+        """int64 [W] on the host: rows that this rank sends to every other, with those that it passes on."""
         ...
 
     def all_reduce(self, partial_TD: Tensor) -> Tensor:
         """Sum over ranks; only where `replicated`."""
         ...
 
+    def sum_encoded(
+        self, partial_TD: Tensor, encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Sum over ranks of rows that cross encoded, float32 [T, D]; only where `sums_encoded`."""
+        ...
+
 
 class Experts(Protocol):
-    """The local experts. `applies_weights`: the rows returned are already times `handle.weights_R`.
+    """The local experts.
 
-    May have `takes_fp8_rows`, a bool: whether this call may get rows in fp8, with `scales_RB`; and
-    `takes_tokens_in_place`, another: tokens, with `index_R`.
+    applies_weights: the rows returned are already times `handle.weights_R`.
+    forms: the forms of rows that a call takes now, the best first; `RowForm.ROWS` is one of them.
     """
 
     applies_weights: bool
 
+    @property
+    def forms(self) -> Sequence[RowForm]: ...
+
     def __call__(self, dispatched: Dispatched) -> Tensor: ...
+
+
+class RowExchange(Protocol):
+    """What a strategy sees of an exchange; see `imbrex.Exchange`."""
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
+
+    @property
+    def transport(self) -> Backend: ...
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def wire(self) -> Wire: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def observer(self) -> Listener: ...
+
+    @property
+    def layer(self) -> int: ...
+
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, *, forms: Sequence[RowForm] = (RowForm.ROWS,)
+    ) -> Dispatched: ...
+
+    def combine(
+        self,
+        rows_RD: Tensor,
+        handle: Handle,
+        addend: Tensor | None = None,
+        *,
+        weighted: bool = False,
+        again: Any = None,
+    ) -> Tensor: ...
+
+    def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> AbstractContextManager[Any]: ...
+
+    def check_rows(self, rows_RD: Tensor, handle: Handle, *, together: bool) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """What a strategy gives: outputs [T, D] and, where it dropped choices of the routing, those that it kept,
+    bool [T, K]; the same mask gives the same outputs again."""
+
+    y_TD: Tensor
+    kept_TK: Tensor | None = None
 
 
 class Strategy(Protocol):
@@ -216,10 +540,17 @@ class Strategy(Protocol):
 
     name: str
 
-    def run(self, x_TD: Tensor, routing: Routing, exchange, experts: Experts, addend) -> Tensor:
-        """`addend`: a function of no arguments that computes what is added to the output, or `None`."""
+    def reason(self, exchange: RowExchange) -> str:
+        """Why this one, and what it does over the exchange's transport."""
         ...
 
-
-Split = Callable[[Tensor, Placement], Tensor]
-"""Which replica takes which choice: counts int64 [W, E] to int64 [W, S], summing to the counts per expert."""
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        exchange: RowExchange,
+        experts: Experts,
+        addend: Callable[[], Tensor] | None,
+    ) -> Output:
+        """`addend`: a function of no arguments that computes what is added to the output, or `None`."""
+        ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import cast
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import guards, overlap
 from imbrex.balancer import OnlineBalancer
-from imbrex.contracts import Codec, Placement, Routing, Split, Strategy, Transport, Wire
+from imbrex.contracts import Backend, Codec, Placement, Routing, RowForm, Split, Strategy, Wire
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import agree
 from imbrex.exchange.exchange import Exchange
@@ -106,7 +106,7 @@ class MoELayer(nn.Module):
         *,
         tensor_parallel: int = 1,
         data_group: dist.ProcessGroup | None = None,
-        transport: str | Transport | Auto = "auto",
+        transport: str | Backend | Auto = "auto",
         codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
         schedule: str | Strategy | Scheduler = "serial",
         experts: str | nn.Module = "auto",
@@ -142,7 +142,7 @@ class MoELayer(nn.Module):
             layer=layer,
         )
         # Ranks that start their moves in different ways would wait for each other forever.
-        agree(self.exchange.transport, {"the schedule": self.strategy.name}, "MoELayer")
+        agree(self.exchange.transport, self._settings(losses, dtype), "MoELayer")
         self.token_groups = self.ranks.token_groups(replicated=self.exchange.transport.replicated)
         kind = {"device": device, "dtype": dtype}
         self.gate = Router(
@@ -177,9 +177,9 @@ class MoELayer(nn.Module):
             pairs_EE = plan.count_pairs(routing.ids_TK, self.config.num_experts)
             observer.count("co_activation", pairs_EE, layer=number)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
-        y_TD = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
-        self.routing = routing
-        return y_TD.view_as(x)
+        output = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
+        self.routing = routing.keep(output.kept_TK)
+        return output.y_TD.view_as(x)
 
     def aux_loss(self) -> Tensor | float:
         """The auxiliary losses of the last call, each times its coefficient, summed."""
@@ -191,7 +191,7 @@ class MoELayer(nn.Module):
         transport, experts = self.exchange.transport, self.experts
         return {
             "transport": f"{transport.name}: {self.exchange.transport_reason}",
-            "schedule": f"{self.strategy.name}: {overlap.reason(self.strategy, self.exchange)}",
+            "schedule": f"{self.strategy.name}: {self.strategy.reason(self.exchange)}",
             "experts": f"{experts.implementation}: {experts.implementation_reason}{self._about_rows()}"
             if isinstance(experts, Experts)
             else f"{type(experts).__name__}: given by the caller",
@@ -201,7 +201,7 @@ class MoELayer(nn.Module):
         """Where experts compute in fp8: whether rows come so, or why not."""
         if self.experts.implementation != "kernels-fp8":
             return ""
-        reason = self.exchange.not_fp8_rows
+        reason = self.exchange.dispatcher.why_not_form(RowForm.FP8)
         return "; rows come in fp8" if reason is None else f"; rows are quantised here: {reason}"
 
     @torch.no_grad()
@@ -236,6 +236,12 @@ class MoELayer(nn.Module):
     def close(self) -> None:
         """Free what the exchange holds. The layer cannot be used afterwards."""
         self.exchange.close()
+
+    def _settings(self, losses: AuxLosses | None, dtype: torch.dtype | None) -> dict[str, str]:
+        """What every rank must have been given alike, besides what the exchange compares."""
+        config = {f.name: repr(getattr(self.config, f.name)) for f in fields(self.config)}
+        given = {"the schedule": self.strategy.name, "the losses": repr(losses), "the dtype": str(dtype)}
+        return given | config
 
     def _make_experts(self, experts: str | nn.Module, kind: dict) -> Experts:
         if isinstance(experts, nn.Module):
@@ -304,7 +310,7 @@ class MoELayer(nn.Module):
                 "MoELayer: this is a copy, and the experts of the layer that it was copied from have moved, "
                 "with the exchange that both use; copy it anew, or without a balancer"
             )
-        wrong = self.exchange.problem_with(x)
+        wrong = self.exchange.why_not_tokens(x) is not None
         if wrong or (self.gate.is_collective and self.ranks.group is not None):
             self.exchange.check_in(x)
         return x

@@ -19,6 +19,7 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement.flow import split_balanced
 from imbrex.placement.split import split_evenly
+from imbrex.transport.base import straight
 from tests.emulated.float64 import check_against_float64
 
 
@@ -107,9 +108,8 @@ def make_plans(case: Case, inputs: Inputs) -> list[Plan]:
     return [
         oracle.make_plan(
             slots[r],
-            wanted[r],
             split,
-            rows,
+            straight(wanted[r], rows, r),
             case.placement,
             r,
             tensor_size=case.tensor,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import imbrex
 from imbrex.codec.fp8 import Fp8
-from imbrex.contracts import Dispatched
+from imbrex.contracts import Dispatched, RowForm
 from imbrex.kernels import jit
 from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts
 from tests.poison import real_empty
@@ -60,7 +60,7 @@ def test_rows_are_what_the_codec_writes(nccl: Pool, tensor: int) -> None:
 class Decoding(torch.nn.Module):
     """Experts that want rows decoded."""
 
-    applies_weights, takes_fp8_rows = True, False
+    applies_weights, forms = True, (RowForm.ROWS,)
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.exchange.crossings_alone import STATE
+from imbrex.contracts import RowForm
+from imbrex.exchange.alone import STATE
 from imbrex.overlap.serial import Serial
 from imbrex.router.capacity import Capacity
 from tests.ranks.layer_jobs import Case, run_layer
@@ -99,8 +100,8 @@ def test_tokens_in_place_give_the_bits_of_copied_rows(tokens: int) -> None:
     with torch.no_grad():
         assert torch.equal(layer(x), wanted)
         assert layer.routing is not None
-        assert layer.experts.takes_tokens_in_place
-        dispatched = layer.exchange.dispatch(x, layer.routing, in_place=True)
+        assert layer.experts.forms[0] is RowForm.INDEXED
+        dispatched = layer.exchange.dispatch(x, layer.routing, forms=layer.experts.forms)
         assert dispatched.index_R is not None
         copied = layer.exchange.dispatch(x, layer.routing)
         assert torch.equal(copied.rows_RD, x[dispatched.index_R])

@@ -16,6 +16,7 @@ from torch import nn
 import imbrex
 from imbrex.balancer import Mover, OnlineBalancer, Pace
 from imbrex.balancer.peer_memory import PeerMover
+from imbrex.contracts import RowForm
 from imbrex.kernels.ffn.fp8 import quantise_experts
 from imbrex.launch.factors import factorise, make_groups
 from imbrex.placement import from_slots
@@ -248,6 +249,7 @@ class WholeExperts(nn.Module):
     """Linear experts with weights -1, 0, 1: sums of whole tokens are exact in any order."""
 
     applies_weights = False
+    forms = (RowForm.ROWS,)
 
     def __init__(self, expert_ids: tuple[int, ...], width: int) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ import torch
 
 import imbrex
 from imbrex.codec import CODECS, make
-from imbrex.contracts import Codec, Transport
+from imbrex.contracts import Backend, Codec
 from imbrex.transport import TRANSPORTS, TWO_TIERS, Auto
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, run_layer
@@ -95,7 +95,7 @@ def share(transport: str, world: int) -> list[Cell]:
     return [Cell(codec=c, transport=transport, schedule=s, tensor=t, world=world) for c, s, t in pairs]
 
 
-def make_transport(ranks: Ranks, name: str) -> str | Transport | Auto:
+def make_transport(ranks: Ranks, name: str) -> str | Backend | Auto:
     of_node = ranks.world_size // 2
     if name == "auto":
         return name

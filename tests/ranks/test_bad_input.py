@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import imbrex
 from imbrex.codec.int8 import Int8
 from imbrex.contracts import Codec
 from imbrex.placement import contiguous, from_slots
+from tests.emulated import kernel
+from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.pool import Pool, Ranks
 
 E, K, D = 6, 2, 5
@@ -210,3 +214,96 @@ def test_settings_that_make_no_sense() -> None:
         from_slots([[0, 1], [7]], 2)
     with pytest.raises(ValueError, match="timeout: 0 is not a number of seconds above 0"):
         imbrex.Exchange(contiguous(4, 1), 8, 2, timeout=0)
+
+
+def run_layers_in_another_order(ranks: Ranks, transport: str) -> str:
+    """Two exchanges alike, both called; then rank 0 calls the first again, and rank 1 the second."""
+    moves = EmulatedNvlink(ranks.group) if transport == "nvlink" else transport
+    more: Any = {"group": ranks.group, "transport": moves}
+    exchanges = [imbrex.Exchange(contiguous(E, 2), 8, K, layer=number, **more) for number in range(2)]
+    x_TD, (_, routing) = torch.ones(3, 8).bfloat16(), good_input()
+    for exchange in exchanges:
+        exchange.dispatch(x_TD, routing)
+    try:
+        exchanges[ranks.rank].dispatch(x_TD, routing)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_layers_called_in_another_order(pool: Pool) -> None:
+    for said in pool.run(2, run_layers_in_another_order, "alltoall"):
+        assert "ranks disagree about the exchange that is called (exchanges are numbered as they" in said
+
+
+@pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+def test_layers_called_in_another_order_over_nvlink(pool: Pool) -> None:
+    for rank, said in enumerate(pool.run(2, run_layers_in_another_order, "nvlink")):
+        assert "ranks disagree about what is called: here call 2 of exchange" in said
+        assert f"layer {rank}; every rank must call the same layers" in said
+
+
+WRONG_ROWS = {
+    "number": r"combine: on rank 1, rows are \[\d+, 5\]; give a row for every row of the dispatch, \[\d",
+    "width": r"combine: on rank 1, rows are \[\d+, 6\]; give a row for every row",
+    "dtype": "combine: on rank 1, rows are torch.int64; give torch.float32 or",
+    "device": "combine: on rank 1, rows are on meta; give them on cpu",
+    "handle": "combine: on rank 1, the handle is of another exchange; give the one that came with the rows",
+    "addend": r"combine: on rank 1, the addend is \[1, 5\]; give a row for every token, \[3, 5\]",
+}
+
+
+def run_wrong_rows(ranks: Ranks, kind: str) -> str:
+    exchange, other = (
+        imbrex.Exchange(contiguous(E, 2), D, K, group=ranks.group, transport="alltoall") for _ in range(2)
+    )
+    x_TD, routing = good_input()
+    dispatched, foreign = exchange.dispatch(x_TD, routing), other.dispatch(x_TD, routing)
+    rows_RD, handle = dispatched.rows_RD, dispatched.handle
+    wrong: dict[str, Any] = {
+        "nothing": (rows_RD, handle, None),
+        "number": (rows_RD[1:], handle, None),
+        "width": (torch.zeros(len(rows_RD), D + 1), handle, None),
+        "dtype": (rows_RD.long(), handle, None),
+        "device": (rows_RD.to("meta"), handle, None),
+        "handle": (rows_RD, foreign.handle, None),
+        "addend": (rows_RD, handle, torch.zeros(1, D)),
+    }
+    try:
+        exchange.combine(*wrong[kind if ranks.rank == 1 else "nothing"])
+    except ValueError as error:
+        exchange.combine(rows_RD, handle)
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("kind", list(WRONG_ROWS))
+def test_rows_that_cannot_be_combined(pool: Pool, kind: str) -> None:
+    answers = pool.run(2, run_wrong_rows, kind)
+    assert answers[0] == answers[1]
+    assert re.match(WRONG_ROWS[kind], answers[0]), answers[0]
+
+
+def run_unequal_layers(ranks: Ranks, name: str, value: Any) -> str:
+    config = imbrex.MoEConfig(hidden_size=D, intermediate_size=4, num_experts=E, top_k=K)
+    if ranks.rank == 1:
+        config = replace(config, **{name: value})
+    try:
+        imbrex.MoELayer(config, ranks.group)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("intermediate_size", 8),
+        ("gate", imbrex.Gate(score="sigmoid")),
+        ("activation", "gelu"),
+        ("bias", True),
+    ],
+)
+def test_unequal_layers(pool: Pool, name: str, value: Any) -> None:
+    for said in pool.run(2, run_unequal_layers, name, value):
+        assert said.startswith(f"MoELayer: ranks disagree about {name}: rank 1 was given something else")

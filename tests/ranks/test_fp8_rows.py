@@ -10,13 +10,14 @@ from torch import Tensor
 
 import imbrex
 from imbrex.codec.fp8 import Fp8
-from imbrex.contracts import Dispatched
+from imbrex.contracts import Dispatched, RowForm
 from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.pool import Pool, Ranks
 
 WIDTH, TOKENS = 1536, (5, 3, 0, 8)
+FP8_FIRST = RowForm.FP8, RowForm.ROWS
 SLOTS = {4: [[0, 1], [2, 3, 0], [4, 5], [1, -1]], 2: [[0, 1, 2], [3, 4, 5]], 1: [[0, 1, 2, 3, 4, 5]]}
 """By the number of expert ranks."""
 
@@ -52,7 +53,7 @@ def run_dispatch(ranks: Ranks, transport: str, tensor: int) -> list[bool]:
     x_TD, routing = draw(ranks.rank // tensor, TOKENS[ranks.rank // tensor], ranks.device)
     same = []
     for _ in range(2):
-        wanted, found = plain.dispatch(x_TD, routing), ours.dispatch(x_TD, routing, fp8_rows=True)
+        wanted, found = plain.dispatch(x_TD, routing), ours.dispatch(x_TD, routing, forms=FP8_FIRST)
         rows = len(wanted.rows_RD)
         encoded = Fp8.e4m3().encode(wanted.rows_RD, torch.bfloat16)
         assert found.scales_RB is not None
@@ -87,7 +88,7 @@ class Noting(torch.nn.Module):
     """Experts that take rows in fp8 outside of gradients, note what they get, and return it."""
 
     applies_weights = False
-    takes_fp8_rows = property(lambda _: not torch.is_grad_enabled())
+    forms = property(lambda _: FP8_FIRST[torch.is_grad_enabled() :])
 
     def __init__(self) -> None:
         super().__init__()

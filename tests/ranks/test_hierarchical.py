@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.contracts import Traffic
 from imbrex.observe import Recorder
 from imbrex.testing import ConformityError, check_transport
 from imbrex.transport import AllToAll, Auto, Hierarchical, Leader, Pipe, Sequential, TwoLevel, relay
@@ -53,9 +52,8 @@ def run_in_pieces(ranks: Ranks, per_node: int, least: int) -> tuple[str, bool]:
         except ConformityError as error:
             said = str(error)
         wanted = torch.arange(ranks.world_size).expand(40, -1) != ranks.rank
-        ((_, relayed),) = made.plan_relays([wanted])
-        assert len(relayed["splits_2W"]) == 2 + 2 * 8 * ranks.world_size
-        traffic = Traffic(sent_tokens_N=wanted.T.nonzero()[:, 1], **relayed)
+        (traffic,) = made.plan([wanted], None)
+        assert traffic.hops[0].shape == (2, 8, ranks.world_size, ranks.world_size)
         pending: Any = made.begin_move(torch.zeros(40, 3, dtype=torch.uint8), traffic)
         pending.beside.future.result(10.0)
         return said, len(pending.finish()) == 40 * (ranks.world_size - 1)
@@ -79,11 +77,7 @@ def run_begun(ranks: Ranks, name: str) -> int:
 
     made.lane.start = started
     wanted = torch.arange(4).expand(40, -1) != ranks.rank
-    traffic = Traffic(sent_tokens_N=wanted.T.nonzero()[:, 1], splits_2W=torch.full((2, 4), 40))
-    traffic.splits_2W[:, ranks.rank] = 0
-    if hasattr(made, "plan_relays"):
-        ((_, relayed),) = made.plan_relays([wanted])
-        traffic = Traffic(sent_tokens_N=traffic.sent_tokens_N, **relayed)
+    (traffic,) = made.plan([wanted], None)
     pending = made.begin_move(torch.full((40, 3), ranks.rank, dtype=torch.uint8), traffic)
     (beside,) = begun
     beside.future.result(10.0)

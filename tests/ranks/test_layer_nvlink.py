@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import imbrex
+from imbrex.contracts import RowForm
 from imbrex.kernels.exchange.error import ExchangeError
 from imbrex.overlap import Auto, Serial
-from imbrex.placement import from_slots
+from imbrex.placement import contiguous, from_slots
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
@@ -94,6 +95,47 @@ def test_rows_are_kept_or_dispatched_again(pool: Pool, nvlink: bool) -> None:
     case = replace(CASE, tokens=(5, 2, 3, 8))
     for answer in pool.run(4, run_keeping, case, nvlink):
         assert answer == [False, True, True]
+
+
+class Unfused(torch.nn.Module):
+    """Experts as wide as tokens that read their rows twice and skip those without rows."""
+
+    applies_weights, forms = False, (RowForm.ROWS,)
+
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        drawn = torch.Generator().manual_seed(5)
+        weight = torch.randn(2, slots, 16, 16, generator=drawn) / 4
+        self.gate, self.up = (torch.nn.Parameter(w) for w in weight)
+
+    def forward(self, dispatched: imbrex.Dispatched) -> torch.Tensor:
+        rows_RD, out, begin = dispatched.rows_RD, [dispatched.rows_RD[:0] @ self.gate[0]], 0
+        for slot, count in enumerate(dispatched.counts_e.tolist()):
+            rows = rows_RD[begin : begin + count]
+            if count:
+                out.append(torch.relu(rows @ self.gate[slot]) * (rows @ self.up[slot]))
+            begin += count
+        return torch.cat(out)
+
+
+def run_again_with_idle_ranks(ranks: Ranks) -> list[bool]:
+    """All tokens want the experts of the first rank: the others have no rows, and save none or many."""
+    found = []
+    for keep_rows in (True, False):
+        exchange = imbrex.Exchange(contiguous(4, 4), 16, 1, group=ranks.group, transport="alltoall")
+        x_TD = torch.randn(3 + ranks.rank, 16, generator=torch.Generator().manual_seed(ranks.rank))
+        experts, x_TD = Unfused(1), x_TD.requires_grad_()
+        weights_TK = torch.ones(len(x_TD), 1, requires_grad=True)
+        routing = imbrex.Routing(ids_TK=torch.zeros_like(weights_TK).long(), weights_TK=weights_TK)
+        y_TD = Serial(keep_rows=keep_rows).run(x_TD, routing, exchange, experts, None).y_TD
+        (y_TD * coefficients(y_TD)).sum().backward()
+        found.append([y_TD, x_TD.grad, weights_TK.grad, experts.gate.grad, experts.up.grad])
+    return [a is None if b is None else torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+def test_ranks_without_rows_dispatch_again_with_the_others(pool: Pool) -> None:
+    for same in pool.run(4, run_again_with_idle_ranks):
+        assert same == [True] * 5
 
 
 def run_exact(ranks: Ranks, case: Case) -> list[Any]:

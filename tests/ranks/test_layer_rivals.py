@@ -28,7 +28,8 @@ def run_both(ranks: Ranks, name: str) -> list[float]:
     torch.manual_seed(ranks.rank)
     x, d_y = torch.randn(24, 32, requires_grad=True), torch.randn(24, 32)
     weights = routing.weights_TK.requires_grad_()
-    y = Serial().run(x, Routing(ids_TK=routing.ids_TK, weights_TK=weights), exchange, experts, None)
+    routing = Routing(ids_TK=routing.ids_TK, weights_TK=weights)
+    y = Serial().run(x, routing, exchange, experts, None).y_TD
     leaves = [x, weights, experts.gate_up_proj, experts.down_proj]
     expected = [y, *torch.autograd.grad(y, leaves, d_y)]
     held = Weights(gate_up_eGD=experts.gate_up_proj.detach(), down_eDF=experts.down_proj.detach())

@@ -10,6 +10,7 @@ import torch
 
 import imbrex
 from imbrex import overlap
+from imbrex.contracts import RowForm
 from imbrex.experts.experts import Experts
 from imbrex.overlap import SCHEDULERS, Kind, Order, Pipelined, Task
 from imbrex.overlap.chunks import Backward, Forward
@@ -131,7 +132,7 @@ def run_integers(ranks: Ranks, schedule: str) -> bool:
         exchange = imbrex.Exchange(contiguous(6, 4), 8, 3, group=ranks.group, transport="alltoall")
         experts = Double()
         x = x_TD.clone().requires_grad_()
-        y_TD = overlap.make(name).run(x, routing, exchange, experts, None)
+        y_TD = overlap.make(name).run(x, routing, exchange, experts, None).y_TD
         y_TD.backward(torch.ones_like(y_TD))
         outputs.append((y_TD.detach(), x.grad))
         exchange.close()
@@ -142,6 +143,7 @@ def run_integers(ranks: Ranks, schedule: str) -> bool:
 
 class Double:
     applies_weights = False
+    forms = (RowForm.ROWS,)
 
     def __call__(self, dispatched: imbrex.Dispatched) -> torch.Tensor:
         return dispatched.rows_RD * 2
@@ -151,6 +153,7 @@ class Weighs:
     """Experts that apply the weights themselves, with a parameter."""
 
     applies_weights = True
+    forms = (RowForm.ROWS,)
 
     def __init__(self) -> None:
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
@@ -170,7 +173,7 @@ def run_weighing(ranks: Ranks, schedule: str) -> list[torch.Tensor]:
     exchange = imbrex.Exchange(contiguous(4, 2), 4, 2, group=ranks.group, transport="alltoall")
     experts = Weighs()
     routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-    y_TD = overlap.make(schedule).run(x_TD, routing, exchange, experts, None)
+    y_TD = overlap.make(schedule).run(x_TD, routing, exchange, experts, None).y_TD
     y_TD.square().sum().backward()
     grads = x_TD.grad, weights_TK.grad, experts.scale.grad
     return [y_TD.detach(), *(grad for grad in grads if grad is not None)]
@@ -180,6 +183,7 @@ class TwoShifts(torch.nn.Module):
     """Experts with two parameters that autograd gives one gradient, the same tensor."""
 
     applies_weights = False
+    forms = (RowForm.ROWS,)
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import imbrex
+from imbrex.contracts import Output
 from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task, auto, profiler
 from imbrex.placement import contiguous
 from imbrex.schedule.choice import choose, predict
@@ -38,7 +39,8 @@ class ForgetsTheAddend(Serial):
     name = "forgets"
 
     def run(self, x_TD, routing, exchange, experts, addend):
-        return super().run(x_TD, routing, exchange, experts, None) + (0 if addend is None else 0 * addend())
+        y_TD = super().run(x_TD, routing, exchange, experts, None).y_TD
+        return Output(y_TD=y_TD + (0 if addend is None else 0 * addend()))
 
 
 class Detaches(Serial):

@@ -26,7 +26,7 @@ class Lossy(AllToAll):
 
     name = "lossy"
 
-    def begin_move_back(self, encoded_MB, traffic):
+    def begin_move_back(self, encoded_MB, traffic, add=None):
         rows = super().begin_move_back(encoded_MB, traffic).finish()
         if self.rank == self.world_size - 1:
             rows[:, -1] = 0

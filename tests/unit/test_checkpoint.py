@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import imbrex
+from imbrex.contracts import RowForm
 from imbrex.parallel import checkpoint
 from imbrex.parallel.checkpoint_files import Mark, digest, publish, read_mark
 
@@ -142,6 +143,7 @@ class Scaled(nn.Module):
     """Experts of a caller's that multiply by a number for each slot and column."""
 
     applies_weights = False
+    forms = (RowForm.ROWS,)
 
     def __init__(self, *shape):
         super().__init__()

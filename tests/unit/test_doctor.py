@@ -12,6 +12,7 @@ from imbrex.bench import machine
 from imbrex.cli import doctor, main
 from imbrex.codec import CODECS
 from imbrex.codec.int8 import Int8
+from imbrex.contracts import Output
 from imbrex.overlap.serial import Serial
 from imbrex.testing import trials
 from imbrex.transport import TRANSPORTS
@@ -52,8 +53,8 @@ class Boastful(Int8):
 
 
 class Wrong(Serial):
-    def run(self, *args, **kwargs) -> torch.Tensor:
-        return super().run(*args, **kwargs) * 1.001
+    def run(self, *args, **kwargs) -> Output:
+        return Output(y_TD=super().run(*args, **kwargs).y_TD * 1.001)
 
 
 def test_a_broken_piece_is_found_and_fails_the_command(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imbrex import MoEConfig, MoELayer
-from imbrex.contracts import Dispatched, Handle
+from imbrex.contracts import Dispatched, Handle, RowForm
 from imbrex.experts import experts
 from imbrex.experts.experts import Experts, pick_implementation
 from tests.poison import real_empty
@@ -86,7 +86,8 @@ def test_whether_rows_come_in_fp8_is_said(codec: Any, said: str) -> None:
 def test_rows_in_fp8_want_experts_in_fp8() -> None:
     handle = Handle(weights_R=torch.ones(4), state=(), num_tokens=4)
     rows = torch.zeros(4, 128, dtype=torch.float8_e4m3fn)
-    given = Dispatched(rows_RD=rows, counts_e=torch.tensor([4]), handle=handle, scales_RB=torch.ones(4, 1))
+    coded = {"form": RowForm.FP8, "scales_RB": torch.ones(4, 1)}
+    given = Dispatched(rows_RD=rows, counts_e=torch.tensor([4]), handle=handle, **coded)
     with pytest.raises(ValueError, match="rows in fp8 for 'grouped'"), torch.no_grad():
         Experts((0,), 128, 128, implementation="grouped")(given)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import imbrex
+from imbrex.contracts import RowForm
 from imbrex.experts.experts import Experts
 from imbrex.testing import ConformityError, check_experts
 
@@ -24,6 +25,7 @@ class Scale(nn.Module):
     """A vector a slot; one method breaks the contract in every subclass."""
 
     applies_weights = False
+    forms = (RowForm.ROWS,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +41,7 @@ class Scale(nn.Module):
 
 class Weighs(Scale):
     applies_weights = True
+    forms = (RowForm.ROWS,)
 
     def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
         return super().forward(dispatched) * dispatched.handle.weights_R[:, None]
@@ -61,6 +64,7 @@ class Forgets(Scale):
     """Says that it weighs, and does not."""
 
     applies_weights = True
+    forms = (RowForm.ROWS,)
 
 
 class Detaches(Scale):

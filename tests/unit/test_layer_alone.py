@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import imbrex
 from imbrex.codec.int8 import Int8
-from imbrex.exchange import ops
+from imbrex.exchange import autograd
 from imbrex.experts import products
 from imbrex.experts.experts import Experts, Shard
 from imbrex.kernels import unavailable
@@ -114,9 +114,12 @@ def test_the_layer_says_what_was_chosen() -> None:
         ({"dtype": "bfloat16"}, "MoELayer: dtype is 'bfloat16'; give one of torch's, as torch.bfloat16"),
         ({"codec": Int8}, r"codec: Int8 is a class; give an object, Int8\(...\)"),
         ({"codec": 8}, "codec: 8 has no name, nbytes, encode, decode; give a name, or an object that keeps"),
-        ({"transport": object()}, "transport: a object has no name, replicated, broadcasts, device, exch"),
-        ({"schedule": 4}, "schedule: 4 has no name, run; give a name, or .* imbrex.contracts.Strategy"),
-        ({"experts": torch.nn.Linear(8, 8)}, "experts: a Linear has no applies_weights; give a name, or an"),
+        ({"transport": object()}, "transport: a object has no name, replicated, device, exchange_counts"),
+        (
+            {"schedule": 4},
+            "schedule: 4 has no name, reason, run; give a name, or .* imbrex.contracts.Strategy",
+        ),
+        ({"experts": torch.nn.Linear(8, 8)}, "experts: a Linear has no applies_weights, forms; give a name"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -213,13 +216,13 @@ def test_an_exchange_that_is_gone_says_so() -> None:
 
 def test_deleted_layers_leave_nothing_behind() -> None:
     gc.collect()
-    before = len(ops._live)
+    before = len(autograd._live)
     layer = make()
     layer(torch.randn(2, 8))
-    assert len(ops._live) > before
+    assert len(autograd._live) > before
     del layer
     gc.collect()
-    assert len(ops._live) == before
+    assert len(autograd._live) == before
 
 
 def test_the_time_out_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,15 +240,17 @@ def test_operators_obey_torchs_rules(op: str) -> None:
     x = torch.randn(5, 4, requires_grad=True)
     ids = torch.tensor([[0, 1], [2, -1], [1, 0], [-1, -1], [2, 1]])
     weights = torch.rand(5, 2, requires_grad=True)
-    key = exchange._crossings.key
-    inputs = (x, weights, ids, key, -1)
+    key = exchange.dispatcher.family[-1].key
+    inputs = (x, weights, ids, key)
     if op == "combine":
-        rows, weights_R, _, state = ops.dispatch(*inputs)
+        rows, weights_R, _, state = autograd.dispatch_op(*inputs)
         rows, weights_R = (t.detach().requires_grad_() for t in (rows, weights_R))
-        inputs = (rows, weights_R, None, state, 5, key, -1, False)
-    torch.library.opcheck(getattr(ops, op), inputs, test_utils=("test_schema", "test_faketensor"))
+        inputs = (rows, weights_R, None, state, 5, key, False)
+    torch.library.opcheck(
+        getattr(autograd, f"{op}_op"), inputs, test_utils=("test_schema", "test_faketensor")
+    )
     if op == "dispatch":
-        outputs = ops.dispatch(*inputs)
+        outputs = autograd.dispatch_op(*inputs)
         (outputs[0].sum() + outputs[1].sum()).backward()
         assert x.grad is not None
         assert x.grad[:, 0].tolist() == [2.0, 1.0, 2.0, 0.0, 2.0]

@@ -9,9 +9,9 @@ import torch
 
 import imbrex
 from imbrex.codec import make_wire
-from imbrex.exchange.crossings_nvlink import most_rows
-from imbrex.exchange.geometry import Geometry
-from imbrex.exchange.nvlink_fit import tell, unfit
+from imbrex.contracts import Geometry
+from imbrex.exchange.nvlink import most_rows
+from imbrex.exchange.nvlink_fit import tell, why_not_nvlink
 from imbrex.kernels import jit
 from imbrex.kernels.rows.weights import spread
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
@@ -49,7 +49,7 @@ def another_split(counts_WE: torch.Tensor, placement: imbrex.Placement) -> torch
     ],
 )
 def test_what_they_do_not_serve(change: dict, codec, reason: str | None) -> None:
-    assert unfit(replace(GOOD, **change), make_wire(codec)) == reason
+    assert why_not_nvlink(replace(GOOD, **change), make_wire(codec)) == reason
 
 
 def test_a_rank_alone_is_told_why() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from imbrex.contracts import Placement, Plan
 from imbrex.exchange import plan, rows
 from imbrex.placement import contiguous, from_slots, split_evenly
+from imbrex.transport.base import straight
 
 
 def make_plans(ids_W: list[torch.Tensor], placement: Placement, **options) -> list[Plan]:
@@ -20,9 +21,10 @@ def make_plans(ids_W: list[torch.Tensor], placement: Placement, **options) -> li
     slots = [plan.choose_slots(ids, split_WS[r], placement) for r, ids in enumerate(ids_W)]
     wanted = [plan.ranks_wanted(slot, placement, tensor_size) for slot in slots]
     rows_WW = torch.stack([w.sum(0) for w in wanted]).fill_diagonal_(0)
+    traffics = [straight(wanted[r], rows_WW, r) for r in range(len(ids_W))]
     return [
-        plan.make_plan(slots[r], wanted[r], split_WS, rows_WW, placement, r, **options)
-        for r in range(len(ids_W))
+        plan.make_plan(slots[r], split_WS, traffic, placement, r, **options)
+        for r, traffic in enumerate(traffics)
     ]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from imbrex import Dispatched, Exchange, Routing, overlap
-from imbrex.contracts import Codec, Strategy, Transport, Wire
+from imbrex.contracts import Codec, RowForm, Strategy, Transport, Wire
 from imbrex.experts.experts import Experts
 from imbrex.placement import contiguous
 from imbrex.schedule.schedulers import Scheduler
@@ -129,12 +129,8 @@ class OwnExperts:
         self.applies_weights = self.experts.applies_weights
 
     @property
-    def takes_fp8_rows(self) -> bool:
-        return self.experts.takes_fp8_rows
-
-    @property
-    def takes_tokens_in_place(self) -> bool:
-        return self.experts.takes_tokens_in_place
+    def forms(self) -> tuple[RowForm, ...]:
+        return self.experts.forms
 
     def __call__(self, dispatched: Dispatched) -> Tensor:
         weights: dict[str, Any] = {n: getattr(self.module, n) for n in ("gate_up_proj", "down_proj")}
@@ -144,7 +140,7 @@ class OwnExperts:
 class TheirExperts:
     """Experts of transformers computed by transformers, one choice a row, of weight one."""
 
-    applies_weights = False
+    applies_weights, forms = False, (RowForm.ROWS,)
 
     def __init__(self, forward: Any, num_experts: int) -> None:
         self.forward, self.num_experts = forward, num_experts
@@ -193,7 +189,7 @@ class Seat:
         if self.exchange is None:
             self.exchange = self._exchange(x_TD, ids_TK.shape[1])
         routing = Routing(ids_TK=ids_TK.long(), weights_TK=weights_TK.float())
-        return self.strategy.run(x_TD, routing, self.exchange, self.experts, None)
+        return self.strategy.run(x_TD, routing, self.exchange, self.experts, None).y_TD
 
     def _exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
         """Made at the first call, which knows the width, K and the dtype of tokens."""

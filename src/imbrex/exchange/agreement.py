@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import VERSION, Routing, Transport
+from imbrex.contracts import VERSION, Backend, Routing
 from imbrex.runtime.words import words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER, TOKENS = 9, 3
-"""int64 values before the counts: version, call, dtype, tokens, checksum, problem and its three details.
-The tokens stand at `TOKENS`."""
+HEADER, TOKENS, PROBLEM = 11, 5, 7
+"""int64 values before the counts: version, exchange, layer, call, dtype, tokens, checksum, problem and its
+three details. The tokens stand at `TOKENS`, the problem at `PROBLEM`."""
+DTYPE, CHECKSUM = 4, 6
+TEXT_BYTES = 240
+ALIKE = {
+    0: "the version of imbrex",
+    1: "the exchange that is called (exchanges are numbered as they were made)",
+    2: "the layer that is called",
+    3: "the number of calls so far",
+    DTYPE: "the dtype of x",
+}
+ALIKE_REPLICATED = {
+    TOKENS: "the number of tokens",
+    CHECKSUM: "the tokens' experts (this transport wants equal tokens)",
+}
+"""What must be the same on every rank, by its place in the header."""
 
 PROBLEMS = {
     1: "x has {0} dimensions and last size {1}; give tokens [T, {2}]",
@@ -87,16 +101,17 @@ def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tupl
 
 
 def write_header(
-    problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, call: int, replicated: bool
+    problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, call: tuple[int, int, int], replicated: bool
 ) -> Tensor:
-    """The header of this rank's message, int64 [HEADER], on the device of the ids."""
+    """The header of this rank's message, int64 [HEADER], on the device of the ids. call: the numbers of the
+    exchange, of its layer, and of the call."""
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0
-    head = words(VERSION, call, dtype, tokens, 0, *problem).to(ids_TK.device if fine else "cpu")
+    head = words(VERSION, *call, dtype, tokens, 0, *problem).to(ids_TK.device if fine else "cpu")
     if replicated and fine:
         place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
-        head[4] = (ids_TK.flatten() * place).sum()
+        head[CHECKSUM] = (ids_TK.flatten() * place).sum()
     return head
 
 
@@ -105,16 +120,18 @@ def check_headers(headers_WH: Tensor, replicated: bool) -> None:
     # on the host: headers come with the counts
     headers = headers_WH.tolist()
     for rank, header in enumerate(headers):
-        if header[5]:
-            raise ValueError(f"dispatch: on rank {rank}, {PROBLEMS[header[5]].format(*header[6:])}")
-    first = headers[0]
-    names = {0: "the version of imbrex", 1: "the number of calls so far", 2: "the dtype of x"}
-    if replicated:
-        names |= {3: "the number of tokens", 4: "the tokens' experts (this transport wants equal tokens)"}
+        if header[PROBLEM]:
+            text = PROBLEMS[header[PROBLEM]].format(*header[PROBLEM + 1 :])
+            raise ValueError(f"dispatch: on rank {rank}, {text}")
+    first, names = headers[0], ALIKE | ALIKE_REPLICATED if replicated else ALIKE
+    alike = slice(PROBLEM if replicated else TOKENS)
     for rank, header in enumerate(headers):
+        if header[alike] == first[alike]:
+            continue
         for place, name in names.items():
             if header[place] != first[place]:
-                ours, theirs = (DTYPES[v] if place == 2 else v for v in (first[place], header[place]))
+                values = first[place], header[place]
+                ours, theirs = (DTYPES[v] if place == DTYPE else v for v in values)
                 raise ValueError(
                     f"dispatch: ranks disagree about {name}: {ours} on rank 0, {theirs} on rank {rank}; "
                     "every rank must make the same calls with the same kind of input"
@@ -122,24 +139,24 @@ def check_headers(headers_WH: Tensor, replicated: bool) -> None:
 
 
 def agree(
-    transport: Transport,
+    backend: Backend,
     settings: Mapping[str, int | str],
     what: str,
     problem: ValueError | None = None,
     *,
-    own: int = 0,
-) -> list[int]:
+    own: Sequence[int] = (),
+) -> list[list[int]]:
     """One exchange at construction: every rank must have been given the same settings.
 
     problem: what this rank found wrong by itself. Raises ValueError on every rank: the problem where it was
     found, its rank elsewhere; else the setting and the rank that differs. own: what a rank says of itself,
-    returned of all ranks.
+    returned of all ranks, by rank.
     """
     values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
-    told = transport.exchange_counts(words(problem is not None, own, *values))
+    told = backend.exchange_counts(words(problem is not None, *own, *values))
     if problem is not None:
         raise problem
-    wrong, gathered = told[:, 0].nonzero().flatten(), told[:, 2:]
+    wrong, gathered = told[:, 0].nonzero().flatten(), told[:, 1 + len(own) :]
     if len(wrong):
         # on the host: settings are compared once, at construction
         raise ValueError(f"{what}: rank {int(wrong[0])} cannot be served; its own error says why")
@@ -153,4 +170,17 @@ def agree(
                 f"rank 0 (here: {mine}); give every rank of the group the same"
             )
     # on the host: as above
-    return told[:, 1].tolist()
+    return told[:, 1 : 1 + len(own)].tolist()
+
+
+def raise_together(backend: Backend, what: str, problem: str | None) -> None:
+    """One exchange, two where a rank has a problem: then ValueError on every rank with what is wrong on the
+    first that has one."""
+    told = backend.exchange_counts(words(problem is not None))
+    wrong = told[:, 0].nonzero().flatten()
+    if not len(wrong):
+        return
+    text = (problem or "").encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
+    # on the host: text, once something is wrong
+    letters = backend.exchange_counts(words(*text))[wrong[0]].tolist()
+    raise ValueError(f"{what}: on rank {int(wrong[0])}, {bytes(letters).decode().rstrip()}")

@@ -8,30 +8,42 @@ crosses the wire, and the token's rank adds the partial sums in rank order: the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.codec import check_bytes, make_wire
-from imbrex.contracts import Codec, Dispatched, Handle, Placement, Routing, Split, Transport, Wire
-from imbrex.exchange import crossings_fp8, eager
-from imbrex.exchange.agreement import DTYPES, agree
-from imbrex.exchange.crossings import Crossings
-from imbrex.exchange.crossings_alone import STATE as ALONE
-from imbrex.exchange.crossings_alone import AloneCrossings
-from imbrex.exchange.crossings_nvlink import NvlinkCrossings
-from imbrex.exchange.geometry import Geometry
-from imbrex.exchange.nvlink_fit import unfit, unfit_use
+from imbrex.contracts import (
+    Backend,
+    Codec,
+    Dispatched,
+    Dispatcher,
+    Geometry,
+    Handle,
+    Placement,
+    Routing,
+    RowForm,
+    Split,
+    Transport,
+    Wire,
+)
+from imbrex.exchange import autograd
+from imbrex.exchange.agreement import agree, raise_together
+from imbrex.exchange.alone import AloneDispatcher
+from imbrex.exchange.autograd import Again, Begun
+from imbrex.exchange.bytes import BytesDispatcher
+from imbrex.exchange.nvlink import NvlinkDispatcher
+from imbrex.exchange.nvlink_fit import why_not_dtype, why_not_nvlink
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
-from imbrex.runtime.tracing import differentiated
+from imbrex.runtime.checks import piece
 from imbrex.transport import Auto, Nvlink
 from imbrex.transport import make as make_transport
-from imbrex.transport.nodes import Nodes, launched_on
+from imbrex.transport.nodes import launched_on
 
 
 class Exchange:
@@ -60,7 +72,7 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None = None,
         tensor_parallel: int = 1,
-        transport: str | Transport | Auto = "auto",
+        transport: str | Backend | Auto = "auto",
         codec: str | Codec | Wire | Mapping[str, str | Codec] = "identity",
         split: str | Split = split_evenly,
         alignment: int = 1,
@@ -82,7 +94,7 @@ class Exchange:
             alignment=alignment,
             rows_per_slot=rows_per_slot,
         )
-        misfit, misuse = unfit(self.geometry, self.wire), unfit_use(dtype)
+        misfit, misuse = why_not_nvlink(self.geometry, self.wire), why_not_dtype(dtype)
         automatic = isinstance(transport, Auto) or transport == "auto"
         asks_dtype = self.world_size > 1 and automatic
         self._missed_for_dtype = asks_dtype and misfit is None and misuse is not None
@@ -96,27 +108,25 @@ class Exchange:
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
         problem, observer = None, observer or Observer()
-        self._alone = None
-        if self.world_size == 1 and automatic:
-            self._alone = AloneCrossings(self.geometry, observer, layer)
-            by_kernels = self._alone.reason_against(dtype) is None
-            self.transport_reason += "; kernels order and sum its rows" if by_kernels else ""
         try:
             self._check()
-            self._crossings = self._make_crossings(observer, layer)
+            given = self.transport, self.geometry, self.wire, observer, layer
+            self.dispatcher: Dispatcher = dispatcher_of(*given)
         except ValueError as error:
             problem = error
-        node_of_W = agree(self.transport, self._settings(layer), "Exchange", problem, own=launched_on())
-        if isinstance(self._crossings, Crossings):
-            self._crossings.nodes = Nodes.in_blocks(node_of_W)
+        self._agree(layer, problem)
+        self._combined = self.world_size == 1
+        if self.world_size == 1 and automatic:
+            alone = AloneDispatcher(self.geometry, self.dispatcher, observer, layer)
+            self.dispatcher = alone
+            by_kernels = alone.why_not_dtype(dtype) is None
+            self.transport_reason += "; kernels order and sum its rows" if by_kernels else ""
 
-    def _make_crossings(self, observer: Observer, layer: int) -> Crossings | NvlinkCrossings:
-        if isinstance(self.transport, Nvlink):
-            reason = unfit(self.geometry, self.wire)
-            if reason is not None:
-                raise ValueError(f"Exchange: transport 'nvlink' cannot serve it: {reason}; use 'alltoall'")
-            return NvlinkCrossings(self.geometry, self.transport, self.wire, observer, layer)
-        return Crossings(self.geometry, self.transport, self.wire, self.world_size, observer, layer)
+    def _agree(self, layer: int, problem: ValueError | None) -> None:
+        """The key that the first rank has for its dispatcher stands for this exchange on all ranks."""
+        own = launched_on(), 0 if problem else self.dispatcher.key // autograd.MOST_FORMS
+        told = agree(self.transport, self._settings(layer), "Exchange", problem, own=own)
+        self.dispatcher.met(told[0][1], [node for node, _ in told])
 
     def _check(self) -> None:
         geometry = self.geometry
@@ -132,12 +142,6 @@ class Exchange:
                 f"Exchange: top_k is {geometry.top_k}; use 1 to {num_experts}, the number of experts"
             )
         check_bytes(self.wire, geometry.hidden_size)
-        encoded = {self.wire.combine.name, self.wire.dispatch_backward.name} - {"identity"}
-        if self.transport.replicated and encoded and not hasattr(self.transport, "sum_encoded"):
-            raise ValueError(
-                f"Exchange: the {self.transport.name} transport has no sum_encoded and cannot carry rows "
-                f"written as {encoded.pop()}; use codec='identity', or transport 'allreduce' or 'alltoall'"
-            )
 
     def _settings(self, layer: int) -> dict[str, int | str]:
         geometry, wire = self.geometry, self.wire
@@ -156,21 +160,17 @@ class Exchange:
         }
 
     @property
-    def _all_crossings(self) -> list[Crossings | NvlinkCrossings | AloneCrossings]:
-        return [self._crossings] if self._alone is None else [self._crossings, self._alone]
-
-    @property
     def observer(self) -> Observer:
-        return self._crossings.observer
+        return self.dispatcher.observer  # pyright: ignore[reportReturnType]
 
     @observer.setter
     def observer(self, observer: Observer) -> None:
-        for crossings in self._all_crossings:
-            crossings.observer = observer
+        for dispatcher in self.dispatcher.family:
+            dispatcher.observer = observer
 
     @property
     def layer(self) -> int:
-        return self._crossings.layer
+        return self.dispatcher.layer
 
     def relocate(self, placement: Placement | None = None, split: Split | None = None) -> None:
         """From the next dispatch on, experts live at `placement` and `split` chooses replicas. What was
@@ -187,26 +187,25 @@ class Exchange:
                 f"in {new.rank_offsets}; a placement of another shape needs a new exchange"
             )
         self.geometry = replace(self.geometry, placement=new, split=split or self.geometry.split)
-        for crossings in self._all_crossings:
-            crossings.geometry = self.geometry
+        for dispatcher in self.dispatcher.family:
+            dispatcher.relocate(self.geometry)
 
     @property
     def counts_on_device(self) -> bool:
         """Whether replicas are split on the device, where `count_into` counts. Elsewhere the split is a
         function that is given all counts."""
-        return isinstance(self._crossings, NvlinkCrossings) and self._crossings.counts_on_device
+        return self.dispatcher.counts_on_device
 
     def count_into(self, tally_WS: Tensor | None) -> None:
         """From the next dispatch on, add the choices of every rank for every slot to int32 [W, S], in place
         on the device; `None` ends it. A captured call goes on adding to the tensor that it was captured with.
+        Raises ValueError unless `counts_on_device`.
         """
-        assert isinstance(self._crossings, NvlinkCrossings)
-        self._crossings.tally_WS = tally_WS
+        self.dispatcher.count_into(tally_WS)
 
-    def problem_with(self, x: Tensor) -> bool:
-        """Whether tokens [..., D] have a wrong width, dtype or device."""
-        wrong_shape = x.dim() < 1 or x.shape[-1] != self.geometry.hidden_size
-        return wrong_shape or x.dtype not in DTYPES or x.device.type != self._crossings.device_type(x)
+    def why_not_tokens(self, x: Tensor) -> str | None:
+        """Why tokens [..., D] of this width, dtype and device cannot be dispatched, or `None`."""
+        return self.dispatcher.why_not_tokens(x)
 
     def check_in(self, x: Tensor) -> None:
         """Tell the other ranks whether tokens [..., D] can be dispatched: ValueError on every rank where one
@@ -215,95 +214,63 @@ class Exchange:
         x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x[None, None]
         ids_TK = torch.full((x_TD.shape[0], self.geometry.top_k), -1, dtype=torch.int64, device=x.device)
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=x.device)
-        self._crossings.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
+        self.dispatcher.check_in(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, *, fp8_rows: bool = False, in_place: bool = False
+        self, x_TD: Tensor, routing: Routing, *, forms: Sequence[RowForm] = (RowForm.ROWS,)
     ) -> Dispatched:
         """Rows for the local experts. Differentiable in `x_TD` and `routing.weights_TK`.
 
         x_TD: [T, hidden_size], float32, bfloat16, float16 or float64; T may differ between ranks and be 0.
-        fp8_rows: leave rows as they cross, with `scales_RB`, where that is fp8, tokens are bfloat16, and
-            nobody differentiates or traces; elsewhere rows come as they do without it. Ranks may differ in
-            it: the same bytes cross.
-        in_place: leave the tokens where they are, and give `index_R` from rows to them, where kernels serve a
-            rank alone and nobody differentiates; elsewhere rows come as they do without it.
+        forms: how rows may come, the best first. They come in the first form that this call can have, else as
+            plain rows, and `Dispatched.form` says which. Rows in fp8 are there where tokens are bfloat16 and
+            cross in fp8; tokens with an index where kernels serve a rank alone; both where nobody
+            differentiates or traces. Ranks may differ in it: the same bytes cross.
         Raises ValueError on every rank, before any row moves, where one rank's input is wrong; RankLostError
         where a rank does not answer.
         """
-        return self._dispatch(x_TD, routing, -1, fp8_rows=fp8_rows, in_place=in_place)
-
-    @property
-    def not_fp8_rows(self) -> str | None:
-        """None if rows cross in fp8, so that `dispatch(fp8_rows=True)` can leave them so, else why not."""
-        return crossings_fp8.unfit(self.wire, self.geometry.hidden_size)
-
-    def leaves_fp8_rows(self, x_TD: Tensor, weights_TK: Tensor) -> bool:
-        """Whether a dispatch of these that is asked for rows in fp8 gives them."""
-        return self.not_fp8_rows is None and not crossings_fp8.unfit_call(x_TD, weights_TK)
-
-    @contextmanager
-    def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> Iterator[None]:
-        """What is computed inside keeps no rows for its backward: they are dispatched again when it wants
-        them, one crossing for the memory of R rows. `x_TD` is what was dispatched; every rank must do it."""
-        kept, state = dispatched.rows_RD, dispatched.handle.state
-        address, shape, x_TD = kept.data_ptr(), kept.shape, x_TD.detach()
-        del kept, dispatched
-
-        def pack(saved: Tensor) -> Tensor | None:
-            return None if saved.data_ptr() == address and saved.shape == shape else saved
-
-        def unpack(packed: Tensor | None) -> Tensor:
-            if packed is not None:
-                return packed
-            return self._that_made(state).dispatch_again(x_TD, state, shape[0])
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
+        if not torch.compiler.is_compiling():
+            self._check_devices(x_TD, routing)
+        dispatcher = self.dispatcher.for_call(x_TD, routing)
+        wants_rows = forms[0] is RowForm.ROWS
+        form = RowForm.ROWS if wants_rows else dispatcher.form_of(forms, x_TD, routing.weights_TK)
+        beside = None
+        if form is RowForm.ROWS:
+            given = x_TD, routing.weights_TK, routing.ids_TK
+            rows_RD, weights_R, counts_e, state = autograd.dispatch(*given, dispatcher.key)
+        else:
+            (plan,) = dispatcher.agree([(x_TD, routing)])
+            crossing = dispatcher.dispatch(plan, x_TD, routing.weights_TK, form)
+            rows_RD, weights_R, counts_e, state, beside = autograd.complete(crossing)
+        handle = Handle(
+            weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0], maker=dispatcher.key
+        )
+        return Dispatched(
+            rows_RD=rows_RD,
+            counts_e=counts_e,
+            handle=handle,
+            form=form,
+            scales_RB=beside if form is RowForm.FP8 else None,
+            index_R=beside if form is RowForm.INDEXED else None,
+        )
 
     def begin_dispatch(self, x_TD: Tensor, routing: Routing) -> BegunDispatch:
         """Start a dispatch; its `finish()` gives what `dispatch` gives. Not inside a compiled graph."""
-        with torch.no_grad():
-            started = self._crossings.start_dispatch(x_TD, routing.weights_TK, routing.ids_TK)
-        return BegunDispatch(self, x_TD, routing, self._crossings.begin(*started))
+        self._check_devices(x_TD, routing)
+        return BegunDispatch(self.dispatcher.for_call(x_TD, routing), x_TD, routing)
 
-    def _dispatch(
-        self,
-        x_TD: Tensor,
-        routing: Routing,
-        ticket: int,
-        *,
-        fp8_rows: bool = False,
-        in_place: bool = False,
-    ) -> Dispatched:
-        if not torch.compiler.is_compiling():
-            if self._missed_for_dtype:
-                self._tell_of_dtype(x_TD.dtype, x_TD.device.type)
-            if not x_TD.device == routing.ids_TK.device == routing.weights_TK.device:
-                # An operator refuses tensors of several devices before its body can tell the other ranks.
-                self._crossings.handshake(x_TD, routing)
-        inputs, scales_RB, index_R = (x_TD, routing.weights_TK, routing.ids_TK), None, None
-        alone = self._alone if ticket < 0 else None
-        if alone is not None and not alone.serves(x_TD, routing):
-            alone = None
-        if fp8_rows and self.leaves_fp8_rows(*inputs[:2]):
-            found = crossings_fp8.dispatch_fp8(self._crossings, *inputs)
-            (rows_RD, scales_RB), weights_R, counts_e, state = found
-        elif in_place and alone is not None and not differentiated(*inputs[:2]):
-            (rows_RD, index_R), weights_R, counts_e, state = alone.dispatch_in_place(*inputs)
-        else:
-            taken = self._crossings if alone is None else alone
-            rows_RD, weights_R, counts_e, state = eager.dispatch(*inputs, taken.key, ticket)
-        handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0])
-        return Dispatched(
-            rows_RD=rows_RD, counts_e=counts_e, handle=handle, scales_RB=scales_RB, index_R=index_R
-        )
+    def dispatching_again(self, x_TD: Tensor, dispatched: Dispatched) -> Again:
+        """A context: what is computed inside keeps no rows for its backward. They are dispatched again when
+        that comes, one crossing for the memory of R rows; every rank must do it. `x_TD` is what was
+        dispatched. Give what the context is to the `combine` of these rows."""
+        return Again(x_TD, dispatched)
 
-    def _that_made(self, state: Sequence[Tensor]) -> Crossings | NvlinkCrossings | AloneCrossings:
-        """Whose dispatch left this state."""
-        if self._alone is not None and len(state) == len(ALONE):
-            return self._alone
-        return self._crossings
+    def _check_devices(self, x_TD: Tensor, routing: Routing) -> None:
+        if self._missed_for_dtype:
+            self._tell_of_dtype(x_TD.dtype, x_TD.device.type)
+        if not x_TD.device == routing.ids_TK.device == routing.weights_TK.device:
+            # An operator refuses tensors of several devices before its body can tell the other ranks.
+            self.dispatcher.check_in(x_TD, routing)
 
     def _tell_of_dtype(self, dtype: torch.dtype, device_type: str) -> None:
         """Autocast and `.to(torch.bfloat16)` come after `auto` has chosen by the dtype."""
@@ -317,36 +284,31 @@ class Exchange:
             )
 
     def combine(
-        self, rows_RD: Tensor, handle: Handle, addend: Tensor | None = None, *, weighted: bool = False
+        self,
+        rows_RD: Tensor,
+        handle: Handle,
+        addend: Tensor | None = None,
+        *,
+        weighted: bool = False,
+        again: Again | None = None,
     ) -> Tensor:
         """Outputs [T, D] in the rows' dtype: the rows of every token times their weights, summed, plus
         `addend` [T, D] in the same float32 reduction. Differentiable in the rows, the weights and the addend.
 
         weighted: the rows are already times `handle.weights_R`, and are only summed.
+        again: of `dispatching_again`, where the rows were computed in it.
+        Raises ValueError where the rows are none of this dispatch: of another number, width, dtype or device,
+        or with the handle of another exchange. At an exchange's first combine every rank hears it.
         """
-        return self._combine(rows_RD, handle, addend, weighted, -1)
+        if not torch.compiler.is_compiling():
+            self.check_rows(rows_RD, handle, addend)
+        given = rows_RD, handle.weights_R, addend, handle.state, handle.num_tokens, handle.maker, weighted
+        return autograd.combine(*given, again=again)
 
     def begin_combine(self, rows_RD: Tensor, handle: Handle, *, weighted: bool = False) -> BegunCombine:
         """Start a combine; its `finish(addend)` gives what `combine` gives. Not inside a compiled graph."""
-        weights_R = None if weighted else handle.weights_R
-        crossings = self._that_made(handle.state)
-        with torch.no_grad():
-            started = crossings.start_combine(rows_RD, weights_R, handle.state, handle.num_tokens)
-        return BegunCombine(self, rows_RD, handle, weighted, crossings.begin(*started))
-
-    def _combine(
-        self, rows_RD: Tensor, handle: Handle, addend: Tensor | None, weighted: bool, ticket: int
-    ) -> Tensor:
-        return eager.combine(
-            rows_RD,
-            handle.weights_R,
-            addend,
-            handle.state,
-            handle.num_tokens,
-            self._that_made(handle.state).key,
-            ticket,
-            weighted,
-        )
+        self.check_rows(rows_RD, handle)
+        return BegunCombine(rows_RD, handle, weighted)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Exchange:
         """Itself: copies of a model move their rows through one exchange, as its layers' calls do."""
@@ -366,35 +328,99 @@ class Exchange:
 
         synchronize: wait for the device first; else calls that have not ended are not known to have failed.
         """
-        check = getattr(self.transport, "check", None)
-        if check is not None:
-            check(synchronize=synchronize)
+        self.dispatcher.check(synchronize=synchronize)
+
+    def check_rows(
+        self, rows_RD: Tensor, handle: Handle, addend: Tensor | None = None, *, together: bool = True
+    ) -> None:
+        """Raise ValueError where `combine` cannot sum these rows. Experts that are wrong are wrong from the
+        first call on, so that ranks tell each other at the first combine, and never again; not at all unless
+        `together`."""
+        problem = self._why_not_rows(rows_RD, handle, addend)
+        if together and not self._combined and not (rows_RD.is_cuda and _capturing()):
+            raise_together(self.transport, "combine", problem)
+            self._combined = True
+        if problem is not None:
+            raise ValueError(f"combine: on rank {self.geometry.rank}, {problem}")
+
+    def _why_not_rows(self, rows_RD: Tensor, handle: Handle, addend: Tensor | None) -> str | None:
+        maker = next((d for d in self.dispatcher.family if d.key == handle.maker), None)
+        if maker is None:
+            return "the handle is of another exchange; give the one that came with the rows"
+        shape, weights_R = (handle.weights_R.shape[0], self.geometry.hidden_size), handle.weights_R
+        if rows_RD.shape != shape:
+            return f"rows are {list(rows_RD.shape)}; give a row for every row of the dispatch, {list(shape)}"
+        if rows_RD.dtype not in maker.dtypes:
+            return f"rows are {rows_RD.dtype}; give {' or '.join(map(str, maker.dtypes))}"
+        if rows_RD.device != weights_R.device:
+            return f"rows are on {rows_RD.device}; give them on {weights_R.device}, as dispatched"
+        if addend is not None and addend.shape != (handle.num_tokens, shape[1]):
+            wanted = [handle.num_tokens, shape[1]]
+            return f"the addend is {list(addend.shape)}; give a row for every token, {wanted}"
+        if addend is not None and addend.device != rows_RD.device:
+            return f"the addend is on {addend.device}, the rows on {rows_RD.device}; give both on one device"
+        return None
 
     def close(self) -> None:
         """Forget what was begun and free what the transport holds. The exchange cannot be used afterwards."""
-        for crossings in self._all_crossings:
-            crossings.close()
+        for dispatcher in self.dispatcher.family:
+            dispatcher.close()
 
 
 class BegunDispatch:
     """A dispatch under way."""
 
-    def __init__(self, exchange: Exchange, x_TD: Tensor, routing: Routing, ticket: int) -> None:
-        self._finish = lambda: exchange._dispatch(x_TD, routing, ticket)
+    def __init__(self, dispatcher: Dispatcher, x_TD: Tensor, routing: Routing) -> None:
+        self._given = x_TD, routing.weights_TK, routing.ids_TK, dispatcher.key
+        with torch.no_grad():
+            (plan,) = dispatcher.agree([(x_TD, routing)])
+            self._begun = Begun(dispatcher.dispatch(plan, x_TD, routing.weights_TK))
 
     def finish(self) -> Dispatched:
         """Wait for the rows; once."""
-        return self._finish()
+        x_TD, *_, key = self._given
+        rows_RD, weights_R, counts_e, state = autograd.dispatch(*self._given, self._begun)
+        handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0], maker=key)
+        return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle)
 
 
 class BegunCombine:
     """A combine under way."""
 
-    def __init__(
-        self, exchange: Exchange, rows_RD: Tensor, handle: Handle, weighted: bool, ticket: int
-    ) -> None:
-        self._finish = lambda addend: exchange._combine(rows_RD, handle, addend, weighted, ticket)
+    def __init__(self, rows_RD: Tensor, handle: Handle, weighted: bool) -> None:
+        self._rows_RD, self._handle, self._weighted = rows_RD, handle, weighted
+        self._addend_TD: Tensor | None = None
+        weights_R, dispatcher = None if weighted else handle.weights_R, autograd.dispatcher_by(handle.maker)
+        given = rows_RD, weights_R, handle.state, handle.num_tokens
+        with torch.no_grad():
+            self._begun = Begun(dispatcher.combine(*given, lambda: self._addend_TD))
 
     def finish(self, addend: Tensor | None = None) -> Tensor:
         """Wait for the partial sums and add them, and `addend`; once."""
-        return self._finish(addend)
+        self._addend_TD, handle = addend, self._handle
+        given = handle.weights_R, addend, handle.state, handle.num_tokens, handle.maker, self._weighted
+        return autograd.combine(self._rows_RD, *given, begun=self._begun)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def dispatcher_of(
+    backend: Backend, geometry: Geometry, wire: Wire, observer: Observer, layer: int
+) -> Dispatcher:
+    """The dispatcher over a backend: of kernels over `Nvlink`, of bytes over a `Transport`. This is the one
+    place that asks which it is. Raises ValueError where the backend cannot serve the exchange."""
+    if isinstance(backend, Nvlink):
+        reason = why_not_nvlink(geometry, wire)
+        if reason is not None:
+            raise ValueError(f"Exchange: transport 'nvlink' cannot serve it: {reason}; use 'alltoall'")
+        return NvlinkDispatcher(geometry, backend, wire, observer, layer)
+    transport = piece("transport of bytes", cast("Transport", backend))
+    encoded = {wire.combine.name, wire.dispatch_backward.name} - {"identity"}
+    if transport.replicated and encoded and not transport.sums_encoded:
+        raise ValueError(
+            f"Exchange: the {transport.name} transport has no sum_encoded and cannot carry rows "
+            f"written as {encoded.pop()}; use codec='identity', or transport 'allreduce' or 'alltoall'"
+        )
+    return BytesDispatcher(geometry, transport, wire, observer, layer)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from imbrex.contracts import Codec, Placement, Wire
-from imbrex.exchange.geometry import Geometry
+from imbrex.contracts import Codec, Geometry, Placement, Wire
 from imbrex.placement import SPLITS, split_evenly
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE
 
@@ -15,8 +14,8 @@ DTYPE = torch.bfloat16
 FP8_OUT_MULTIPLE, FP8_BACK_MULTIPLE = 512, 256
 
 
-def unfit(geometry: Geometry, wire: Wire) -> str | None:
-    """None if the kernels serve this exchange, else why not."""
+def why_not_nvlink(geometry: Geometry, wire: Wire) -> str | None:
+    """Why the kernels do not serve this exchange, or `None`."""
     out, back = (wire.dispatch, wire.combine_backward), (wire.combine, wire.dispatch_backward)
     if any(codec.name not in ("identity", "fp8") for codec in (*out, *back)):
         return "its kernels write rows as they are or as fp8"
@@ -34,8 +33,8 @@ def is_coded(codec: Codec) -> bool:
     return codec.name == "fp8"
 
 
-def unfit_use(dtype: torch.dtype | None) -> str | None:
-    """None if the kernels move tokens of `dtype`, else why not."""
+def why_not_dtype(dtype: torch.dtype | None) -> str | None:
+    """Why the kernels do not move tokens of `dtype`, or `None`."""
     if dtype is None:
         return "nobody said that tokens are bfloat16 (dtype=)"
     return None if dtype == DTYPE else f"tokens are {str(dtype).removeprefix('torch.')}, not bfloat16"

@@ -89,14 +89,14 @@ def ranks_wanted(slot_TK: Tensor, placement: Placement, tensor_size: int) -> Ten
 
 
 def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
-    """source_R, position_PK and traffic from the state of a `Handle`.
+    """source_R, position_PK and traffic from the state of a `Handle` over a transport that moves bytes.
 
     The pool of a rank is its own T tokens followed by the M rows received, by source rank, then token.
     source_R: int64; pool row that a row was copied from, `-1` for padding.
     position_PK: int64; row of every choice of a pool row on this rank, `-1` where it is another rank's.
     """
-    source_R, position_PK, sent_tokens_N, splits_2W, *relay = state
-    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W, relay_XM=relay[0] if relay else None)
+    source_R, position_PK, sent_tokens_N, splits_2W, *hops = state
+    traffic = Traffic(sent_tokens_N=sent_tokens_N, splits_2W=splits_2W, hops=tuple(hops))
     return source_R, position_PK, traffic
 
 
@@ -118,9 +118,8 @@ def slot_rows(split_WS: Tensor, alignment: int, rows_per_slot: int | None) -> Te
 
 def make_plan(
     slot_TK: Tensor,
-    wanted_TW: Tensor,
     split_WS: Tensor,
-    rows_WW: Tensor,
+    traffic: Traffic,
     placement: Placement,
     rank: int,
     *,
@@ -130,8 +129,7 @@ def make_plan(
 ) -> Plan:
     """The plan of `rank`.
 
-    slot_TK, wanted_TW: of this rank, on its device; column `rank` of `wanted_TW` is ignored.
-    split_WS: choices of every rank for every slot; rows_WW: rows every rank sends to every other. Host int64.
+    slot_TK: of this rank, on its device. split_WS: choices of every rank for every slot, host int64.
     alignment: rows of a slot are padded to a multiple. rows_per_slot: padded to this many instead.
     """
     device = slot_TK.device
@@ -143,16 +141,12 @@ def make_plan(
     flat = slot_TK.flatten()
     position = base_S.to(device)[flat.clamp(min=0)] + order_within(flat, placement.num_slots)
     position_TK = torch.where(flat < 0, -1, position).view_as(slot_TK)
-    splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
-    others = wanted_TW.clone()
-    others[:, rank] = False
-    sent = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
     expert_rank = rank // tensor_size
     local = slice(placement.rank_offsets[expert_rank], placement.rank_offsets[expert_rank + 1])
     return Plan(
         slot_TK=slot_TK,
         position_TK=position_TK,
-        traffic=Traffic(sent_tokens_N=sent, splits_2W=splits_2W),
+        traffic=traffic,
         counts_e=rows_S[local].clone().to(device),
         num_rows=int(rows_S[local].sum()),
     )

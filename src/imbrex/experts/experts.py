@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from imbrex.contracts import Dispatched
+from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
 from imbrex.kernels import unavailable
 from imbrex.kernels.ffn.ffn import ffn
@@ -25,6 +25,7 @@ from imbrex.kernels.ffn.widths import MULTIPLE, fits
 Activation = Literal["swiglu", "gelu"]
 ACTIVATIONS = ("swiglu", "gelu")
 IMPLEMENTATIONS = ("loop", "grouped", "kernels", "kernels-fp8")
+_ROWS = (RowForm.ROWS,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,15 +185,14 @@ class Experts(nn.Module):
             )
 
     @property
-    def takes_fp8_rows(self) -> bool:
-        """Whether a call now computes in fp8, and so takes rows that are fp8 already."""
-        return self.implementation == "kernels-fp8" and not torch.is_grad_enabled()
-
-    @property
-    def takes_tokens_in_place(self) -> bool:
-        """Whether a call now reads its rows through an index, or copies them where that is faster."""
-        gathers = self.implementation.startswith("kernels") and not torch.is_grad_enabled()
-        return gathers and fits(self.hidden_size, self.down_proj.shape[2])
+    def forms(self) -> tuple[RowForm, ...]:
+        """Without gradients: rows in fp8 for who computes in fp8, and tokens that rows are read from through
+        an index, or copied from where that is faster."""
+        if torch.is_grad_enabled() or not self.implementation.startswith("kernels"):
+            return _ROWS
+        fp8 = (RowForm.FP8,) if self.implementation == "kernels-fp8" else ()
+        indexed = (RowForm.INDEXED,) if fits(self.hidden_size, self.down_proj.shape[2]) else ()
+        return *fp8, *indexed, RowForm.ROWS
 
     def _in_place(self, x_TD: Tensor, index_R: Tensor, counts_e: Tensor, weights_R: Tensor | None) -> Tensor:
         if self.implementation == "kernels-fp8":
@@ -208,10 +208,10 @@ class Experts(nn.Module):
             )
 
     def _check_fp8_rows(self) -> None:
-        if not self.takes_fp8_rows:
+        if RowForm.FP8 not in self.forms:
             raise ValueError(
                 f"Experts: rows in fp8 for {self.implementation!r}, or where gradients are recorded; use "
-                "implementation='kernels-fp8' under torch.no_grad(), or dispatch without fp8_rows"
+                "implementation='kernels-fp8' under torch.no_grad(), or dispatch without RowForm.FP8"
             )
 
     def quantised(self) -> Fp8Experts:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.observe.observer import Observer
+from imbrex.contracts import Listener
 
 
 def bracket_backward(
-    observer: Observer, name: str, forward: Callable[[Tensor], Tensor], x: Tensor, **where: int
+    observer: Listener, name: str, forward: Callable[[Tensor], Tensor], x: Tensor, **where: int
 ) -> Tensor:
     """`forward(x)`, with the span `name` from the gradient of its output to the gradient of `x`.
 
@@ -27,7 +27,7 @@ def bracket_backward(
 
 
 class _Bracket:
-    def __init__(self, observer: Observer, name: str, where: dict[str, int]) -> None:
+    def __init__(self, observer: Listener, name: str, where: dict[str, int]) -> None:
         self._make = lambda: observer.span(name, **where)
         self._span: AbstractContextManager[Any] | None = None
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import cast
 
 from imbrex.contracts import Strategy
-from imbrex.exchange.exchange import Exchange
 from imbrex.overlap.auto import Auto
 from imbrex.overlap.pipelined import Pipelined, split_by_source
 from imbrex.overlap.serial import Serial
@@ -65,12 +64,6 @@ def register(name: str, scheduler: Scheduler) -> None:
     schedulers.register(name, scheduler)
 
 
-def reason(strategy: Strategy, exchange: Exchange) -> str:
-    """Why this one, and what it does over the exchange's transport."""
-    says: Callable[[Exchange], str] | None = getattr(strategy, "reason", None)
-    return "given by the caller" if says is None else says(exchange)
-
-
 __all__ = [
     "PRESETS",
     "SCHEDULERS",
@@ -84,7 +77,6 @@ __all__ = [
     "Times",
     "make",
     "makespan",
-    "reason",
     "register",
     "tasks",
 ]

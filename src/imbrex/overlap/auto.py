@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Experts, Routing
-from imbrex.exchange.exchange import Exchange
+from imbrex.contracts import Experts, Output, Routing, RowExchange
 from imbrex.overlap.pipelined import Pipelined, find, parameters_of
 from imbrex.overlap.profiler import measure
 from imbrex.overlap.serial import Serial
@@ -49,10 +48,10 @@ class Auto:
         if scheduler is not None:
             find(scheduler)
         self.scheduler, self.name = scheduler, name
-        self.choices: weakref.WeakKeyDictionary[Exchange, Choice] = weakref.WeakKeyDictionary()
-        self._running: weakref.WeakKeyDictionary[Exchange, Pipelined] = weakref.WeakKeyDictionary()
+        self.choices: weakref.WeakKeyDictionary[RowExchange, Choice] = weakref.WeakKeyDictionary()
+        self._running: weakref.WeakKeyDictionary[RowExchange, Pipelined] = weakref.WeakKeyDictionary()
 
-    def reason(self, exchange: Exchange) -> str:
+    def reason(self, exchange: RowExchange) -> str:
         choice = self.choices.get(exchange)
         if choice is None:
             return "measures at its first call"
@@ -63,18 +62,18 @@ class Auto:
         self,
         x_TD: Tensor,
         routing: Routing,
-        exchange: Exchange,
+        exchange: RowExchange,
         experts: Experts,
         addend: Callable[[], Tensor] | None,
-    ) -> Tensor:
+    ) -> Output:
         if torch.compiler.is_compiling():
             return Serial().run(x_TD, routing, exchange, experts, addend)
         if exchange not in self._running:
-            exchange._crossings.handshake(x_TD, routing)
+            exchange.dispatcher.check_in(x_TD, routing)
             self._decide(x_TD, routing, exchange, experts)
         return self._running[exchange].run(x_TD, routing, exchange, experts, addend)
 
-    def _decide(self, x_TD: Tensor, routing: Routing, exchange: Exchange, experts: Experts) -> None:
+    def _decide(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> None:
         profile = self._profile(x_TD, routing, exchange, experts)
         choice = choose(profile, self.degrees, self.scheduler)
         self.choices[exchange] = choice
@@ -82,7 +81,7 @@ class Auto:
             choice.scheduler, choice.degree, times=profile.even_times(choice.degree)
         )
 
-    def _profile(self, x_TD: Tensor, routing: Routing, exchange: Exchange, experts: Experts) -> Profile:
+    def _profile(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> Profile:
         gather = exchange.transport.exchange_counts
         if self.path is not None:
             told = gather(words(self.path.exists(), self.path.parent.is_dir()))
@@ -103,12 +102,12 @@ class Auto:
             known[key].save(self.path, self._layer(x_TD, exchange, experts))
         return known[key]
 
-    def _known(self, exchange: Exchange) -> dict[Any, Profile]:
+    def _known(self, exchange: RowExchange) -> dict[Any, Profile]:
         """Profiles of layers before, on the same ranks."""
         group = getattr(exchange.transport, "group", None)
         return {} if group is None else _measured.setdefault(group, {})
 
-    def _layer(self, x_TD: Tensor, exchange: Exchange, experts: Experts) -> dict[str, Any]:
+    def _layer(self, x_TD: Tensor, exchange: RowExchange, experts: Experts) -> dict[str, Any]:
         """What a kept profile is of; it serves any number of tokens."""
         wire = exchange.wire
         codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
@@ -125,7 +124,7 @@ class Auto:
             "device": x_TD.device.type,
         }
 
-    def _key(self, x_TD: Tensor, exchange: Exchange, experts: Experts) -> Any:
+    def _key(self, x_TD: Tensor, exchange: RowExchange, experts: Experts) -> Any:
         """Layers with the same are taken to be alike."""
         shapes = tuple((p.shape, p.dtype) for p in parameters_of(experts))
         wire = exchange.wire

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Dispatched, Experts, Handle, Pending, Routing
-from imbrex.exchange.exchange import Exchange
-from imbrex.overlap.moves import Crossing, moves_of
+from imbrex.contracts import (
+    Crossing,
+    Dispatched,
+    Experts,
+    Handle,
+    Pending,
+    Routing,
+    RowExchange,
+    RowForm,
+)
 from imbrex.runtime.deferred import Deferral
 
 
@@ -40,7 +47,7 @@ class Forward:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: RowExchange,
         experts: Experts,
         x_TD: Tensor,
         routing: Routing,
@@ -50,32 +57,31 @@ class Forward:
         keep: bool,
         defer: bool = False,
     ) -> None:
-        self.exchange, self.moves, self.layer_experts = exchange, moves_of(exchange), experts
+        self.exchange, self.layer_experts = exchange, experts
+        self.dispatcher = exchange.dispatcher.beside(len(sizes))
         self.keep, self.defer = keep, keep and defer
-        takes = not keep and getattr(experts, "takes_fp8_rows", False)
-        self.fp8_rows = takes and exchange.leaves_fp8_rows(x_TD, routing.weights_TK)
+        forms = (RowForm.ROWS,) if keep else experts.forms
+        self.form = self.dispatcher.form_of(forms, x_TD, routing.weights_TK)
         self.x_TD, self.weights_TK, self.addend_TD = x_TD, routing.weights_TK, addend_TD
         self.y_TD = x_TD.new_empty(x_TD.shape)
         bounds = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
         parts = [
             (x_TD[b], Routing(ids_TK=routing.ids_TK[b], weights_TK=routing.weights_TK[b])) for b in bounds
         ]
-        with exchange.observer.span("plan", layer=exchange.layer):
-            plans = self.moves.plan(parts)
+        plans = self.dispatcher.agree(parts)
         self.chunks = [Chunk(tokens=b, plan=made) for b, made in zip(bounds, plans, strict=True)]
 
     def encode_out(self, chunk: int) -> None:
         c = self.chunks[chunk]
         given = c.plan, self.x_TD[c.tokens], self.weights_TK[c.tokens]
-        c.crossing = self.moves.dispatch(*given, fp8_rows=self.fp8_rows)
+        c.crossing = self.dispatcher.dispatch(*given, self.form)
 
     def move_out(self, chunk: int) -> Pending | None:
         return _crossing(self.chunks[chunk]).move()
 
     def decode_out(self, chunk: int, received: Any) -> None:
         c = self.chunks[chunk]
-        rows, c.weights_R, c.counts_e, c.state = _crossing(c).read(received)
-        c.rows_RD, c.scales_RB = rows if self.fp8_rows else (rows, None)
+        c.rows_RD, c.weights_R, c.counts_e, c.state, c.scales_RB = _crossing(c).read(received)
         c.crossing = None
 
     def experts(self, chunk: int) -> None:
@@ -90,20 +96,28 @@ class Forward:
         ):
             c.rows_RD = c.rows_RD.detach().requires_grad_(self.keep)
             c.weights_R = c.weights_R.detach().requires_grad_(self.keep and weighs)
-            handle = Handle(weights_R=c.weights_R, state=tuple(c.state), num_tokens=self._tokens(c))
+            tokens, maker = c.tokens.stop - c.tokens.start, self.dispatcher.key
+            handle = Handle(weights_R=c.weights_R, state=tuple(c.state), num_tokens=tokens, maker=maker)
             dispatched = Dispatched(
-                rows_RD=c.rows_RD, counts_e=c.counts_e, handle=handle, scales_RB=c.scales_RB
+                rows_RD=c.rows_RD,
+                counts_e=c.counts_e,
+                handle=handle,
+                form=self.form,
+                scales_RB=c.scales_RB,
             )
             c.deferral = Deferral() if self.defer else None
             with nullcontext() if c.deferral is None else c.deferral.record():
                 c.out_RD = self.layer_experts(dispatched)
+            self.exchange.check_rows(c.out_RD, handle, together=False)
 
     def encode_back(self, chunk: int) -> None:
         c = self.chunks[chunk]
         assert c.out_RD is not None
         weights = None if self.layer_experts.applies_weights else c.weights_R
         addend_TD = None if self.addend_TD is None else self.addend_TD[c.tokens]
-        c.crossing = self.moves.combine(c.out_RD.detach(), weights, addend_TD, c.state, self.y_TD[c.tokens])
+        out_TD, addend = self.y_TD[c.tokens], None if addend_TD is None else lambda: addend_TD
+        given = c.out_RD.detach(), weights, c.state, len(out_TD), addend, out_TD
+        c.crossing = self.dispatcher.combine(*given)
 
     def move_back(self, chunk: int) -> Pending | None:
         return _crossing(self.chunks[chunk]).move()
@@ -115,9 +129,6 @@ class Forward:
         if not self.keep:
             c.rows_RD = c.scales_RB = c.weights_R = c.out_RD = None
 
-    def _tokens(self, c: Chunk) -> int:
-        return c.tokens.stop - c.tokens.start
-
 
 class Backward:
     """Gradients of tokens and weights in `d_x_TD` and `d_weights_TK`, of the parameters in `d_parameters`.
@@ -128,7 +139,7 @@ class Backward:
     def __init__(
         self, forward: Forward, d_y_TD: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]
     ) -> None:
-        self.forward, self.exchange, self.moves = forward, forward.exchange, forward.moves
+        self.forward, self.exchange, self.dispatcher = forward, forward.exchange, forward.dispatcher
         self.d_y_TD = d_y_TD
         self.parameters = [p for p, need in zip(parameters, needed, strict=True) if need]
         self.with_rows: list[Tensor | None] = [None] * len(self.parameters)
@@ -142,7 +153,7 @@ class Backward:
         assert c.out_RD is not None
         assert c.weights_R is not None
         out_RD = None if self.forward.layer_experts.applies_weights else c.out_RD.detach()
-        c.crossing = self.moves.combine_backward(self.d_y_TD[c.tokens], out_RD, c.weights_R, c.state)
+        c.crossing = self.dispatcher.combine_backward(self.d_y_TD[c.tokens], out_RD, c.weights_R, c.state)
 
     def move_out(self, chunk: int) -> Pending | None:
         return _crossing(self.forward.chunks[chunk]).move()
@@ -200,7 +211,7 @@ class Backward:
         c, d_rows = self.forward.chunks[chunk], self.d_rows[chunk]
         assert d_rows is not None
         out = self.d_x_TD[c.tokens], self.d_weights_TK[c.tokens]
-        c.crossing = self.moves.dispatch_backward(*d_rows, c.state, out)
+        c.crossing = self.dispatcher.dispatch_backward(*d_rows, c.state, len(out[0]), out)
 
     def move_back(self, chunk: int) -> Pending | None:
         return _crossing(self.forward.chunks[chunk]).move()

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from imbrex.contracts import Experts, Routing
-from imbrex.exchange.exchange import Exchange
+from imbrex.contracts import Experts, Output, Routing, RowExchange
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute
 from imbrex.overlap.serial import Serial
@@ -83,7 +82,7 @@ class Pipelined:
         self.degree, self.split, self.times = degree, split, times
         label = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "scheduler")
         self.name = name or f"{label}-{degree}"
-        self._agreed: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._agreed: weakref.WeakSet[RowExchange] = weakref.WeakSet()
         self._orders: Orders | None = None
 
     def orders(self) -> Orders:
@@ -110,21 +109,21 @@ class Pipelined:
             raise ValueError(f"schedule: the scheduler of {self.name} gave {order!r}; return an Order")
         return order
 
-    def reason(self, exchange: Exchange) -> str:
+    def reason(self, exchange: RowExchange) -> str:
         return "asked for"
 
     def run(
         self,
         x_TD: Tensor,
         routing: Routing,
-        exchange: Exchange,
+        exchange: RowExchange,
         experts: Experts,
         addend: Callable[[], Tensor] | None,
-    ) -> Tensor:
+    ) -> Output:
         if torch.compiler.is_compiling():
             return Serial().run(x_TD, routing, exchange, experts, addend)
         # The message of a layer that runs serially, so that one rank's wrong input is heard by all.
-        exchange._crossings.handshake(x_TD, routing)
+        exchange.dispatcher.check_in(x_TD, routing)
         orders = self._agree(exchange)
         added = None if addend is None else addend()
         geometry = exchange.geometry
@@ -140,9 +139,9 @@ class Pipelined:
             sizes=sizes,
             differentiated=differentiated(x_TD, routing.weights_TK, added, *parameters),
         )
-        return _Run.apply(call, x_TD, routing.weights_TK, added, *parameters)
+        return Output(y_TD=_Run.apply(call, x_TD, routing.weights_TK, added, *parameters))
 
-    def _agree(self, exchange: Exchange) -> Orders:
+    def _agree(self, exchange: RowExchange) -> Orders:
         """The orders, compared once an exchange: ranks that start their moves in other orders would wait for
         each other forever."""
         if exchange in self._agreed:
@@ -159,7 +158,6 @@ class Pipelined:
         gathered = exchange.transport.exchange_counts(message)
         if problem is not None:
             raise problem
-        # on the host: counts are told there
         # on the host: counts of all ranks are
         for rank, (wrong, degree, theirs) in enumerate(gathered.tolist()):
             if wrong:
@@ -194,7 +192,7 @@ def parameters_of(experts: Experts) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    exchange: Exchange
+    exchange: RowExchange
     experts: Experts
     ids_TK: Tensor
     orders: Orders

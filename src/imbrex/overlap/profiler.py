@@ -6,13 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Experts, Routing
-from imbrex.exchange.exchange import Exchange
+from imbrex.contracts import Experts, Routing, RowExchange
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute_timed
 from imbrex.overlap.pipelined import Pipelined
@@ -30,7 +30,7 @@ Seconds = dict[tuple[bool, str], float]
 
 
 def measure(
-    exchange: Exchange,
+    exchange: RowExchange,
     experts: Experts,
     x_TD: Tensor,
     routing: Routing,
@@ -93,7 +93,7 @@ def _ratio(measured: float, predicted: float) -> float:
 class _Layer:
     """What is measured."""
 
-    exchange: Exchange
+    exchange: RowExchange
     experts: Experts
     x_TD: Tensor
     routing: Routing
@@ -106,7 +106,7 @@ class _Layer:
         tokens = self.x_TD.shape[0]
         even = [tokens // degree + (c < tokens % degree) for c in range(degree)]
         # As a strategy does before it plans.
-        self.exchange._crossings.handshake(self.x_TD, self.routing)
+        self.exchange.dispatcher.check_in(self.x_TD, self.routing)
         return Forward(
             self.exchange, self.experts, self.x_TD, self.routing, None, even, keep=True, defer=True
         )
@@ -140,7 +140,8 @@ class _Layer:
         clock = self.clock()
         x_TD, weights_TK = (t.detach().requires_grad_() for t in (self.x_TD, self.routing.weights_TK))
         routing = Routing(ids_TK=self.routing.ids_TK, weights_TK=weights_TK)
-        y_TD = clock.timed("whole", lambda: strategy.run(x_TD, routing, self.exchange, self.experts, None))
+        run = partial(strategy.run, x_TD, routing, self.exchange, self.experts, None)
+        y_TD = clock.timed("whole", lambda: run().y_TD)
         clock.backward = True
         # Not `backward`, which would leave gradients with the caller's parameters.
         wanted = [x_TD, weights_TK, *self.parameters]

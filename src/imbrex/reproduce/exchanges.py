@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import imbrex
-from imbrex.exchange.crossings import Crossings
 from imbrex.placement import contiguous
 
 WIDTH = 256
@@ -56,20 +55,19 @@ class _Move:
         exchange = imbrex.Exchange(
             contiguous(world, world), WIDTH, 1, group=dist.group.WORLD, transport=transport
         )
-        crossings = exchange._crossings
-        assert isinstance(crossings, Crossings)
-        self.crossings = crossings
+        self.exchange = exchange
         share = max(1, size // (4 * WIDTH) // world)
         ids_TK = torch.arange(world).repeat_interleave(share)[:, None]
         routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.ones(len(ids_TK), 1))
         x_TD = torch.full((len(ids_TK), WIDTH), float(rank))
-        made = crossings.make_plans([(x_TD, routing)])[0]
-        self.traffic = made.traffic
-        self.encoded = crossings.write_dispatch(made, x_TD, routing.weights_TK)
+        (plan,) = exchange.dispatcher.agree([(x_TD, routing)])
+        self.crossing = exchange.dispatcher.dispatch(plan, x_TD, routing.weights_TK)
         self.sources = torch.arange(world).repeat_interleave(share * (torch.arange(world) != rank))
 
     def run(self) -> Tensor:
-        return self.crossings.begin_out(self.encoded, self.traffic).finish()
+        pending = self.crossing.move()
+        assert pending is not None
+        return pending.finish()
 
     def check(self, received: Tensor) -> None:
         values = received[:, : 4 * WIDTH].contiguous().view(torch.float32)

@@ -7,9 +7,10 @@ from typing import TypeVar
 Value = TypeVar("Value")
 PARTS = {
     "codec": ("Codec", "name nbytes encode decode"),
-    "transport": ("Transport", "name replicated broadcasts device exchange_counts"),
-    "schedule": ("Strategy", "name run"),
-    "experts": ("Experts", "applies_weights"),
+    "transport": ("Backend", "name replicated device exchange_counts"),
+    "transport of bytes": ("Transport", "broadcasts relays plan begin_move begin_move_back home rows_sent"),
+    "schedule": ("Strategy", "name reason run"),
+    "experts": ("Experts", "applies_weights forms"),
 }
 """By the argument: the protocol in `imbrex.contracts`, and what no layer can do without."""
 

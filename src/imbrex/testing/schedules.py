@@ -110,7 +110,7 @@ def _numbers(
     ids_TK = torch.rand(tokens, num_experts, generator=drawn, **FLOATS).argsort(1)[:, :2].contiguous()
     weights_TK = torch.rand(tokens, 2, generator=drawn, **FLOATS).requires_grad_()
     routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-    y_TD = strategy.run(x_TD, routing, exchange, experts, lambda: x_TD * shared)
+    y_TD = strategy.run(x_TD, routing, exchange, experts, lambda: x_TD * shared).y_TD
     (y_TD * torch.cos(torch.arange(y_TD.numel(), device=y_TD.device).view_as(y_TD))).sum().backward()
     found = {
         "outputs": y_TD.detach(),

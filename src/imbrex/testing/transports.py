@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def check_transport(
     if _size(group) == 1:
         warnings.warn("check_transport: nothing moves on one rank; call it on several", stacklevel=2)
     made, _ = transports.make(transport, group, num_ranks=_size(group), top_k=1)
-    check = _Check(made, group, torch.device(device), seed)
+    check = _Check(cast("Transport", made), group, torch.device(device), seed)
     check.together("counts", check.counts)
     if made.replicated:
         check.together("sums", check.sums)
@@ -106,7 +107,7 @@ class _Check:
             """The rows that `reader` sends back for the tokens it had from `source`."""
             return self._content(reader, wanted[source][:, reader].nonzero()[:, 0], source + 1, width)
 
-        if getattr(self.transport, "adds_on_the_way", False):
+        if self.transport.sums_on_the_way:
             self._sums_back(wanted, width)
             return
         returned_MB = torch.cat([written(self.rank, source) for source in range(self.world)])
@@ -124,7 +125,7 @@ class _Check:
         returned = torch.cat([written(self.rank, source) for source in range(self.world)])
         traffic = self._traffic(wanted)
         moved = self.transport.begin_move_back(as_bytes(returned.to(self.device)), traffic).finish().cpu()
-        sent = self.transport.home(traffic)[0].cpu()  # pyright: ignore[reportAttributeAccessIssue]
+        sent = self.transport.home(traffic)[0].cpu()
         require(len(moved) == len(sent), f"{len(moved)} rows come back for {len(sent)} sent")
         shape = len(wanted[self.rank]), width
         sums = torch.zeros(shape, **FLOATS).index_add_(0, sent, from_bytes(moved, width, torch.float32))
@@ -136,14 +137,9 @@ class _Check:
         require(not wrong, f"the sum of what came back for token {wrong[:1]} is not that of what was sent")
 
     def _traffic(self, wanted: list[Tensor]) -> Traffic:
-        counts_WW = torch.stack([w.sum(0) for w in wanted])
-        splits = torch.stack([counts_WW[self.rank], counts_WW[:, self.rank]])
-        sent = wanted[self.rank].T.nonzero()[:, 1].to(self.device)
-        plan_relays = getattr(self.transport, "plan_relays", None)
-        if plan_relays is None or self.world == 1:
-            return Traffic(sent_tokens_N=sent, splits_2W=splits)
-        ((_, relayed),) = plan_relays([wanted[self.rank].to(self.device)])
-        return Traffic(sent_tokens_N=sent, **relayed)
+        rows = [torch.stack([w.sum(0) for w in wanted])]
+        planned = self.transport.plan([wanted[self.rank].to(self.device)], rows)
+        return planned[0]
 
     def _move(self, begin, encoded: Tensor, traffic: Traffic, expected: Tensor) -> None:
         encoded = encoded.to(self.device)

@@ -144,7 +144,8 @@ def _run_layer(strategy: str, experts: Experts) -> Tensor:
     exchange = Exchange(contiguous(EXPERTS, 1), WIDTH, TOP_K)
     routing = Routing(ids_TK=routing.ids_TK.to(device), weights_TK=routing.weights_TK.to(device))
     with torch.no_grad():
-        y_TD = overlap.make(strategy).run(_tokens(0).to(device, dtype), routing, exchange, experts, None)
+        x_TD = _tokens(0).to(device, dtype)
+        y_TD = overlap.make(strategy).run(x_TD, routing, exchange, experts, None).y_TD
     exchange.close()
     return y_TD
 

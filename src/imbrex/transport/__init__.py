@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from imbrex.contracts import Transport
+from imbrex.contracts import Backend
 from imbrex.cost import Load
 from imbrex.runtime import checks
 from imbrex.runtime.waits import RankLostError
@@ -14,13 +14,14 @@ from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.auto import Auto
+from imbrex.transport.base import BytesTransport
 from imbrex.transport.hierarchical import Hierarchical
 from imbrex.transport.leader import Leader
 from imbrex.transport.nvlink import Nvlink
 from imbrex.transport.pipe import Pipe, Sequential
 from imbrex.transport.twolevel import TwoLevel
 
-TRANSPORTS: dict[str, Callable[..., Transport]] = {
+TRANSPORTS: dict[str, Callable[..., Backend]] = {
     "alltoall": AllToAll,
     "allgather": AllGather,
     "allreduce": AllReduce,
@@ -55,7 +56,7 @@ def pick(name: str, *, num_ranks: int, top_k: int) -> tuple[str, str]:
 
 
 def make(
-    transport: str | Transport | Auto,
+    transport: str | Backend | Auto,
     group: dist.ProcessGroup | None,
     *,
     num_ranks: int,
@@ -63,8 +64,8 @@ def make(
     timeout: float | None = None,
     not_nvlink: str | None = None,
     row_bytes: int = 8192,
-) -> tuple[Transport, str]:
-    """The transport, built on `group`, and the reason for the choice.
+) -> tuple[Backend, str]:
+    """The transport, or the kernels' `Nvlink`, built on `group`, and the reason for the choice.
 
     not_nvlink: why `auto` may not pick `nvlink`, where it may not. row_bytes: of a row, for the costs of
     transports on several nodes.
@@ -77,11 +78,13 @@ def make(
     if chosen is None or group is None or dist.get_world_size(group) == 1:
         return TRANSPORTS[name](group, timeout=timeout), reason
     nodes = chosen.nodes(group)
-    found = not_nvlink or Nvlink.of_or_reason(group, timeout=timeout)
-    if isinstance(found, Nvlink):
-        return found, "bfloat16 tokens on GPUs of one host that reach each other's memory"
+    reason_against = not_nvlink
+    if reason_against is None:
+        nvlink, reason_against = Nvlink.of_or_reason(group, timeout=timeout)
+        if nvlink is not None:
+            return nvlink, "bfloat16 tokens on GPUs of one host that reach each other's memory"
     # Nobody on CPUs waits for NVLink.
-    missed = f"; not nvlink: {found}" if "nccl" in str(dist.get_backend(group)) else ""
+    missed = f"; not nvlink: {reason_against}" if "nccl" in str(dist.get_backend(group)) else ""
     if nodes is None:
         return TRANSPORTS[name](group, timeout=timeout), reason + missed
     load = Load(tokens=chosen.tokens, row_bytes=row_bytes, top_k=top_k)
@@ -96,6 +99,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Auto",
+    "BytesTransport",
     "Hierarchical",
     "Leader",
     "Nvlink",

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Pending, Traffic
+from imbrex.contracts import Add, Pending, Traffic
 from imbrex.runtime.waits import all_gather_single
-from imbrex.transport.collective import Collective, Done
+from imbrex.transport.base import BytesTransport
+from imbrex.transport.collective import Done
 
 
-class AllReduce(Collective):
+class AllReduce(BytesTransport):
     """TensorRT-LLM's first mode: attention under tensor parallelism (slides, "AllReduce").
 
     Nothing moves on the way out. The loss counts once, not once a rank: the backward sums dx and the routing
@@ -22,11 +23,12 @@ class AllReduce(Collective):
 
     name = "allreduce"
     replicated = True
+    sums_encoded = True
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         return Done(encoded_TB[:0])
 
-    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
+    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
         return Done(encoded_MB[:0])
 
     def all_reduce(self, partial_TD: Tensor) -> Tensor:

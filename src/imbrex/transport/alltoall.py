@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Pending, Traffic
-from imbrex.transport.collective import Collective, Done, InFlight
+from imbrex.contracts import Add, Pending, Traffic
+from imbrex.transport.base import BytesTransport
+from imbrex.transport.collective import Done, InFlight
 
 
-class AllToAll(Collective):
+class AllToAll(BytesTransport):
     """One AlltoAllv each way (TensorRT-LLM's third mode, slides, "AlltoAllv"), each token once per rank.
 
     Bytes sent: a row for every (token, other rank) pair that is wanted, each way.
@@ -23,7 +24,7 @@ class AllToAll(Collective):
         send, receive = traffic.splits_2W.tolist()
         return self.scatter_rows("dispatch", encoded_TB.index_select(0, traffic.sent_tokens_N), send, receive)
 
-    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
+    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
         send, receive = traffic.splits_2W.tolist()
         return self.scatter_rows("combine", encoded_MB, receive, send)
 
@@ -36,6 +37,3 @@ class AllToAll(Collective):
         sizes = list(receive), list(send)
         work = self.start(phase, lambda: dist.all_to_all_single(out, rows, *sizes, self.group, async_op=True))
         return InFlight(self, phase, work, out, rows)
-
-    def all_reduce(self, partial_TD: Tensor) -> Tensor:
-        raise AssertionError("only a replicated transport sums over ranks")

@@ -26,7 +26,6 @@ class Collective:
 
     name = "collective"
     replicated = False
-    broadcasts = False
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: float | None = None) -> None:
         self.group = group

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Pending, Traffic
+from imbrex.contracts import Add, Pending, Traffic
 from imbrex.transport.collective import Done, Message
 from imbrex.transport.relay import Relay
 from imbrex.transport.steps import Crossing
 from imbrex.transport.twolevel import TwoLevel
-
-Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
-"""Sums encoded rows by target row: (rows, targets) in order, and how many targets there are."""
 
 ACROSS, INSIDE, PASSED_ON = 0, 1, 2
 """Steps of a crossing, in the tags of its messages."""
@@ -58,7 +55,7 @@ class Hierarchical(TwoLevel):
         self.pieces = 1 if self.groups_messages else pieces
 
     @property
-    def adds_on_the_way(self) -> bool:
+    def sums_on_the_way(self) -> bool:
         return self.world_size > 1
 
     def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
@@ -81,10 +78,11 @@ class Hierarchical(TwoLevel):
         return [torch.cat([mine[0], *blocks[call :: len(counts)]]) for call in range(len(counts))]
 
     def home(self, traffic: Traffic) -> tuple[Tensor, list[int]]:
-        """The token of every row that comes back, and how many come under which rank."""
-        return self._relay(traffic).home()
+        return super().home(traffic) if self.world_size == 1 else self._relay(traffic).home()
 
     def rows_sent(self, traffic: Traffic, *, back: bool) -> Tensor:
+        if self.world_size == 1:
+            return super().rows_sent(traffic, back=back)
         return self._relay(traffic).sent(back=back)
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:

@@ -1,7 +1,7 @@
 """Kernels that write and read the peers' memory over NVLink, on the GPUs of one host.
 
-No rows pass through the `Transport` contract: the kernels route, move, expand and sum in one, without a host
-synchronisation. `imbrex.exchange.crossings_nvlink` drives them. Layers that are given the same `Nvlink`
+This is no `Transport`: the kernels route, move, expand and sum in one, without a host synchronisation.
+`imbrex.exchange.nvlink` drives them. Layers that are given the same `Nvlink`
 object, or its name and the same group, share one heap.
 """
 
@@ -16,15 +16,13 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from imbrex.contracts import Pending, Placement, Traffic
+from imbrex.contracts import Listener, Placement
 from imbrex.kernels import jit, unavailable
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.variants import shipped_variants
 from imbrex.kernels.heap import Heap, SymmetricHeap
-from imbrex.observe import Observer
 from imbrex.runtime.streams import Line
 from imbrex.runtime.words import words
 from imbrex.transport.board import Board
@@ -147,12 +145,14 @@ class Nvlink(Collective):
         return found
 
     @classmethod
-    def of_or_reason(cls, group: dist.ProcessGroup | None, *, timeout: float | None = None) -> Nvlink | str:
+    def of_or_reason(
+        cls, group: dist.ProcessGroup | None, *, timeout: float | None = None
+    ) -> tuple[Nvlink | None, str]:
         """The one that layers of this group share, or why it cannot be had. Collective."""
         try:
-            return cls.of(group, timeout=timeout)
+            return cls.of(group, timeout=timeout), ""
         except NvlinkError as error:
-            return error.reason
+            return None, error.reason
 
     def reason_against(self) -> str | None:
         """Why the kernels cannot run on this group, or None. Collective: the same answer on every rank."""
@@ -231,7 +231,7 @@ class Nvlink(Collective):
         after them."""
         return self._exchanges[size, room_for(room)]
 
-    def exchange_for(self, size: Size, placement: Placement, most: int, observer: Observer) -> NvlinkExchange:
+    def exchange_for(self, size: Size, placement: Placement, most: int, observer: Listener) -> NvlinkExchange:
         """Kernels and a heap for `most` tokens of a rank, at `placement`; where there is none with so much
         room, they are made, which is collective and synchronises."""
         at = size, room_for(most)
@@ -272,15 +272,6 @@ class Nvlink(Collective):
     def _make_heap(self, nbytes: int) -> Heap:
         assert self.group is not None
         return SymmetricHeap(self.group, nbytes, self.device)
-
-    def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
-        raise AssertionError("the NVLink kernels move rows themselves")
-
-    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
-        raise AssertionError("the NVLink kernels move rows themselves")
-
-    def all_reduce(self, partial_TD: Tensor) -> Tensor:
-        raise AssertionError("only a replicated transport sums over ranks")
 
     def close(self) -> None:
         """Free the heaps. Layers that use them cannot be used afterwards."""

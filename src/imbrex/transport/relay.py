@@ -7,13 +7,14 @@ crosses. Sizes are exchanged once a plan and serve all four crossings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from imbrex.contracts import Traffic
 from imbrex.runtime.words import words
+from imbrex.transport.base import straight
 from imbrex.transport.nodes import Nodes
 
 LEAST_ROWS = 128
@@ -42,17 +43,17 @@ def join_pieces(counts_2SWW: Tensor) -> Tensor:
     return counts_2SWW
 
 
-def splits_with_pieces(counts_2SWW: Tensor, rank: int) -> Tensor:
-    """Splits for transports that relay: int64 [2 + 2 S W, W]. After the two rows of `Traffic`, for every
-    piece the rows that every rank sends to every other, then for every piece the tokens of every rank that a
-    node wants, node n in column n."""
-    rows_WW = counts_2SWW[0].sum(0)
-    return torch.cat([rows_WW[rank][None], rows_WW[:, rank][None], counts_2SWW.flatten(0, 2)])
+def relayed(wanted_TW: Tensor, counts_2SWW: Tensor, marks_XM: Tensor, rank: int) -> Traffic:
+    """The traffic of transports that relay. Its hops are `counts_2SWW` on the host, for every piece the rows
+    that every rank sends to every other, then for every piece the tokens of every rank that a node wants,
+    node n in column n; and the marks of the tokens that this rank passes on, see `Relay`."""
+    traffic = straight(wanted_TW, counts_2SWW[0].sum(0), rank)
+    return replace(traffic, hops=(counts_2SWW.contiguous(), marks_XM))
 
 
-def rows_between(traffic: Traffic, world_size: int) -> Tensor:
+def rows_between(traffic: Traffic) -> Tensor:
     """Rows from every rank to every rank, int64 [W, W]."""
-    return traffic.splits_2W[2:].view(2, -1, world_size, world_size)[0].sum(0)
+    return traffic.hops[0][0].sum(0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +75,13 @@ class Relay:
     @staticmethod
     def of(traffic: Traffic, nodes: Nodes, rank: int) -> Relay:
         world = nodes.num_nodes * nodes.size
-        counts, unique = traffic.splits_2W[2:].view(2, -1, world, world).tolist()
+        counts_2SWW, marks_XM = traffic.hops
+        # on the host: counts of all ranks are
+        counts, unique = counts_2SWW.tolist()
         node, local = divmod(rank, nodes.size)
         others = [n for n in range(nodes.num_nodes) if n != node]
         arriving = [sum(piece[nodes.rank(n, local)][node] for piece in unique) for n in others]
-        assert traffic.relay_XM is not None
-        marks = dict(zip(others, traffic.relay_XM.split(arriving), strict=True))
+        marks = dict(zip(others, marks_XM.split(arriving), strict=True))
         sent = traffic.sent_tokens_N.split([sum(p[rank][d] for p in counts) for d in range(world)])
         return Relay(nodes=nodes, rank=rank, counts=counts, unique=unique, sent_tokens=sent, marks=marks)
 
@@ -162,4 +164,4 @@ class Relay:
         return torch.cat(tokens), sizes
 
 
-__all__ = ["Relay", "count_pieces", "join_pieces", "rows_between", "splits_with_pieces"]
+__all__ = ["Relay", "count_pieces", "join_pieces", "relayed", "rows_between"]

@@ -28,7 +28,7 @@ class Tiered(AllToAll):
                 f"transport: {self.name} needs nodes of equally many neighbouring ranks, which this group's "
                 "are not; give ranks_per_node=, or use transport='alltoall'"
             )
-        self.nodes = nodes
+        self.nodes, self.ranks_per_node = nodes, nodes.size
         self.node, self.local = divmod(self.rank, self.nodes.size)
         self.lane = Lane(self.device)
         self._calls = itertools.count()

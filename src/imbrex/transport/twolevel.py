@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Pending, Traffic
+from imbrex.contracts import Add, Pending, Traffic
 from imbrex.transport.collective import Done
 from imbrex.transport.nodes import reorder
-from imbrex.transport.relay import count_pieces, join_pieces, rows_between, splits_with_pieces
+from imbrex.transport.relay import count_pieces, join_pieces, relayed, rows_between
 from imbrex.transport.steps import Step, Stepped, rows_sent
 from imbrex.transport.tiered import Tiered
 
@@ -24,12 +25,13 @@ class TwoLevel(Tiered):
     """
 
     name = "2dh"
+    relays = True
     pieces = 1
 
-    def plan_relays(self, wanted: Sequence[Tensor]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Collective, of several dispatches at once. From the ranks that want this rank's tokens, bool
-        [T, W], itself not counted: rows from every rank to every rank, int64 [W, W] on the host, and the
-        fields that `Traffic` has for transports that relay."""
+    def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
+        """Hops are those of `imbrex.transport.relay`."""
+        if self.world_size == 1:
+            return super().plan(wanted, rows)
         others = [wanted_TW.clone() for wanted_TW in wanted]
         for wanted_TW in others:
             wanted_TW[:, self.rank] = False
@@ -37,10 +39,14 @@ class TwoLevel(Tiered):
         told = self.exchange_counts(message.flatten()).view(self.world_size, *message.shape)
         counts = [join_pieces(one.permute(1, 2, 0, 3)) for one in told.unbind(1)]
         marks = self.tell_marks(others, counts)
-        return [
-            (c[0].sum(0), {"splits_2W": splits_with_pieces(c, self.rank), "relay_XM": m})
-            for c, m in zip(counts, marks, strict=True)
-        ]
+        return [relayed(*call, self.rank) for call in zip(others, counts, marks, strict=True)]
+
+    def fake_hops(self, ids_TK: Tensor, size: Callable[[], Any]) -> list[Tensor]:
+        if self.world_size == 1:
+            return []
+        shape = 2, size(), self.world_size, self.world_size
+        counts_2SWW = torch.empty(shape, dtype=torch.int64, device="cpu")
+        return [counts_2SWW, ids_TK.new_empty(size(), size(), dtype=torch.uint8)]
 
     def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
         """uint8 [tokens that this rank passes on, ranks of a node]: which of them want each; here none."""
@@ -48,20 +54,24 @@ class TwoLevel(Tiered):
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         rows = encoded_TB.index_select(0, traffic.sent_tokens_N)
-        return self._begin("dispatch", rows, rows_between(traffic, self.world_size))
+        return self._begin("dispatch", rows, traffic)
 
-    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic) -> Pending:
-        return self._begin("combine", encoded_MB, rows_between(traffic, self.world_size).T)
+    def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
+        return self._begin("combine", encoded_MB, traffic)
 
-    def _begin(self, phase: str, rows: Tensor, counts_WW: Tensor) -> Pending:
-        """Rows by destination rank; `counts_WW[s, d]` rows go from s to d."""
+    def _begin(self, phase: str, rows: Tensor, traffic: Traffic) -> Pending:
+        """Rows by destination rank."""
         if self.world_size == 1:
             return Done(rows)
+        counts_WW = rows_between(traffic)
         # on the host: the counts that were exchanged
-        return Stepped(self, phase, rows, self.steps(counts_WW.tolist()))
+        counts = (counts_WW.T if phase == "combine" else counts_WW).tolist()
+        return Stepped(self, phase, rows, self.steps(counts))
 
     def rows_sent(self, traffic: Traffic, *, back: bool) -> Tensor:
-        counts_WW = rows_between(traffic, self.world_size)
+        if self.world_size == 1:
+            return super().rows_sent(traffic, back=back)
+        counts_WW = rows_between(traffic)
         # on the host: the counts that were exchanged
         return rows_sent(self.steps((counts_WW.T if back else counts_WW).tolist()), self.rank)
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.codec.cast import as_bytes, from_bytes
-from imbrex.contracts import Traffic, Transport
+from imbrex.contracts import Backend, Traffic, Transport
 from imbrex.exchange import rows
 from imbrex.runtime.words import words
-from imbrex.transport import Nvlink
 from imbrex.transport import make as make_transport
 
 TEXT_BYTES = 240
@@ -68,7 +68,7 @@ def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
 class Carrier:
     """What couriers share: a group, and how ranks tell each other what is wrong. `who` stands in errors."""
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Transport) -> None:
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Backend) -> None:
         self.who = who
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
@@ -108,9 +108,11 @@ class Courier(Carrier):
     transport: a name in `imbrex.transport.TRANSPORTS` or an object, which sends a token where it is wanted.
     """
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Transport) -> None:
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Backend) -> None:
         super().__init__(who, group, transport)
-        if not _takes_routes(self.transport):
+        self.moves = cast("Transport", self.transport)
+        # Rows go where a `Traffic` of splits says, and nowhere else.
+        if self.moves.replicated or self.moves.broadcasts or self.moves.relays:
             raise ValueError(
                 f"{who}: the {self.transport.name} transport does not carry given rows to given ranks alone; "
                 "use 'alltoall', or 'nvlink' on the GPUs of one host"
@@ -142,7 +144,7 @@ class Courier(Carrier):
     def carry(self, columns: Sequence[Tensor], route: Route) -> list[Tensor]:
         """Columns of a token [T, ...] to columns of the rows received [N, ...], of any dtype, as bytes."""
         encoded_TB = torch.cat([as_bytes(column) for column in columns], 1)
-        crossed = self.transport.begin_move(encoded_TB, route.traffic).finish()
+        crossed = self.moves.begin_move(encoded_TB, route.traffic).finish()
         own = encoded_TB[route.own_tokens_O]
         return cut(torch.cat([crossed[: route.before], own, crossed[route.before :]]), columns)
 
@@ -165,7 +167,7 @@ class Courier(Carrier):
             for column, dtype in zip(columns, dtypes, strict=True)
         ]
         encoded = torch.cat([as_bytes(column) for column in crossing], 1)
-        back = self.transport.begin_move_back(encoded, route.traffic).finish()
+        back = self.moves.begin_move_back(encoded, route.traffic).finish()
         sizes = route.traffic.splits_2W[0].tolist()
         summed = []
         for column, part in zip(columns, cut(back, crossing), strict=True):
@@ -173,12 +175,6 @@ class Courier(Carrier):
             own[route.own_tokens_O] = column[route.before : stop].float()
             summed.append(rows.sum_home(own, part, route.traffic.sent_tokens_N, sizes, self.rank))
         return [summed[0].to(columns[0].dtype), *summed[1:]] if rounded else summed
-
-
-def _takes_routes(transport: Transport) -> bool:
-    """Whether it needs no more than a `Traffic` of splits, and delivers what that says and nothing else."""
-    everywhere = transport.replicated or transport.broadcasts
-    return not everywhere and not isinstance(transport, Nvlink) and not hasattr(transport, "plan_relays")
 
 
 def cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from imbrex.adapters.deep_ep.courier import Courier, Route
 from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
-from imbrex.contracts import Transport
+from imbrex.contracts import Backend
 from imbrex.transport import Nvlink
 
 
 def open_courier(
-    who: str, group: dist.ProcessGroup | None, transport: str | Transport
+    who: str, group: dist.ProcessGroup | None, transport: str | Backend
 ) -> Courier | NvlinkCourier:
     """transport: `auto` is NVLink where its kernels can run for this group, else `alltoall`. Collective."""
     if transport == "auto":
-        found = "one rank" if group is None else Nvlink.of_or_reason(group)
-        transport = "alltoall" if isinstance(found, str) else found
+        transport = "alltoall" if group is None else Nvlink.of_or_reason(group)[0] or "alltoall"
     kernels = transport == "nvlink" or isinstance(transport, Nvlink)
     return (NvlinkCourier if kernels else Courier)(who, group, transport)
 

@@ -28,7 +28,7 @@ from imbrex.adapters.deep_ep.hybrid_handle import (
 )
 from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier, expert_major, permute
 from imbrex.adapters.deep_ep.permuted import Permutation, make_permutation
-from imbrex.contracts import Transport
+from imbrex.contracts import Backend
 from imbrex.exchange.agreement import agree
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
@@ -66,7 +66,7 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
         *,
-        transport: str | Transport = "auto",
+        transport: str | Backend = "auto",
     ) -> None:
         self._courier = open_courier("deep_ep.HybridEPBuffer", group, transport)
         self.group = group

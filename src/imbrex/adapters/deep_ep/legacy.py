@@ -19,7 +19,7 @@ from imbrex.adapters.deep_ep.couriers import bring_home, carry, open_courier
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.legacy_handle import DispatchHandle, make_handle
 from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
-from imbrex.contracts import Transport
+from imbrex.contracts import Backend
 from imbrex.exchange import plan
 from imbrex.runtime.words import words
 
@@ -57,7 +57,7 @@ class Buffer(absent.Calls):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
-        transport: str | Transport = "auto",
+        transport: str | Backend = "auto",
     ) -> None:
         if low_latency_mode:
             absent.refuse("Buffer(low_latency_mode=True)", absent.LOW_LATENCY)

@@ -20,7 +20,7 @@ from torch import Tensor
 from imbrex.adapters.deep_ep.courier import Carrier, cut
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
 from imbrex.codec.cast import as_bytes
-from imbrex.contracts import Transport
+from imbrex.contracts import Backend
 from imbrex.exchange import rows
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.routed import Routed
@@ -76,7 +76,7 @@ class NvlinkCourier(Carrier):
 
     transport: Nvlink
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Transport) -> None:
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Backend) -> None:
         super().__init__(who, group, transport)
         self._most_choices: dict[int, int] = {}
 

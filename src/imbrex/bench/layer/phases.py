@@ -175,7 +175,7 @@ class Bench:
             with torch.set_grad_enabled(self.args.backward):
                 with self.recorder.span("route"):
                     self.gate(x_TD.detach())
-                y_TD = strategy.run(x_TD, routing, exchange, experts, None)
+                y_TD = strategy.run(x_TD, routing, exchange, experts, None).y_TD
             if self.args.backward:
                 y_TD.backward(dy_TD)
                 assert x_TD.grad is not None

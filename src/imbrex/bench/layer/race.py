@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from imbrex.bench.results import write_results
 from imbrex.bench.shapes import MODELS, Shape
 from imbrex.bench.skew import make_routing
 from imbrex.contracts import Routing
-from imbrex.exchange.crossings_nvlink import NvlinkCrossings, read_state
 from imbrex.exchange.exchange import Exchange
+from imbrex.exchange.nvlink import NvlinkDispatcher, read_state
 from imbrex.experts.experts import Experts
 from imbrex.observe.clock import device_microseconds
 from imbrex.overlap.serial import Serial
@@ -135,7 +135,7 @@ class Race:
 
         def call() -> Answers:
             with torch.set_grad_enabled(training):
-                y_TD = Serial().run(x_TD, routing, exchange, experts, None)
+                y_TD = Serial().run(x_TD, routing, exchange, experts, None).y_TD
             if not training:
                 return [y_TD]
             return [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, inputs.d_y_TD)]
@@ -226,13 +226,12 @@ def time_in_turns(
 def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> dict[str, float]:
     """Microseconds of routing, rows out, experts and sums back, each from aligned ranks; those that move rows
     at every number of multiprocessors in `sms`."""
-    inputs, crossings = runner.inputs(entry), runner.exchange._crossings
+    inputs, dispatcher = runner.inputs(entry), cast("NvlinkDispatcher", runner.exchange.dispatcher)
     x_TD, ids_TK, weights_TK = inputs.x_TD, inputs.routing.ids_TK, inputs.routing.weights_TK
-    assert isinstance(crossings, NvlinkCrossings)
     with torch.no_grad():
         dispatched = runner.exchange.dispatch(x_TD, inputs.routing)
         out_RD, routed = runner.experts(dispatched), read_state(dispatched.handle.state)
-    kernels = crossings.transport.exchange_of(crossings.size, len(x_TD))
+    kernels = dispatcher.transport.exchange_of(dispatcher.size, len(x_TD))
     calls: dict[str, Callable[[], object]] = {
         "route": lambda: kernels.route(ids_TK, weights_TK),
         "experts": torch.no_grad()(lambda: runner.experts(dispatched)),

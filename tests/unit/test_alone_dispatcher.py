@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.contracts import Dispatched, Routing
-from imbrex.exchange.crossings_alone import STATE, AloneCrossings
+from imbrex.contracts import Dispatched, Routing, RowForm
+from imbrex.exchange.alone import STATE, AloneDispatcher
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Experts
 from imbrex.kernels.rows import choices
@@ -29,7 +29,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         choices, "_kernel", lambda entry, rounds, _: kernel.load(choices._variant(entry, rounds))
     )
     monkeypatch.setattr(
-        AloneCrossings,
+        AloneDispatcher,
         "serves",
         lambda self, x_TD, routing: x_TD.dtype == torch.bfloat16 and not traced(x_TD) and self.misfit is None,
     )
@@ -102,11 +102,11 @@ class InPlace(Experts):
     came = False
 
     @property
-    def takes_tokens_in_place(self) -> bool:
-        return not torch.is_grad_enabled()
+    def forms(self) -> tuple[RowForm, ...]:
+        return (RowForm.INDEXED, RowForm.ROWS)[torch.is_grad_enabled() :]
 
     def forward(self, dispatched: Dispatched) -> torch.Tensor:
-        self.came = dispatched.index_R is not None
+        self.came = dispatched.form is RowForm.INDEXED
         return super().forward(dispatched)
 
 

@@ -1,9 +1,13 @@
-"""The four crossings over NVLink: `imbrex.exchange.crossings`, by kernels, without a host synchronisation.
+"""The dispatcher of kernels over NVLink, without a host synchronisation.
 
 Dispatch routes on the device and pulls tokens straight into expert-major rows; combine sums a token's rows on
 each rank, and the sums at home. The gradient of combine pulls dy over the same routing, that of dispatch is a
 combine of dx, with which the gate weights' gradients go home, four bytes a choice.
 Rows have the worst-case size; how many there are stands in `counts_e`, and nothing reads past them.
+
+A move is the whole call of a kernel, so that nothing is left to write, and little to read. Serially it runs
+in the caller's stream; beside experts, on a stream of its own, one for all layers of a transport: of the
+kernels that wait for peers a GPU has one at a time.
 
 The kernels choose replicas in equal parts or by the loads of the batch. Any other split is computed on the
 host, after one synchronisation, and the kernels are told slots for experts (`nvlink_fit.tell`).
@@ -11,16 +15,31 @@ host, after one synchronisation, and the kernels are told slots for experts (`nv
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Codec, Routing, Wire
-from imbrex.exchange import ops, plan
+from imbrex.contracts import (
+    Addend,
+    Arrived,
+    Codec,
+    Crossing,
+    Geometry,
+    Listener,
+    Pending,
+    Routing,
+    RowForm,
+    Wire,
+)
+from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain_problem
-from imbrex.exchange.geometry import Geometry
+from imbrex.exchange.bytes import leaves_fp8, why_not_fp8
+from imbrex.exchange.dispatcher import DispatcherBase
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, tell
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.layout import Shape
@@ -28,12 +47,13 @@ from imbrex.kernels.exchange.routed import Tables, placement_tables, write_table
 from imbrex.kernels.ffn.glue import weigh_rows
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread
-from imbrex.observe import Observer
+from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size, Sms
 
 FEW_TOKENS = 256
 """Most tokens of a rank for which one kernel routes and moves: of 128 tokens in 43 us, against 59 in two
 kernels; of 512 in 110, like two (4 H200, rows of 7168 values, K=8)."""
+NOTES = 1 << 32
 STATE = tuple(Routed.__dataclass_fields__)
 
 
@@ -58,27 +78,42 @@ def read_state(state: Sequence[Tensor]) -> Routed:
     return Routed(**dict(zip(STATE, state, strict=True)))
 
 
-class NvlinkCrossings(ops.Owner):
-    """What the operators of an exchange do over NVLink. Tokens are bfloat16."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The choices of one dispatch, and the most tokens that a rank has in it."""
+
+    ids_TK: Tensor
+    most: int
+
+
+class NvlinkDispatcher(DispatcherBase):
+    """Rows by kernels that write and read the peers' memory. Tokens are bfloat16.
+
+    sms, sms_home: multiprocessors of its moves, and of those of the gradients of tokens. start: begins a
+    move beside the caller; `None`: the caller's stream does.
+    """
 
     def __init__(
-        self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Observer, layer: int
+        self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Listener, layer: int
     ) -> None:
-        super().__init__(transport.world_size, geometry.rank, geometry.placement.rank_offsets)
-        self.transport, self.wire, self.observer, self.layer = transport, wire, observer, layer
-        self.world_size = transport.world_size
+        self.transport, self.wire, self.world_size = transport, wire, transport.world_size
         self._tables: Tables | None = None
         self.tally_WS: Tensor | None = None
-        self.geometry = geometry
+        self.sms = self.sms_home = transport.sms
+        self.start: Callable[[Callable[[], Any]], Pending] | None = None
+        self.calls = 0
+        super().__init__(geometry, observer, layer)
 
-    @property
-    def geometry(self) -> Geometry:
-        return self._geometry
+    def beside(self, chunks: int) -> NvlinkDispatcher:
+        """With few multiprocessors, and a stream beside the caller's. Of one chunk only the last move has
+        something beside it: the gradients of weights."""
+        other = copy.copy(self)
+        other.start, other.sms_home = self.transport.line.start, self.transport.sms_beside
+        other.sms = self.transport.sms if chunks == 1 else self.transport.sms_beside
+        return other
 
-    @geometry.setter
-    def geometry(self, geometry: Geometry) -> None:
-        self._geometry = geometry
-        self.num_local_slots = len(geometry.local_slots)
+    def relocate(self, geometry: Geometry) -> None:
+        super().relocate(geometry)
         self.told = told = tell(geometry)
         self.size = Size(
             rank_offsets=told.placement.rank_offsets,
@@ -95,20 +130,53 @@ class NvlinkCrossings(ops.Owner):
             self._tables = placement_tables(told.placement, self.transport.device)
 
     @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        return (DTYPE,)
+
+    @property
     def counts_on_device(self) -> bool:
         return not self.told.by_slot and self.geometry.tensor_parallel == 1
 
-    def device_type(self, x: Tensor) -> str:
-        return self.transport.device.type
+    def count_into(self, tally_WS: Tensor | None) -> None:
+        if not self.counts_on_device:
+            super().count_into(tally_WS)
+        self.tally_WS = tally_WS
 
-    def handshake(self, x_TD: Tensor, routing: Routing) -> int:
+    def check(self, *, synchronize: bool = False) -> None:
+        self.transport.check(synchronize=synchronize)
+
+    def device_of(self, x: Tensor) -> torch.device:
+        return self.transport.device
+
+    def why_not_form(self, form: RowForm) -> str | None:
+        return why_not_fp8(self.wire, self.geometry) if form is RowForm.FP8 else super().why_not_form(form)
+
+    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
+        fp8 = RowForm.FP8 in forms and self.why_not_form(RowForm.FP8) is None
+        return RowForm.FP8 if fp8 and leaves_fp8(x_TD, weights_TK) else RowForm.ROWS
+
+    def check_in(self, x_TD: Tensor, routing: Routing) -> None:
+        self._meet(x_TD, routing)
+
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Part]:
+        return [Part(ids_TK=routing.ids_TK, most=self._meet(x_TD, routing)) for x_TD, routing in parts]
+
+    def _meet(self, x_TD: Tensor, routing: Routing) -> int:
         """Most tokens of a rank in this call. ValueError on every rank where one rank's input is wrong."""
         problem = self._problem(x_TD, routing)
-        most, wrong = self.transport.agree_on_call(x_TD.shape[0], fine=problem is None)
+        self.calls += 1
+        note = (self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer) % NOTES
+        most, wrong = self.transport.agree_on_call(x_TD.shape[0], fine=problem is None, note=note)
         if problem:
             raise ValueError(f"dispatch: on rank {self.geometry.rank}, {problem}")
         if wrong is not None:
             raise ValueError(f"dispatch: rank {wrong} was given tokens that cannot be dispatched")
+        if not self.transport.agreed:
+            raise ValueError(
+                f"dispatch: ranks disagree about what is called: here call {self.calls} of exchange "
+                f"{self.number} (numbered as they were made), layer {self.layer}; every rank must call the "
+                "same layers in the same order"
+            )
         return most
 
     def _problem(self, x_TD: Tensor, routing: Routing) -> str | None:
@@ -131,31 +199,35 @@ class NvlinkCrossings(ops.Owner):
             return f"x has {x_TD.shape[0]} tokens; this exchange was made for {most}: use Nvlink(max_tokens=)"
         return None
 
-    def start_dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, expand: Callable[..., Any] = expand_fp8
-    ) -> tuple[Any, Routed]:
-        """Kernels run in the order of the stream, so begun is as good as done. Rows as `expand` makes them of
-        those that cross in fp8."""
-        most = self.handshake(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
-        return self.send(x_TD, weights_TK, ids_TK, most, self.transport.sms, expand)
+    def dispatch(
+        self, plan: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
+    ) -> Crossing[Arrived]:
+        expand = expand_fp8_rows if form is RowForm.FP8 else expand_fp8
 
-    def send(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        most: int,
-        sms: Sms,
-        expand: Callable[..., Any] = expand_fp8,
+        def read(sent: tuple[Any, Routed]) -> Arrived:
+            given, routed = sent
+            rows_RD, scales_RB = given if form is RowForm.FP8 else (given, None)
+            weights_R = spread(routed.weights_LWTK, routed.position_LWTK, len(rows_RD))
+            counts_e = routed.counts_Le[0, : len(self.geometry.local_slots)].long()
+            return Arrived(rows_RD, weights_R, counts_e, write_state(routed), scales_RB)
+
+        return self._crossing(partial(self._send, plan, x_TD, weights_TK, expand), read)
+
+    def _crossing(self, work: Callable[[], Any], read: Callable[[Any], Any]) -> Crossing[Any]:
+        return Crossing(partial(_at_once if self.start is None else self.start, work), read)
+
+    def _send(
+        self, part: Part, x_TD: Tensor, weights_TK: Tensor, expand: Callable[..., Any]
     ) -> tuple[Any, Routed]:
-        """Rows of a call in which ranks have at most `most` tokens, and where they stand."""
+        """Rows as `expand` makes them of those that cross in fp8, and where they stand."""
+        most, ids_TK, sms = part.most, part.ids_TK.contiguous(), self.sms
         kernels = self.transport.exchange_for(self.size, self.told.placement, most, self.observer)
         kernels.layer = self.layer
         where = {"layer": self.layer}
         if self.observer.enabled:
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
             self.observer.count("expert_load", load_E, **where)
-        ids_TK, weights_TK, x_TD = ids_TK.contiguous(), weights_TK.contiguous(), x_TD.contiguous()
+        weights_TK, x_TD = weights_TK.contiguous(), x_TD.contiguous()
         choose = {"tally": self.tally_WS, "tables": self._tables, "balanced": self.told.balanced}
         if self.told.by_slot:
             with self.observer.span("plan", **where):
@@ -177,7 +249,7 @@ class NvlinkCrossings(ops.Owner):
             routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
             num_rows = self._count_rows(routed, kernels, most)
-            rows_RD = self._move_out(x_TD, routed, num_rows, self.wire.dispatch, sms)
+            rows_RD = self._move_out(x_TD, routed, num_rows, self.wire.dispatch)
         return rows_RD, routed
 
     @property
@@ -193,13 +265,13 @@ class NvlinkCrossings(ops.Owner):
         # host sync: asked for by `exact_rows`
         return int(routed.totals_L4[0, 0])
 
-    def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec, sms: Sms) -> Tensor:
+    def _move_out(self, x_TD: Tensor, routed: Routed, num_rows: int, codec: Codec) -> Tensor:
         """Expert-major rows [num_rows, D] of tokens."""
         kernels = self._kernels(routed)
         if not is_coded(codec):
             rows_1RD = x_TD.new_empty(1, num_rows, x_TD.shape[1])
-            return kernels.pull(x_TD, routed, num_sms=sms.dispatch, out=rows_1RD)[0]
-        lease = kernels.push(x_TD, routed, num_sms=sms.push, quantise=True)
+            return kernels.pull(x_TD, routed, num_sms=self.sms.dispatch, out=rows_1RD)[0]
+        lease = kernels.push(x_TD, routed, num_sms=self.sms.push, quantise=True)
         return self._expand(lease.rows, x_TD, routed, num_rows)
 
     def _expand(
@@ -219,26 +291,7 @@ class NvlinkCrossings(ops.Owner):
         split_WS = geometry.split(self.transport.exchange_counts(counts_E), geometry.placement)
         return plan.choose_slots(ids_TK, split_WS[geometry.rank], geometry.placement)
 
-    def run_dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, ticket: int
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        begun = self.begun.pop(ticket, None)
-        rows_RD, routed = begun or self.start_dispatch(x_TD, weights_TK, ids_TK)
-        return rows_RD, *self.describe(routed, rows_RD.shape[0])
-
-    def run_dispatch_fp8(
-        self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, list[Tensor]]:
-        """As `run_dispatch`, rows as they cross: values in float8_e4m3fn and scales."""
-        coded, routed = self.start_dispatch(x_TD, weights_TK, ids_TK, expand_fp8_rows)
-        return coded, *self.describe(routed, coded[0].shape[0])
-
-    def describe(self, routed: Routed, num_rows: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-        weights_R = spread(routed.weights_LWTK, routed.position_LWTK, num_rows)
-        return weights_R, routed.counts_Le[0, : self.num_local_slots].long(), write_state(routed)
-
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
-        """The shapes of the state, for the compiler."""
         ranks, most, choices = self.world_size, size(), ids_TK.shape[1]
 
         def number(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -254,75 +307,62 @@ class NvlinkCrossings(ops.Owner):
             number(1, ranks),
         ]
 
-    def run_dispatch_backward(
-        self, d_rows_RD: Tensor, d_weights_R: Tensor, state: Sequence[Tensor], num_tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        d_x_TD = d_rows_RD.new_empty(num_tokens, d_rows_RD.shape[1])
-        d_weights_TK = d_weights_R.new_empty(num_tokens, self.geometry.top_k)
-        self.sum_gradients(d_rows_RD, d_weights_R, state, (d_x_TD, d_weights_TK), self.transport.sms)
-        return d_x_TD, d_weights_TK
+    def combine(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        addend: Addend | None = None,
+        out_TD: Tensor | None = None,
+    ) -> Crossing[Tensor]:
+        def work() -> Tensor:
+            added_TD = None if addend is None else addend()
+            y_TD = rows_RD.new_empty(num_tokens, rows_RD.shape[1]) if out_TD is None else out_TD
+            with self.observer.span("combine", layer=self.layer):
+                codec, weighted = self.wire.combine, weights_R is not None
+                self._sum(rows_RD, state, y_TD, codec, self.sms, addend=added_TD, weighted=weighted)
+            return y_TD
 
-    def sum_gradients(
+        if self.start is None:  # what is added may not be there before it is read
+            return Crossing(_nothing, lambda _: work())
+        return self._crossing(work, _as_it_is)
+
+    def combine_backward(
+        self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        def work() -> Tensor:
+            with self.observer.span("combine_backward", layer=self.layer):
+                given = d_y_TD.contiguous(), read_state(state), len(weights_R)
+                return self._move_out(*given, self.wire.combine_backward)
+
+        return self._crossing(work, lambda d_y_RD: self._weigh(d_y_RD, rows_RD, weights_R, state))
+
+    def dispatch_backward(
         self,
         d_rows_RD: Tensor,
         d_weights_R: Tensor,
         state: Sequence[Tensor],
-        out: tuple[Tensor, Tensor],
-        sms: Sms,
-    ) -> None:
-        """Of a token's rows and of their weights, into `out`: [T, D] and [T, K], contiguous."""
-        with self.observer.span("dispatch_backward", layer=self.layer):
-            values, codec = (d_weights_R.contiguous(), out[1]), self.wire.dispatch_backward
-            self._combine(d_rows_RD, state, None, out[0], codec, sms, weighted=False, values=values)
-
-    def dispatch_again(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
-        """The rows of an earlier dispatch, moved once more."""
-        with self.observer.span("dispatch_again", layer=self.layer):
-            routed, codec = read_state(state), self.wire.dispatch
-            return self._move_out(x_TD.contiguous(), routed, num_rows, codec, self.transport.sms)
-
-    def run_combine(
-        self,
-        rows_RD: Tensor,
-        weights_R: Tensor | None,
-        addend_TD: Tensor | None,
-        state: Sequence[Tensor],
         num_tokens: int,
-        ticket: int,
-    ) -> Tensor:
-        self.begun.pop(ticket, None)
-        y_TD, weighted = rows_RD.new_empty(num_tokens, rows_RD.shape[1]), weights_R is not None
-        self.sum_rows(rows_RD, addend_TD, state, y_TD, self.transport.sms, weighted=weighted)
-        return y_TD
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        def work() -> tuple[Tensor, Tensor]:
+            d_x_TD, d_weights_TK = out or (
+                d_rows_RD.new_empty(num_tokens, d_rows_RD.shape[1]),
+                d_weights_R.new_empty(num_tokens, self.geometry.top_k),
+            )
+            with self.observer.span("dispatch_backward", layer=self.layer):
+                values, codec = (d_weights_R.contiguous(), d_weights_TK), self.wire.dispatch_backward
+                self._sum(d_rows_RD, state, d_x_TD, codec, self.sms_home, weighted=False, values=values)
+            return d_x_TD, d_weights_TK
 
-    def sum_rows(
-        self,
-        rows_RD: Tensor,
-        addend_TD: Tensor | None,
-        state: Sequence[Tensor],
-        out_TD: Tensor,
-        sms: Sms,
-        *,
-        weighted: bool,
-    ) -> None:
-        """Of a token, and of the addend, into `out_TD`, contiguous."""
-        with self.observer.span("combine", layer=self.layer):
-            codec = self.wire.combine
-            self._combine(rows_RD, state, addend_TD, out_TD, codec, sms, weighted=weighted)
+        return self._crossing(work, _as_it_is)
 
-    def run_combine_backward(
-        self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        d_y_RD = self.send_gradients(d_y_TD, state, weights_R.shape[0], self.transport.sms)
-        return self.weigh(d_y_RD, rows_RD, weights_R, state)
+    def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
+        with self.observer.span("dispatch_again", layer=self.layer):
+            return self._move_out(x_TD.contiguous(), read_state(state), num_rows, self.wire.dispatch)
 
-    def send_gradients(self, d_y_TD: Tensor, state: Sequence[Tensor], num_rows: int, sms: Sms) -> Tensor:
-        """Those of the outputs, to the rows that they are sums of."""
-        with self.observer.span("combine_backward", layer=self.layer):
-            codec = self.wire.combine_backward
-            return self._move_out(d_y_TD.contiguous(), read_state(state), num_rows, codec, sms)
-
-    def weigh(
+    def _weigh(
         self, d_y_RD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the rows and of their weights. Without rows these were weighted before."""
@@ -342,18 +382,19 @@ class NvlinkCrossings(ops.Owner):
         kernels.layer = self.layer
         return kernels
 
-    def _combine(
+    def _sum(
         self,
         rows_RD: Tensor,
         state: Sequence[Tensor],
-        addend: Tensor | None,
         out_TD: Tensor,
         codec: Codec,
         sms: Sms,
         *,
         weighted: bool,
+        addend: Tensor | None = None,
         values: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        """The rows of a token, and what is added, into `out_TD`, contiguous; and the values of its rows."""
         routed = read_state(state)
         self._kernels(routed).combine(
             rows_RD.contiguous()[None],
@@ -365,3 +406,15 @@ class NvlinkCrossings(ops.Owner):
             values=values,
             wire="fp8" if is_coded(codec) else "bf16",
         )
+
+
+def _at_once(work: Callable[[], Any]) -> Pending:
+    return Done(work())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,203 @@
+"""The dispatcher of a rank alone on a GPU, in bfloat16: kernels, and nothing asked of the device.
+
+    x_TD ──order_choices, gather_rows──▶ rows_RD ──experts──▶ rows_RD ──sum_rows──▶ y_TD
+
+There is room for T * K rows; how many there are stands in `counts_e`, and nothing reads past them. A token's
+rows are summed in float32 in the order of its choices. `BytesDispatcher` does the same by operators of torch,
+which serve every device, dtype and layout, and which a compiler sees.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import Addend, Arrived, Crossing, Dispatcher, Geometry, Listener, Routing, RowForm
+from imbrex.exchange import plan, rows
+from imbrex.exchange.agreement import explain_problem
+from imbrex.exchange.dispatcher import DispatcherBase
+from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
+from imbrex.kernels import unavailable
+from imbrex.kernels.ffn.glue import gather_rows, sum_rows, weigh_rows
+from imbrex.kernels.ffn.widths import MULTIPLE
+from imbrex.kernels.rows.choices import MOST_EXPERTS, Order, order_choices
+from imbrex.placement import SPLITS
+from imbrex.runtime.tracing import differentiated, traced
+
+STATE = ("choice_R", "position_TK", "ends_e")
+
+
+@functools.cache
+def _unavailable(device: int | None) -> str | None:
+    return unavailable(device)
+
+
+def why_not_alone(geometry: Geometry) -> str | None:
+    """Why the kernels do not serve a rank alone with this geometry, or `None`."""
+    placement = geometry.placement
+    if placement.slots != tuple(range(placement.num_experts)):
+        return "experts do not stand in slots of their own numbers"
+    if geometry.split not in SPLITS.values():
+        return "somebody looks at the counts of every call"
+    if geometry.alignment != 1 or geometry.rows_per_slot is not None:
+        return "rows are padded"
+    if placement.num_experts > MOST_EXPERTS:
+        return f"they order choices of at most {MOST_EXPERTS} experts"
+    return None if geometry.hidden_size % MULTIPLE == 0 else f"rows are no multiple of {MULTIPLE} values"
+
+
+class AloneDispatcher(DispatcherBase):
+    """Serves the calls that kernels can, and leaves the others to `general`. The state has the tensors of
+    `STATE`."""
+
+    def __init__(self, geometry: Geometry, general: Dispatcher, observer: Listener, layer: int) -> None:
+        super().__init__(geometry, observer, layer)
+        self.general = general
+
+    @property
+    def family(self) -> Sequence[Any]:
+        return self, self.general
+
+    @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        return (DTYPE,)
+
+    def relocate(self, geometry: Geometry) -> None:
+        super().relocate(geometry)
+        self.misfit = why_not_alone(geometry)
+
+    def why_not_dtype(self, dtype: torch.dtype | None) -> str | None:
+        """Why tokens of `dtype` on the current GPU are not served, or `None`."""
+        return self.misfit or why_not_dtype(dtype) or _unavailable(None)
+
+    def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
+        return self if self.serves(x_TD, routing) else self.general
+
+    def serves(self, x_TD: Tensor, routing: Routing) -> bool:
+        given = x_TD, routing.ids_TK, routing.weights_TK
+        if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or traced(*given):
+            return False
+        return _unavailable(x_TD.get_device()) is None
+
+    def beside(self, chunks: int) -> Dispatcher:
+        """Kernels of one rank wait for nobody, and chunks of them would gain nothing."""
+        return self.general.beside(chunks)
+
+    def why_not_form(self, form: RowForm) -> str | None:
+        return None if form is RowForm.INDEXED else self.general.why_not_form(form)
+
+    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
+        indexed = RowForm.INDEXED in forms and not differentiated(x_TD, weights_TK)
+        return RowForm.INDEXED if indexed else RowForm.ROWS
+
+    def check_in(self, x_TD: Tensor, routing: Routing) -> None:
+        self.general.check_in(x_TD, routing)
+
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Order]:
+        return [self._order(x_TD, routing.weights_TK, routing.ids_TK) for x_TD, routing in parts]
+
+    def dispatch(
+        self, plan: Order, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
+    ) -> Crossing[Arrived]:
+        def read(_: object) -> Arrived:
+            state, known = [plan.choice_R, plan.position_TK, plan.ends_e], (plan.weights_R, plan.counts_e)
+            if form is RowForm.INDEXED:
+                return Arrived(x_TD.contiguous(), *known, state, plan.token_R)
+            with self.observer.span("dispatch", layer=self.layer):
+                return Arrived(gather_rows(x_TD.contiguous(), plan.token_R, plan.ends_e), *known, state)
+
+        return Crossing(_nothing, read)
+
+    def _order(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Order:
+        where, geometry = {"layer": self.layer}, self.geometry
+        experts, routing = geometry.placement.num_experts, Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+        problem = explain_problem(
+            x_TD, routing, geometry.hidden_size, geometry.top_k, experts, x_TD.device.type
+        )
+        if problem is not None:
+            raise ValueError(f"dispatch: on rank 0, {problem}")
+        with self.observer.span("plan", **where):
+            order = order_choices(ids_TK, weights_TK, experts)
+        if self.observer.enabled:
+            self.observer.count("expert_load", plan.count_choices(ids_TK, experts), **where)
+            self.observer.count("rows", order.counts_e.sum(), **where)
+        return order
+
+    def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
+        choice_R, position_TK, ends_e = state
+        with self.observer.span("dispatch_again", layer=self.layer):
+            return gather_rows(x_TD.contiguous(), choice_R, ends_e, position_TK.shape[1])
+
+    def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
+        ends_e = ids_TK.new_empty(len(self.geometry.local_slots), dtype=torch.int32)
+        return [ids_TK.new_empty(rows, dtype=torch.int32), torch.empty_like(ids_TK), ends_e]
+
+    def dispatch_backward(
+        self,
+        d_rows_RD: Tensor,
+        d_weights_R: Tensor,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        def read(_: object) -> tuple[Tensor, Tensor]:
+            _, position_TK, _ = state
+            with self.observer.span("dispatch_backward", layer=self.layer):
+                d_x_TD = sum_rows(d_rows_RD.contiguous(), position_TK, None)
+                return _into(out, (d_x_TD, rows.pick_scalars(d_weights_R, position_TK)))
+
+        return Crossing(_nothing, read)
+
+    def combine(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        addend: Addend | None = None,
+        out_TD: Tensor | None = None,
+    ) -> Crossing[Tensor]:
+        def read(_: object) -> Tensor:
+            _, position_TK, _ = state
+            with self.observer.span("combine", layer=self.layer):
+                weights_TK = None if weights_R is None else rows.pick_scalars(weights_R, position_TK)
+                added_TD = None if addend is None else addend()
+                added_TD = None if added_TD is None else added_TD.to(rows_RD.dtype).contiguous()
+                y_TD = sum_rows(rows_RD.contiguous(), position_TK, weights_TK, addend_TD=added_TD)
+                return y_TD if out_TD is None else out_TD.copy_(y_TD)
+
+        return Crossing(_nothing, read)
+
+    def combine_backward(
+        self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        return Crossing(_nothing, lambda _: self._weigh(d_y_TD.contiguous(), rows_RD, weights_R, state))
+
+    def _weigh(
+        self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        choice_R, position_TK, ends_e = state
+        choices = position_TK.shape[1]
+        with self.observer.span("combine_backward", layer=self.layer):
+            if rows_RD is None:
+                return gather_rows(d_y_TD, choice_R, ends_e, choices), weights_R.new_empty(0)
+            weights_TK = rows.pick_scalars(weights_R, position_TK)
+            d_rows_RD, d_weights_TK = weigh_rows(
+                d_y_TD, rows_RD.contiguous(), weights_TK, ends_e, choice_R, choices
+            )
+            assert d_weights_TK is not None
+            # rows past the last have no choice
+            at_R = choice_R.clamp(0, max(choice_R.shape[0] - 1, 0))
+            return d_rows_RD, d_weights_TK.flatten()[at_R]
+
+
+def _into(out: tuple[Tensor, Tensor] | None, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return values if out is None else (out[0].copy_(values[0]), out[1].copy_(values[1]))
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,407 @@
+"""The dispatcher over a transport that moves bytes: plan, encode, move, decode.
+
+    x_TD ──encode, move──▶ pool_PD ──expand──▶ rows_RD
+    y_TD ◀──sum in rank order◀──move back, encode── partial_PD ◀──reduce── rows_RD
+
+The gradient of combine runs the upper line with dy, that of dispatch the lower one, over the same traffic.
+
+Rows in fp8 are left as they cross: decoding, and quantising again what was decoded, is left out, and the own
+tokens are encoded as the others' are. Forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.codec.cast import from_bytes
+from imbrex.codec.columns import add_encoded, write
+from imbrex.codec.fp8 import BLOCK, Fp8
+from imbrex.contracts import (
+    Addend,
+    Arrived,
+    Codec,
+    Crossing,
+    Geometry,
+    Listener,
+    Pending,
+    Plan,
+    Routing,
+    RowForm,
+    Traffic,
+    Transport,
+    Wire,
+)
+from imbrex.exchange import plan, rows
+from imbrex.exchange.agreement import HEADER, TOKENS, check_headers, find_problem, write_header
+from imbrex.exchange.dispatcher import DispatcherBase
+from imbrex.exchange.plan import read_state
+from imbrex.placement.flow import split_near
+from imbrex.runtime.tracing import differentiated, traced
+from imbrex.runtime.words import words
+from imbrex.transport.nodes import Nodes
+
+
+class BytesDispatcher(DispatcherBase):
+    """Rows are encoded, moved by a transport, and decoded, on any device and in any dtype.
+
+    nodes: how ranks are spread over hosts, where the transport or the launchers know.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        transport: Transport,
+        wire: Wire,
+        observer: Listener,
+        layer: int,
+    ) -> None:
+        super().__init__(geometry, observer, layer, type(transport))
+        self.transport, self.wire, self.world_size = transport, wire, geometry.world_size
+        size = transport.ranks_per_node
+        self.nodes = None if size is None else Nodes(num_nodes=self.world_size // size, size=size)
+        self.calls = 0
+
+    def met(self, number: int, node_of_W: Sequence[int]) -> None:
+        super().met(number, node_of_W)
+        self.nodes = self.nodes or Nodes.in_blocks(list(node_of_W))
+
+    def device_of(self, x: Tensor) -> torch.device:
+        return x.device if self.world_size == 1 else self.transport.device
+
+    def why_not_form(self, form: RowForm) -> str | None:
+        return why_not_fp8(self.wire, self.geometry) if form is RowForm.FP8 else super().why_not_form(form)
+
+    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
+        fp8 = RowForm.FP8 in forms and self.why_not_form(RowForm.FP8) is None
+        return RowForm.FP8 if fp8 and leaves_fp8(x_TD, weights_TK) else RowForm.ROWS
+
+    def check_in(self, x_TD: Tensor, routing: Routing) -> None:
+        self.exchange_choices([(x_TD, routing)])
+
+    def exchange_choices(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Tensor]:
+        """Tell every rank the state of the input, the choices per expert and, where they are known ahead, the
+        rows to every rank: int64 [W, HEADER + E (+ W)] of every part, all in one message."""
+        gathered = self.transport.exchange_counts(torch.cat([self._message(*part) for part in parts]))
+        self.observer.count("host_syncs", 1, layer=self.layer)
+        by_part = list(gathered.chunk(len(parts), 1))
+        for message in by_part:
+            check_headers(message[:, :HEADER], self.transport.replicated)
+        return by_part
+
+    def _message(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        replicated, geometry = self.transport.replicated, self.geometry
+        num_experts, ids_TK = geometry.placement.num_experts, routing.ids_TK
+        problem = find_problem(
+            x_TD, routing, geometry.hidden_size, geometry.top_k, num_experts, self.device_of(x_TD).type
+        )
+        self.calls += 1
+        header = write_header(problem, x_TD, ids_TK, (self.number, self.layer, self.calls), replicated)
+        fine = not problem[0]
+        counts_E = plan.count_choices(ids_TK, num_experts) if fine else words(*[0] * num_experts)
+        if not self._sizes_ahead:
+            return torch.cat([header, counts_E])
+        slot_TK = plan.only_slots(ids_TK, geometry.placement) if fine else words()[:, None]
+        return torch.cat([header, counts_E, self._wanted(slot_TK).sum(0)])
+
+    @property
+    def _sizes_ahead(self) -> bool:
+        """Whether a rank knows what it sends to whom before it knows what others choose: nobody relays, and
+        no choice is between replicas."""
+        still = self.transport.replicated or self.transport.relays or self.world_size == 1
+        return not (still or self.geometry.placement.has_replicas)
+
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
+        """Exchange counts, choose replicas, place every row, for one dispatch or for several at once. One
+        host synchronisation on a GPU; two where rows are relayed, or go where replicas are chosen first."""
+        with self.observer.span("plan", layer=self.layer):
+            return self._make_plans(parts)
+
+    def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
+        chosen = []
+        gathered = self.exchange_choices(parts)
+        placement, rank = self.geometry.placement, self.geometry.rank
+        for (_, routing), counts in zip(parts, gathered, strict=True):
+            split_WS = self._split(counts)
+            chosen.append((plan.choose_slots(routing.ids_TK, split_WS[rank], placement), split_WS))
+        wanted = [self._wanted(slot_TK) for slot_TK, _ in chosen]
+        traffics = self.transport.plan(wanted, self._rows_ahead(gathered))
+        return [
+            plan.make_plan(
+                slot_TK,
+                split_WS,
+                traffic,
+                placement,
+                rank,
+                tensor_size=self.geometry.tensor_parallel,
+                alignment=self.geometry.alignment,
+                rows_per_slot=self._rows_per_slot(message),
+            )
+            for (slot_TK, split_WS), traffic, message in zip(chosen, traffics, gathered, strict=True)
+        ]
+
+    def _split(self, gathered: Tensor) -> Tensor:
+        """Choices of every rank for every slot, from the messages of all ranks."""
+        geometry, replicated = self.geometry, self.transport.replicated
+        placement, world = geometry.placement, self.world_size
+        counts_WE = gathered[:, HEADER : HEADER + placement.num_experts]
+        self.observer.count("expert_load", counts_WE[geometry.rank], layer=self.layer)
+        if not replicated:
+            return split_near(geometry.split, counts_WE, placement, self.transport.device)
+        split_WS = torch.zeros(world, placement.num_slots, dtype=torch.int64, device="cpu")
+        split_WS[geometry.rank] = geometry.split(counts_WE[:1], placement)[0]
+        return split_WS
+
+    def _rows_per_slot(self, gathered: Tensor) -> int | None:
+        if self.geometry.rows_per_slot is None:
+            return None
+        tokens_W = gathered[:, TOKENS]
+        return self.geometry.rows_per_slot(int(tokens_W[0] if self.transport.replicated else tokens_W.sum()))
+
+    def _wanted(self, slot_TK: Tensor) -> Tensor:
+        geometry = self.geometry
+        if self.transport.replicated or self.transport.broadcasts:
+            fill = self.transport.broadcasts
+            return slot_TK.new_full((slot_TK.shape[0], self.world_size), fill, dtype=torch.bool)
+        return plan.ranks_wanted(slot_TK, geometry.placement, geometry.tensor_parallel)
+
+    def _rows_ahead(self, gathered: list[Tensor]) -> list[Tensor] | None:
+        """Rows that every rank sends to every other, int64 [W, W] of every part, where a message said so or
+        there are none; `None` where ranks must still tell each other."""
+        world = self.world_size
+        if self.transport.replicated or world == 1:
+            return [torch.zeros(world, world, dtype=torch.int64, device="cpu") for _ in gathered]
+        if self._sizes_ahead:
+            return [message[:, -world:].clone().fill_diagonal_(0) for message in gathered]
+        self.observer.count("host_syncs", 1, layer=self.layer)
+        return None
+
+    def _out(self, phase: str, encoded_TB: Tensor, traffic: Traffic) -> Pending:
+        """Send rows, one a token, to who wants them."""
+        pending = self.transport.begin_move(encoded_TB, traffic)
+        return self._watched(pending, phase, traffic, 0, encoded_TB) if self.observer.enabled else pending
+
+    def _back(
+        self, phase: str, encoded_MB: Tensor, traffic: Traffic, codec: Codec, dtype: torch.dtype
+    ) -> Pending:
+        """Send rows, one a row received, to where their tokens live. Some transports add rows on the way."""
+        if self.transport.sums_on_the_way:
+            add = partial(add_encoded, codec, self.geometry.hidden_size, dtype)
+            pending = self.transport.begin_move_back(encoded_MB, traffic, add)
+        else:
+            pending = self.transport.begin_move_back(encoded_MB, traffic)
+        return self._watched(pending, phase, traffic, 1, encoded_MB) if self.observer.enabled else pending
+
+    def _watched(self, pending: Pending, phase: str, traffic: Traffic, way: int, encoded: Tensor) -> Pending:
+        self._count_bytes(traffic, way, encoded.shape[1])
+        return _Watched(pending, partial(self._span, phase))
+
+    def _count_bytes(self, traffic: Traffic, way: int, row_bytes: int) -> None:
+        """By rank that they are sent to and, on several nodes, inside this node and to others: as they travel
+        where rows are passed on, so that all ranks' together are what the networks carry."""
+        rows_W = self.transport.rows_sent(traffic, back=bool(way))
+        self.observer.count("bytes_sent", rows_W * row_bytes, layer=self.layer)
+        if self.nodes is not None and self.nodes.num_nodes > 1:
+            rows_2 = self.nodes.by_tier(rows_W, self.geometry.rank)
+            self.observer.count("bytes_by_tier", rows_2 * row_bytes, layer=self.layer)
+
+    def _span(self, name: str) -> Any:
+        return self.observer.span(name, layer=self.layer)
+
+    def dispatch(
+        self, plan: Plan, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
+    ) -> Crossing[Arrived]:
+        """Tokens cross with slots, positions and weights of their choices behind them."""
+        with self._span("dispatch"):
+            labels = [plan.slot_TK.int(), plan.position_TK.int(), weights_TK]
+            encoded = write([x_TD, *labels], self.wire.dispatch, x_TD.dtype)
+
+        def read(received: Tensor) -> Arrived:
+            with self._span("dispatch"):
+                weights_R, state = self._place(plan, received, weights_TK)
+                if form is RowForm.FP8:
+                    rows_RD, scales_RB = self._leave_fp8(encoded, received, state[0])
+                    return Arrived(rows_RD, weights_R, plan.counts_e, state, scales_RB)
+                nbytes = self.wire.dispatch.nbytes(x_TD.shape[1], x_TD.dtype)
+                rows_RD = self._expand(x_TD, received[:, :nbytes], self.wire.dispatch, state[0])
+                return Arrived(rows_RD, weights_R, plan.counts_e, state)
+
+        return Crossing(partial(self._out, "dispatch", encoded, plan.traffic), read)
+
+    def _place(self, plan: Plan, received: Tensor, weights_TK: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Weights of the rows and the state, from the labels behind what arrived."""
+        top_k, traffic = weights_TK.shape[1], plan.traffic
+        labels = received[:, -12 * top_k :].unflatten(1, (3, 4 * top_k))
+        slot = torch.cat([plan.slot_TK, from_bytes(labels[:, 0], top_k, torch.int32).long()])
+        position = torch.cat([plan.position_TK, from_bytes(labels[:, 1], top_k, torch.int32).long()])
+        weights = torch.cat([weights_TK, from_bytes(labels[:, 2], top_k, torch.float32)])
+        source_R, position_PK, weights_R = rows.index_rows(
+            slot, position, weights, self.geometry.local_slots, plan.num_rows
+        )
+        self.observer.count("rows", plan.num_rows, layer=self.layer)
+        return weights_R, [source_R, position_PK, traffic.sent_tokens_N, traffic.splits_2W, *traffic.hops]
+
+    def _leave_fp8(self, encoded: Tensor, received: Tensor, source_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and scales of the rows; the own ones are among what was written."""
+        width = self.geometry.hidden_size
+        nbytes = self.wire.dispatch.nbytes(width, torch.bfloat16)
+        bytes_RB = rows.expand([encoded[:, :nbytes], received[:, :nbytes]], source_R)
+        return bytes_RB[:, :width].view(torch.float8_e4m3fn), bytes_RB[:, width:].view(torch.float32)
+
+    def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
+        source_R = ids_TK.new_empty(rows)
+        position_PK = ids_TK.new_empty(size(), ids_TK.shape[1])
+        splits_2W = torch.empty(2, self.world_size, dtype=torch.int64, device="cpu")
+        hops = self.transport.fake_hops(ids_TK, size)
+        return [source_R, position_PK, ids_TK.new_empty(size()), splits_2W, *hops]
+
+    def combine(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        addend: Addend | None = None,
+        out_TD: Tensor | None = None,
+    ) -> Crossing[Tensor]:
+        """Partial sums of the own tokens stay; those of others cross."""
+        (_, position_PK, traffic), dtype, codec = read_state(state), rows_RD.dtype, self.wire.combine
+        encoded = None
+        with self._span("combine"):
+            own_TD = rows.reduce(rows_RD, position_PK, weights_R, self.geometry.most_rows)
+            if not self.transport.replicated:
+                own_TD, foreign = own_TD[:num_tokens], own_TD[num_tokens:]
+                encoded = write([foreign], codec, dtype)
+
+        def read(received: Tensor | None) -> Tensor:
+            with self._span("combine"):
+                y_TD = self._sum_home(own_TD, received, codec, dtype, traffic).float()
+                added_TD = None if addend is None else addend()
+                y_TD = (y_TD if added_TD is None else y_TD + added_TD.float()).to(dtype)
+                return y_TD if out_TD is None else out_TD.copy_(y_TD)
+
+        return Crossing(self._moving_back("combine", encoded, traffic, codec, dtype), read)
+
+    def combine_backward(
+        self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        (source_R, _, traffic), codec = read_state(state), self.wire.combine_backward
+
+        def read(received: Tensor | None) -> tuple[Tensor, Tensor]:
+            with self._span("combine_backward"):
+                d_y_RD = self._expand(d_y_TD, received, codec, source_R)
+                if rows_RD is None:
+                    return d_y_RD, weights_R.new_empty(0)
+                # Padding rows of an expert with a bias are not zero, and may be anything on a device.
+                d_weights_R = torch.where(source_R < 0, 0.0, (rows_RD.float() * d_y_RD.float()).sum(1))
+                return (d_y_RD.float() * weights_R[:, None]).to(d_y_RD.dtype), d_weights_R
+
+        return Crossing(self._moving_out("combine_backward", d_y_TD, codec, traffic), read)
+
+    def dispatch_backward(
+        self,
+        d_rows_RD: Tensor,
+        d_weights_R: Tensor,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        """Gradients of the own tokens and of their weights stay, summed; those of others cross."""
+        (_, position_PK, traffic), dtype = read_state(state), d_rows_RD.dtype
+        codec, encoded = self.wire.dispatch_backward, None
+        with self._span("dispatch_backward"):
+            own_TD = rows.reduce(d_rows_RD, position_PK, None, self.geometry.most_rows)
+            own_TK = rows.pick_scalars(d_weights_R, position_PK)
+            if not self.transport.replicated:
+                encoded = write([own_TD[num_tokens:], own_TK[num_tokens:]], codec, dtype)
+                own_TD, own_TK = own_TD[:num_tokens], own_TK[:num_tokens]
+
+        def read(received: Tensor | None) -> tuple[Tensor, Tensor]:
+            with self._span("dispatch_backward"):
+                nbytes = codec.nbytes(own_TD.shape[1], dtype)
+                came = None if received is None else received[:, :nbytes]
+                d_x_TD = self._sum_home(own_TD, came, codec, dtype, traffic).to(dtype)
+                if received is None:
+                    d_weights_TK = self.transport.all_reduce(own_TK)
+                else:
+                    sent_back = from_bytes(received[:, nbytes:], own_TK.shape[1], torch.float32)
+                    d_weights_TK = self._add_home(own_TK, sent_back, traffic)
+                if out is None:
+                    return d_x_TD, d_weights_TK
+                return out[0].copy_(d_x_TD), out[1].copy_(d_weights_TK)
+
+        return Crossing(self._moving_back("dispatch_backward", encoded, traffic, codec, dtype), read)
+
+    def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
+        codec, (source_R, _, traffic) = self.wire.dispatch, read_state(state)
+        pending = self._moving_out("dispatch_again", x_TD, codec, traffic)()
+        received = None if pending is None else pending.finish()
+        with self._span("dispatch_again"):
+            return self._expand(x_TD, received, codec, source_R)
+
+    def _moving_out(
+        self, phase: str, x_TD: Tensor, codec: Codec, traffic: Traffic
+    ) -> Callable[[], Pending | None]:
+        """Writes one row a token, and gives its move; none where tokens are the same on every rank."""
+        if self.transport.replicated:
+            return _nothing
+        with self._span(phase):
+            return partial(self._out, phase, write([x_TD], codec, x_TD.dtype), traffic)
+
+    def _moving_back(
+        self, phase: str, encoded: Tensor | None, traffic: Traffic, codec: Codec, dtype: torch.dtype
+    ) -> Callable[[], Pending | None]:
+        return _nothing if encoded is None else partial(self._back, phase, encoded, traffic, codec, dtype)
+
+    def _expand(self, own_TD: Tensor, received: Tensor | None, codec: Codec, source_R: Tensor) -> Tensor:
+        foreign = [] if received is None else [codec.decode(received, own_TD.shape[1], own_TD.dtype)]
+        return rows.expand([own_TD, *foreign], source_R)
+
+    def _sum_home(
+        self, own_TD: Tensor, received: Tensor | None, codec: Codec, dtype: torch.dtype, traffic: Traffic
+    ) -> Tensor:
+        """Partial sums of every rank added up: `received`, as it crossed, or where the tokens are the same on
+        every rank, over the ranks."""
+        if received is not None:
+            return self._add_home(own_TD, codec.decode(received, own_TD.shape[1], dtype), traffic)
+        if codec.name == "identity":
+            return self.transport.all_reduce(own_TD.to(dtype))
+        decode = partial(codec.decode, width=own_TD.shape[1], dtype=dtype)
+        return self.transport.sum_encoded(own_TD, partial(codec.encode, dtype=dtype), decode).to(dtype)
+
+    def _add_home(self, own: Tensor, sent_back: Tensor, traffic: Traffic) -> Tensor:
+        tokens_N, sizes = self.transport.home(traffic)
+        return rows.sum_home(own, sent_back, tokens_N, sizes, self.geometry.rank)
+
+
+class _Watched:
+    """A move whose wait is a span."""
+
+    def __init__(self, pending: Pending, span: Callable[[], Any]) -> None:
+        self.pending, self.span = pending, span
+
+    def finish(self) -> Tensor:
+        with self.span():
+            return self.pending.finish()
+
+
+def _nothing() -> None:
+    return None
+
+
+def why_not_fp8(wire: Wire, geometry: Geometry) -> str | None:
+    """Why rows do not cross in a form that fp8 experts take, or `None`."""
+    codec, width = wire.dispatch, geometry.hidden_size
+    if not (isinstance(codec, Fp8) and codec.wire_dtype == torch.float8_e4m3fn):
+        return f"they cross as {codec.name}, not as fp8"
+    return f"they have {width} values, no multiple of {BLOCK}" if width % BLOCK else None
+
+
+def leaves_fp8(x_TD: Tensor, weights_TK: Tensor) -> bool:
+    """Whether tokens are bfloat16, and nobody differentiates or traces this call."""
+    fine = x_TD.dtype == torch.bfloat16 and not differentiated(x_TD, weights_TK)
+    return fine and not traced(x_TD, weights_TK)

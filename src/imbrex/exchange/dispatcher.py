@@ -1,0 +1,84 @@
+"""What all dispatchers have: a key, a geometry, a listener, and plain answers for what only some can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import Geometry, Listener, Routing, RowForm
+from imbrex.exchange import autograd
+from imbrex.exchange.agreement import DTYPES
+
+
+class DispatcherBase:
+    """A dispatcher by itself, which serves every call, has rows in one form, and counts on the host."""
+
+    geometry: Geometry
+
+    def __init__(self, geometry: Geometry, observer: Listener, layer: int, *form: Any) -> None:
+        """form: what the shapes of its state depend on besides who is where."""
+        where = geometry.rank, geometry.placement.rank_offsets, geometry.tensor_parallel
+        self.observer, self.layer = observer, layer
+        self.key = autograd.register(self, *where, *form)
+        self.number = 0
+        self.relocate(geometry)
+
+    @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        return DTYPES
+
+    @property
+    def counts_on_device(self) -> bool:
+        return False
+
+    def relocate(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    def met(self, number: int, node_of_W: Sequence[int]) -> None:
+        """Take what ranks agreed upon at construction: the number of this exchange, the same on all ranks,
+        and the node of every rank."""
+        self.number = number
+
+    @property
+    def family(self) -> Sequence[Any]:
+        return (self,)
+
+    def for_call(self, x_TD: Tensor, routing: Routing) -> Any:
+        return self
+
+    def beside(self, chunks: int) -> Any:
+        return self
+
+    def device_of(self, x: Tensor) -> torch.device:
+        """Where tokens must lie; a rank alone takes them anywhere."""
+        return x.device
+
+    def why_not_form(self, form: RowForm) -> str | None:
+        return None if form is RowForm.ROWS else f"nothing here gives rows that are {form.value}"
+
+    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
+        return RowForm.ROWS
+
+    def why_not_tokens(self, x: Tensor) -> str | None:
+        width = self.geometry.hidden_size
+        if x.dim() < 1 or x.shape[-1] != width:
+            return f"x has the shape {tuple(x.shape)}; give tokens [..., {width}]"
+        if x.dtype not in DTYPES:
+            return f"x is {x.dtype}; use float32, bfloat16, float16 or float64"
+        place = self.device_of(x).type
+        return None if x.device.type == place else f"x is on {x.device}; this exchange takes it on {place}"
+
+    def count_into(self, tally_WS: Tensor | None) -> None:
+        raise ValueError(
+            "Exchange: counts are added up on the device by transport 'nvlink' alone, with split 'even' or "
+            "'balanced' and without tensor ranks; ask `counts_on_device`, and else count in a split of yours"
+        )
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Nothing fails on the device that nobody hears of."""
+
+    def close(self) -> None:
+        autograd.release(self.key)

@@ -1,0 +1,61 @@
+"""The base of transports that move bytes: rows go straight from rank to rank unless one says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.contracts import Traffic
+from imbrex.transport.collective import Collective
+
+
+class BytesTransport(Collective):
+    """All of `imbrex.contracts.Transport` but `name` and the moves, for rows that nobody passes on."""
+
+    broadcasts = False
+    relays = False
+    sums_encoded = False
+    ranks_per_node: int | None = None
+
+    @property
+    def sums_on_the_way(self) -> bool:
+        return False
+
+    def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
+        if rows is None:
+            gathered = self.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
+            rows = [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(wanted), 1)]
+        return [straight(mine, sizes, self.rank) for mine, sizes in zip(wanted, rows, strict=True)]
+
+    def fake_hops(self, ids_TK: Tensor, size: Callable[[], Any]) -> list[Tensor]:
+        return []
+
+    def home(self, traffic: Traffic) -> tuple[Tensor, list[int]]:
+        return traffic.sent_tokens_N, traffic.splits_2W[0].tolist()
+
+    def rows_sent(self, traffic: Traffic, *, back: bool) -> Tensor:
+        return traffic.splits_2W[int(back)]
+
+    def all_reduce(self, partial_TD: Tensor) -> Tensor:
+        raise AssertionError("only a replicated transport sums over ranks")
+
+    def sum_encoded(
+        self, partial_TD: Tensor, encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        raise AssertionError("only a replicated transport sums over ranks")
+
+
+def straight(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Traffic:
+    """Rows from rank to rank. wanted_TW: bool, which ranks a token must reach; column `rank` is not looked
+    at. rows_WW: rows every rank sends to every other, host int64, the diagonal 0."""
+    splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
+    others = wanted_TW.clone()
+    others[:, rank] = False
+    sent = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
+    return Traffic(sent_tokens_N=sent, splits_2W=splits_2W)
+
+
+__all__ = ["BytesTransport", "straight"]
