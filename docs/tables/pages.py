@@ -38,6 +38,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     "docs/codecs.md": {"rates": codecs.rates, "learning": codecs.learning},
     "docs/placement.md": {
         "halves": placement.halves,
+        "scale": placement.scale,
         "drift": placement.drift,
         "split": placement.split,
         "iterations": placement.iterations,

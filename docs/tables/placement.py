@@ -30,6 +30,24 @@ def halves() -> Table:
     return Table(head=["tokens a batch, all ranks", "128", "512", "2048"], body=lines, rows=used)
 
 
+def scale() -> Table:
+    """Imbalance of batches of 512 tokens under the balanced split, mean over tasks and layers."""
+    rows, lines = select(rows_of("at_scale"), case={"batch": 512}), []
+    impls = {"deepseek": "DeepSeek's placement", "even_plan": "plan for even shares", "balanced": "this plan"}
+    for ranks, slots in dict.fromkeys((row["case"]["W"], row["case"]["S"]) for row in rows):
+        cells = []
+        for impl in impls:
+            mine = select(rows, impl=impl, case={"W": ranks, "S": slots})
+            mean = sum(row["imbalance"] for row in mine) / max(len(mine), 1)
+            cells.append(f"{mean:.4f}" if mine else "slots uneven")
+        ours = select(rows, impl="balanced", case={"W": ranks, "S": slots})
+        over = sum(row["over_bound"] for row in ours) / len(ours)
+        worst = max(row["worst_over_bound"] for row in ours)
+        lines.append([f"{ranks}, {slots}", *cells, f"{over:.3f}", f"{worst:.3f}"])
+    head = ["ranks, slots", *impls.values(), "this plan over the lowest possible", "its worst layer"]
+    return Table(head=head, body=lines, rows=rows)
+
+
 def drift() -> Table:
     """Imbalance after one cycle, by task and tokens an iteration."""
     rows, lines = rows_of("drift"), []

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from imbrex.overlap import Kind, Order, Task, Times, makespan
+from imbrex.overlap import Kind, Order, Task, Times, make, makespan
 from imbrex.schedule.contention import Contention, fit
 from imbrex.schedule.exact import exact
 from imbrex.schedule.schedulers import SCHEDULERS, optsche, sequential, stage_major
@@ -284,3 +284,8 @@ def test_contention_is_read_from_four_times() -> None:
     assert (found.compute, found.moves) == (pytest.approx(1.5), pytest.approx(2.0))
     assert fit(1.0, 2.0, 1.0, 2.0) == Contention()
     assert fit(0.0, 0.0, 0.0, 0.0) == Contention()
+
+
+def test_more_chunks_than_anybody_waits_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="1000000 chunks; use at most 256"):
+        make("optsche-1000000")

@@ -55,6 +55,10 @@ class Orders:
         return any(task.kind == Kind.weights for task in self.backward.compute)
 
 
+MOST_CHUNKS = 256
+"""Orders of so many take 0.8 s to make and check, and of four times as many 14 s."""
+
+
 class Pipelined:
     """Chunks of tokens in the order of a scheduler, forward and backward; the numbers of `serial`.
 
@@ -78,6 +82,8 @@ class Pipelined:
     ) -> None:
         if not isinstance(degree, int) or degree < 1:
             raise ValueError(f"schedule: {degree} chunks; use a whole number of at least 1")
+        if degree > MOST_CHUNKS:
+            raise ValueError(f"schedule: {degree} chunks; use at most {MOST_CHUNKS}")
         self.scheduler = find(scheduler)
         self.degree, self.split, self.times = degree, split, times
         label = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "scheduler")
