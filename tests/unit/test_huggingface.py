@@ -24,6 +24,7 @@ from imbrex.adapters.huggingface import (
     load_block,
     moe_config,
     replace_blocks,
+    restore_blocks,
 )
 from imbrex.experts.experts import Experts
 from tests.tiny_models import DEEPSEEK, FAMILIES, QWEN, model_of, small
@@ -233,3 +234,15 @@ def test_no_expert_is_drawn_to_be_overwritten(monkeypatch):
     monkeypatch.setattr(Experts, "_draw", lambda *_: pytest.fail("an expert is drawn"))
     for parameter in replace_blocks(model)[0].parameters():
         assert not parameter.isnan().any()
+
+
+def test_router_logits_are_refused_until_the_blocks_are_back():
+    model, ids = model_of("mixtral"), torch.randint(32, (1, 4))
+    replace_blocks(model)
+    with pytest.raises(ValueError, match="output_router_logits=True after replace_blocks: nobody collects"):
+        model(ids, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="leave it out, and give replace_blocks"):
+        model(ids)
+    restore_blocks(model)
+    assert len(model(ids, labels=ids, output_router_logits=True).router_logits) == 2

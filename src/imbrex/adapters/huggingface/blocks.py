@@ -23,6 +23,8 @@ from imbrex.adapters.huggingface.replaced import (
 from imbrex.adapters.huggingface.saving import save_pretrained
 from imbrex.adapters.huggingface.weights import BLOCK_NAMES, load_block
 
+LOGITS_HOOK = "refusal_of_router_logits"
+
 
 def replace_blocks(
     model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None, **options: Any
@@ -90,6 +92,8 @@ def restore_blocks(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         for method in ("save_pretrained", "generate"):
             vars(module).pop(method, None)
+        if (hook := vars(module).pop(LOGITS_HOOK, None)) is not None:
+            hook.remove()
     settings: Any = model.config
     if hasattr(settings, "output_router_logits"):
         settings.output_router_logits = places[0][2].origin.router_logits
@@ -139,6 +143,7 @@ def _bind(model: nn.Module, layer: MoELayer) -> None:
     methods = vars(model)
     if hasattr(model, "save_pretrained"):
         methods["save_pretrained"] = MethodType(save_pretrained, model)
+    methods[LOGITS_HOOK] = model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     if layer.ranks.size == 1:
         return
     ignore_in_ddp(model)
@@ -149,3 +154,13 @@ def _bind(model: nn.Module, layer: MoELayer) -> None:
 def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
     """A rank whose sequences have ended goes on, since others still want its experts."""
     return type(model).generate(model, *arguments, **{"synced_gpus": True, **options})
+
+
+def _refuse_router_logits(model: Any, _: Any, options: dict[str, Any]) -> None:
+    """transformers would take what its own routers told it, and find nothing."""
+    asked = options.get("output_router_logits")
+    if asked or (asked is None and getattr(model.config, "output_router_logits", False)):
+        raise ValueError(
+            "output_router_logits=True after replace_blocks: nobody collects the logits; leave it out, and "
+            "give replace_blocks losses=AuxLosses(load_balance=...) and the loss imbrex.aux_loss(model)"
+        )
