@@ -245,7 +245,10 @@ def run_left_alone(ranks: Ranks, where: str) -> tuple[str, float]:
             y_TD.sum().backward()
     if ranks.rank == 1:
         return "left", 0.0
-    y_TD.sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        # Results that nobody writes are numbers here, as they may be on a GPU.
+        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        y_TD.sum().backward()
     assert layer.gate.weight.grad is not None
     assert layer.gate.weight.grad.isnan().all()
     began = time.monotonic()
