@@ -22,7 +22,7 @@ HALF_EMPTY = (0, 0, 0, 2)
 def over_nvlink(ranks: Ranks, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """What `auto` picks here is the emulated NVLink."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(couriers.Nvlink, "of_or_reason", EmulatedNvlink)
+        patch.setattr(couriers.Nvlink, "of_or_reason", lambda group: (EmulatedNvlink(group), ""))
         return function(ranks, *arguments)
 
 
