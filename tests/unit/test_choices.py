@@ -22,10 +22,15 @@ def test_the_order_is_that_of_a_stable_sort(
     torch.manual_seed(0)
     ids = torch.rand(tokens, experts).argsort(1)[:, :top_k]
     ids[(ids == 2) | (torch.rand(ids.shape) < 0.2)] = -1
-    ids[:, -1][ids[:, -1] == 1] = experts  # the caller's error: dropped
+    # the caller's errors are dropped, also those whose low words are legal
+    ids[:, -1][ids[:, -1] == 1] = experts
+    ids[:, 0][ids[:, 0] == 3] = -(2**32) + 1
+    ids[:, 0][ids[:, 0] == 4] = 2**32 + 1
     weights = torch.rand(ids.shape)
     found = choices.order_choices(ids, weights, experts)
-    flat = torch.where(ids < 0, experts, ids).flatten()  # those that are dropped come last
+    flat = torch.where(
+        (ids < 0) | (ids > experts), experts, ids
+    ).flatten()  # those that are dropped come last
     order = flat.argsort(stable=True)
     rows = int((flat < experts).sum())
     position = torch.full_like(order, -1)

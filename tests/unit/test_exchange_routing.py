@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import ExchangeError
@@ -173,11 +174,12 @@ def test_a_rank_that_dies_in_pull_ends_in_one_exception() -> None:
         exchange.check()
 
 
-def test_wrong_ids_end_in_one_exception() -> None:
+@pytest.mark.parametrize("wrong", [7, 2**32 + 1, -(2**32)], ids=["twice", "low word 1", "low word 0"])
+def test_wrong_ids_end_in_one_exception(wrong: int) -> None:
     case = Case(placement=contiguous(8, 2), tokens=(16, 16), choices=2)
     exchange = make_exchange(case, load=kernel.load, timeout=5.0)
     inputs = make_inputs(case)
-    inputs.ids_WTK[1, 3] = 7
+    inputs.ids_WTK[1, 3] = torch.tensor([7, wrong])
     exchange.route(inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W)
     with pytest.raises(ExchangeError, match="expert ids out of range or repeated"):
         exchange.check()

@@ -64,7 +64,7 @@ __device__ __forceinline__ u64 counted(const Call& call, int count) {
     return static_cast<u64>(call.epoch) << 32 | static_cast<u32>(count);
 }
 
-// The low words, which is what the choices are cut to everywhere.
+// The low words: an id of more bits fails the call later (`short_id`), wherever its token goes.
 __device__ __forceinline__ void load_ids(int (&id)[kBatch], const i64* ids, int k, int choices) {
 #pragma unroll
     for (int u = 0; u < kBatch; ++u) id[u] = reinterpret_cast<const int*>(ids)[2 * min(k + u, choices - 1)];

@@ -4,6 +4,11 @@
 
 namespace route {
 
+// As ranks exchange it, in 32 bits: an id that has more is none of the experts, and stays so.
+__device__ __forceinline__ int short_id(i64 id) {
+    return id == static_cast<int>(id) ? static_cast<int>(id) : -2;
+}
+
 // My ids and weights into every heap.
 __device__ inline void give_choices(const Call& call, const Route& route) {
     const Group& group = *call.group;
@@ -20,7 +25,7 @@ __device__ inline void give_choices(const Call& call, const Route& route) {
 #pragma unroll
         for (int u = 0; u < 4; ++u)
             if (first + u * step < count) {
-                id[u] = static_cast<int>(ids[first + u * step]);
+                id[u] = short_id(ids[first + u * step]);
                 weight[u] = weights[first + u * step];
             }
         for (int p = 0; p < group.ranks; ++p) {

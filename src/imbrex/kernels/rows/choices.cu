@@ -22,7 +22,7 @@ __device__ __forceinline__ int choice_of(int round) {
 // looked for under IMBREX_DEBUG=1): nothing is counted where it has no counter.
 __device__ __forceinline__ int expert_of(const i64* ids, int choice, int choices, int experts) {
     const i64 id = choice < choices ? ids[choice] : -1;
-    return id < experts ? static_cast<int>(id) : -1;
+    return id >= 0 && id < experts ? static_cast<int>(id) : -1;
 }
 
 // found[expert] of every warp: its choices of every expert. Zero before.
