@@ -185,6 +185,25 @@ HAZARDS = (
 """(what to look for, where it may stand, its name): one home per hazard."""
 
 
+TWICE = (
+    (r"\(ctypes\.Structure\)", r"/kernels/structs\.py$", "a struct of a kernel, which its source declares"),
+    (r"struct\.pack\(", r"/kernels/arguments\.py$", "a struct of a kernel, packed by hand"),
+)
+"""What repeats a declaration of C++: `kernels.structs.struct` reads it (pattern, home, name)."""
+
+
+def structs_written_twice(path: str, text: str) -> list[Breach]:
+    """Structs of kernels written down a second time, in Python."""
+    if "/kernels/" not in path:
+        return []
+    return [
+        f"{path}:{number}: {name}: read it by kernels.structs"
+        for pattern, home, name in TWICE
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(pattern, line) and not re.search(home, path)
+    ]
+
+
 def strayed_hazards(path: str, text: str) -> list[Breach]:
     found = []
     for pattern, home, name in HAZARDS:

@@ -16,7 +16,7 @@ from torch import Tensor
 from imbrex.kernels import jit
 from imbrex.kernels.ffn import fp8, glue
 from imbrex.kernels.gemm import gemm
-from tests.emulated.kernel import NAMESPACES, built_once
+from tests.emulated.kernel import NAMESPACES, built_once, struct_checks
 
 HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "tensor_cores", "machine")]
 SHARED = {
@@ -69,7 +69,7 @@ def _build(variant: jit.Variant, sources: dict[str, str], dynamic: int, folder: 
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(source)
     (folder / "main.cpp").write_text(
-        f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n{NAMESPACES}'
+        f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
         'extern "C" void forget() { forget_tensors(); }\n'
         'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
         + "".join(map(_entry_point, _entries(variant)))

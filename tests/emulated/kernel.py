@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from imbrex.kernels import jit
+from imbrex.kernels.structs import Struct
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 HEADERS = (HEADER, Path(__file__).with_name("machine_on_cpu.h"))
@@ -22,6 +23,23 @@ NAMESPACES = "".join(
     for name in ("codec", "exchange", "ffn", "gate", "gemm", "mover", "rows", "route", "sums")
 )
 """An entry has C linkage, so its name is the same in all of them."""
+
+
+def struct_checks(sources: dict[str, str]) -> str:
+    """C++ that does not compile where a struct of these files lies otherwise than the host lays it out."""
+    lines = []
+    for made in Struct.__subclasses__():
+        if made.source not in sources:
+            continue
+        lines.append(f"static_assert(sizeof({made.qualified}) == {ctypes.sizeof(made)});\n")
+        for name in made.names:
+            field = getattr(made, name)
+            at = f"offsetof({made.qualified}, {name}) == {field.offset}"
+            size = f"sizeof({made.qualified}::{name}) == {field.size}"
+            lines.append(f'static_assert({at} && {size}, "{made.qualified}::{name}");\n')
+    return "#include <cstddef>\n" + "".join(lines)
+
+
 REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/codec.cuh")
 
 
@@ -63,7 +81,7 @@ def _build(variant: jit.Variant, sources: dict[str, str], folder: Path) -> Path:
     run = f"emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({variant.entry}, args); }})"
     takes = "int grid, int block, int smem, unsigned seed, double limit, void** args"
     (folder / "main.cpp").write_text(
-        f'#include "{HEADER}"\n#include "{variant.source}"\n{NAMESPACES}'
+        f'#include "{HEADER}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
         f'extern "C" int emulate({takes}) {{ return {run}; }}\n'
     )
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{folder}"]

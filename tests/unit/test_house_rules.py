@@ -63,6 +63,10 @@ def test_hazards_stay_at_home() -> None:
     assert collect(house.strayed_hazards, SOURCES + KERNELS) == []
 
 
+def test_structs_of_kernels_are_written_once() -> None:
+    assert collect(house.structs_written_twice, SOURCES) == []
+
+
 def test_copies_to_the_host_say_why() -> None:
     assert collect(house.silent_syncs, SOURCES) == []
 
@@ -255,6 +259,12 @@ def test_a_strayed_hazard_is_found(path: str, text: str) -> None:
 )
 def test_a_hazard_at_home_is_fine(path: str, text: str) -> None:
     assert house.strayed_hazards(path, text) == []
+
+
+@pytest.mark.parametrize("text", ["class Push(ctypes.Structure):\n", 'args = struct.pack("<2Q", x, y)\n'])
+def test_a_struct_that_is_written_twice_is_found(text: str) -> None:
+    assert len(house.structs_written_twice("src/imbrex/kernels/exchange/push.py", text)) == 1
+    assert house.structs_written_twice("src/imbrex/observe/ring.py", text) == []
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from imbrex.kernels.exchange.route import check_shape, route_args
 from imbrex.kernels.exchange.routed import Routed, Tables, empty_routed, placement_tables
 from imbrex.kernels.exchange.variants import ROUTE_MANY, shipped_variants
 from imbrex.kernels.heap import Heap
+from imbrex.kernels.structs import Struct
 
 
 class ExchangeBase:
@@ -60,7 +61,7 @@ class ExchangeBase:
         self.last_sms: dict[str, int] = {}
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
-        self._groups: dict[int, lay.Group] = {}
+        self._groups: dict[int, Struct] = {}
         variants = shipped_variants() if shape.ranks <= lay.MOST_RANKS else [ROUTE_MANY]
         self._kernels = {variant: load(variant, self.device) for variant in variants}
         wanted = route_blocks or (8 if compact else 24)
@@ -132,21 +133,21 @@ class ExchangeBase:
             grid=blocks * self.local_ranks, block=threads, args=[self._group(blocks), args], smem=shared
         )
 
-    def _group(self, blocks: int) -> lay.Group:
+    def _group(self, blocks: int) -> Struct:
         """What every kernel is told of the ranks; made once a number of blocks."""
         made = self._groups.get(blocks)
         if made is None:
-            heaps = (ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases)
             made = self._groups[blocks] = lay.Group(
-                heaps,
-                int(self.timeout * 1e9),
-                self._status.data_ptr(),
-                self.layout.staged_flags,
-                self.layout.reduced_flags,
-                self.layout.flags,
-                self.shape.ranks,
-                self.heap.first,
-                blocks,
+                heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
+                timeout_ns=int(self.timeout * 1e9),
+                host_status=self._status,
+                staged_flags=self.layout.staged_flags,
+                reduced_flags=self.layout.reduced_flags,
+                flags=self.layout.flags,
+                ranks=self.shape.ranks,
+                first=self.heap.first,
+                blocks=blocks,
+                layer=0,
             )
         made.layer = 0 if self.layer is None else 1 + self.layer
         return made

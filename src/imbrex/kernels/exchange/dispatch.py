@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.route import address_of
 from imbrex.kernels.exchange.routed import Routed
 from imbrex.kernels.exchange.variants import BESIDE_THREADS, MOVER_THREADS
 
@@ -24,23 +22,6 @@ FEW, MORE = (8, 16), (24, 32)
 which an SM moves fewer bytes."""
 MOST_WINDOW = 4
 """Chunks that are routed at once beside rows: more shared memory for routing is less for rows."""
-
-
-class Dispatch(ctypes.Structure):
-    _fields_ = (
-        ("route", lay.Route),
-        ("push", lay.Push),
-        ("early_at", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("scratch_at", "early_from", "window")),
-    )
-
-
-class Expert(ctypes.Structure):
-    _fields_ = (
-        ("route", lay.Route),
-        ("pull", lay.Pull),
-        *((name, ctypes.c_int32) for name in ("scratch_at", "fine_at")),
-    )
 
 
 def default_sms(row_bytes: int, *, compact: bool) -> int:
@@ -125,10 +106,21 @@ def push_args(
     wire_bytes = lay.fp8_bytes(x.shape[-1]) if quantise else row_bytes
     pitch = lay.fp8_pitch(x.shape[-1]) if quantise else row_bytes
     return lay.Push(
-        *map(address_of, (x, send_row, tokens)),
-        *(layout.received, shape.token_capacity * shape.row_bytes, x[0].nbytes if x.dim() == 3 else 0),
-        *(x.shape[-2], send_row.shape[1], row_bytes, wire_bytes, pitch),
-        *(block.stages, block.quantisers, *buffer),
+        x=x,
+        send_row=send_row,
+        tokens=tokens,
+        rows_at=layout.received,
+        buffer_bytes=shape.token_capacity * shape.row_bytes,
+        x_stride=x[0].nbytes if x.dim() == 3 else 0,
+        num_tokens=x.shape[-2],
+        max_tokens=send_row.shape[1],
+        row_bytes=row_bytes,
+        wire_bytes=wire_bytes,
+        pitch=pitch,
+        stages=block.stages,
+        quantisers=block.quantisers,
+        buffer=buffer[0],
+        lag=buffer[1],
     )
 
 
@@ -145,9 +137,21 @@ def pull_args(
     row_bytes, most = x.shape[-1] * x.element_size(), routed.position_LWTK.shape[2]
     stages, shared = lay.mover_shared(row_bytes, shape.choices)
     args = lay.Pull(
-        *map(address_of, (x, out, routed.position_LWTK, routed.tokens_LW)),
-        *(layout.staged, shape.max_tokens * shape.row_bytes, layout.inbox),
-        *(x[0].nbytes if x.dim() == 3 else 0, out[0].nbytes),
-        *(most, shape.choices, row_bytes, stages, *buffer, early_groups),
+        x=x,
+        out=out,
+        position=routed.position_LWTK,
+        tokens=routed.tokens_LW,
+        staged_at=layout.staged,
+        buffer_bytes=shape.max_tokens * shape.row_bytes,
+        inbox_at=layout.inbox,
+        x_stride=x[0].nbytes if x.dim() == 3 else 0,
+        out_stride=out[0].nbytes,
+        max_tokens=most,
+        choices=shape.choices,
+        row_bytes=row_bytes,
+        stages=stages,
+        buffer=buffer[0],
+        lag=buffer[1],
+        early_groups=early_groups,
     )
     return args, shared

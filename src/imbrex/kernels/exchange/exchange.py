@@ -32,8 +32,6 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.base import ExchangeBase
 from imbrex.kernels.exchange.debug import check_choices, check_rows, check_sent
 from imbrex.kernels.exchange.dispatch import (
-    Dispatch,
-    Expert,
     default_sms,
     dispatch_shape,
     expert_shape,
@@ -44,7 +42,7 @@ from imbrex.kernels.exchange.dispatch import (
 from imbrex.kernels.exchange.error import ExchangeError as ExchangeError
 from imbrex.kernels.exchange.lease import Lease as Lease
 from imbrex.kernels.exchange.reduce import check_wire, reduce_args
-from imbrex.kernels.exchange.route import address_of, route_args
+from imbrex.kernels.exchange.route import route_args
 from imbrex.kernels.exchange.routed import Routed, Tables
 from imbrex.kernels.exchange.variants import (
     DISPATCH,
@@ -153,7 +151,14 @@ class NvlinkExchange(ExchangeBase):
         route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=False)
         buffer = self._next_buffer("push")
         push = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
-        args = Dispatch(route, push, self.layout.early, block.scratch_at, block.early_from, block.window)
+        args = lay.Dispatch(
+            route=route,
+            push=push,
+            early_at=self.layout.early,
+            scratch_at=block.scratch_at,
+            early_from=block.early_from,
+            window=block.window,
+        )
         self._count_routing(num_sms)
         self._launch(DISPATCH[quantise], "push", num_sms, block.threads, block.shared, args)
         return self._lease(x, buffer[0], quantise=quantise), routed
@@ -213,7 +218,8 @@ class NvlinkExchange(ExchangeBase):
         early, buffer = lay.early_groups(self.shape), self._next_buffer("pull")
         pull, shared = pull_args(self.shape, self.layout, x, out, routed, buffer, early)
         self._count_routing(num_sms)
-        self._launch(EXPERT, "pull", num_sms, EXPERT_THREADS, shared, Expert(route, pull, *place))
+        args = lay.Expert(route=route, pull=pull, scratch_at=place[0], fine_at=place[1])
+        self._launch(EXPERT, "pull", num_sms, EXPERT_THREADS, shared, args)
         return out, routed
 
     def _empty_rows(self, x: Tensor) -> Tensor:
@@ -243,20 +249,18 @@ class NvlinkExchange(ExchangeBase):
         out = self._empty_rows(x)
         at = self.layout.small_ids, 0, self.layout.small_tokens
         made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
+        strides = self._strides(x, out)
         args = lay.Small(
-            route_args(*made, *given, tables or self._tables, balanced=balanced),
-            *(
-                x.data_ptr(),
-                out.data_ptr(),
-                self.layout.small_staged,
-                self.shape.ranks * few * self.shape.row_bytes,
-            ),
-            *(
-                *self._strides(x, out),
-                row_bytes,
-                lay.SMALL_PARTS,
-                lay.small_pushers(self.shape.ranks, num_sms),
-            ),
+            route=route_args(*made, *given, tables or self._tables, balanced=balanced),
+            x=x,
+            out=out,
+            staged_at=self.layout.small_staged,
+            buffer_bytes=self.shape.ranks * few * self.shape.row_bytes,
+            x_stride=strides[0],
+            out_stride=strides[1],
+            row_bytes=row_bytes,
+            parts=lay.SMALL_PARTS,
+            pushers=lay.small_pushers(self.shape.ranks, num_sms),
         )
         if num_sms < 2:
             raise ValueError("exchange: a small dispatch needs at least 2 SMs: some push, some route")
@@ -331,12 +335,23 @@ class NvlinkExchange(ExchangeBase):
         block = lay.gather_shape(2 * width)
         num_sms = num_sms or default_sms(2 * width, compact=True)
         out = self._empty_out(own.shape[-2], width, out_dtype)
+        strides = self._strides(own, out)
         args = lay.Gather(
-            *map(address_of, (own, addend, out, routed.send_row_LTW, routed.tokens_LW)),
-            self.layout.reduced + buffer * self._buffer_bytes(s.token_capacity),
-            *self._strides(own, out),
-            *(routed.send_row_LTW.shape[1], 2 * width, block.piece_bytes, block.crews, block.adders),
-            *(block.slots, out_dtype == torch.float32),
+            own=own,
+            addend=addend,
+            out=out,
+            send_row=routed.send_row_LTW,
+            tokens=routed.tokens_LW,
+            sums_at=self.layout.reduced + buffer * self._buffer_bytes(s.token_capacity),
+            x_stride=strides[0],
+            out_stride=strides[1],
+            max_tokens=routed.send_row_LTW.shape[1],
+            row_bytes=2 * width,
+            piece_bytes=block.piece_bytes,
+            crews=block.crews,
+            adders=block.adders,
+            slots=block.slots,
+            out_float=out_dtype == torch.float32,
         )
         self._launch(GATHER, "gather", num_sms, block.threads, block.shared, args)
         return out

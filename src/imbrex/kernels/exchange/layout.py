@@ -28,6 +28,7 @@ import ctypes
 from dataclasses import dataclass
 
 from imbrex.kernels.routing.split_layout import flow_bytes
+from imbrex.kernels.structs import struct
 
 MAX_RANKS, MOST_RANKS = 64, 16
 """That can route, and that can exchange rows."""
@@ -44,77 +45,22 @@ PHASES = (
 )
 PEER_GAVE_UP = "a peer gave up"
 CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
-CONTROL_BYTES, OVERFLOWS_AT = 272_896, 40
-"""Of the first bytes of every heap; where in them the calls that did not fit are counted."""
 CHUNK, SEGMENT = 128, 32
 SHARED_BYTES = 227 * 1024
 
 
-class Group(ctypes.Structure):
-    _fields_ = (
-        ("heap", ctypes.c_uint64 * MAX_RANKS),
-        ("timeout_ns", ctypes.c_uint64),
-        ("host_status", ctypes.c_uint64),
-        ("staged_flags", ctypes.c_int64),
-        ("reduced_flags", ctypes.c_int64),
-        ("flags", ctypes.c_int32),
-        ("ranks", ctypes.c_int32),
-        ("first", ctypes.c_int32),
-        ("blocks", ctypes.c_int32),
-        ("layer", ctypes.c_int32),
-    )
-
-
-def _struct(name: str, pointers: str, offsets: str, numbers: str) -> type[ctypes.Structure]:
-    fields = [(field, ctypes.c_uint64) for field in pointers.split()]
-    fields += [(field, ctypes.c_int64) for field in offsets.split()]
-    fields += [(field, ctypes.c_int32) for field in numbers.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-Route = _struct(
-    "Route",
-    "ids weights tokens first_replica replica_slots rank_offsets position all_weights recv_row send_row "
-    "counts totals all_tokens tally traffic",
-    "ids_at counts_at tokens_at",
-    "num_tokens max_tokens choices experts most_slots alignment row_capacity token_capacity tensor "
-    "replicated slots room",
-)
-Push = _struct(
-    "Push",
-    "x send_row tokens",
-    "rows_at buffer_bytes x_stride",
-    "num_tokens max_tokens row_bytes wire_bytes pitch stages quantisers buffer lag",
-)
-Pull = _struct(
-    "Pull",
-    "x out position tokens",
-    "staged_at buffer_bytes inbox_at x_stride out_stride",
-    "max_tokens choices row_bytes stages buffer lag early_groups",
-)
-Reduce = _struct(
-    "Reduce",
-    "rows addend out position weights recv_row send_row tokens values values_out",
-    "values_at values_bytes partials_at buffer_bytes rows_stride x_stride out_stride",
-    "max_tokens choices row_bytes wire_bytes piece_tokens parts reducers out_float out_tokens",
-)
-Gather = _struct(
-    "Gather",
-    "own addend out send_row tokens",
-    "sums_at x_stride out_stride",
-    "max_tokens row_bytes piece_bytes crews adders slots out_float",
-)
-
-
-class Small(ctypes.Structure):
-    _fields_ = (
-        ("route", Route),
-        *((name, ctypes.c_uint64) for name in ("x", "out")),
-        *((name, ctypes.c_int64) for name in ("staged_at", "buffer_bytes", "x_stride", "out_stride")),
-        *((name, ctypes.c_int32) for name in ("row_bytes", "parts", "pushers")),
-    )
-
-
+Control = struct("exchange/protocol.cuh", "Control")
+Group = struct("exchange/protocol.cuh", "Group")
+Route = struct("routing/scratch.cuh", "Route")
+Push = struct("exchange/push.cuh", "Push")
+Pull = struct("exchange/pull.cuh", "Pull")
+Reduce = struct("exchange/reduce.cu", "Reduce")
+Gather = struct("exchange/gather.cu", "Gather")
+Small = struct("exchange/small.cu", "Small")
+Dispatch = struct("exchange/dispatch.cu", "Dispatch")
+Expert = struct("exchange/expert.cu", "Expert")
+CONTROL_BYTES, OVERFLOWS_AT = -(-ctypes.sizeof(Control) // 512) * 512, Control.overflows.offset
+"""The first bytes of every heap; where in them the calls that did not fit are counted."""
 SMALL_SMS = 64
 SMALL_PUSHERS = 16
 SMALL_TOKENS = 512

@@ -35,7 +35,7 @@ enum Phase {
 };
 enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4 };
 
-// The first bytes of every heap. Zeroed once, when the heap is made. Mirrored by `exchange_layout.py`.
+// The first bytes of every heap. Zeroed once, when the heap is made. The host reads them: `kernels.structs`.
 struct Control {
     u32 status[8];  // code, rank, peer, kind, phase, epoch, block, 1 + layer: the first failure of this rank
     u32 gave_up;    // 1 + a peer that failed; written by that peer
@@ -49,7 +49,7 @@ struct Control {
     u32 arrived[8][kMaxRanks][kMaxBlocks];
 };
 
-// By value into every kernel. Mirrored by `exchange_layout.py`.
+// By value into every kernel. The host reads them: `kernels.structs`.
 struct Group {
     u8* heap[kMaxRanks];
     u64 timeout_ns;

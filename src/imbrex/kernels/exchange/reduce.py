@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.route import address_of
 from imbrex.kernels.exchange.routed import Routed
 
 MOST_FP8 = 17408
@@ -44,10 +43,30 @@ def reduce_args(
         assert value.dtype == torch.float32
         assert value.is_contiguous()
     return lay.Reduce(
-        *map(address_of, (rows, addend, out, routed.position_LWTK)),
-        *map(address_of, (routed.weights_LWTK if weighted else None, routed.recv_row_LWT)),
-        *map(address_of, (routed.send_row_LTW, routed.tokens_LW, given, home)),
-        *(layout.values, lay.value_bytes(shape), layout.partials, lay.partial_bytes(shape), *strides),
-        *(most, shape.choices, 2 * width, lay.wire_bytes(2 * width, wire)),
-        *(*pieces, out.dtype == torch.float32, out.shape[-2]),
+        rows=rows,
+        addend=addend,
+        out=out,
+        position=routed.position_LWTK,
+        weights=routed.weights_LWTK if weighted else None,
+        recv_row=routed.recv_row_LWT,
+        send_row=routed.send_row_LTW,
+        tokens=routed.tokens_LW,
+        values=given,
+        values_out=home,
+        values_at=layout.values,
+        values_bytes=lay.value_bytes(shape),
+        partials_at=layout.partials,
+        buffer_bytes=lay.partial_bytes(shape),
+        rows_stride=strides[0],
+        x_stride=strides[1],
+        out_stride=strides[2],
+        max_tokens=most,
+        choices=shape.choices,
+        row_bytes=2 * width,
+        wire_bytes=lay.wire_bytes(2 * width, wire),
+        piece_tokens=pieces[0],
+        parts=pieces[1],
+        reducers=pieces[2],
+        out_float=out.dtype == torch.float32,
+        out_tokens=out.shape[-2],
     )

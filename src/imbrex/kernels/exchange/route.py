@@ -12,10 +12,6 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.routed import Routed, Tables
 
 
-def address_of(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def route_args(
     shape: lay.Shape,
     placement: Placement,
@@ -33,24 +29,50 @@ def route_args(
 ) -> ctypes.Structure:
     """`at`: where ids, scratch and token counts lie in the heap."""
     most = routed.position_LWTK.shape[2]
+    _check_choices(shape, ids, weights, tokens, most)
+    return lay.Route(
+        ids=ids,
+        weights=weights,
+        tokens=tokens,
+        first_replica=tables[0],
+        replica_slots=tables[1],
+        rank_offsets=tables[2],
+        position=routed.position_LWTK,
+        all_weights=routed.weights_LWTK,
+        recv_row=routed.recv_row_LWT,
+        send_row=routed.send_row_LTW,
+        counts=routed.counts_Le,
+        totals=routed.totals_L4,
+        all_tokens=routed.tokens_LW,
+        tally=tally,
+        traffic=traffic,
+        ids_at=at[0],
+        counts_at=at[1],
+        tokens_at=at[2],
+        num_tokens=ids.shape[-2],
+        max_tokens=most,
+        choices=shape.choices,
+        experts=shape.experts,
+        most_slots=shape.most_slots,
+        alignment=shape.alignment,
+        row_capacity=shape.row_capacity,
+        token_capacity=shape.token_capacity,
+        tensor=shape.tensor,
+        replicated=room > 0,
+        slots=placement.num_slots,
+        room=room if balanced else 0,
+    )
+
+
+def _check_choices(shape: lay.Shape, ids: Tensor, weights: Tensor, tokens: Tensor | None, most: int) -> None:
     if tokens is None and (ids.shape[-1] != shape.choices or ids.shape[-2] > most):
         raise ValueError(
             f"exchange: ids of shape {tuple(ids.shape)}; here there is room for at most {most} tokens of "
             f"{shape.choices} choices"
         )
-    assert ids.dtype == torch.int64
-    assert weights.dtype == torch.float32
-    assert ids.is_contiguous()
-    assert weights.is_contiguous()
-    return lay.Route(
-        *map(address_of, (ids, weights, tokens, *tables)),
-        *map(address_of, (routed.position_LWTK, routed.weights_LWTK, routed.recv_row_LWT)),
-        *map(address_of, (routed.send_row_LTW, routed.counts_Le, routed.totals_L4, routed.tokens_LW)),
-        *(address_of(tally), address_of(traffic), *at),
-        *(ids.shape[-2], most, shape.choices, shape.experts, shape.most_slots, shape.alignment),
-        *(shape.row_capacity, shape.token_capacity, shape.tensor, room > 0, placement.num_slots),
-        room if balanced else 0,
-    )
+    for given, dtype in ((ids, torch.int64), (weights, torch.float32)):
+        assert given.dtype == dtype
+        assert given.is_contiguous()
 
 
 def check_shape(placement: Placement, shape: lay.Shape, *, moves: bool) -> None:

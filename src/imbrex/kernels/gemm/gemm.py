@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from imbrex.kernels.gemm.kinds import Epilogue as Epilogue
 from imbrex.kernels.gemm.kinds import Layout as Layout
 from imbrex.kernels.gemm.tensor_map import tensor_map
 from imbrex.kernels.jit import ByValue, Kernel, KernelError, Variant, load
+from imbrex.kernels.structs import Struct, struct
 
 
 class Tiling(NamedTuple):
@@ -69,8 +69,9 @@ class Scales:
         out, stride = (0, 0) if self.out is None else (self.out.data_ptr(), self.out.stride(0))
         return self.rows.data_ptr(), self.weights.data_ptr(), out, self.rows.stride(0), stride
 
-    def argument(self) -> ByValue:
-        return ByValue(struct.pack("<QQQii", *self.key()))
+    def argument(self) -> Struct:
+        a, b, d, stride_a, stride_d = self.key()
+        return _SCALES(a=a, b=b, d=d, stride_a=stride_a, stride_d=stride_d)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +90,14 @@ class Slopes:
         fields = self.gate_up.data_ptr(), parts, self.gate_up.shape[0], int(self.keep)
         return *fields, self.d_gate_up.data_ptr()
 
-    def argument(self) -> ByValue:
-        return ByValue(struct.pack("<QQii", *self.key()[:4]))
+    def argument(self) -> Struct:
+        gate_up, d_weight, rows, keep, _ = self.key()
+        return _SLOPES(gate_up=gate_up, d_weight=d_weight, rows=rows, keep=keep)
 
 
-_NO_SCALES = ByValue(bytes(32))
-_NO_SLOPES = ByValue(bytes(24))
+_SCALES, _SLOPES = struct("gemm/shape.cuh", "Scales"), struct("gemm/shape.cuh", "Slopes")
+_NO_SCALES = _SCALES(a=None, b=None, d=None, stride_a=0, stride_d=0)
+_NO_SLOPES = _SLOPES(gate_up=None, d_weight=None, rows=0, keep=0)
 
 
 GATHER_WARPS = 4

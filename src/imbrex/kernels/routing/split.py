@@ -54,12 +54,22 @@ class SplitKernel:
         counts_WE = counts_WE.contiguous()
         shares_WS = counts_WE.new_empty(sources, placement.num_slots)
         experts, room = placement.num_experts, max(placement.num_slots - placement.num_experts, 0)
-        pointers = [t.data_ptr() for t in (counts_WE, shares_WS, *self._tables)]
-        sizes = (experts, placement.num_slots, placement.num_ranks, sources, room)
+        args = Split(
+            counts=counts_WE,
+            shares=shares_WS,
+            first_replica=self._tables[0],
+            replica_slots=self._tables[1],
+            rank_offsets=self._tables[2],
+            experts=experts,
+            slots=placement.num_slots,
+            ranks=placement.num_ranks,
+            sources=sources,
+            room=room,
+        )
         self._kernel.launch(
             grid=1,
             block=THREADS,
-            args=[Split(*pointers, *sizes)],
+            args=[args],
             smem=4 * sources * experts + flow_bytes(placement.num_ranks, sources, room),
         )
         return shares_WS

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+from imbrex.kernels.structs import struct
 
 MOST_RANKS = 32
-
-
-class Split(ctypes.Structure):
-    """`Split` of `routing/split.cu`."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ["counts", "shares", "first", "replica_slots", "rank_offsets"]),
-        *((name, ctypes.c_int32) for name in ["experts", "slots", "ranks", "sources", "room"]),
-    )
+Split = struct("routing/split.cu", "Split")
 
 
 def flow_bytes(ranks: int, sources: int, room: int) -> int:

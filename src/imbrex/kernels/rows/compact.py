@@ -3,7 +3,6 @@ the host's side of `rows/compact.cu`."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +12,11 @@ from torch import Tensor
 
 from imbrex.kernels import jit
 from imbrex.kernels.exchange.routed import Routed
+from imbrex.kernels.structs import struct
 
 PLACE = jit.Variant(source="rows/compact.cu", entry="place_compact")
 INDEX = jit.Variant(source="rows/compact.cu", entry="index_rows")
+Compact = struct("rows/compact.cu", "Compact")
 THREADS, SHARED_BYTES = 1024, 4 * 33
 INDEX_THREADS, INDEX_BLOCKS = 256, 264
 
@@ -58,12 +59,23 @@ def place_compact(
         place_TW=torch.empty(num_tokens, ranks, dtype=torch.int32, device=device),
         received=torch.empty(1, dtype=torch.int32, device=device),
     )
-    read = routed.recv_row_LWT, routed.send_row_LTW, traffic_WW
-    written = placed.routed.position_LWTK, placed.source_R, placed.place_TW, placed.received
-    sizes = ranks, rank, most, choices, num_rows, num_tokens
-    packed = struct.pack("<7Q6i", *(tensor.data_ptr() for tensor in (*read, *written)), *sizes)
+    args = Compact(
+        recv_row=routed.recv_row_LWT,
+        send_row=routed.send_row_LTW,
+        traffic=traffic_WW,
+        position=placed.routed.position_LWTK,
+        source=placed.source_R,
+        place=placed.place_TW,
+        received=placed.received,
+        ranks=ranks,
+        me=rank,
+        max_tokens=most,
+        choices=choices,
+        rows=num_rows,
+        tokens=num_tokens,
+    )
     blocks = ranks * -(-most // THREADS)
-    load(PLACE, device).launch(grid=blocks, block=THREADS, smem=SHARED_BYTES, args=[jit.ByValue(packed)])
+    load(PLACE, device).launch(grid=blocks, block=THREADS, smem=SHARED_BYTES, args=[args])
     return placed
 
 

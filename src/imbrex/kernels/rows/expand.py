@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,13 @@ from torch import Tensor
 from imbrex.kernels import jit
 from imbrex.kernels.exchange.routed import Routed
 from imbrex.kernels.gemm.gemm import multiprocessors
+from imbrex.kernels.structs import struct
 
 EXPAND_ROWS, EXPAND = (
     jit.Variant(source="rows/expand.cu", entry="expand_fp8", defines=(("DECODE", decode),))
     for decode in (0, 1)
 )
+Expansion = struct("rows/expand.cu", "Expansion")
 BLOCK = 128
 """Values that share a scale."""
 SLOTS, MOST_WARPS, SHARED_BYTES = 2, 16, 220_000
@@ -81,8 +82,21 @@ def _launch(
     a_warp = SLOTS * (slot + 8) + scale_bytes
     warps = min(MOST_WARPS, SHARED_BYTES // a_warp)
     blocks = multiprocessors(x_TD.get_device()) if x_TD.is_cuda else 2
-    tensors = received_MB, x_TD, routed.position_LWTK, routed.recv_row_LWT, routed.tokens_LW, rows_RD
-    addresses = *(tensor.data_ptr() for tensor in tensors), 0 if scales_RB is None else scales_RB.data_ptr()
-    sizes = ranks, rank, most, choices, width, received_MB.stride(-2), blocks, warps
-    packed = jit.ByValue(struct.pack("<7Q8i", *addresses, *sizes))
-    kernel.launch(grid=blocks, block=32 * warps, smem=warps * a_warp, args=[packed])
+    args = Expansion(
+        received=received_MB,
+        x=x_TD,
+        position=routed.position_LWTK,
+        recv_row=routed.recv_row_LWT,
+        tokens=routed.tokens_LW,
+        rows=rows_RD,
+        scales=scales_RB,
+        ranks=ranks,
+        me=rank,
+        max_tokens=most,
+        choices=choices,
+        width=width,
+        pitch=received_MB.stride(-2),
+        blocks=blocks,
+        warps=warps,
+    )
+    kernel.launch(grid=blocks, block=32 * warps, smem=warps * a_warp, args=[args])
