@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 MAX_FILE_LINES = 600
+MIN_FILE_LINES = 40
+"""Of a file that one other imports: below, the two are one idea."""
+MAX_PARAMETERS = 8
 MAX_KERNEL_COLUMNS = 110
 MAX_FUNCTION_LINES = 40
 MAX_FIELDS = 8
@@ -339,3 +342,127 @@ def headless_docstrings(path: str, text: str) -> list[Breach]:
         elif not paragraph.endswith((".", ":", "?", "!")):
             breaches.append(f"{path}:{line}: the first paragraph ends in no full stop")
     return breaches
+
+
+def fragments(files: dict[str, str], modules: frozenset[str]) -> list[Breach]:
+    """Short files that a single other file imports: each is a part of that file."""
+    importers: dict[str, set[str]] = {}
+    for path, text in files.items():
+        for _, module in imports(ast.parse(text, path), path, modules):
+            importers.setdefault(module, set()).add(path)
+    return [
+        f"{path}:1: {lines} lines, only for {next(iter(users))}"
+        for path, text in files.items()
+        if not path.endswith("__init__.py")
+        and (lines := text.count("\n")) < MIN_FILE_LINES
+        and len(users := importers.get(module_of(path), set())) == 1
+    ]
+
+
+PUBLIC_CONSTRUCTORS = ("layer.py", "exchange/exchange.py", "experts/experts.py", "transport/nvlink.py")
+
+
+def many_parameters(path: str, text: str) -> list[Breach]:
+    """Functions of more parameters than a reader keeps in mind. Other people's signatures are theirs
+    (`adapters`), and every parameter of a public constructor is a decision of the user's."""
+    if room(module_of(path)) == "adapters":
+        return []
+    public = {"__init__"} if path.endswith(PUBLIC_CONSTRUCTORS) else set()
+    breaches = []
+    for node in ast.walk(ast.parse(text, path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len(set(names) - {"self", "cls", "ctx"})
+            if count > MAX_PARAMETERS and node.name not in public:
+                breaches.append(
+                    f"{path}:{node.lineno}: {node.name} has {count} parameters, at most {MAX_PARAMETERS}"
+                )
+    return breaches
+
+
+OTHER_PEOPLES = {"super", "torch", "os", "dist", "driver", "DistributedDataParallel", "mesh"}
+"""What we reach into where there is no public door; `_replace` and `_fields` are public in a named tuple."""
+
+
+def private_reaches(path: str, text: str) -> list[Breach]:
+    """`other._name` where this file does not define `_name`: another room's secret."""
+    tree = ast.parse(text, path)
+    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute)
+        and isinstance(n.ctx, ast.Store)
+        and isinstance(n.value, ast.Name)
+        and n.value.id == "self"
+    }
+    own |= {
+        n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+    breaches = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not re.match(r"_[a-z]", node.attr):
+            continue
+        root: ast.AST = node.value
+        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        name = root.id if isinstance(root, ast.Name) else ""
+        mine = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if (
+            mine
+            or name in OTHER_PEOPLES | {"super"}
+            or node.attr in own | {"_replace", "_fields", "_version"}
+        ):
+            continue
+        breaches.append(f"{path}:{node.lineno}: reaches into {ast.unparse(node)}")
+    return breaches
+
+
+CONTRACTS = ("transport", "experts", "strategy", "codec", "exchange", "wire", "dispatcher")
+
+
+def probes(path: str, text: str) -> list[Breach]:
+    """`hasattr` and `getattr` on what a contract describes: the contract says whether it is there."""
+    breaches = []
+    for node in ast.walk(ast.parse(text, path)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("hasattr", "getattr")
+            and len(node.args) > 1
+            and isinstance(node.args[1], ast.Constant)
+            and ast.unparse(node.args[0]).split(".")[-1] in CONTRACTS
+        ):
+            breaches.append(f"{path}:{node.lineno}: asks a contract: {ast.unparse(node)}")
+    return breaches
+
+
+PUBLIC_ROOMS = {"imbrex", "imbrex.contracts", "imbrex.runtime.waits"}
+
+
+def private_doors(path: str, text: str, modules: frozenset[str], packages: frozenset[str]) -> list[Breach]:
+    """Imports of an adapter that are no public names: of a module inside another room."""
+    if room(module_of(path)) != "adapters":
+        return []
+    return [
+        f"{path}:{line}: an adapter imports {module}, which is inside a room"
+        for line, module in imports(ast.parse(text, path), path, modules)
+        if room(module) != "adapters" and module not in PUBLIC_ROOMS | packages
+    ]
+
+
+BARE = frozenset(
+    {
+        *("found", "given", "told", "made", "held", "kept", "wanted", "most", "one", "asked", "taken"),
+        *("sent", "said", "shown"),
+    }
+)
+
+
+def bare_participles(path: str, text: str) -> list[Breach]:
+    """Variables named by a participle or pronoun alone, where a noun would say what they are."""
+    return [
+        f"{path}:{node.lineno}: {node.id} is no noun"
+        for node in ast.walk(ast.parse(text, path))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in BARE
+    ]
