@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from imbrex.adapters.deep_ep import Buffer, couriers
+from imbrex.adapters.deep_ep import Buffer, opening
 from tests.emulated import kernel
 from tests.ranks import test_deep_ep, test_deep_ep_hybrid, test_deep_ep_megatron
 from tests.ranks.emulated_nvlink import EmulatedNvlink
@@ -22,7 +22,7 @@ HALF_EMPTY = (0, 0, 0, 2)
 def over_nvlink(ranks: Ranks, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """What `auto` picks here is the emulated NVLink."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(couriers.Nvlink, "of_or_reason", lambda group: (EmulatedNvlink(group), ""))
+        patch.setattr(opening.Nvlink, "of_or_reason", lambda group: (EmulatedNvlink(group), ""))
         return function(ranks, *arguments)
 
 

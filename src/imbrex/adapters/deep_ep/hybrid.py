@@ -15,19 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex.adapters.deep_ep.backend import pad_rows
 from imbrex.adapters.deep_ep.choices import indices_to_map, spread_choices
-from imbrex.adapters.deep_ep.courier import pad_rows
-from imbrex.adapters.deep_ep.couriers import bring_home, open_courier
-from imbrex.adapters.deep_ep.hybrid_arrival import Given, carry_rows, plan_again, plan_rows
+from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows, plan_again, plan_rows
 from imbrex.adapters.deep_ep.hybrid_handle import (
     BufferConfig,
+    Given,
     HybridHandle,
     Kept,
     make_handle,
     read_handle,
 )
-from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier, expert_major, permute
-from imbrex.adapters.deep_ep.permuted import Permutation, make_permutation
+from imbrex.adapters.deep_ep.opening import open_backend
 from imbrex.contracts import Backend
 from imbrex.exchange.agreement import agree
 
@@ -68,12 +67,12 @@ class HybridEPBuffer:
         *,
         transport: str | Backend = "auto",
     ) -> None:
-        self._courier = open_courier("deep_ep.HybridEPBuffer", group, transport)
+        self._backend = open_backend("deep_ep.HybridEPBuffer", group, transport)
         self.group = group
-        self.rank = self.local_rank = self._courier.rank
-        self.group_size = self.num_of_hybrid_ep_ranks_per_nvlink_domain = self._courier.world_size
+        self.rank = self.local_rank = self._backend.rank
+        self.group_size = self.num_of_hybrid_ep_ranks_per_nvlink_domain = self._backend.world_size
         self.node_rank, self.num_of_nodes = 0, 1
-        self.runtime = self._courier.transport
+        self.runtime = self._backend.transport
         config = BufferConfig(
             hidden_dim=hidden_dim,
             max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
@@ -83,7 +82,7 @@ class HybridEPBuffer:
         )
         self.configurer = SimpleNamespace(buffer_config=config)
         settings: dict[str, int | str] = {"hidden_dim": hidden_dim, "num_local_experts": num_local_experts}
-        agree(self._courier.transport, settings, "deep_ep.HybridEPBuffer")
+        agree(self._backend.transport, settings, "deep_ep.HybridEPBuffer")
 
     def empty_jit_cache(self) -> None:
         """Nothing is cached on disk for this buffer."""
@@ -144,13 +143,12 @@ class HybridEPBuffer:
             weights_TK=topk_weights,
         )
         kept, size = self._plan("dispatch", given, num_of_experts, handle), num_dispatched_tokens or 0
-        if isinstance(self._courier, NvlinkCourier) and isinstance(kept.route, Link):
-            kept = replace(kept, route=self._courier.sized(kept.route, size))
-        arrived = carry_rows(self._courier, given, kept)
+        kept = replace(kept, route=self._backend.resize(kept.route, size))
+        arrived = carry_rows(self._backend, given, kept)
         kept = arrived.kept
         probs_NE = None if arrived.weights_NK is None else pad_rows(kept.spread(arrived.weights_NK), size)
         scales_NS = None if arrived.scales_NS is None else pad_rows(arrived.scales_NS, size)
-        return pad_rows(arrived.rows_ND, size), probs_NE, scales_NS, make_handle(kept, self.rank)
+        return pad_rows(arrived.rows_ND, size), probs_NE, scales_NS, self._handle(kept)
 
     @torch.no_grad()
     def combine(
@@ -170,7 +168,7 @@ class HybridEPBuffer:
                 )
         _check_summable(hidden, "combine")
         dtypes = [hidden.dtype, torch.float32][: len(columns)]
-        summed = bring_home(self._courier, columns, dtypes, route, rounded=True)
+        summed = self._backend.bring_home(columns, dtypes, route, rounded=True)
         return summed[0], None if probs is None else summed[1]
 
     @torch.no_grad()
@@ -220,10 +218,18 @@ class HybridEPBuffer:
             weights_TK=topk_weights,
         )
         kept = self._plan("dispatch_with_permute", given, num_of_experts, handle, pad_multiple or 1, problem)
-        rows, kept, permutation = self._expand(given, kept, budget, on_host=not non_blocking)
-        made = make_handle(replace(kept, permutation=permutation), self.rank)
+        permutation = kept.permutation
+        if permutation is not None and budget not in (None, permutation.num_rows):
+            permutation = permutation.resize(budget)
+        made = self._backend.expand(given, kept, permutation, budget, on_host=not non_blocking)
+        permutation = made.permutation
         counts_e = permutation.counts_e if permutation.on_host_e is None else permutation.on_host_e
-        return *rows, counts_e, made
+        handle = self._handle(replace(made.kept, permutation=permutation))
+        return made.rows_RD, made.probs_R, made.scales_RS, counts_e, handle
+
+    def _handle(self, kept: Kept) -> HybridHandle:
+        device = kept.choices.ids_TK.device
+        return make_handle(kept, self.rank, self._backend.received(kept.route, device))
 
     @torch.no_grad()
     def combine_with_unpermute(
@@ -252,23 +258,10 @@ class HybridEPBuffer:
                 "dispatch_with_permute whose handle this is"
             )
         _check_summable(hidden, call)
-        y_TD, weights_TK = self._reduce(hidden, probs, kept, permutation)
+        y_TD, weights_TK = self._backend.reduce(hidden, probs, kept, permutation)
         if weights_TK is None:
             return y_TD, None
         return y_TD, spread_choices(replace(kept.choices, weights_TK=weights_TK), kept.config.num_experts)
-
-    def _reduce(
-        self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
-    ) -> tuple[Tensor, Tensor | None]:
-        """Sums of a token's rows, and the value of each of its choices."""
-        courier, link = self._courier, kept.route
-        if isinstance(courier, NvlinkCourier) and isinstance(link, Link):
-            routed = expert_major(link, permutation)
-            return courier.combine(hidden, link, routed, rounded=True, values=probs)
-        columns, dtypes = [permutation.reduce(hidden)], [hidden.dtype, torch.float32]
-        columns += [] if probs is None else [permutation.pick(probs)]
-        summed = bring_home(courier, columns, dtypes[: len(columns)], link, rounded=False)
-        return summed[0].to(hidden.dtype), None if probs is None else summed[1]
 
     def _plan(
         self,
@@ -280,7 +273,7 @@ class HybridEPBuffer:
         problem: str = "",
     ) -> Kept:
         if handle is not None:
-            return plan_again(self._courier, call, given, handle)
+            return plan_again(self._backend, call, given, handle)
         local = None
         if num_experts is not None:
             local = num_experts // self.group_size
@@ -288,32 +281,7 @@ class HybridEPBuffer:
                 problem = f"{num_experts} experts on {self.group_size} ranks; give a multiple"
         tokens, width = given.hidden.shape if given.hidden.dim() == 2 else (None, None)
         config = self.update_template_config(width, tokens, local, pad_multiple)
-        return plan_rows(self._courier, call, given, config, problem)
-
-    def _expand(
-        self, given: Given, kept: Kept, budget: int | None, *, on_host: bool
-    ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Kept, Permutation]:
-        """Expert-major rows, their probabilities and scales; what is kept, and where the rows are."""
-        courier, link = self._courier, kept.route
-        permutation = kept.permutation
-        if permutation is not None and budget not in (None, permutation.num_rows):
-            permutation = permutation.resize(budget)
-        if isinstance(courier, NvlinkCourier) and isinstance(link, Link):
-            permutation = permutation or permute(link, budget, on_host=on_host)
-            columns = [given.hidden, *([] if given.scales is None else [given.scales])]
-            rows, weights_R = courier.expand(columns, link, permutation)
-            probs_R = None if kept.choices.weights_TK is None else weights_R
-            return (rows[0], probs_R, rows[1] if len(rows) == 2 else None), kept, permutation
-        arrived = carry_rows(courier, given, kept)
-        kept = arrived.kept
-        assert kept.ids_NK is not None
-        permutation = permutation or make_permutation(
-            kept.ids_NK, kept.config.local(self.rank), kept.config.pad_multiple, budget, on_host=on_host
-        )
-        weights_NK, scales_NS = arrived.weights_NK, arrived.scales_NS
-        probs_R = None if weights_NK is None else permutation.expand_choices(weights_NK)
-        scales_RS = None if scales_NS is None else permutation.expand(scales_NS)
-        return (permutation.expand(arrived.rows_ND), probs_R, scales_RS), kept, permutation
+        return plan_rows(self._backend, call, given, config, problem)
 
 
 def _find_budget_problem(budget: int | None, pad_multiple: int, non_blocking: bool) -> str:

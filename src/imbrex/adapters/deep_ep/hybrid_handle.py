@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from imbrex.adapters.deep_ep.choices import Choices, spread_choices
-from imbrex.adapters.deep_ep.courier import Route
-from imbrex.adapters.deep_ep.nvlink_courier import Link
 from imbrex.adapters.deep_ep.permuted import Permutation
 
 
@@ -37,14 +34,35 @@ class BufferConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What a program gave a dispatch. Of the routing, the map is looked at first.
+
+    hidden: [T, D]. scales: [T, S]. map_TE: bool. probs_TE: float32. ids_TK: int64. weights_TK: float32.
+    """
+
+    hidden: Tensor
+    scales: Tensor | None
+    map_TE: Tensor | None
+    probs_TE: Tensor | None
+    ids_TK: Tensor | None
+    weights_TK: Tensor | None
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """What moves as bytes."""
+        return [self.hidden] if self.scales is None else [self.hidden, self.scales]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
     """What a dispatch leaves for the calls that follow it.
 
-    choices: of the own tokens. ids_NK: int64; experts of the compact rows received, `None` until they are.
+    route: who sends what to whom, as the backend knows it. choices: of the own tokens. ids_NK: int64; experts
+    of the compact rows received, `None` until they are.
     permutation: of a permuted dispatch.
     """
 
-    route: Route | Link
+    route: Any
     choices: Choices
     config: BufferConfig
     ids_NK: Tensor | None = None
@@ -77,17 +95,24 @@ class Arrived:
     kept: Kept
 
 
-def make_handle(kept: Kept, rank: int) -> HybridHandle:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expanded:
+    """Expert-major rows, their probabilities and scales; what the handle keeps, and where the rows are."""
+
+    rows_RD: Tensor
+    probs_R: Tensor | None
+    scales_RS: Tensor | None
+    kept: Kept
+    permutation: Permutation
+
+
+def make_handle(kept: Kept, rank: int, received: Tensor) -> HybridHandle:
+    """received: compact rows that there are, int32 [1]."""
     route, local_map_NE = kept.route, None
     if kept.ids_NK is not None:
         local = kept.config.local(rank)
         local_map_NE = kept.spread((kept.ids_NK >= 0).float())[:, local.start : local.stop].bool()
-    device = kept.choices.ids_TK.device
-    if isinstance(route, Link):
-        num_rows = route.received(rank)
-    else:
-        num_rows = torch.tensor([route.num_rows], dtype=torch.int32, device=device)
-    fields: tuple[Any, ...] = (None, None, None, num_rows, local_map_NE)
+    fields: tuple[Any, ...] = (None, None, None, received, local_map_NE)
     if kept.permutation is None:
         fields = (*fields, route.num_tokens, kept.config)
     else:

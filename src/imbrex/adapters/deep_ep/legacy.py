@@ -4,7 +4,6 @@ rows that come back are summed. Semantics: deepseek-ai/DeepEP, `deep_ep/buffers/
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import absent, events
+from imbrex.adapters.deep_ep.backend import pad_rows
 from imbrex.adapters.deep_ep.choices import indices_to_map
 from imbrex.adapters.deep_ep.config import Config, tuned
-from imbrex.adapters.deep_ep.courier import Route, make_route, pad_rows
-from imbrex.adapters.deep_ep.couriers import bring_home, carry, open_courier
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.legacy_handle import DispatchHandle, make_handle
-from imbrex.adapters.deep_ep.nvlink_courier import Link, NvlinkCourier
+from imbrex.adapters.deep_ep.opening import open_backend
 from imbrex.contracts import Backend
 from imbrex.exchange import plan
 from imbrex.runtime.words import words
@@ -65,9 +63,9 @@ class Buffer(absent.Calls):
             absent.refuse(
                 "Buffer(comm=...)", "ranks are those of a torch.distributed group; pass it as group"
             )
-        self._courier = open_courier("deep_ep.Buffer", group, transport)
+        self._backend = open_backend("deep_ep.Buffer", group, transport)
         self.group = group
-        self.rank, self.group_size = self._courier.rank, self._courier.world_size
+        self.rank, self.group_size = self._backend.rank, self._backend.world_size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = False
         self.explicitly_destroy = explicitly_destroy
@@ -212,7 +210,7 @@ class Buffer(absent.Calls):
                 return f"topk_idx and topk_weights are {shapes[0]} and {shapes[1]}; give [{tokens}, K]"
             if topk_idx.dtype != torch.int64 or topk_weights.dtype != torch.float32:
                 return f"topk_idx {topk_idx.dtype}, topk_weights {topk_weights.dtype}; give int64 and float32"
-        if wrong := self._courier.wrong_device(*parts, *layout, topk_idx, topk_weights):
+        if wrong := self._backend.wrong_device(*parts, *layout, topk_idx, topk_weights):
             return wrong
         # Values cost a host synchronisation on a GPU.
         if wanted_TW.device.type == "cpu" and not torch.equal(wanted_TW.sum(0), per_rank.long()):
@@ -248,44 +246,17 @@ class Buffer(absent.Calls):
         labels = []
         if topk_idx is not None and topk_weights is not None:
             labels += [topk_idx.int() + 1, topk_weights]
-        route, rows_WW = self._plan(problem, wanted_TW, [*columns, *labels], worst, settings)
+        route, rows_WW = self._backend.plan_ranks(problem, wanted_TW, [*columns, *labels], worst, settings)
         counts = [] if worst else self._count_experts(per_expert, alignment)
-        if not isinstance(route, Link):
-            own = torch.arange(route.num_tokens, dtype=torch.int32, device=wanted_TW.device)
-            labels.append(own[:, None] + 1)
-        arrived = [pad_rows(part, worst) for part in carry(self._courier, [*columns, *labels], route)]
+        arrived, sources = self._backend.carry_with_sources([*columns, *labels], route)
+        arrived = [pad_rows(part, worst) for part in arrived]
         rows, choices = _like(x, arrived[:values]), arrived[values:]
-        if isinstance(route, Link):
-            sources = route.compact.source_R[: route.num_rows].int()
-        else:
-            sources = choices.pop()[:, 0] - 1
-        handle = make_handle(wanted_TW, rows_WW, route, sources, self.rank)
+        heads, sources = self._backend.heads(route, wanted_TW), pad_rows(sources, worst, -1)
+        handle = make_handle(wanted_TW, rows_WW, route, sources, heads, self.rank)
         if not choices:
             return rows, None, None, counts, handle
         ids_NK, weights_NK = self._make_local(choices[0] - 1, choices[1], per_expert.numel())
         return rows, ids_NK, weights_NK, counts, handle
-
-    def _plan(
-        self,
-        problem: str,
-        wanted_TW: Tensor,
-        columns: list[Tensor],
-        worst: int,
-        settings: dict[str, int],
-    ) -> tuple[Route | Link, Tensor]:
-        """The route, and the rows that every rank sends to every other, [W, W]."""
-        courier, world = self._courier, self.group_size
-        if isinstance(courier, NvlinkCourier):
-            settings |= {"num_worst_tokens": worst}
-            link = _plan_ranks(courier, problem, wanted_TW, columns, settings)
-            rows_WW = link.traffic_WW
-            if 0 < worst < world * link.most:
-                # host sync: only where so many might not have room
-                _check_worst(rows_WW.cpu(), [worst] * world)
-            return courier.sized(link, worst), rows_WW
-        rows_WW, most_W = courier.settle("dispatch", problem, wanted_TW, worst, settings)
-        _check_worst(rows_WW, most_W)
-        return make_route(wanted_TW, rows_WW, self.rank), rows_WW
 
     def _make_local(self, ids_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         per_rank = num_experts // self.group_size
@@ -294,7 +265,7 @@ class Buffer(absent.Calls):
         return torch.where(here, local, -1), torch.where(here, weights_NK, 0.0)
 
     def _count_experts(self, per_expert: Tensor, alignment: int) -> list[int]:
-        counts_WE = self._courier.transport.exchange_counts(per_expert.long())
+        counts_WE = self._backend.transport.exchange_counts(per_expert.long())
         mine = counts_WE.sum(0).view(self.group_size, -1)[self.rank]
         # on the host: counts were exchanged
         return ((mine + alignment - 1) // alignment * alignment).tolist()
@@ -307,20 +278,14 @@ class Buffer(absent.Calls):
                 f"deep_ep.Buffer.dispatch: x is {[list(part.shape) for part in columns]}, the handle is of "
                 f"{route.num_tokens} tokens; dispatch as many again"
             )
-        arrived = carry(self._courier, columns, route)
+        arrived = self._backend.carry(columns, route)
         return _like(x, [pad_rows(part, handle[3].shape[0]) for part in arrived])
 
-    def _route_of(self, handle: tuple, columns: list[Tensor]) -> Route | Link:
+    def _route_of(self, handle: tuple, columns: list[Tensor]) -> Any:
         """The route of a dispatch, made anew where a program kept only the handle's tensors."""
         if isinstance(handle, DispatchHandle):
             return handle.route
-        if isinstance(self._courier, NvlinkCourier):
-            link = _plan_ranks(self._courier, "", handle[4], columns, {})
-            link = self._courier.sized(link, self.group_size * link.most)
-            return replace(link, num_rows=handle[3].shape[0])
-        # host sync: only for a handle that was taken apart
-        prefix = handle[0].cpu().long()
-        return make_route(handle[4], prefix.diff(dim=0, prepend=torch.zeros_like(prefix[:1])), self.rank)
+        return self._backend.read_ranks(handle, columns)
 
     @torch.no_grad()
     def combine(
@@ -354,7 +319,7 @@ class Buffer(absent.Calls):
         if not x.is_floating_point() or x.dtype.itemsize == 1:
             raise ValueError(f"deep_ep.Buffer.combine: x is {x.dtype}; give bfloat16, float16 or float32")
         route = self._route_of(handle, columns)
-        summed = bring_home(self._courier, columns, dtypes, route, rounded=bias is None)
+        summed = self._backend.bring_home(columns, dtypes, route, rounded=bias is None)
         for term in (bias,) if isinstance(bias, Tensor) else bias or ():
             summed[0] += term.float()
         weights = None if topk_weights is None else summed[1]
@@ -363,22 +328,3 @@ class Buffer(absent.Calls):
 
 def _like(x: Rows, parts: list[Tensor]) -> Rows:
     return (parts[0], parts[1]) if isinstance(x, tuple) else parts[0]
-
-
-def _plan_ranks(
-    courier: NvlinkCourier, problem: str, wanted_TW: Tensor, columns: list[Tensor], settings: dict[str, int]
-) -> Link:
-    """A token's choices are ranks: the kernels route it once to each."""
-    world = courier.world_size
-    ranks_TW = torch.where(wanted_TW, torch.arange(world, device=wanted_TW.device), -1)
-    return courier.plan("dispatch", problem, ranks_TW, None, settings, world, columns)
-
-
-def _check_worst(rows_WW: Tensor, most_W: list[int]) -> None:
-    # on the host: counts came with the message
-    for rank, (received, most) in enumerate(zip(rows_WW.sum(0).tolist(), most_W, strict=True)):
-        if 0 < most < received:
-            raise ValueError(
-                f"deep_ep.Buffer.dispatch: rank {rank} receives {received} tokens, more than "
-                f"num_worst_tokens, {most}; give the tokens of all ranks together"
-            )

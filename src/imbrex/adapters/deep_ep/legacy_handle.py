@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-
-from imbrex.adapters.deep_ep.courier import Route
-from imbrex.adapters.deep_ep.nvlink_courier import Link
 
 
 class DispatchHandle(tuple):
@@ -18,17 +17,13 @@ class DispatchHandle(tuple):
     for a rank, or -1.
     """
 
-    route: Route | Link
+    route: Any
 
 
 def make_handle(
-    wanted_TW: Tensor, rows_WW: Tensor, route: Route | Link, sources_N: Tensor, rank: int
+    wanted_TW: Tensor, rows_WW: Tensor, route: Any, sources_N: Tensor, heads: Tensor, rank: int
 ) -> DispatchHandle:
     device = wanted_TW.device
-    if isinstance(route, Link):
-        heads = route.compact.place_TW
-    else:
-        heads = torch.where(wanted_TW, wanted_TW.cumsum(0) - 1, -1).int()
     sent = rows_WW[rank][:, None].int().to(device)
     prefix = rows_WW.cumsum(0, dtype=torch.int32).to(device)
     handle = DispatchHandle((prefix, sent, torch.zeros_like(sent), sources_N, wanted_TW, heads))

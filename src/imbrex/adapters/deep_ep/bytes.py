@@ -1,10 +1,4 @@
-"""Rows out to the ranks that want them, once each, and sums of rows back home: what both buffers are made of.
-
-Rows are received by source rank, then token, the own rank's in their place, so that their order depends on
-the routing alone. Example, two ranks: tokens 0 and 2 of rank 0 and tokens 0 and 1 of rank 1 want rank 1. It
-receives four rows, (0, 0), (0, 2), (1, 0), (1, 1), of which the first two crossed; bringing home gives rank 0
-two sums.
-"""
+"""The backend over a transport that moves bytes, on any device."""
 
 from __future__ import annotations
 
@@ -16,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.codec.cast import as_bytes, from_bytes
-from imbrex.contracts import Backend, Traffic, Transport
+from imbrex import contracts
+from imbrex.adapters.deep_ep.backend import BackendBase, cut
+from imbrex.adapters.deep_ep.choices import Choices, indices_to_map, pack_choices
+from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows
+from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
+from imbrex.adapters.deep_ep.permuted import Permutation, make_permutation
+from imbrex.codec.cast import as_bytes
+from imbrex.contracts import Traffic, Transport
 from imbrex.exchange import rows
 from imbrex.runtime.words import words
-from imbrex.transport import make as make_transport
-
-TEXT_BYTES = 240
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,50 +62,13 @@ def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
     )
 
 
-class Carrier:
-    """What couriers share: a group, and how ranks tell each other what is wrong. `who` stands in errors."""
-
-    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Backend) -> None:
-        self.who = who
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.transport = make_transport(transport, group, num_ranks=self.world_size, top_k=1)[0]
-
-    def wrong_device(self, *tensors: Tensor | None) -> str:
-        """What is wrong with the devices of a call's tensors, or nothing."""
-        given = {tensor.device for tensor in tensors if tensor is not None}
-        right = self.world_size == 1 or all(d.type == self.transport.device.type for d in given)
-        if len(given) == 1 and right:
-            return ""
-        where = ", ".join(sorted(map(str, given)))
-        return f"tensors are on {where}; the group takes them on {self.transport.device.type}"
-
-    def check_alike(self, call: str, settings: Mapping[str, int], told: list[list[int]]) -> None:
-        """told: the settings of every rank."""
-        for place, name in enumerate(settings):
-            for rank, values in enumerate(told):
-                if values[place] != told[0][place]:
-                    raise ValueError(
-                        f"{self.who}.{call}: ranks disagree about {name}: {told[0][place]} on rank 0, "
-                        f"{values[place]} on rank {rank}; give every rank the same kind of input"
-                    )
-
-    def raise_problems(self, call: str, problem: str) -> None:
-        text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
-        # on the host: text
-        told = self.transport.exchange_counts(words(*text)).tolist()
-        found = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(told)]
-        rank, said = next((rank, said) for rank, said in found if said)
-        raise ValueError(f"{self.who}.{call}: on rank {rank}, {said}")
-
-
-class Courier(Carrier):
-    """Carries rows over a transport.
+class BytesBackend(BackendBase):
+    """Rows over a transport that moves bytes.
 
     transport: a name in `imbrex.transport.TRANSPORTS` or an object, which sends a token where it is wanted.
     """
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Backend) -> None:
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> None:
         super().__init__(who, group, transport)
         self.moves = cast("Transport", self.transport)
         # Rows go where a `Traffic` of splits says, and nowhere else.
@@ -142,7 +102,6 @@ class Courier(Carrier):
         return gathered[:, -self.world_size :], [head[len(settings) + 1] for head in heads]
 
     def carry(self, columns: Sequence[Tensor], route: Route) -> list[Tensor]:
-        """Columns of a token [T, ...] to columns of the rows received [N, ...], of any dtype, as bytes."""
         encoded_TB = torch.cat([as_bytes(column) for column in columns], 1)
         crossed = self.moves.begin_move(encoded_TB, route.traffic).finish()
         own = encoded_TB[route.own_tokens_O]
@@ -154,13 +113,9 @@ class Courier(Carrier):
         dtypes: Sequence[torch.dtype],
         route: Route,
         *,
-        rounded: bool = False,
+        rounded: bool,
     ) -> list[Tensor]:
-        """Columns of rows received [N, ...] summed over a token's ranks, in rank order: float32 [T, ...].
-
-        dtypes: how a column crosses. What is summed on the own rank is not rounded. rounded: the sums of the
-        first column are wanted in its dtype.
-        """
+        """What is summed on the own rank is not rounded."""
         stop = route.before + len(route.own_tokens_O)
         crossing = [
             torch.cat([column[: route.before], column[stop : route.num_rows]]).to(dtype)
@@ -176,19 +131,80 @@ class Courier(Carrier):
             summed.append(rows.sum_home(own, part, route.traffic.sent_tokens_N, sizes, self.rank))
         return [summed[0].to(columns[0].dtype), *summed[1:]] if rounded else summed
 
+    def plan_ranks(
+        self,
+        problem: str,
+        wanted_TW: Tensor,
+        columns: Sequence[Tensor],
+        worst: int,
+        settings: dict[str, int],
+    ) -> tuple[Route, Tensor]:
+        rows_WW, most_W = self.settle("dispatch", problem, wanted_TW, worst, settings)
+        self.check_worst(rows_WW, most_W)
+        return make_route(wanted_TW, rows_WW, self.rank), rows_WW
 
-def cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """The columns that are written side by side in rows of bytes; `columns` tell their widths and dtypes."""
-    sizes = [column.shape[1] * column.dtype.itemsize for column in columns]
-    parts = encoded_NB.split(sizes, 1)
-    return [from_bytes(part, c.shape[1], c.dtype) for part, c in zip(parts, columns, strict=True)]
+    def read_ranks(self, handle: tuple, columns: Sequence[Tensor]) -> Route:
+        # host sync: only for a handle that was taken apart
+        prefix = handle[0].cpu().long()
+        return make_route(handle[4], prefix.diff(dim=0, prepend=torch.zeros_like(prefix[:1])), self.rank)
 
+    def plan_choices(
+        self, call: str, problem: str, given: Given, config: BufferConfig, settings: dict[str, int]
+    ) -> tuple[Route, Choices]:
+        if problem:
+            map_TE, probs_TE = torch.zeros(0, self.world_size, dtype=torch.bool, device="cpu"), None
+        elif given.map_TE is not None:
+            map_TE, probs_TE = given.map_TE, given.probs_TE
+        else:
+            assert given.ids_TK is not None
+            ids_TK, weights_TK = given.ids_TK, given.weights_TK
+            map_TE, probs_TE = indices_to_map(ids_TK, weights_TK, len(ids_TK), config.num_experts)
+        wanted_TW = map_TE.unflatten(1, (self.world_size, -1)).any(2)
+        most = map_TE.sum(1).max() if len(map_TE) else 0
+        rows_WW, most_W = self.settle(call, problem, wanted_TW, most, settings)
+        route = make_route(wanted_TW, rows_WW, self.rank)
+        return route, pack_choices(map_TE, probs_TE, max(1, *most_W))
 
-def pad_rows(rows_ND: Tensor, size: int, fill: float = 0) -> Tensor:
-    """Rows followed by rows of `fill` up to `size`."""
-    if size <= rows_ND.shape[0]:
-        return rows_ND
-    # torch has few operations for fp8; its zeros are zero bytes.
-    values = rows_ND.view(torch.uint8) if rows_ND.dtype.itemsize == 1 else rows_ND
-    further = values.new_full((size - len(values), *values.shape[1:]), fill)
-    return torch.cat([values, further]).view(rows_ND.dtype)
+    def reweigh(self, route: Route, weights_TK: Tensor) -> Route:
+        return route
+
+    def resize(self, route: Route, size: int) -> Route:
+        return route
+
+    def carry_with_sources(self, columns: Sequence[Tensor], route: Route) -> tuple[list[Tensor], Tensor]:
+        device = route.own_tokens_O.device
+        own_T1 = torch.arange(route.num_tokens, dtype=torch.int32, device=device)[:, None]
+        *arrived, sources_N1 = self.carry([*columns, own_T1], route)
+        return arrived, sources_N1[:, 0]
+
+    def heads(self, route: Route, wanted_TW: Tensor) -> Tensor:
+        return torch.where(wanted_TW, wanted_TW.cumsum(0) - 1, -1).int()
+
+    def received(self, route: Route, device: torch.device) -> Tensor:
+        return torch.tensor([route.num_rows], dtype=torch.int32, device=device)
+
+    def expand(
+        self, given: Given, kept: Kept, permutation: Permutation | None, budget: int | None, *, on_host: bool
+    ) -> Expanded:
+        arrived = carry_rows(self, given, kept)
+        kept = arrived.kept
+        assert kept.ids_NK is not None
+        permutation = permutation or make_permutation(
+            kept.ids_NK, kept.config.local(self.rank), kept.config.pad_multiple, budget, on_host=on_host
+        )
+        weights_NK, scales_NS = arrived.weights_NK, arrived.scales_NS
+        return Expanded(
+            rows_RD=permutation.expand(arrived.rows_ND),
+            probs_R=None if weights_NK is None else permutation.expand_choices(weights_NK),
+            scales_RS=None if scales_NS is None else permutation.expand(scales_NS),
+            kept=kept,
+            permutation=permutation,
+        )
+
+    def reduce(
+        self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
+    ) -> tuple[Tensor, Tensor | None]:
+        columns, dtypes = [permutation.reduce(hidden)], [hidden.dtype, torch.float32]
+        columns += [] if probs is None else [permutation.pick(probs)]
+        summed = self.bring_home(columns, dtypes[: len(columns)], kept.route, rounded=False)
+        return summed[0].to(hidden.dtype), None if probs is None else summed[1]

@@ -17,10 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.adapters.deep_ep.courier import Carrier, cut
+from imbrex import contracts
+from imbrex.adapters.deep_ep.backend import BackendBase, cut
+from imbrex.adapters.deep_ep.choices import Choices, pack_choices
+from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
 from imbrex.codec.cast import as_bytes
-from imbrex.contracts import Backend
 from imbrex.exchange import rows
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.routed import Routed
@@ -37,7 +39,7 @@ ALL_EXPERTS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class KernelRoute:
     """Who sends what to whom in one dispatch, on the device.
 
     size: of the kernels. expert: the routing as expert-major rows. traffic_WW: int32; tokens that every rank
@@ -66,8 +68,8 @@ class Link:
         return self.traffic_WW[:, rank].sum(0, dtype=torch.int32).view(1)
 
 
-class NvlinkCourier(Carrier):
-    """As `Courier`, by the kernels of `imbrex.kernels.exchange`.
+class NvlinkBackend(BackendBase):
+    """The backend of the kernels of `imbrex.kernels.exchange`.
 
     Rows of any bytes go out; bfloat16 rows are summed on the way back. Before a dispatch the hosts of the
     ranks meet over shared memory, so that one rank's mistake is every rank's `ValueError`; the GPUs are asked
@@ -76,7 +78,7 @@ class NvlinkCourier(Carrier):
 
     transport: Nvlink
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | Backend) -> None:
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> None:
         super().__init__(who, group, transport)
         self._most_choices: dict[int, int] = {}
 
@@ -90,7 +92,7 @@ class NvlinkCourier(Carrier):
         num_experts: int,
         columns: Sequence[Tensor],
         alignment: int = 1,
-    ) -> Link:
+    ) -> KernelRoute:
         """Route. ids_TK: int64, -1 drops a choice; experts are spread evenly over the ranks. columns: what
         will be carried, besides at most 8 bytes a choice and 16. alignment: of an expert's rows."""
         tokens, choices = ids_TK.shape
@@ -119,7 +121,7 @@ class NvlinkCourier(Carrier):
         given = (torch.zeros_like(ids_TK) if weights_TK is None else weights_TK).float()
         traffic_WW = torch.empty(self.world_size, self.world_size, dtype=torch.int32, device=ids_TK.device)
         routed = kernels.route(ids_TK.long(), given, traffic=traffic_WW)
-        return Link(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, most=most)
+        return KernelRoute(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, most=most)
 
     def most_choices(self, chosen_T: Tensor, num_experts: int) -> int:
         """Columns of choices for tokens of that many experts: of all where those are few, else what the first
@@ -133,8 +135,8 @@ class NvlinkCourier(Carrier):
             self._most_choices[num_experts] = min(num_experts, max(8, -(-wanted // 8) * 8))
         return self._most_choices[num_experts]
 
-    def sized(self, link: Link, size: int) -> Link:
-        """With compact rows, of `size`, or of as many as are received where that may be more."""
+    def resize(self, route: KernelRoute, size: int) -> KernelRoute:
+        link = route
         worst = self.world_size * link.most
         placed = link.placed
         if placed is None or len(placed.source_R) < size:
@@ -145,10 +147,10 @@ class NvlinkCourier(Carrier):
             size = max(int(placed.received), size)
         return replace(link, placed=placed, num_rows=size)
 
-    def _kernels(self, link: Link) -> NvlinkExchange:
+    def _kernels(self, link: KernelRoute) -> NvlinkExchange:
         return self.transport.exchange_of(link.size, link.expert.position_LWTK.shape[2])
 
-    def carry(self, columns: Sequence[Tensor], route: Link) -> list[Tensor]:
+    def carry(self, columns: Sequence[Tensor], route: KernelRoute) -> list[Tensor]:
         """Columns of a token [T, ...] to columns of compact rows [`num_rows`, ...]; those past what is
         received are zero."""
         source_R = route.compact.source_R[: route.num_rows]
@@ -158,7 +160,7 @@ class NvlinkCourier(Carrier):
         labels = torch.cat([as_bytes(column) for column in columns[1:]], 1)
         return [pulled, *cut(self.pull(labels, route, route.compact.routed, source_R), columns[1:])]
 
-    def pull(self, column: Tensor, link: Link, routed: Routed, source_R: Tensor) -> Tensor:
+    def pull(self, column: Tensor, link: KernelRoute, routed: Routed, source_R: Tensor) -> Tensor:
         """A column of a token to its rows [R, ...]; those whose `source_R` is -1 are zero."""
         encoded = as_bytes(column)
         size = encoded.shape[1]
@@ -176,7 +178,8 @@ class NvlinkCourier(Carrier):
     def bring_home(
         self,
         columns: Sequence[Tensor],
-        route: Link,
+        dtypes: Sequence[torch.dtype],
+        route: KernelRoute,
         *,
         rounded: bool,
     ) -> list[Tensor]:
@@ -189,7 +192,13 @@ class NvlinkCourier(Carrier):
         return summed
 
     def combine(
-        self, rows_RD: Tensor, link: Link, routed: Routed, *, rounded: bool, values: Tensor | None = None
+        self,
+        rows_RD: Tensor,
+        link: KernelRoute,
+        routed: Routed,
+        *,
+        rounded: bool,
+        values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Rows of a token summed on its ranks, and the sums at home, in rank order: [T, D]. Kernels sum
         bfloat16; other rows are summed here and cross as float32 in equal pieces, a slow path.
@@ -250,21 +259,101 @@ class NvlinkCourier(Carrier):
         self.transport.finish("dispatch", work)
         return told
 
-    def with_weights(self, link: Link, weights_TK: Tensor) -> Link:
-        """The same routing with other weights of this rank's tokens, and of all others'."""
+    def reweigh(self, route: KernelRoute, weights_TK: Tensor) -> KernelRoute:
+        """Weights of all ranks' tokens."""
+        link = route
         missing = link.expert.weights_LWTK.shape[2] - len(weights_TK)
         told = self.tell(F.pad(weights_TK, [0, 0, 0, missing]))[None]
         return replace(link, expert=replace(link.expert, weights_LWTK=told))
 
-    def expand(
-        self, columns: Sequence[Tensor], link: Link, permutation: Permutation
+    def plan_ranks(
+        self,
+        problem: str,
+        wanted_TW: Tensor,
+        columns: Sequence[Tensor],
+        worst: int,
+        settings: dict[str, int],
+    ) -> tuple[KernelRoute, Tensor]:
+        settings |= {"num_worst_tokens": worst}
+        route = self._route_ranks(problem, wanted_TW, columns, settings)
+        rows_WW = route.traffic_WW
+        if 0 < worst < self.world_size * route.most:
+            # host sync: only where so many might not have room
+            self.check_worst(rows_WW.cpu(), [worst] * self.world_size)
+        return self.resize(route, worst), rows_WW
+
+    def _route_ranks(
+        self, problem: str, wanted_TW: Tensor, columns: Sequence[Tensor], settings: dict[str, int]
+    ) -> KernelRoute:
+        """A token's choices are ranks: the kernels route it once to each."""
+        ranks_W = torch.arange(self.world_size, dtype=torch.int64, device=wanted_TW.device)
+        ranks_TW = torch.where(wanted_TW, ranks_W, -1)
+        return self.plan("dispatch", problem, ranks_TW, None, settings, self.world_size, columns)
+
+    def read_ranks(self, handle: tuple, columns: Sequence[Tensor]) -> KernelRoute:
+        route = self._route_ranks("", handle[4], columns, {})
+        route = self.resize(route, self.world_size * route.most)
+        return replace(route, num_rows=handle[3].shape[0])
+
+    def plan_choices(
+        self, call: str, problem: str, given: Given, config: BufferConfig, settings: dict[str, int]
+    ) -> tuple[KernelRoute, Choices]:
+        choices = self._choose(given, config.num_experts, problem)
+        routing, columns = (choices.ids_TK, choices.weights_TK), [] if problem else given.columns
+        more = settings, config.num_experts, columns, config.pad_multiple
+        return self.plan(call, problem, *routing, *more), choices
+
+    def _choose(self, given: Given, num_experts: int, problem: str) -> Choices:
+        """Choices of as many columns as the kernels are made for, which costs no host synchronisation but
+        where a map of more than `ALL_EXPERTS` experts comes for the first time."""
+        if problem:
+            return Choices(ids_TK=words()[:, None], weights_TK=None)
+        if given.map_TE is None:
+            assert given.ids_TK is not None
+            ids_TK = given.ids_TK.long()
+            order_TK = torch.where(ids_TK < 0, num_experts, ids_TK).argsort(dim=1, stable=True)
+            weights_TK = None if given.weights_TK is None else given.weights_TK.float().gather(1, order_TK)
+            return Choices(ids_TK=ids_TK.gather(1, order_TK), weights_TK=weights_TK)
+        chosen_T = given.map_TE.sum(1)
+        most = self.most_choices(chosen_T, num_experts)
+        choices = pack_choices(given.map_TE, given.probs_TE, most)
+        # More than there is room for: an id that the kernels refuse on every rank.
+        ids_TK = torch.where((chosen_T > most)[:, None], num_experts, choices.ids_TK)
+        return Choices(ids_TK=ids_TK, weights_TK=choices.weights_TK)
+
+    def carry_with_sources(
+        self, columns: Sequence[Tensor], route: KernelRoute
     ) -> tuple[list[Tensor], Tensor]:
-        """Columns of a token to expert-major rows [P, ...], padding zero, and the weight of every row."""
-        routed, size = expert_major(link, permutation), permutation.num_rows
+        return self.carry(columns, route), route.compact.source_R[: route.num_rows].int()
+
+    def heads(self, route: KernelRoute, wanted_TW: Tensor) -> Tensor:
+        return route.compact.place_TW
+
+    def received(self, route: KernelRoute, device: torch.device) -> Tensor:
+        return route.received(self.rank)
+
+    def expand(
+        self, given: Given, kept: Kept, permutation: Permutation | None, budget: int | None, *, on_host: bool
+    ) -> Expanded:
+        permutation = permutation or permute(kept.route, budget, on_host=on_host)
+        routed = expert_major(kept.route, permutation)
         source_R, weights_R = index_rows(
-            routed.position_LWTK, routed.weights_LWTK, size, load=self.transport.load
+            routed.position_LWTK, routed.weights_LWTK, permutation.num_rows, load=self.transport.load
         )
-        return [self.pull(column, link, routed, source_R) for column in columns], weights_R
+        rows_RD, *scales = [self.pull(column, kept.route, routed, source_R) for column in given.columns]
+        return Expanded(
+            rows_RD=rows_RD,
+            probs_R=None if kept.choices.weights_TK is None else weights_R,
+            scales_RS=scales[0] if scales else None,
+            kept=kept,
+            permutation=permutation,
+        )
+
+    def reduce(
+        self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
+    ) -> tuple[Tensor, Tensor | None]:
+        routed = expert_major(kept.route, permutation)
+        return self.combine(hidden, kept.route, routed, rounded=True, values=probs)
 
 
 def pick(values: Tensor, position: Tensor) -> Tensor:
@@ -284,13 +373,13 @@ def _row_bytes(columns: Sequence[Tensor], more: int) -> int:
     return -(-max(head, labels) // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def expert_major(link: Link, permutation: Permutation) -> Routed:
+def expert_major(link: KernelRoute, permutation: Permutation) -> Routed:
     """The routing with the rows where `permutation` has them."""
     position = permutation.position_NK.view_as(link.expert.position_LWTK).int()
     return replace(link.expert, position_LWTK=position)
 
 
-def permute(link: Link, budget: int | None, *, on_host: bool) -> Permutation:
+def permute(link: KernelRoute, budget: int | None, *, on_host: bool) -> Permutation:
     """As `make_permutation`, of the tokens of all ranks in place of the rows received, [W * most, K]: as they
     were routed."""
     position_NK = link.expert.position_LWTK[0].flatten(0, 1)

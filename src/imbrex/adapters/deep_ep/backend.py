@@ -1,0 +1,170 @@
+"""The contract of a buffer's backend, and what both backends have.
+
+Rows are received by source rank, then token, the own rank's in their place, so that their order depends on
+the routing alone. Example, two ranks: tokens 0 and 2 of rank 0 and tokens 0 and 1 of rank 1 want rank 1. It
+receives four rows, (0, 0), (0, 2), (1, 0), (1, 1), of which the first two crossed; bringing home gives rank 0
+two sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex import contracts
+from imbrex.adapters.deep_ep.choices import Choices
+from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
+from imbrex.adapters.deep_ep.permuted import Permutation
+from imbrex.codec.cast import from_bytes
+from imbrex.runtime.words import words
+from imbrex.transport import make as make_transport
+
+TEXT_BYTES = 240
+
+
+class Backend(Protocol):
+    """Rows out to the ranks that want them, once each, and sums of rows back home: what both buffers are made
+    of. Over bytes, or by NVLink's kernels; a route is the backend's own, and knows `num_tokens`, T, and
+    `num_rows`, the compact rows received.
+    """
+
+    rank: int
+    world_size: int
+    transport: Any
+
+    def wrong_device(self, *tensors: Tensor | None) -> str: ...
+
+    def plan_ranks(
+        self,
+        problem: str,
+        wanted_TW: Tensor,
+        columns: Sequence[Tensor],
+        worst: int,
+        settings: dict[str, int],
+    ) -> tuple[Any, Tensor]:
+        """The route of tokens to ranks, and the rows that every rank sends to every other, [W, W]."""
+        ...
+
+    def read_ranks(self, handle: tuple, columns: Sequence[Tensor]) -> Any:
+        """The route again, from the tensors of a legacy handle."""
+        ...
+
+    def plan_choices(
+        self, call: str, problem: str, given: Given, config: BufferConfig, settings: dict[str, int]
+    ) -> tuple[Any, Choices]:
+        """The route of tokens to the ranks of their experts, and the choices of the own tokens."""
+        ...
+
+    def reweigh(self, route: Any, weights_TK: Tensor) -> Any:
+        """The same route with other weights."""
+        ...
+
+    def resize(self, route: Any, size: int) -> Any:
+        """The route with `size` compact rows, or as many as are received where that may be more."""
+        ...
+
+    def carry(self, columns: Sequence[Tensor], route: Any) -> list[Tensor]:
+        """Columns of a token [T, ...] to columns of compact rows [N, ...], of any dtype, as bytes."""
+        ...
+
+    def carry_with_sources(self, columns: Sequence[Tensor], route: Any) -> tuple[list[Tensor], Tensor]:
+        """As `carry`, and the token of every row on its source rank, int32 [N]."""
+        ...
+
+    def bring_home(
+        self, columns: Sequence[Tensor], dtypes: Sequence[torch.dtype], route: Any, *, rounded: bool
+    ) -> list[Tensor]:
+        """Columns of compact rows [N, ...] summed over a token's ranks, in rank order: float32 [T, ...].
+
+        dtypes: how a column crosses, where it does as bytes. rounded: the sums of the first column are wanted
+        in its dtype.
+        """
+        ...
+
+    def heads(self, route: Any, wanted_TW: Tensor) -> Tensor:
+        """The place of every token among the rows for a rank, int32 [T, W], or -1."""
+        ...
+
+    def received(self, route: Any, device: torch.device) -> Tensor:
+        """Compact rows that there are: int32 [1]."""
+        ...
+
+    def expand(
+        self, given: Given, kept: Kept, permutation: Permutation | None, budget: int | None, *, on_host: bool
+    ) -> Expanded:
+        """Expert-major rows, where `permutation` has them, or where the routing puts them."""
+        ...
+
+    def reduce(
+        self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums of a token's expert-major rows, and the value of each of its choices."""
+        ...
+
+
+class BackendBase:
+    """A group, and how its ranks tell each other what is wrong. `who` stands in errors."""
+
+    def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> None:
+        self.who = who
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.transport = make_transport(transport, group, num_ranks=self.world_size, top_k=1)[0]
+
+    def wrong_device(self, *tensors: Tensor | None) -> str:
+        """What is wrong with the devices of a call's tensors, or nothing."""
+        given = {tensor.device for tensor in tensors if tensor is not None}
+        right = self.world_size == 1 or all(d.type == self.transport.device.type for d in given)
+        if len(given) == 1 and right:
+            return ""
+        where = ", ".join(sorted(map(str, given)))
+        return f"tensors are on {where}; the group takes them on {self.transport.device.type}"
+
+    def check_alike(self, call: str, settings: Mapping[str, int], told: list[list[int]]) -> None:
+        """told: the settings of every rank."""
+        for place, name in enumerate(settings):
+            for rank, values in enumerate(told):
+                if values[place] != told[0][place]:
+                    raise ValueError(
+                        f"{self.who}.{call}: ranks disagree about {name}: {told[0][place]} on rank 0, "
+                        f"{values[place]} on rank {rank}; give every rank the same kind of input"
+                    )
+
+    def raise_problems(self, call: str, problem: str) -> None:
+        text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
+        # on the host: text
+        told = self.transport.exchange_counts(words(*text)).tolist()
+        found = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(told)]
+        rank, said = next((rank, said) for rank, said in found if said)
+        raise ValueError(f"{self.who}.{call}: on rank {rank}, {said}")
+
+    def check_worst(self, rows_WW: Tensor, most_W: list[int]) -> None:
+        """rows_WW: on the host. most_W: `num_worst_tokens` of every rank."""
+        # on the host: counts came with the message
+        for rank, (received, most) in enumerate(zip(rows_WW.sum(0).tolist(), most_W, strict=True)):
+            if 0 < most < received:
+                raise ValueError(
+                    f"{self.who}.dispatch: rank {rank} receives {received} tokens, more than "
+                    f"num_worst_tokens, {most}; give the tokens of all ranks together"
+                )
+
+
+def cut(encoded_NB: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
+    """The columns that are written side by side in rows of bytes; `columns` tell their widths and dtypes."""
+    sizes = [column.shape[1] * column.dtype.itemsize for column in columns]
+    parts = encoded_NB.split(sizes, 1)
+    return [from_bytes(part, c.shape[1], c.dtype) for part, c in zip(parts, columns, strict=True)]
+
+
+def pad_rows(rows_ND: Tensor, size: int, fill: float = 0) -> Tensor:
+    """Rows followed by rows of `fill` up to `size`."""
+    if size <= rows_ND.shape[0]:
+        return rows_ND
+    # torch has few operations for fp8; its zeros are zero bytes.
+    values = rows_ND.view(torch.uint8) if rows_ND.dtype.itemsize == 1 else rows_ND
+    further = values.new_full((size - len(values), *values.shape[1:]), fill)
+    return torch.cat([values, further]).view(rows_ND.dtype)

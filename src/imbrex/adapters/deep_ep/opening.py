@@ -1,0 +1,19 @@
+"""Which backend a buffer has."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from imbrex import contracts
+from imbrex.adapters.deep_ep.backend import Backend
+from imbrex.adapters.deep_ep.bytes import BytesBackend
+from imbrex.adapters.deep_ep.nvlink import NvlinkBackend
+from imbrex.transport import Nvlink
+
+
+def open_backend(who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> Backend:
+    """transport: `auto` is NVLink where its kernels can run for this group, else `alltoall`. Collective."""
+    if transport == "auto":
+        transport = "alltoall" if group is None else Nvlink.of_or_reason(group)[0] or "alltoall"
+    kernels = transport == "nvlink" or isinstance(transport, Nvlink)
+    return (NvlinkBackend if kernels else BytesBackend)(who, group, transport)
