@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import VERSION, Backend, Routing
+from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -176,7 +177,10 @@ def agree(
 def raise_together(backend: Backend, what: str, problem: str | None) -> None:
     """One exchange, two where a rank has a problem: then ValueError on every rank with what is wrong on the
     first that has one."""
-    told = backend.exchange_counts(words(problem is not None))
+    try:
+        told = backend.exchange_counts(words(problem is not None))
+    except RankLostError as error:
+        raise RankLostError(str(error).replace("in plan:", f"in {what}:")) from error
     wrong = told[:, 0].nonzero().flatten()
     if not len(wrong):
         return
