@@ -53,6 +53,7 @@ class ReplacedBlock(MoELayer):
                 "of their width, would train other weights on each: leave out replicas and tensor_parallel"
             )
         wrapper.applies_weights = inner.applies_weights  # pyright: ignore[reportArgumentType]
+        wrapper.forms = inner.forms  # pyright: ignore[reportArgumentType]
 
     def block_state(self, experts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Everything the block held, by its own names there. experts: see `gather_experts`."""

@@ -188,7 +188,10 @@ __device__ __forceinline__ void consume(const Problem& problem, const Shared<C>&
                 }
         }
         if (rows > 0) sink.sent(tile, tile.row + 64 * first_block, least(rows, 64 * C::kBlocksM), thread);
-        tile = C::kPingpong ? take_slot<C>(shared, index, patience) : then;
+        if constexpr (C::kPingpong)
+            tile = take_slot<C>(shared, index, patience);
+        else
+            tile = then;
     }
     if (thread == 0) ptx::bulk_wait<0>();
     sink.ended(thread);
