@@ -24,7 +24,7 @@ namespace exchange {
 using namespace mover;
 using namespace route;
 
-static_assert(sizeof(Windows) % 16 == 0 && sizeof(Windows) <= 640, "mirrored by exchange_layout.py");
+static_assert(sizeof(Windows) % 16 == 0 && sizeof(Windows) <= 640, "see layout.py");
 
 static_assert(kRouteFirst == kPushThreads, "the warps that route come last");
 constexpr int kRowsBarrier = 10;  // the lister waits for the threads that route
