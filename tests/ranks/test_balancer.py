@@ -169,7 +169,7 @@ def test_a_migration_cut_off_leaves_the_placement_whole(pool: Pool) -> None:
 def test_a_rank_that_dies_moving_is_noticed_by_all() -> None:
     pool = Pool(3, timeout_s=120, grace_s=20)
     with pytest.raises(RankError) as caught:
-        pool.run(2, infer_unlucky, CONFIG, 300, 256, {"deadly": (2,)}, {})
+        pool.run(2, infer_unlucky, CONFIG, 300, 256, {"deadly": (1,)}, {})
     text = str(caught.value)
     assert "rank 1 of 2:\ndied" in text
     assert re.search(r"RankLostError: rank 0 lost its peers", text)
