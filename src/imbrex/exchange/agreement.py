@@ -72,11 +72,9 @@ def find_problem(
     return 0, 0, 0, 0
 
 
-def explain_problem(
-    x_TD: Tensor, routing: Routing, width: int, top_k: int, num_experts: int, device_type: str
-) -> str | None:
-    """What `find_problem` finds, as a sentence."""
-    number, *details = find_problem(x_TD, routing, width, top_k, num_experts, device_type)
+def explain(problem: tuple[int, ...]) -> str | None:
+    """What `find_problem` found, as a sentence."""
+    number, *details = problem
     return PROBLEMS[number].format(*details) if number else None
 
 

@@ -9,7 +9,6 @@ which serve every device, dtype and layout, and which a compiler sees.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,22 +17,17 @@ from torch import Tensor
 
 from imbrex.contracts import Addend, Arrived, Crossing, Dispatcher, Geometry, Listener, Routing, RowForm
 from imbrex.exchange import plan, rows
-from imbrex.exchange.agreement import explain_problem
-from imbrex.exchange.dispatcher import DispatcherBase
+from imbrex.exchange.agreement import explain
+from imbrex.exchange.dispatcher import DispatcherBase, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
-from imbrex.kernels import unavailable
 from imbrex.kernels.ffn.glue import gather_rows, sum_rows, weigh_rows
 from imbrex.kernels.ffn.widths import MULTIPLE
+from imbrex.kernels.jit import cached_unavailable
 from imbrex.kernels.rows.choices import MOST_EXPERTS, Order, order_choices
 from imbrex.placement import SPLITS
 from imbrex.runtime.tracing import differentiated, traced
 
 STATE = ("choice_R", "position_TK", "ends_e")
-
-
-@functools.cache
-def _unavailable(device: int | None) -> str | None:
-    return unavailable(device)
 
 
 def why_not_alone(geometry: Geometry) -> str | None:
@@ -72,7 +66,7 @@ class AloneDispatcher(DispatcherBase):
 
     def why_not_dtype(self, dtype: torch.dtype | None) -> str | None:
         """Why tokens of `dtype` on the current GPU are not served, or `None`."""
-        return self.misfit or why_not_dtype(dtype) or _unavailable(None)
+        return self.misfit or why_not_dtype(dtype) or cached_unavailable(None)
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
         return self if self.serves(x_TD, routing) else self.general
@@ -81,7 +75,7 @@ class AloneDispatcher(DispatcherBase):
         given = x_TD, routing.ids_TK, routing.weights_TK
         if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or traced(*given):
             return False
-        return _unavailable(x_TD.get_device()) is None
+        return cached_unavailable(x_TD.get_device()) is None
 
     def beside(self, chunks: int) -> Dispatcher:
         """Kernels of one rank wait for nobody, and chunks of them would gain nothing."""
@@ -110,14 +104,12 @@ class AloneDispatcher(DispatcherBase):
             with self.observer.span("dispatch", layer=self.layer):
                 return Arrived(gather_rows(x_TD.contiguous(), plan.token_R, plan.ends_e), *known, state)
 
-        return Crossing(_nothing, read)
+        return Crossing(nothing_to_move, read)
 
     def _order(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Order:
-        where, geometry = {"layer": self.layer}, self.geometry
-        experts, routing = geometry.placement.num_experts, Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-        problem = explain_problem(
-            x_TD, routing, geometry.hidden_size, geometry.top_k, experts, x_TD.device.type
-        )
+        where, experts = {"layer": self.layer}, self.geometry.placement.num_experts
+        routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+        problem = explain(self.find_problem(x_TD, routing))
         if problem is not None:
             raise ValueError(f"dispatch: on rank 0, {problem}")
         with self.observer.span("plan", **where):
@@ -150,7 +142,7 @@ class AloneDispatcher(DispatcherBase):
                 d_x_TD = sum_rows(d_rows_RD.contiguous(), position_TK, None)
                 return _into(out, (d_x_TD, rows.pick_scalars(d_weights_R, position_TK)))
 
-        return Crossing(_nothing, read)
+        return Crossing(nothing_to_move, read)
 
     def combine(
         self,
@@ -170,12 +162,13 @@ class AloneDispatcher(DispatcherBase):
                 y_TD = sum_rows(rows_RD.contiguous(), position_TK, weights_TK, addend_TD=added_TD)
                 return y_TD if out_TD is None else out_TD.copy_(y_TD)
 
-        return Crossing(_nothing, read)
+        return Crossing(nothing_to_move, read)
 
     def combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> Crossing[tuple[Tensor, Tensor]]:
-        return Crossing(_nothing, lambda _: self._weigh(d_y_TD.contiguous(), rows_RD, weights_R, state))
+        given = rows_RD, weights_R, state
+        return Crossing(nothing_to_move, lambda _: self._weigh(d_y_TD.contiguous(), *given))
 
     def _weigh(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
@@ -197,7 +190,3 @@ class AloneDispatcher(DispatcherBase):
 
 def _into(out: tuple[Tensor, Tensor] | None, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return values if out is None else (out[0].copy_(values[0]), out[1].copy_(values[1]))
-
-
-def _nothing() -> None:
-    return None

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from imbrex.codec.cast import from_bytes
 from imbrex.codec.columns import add_encoded, write
-from imbrex.codec.fp8 import BLOCK, Fp8
 from imbrex.contracts import (
     Addend,
     Arrived,
@@ -37,16 +36,15 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan, rows
-from imbrex.exchange.agreement import HEADER, TOKENS, check_headers, find_problem, write_header
-from imbrex.exchange.dispatcher import DispatcherBase
+from imbrex.exchange.agreement import HEADER, TOKENS, check_headers, write_header
+from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.plan import read_state
 from imbrex.placement.flow import split_near
-from imbrex.runtime.tracing import differentiated, traced
 from imbrex.runtime.words import words
 from imbrex.transport.nodes import Nodes
 
 
-class BytesDispatcher(DispatcherBase):
+class BytesDispatcher(WiredDispatcher):
     """Rows are encoded, moved by a transport, and decoded, on any device and in any dtype.
 
     nodes: how ranks are spread over hosts, where the transport or the launchers know.
@@ -73,13 +71,6 @@ class BytesDispatcher(DispatcherBase):
     def device_of(self, x: Tensor) -> torch.device:
         return x.device if self.world_size == 1 else self.transport.device
 
-    def why_not_form(self, form: RowForm) -> str | None:
-        return why_not_fp8(self.wire, self.geometry) if form is RowForm.FP8 else super().why_not_form(form)
-
-    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
-        fp8 = RowForm.FP8 in forms and self.why_not_form(RowForm.FP8) is None
-        return RowForm.FP8 if fp8 and leaves_fp8(x_TD, weights_TK) else RowForm.ROWS
-
     def check_in(self, x_TD: Tensor, routing: Routing) -> None:
         self.exchange_choices([(x_TD, routing)])
 
@@ -96,9 +87,7 @@ class BytesDispatcher(DispatcherBase):
     def _message(self, x_TD: Tensor, routing: Routing) -> Tensor:
         replicated, geometry = self.transport.replicated, self.geometry
         num_experts, ids_TK = geometry.placement.num_experts, routing.ids_TK
-        problem = find_problem(
-            x_TD, routing, geometry.hidden_size, geometry.top_k, num_experts, self.device_of(x_TD).type
-        )
+        problem = self.find_problem(x_TD, routing)
         self.calls += 1
         header = write_header(problem, x_TD, ids_TK, (self.number, self.layer, self.calls), replicated)
         fine = not problem[0]
@@ -348,14 +337,16 @@ class BytesDispatcher(DispatcherBase):
     ) -> Callable[[], Pending | None]:
         """Writes one row a token, and gives its move; none where tokens are the same on every rank."""
         if self.transport.replicated:
-            return _nothing
+            return nothing_to_move
         with self._span(phase):
             return partial(self._out, phase, write([x_TD], codec, x_TD.dtype), traffic)
 
     def _moving_back(
         self, phase: str, encoded: Tensor | None, traffic: Traffic, codec: Codec, dtype: torch.dtype
     ) -> Callable[[], Pending | None]:
-        return _nothing if encoded is None else partial(self._back, phase, encoded, traffic, codec, dtype)
+        if encoded is None:
+            return nothing_to_move
+        return partial(self._back, phase, encoded, traffic, codec, dtype)
 
     def _expand(self, own_TD: Tensor, received: Tensor | None, codec: Codec, source_R: Tensor) -> Tensor:
         foreign = [] if received is None else [codec.decode(received, own_TD.shape[1], own_TD.dtype)]
@@ -387,21 +378,3 @@ class _Watched:
     def finish(self) -> Tensor:
         with self.span():
             return self.pending.finish()
-
-
-def _nothing() -> None:
-    return None
-
-
-def why_not_fp8(wire: Wire, geometry: Geometry) -> str | None:
-    """Why rows do not cross in a form that fp8 experts take, or `None`."""
-    codec, width = wire.dispatch, geometry.hidden_size
-    if not (isinstance(codec, Fp8) and codec.wire_dtype == torch.float8_e4m3fn):
-        return f"they cross as {codec.name}, not as fp8"
-    return f"they have {width} values, no multiple of {BLOCK}" if width % BLOCK else None
-
-
-def leaves_fp8(x_TD: Tensor, weights_TK: Tensor) -> bool:
-    """Whether tokens are bfloat16, and nobody differentiates or traces this call."""
-    fine = x_TD.dtype == torch.bfloat16 and not differentiated(x_TD, weights_TK)
-    return fine and not traced(x_TD, weights_TK)

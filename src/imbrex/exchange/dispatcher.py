@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Geometry, Listener, Routing, RowForm
+from imbrex.codec.fp8 import BLOCK, Fp8
+from imbrex.contracts import Geometry, Listener, Routing, RowForm, Wire
 from imbrex.exchange import autograd
-from imbrex.exchange.agreement import DTYPES
+from imbrex.exchange.agreement import DTYPES, find_problem
+from imbrex.runtime.tracing import differentiated, traced
 
 
 class DispatcherBase:
@@ -56,6 +58,12 @@ class DispatcherBase:
         """Where tokens must lie; a rank alone takes them anywhere."""
         return x.device
 
+    def find_problem(self, x_TD: Tensor, routing: Routing) -> tuple[int, ...]:
+        """The first thing wrong with the input of a call, by number and details: `agreement.find_problem`."""
+        geometry, place = self.geometry, self.device_of(x_TD).type
+        experts = geometry.placement.num_experts
+        return find_problem(x_TD, routing, geometry.hidden_size, geometry.top_k, experts, place)
+
     def why_not_form(self, form: RowForm) -> str | None:
         return None if form is RowForm.ROWS else f"nothing here gives rows that are {form.value}"
 
@@ -82,3 +90,28 @@ class DispatcherBase:
 
     def close(self) -> None:
         autograd.release(self.key)
+
+
+class WiredDispatcher(DispatcherBase):
+    """A dispatcher whose rows cross as the codecs of a wire write them, and may stay so where that is fp8."""
+
+    wire: Wire
+
+    def why_not_form(self, form: RowForm) -> str | None:
+        if form is not RowForm.FP8:
+            return super().why_not_form(form)
+        codec, width = self.wire.dispatch, self.geometry.hidden_size
+        if not (isinstance(codec, Fp8) and codec.wire_dtype == torch.float8_e4m3fn):
+            return f"they cross as {codec.name}, not as fp8"
+        return f"they have {width} values, no multiple of {BLOCK}" if width % BLOCK else None
+
+    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
+        """fp8 only where tokens are bfloat16, and nobody differentiates or traces this call."""
+        if RowForm.FP8 not in forms or self.why_not_form(RowForm.FP8) is not None:
+            return RowForm.ROWS
+        plain = x_TD.dtype != torch.bfloat16 or differentiated(x_TD, weights_TK)
+        return RowForm.ROWS if plain or traced(x_TD, weights_TK) else RowForm.FP8
+
+
+def nothing_to_move() -> None:
+    """The move of a crossing that is all in its reading."""

@@ -37,9 +37,8 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import explain_problem
-from imbrex.exchange.bytes import leaves_fp8, why_not_fp8
-from imbrex.exchange.dispatcher import DispatcherBase
+from imbrex.exchange.agreement import explain
+from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, tell
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.layout import Shape
@@ -86,7 +85,7 @@ class Part:
     most: int
 
 
-class NvlinkDispatcher(DispatcherBase):
+class NvlinkDispatcher(WiredDispatcher):
     """Rows by kernels that write and read the peers' memory. Tokens are bfloat16.
 
     sms, sms_home: multiprocessors of its moves, and of those of the gradients of tokens. start: begins a
@@ -148,13 +147,6 @@ class NvlinkDispatcher(DispatcherBase):
     def device_of(self, x: Tensor) -> torch.device:
         return self.transport.device
 
-    def why_not_form(self, form: RowForm) -> str | None:
-        return why_not_fp8(self.wire, self.geometry) if form is RowForm.FP8 else super().why_not_form(form)
-
-    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
-        fp8 = RowForm.FP8 in forms and self.why_not_form(RowForm.FP8) is None
-        return RowForm.FP8 if fp8 and leaves_fp8(x_TD, weights_TK) else RowForm.ROWS
-
     def check_in(self, x_TD: Tensor, routing: Routing) -> None:
         self._meet(x_TD, routing)
 
@@ -180,15 +172,8 @@ class NvlinkDispatcher(DispatcherBase):
         return most
 
     def _problem(self, x_TD: Tensor, routing: Routing) -> str | None:
-        geometry, most = self.geometry, self.transport.max_tokens
-        problem = explain_problem(
-            x_TD,
-            routing,
-            geometry.hidden_size,
-            geometry.top_k,
-            geometry.placement.num_experts,
-            self.transport.device.type,
-        )
+        most = self.transport.max_tokens
+        problem = explain(self.find_problem(x_TD, routing))
         if problem is not None:
             return problem
         if x_TD.dtype != DTYPE:
@@ -325,7 +310,7 @@ class NvlinkDispatcher(DispatcherBase):
             return y_TD
 
         if self.start is None:  # what is added may not be there before it is read
-            return Crossing(_nothing, lambda _: work())
+            return Crossing(nothing_to_move, lambda _: work())
         return self._crossing(work, _as_it_is)
 
     def combine_backward(
@@ -410,10 +395,6 @@ class NvlinkDispatcher(DispatcherBase):
 
 def _at_once(work: Callable[[], Any]) -> Pending:
     return Done(work())
-
-
-def _nothing() -> None:
-    return None
 
 
 def _as_it_is(value: Any) -> Any:

@@ -102,6 +102,10 @@ def unavailable(device: int | None = None) -> str | None:
     return None
 
 
+cached_unavailable = functools.cache(unavailable)
+"""`unavailable`, asked of a device once a process: for what every call asks."""
+
+
 def sources_of(variant: Variant) -> dict[str, str]:
     """The source file and every file it includes, by name, contents as text."""
     found: dict[str, str] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from imbrex.kernels.jit import Kernel, Variant, load, unavailable
+from imbrex.kernels.jit import Kernel, Variant, cached_unavailable, load
 from imbrex.runtime.tracing import differentiated, traced
 
 KERNELS = ("choose_experts", "choose_experts_backward")
@@ -59,7 +59,7 @@ def why_not_fused(logits_TE: Tensor, choice: Choice) -> str | None:
             f"the gate's kernels choose {MOST_CHOICES} of {MOST_EXPERTS} experts in {MOST_GROUPS} groups "
             "at most"
         )
-    return _unavailable(logits_TE.get_device())
+    return cached_unavailable(logits_TE.get_device())
 
 
 def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
@@ -128,8 +128,3 @@ def _variant(entry: str, values: int, sigmoid: bool) -> Variant:
 @functools.cache
 def _kernel(entry: str, values: int, sigmoid: bool, device: torch.device) -> Kernel:
     return load(_variant(entry, values, sigmoid), device)
-
-
-@functools.cache
-def _unavailable(device: int) -> str | None:
-    return unavailable(device)
