@@ -42,6 +42,10 @@ class EmulatedNvlink(Nvlink):
         few = dict.fromkeys(("dispatch_sms", "small_sms", "push_sms", "combine_sms", "beside_sms"), 2)
         super().__init__(group, **few, **options)
 
+    @staticmethod
+    def may_run_on(group: dist.ProcessGroup) -> bool:
+        return True
+
     def reason_against(self) -> str | None:
         return None
 

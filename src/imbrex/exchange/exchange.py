@@ -362,7 +362,8 @@ class Exchange:
         return None
 
     def close(self) -> None:
-        """Forget what was begun and free what the transport holds. The exchange cannot be used afterwards."""
+        """Forget what was begun and, with the last exchange that shares a transport, free what that holds.
+        The exchange cannot be used afterwards. Asks no other rank."""
         for dispatcher in self.dispatcher.family:
             dispatcher.close()
 

@@ -102,6 +102,11 @@ class NvlinkDispatcher(WiredDispatcher):
         self.start: Callable[[Callable[[], Any]], Pending] | None = None
         self.calls = 0
         super().__init__(geometry, observer, layer)
+        transport.join(self)
+
+    def close(self) -> None:
+        super().close()
+        self.transport.leave(self)
 
     def beside(self, chunks: int) -> NvlinkDispatcher:
         """With few multiprocessors, and a stream beside the caller's. Of one chunk only the last move has

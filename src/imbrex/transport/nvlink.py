@@ -2,7 +2,14 @@
 
 This is no `Transport`: the kernels route, move, expand and sum in one, without a host synchronisation.
 `imbrex.exchange.nvlink` drives them. Layers that are given the same `Nvlink`
-object, or its name and the same group, share one heap.
+object, or its name, the same group and the same time-out, share one heap.
+
+Who owns it. An object that a caller made is the caller's to close. One that layers share by name belongs to
+them: the last to be closed closes it, and where all are garbage it is too; only weak references are kept,
+under the living group. When a rank's garbage goes is its own affair, so ranks never act on what they hold by
+themselves: `Nvlink.of` is collective every time, all ranks tell which object they hold, and they go on with
+it where it is the same and works everywhere, else all make another. Closing asks nobody: what peers have
+mapped stays there until they too let go.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ import weakref
 import zlib
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +28,21 @@ import torch.distributed as dist
 from imbrex.contracts import Listener, Placement
 from imbrex.kernels import jit, unavailable
 from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.error import ExchangeError
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.variants import shipped_variants
 from imbrex.kernels.heap import Heap, SymmetricHeap
+from imbrex.runtime import waits
 from imbrex.runtime.streams import Line
 from imbrex.runtime.words import words
 from imbrex.transport.board import Board
-from imbrex.transport.collective import Collective
+from imbrex.transport.collective import Collective, device_of
 
 MOST_RANKS, MOST_CHOICES, ROW_MULTIPLE = 16, 32, 16
 TOKENS_MULTIPLE = 64
-_shared: weakref.WeakValueDictionary[str, Nvlink] = weakref.WeakValueDictionary()
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[float, Nvlink]]
+_shared = weakref.WeakKeyDictionary()
+"""By group and time-out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +141,9 @@ class Nvlink(Collective):
         self.sms_beside = Sms(dispatch=beside_sms, small=beside_sms, push=beside_sms, combine=beside_sms)
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._shared = self._closed = False
+        self._failure: ExchangeError | None = None
         reason = self.reason_against()
         if reason is not None:
             raise NvlinkError(reason)
@@ -137,12 +152,32 @@ class Nvlink(Collective):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, *, timeout: float | None = None) -> Nvlink:
-        """The one that layers of this group share by name; collective where it is made."""
-        key = "" if group is None else group.group_name
-        found = _shared.get(key)
-        if found is None:
-            found = _shared[key] = cls(group, timeout=timeout)
-        return found
+        """The one that layers of this group and time-out share by name. Collective. Raises ValueError on
+        every rank where ranks differ in the time-out, NvlinkError where the kernels cannot run."""
+        if group is None or not cls.may_run_on(group):
+            return cls(group, timeout=timeout)  # which says why not
+        seconds = waits.timeout_seconds(timeout)
+        known = _shared.setdefault(group, weakref.WeakValueDictionary())
+        old = known.get(seconds)
+        number = old.number if old is not None and old.usable else 0
+        told = Collective(group, timeout=seconds).exchange_counts(words(number, round(1e6 * seconds)))
+        # on the host: once a layer, at construction
+        (numbers, asked) = told.T.tolist()
+        if len(set(asked)) > 1:
+            raise ValueError(
+                f"transport 'nvlink': ranks disagree about timeout: {[us / 1e6 for us in asked]} s by rank; "
+                "give every rank the same timeout= (or IMBREX_TIMEOUT_S)"
+            )
+        if old is not None and number and set(numbers) == {number}:
+            return old
+        made = known[seconds] = cls(group, timeout=seconds)
+        made._shared = True
+        return made
+
+    @staticmethod
+    def may_run_on(group: dist.ProcessGroup) -> bool:
+        """Whether it is worth asking all ranks; the same on every rank."""
+        return device_of(group).type == "cuda"
 
     @classmethod
     def of_or_reason(
@@ -194,7 +229,7 @@ class Nvlink(Collective):
 
     def _open_board(self) -> Board:
         # on the host: counts are told there
-        name = int(self.exchange_counts(words(time.time_ns()))[0])
+        self.number = name = int(self.exchange_counts(words(time.time_ns()))[0])
         path = Board.make_file(name, self.world_size) if self.rank == 0 else Board.path_of(name)
         self.exchange_counts(words(0))
         board = Board(path, self.rank, self.world_size, self.timeout_s)
@@ -207,13 +242,16 @@ class Nvlink(Collective):
         """Most tokens of a rank in this call, and the first rank whose input is wrong. Every rank's host
         waits for the others to come to the same call; the GPUs are asked for nothing. note: 0 to 2^32 - 1;
         see `agreed`."""
+        self._refuse_closed()
         words = self._board.tell(tokens << 1 | int(not fine), note, self.check)
         wrong = next((rank for rank, word in enumerate(words) if word & 1), None)
         return max(word >> 1 for word in words), wrong
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise `ExchangeError` if a call has failed, on any heap; see `ExchangeBase.check`."""
-        for exchange in {*self._exchanges.values(), *self._captured}:
+        if self._failure is not None:
+            raise self._failure
+        for exchange in self._all():
             exchange.check(synchronize=synchronize)
 
     @property
@@ -229,6 +267,7 @@ class Nvlink(Collective):
     def exchange_of(self, size: Size, room: int) -> NvlinkExchange:
         """The kernels and their heap that served a dispatch with room for so many tokens, or those that came
         after them."""
+        self._refuse_closed()
         return self._exchanges[size, room_for(room)]
 
     def exchange_for(self, size: Size, placement: Placement, most: int, observer: Listener) -> NvlinkExchange:
@@ -273,9 +312,41 @@ class Nvlink(Collective):
         assert self.group is not None
         return SymmetricHeap(self.group, nbytes, self.device)
 
+    @property
+    def usable(self) -> bool:
+        """Whether calls can go on: it is open, and none has failed."""
+        return not self._closed and all(exchange.usable for exchange in self._all())
+
+    def _all(self) -> set[NvlinkExchange]:
+        return {*self._exchanges.values(), *self._captured}
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            self.check()
+            raise RuntimeError(
+                "transport 'nvlink': it was closed, by close() or by that of the last layer that shared it; "
+                "make the layer anew"
+            )
+
+    def join(self, owner: object) -> None:
+        """`owner`, weakly held, moves its rows by this one until it leaves."""
+        self._owners.add(owner)
+
+    def leave(self, owner: object) -> None:
+        """Closes what layers share when the last leaves, or the first after a failure: nobody can go on."""
+        self._owners.discard(owner)
+        if self._shared and not (self._owners and self.usable):
+            self.close()
+
     def close(self) -> None:
-        """Free the heaps. Layers that use them cannot be used afterwards."""
-        for exchange in {*self._exchanges.values(), *self._captured}:
-            exchange.close()
+        """Free the heaps, once this GPU has done what it was given. Asks no other rank. Layers that use them
+        cannot be used afterwards, nor graphs that were captured with them be replayed."""
+        try:
+            self.check()
+        except ExchangeError as error:
+            self._failure = error
+        self._closed = True
+        for exchange in self._all():
+            exchange.close(together=False)
         self._exchanges.clear()
         self._captured.clear()

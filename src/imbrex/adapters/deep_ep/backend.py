@@ -38,6 +38,8 @@ class Backend(Protocol):
 
     def wrong_device(self, *tensors: Tensor | None) -> str: ...
 
+    def close(self) -> None: ...
+
     def plan_ranks(
         self,
         problem: str,
@@ -114,6 +116,9 @@ class BackendBase:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.transport = make_transport(transport, group, num_ranks=self.world_size, top_k=1)[0]
+
+    def close(self) -> None:
+        """Nothing is held here."""
 
     def wrong_device(self, *tensors: Tensor | None) -> str:
         """What is wrong with the devices of a call's tensors, or nothing."""

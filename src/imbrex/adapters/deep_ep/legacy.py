@@ -72,9 +72,11 @@ class Buffer(absent.Calls):
         self.enable_shrink = enable_shrink
 
     def destroy(self) -> None:
-        """Nothing is held. Raises ValueError without `explicitly_destroy=True`, as DeepEP does."""
+        """Let go of the heaps that buffers and layers of the group share; the last frees them. Raises
+        ValueError without `explicitly_destroy=True`, as DeepEP does."""
         if not self.explicitly_destroy:
             raise ValueError("deep_ep.Buffer.destroy: construct the buffer with explicitly_destroy=True")
+        self._backend.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:

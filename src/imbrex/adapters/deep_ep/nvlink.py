@@ -81,6 +81,10 @@ class NvlinkBackend(BackendBase):
     def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> None:
         super().__init__(who, group, transport)
         self._most_choices: dict[int, int] = {}
+        self.transport.join(self)
+
+    def close(self) -> None:
+        self.transport.leave(self)
 
     def plan(
         self,

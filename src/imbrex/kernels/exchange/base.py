@@ -111,9 +111,10 @@ class ExchangeBase:
         # host sync: asked for
         return self.heap.local[:, at : at + 4].clone().view(torch.int32)[:, 0].tolist()
 
-    def close(self) -> None:
-        """Free the heap; collective, unless the exchange has failed: then its peers may be gone."""
-        self.heap.close(together=self.usable)
+    def close(self, *, together: bool = True) -> None:
+        """Free the heap; collective if `together`, unless the exchange has failed: then its peers may be
+        gone."""
+        self.heap.close(together=together and self.usable)
 
     def _launch(
         self,
