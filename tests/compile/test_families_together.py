@@ -15,7 +15,7 @@ from imbrex.kernels.gemm.tiling import SHARED
 TOGETHER = """
 #include "exchange/pull.cuh"
 #include "exchange/push.cuh"
-#include "exchange/terms.cuh"
+#include "exchange/reduce.cuh"
 #include "ffn/plan.cuh"
 #include "gemm/gemm.cu"
 #include "routing/early.cuh"
@@ -24,7 +24,7 @@ TOGETHER = """
 
 extern "C" __global__ void together(u32* sizes) {
     sizes[0] = sizeof(gemm::Ring<gemm::C>), sizes[1] = sizeof(mover::Ring);
-    sizes[2] = gemm::kSlots, sizes[3] = sums::kSlots;
+    sizes[2] = gemm::kSlots, sizes[3] = sums::Form<8, 6, 8, 4>::kSlots;
 }
 """
 FOLDERS = ("exchange", "ffn", "gemm", "ptx", "routing")

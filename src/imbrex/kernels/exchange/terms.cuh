@@ -18,18 +18,23 @@
 #ifndef WIRE_FP8
 #define WIRE_FP8 0
 #endif
-#ifndef SLOTS
-#define SLOTS 6
-#endif
 
 namespace sums {
 
 using namespace exchange;
 
 constexpr int kMostTerms = 52;  // 32 choices, 16 ranks, an addend
-// Steps that a warp has in flight: 12 KB, 192 KB an SM. Mirrored by `exchange_layout.py`.
-constexpr int kSlots = SLOTS;
-constexpr int kSlotBytes = 512 * kColumns;
+
+// How a block sums: its warps, the steps that each has in flight, the columns of 16 bytes that a lane has of
+// a step, 512 bytes apart, and the tokens that a warp has open. Mirrored by `layout.py`.
+template <int kWarpsOfBlock, int kSlotsOfWarp, int kColumnsOfLane, int kListsOfWarp>
+struct Form {
+    static constexpr int kWarps = kWarpsOfBlock, kSlots = kSlotsOfWarp, kColumns = kColumnsOfLane,
+                         kLists = kListsOfWarp;
+    static constexpr int kSlotBytes = 512 * kColumns;
+    static_assert(kColumns == 8 || kColumns == sums::kColumns, "see ask_step");
+    static_assert(!WIRE_FP8 || kColumns == sums::kColumns, "see encode_sums");
+};
 
 struct Term {
     const u8* row;  // + 1 where it is coded: as the wire has it
@@ -37,7 +42,7 @@ struct Term {
     u32 coded;
 };
 
-// Of one token. A warp has two, mirrored by `exchange_layout.py`.
+// Of one token. Mirrored by `layout.py`.
 struct Terms {
     Term term[kMostTerms];
     u8* target;
@@ -93,6 +98,7 @@ __device__ __forceinline__ void add_eight(float (&sum)[8], uint4 value, float we
 }
 
 // Where in the stream of steps a warp is. Terms turn fastest, so sums complete one after the other.
+template <class F>
 struct Cursor {
     u32 at, first, end;  // shared addresses of terms
     int column;          // of this lane
@@ -110,7 +116,7 @@ struct Cursor {
     // False behind the last column: then `at` stays the end.
     __device__ __forceinline__ bool next_column(const Span& span) {
         const int lane = static_cast<int>(ptx::lane_id());
-        column += 32 * kColumns;
+        column += 32 * F::kColumns;
         if (column - lane >= span.last) {
             column = span.first + lane;
             return false;
@@ -122,7 +128,7 @@ struct Cursor {
 
 // One step of a term into this lane's part of a slot. Of a coded term, 16 bytes of values and 16 of scales
 // for every 64 columns.
-template <bool kMixed>
+template <class F, bool kMixed>
 __device__ __forceinline__ void ask_step(u32 to, uint2 row, int column, const Span& span) {
     const u8* values = reinterpret_cast<const u8*>(static_cast<u64>(row.y) << 32 | row.x);
     const int left = span.last - column;
@@ -141,53 +147,67 @@ __device__ __forceinline__ void ask_step(u32 to, uint2 row, int column, const Sp
         ptx::copy_async<512, 512>(to, values, left > 32);
         ptx::copy_async<1024, 1024>(to, values, left > 64);
         ptx::copy_async<1536, 1536>(to, values, left > 96);
+        if constexpr (F::kColumns == 8) {
+            ptx::copy_async<2048, 2048>(to, values, left > 128);
+            ptx::copy_async<2560, 2560>(to, values, left > 160);
+            ptx::copy_async<3072, 3072>(to, values, left > 192);
+            ptx::copy_async<3584, 3584>(to, values, left > 224);
+        }
     }
 }
 
-template <bool kMixed>
-__device__ __forceinline__ void add_step(float (&sum)[kColumns][8], u32 from, u32 term) {
+template <class F, bool kMixed>
+__device__ __forceinline__ void add_step(float (&sum)[F::kColumns][8], u32 from, u32 term) {
     const uint2 kind = ptx::load_shared_pair(term + 8);
-    uint4 value[kColumns];
+    uint4 value[F::kColumns];
 #pragma unroll
-    for (int q = 0; q < kColumns; ++q) value[q] = ptx::load_shared(from + 512 * q);
+    for (int q = 0; q < F::kColumns; ++q) value[q] = ptx::load_shared(from + 512 * q);
     if (kMixed && kind.y) {
 #pragma unroll
-        for (int q = 0; q < kColumns; q += 2) add_coded(sum[q], sum[q + 1], value[q], value[q + 1]);
+        for (int q = 0; q < F::kColumns; q += 2) add_coded(sum[q], sum[q + 1], value[q], value[q + 1]);
     } else {
 #pragma unroll
-        for (int q = 0; q < kColumns; ++q) add_eight(sum[q], value[q], __uint_as_float(kind.x));
+        for (int q = 0; q < F::kColumns; ++q) add_eight(sum[q], value[q], __uint_as_float(kind.x));
     }
+}
+
+// The list behind the one at shared address `list`, of those at `lists`.
+template <class F>
+__device__ __forceinline__ u32 list_after(u32 lists, u32 list) {
+    if constexpr (F::kLists == 2) return 2 * lists + sizeof(Terms) - list;
+    list += sizeof(Terms);
+    return list == lists + F::kLists * sizeof(Terms) ? lists : list;
 }
 
 // Sums the tokens that `list(terms)` lists, until it returns false. `store(target, column, sum)`, all lanes:
-// a lane has columns `column`, + 32, ..., which may all lie behind the end. `terms`: two lists, of which the
-// older may still be read. `ring`: shared address of this warp's slots.
+// a lane has columns `column`, + 32, ..., which may all lie behind the end. `terms`: kLists lists, of which
+// all but the latest may still be read. `ring`: shared address of this warp's slots.
 //
 // A turn of the loop adds what a slot got kSlots turns ago, if anything, and asks for the next step into it:
 // a turn is a group of copies, so the wait is always for the same number of groups.
-template <bool kMixed, class List, class Store, class Done>
+template <class F, bool kMixed, class List, class Store, class Done>
 __device__ __forceinline__ void sum_tokens(Terms* terms, u32 ring, const Span& span, List list, Store store,
                                            Done done) {
     const u32 lane = ptx::lane_id(), lists = ptx::smem_u32(terms), begin = ring + 16 * lane;
-    float sum[kColumns][8] = {};
-    Cursor ahead = {0, 0, 0, span.first + static_cast<int>(lane)}, now = ahead;
+    float sum[F::kColumns][8] = {};
+    Cursor<F> ahead = {0, 0, 0, span.first + static_cast<int>(lane)}, now = ahead;
     u32 slot = begin, asked = 0;       // a bit for every slot, the oldest lowest
-    int open = 0, most = 2, turn = 0;  // lists
+    int open = 0, most = F::kLists, turn = 0;  // lists
     uint2 asking = {0, 0};             // the row at `ahead`, a turn early
 #pragma unroll 1
     for (;;) {
-        ptx::copy_wait<kSlots - 1>();
+        ptx::copy_wait<F::kSlots - 1>();
         if (asked & 1) {
-            add_step<kMixed>(sum, slot, now.at);
+            add_step<F, kMixed>(sum, slot, now.at);
             now.at += sizeof(Term);
             if (now.at == now.end) {
                 store(now.target(), now.column, sum);
 #pragma unroll
-                for (int q = 0; q < kColumns; ++q)
+                for (int q = 0; q < F::kColumns; ++q)
 #pragma unroll
                     for (int i = 0; i < 8; ++i) sum[q][i] = 0.0f;
                 if (!now.next_column(span) && --open > 0)
-                    if (const u32 before = now.begin(2 * lists + sizeof(Terms) - now.first)) done(before - 1);
+                    if (const u32 before = now.begin(list_after<F>(lists, now.first))) done(before - 1);
             }
         }
         asked >>= 1;
@@ -198,21 +218,21 @@ __device__ __forceinline__ void sum_tokens(Terms* terms, u32 ring, const Span& s
                 asking = ptx::load_shared_pair(ahead.at);
                 if (open++ == 0)
                     if (const u32 before = now.begin(ahead.first)) done(before - 1);
-                turn ^= 1;
+                turn = F::kLists == 2 ? turn ^ 1 : turn + 1 == F::kLists ? 0 : turn + 1;
             } else {
                 most = 0;
             }
         }
         if (ahead.at != ahead.end) {
-            ask_step<kMixed>(slot, asking, ahead.column, span);
-            asked |= 1u << (kSlots - 1);
+            ask_step<F, kMixed>(slot, asking, ahead.column, span);
+            asked |= 1u << (F::kSlots - 1);
             ahead.at += sizeof(Term);
             if (ahead.at == ahead.end) ahead.next_column(span);
             if (ahead.at != ahead.end) asking = ptx::load_shared_pair(ahead.at);
         }
         ptx::copy_commit();
         if (asked == 0) break;
-        slot = slot == begin + (kSlots - 1) * kSlotBytes ? begin : slot + kSlotBytes;
+        slot = slot == begin + (F::kSlots - 1) * F::kSlotBytes ? begin : slot + F::kSlotBytes;
     }
     __syncwarp();  // before the lists are written again
 }

@@ -37,10 +37,11 @@ __device__ __forceinline__ u32 bytes_of_rows(int rows) {
 }
 
 // A step of a tile; or, in two calls, all that does not wait for rows (kColumns), then the rows (kRows).
+// `product`: whose maps.
 template <class C, bool kColumns = true, bool kRows = true>
 __device__ __forceinline__ void load_step(const Problem& problem, const Shared<C>& shared, u32 stage,
-                                          const Tile& tile, int k, int k_left) {
-    const TensorMap *map_a = problem.map_a, *map_b = problem.map_b;
+                                          const Tile& tile, int k, int k_left, int product = 0) {
+    const TensorMap *map_a = problem.map_a + product, *map_b = problem.map_b + product;
     const u32 full = shared.full + 8 * stage, a = shared.a_of(stage), b = shared.b_of(stage);
     const int v = least(C::kWgrad ? k_left : tile.rows, C::kWgrad ? C::kBlockK : C::kBlockM);
     if constexpr (!C::kWgrad) {
@@ -86,9 +87,9 @@ struct Always {
 
 // The producer thread. counter[0]: tiles drawn beyond the first of each block, whose numbers are negative;
 // counter[1]: blocks that are done, the last of which sets both back to 0 for the next launch.
-template <class C, class Team, class Ready>
-__device__ __forceinline__ void produce(const Problem& problem, const Shared<C>& shared,
-                                        typename C::Order order, const Team& team, Ready& ready) {
+template <class C, class Walk, class Team, class Ready>
+__device__ __forceinline__ void produce(const Problem& problem, const Shared<C>& shared, Walk order,
+                                        const Team& team, Ready& ready) {
     static_assert(!Ready::kWaits || !C::kWgrad, "rows are waited for tile by tile");
     const int* ends = problem.ends;
     u32 patience = ptx::kPatience, position = 0, index = 0;
@@ -109,7 +110,9 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
         const int k_begin = C::kWgrad && tile.expert > 0 ? ends[tile.expert - 1] : 0;
         const int k_count = C::kWgrad ? ends[tile.expert] - k_begin : problem.k;
         const int steps = (k_count + C::kBlockK - 1) / C::kBlockK;
-        const Slot told{tile.expert, tile.row, tile.rows, tile.column, tile.columns, steps, position, 0};
+        const int product = order.product;
+        const Slot told{tile.expert, tile.row, tile.rows, tile.column, tile.columns, steps, position,
+                        product};
         if constexpr (!Ready::kWaits) {
             shared.slots[slot] = told;
             ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
@@ -119,7 +122,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
             for (int step = begin; step < end; ++step, ring.next()) {
                 ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
                 load_step<C>(problem, shared, ring.stage, tile, k_begin + step * C::kBlockK,
-                             k_count - step * C::kBlockK);
+                             k_count - step * C::kBlockK, product);
             }
         };
         const int few = least(steps, kPeek);

@@ -44,6 +44,9 @@ struct Schedule {
     int first = 0;  // number of the segment's first tile; `count_from` sets that of all tiles
     int tiles = 0;
     int height = kBlockM;  // of a tile: kBlockM, or 64 (gemm/height.cuh)
+    // Of several products whose tiles one walk counts, the one that the tile sought last is of: here there is
+    // one. A walk over more (fused/home.cu) has the same functions.
+    static constexpr int product = 0;
     int row_tiles = 0, row_begin = 0, row_end = 0, column_begin = 0, column_end = 0, expert = 0;
 
     IMBREX_BOTH int row_tiles_of(int rows) const {

@@ -115,7 +115,8 @@ __device__ __forceinline__ Any with_height(Any order) {
 }
 
 // What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles. rows
-// 0: none for this block; `together`: the cluster's two tiles share their columns.
+// 0: none for this block; `together`: the cluster's two tiles share their columns, or, of single blocks, the
+// number of the product that the tile is of.
 struct __align__(16) Slot {
     int expert, row, rows, column, columns, steps;
     u32 position;
@@ -196,11 +197,11 @@ struct Slopes {
     int rows, keep;
 };
 
-// What is multiplied. Tensor maps of A and B; `rows`: of the output, where their number is fixed (wgrad);
-// `columns`: of the output; `k`: the contracted length (not wgrad); `weights` [R] (Epilogue::kWeighted);
-// `counter`: two zeros; `index`: where rows of A lie (gather). `status`: set to 1 where a wait ran out of
-// patience, which makes the result wrong; the host looks at it (a bug, or a GPU that stood still for ten
-// seconds: both sides of every barrier live in one block).
+// What is multiplied. Tensor maps of A and B, of every product one (gemm/scheduler.cuh); `rows`: of the
+// output, where their number is fixed (wgrad); `columns`: of the output; `k`: the contracted length (not
+// wgrad); `weights` [R] (Epilogue::kWeighted); `counter`: two zeros; `index`: where rows of A lie (gather).
+// `status`: set to 1 where a wait ran out of patience, which makes the result wrong; the host looks at it (a
+// bug, or a GPU that stood still for ten seconds: both sides of every barrier live in one block).
 struct Problem {
     const TensorMap *map_a, *map_b;
     const int *ends, *segments;  // gemm/scheduler.cuh

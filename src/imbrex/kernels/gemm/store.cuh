@@ -97,11 +97,11 @@ struct StoreTiles {
         ptx::tma_store_4d(map_h, panel, column, half, 64 - rows, row + rows);
     }
     // 64 lines of an expert's gradient of weights; `add`: to what is there.
-    __device__ __forceinline__ void matrix(u32 panel, int column, int row, int expert) const {
-        ptx::tma_store_3d(map_d, panel, column, row, expert);
+    __device__ __forceinline__ void matrix(u32 panel, int column, int row, const Slot& tile) const {
+        ptx::tma_store_3d(map_d, panel, column, row, tile.expert);
     }
-    __device__ __forceinline__ void add(u32 panel, int column, int row, int expert) const {
-        ptx::tma_add_3d(map_d, panel, column, row, expert);
+    __device__ __forceinline__ void add(u32 panel, int column, int row, const Slot& tile) const {
+        ptx::tma_add_3d(map_d, panel, column, row, tile.expert);
     }
     // (tile, row, rows, thread of 128), all threads of a group in the order of its tiles: its rows of the
     // tile, `row` .. `row + rows - 1`, are sent by thread 0, whose `bulk_wait` tells when they are written.
@@ -164,9 +164,9 @@ struct Results {
         const int first = (C::kAddFloats ? 32 : 64) * c, column = tile.column + first;
         if (first >= tile.columns) return;
         if constexpr (C::kAdds)
-            sink.add(panel, column, row, tile.expert);
+            sink.add(panel, column, row, tile);
         else if constexpr (C::kWgrad)
-            sink.matrix(panel, column, row, tile.expert);
+            sink.matrix(panel, column, row, tile);
         else if (kept)
             sink.half(panel, column, kept - 1, row, rows);
         else
