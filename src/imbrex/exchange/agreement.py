@@ -107,7 +107,8 @@ def write_header(
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0
-    head = words(VERSION, *call, dtype, tokens, 0, *problem).to(ids_TK.device if fine else "cpu")
+    head = words(VERSION, *call, dtype, tokens, 0, *problem)
+    head = head.to(ids_TK.device if fine else "cpu", non_blocking=True)
     if replicated and fine:
         place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
         head[CHECKSUM] = (ids_TK.flatten() * place).sum()

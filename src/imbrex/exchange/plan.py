@@ -9,6 +9,7 @@ token 1, in place) and one of expert 1 (rank 1's token 1): counts [1, 1] and, on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,19 +64,26 @@ def choose_slots(ids_TK: Tensor, split_S: Tensor, placement: Placement) -> Tenso
     base = torch.cat([ends.new_zeros(1), ends])[first]
     flat = ids_TK.flatten()
     safe = flat.clamp(min=0)
-    nth = order_within(flat, placement.num_experts) + base.to(device)[safe]
-    index = torch.searchsorted(ends.to(device), nth, right=True).clamp(max=max(len(by_expert) - 1, 0))
-    slot = by_expert.to(device)[index]
+    nth = order_within(flat, placement.num_experts) + base.to(device, non_blocking=True)[safe]
+    index = torch.searchsorted(ends.to(device, non_blocking=True), nth, right=True)
+    slot = by_expert.to(device, non_blocking=True)[index.clamp(max=max(len(by_expert) - 1, 0))]
     return torch.where(flat < 0, -1, slot).view_as(ids_TK)
 
 
 def only_slots(ids_TK: Tensor, placement: Placement) -> Tensor:
     """The slot of every choice where no expert has two, int64 [T, K], `-1` for a dropped one."""
-    slots = words(*placement.slots)
-    held = (slots >= 0).nonzero()[:, 0]
-    # One more, which stays -1, for ids of -1: an index counted from the end.
-    slot_of = slots.new_full((placement.num_experts + 1,), -1).index_copy_(0, slots[held], held)
-    return slot_of.to(ids_TK.device)[ids_TK]
+    return slot_of_expert(placement, ids_TK.device)[ids_TK]
+
+
+@lru_cache(maxsize=1024)
+def slot_of_expert(placement: Placement, device: torch.device) -> Tensor:
+    """The slot of every expert that has one, int64 [E + 1]; the last is -1, for ids of -1, which count from
+    the end. Kept for the placements in use, and never written to: a copy to a GPU waits for its stream."""
+    slots = [-1] * (placement.num_experts + 1)
+    for slot, expert in enumerate(placement.slots):
+        if expert >= 0:
+            slots[expert] = slot
+    return words(*slots).to(device)
 
 
 def ranks_wanted(slot_TK: Tensor, placement: Placement, tensor_size: int) -> Tensor:
@@ -100,10 +108,15 @@ def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:
     return source_R, position_PK, traffic
 
 
+@lru_cache(maxsize=1024)
 def owner_of_slot(placement: Placement, device: torch.device) -> Tensor:
-    """Expert-parallel rank that owns every slot, int64 [S]."""
-    sizes = words(*placement.rank_offsets).diff()
-    return torch.repeat_interleave(torch.arange(placement.num_ranks, device="cpu"), sizes).to(device)
+    """Expert-parallel rank that owns every slot, int64 [S]. Kept, and never written to, as `slot_of_expert`.
+
+    Counted in Python: torch's `repeat_interleave` opens a team of threads for two values, which took 5 to
+    13 ms a call where threads wake slowly.
+    """
+    begin_end = zip(placement.rank_offsets, placement.rank_offsets[1:], strict=False)
+    return words(*(rank for rank, (begin, end) in enumerate(begin_end) for _ in range(begin, end))).to(device)
 
 
 def slot_rows(split_WS: Tensor, alignment: int, rows_per_slot: int | None) -> Tensor:
@@ -139,7 +152,9 @@ def make_plan(
     first_slot = words(*placement.rank_offsets)[owner_S]
     base_S = starts_S - starts_S[first_slot] + split_WS[:rank].sum(0)
     flat = slot_TK.flatten()
-    position = base_S.to(device)[flat.clamp(min=0)] + order_within(flat, placement.num_slots)
+    # Not blocking: a copy that waits for the stream would keep the host from queueing ahead.
+    base_S = base_S.to(device, non_blocking=True)
+    position = base_S[flat.clamp(min=0)] + order_within(flat, placement.num_slots)
     position_TK = torch.where(flat < 0, -1, position).view_as(slot_TK)
     expert_rank = rank // tensor_size
     local = slice(placement.rank_offsets[expert_rank], placement.rank_offsets[expert_rank + 1])
@@ -147,6 +162,6 @@ def make_plan(
         slot_TK=slot_TK,
         position_TK=position_TK,
         traffic=traffic,
-        counts_e=rows_S[local].clone().to(device),
+        counts_e=rows_S[local].clone().to(device, non_blocking=True),
         num_rows=int(rows_S[local].sum()),
     )
