@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imbrex.codec import CODECS, make, make_wire
+from imbrex.codec.cast import pick_rows, wide
 from imbrex.testing import round_trip
 
 BASIC = ["identity", "bf16", "fp16", "int8"]
@@ -64,3 +65,25 @@ def test_crossings_by_name() -> None:
     with pytest.raises(ValueError, match="codec: 'zip' is not known; use one of identity"):
         make("zip")
     assert set(BASIC) <= set(CODECS)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "words"),
+    [
+        (32, torch.uint8, torch.int64),
+        (20, torch.uint8, torch.int32),
+        (7, torch.uint8, torch.uint8),
+        (12, torch.bfloat16, torch.int64),
+        (2, torch.bfloat16, torch.int32),
+        (5, torch.float32, torch.float32),
+    ],
+)
+def test_rows_are_copied_in_the_widest_words_they_are_made_of(
+    width: int, dtype: torch.dtype, words: torch.dtype
+) -> None:
+    rows = torch.arange(6 * width).view(6, width).to(dtype)
+    index = torch.tensor([5, 0, 0, 3])
+    assert wide(rows).dtype == words
+    assert torch.equal(pick_rows(rows, index), rows[index])
+    assert torch.equal(pick_rows(rows[:, 1:], index), rows[index, 1:])
+    assert pick_rows(rows[:0], index[:0]).shape == (0, width)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from imbrex.exchange import rows as pool_rows
 from imbrex.kernels.ffn import glue, operators
 from tests.emulated.gemm import emulate
 
@@ -105,3 +106,27 @@ def test_sums_end_at_the_count_of_tokens() -> None:
     rows, position = torch.randn(6, 512).bfloat16(), torch.tensor([[0, 5], [-1, 2], [1, 1], [3, 4]])
     found = glue.sum_rows(rows, position, None, torch.tensor([2], dtype=torch.int32))
     check(found, torch.stack([rows[0].double() + rows[5].double(), rows[2].double()]))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_that_are_not_rounded(weighted: bool) -> None:
+    """Float32, by order of the choices: to the bit what torch's own sums in that order are."""
+    rows, position = torch.randn(6, 520).bfloat16(), torch.tensor([[0, 5, -1], [-1, -1, -1], [1, 2, 4]])
+    weights = torch.rand(3, 3) if weighted else None
+    expected = torch.zeros(3, 520)
+    for k in range(3):
+        scale = torch.ones(3) if weights is None else weights[:, k]
+        expected += torch.where(position[:, k, None] < 0, 0, rows[position[:, k]].float() * scale[:, None])
+    assert torch.equal(glue.sum_rows_exactly(rows, position, weights), expected)
+
+
+def test_pool_rows_are_summed_in_ascending_order_by_the_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices name rows in any order, and rows that nobody names are NaN."""
+    given = torch.randn(7, 264).bfloat16()
+    given[3] = float("nan")
+    position = torch.tensor([[6, 0, -1], [-1, -1, -1], [4, 2, 1], [-1, 5, -1]])
+    weights = torch.rand(7)
+    expected = [pool_rows.reduce(given, position, w, 2 + (w is None)) for w in (weights, None)]
+    monkeypatch.setattr(pool_rows, "by_kernels", lambda rows: True)
+    found = [pool_rows.reduce(given, position, w, 2 + (w is None)) for w in (weights, None)]
+    assert torch.equal(torch.stack(found), torch.stack(expected))

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from imbrex.codec.cast import as_bytes, from_bytes
+from imbrex.codec.cast import as_bytes, from_bytes, wide
 from imbrex.contracts import Codec
 
 
 def write(values: list[Tensor], codec: Codec, dtype: torch.dtype) -> Tensor:
     """Rows, float32 or `dtype`, encoded, with the bytes of further columns behind each."""
     encoded = codec.encode(values[0], dtype)
-    return torch.cat([encoded, *map(as_bytes, values[1:])], 1) if len(values) > 1 else encoded
+    if len(values) == 1:
+        return encoded
+    pieces = [encoded, *map(as_bytes, values[1:])]
+    words = [wide(piece) for piece in pieces]
+    alike = len({piece.dtype for piece in words}) == 1
+    return torch.cat(words if alike else pieces, 1).view(torch.uint8)
 
 
 def add_encoded(

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from imbrex.codec.cast import pick_rows
+from imbrex.kernels.ffn.glue import sum_rows_exactly
+from imbrex.kernels.ffn.widths import MULTIPLE
+from imbrex.kernels.jit import cached_unavailable
+
 
 def index_rows(
     slot_PK: Tensor, position_PK: Tensor, weights_PK: Tensor, local: range, num_rows: int
@@ -33,8 +38,7 @@ def expand(parts: list[Tensor], source_R: Tensor, scale_R: Tensor | None = None)
     """
     zero = parts[0].new_zeros(1, parts[0].shape[1])
     pool = torch.cat([*parts, zero])
-    # Of whole rows: on a CPU, indexing by a tensor takes four times as long.
-    rows_RD = pool.index_select(0, torch.where(source_R < 0, pool.shape[0] - 1, source_R))
+    rows_RD = pick_rows(pool, torch.where(source_R < 0, pool.shape[0] - 1, source_R))
     return rows_RD if scale_R is None else (rows_RD.float() * scale_R[:, None]).to(rows_RD.dtype)
 
 
@@ -43,12 +47,29 @@ def reduce(rows_RD: Tensor, position_PK: Tensor, weights_R: Tensor | None, most:
 
     most: the most rows a pool row can have. Returns float32 [P, D]. Rows that no position names are not read.
     """
-    num_rows, width = rows_RD.shape
-    out = torch.zeros(position_PK.shape[0], width, dtype=torch.float32, device=rows_RD.device)
+    num_rows = rows_RD.shape[0]
     if num_rows == 0 or position_PK.numel() == 0:
-        return out
+        return rows_RD.new_zeros(position_PK.shape[0], rows_RD.shape[1], dtype=torch.float32)
     ordered, _ = torch.where(position_PK < 0, num_rows, position_PK).sort(1)
-    for column in ordered.T[: min(most, position_PK.shape[1])]:
+    ordered = ordered[:, :most]
+    if not by_kernels(rows_RD):
+        return _reduce_by_columns(rows_RD, ordered, weights_R)
+    ordered = torch.where(ordered < num_rows, ordered, -1)
+    weights = None if weights_R is None else pick_scalars(weights_R, ordered)
+    return sum_rows_exactly(rows_RD.contiguous(), ordered, weights)
+
+
+def by_kernels(rows_RD: Tensor) -> bool:
+    """Whether kernels sum these rows. torch's operators go over all of them six times a choice."""
+    fits = rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16 and rows_RD.shape[1] % MULTIPLE == 0
+    return fits and cached_unavailable(rows_RD.get_device()) is None
+
+
+def _reduce_by_columns(rows_RD: Tensor, ordered_PK: Tensor, weights_R: Tensor | None) -> Tensor:
+    """`reduce` of ordered positions; the number of rows where there is none."""
+    num_rows, width = rows_RD.shape
+    out = torch.zeros(ordered_PK.shape[0], width, dtype=torch.float32, device=rows_RD.device)
+    for column in ordered_PK.T:
         has = column < num_rows
         if rows_RD.device.type == "cpu":
             pool_row = has.nonzero().squeeze(1)

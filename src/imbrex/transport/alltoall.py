@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from imbrex.codec.cast import pick_rows
 from imbrex.contracts import Add, Pending, Traffic
 from imbrex.transport.base import BytesTransport
 from imbrex.transport.collective import Done, InFlight
@@ -22,7 +23,7 @@ class AllToAll(BytesTransport):
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         send, receive = traffic.splits_2W.tolist()
-        return self.scatter_rows("dispatch", encoded_TB.index_select(0, traffic.sent_tokens_N), send, receive)
+        return self.scatter_rows("dispatch", pick_rows(encoded_TB, traffic.sent_tokens_N), send, receive)
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
         send, receive = traffic.splits_2W.tolist()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imbrex.codec.cast import pick_rows
 from imbrex.contracts import Add, Pending, Traffic
 from imbrex.transport.collective import Done
 from imbrex.transport.nodes import reorder
@@ -53,7 +54,7 @@ class TwoLevel(Tiered):
         return [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device) for _ in wanted]
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
-        rows = encoded_TB.index_select(0, traffic.sent_tokens_N)
+        rows = pick_rows(encoded_TB, traffic.sent_tokens_N)
         return self._begin("dispatch", rows, traffic)
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:

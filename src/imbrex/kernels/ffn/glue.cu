@@ -164,6 +164,20 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
+// Adds one unit of every row of a token, times their weights, in fp32 and in order of the choices.
+__device__ __forceinline__ void sum_choices(const Eight* rows, const i64* position, const float* weights,
+                                            int choices, i64 token, int units, int unit, float (&sum)[8]) {
+#pragma unroll 4
+    for (int k = 0; k < choices; ++k) {
+        const i64 row = position[token * choices + k];
+        if (row < 0) continue;
+        const float weight = weights != nullptr ? weights[token * choices + k] : 1.f;
+        const Eight part = rows[row * units + unit];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i] += weight * value(part, i);
+    }
+}
+
 // y[t] = sum over k of weight[t, k] rows[position[t, k]], in fp32, in order of k; position -1 adds nothing. A
 // warp handles 32 units (256 values) of a token. `weights` null: 1. `count`: the tokens that there are, null:
 // all. `addend`: added last.
@@ -177,21 +191,30 @@ extern "C" __global__ void __launch_bounds__(256)
         const int unit = static_cast<int>(work % parts) * 32 + lane;
         if (unit >= units) continue;
         float sum[8] = {};
-#pragma unroll 4
-        for (int k = 0; k < choices; ++k) {
-            const i64 row = position[token * choices + k];
-            if (row < 0) continue;
-            const float weight = weights != nullptr ? weights[token * choices + k] : 1.f;
-            const Eight part = rows[row * units + unit];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum[i] += weight * value(part, i);
-        }
+        sum_choices(rows, position, weights, choices, token, units, unit, sum);
         if (addend != nullptr) {
             const Eight more = addend[token * units + unit];
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum[i] += value(more, i);
         }
         y[token * units + unit] = pack(sum);
+    }
+}
+
+// The same sums, of all tokens and not rounded.
+extern "C" __global__ void __launch_bounds__(256)
+    sum_rows_exactly(const Eight* rows, const i64* position, const float* weights, int tokens, int choices,
+                     int units, float4* y) {
+    const int lane = threadIdx.x % 32, parts = (units + 31) / 32;
+    for (i64 work = first_row(); work < i64(tokens) * parts; work += row_stride()) {
+        const i64 token = work / parts;
+        const int unit = static_cast<int>(work % parts) * 32 + lane;
+        if (unit >= units) continue;
+        float sum[8] = {};
+        sum_choices(rows, position, weights, choices, token, units, unit, sum);
+        float4* to = y + 2 * (token * units + unit);
+        to[0] = {sum[0], sum[1], sum[2], sum[3]};
+        to[1] = {sum[4], sum[5], sum[6], sum[7]};
     }
 }
 

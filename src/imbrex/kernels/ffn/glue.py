@@ -15,7 +15,16 @@ from torch import Tensor
 from imbrex.kernels.jit import Kernel, Variant, load
 
 SOURCE = "ffn/glue.cu"
-KERNELS = ("plan_groups", "swiglu", "swiglu_backward", "gather_rows", "weigh_rows", "sum_rows", "clear_rows")
+KERNELS = (
+    "plan_groups",
+    "swiglu",
+    "swiglu_backward",
+    "gather_rows",
+    "weigh_rows",
+    "sum_rows",
+    "sum_rows_exactly",
+    "clear_rows",
+)
 _THREADS = 256
 _BLOCKS_PER_SM = 8
 _UNIT = 8  # bf16 values in 16 bytes
@@ -134,6 +143,16 @@ def sum_rows(
     y_TD = rows_RD.new_empty(tokens, rows_RD.shape[1])
     sizes = tokens, choices, rows_RD.shape[1] // _UNIT
     _launch("sum_rows", rows_RD, position_TK, weights_TK, count, *sizes, y_TD, addend_TD)
+    return y_TD
+
+
+def sum_rows_exactly(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """float32 [T, D]: the sums of `sum_rows` before they are rounded."""
+    tokens, choices = position_TK.shape
+    y_TD = rows_RD.new_empty(tokens, rows_RD.shape[1], dtype=torch.float32)
+    if tokens:
+        sizes = tokens, choices, rows_RD.shape[1] // _UNIT
+        _launch("sum_rows_exactly", rows_RD, position_TK, weights_TK, *sizes, y_TD)
     return y_TD
 
 
