@@ -101,7 +101,7 @@ def pack_map(
 
 class EmulatedKernel:
     """Stands in for `jit.Kernel`; every launch has its own interleaving and may touch `tensors` only. `most`:
-    blocks of a launch, of a kernel that takes any number."""
+    blocks of a launch, of a kernel that takes any number; `limit`: seconds."""
 
     def __init__(
         self,
@@ -110,8 +110,9 @@ class EmulatedKernel:
         tensors: Sequence[Tensor] | None,
         edits: Edits,
         most: int | None = None,
+        limit: float = 60.0,
     ) -> None:
-        self._most = most
+        self._most, self._limit = most, limit
         self._library, self._tensors, self.seed = _library(variant, smem, edits), tensors, 0
         self._emulate = getattr(self._library, f"emulate_{variant.entry}")
 
@@ -129,10 +130,11 @@ class EmulatedKernel:
         slots, addresses = jit._pack(args)
         self.seed += 1
         late = self._emulate(
-            grid, block, smem + STATIC_BYTES, ctypes.c_uint(self.seed), ctypes.c_double(60.0), addresses
+            *(grid, block, smem + STATIC_BYTES, ctypes.c_uint(self.seed)),
+            *(ctypes.c_double(self._limit), addresses),
         )
         del slots
-        assert late == 0, "the kernel did not end within 60 s"
+        assert late == 0, f"the kernel did not end within {self._limit} s"
 
     def prepare(self, **how: Any) -> functools.partial[None]:
         launch = functools.partial(self.launch, **how)

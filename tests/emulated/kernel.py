@@ -20,7 +20,7 @@ HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 HEADERS = (HEADER, Path(__file__).with_name("machine_on_cpu.h"))
 NAMESPACES = "".join(
     f"namespace {name} {{}}\nusing namespace {name};\n"
-    for name in ("codec", "exchange", "ffn", "gate", "gemm", "mover", "rows", "route", "sums")
+    for name in ("codec", "exchange", "ffn", "fused", "gate", "gemm", "mover", "rows", "route", "sums")
 )
 """An entry has C linkage, so its name is the same in all of them."""
 

@@ -17,6 +17,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.ffn.fp8",
     "imbrex.kernels.ffn.gather",
     "imbrex.kernels.exchange.variants",
+    "imbrex.kernels.fused.home",
     "imbrex.kernels.rows.expand",
     "imbrex.kernels.gate.choose",
     "imbrex.kernels.rows.weights",

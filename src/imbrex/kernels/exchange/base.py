@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class ExchangeBase:
         self._captured = False
         self._groups: dict[int, Struct] = {}
         variants = shipped_variants() if shape.ranks <= lay.MOST_RANKS else [ROUTE_MANY]
+        self._load = load
         self._kernels = {variant: load(variant, self.device) for variant in variants}
         wanted = route_blocks or (8 if compact else 24)
         self.route_blocks, self._route_shared = lay.route_blocks(shape, wanted, self._room)
@@ -124,14 +125,19 @@ class ExchangeBase:
         threads: int,
         shared: int,
         args: ctypes.Structure,
+        besides: Sequence[Any] = (),
     ) -> None:
+        """`besides`: what a kernel that does more takes behind the ranks and `args`."""
         self.check()
         if not 1 <= blocks <= lay.MAX_BLOCKS:
             raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
         self._calls[kind] += 1
         self.last_sms[kind] = blocks
         self._kernels[variant].launch(
-            grid=blocks * self.local_ranks, block=threads, args=[self._group(blocks), args], smem=shared
+            grid=blocks * self.local_ranks,
+            block=threads,
+            args=[self._group(blocks), args, *besides],
+            smem=shared,
         )
 
     def _group(self, blocks: int) -> Struct:

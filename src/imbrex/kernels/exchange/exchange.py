@@ -25,9 +25,13 @@ written, expired leases included, reads as NaN (`exchange_debug.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from imbrex.kernels import jit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.base import ExchangeBase
 from imbrex.kernels.exchange.debug import check_choices, check_rows, check_sent
@@ -311,6 +315,37 @@ class NvlinkExchange(ExchangeBase):
         variant = REDUCE[wire == "fp8"]
         self._launch(variant, "combine", num_sms, REDUCE_THREADS, shared, args)
         return out
+
+    def combine_beside(
+        self,
+        variant: jit.Variant,
+        block: tuple[int, int, int],
+        besides: Sequence[Any],
+        rows: Tensor,
+        routed: Routed,
+        *,
+        out: Tensor,
+        values: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """`combine` of bf16 sums without weights by a kernel that does something else as well, on which ranks
+        need not agree. variant: of the kernel, which takes `besides` behind what a combine takes. block:
+        blocks of a rank, threads of one and its shared memory.
+        """
+        if self.debug:
+            check_rows(routed, rows.shape[1])
+        if variant not in self._kernels:
+            self._kernels[variant] = self._load(variant, self.device)
+        self._next_buffer("combine")
+        args = reduce_args(
+            *(self.shape, self.layout, rows, None, out, routed),
+            (rows[0].nbytes, *self._strides(None, out)),
+            values,
+            pieces=lay.combine_pieces(routed.position_LWTK.shape[2]),
+            wire="bf16",
+            weighted=False,
+        )
+        blocks, threads, shared = block
+        self._launch(variant, "combine", blocks, threads, shared, args, besides)
 
     def reduced_rows(self, width: int) -> Tensor:
         """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the

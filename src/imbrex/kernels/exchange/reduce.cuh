@@ -187,7 +187,7 @@ __device__ inline void tell_reduced(const Call& call, u32 number) {
 // The pieces that this warp draws, of `pieces`: where rows are whole, one stream of tokens, so that rows of
 // the next piece are on their way when one is told. Encoding needs the registers, and gained nothing from it.
 template <class F>
-__device__ inline void reduce_pieces(const Call& call, const Reduce& reduce, const Own& own,
+__device__ __forceinline__ void reduce_pieces(const Call& call, const Reduce& reduce, const Own& own,
                                      const int* tokens, u32 pieces) {
     u32* drawn = &call.own->drawn[call.kind][0];
     const bool apart = WIRE_FP8 != 0 || reduce.parts > 1;
@@ -306,7 +306,8 @@ __device__ __forceinline__ void store_out(const Reduce& reduce, u8* to, int colu
 }
 
 template <class F>
-__device__ inline bool add_piece(const Call& call, const Reduce& reduce, const Own& own, const Piece& piece) {
+__device__ __forceinline__ bool add_piece(const Call& call, const Reduce& reduce, const Own& own,
+                                          const Piece& piece) {
     const Group& group = *call.group;
     const Span span = {piece.first, piece.last, reduce.row_bytes / 16};
     const int p = static_cast<int>(ptx::lane_id());

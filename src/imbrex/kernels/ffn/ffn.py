@@ -12,7 +12,7 @@ or, for wide rows, a kernel of its own; gate and up (bf16) are kept, or computed
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -182,7 +182,8 @@ def run_ffn_backward(
     if deferral is not None:  # takes those of both weights
         parts = (d_gate_up_RG, rows_RD), (d_y_RD, act_RF)
         for weight, part, adds in zip(given, parts, add_to, strict=True):
-            deferral.add(weight, partial(_left_gradient, *part, groups, weight, adds))
+            left = LeftGradient(d_out=part[0], rows=part[1], groups=groups, weight=weight, add_to=adds)
+            deferral.add(weight, left)
         need_gate_up = need_down = False
     d_down_eDF = _weight_gradient(d_y_RD, act_RF, groups, down_eDF, need_down, add_to[1])
     del act_RF  # each piece goes before the next is made: the peak is the backward's
@@ -209,18 +210,26 @@ def _weight_gradient(
     return weight.new_empty(0)
 
 
-def _left_gradient(
-    d_out: Tensor,
-    rows: Tensor,
-    groups: Groups,
-    weight: Tensor,
-    add_to: Tensor | None,
-    total: Tensor | None,
-) -> Tensor | None:
-    found = _weight_gradient(d_out, rows, groups, weight, True, total if add_to is None else add_to)
-    if add_to is not None:
-        return None
-    return found if total is None else total
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftGradient:
+    """A weight's gradient that a backward has left to a `Deferral`, whose `Gradient` it is.
+
+    d_out [R, N], rows [R, K]: bf16, of the product of `rows` with `weight` [e, N, K], in `groups`. add_to:
+    where it is added, or `None`.
+    """
+
+    d_out: Tensor
+    rows: Tensor
+    groups: Groups
+    weight: Tensor
+    add_to: Tensor | None
+
+    def __call__(self, total: Tensor | None) -> Tensor | None:
+        target = total if self.add_to is None else self.add_to
+        found = _weight_gradient(self.d_out, self.rows, self.groups, self.weight, True, target)
+        if self.add_to is not None:
+            return None
+        return found if total is None else total
 
 
 def _swiglu_gradient(

@@ -228,14 +228,14 @@ def multiprocessors(device: int) -> int:
 
 
 @functools.cache
-def _status(device: int) -> torch.Tensor:
+def products_status(device: int) -> torch.Tensor:
     """One word of the host that kernels of `device` write to."""
     return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device >= 0)
 
 
 @functools.cache
 def _status_word(device: int) -> ctypes.c_int32:
-    return ctypes.c_int32.from_address(_status(device).data_ptr())
+    return ctypes.c_int32.from_address(products_status(device).data_ptr())
 
 
 def check_products(device: int) -> None:
@@ -363,7 +363,7 @@ def launch_gemm(
                 segments,
                 ends_e.numel() if segments is None else segments.shape[0],
                 *(out.shape[-2], out.shape[-1], a.shape[-1]),
-                *(weights_R, counter, _status(a.get_device())),
+                *(weights_R, counter, products_status(a.get_device())),
                 _NO_SCALES if scales is None else scales.argument(),
                 _NO_SLOPES if slopes is None else slopes.argument(),
                 index_R,

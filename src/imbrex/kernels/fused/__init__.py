@@ -1,0 +1,1 @@
+"""Kernels that move rows and multiply in one launch."""

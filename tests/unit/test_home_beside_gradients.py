@@ -1,0 +1,145 @@
+"""dx home beside both weights' gradients, emulated: the bits of three launches, whoever sums first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from imbrex.kernels.exchange.exchange import ExchangeError
+from imbrex.kernels.gemm.gemm import Epilogue, Layout
+from imbrex.kernels.gemm.tiling import OWN, SHARED, override_tilings
+from imbrex.placement.layouts import contiguous
+from tests.emulated import kernel
+from tests.emulated.gemm import Edits, emulate
+from tests.emulated.home import apart, begin, beside, differences, loader
+from tests.emulated.scenario import Case
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
+
+BLOCKS = 3
+CASE = Case(placement=contiguous(4, 2), tokens=(340, 300), choices=2, width=192, drop=0.05, skew=0.4)
+"""Experts of more than 64 * STAGES rows; at most 512 tokens a rank: pieces of one token, in four parts."""
+WHOLE = replace(CASE, tokens=(530, 70))
+"""Pieces of three whole tokens."""
+FOUR = Case(placement=contiguous(8, 4), tokens=(60, 0, 41, 75), choices=5, width=320, drop=0.3, seed=3)
+"""A rank without tokens; more columns than a tile."""
+LONELY = Case(placement=contiguous(4, 2), tokens=(40, 33), choices=1, width=64, drop=0.0, skew=-100.0, seed=1)
+"""All choices are the first expert: a rank has no rows."""
+
+
+@pytest.mark.parametrize("first", [0, 1, BLOCKS // 2 + 1, BLOCKS])
+def test_bits_are_those_of_three_launches(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    emulate(monkeypatch, blocks=2)
+    backward = begin(CASE, 64, load=loader(), timeout=30.0)
+    assert int(backward.routed.counts_Le.max()) > 64 * (SHARED.stages + 1)
+    wanted = apart(backward)
+    for _ in range(2):  # counters and tickets are back at 0
+        assert differences(CASE, beside(backward, first, BLOCKS), wanted) == []
+
+
+@pytest.mark.parametrize(("case", "inner"), [(WHOLE, 64), (FOUR, 64), (LONELY, 128)])
+def test_whole_rows_and_ranks_without(monkeypatch: pytest.MonkeyPatch, case: Case, inner: int) -> None:
+    emulate(monkeypatch, blocks=2)
+    backward = begin(case, inner, load=loader(), timeout=30.0)
+    wanted = apart(backward)
+    for first in (0, 1, 2):
+        assert differences(case, beside(backward, first, 2), wanted) == []
+
+
+@pytest.mark.parametrize("add", [torch.bfloat16, torch.float32])
+def test_gradients_are_added_in_turns_of_the_groups(
+    monkeypatch: pytest.MonkeyPatch, add: torch.dtype
+) -> None:
+    emulate(monkeypatch, blocks=2)
+    backward = begin(CASE, 128, add, load=loader(), timeout=30.0)
+    epilogue = Epilogue.ADD if add == torch.bfloat16 else Epilogue.ADD_FLOAT
+    wanted = apart(backward)
+    with override_tilings({(Layout.WGRAD, epilogue): OWN}):
+        for first in (0, 2):
+            assert differences(CASE, beside(backward, first, BLOCKS), wanted) == []
+
+
+FAULTS = {
+    "sums over tiles that are still read": (
+        "        ptx::named_barrier(kSumBarrier, kSummers);",
+        "        if (fault != 1) ptx::named_barrier(kSumBarrier, kSummers);",
+    ),
+    "tiles over sums that are still read": (
+        "if (sums_first) ptx::named_barrier(kLoadBarrier, kSummers + 32);\n            const",
+        "if (sums_first && fault != 2) ptx::named_barrier(kLoadBarrier, kSummers + 32);\n            const",
+    ),
+    "sums over staging that is still read": (
+        "if (stores.thread == 0) ptx::bulk_wait<0>();\n    sink",
+        "if (stores.thread == 0 && exchange::fault != 3) ptx::bulk_wait<0>();\n    sink",
+    ),
+    "others' pieces left in the end": (
+        "bool end() {\n        if (!reduce_others()) return false;",
+        "bool end() {\n        if (fault != 4 && fault != 5 && !reduce_others()) return false;",
+    ),
+    "own pieces before others'": (
+        "reduce, own, piece_of(reduce, tokens, call.me, i))) return false;\n        return true;",
+        "reduce, own, piece_of(reduce, tokens, call.me, i))) return false;\n"
+        "        return fault != 5 || reduce_others();",
+    ),
+    "the first product's result for both": (
+        "ptx::tma_store_3d(map_d + tile.together,",
+        "ptx::tma_store_3d(map_d + (fault == 6 ? 0 : tile.together),",
+    ),
+    "the piece put aside is forgotten": (
+        "aside < home ? aside : draw_home()",
+        "aside < home && fault != 7 ? aside : draw_home()",
+    ),
+}
+"""Fault number i is there where `layer` says i: one build for all. From the last one on rank 1 sums only when
+rank 0 has asked for its first own piece, which is put aside."""
+LATE = len(FAULTS) + 1
+SWITCH = (
+    ("struct Reduce {\n", "inline int fault = 0;\nstruct Reduce {\n"),
+    (
+        "sums_first = call.block < home.first_blocks;",
+        "sums_first = call.block < home.first_blocks && (group.layer < 7 || call.me == 0);\n"
+        "    fault = group.layer;",
+    ),
+    (
+        "fence_async_shared();\n            ptx::named_barrier(kLoadBarrier, kSummers + 32);",
+        "fence_async_shared();\n            if (fault != 2) ptx::named_barrier(kLoadBarrier, kSummers + 32);",
+    ),
+    (
+        "        fine = fine && summer.end();\n",
+        "        while (fault > 6 && call.me == 1 && control_of(group, 0)->drawn[kCombine][1] == 0)\n"
+        "            ptx::pause();\n"
+        "        fine = fine && summer.end();\n        ptx::bulk_wait<0>();\n",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def edits() -> Edits:
+    return (*SWITCH, *FAULTS.values())
+
+
+@pytest.mark.parametrize("none", [None, LATE])
+def test_the_build_of_faults_has_none_by_itself(
+    monkeypatch: pytest.MonkeyPatch, edits: Edits, none: int | None
+) -> None:
+    assert not _shows(monkeypatch, edits, none, 1)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_show(monkeypatch: pytest.MonkeyPatch, edits: Edits, name: str) -> None:
+    number = 1 + [*FAULTS].index(name)
+    assert _shows(monkeypatch, edits, number, 0 if number in (1, 3, 4, 5) else 1)
+
+
+def _shows(monkeypatch: pytest.MonkeyPatch, edits: Edits, fault: int | None, first: int) -> bool:
+    """Whether other bits, or a wait that ends, come of it."""
+    emulate(monkeypatch, blocks=2)
+    backward = begin(CASE, 64, load=loader(edits), timeout=2.0)
+    wanted = apart(backward)
+    backward.exchange.layer = None if fault is None else fault - 1
+    try:
+        return any(differences(CASE, beside(backward, first, BLOCKS), wanted) for _ in range(4))
+    except ExchangeError:
+        return True
