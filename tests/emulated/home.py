@@ -49,11 +49,11 @@ def begin(case: Case, inner: int, add: torch.dtype | None = None, **options: Any
     device = options.pop("device", "cpu")
     exchange, inputs = make_exchange(case, device, **options), make_inputs(case, device)
     routed = route(case, exchange, inputs)
-    make = torch.Generator().manual_seed(case.seed)
+    make = torch.Generator(device).manual_seed(case.seed)
     ranks, rows, width = case.ranks, exchange.shape.row_capacity, case.width
 
     def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=make).bfloat16().to(device)
+        return torch.randn(size, generator=make, device=device).bfloat16()
 
     pairs = []
     for counts_e in routed.counts_Le:
@@ -68,7 +68,7 @@ def begin(case: Case, inner: int, add: torch.dtype | None = None, **options: Any
             add_to = None if add is None else draw(*weight.shape).to(add)
             pair.append(LeftGradient(d_out=d_out, rows=given, groups=groups, weight=weight, add_to=add_to))
         pairs.append(tuple(pair))
-    numbers = torch.randn(ranks, rows, generator=make).to(device)
+    numbers = torch.randn(ranks, rows, generator=make, device=device)
     like = inputs.x_WTD, inputs.weights_WTK
     given = {"routed": routed, "d_rows": draw(ranks, rows, width), "numbers": numbers, "pairs": pairs}
     return Backward(exchange=exchange, like=like, **given)

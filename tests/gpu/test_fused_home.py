@@ -1,0 +1,118 @@
+"""dx home beside both weights' gradients on virtual ranks of one GPU: the bits of three launches."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from imbrex.kernels import jit
+from imbrex.kernels.fused.home import home_beside_gradients
+from imbrex.kernels.gemm.gemm import multiprocessors
+from imbrex.placement.layouts import contiguous
+from tests.emulated.home import apart, begin, beside, differences
+from tests.emulated.scenario import Case
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "two ranks": (Case(placement=contiguous(16, 2), tokens=(900, 700), choices=4, width=2048), 1408),
+    "narrow": (Case(placement=contiguous(32, 2), tokens=(400, 512), choices=8, width=2048), 768),
+    "in turns": (Case(placement=contiguous(8, 2), tokens=(600, 530), choices=4, width=7168), 2048),
+    "four ranks": (Case(placement=contiguous(16, 4), tokens=(170, 0, 5, 633), choices=6, width=512), 256),
+    "all to one": (Case(placement=contiguous(4, 4), tokens=(150,) * 4, choices=1, skew=-100.0, width=64), 64),
+}
+
+
+def blocks_of(case: Case) -> int:
+    return multiprocessors(0) // case.ranks
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_three_launches(name: str) -> None:
+    case, inner = CASES[name]
+    backward, blocks = begin(case, inner, device="cuda", timeout=10.0), blocks_of(case)
+    wanted = apart(backward, sms=8)
+    for first in (0, 1, 16, blocks // 2, blocks):
+        assert differences(case, beside(backward, first, blocks), wanted) == []
+
+
+@pytest.mark.parametrize("name", ["two ranks", "in turns"])
+@pytest.mark.parametrize("add", [torch.bfloat16, torch.float32])
+def test_gradients_are_added(name: str, add: torch.dtype) -> None:
+    case, inner = CASES[name]
+    backward, blocks = begin(case, inner, add, device="cuda", timeout=10.0), blocks_of(case)
+    wanted = apart(backward, sms=8)
+    for first in (0, 16):
+        assert differences(case, beside(backward, first, blocks), wanted) == []
+
+
+class Stalling:
+    """Kernels whose threads stop here and there for up to 30 us."""
+
+    def __init__(self, variant: jit.Variant, device: torch.device) -> None:
+        self.variant, self.device = replace(variant, defines=(*variant.defines, ("STALL_NS", 30_000))), device
+
+    def launch(self, **options: Any) -> None:
+        jit.load(self.variant, self.device).launch(**options)
+
+
+def test_many_calls_with_delays_in_them() -> None:
+    case, inner = CASES["four ranks"]
+    backward, blocks = begin(case, inner, device="cuda", timeout=10.0, load=Stalling), blocks_of(case)
+    wanted = apart(backward, sms=8)
+    for call in range(100):
+        assert differences(case, beside(backward, call % (blocks + 1), blocks), wanted) == [], call
+
+
+def test_a_captured_launch_is_replayed() -> None:
+    case, inner = CASES["two ranks"]
+    backward, blocks = begin(case, inner, device="cuda", timeout=10.0), blocks_of(case)
+    wanted = apart(backward, sms=8)
+    out, home = (torch.empty_like(tensor) for tensor in backward.like)
+    given = backward.exchange, backward.d_rows, backward.routed, (backward.numbers, home), out, backward.pairs
+
+    def call() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return home_beside_gradients(*given, first_blocks=16, blocks=blocks)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    results = [out, home, *(gradient for pair in made for gradient in pair)]
+    for _ in range(3):
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        backward.exchange.check(synchronize=True)
+        assert differences(case, results, wanted) == []
+
+
+@pytest.mark.timeout(300)
+def test_memcheck_finds_nothing() -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not installed")
+    test = f"{__file__}::test_bits_are_those_of_three_launches[four ranks]"
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        "memcheck",
+        "--report-api-errors",
+        "no",
+        "--error-exitcode",
+        "9",
+    ]
+    ran = subprocess.run(
+        [*command, sys.executable, "-m", "pytest", "-q", "-m", "gpu", test],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
