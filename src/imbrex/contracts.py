@@ -484,7 +484,13 @@ class Experts(Protocol):
 
 
 class RowExchange(Protocol):
-    """What a strategy sees of an exchange; see `imbrex.Exchange`."""
+    """What a strategy sees of an exchange; see `imbrex.Exchange`.
+
+    herald: tells all ranks of an input that cannot be dispatched, and raises; set by a strategy whose ranks
+        do not meet in the exchange of counts.
+    """
+
+    herald: Callable[[Tensor, Routing], None] | None
 
     @property
     def dispatcher(self) -> Dispatcher: ...

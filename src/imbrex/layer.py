@@ -166,7 +166,7 @@ class MoELayer(nn.Module):
         kept_TK: bool [T, K]; keep exactly these choices, as recorded in `routing.kept_TK`.
         """
         observer, number = self.exchange.observer, self.exchange.layer
-        x = self._checked(x)
+        x = self._checked(x, kept_TK)
         x_TD = x.reshape(-1, x.shape[-1])
         with observer.span("route", layer=number):
             num_sequences = x.shape[0] if x.dim() == 3 else 1
@@ -294,9 +294,10 @@ class MoELayer(nn.Module):
 
         return rows
 
-    def _checked(self, x: Tensor) -> Tensor:
-        """A wrong shape or dtype on one rank is every rank's error: the others may already wait for it in
-        the router's sums over the global batch, so there they all check in first."""
+    def _checked(self, x: Tensor, kept_TK: Tensor | None) -> Tensor:
+        """A wrong shape or dtype, or a mask of another call, on one rank is every rank's error: the others
+        may already wait for it in the router's sums over the global batch, so there they all check in first.
+        """
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.compiler.is_compiling():
@@ -311,8 +312,11 @@ class MoELayer(nn.Module):
                 "with the exchange that both use; copy it anew, or without a balancer"
             )
         wrong = self.exchange.why_not_tokens(x) is not None
-        if wrong or (self.gate.is_collective and self.ranks.group is not None):
-            self.exchange.check_in(x)
+        if kept_TK is not None and not wrong:
+            wrong = kept_TK.shape != (x.numel() // x.shape[-1], self.config.top_k)
+        together = self.gate.is_collective and self.ranks.group is not None
+        if wrong or together:
+            self.exchange.check_in(x, kept_TK=kept_TK, alone=not together)
         return x
 
     def extra_repr(self) -> str:

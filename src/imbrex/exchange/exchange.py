@@ -116,6 +116,7 @@ class Exchange:
             problem = error
         self._agree(layer, problem)
         self._combined = self.world_size == 1
+        self.herald: Callable[[Tensor, Routing], None] | None = None
         if self.world_size == 1 and automatic:
             alone = AloneDispatcher(self.geometry, self.dispatcher, observer, layer)
             self.dispatcher = alone
@@ -207,14 +208,19 @@ class Exchange:
         """Why tokens [..., D] of this width, dtype and device cannot be dispatched, or `None`."""
         return self.dispatcher.why_not_tokens(x)
 
-    def check_in(self, x: Tensor) -> None:
+    def check_in(self, x: Tensor, *, kept_TK: Tensor | None = None, alone: bool = False) -> None:
         """Tell the other ranks whether tokens [..., D] can be dispatched: ValueError on every rank where one
-        rank's cannot. For callers who communicate between having tokens and dispatching them. A rank that
-        finds its own tokens wrong may call it alone: the others hear it in their `dispatch`."""
+        rank's cannot. For callers who communicate between having tokens and dispatching them.
+
+        kept_TK: a mask, which must be of as many tokens and choices. alone: a rank that finds its own input
+            wrong calls it by itself; the others hear it in their `dispatch`, or in their schedule.
+        """
         x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x[None, None]
-        ids_TK = torch.full((x_TD.shape[0], self.geometry.top_k), -1, dtype=torch.int64, device=x.device)
+        choices = (x_TD.shape[0], self.geometry.top_k) if kept_TK is None else kept_TK.shape
+        ids_TK = torch.full(choices, -1, dtype=torch.int64, device=x.device)
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=x.device)
-        self.dispatcher.check_in(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
+        tell = self.herald if alone and self.herald is not None else self.dispatcher.check_in
+        tell(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
 
     def dispatch(
         self, x_TD: Tensor, routing: Routing, *, forms: Sequence[RowForm] = (RowForm.ROWS,)

@@ -14,6 +14,8 @@ from torch.library import custom_op
 from imbrex.runtime import deferred
 
 STRIDE_BYTES = 16
+ALIKE = 8
+"""Rows of the smallest product on a CPU; fewer are padded."""
 
 
 def has_fast_path(rows_RK: Tensor) -> bool:
@@ -29,8 +31,21 @@ def run_grouped_mm(rows_RK: Tensor, weight_eKN: Tensor, counts_e: Tensor) -> Ten
         return _fast_mm(rows_RK, weight, counts_e)
     out = rows_RK.new_empty(rows_RK.shape[0], weight.shape[2])
     for group, piece in _groups(counts_e):
-        torch.mm(rows_RK[piece], weight[group], out=out[piece])
+        _mm(rows_RK[piece], weight[group], out[piece])
     return out
+
+
+def _mm(rows: Tensor, weight: Tensor, out: Tensor) -> None:
+    """A product whose rows do not depend on how many others there are: MKL takes other ways, which add in
+    another order, for fewer than 4 rows and, in float64, for the last `rows % 4`."""
+    count = rows.shape[0]
+    whole = count - count % ALIKE if count < ALIKE or rows.dtype == torch.float64 else count
+    if whole:
+        torch.mm(rows[:whole], weight, out=out[:whole])
+    if whole < count:
+        padded = rows.new_zeros(ALIKE, rows.shape[1])
+        padded[: count - whole] = rows[whole:]
+        out[whole:] = torch.mm(padded, weight)[: count - whole]
 
 
 def run_grouped_wgrad(rows_RK: Tensor, d_out_RN: Tensor, counts_e: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import cast
 
 from imbrex.contracts import Strategy
 from imbrex.overlap.auto import Auto
+from imbrex.overlap.events import Events
 from imbrex.overlap.pipelined import Pipelined, split_by_source
 from imbrex.overlap.serial import Serial
 from imbrex.runtime import checks
@@ -19,6 +20,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "serial": Serial,
     "auto": Auto,
     "pipelined": Pipelined,
+    "events": Events,
     "megatron": lambda: Pipelined("sequential", 1, name="megatron"),
     "fastermoe": lambda: Pipelined("optsche", 2, split=split_by_source, name="fastermoe"),
     "tutel": lambda: Auto(scheduler="stage-major", name="tutel"),
@@ -69,6 +71,7 @@ __all__ = [
     "SCHEDULERS",
     "STRATEGIES",
     "Auto",
+    "Events",
     "Kind",
     "Order",
     "Pipelined",

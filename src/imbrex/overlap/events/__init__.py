@@ -1,0 +1,164 @@
+"""Aristos' asynchronous execution: nobody waits for all, and patience is counted (docs/events.md)."""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from imbrex.contracts import Experts, Output, Routing, RowExchange, Transport
+from imbrex.overlap.events.backward import Backward
+from imbrex.overlap.events.forward import Forward
+from imbrex.overlap.events.ledger import Kind, Ledger
+from imbrex.overlap.events.seat import Seat
+from imbrex.overlap.pipelined import parameters_of
+from imbrex.overlap.serial import Serial
+from imbrex.runtime.tracing import differentiated
+
+
+class Events:
+    """Packets of rows from rank to rank, computed as they come, with no barrier of all ranks.
+
+    tau: seconds to wait for the last peers, counted from when no more than `epsilon` of them are missing; or
+        `p95`, as long as 95 % of the last 200 such waits took. Infinite: patience has no end.
+    epsilon: how many peers a rank may do without in a call. Their choices are dropped, and `kept_TK` says so.
+
+    With an infinite tau or an epsilon of 0 the numbers are `serial`'s to the bit. The time-out of an exchange
+    is another thing: a rank that is silent for so long is lost, however patient its peers are.
+    """
+
+    def __init__(self, tau: float | str = math.inf, epsilon: int = 0) -> None:
+        problem = why_not_patience(tau, epsilon)
+        if problem is not None:
+            raise ValueError(f"schedule: {problem}")
+        self.tau, self.epsilon = tau if isinstance(tau, str) else float(tau), epsilon
+        self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon})"
+        self._seats: weakref.WeakKeyDictionary[RowExchange, Seat] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What pickle asks; connections stay with this process."""
+        return Events, (self.tau, self.epsilon)
+
+    def reason(self, exchange: RowExchange) -> str:
+        if exchange.world_size == 1:
+            return "asked for; one rank: as serial"
+        return f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}"
+
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        exchange: RowExchange,
+        experts: Experts,
+        addend: Callable[[], Tensor] | None,
+    ) -> Output:
+        if torch.compiler.is_compiling() or exchange.world_size == 1:
+            return Serial().run(x_TD, routing, exchange, experts, addend)
+        seat = self._seat(x_TD, routing, exchange)
+        seat.check_in(exchange.geometry, x_TD, routing)
+        problem = _why_not_placement(exchange)
+        if problem is not None:
+            # Every rank has the same placement, so this is every rank's sentence.
+            raise ValueError(f"schedule: {problem}")
+        parameters = tuple(parameters_of(experts))
+        keep = differentiated(x_TD, routing.weights_TK, *parameters)
+        forward = Forward(seat, exchange, experts, x_TD, routing, keep=keep)
+        forward.send()
+        added = None if addend is None else addend()
+        if not keep:
+            forward.run()
+            y_TD, kept_TK = forward.outputs(added)
+            return Output(y_TD=y_TD, kept_TK=kept_TK)
+        y_TD, kept_TK = _Run.apply(forward, x_TD, routing.weights_TK, added, *parameters)
+        return Output(y_TD=y_TD, kept_TK=kept_TK if kept_TK.numel() else None)
+
+    def _seat(self, x_TD: Tensor, routing: Routing, exchange: RowExchange) -> Seat:
+        seat = self._seats.get(exchange)
+        if seat is None:
+            # A layer whose first input is wrong says so in this way, before its strategy runs.
+            exchange.dispatcher.check_in(x_TD, routing)
+            problem = why_not_events(exchange, self.epsilon)
+            seat = self._seats[exchange] = Seat(exchange, self.tau, self.epsilon, problem)
+            # Not a cycle through the exchange: connections close with the last reference to it.
+            geometry = exchange.geometry
+            exchange.herald = lambda x_TD, routing: seat.check_in(geometry, x_TD, routing)
+        return seat
+
+
+def why_not_patience(tau: Any, epsilon: Any) -> str | None:
+    """Why these are no patience, or `None`."""
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int) or epsilon < 0:
+        return f"epsilon is {epsilon!r}; give how many peers may be missing, 0 or more"
+    if isinstance(tau, str):
+        share = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)", tau)
+        if share is None or not float(share[1]):
+            return f"tau is {tau!r}; give seconds, or a quantile of the last waits as p95"
+        return None
+    if isinstance(tau, bool) or not isinstance(tau, int | float) or not tau >= 0:
+        return f"tau is {tau!r}; give seconds of at least 0, or a quantile of the last waits as p95"
+    return None
+
+
+def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
+    """Why this exchange cannot be run by events, or `None`."""
+    transport, geometry = exchange.transport, exchange.geometry
+    if transport.name == "nvlink" or transport.device.type != "cpu":
+        return f"events move rows between CPUs so far, not over {transport.name}; use schedule='serial'"
+    if transport.replicated:
+        return f"transport {transport.name!r} moves no rows that events could wait for; use 'alltoall'"
+    if cast("Transport", transport).ranks_per_node is not None:
+        return f"transport {transport.name!r} sends rows by way of nodes, events straight; use 'alltoall'"
+    if geometry.rows_per_slot is not None or geometry.alignment != 1:
+        return "padding wants the tokens of all ranks, which events do not wait for; leave it out"
+    if epsilon >= exchange.world_size:
+        most_peers = exchange.world_size - 1
+        return f"epsilon is {epsilon}, but a rank has {most_peers} peers; give 0 to {most_peers}"
+    return None
+
+
+def _why_not_placement(exchange: RowExchange) -> str | None:
+    if exchange.geometry.placement.has_replicas:
+        return (
+            "events choose no replicas: that wants the choices of all ranks; use schedule='serial', or a "
+            "placement without replicas"
+        )
+    return None
+
+
+class _Run(torch.autograd.Function):
+    """The whole call, so that the backward sends what its forward kept. The parameters are inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Forward, x_TD: Tensor, weights_TK: Tensor, addend_TD: Any, *parameters: Any
+    ):
+        forward.run()
+        y_TD, kept_TK = forward.outputs(addend_TD)
+        kept_TK = torch.empty(0, dtype=torch.bool, device="cpu") if kept_TK is None else kept_TK
+        ctx.mark_non_differentiable(kept_TK)
+        ctx.work, ctx.parameters = forward, parameters
+        return y_TD, kept_TK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.work is None:
+            raise RuntimeError("a layer that runs by events goes backward once; run its forward again")
+        needed = ctx.needs_input_grad[4:]
+        parameters = [p for p, need in zip(ctx.parameters, needed, strict=True) if need]
+        d_y_TD = grads[0].contiguous()
+        d_x_TD, d_weights_TK, d_parameters = Backward(ctx.work, d_y_TD, parameters).run()
+        ctx.work = None
+        each = iter(d_parameters)
+        d_each = [next(each) if need else None for need in needed]
+        d_addend = d_y_TD if ctx.needs_input_grad[3] else None
+        return None, d_x_TD, d_weights_TK, d_addend, *d_each
+
+
+__all__ = ["Events", "Kind", "Ledger", "why_not_events", "why_not_patience"]

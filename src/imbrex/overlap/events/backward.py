@@ -1,0 +1,161 @@
+"""The backward of a call: gradients to the hosts that counted, and back. It has no patience: what counted in
+the forward counts here, on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from imbrex.codec.cast import from_bytes
+from imbrex.codec.columns import write
+from imbrex.exchange import rows
+from imbrex.overlap.events.forward import Batch, Forward
+from imbrex.overlap.events.ledger import Host, Kind
+
+
+class Backward:
+    """Gradients of tokens, weights and `parameters` of a call; the graph of its experts is gone afterwards.
+
+    Rows that were computed in vain are left out: the experts are then computed once more, on the rest, so
+    that the gradients are to the bit those of a call that was given the mask.
+    """
+
+    def __init__(self, forward: Forward, d_y_TD: Tensor, parameters: Sequence[Tensor]) -> None:
+        self.forward, self.d_y_TD, self.parameters = forward, d_y_TD, parameters
+        self.rank, self.counts = forward.geometry.rank, forward.ledger.counts
+        self.gradients: dict[int, Tensor] = {}
+        self.came_back: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def run(self) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """d_x_TD, d_weights_TK, and those of the parameters."""
+        forward = self.forward
+        observer, layer, seat = forward.exchange.observer, forward.exchange.layer, forward.seat
+        with observer.span("combine_backward", layer=layer):
+            encoded = write([self.d_y_TD], forward.wire.combine_backward, forward.dtype)
+            tokens_N, sizes = forward.traffic()
+            for peer in seat.peers:
+                if self.counts[peer]:
+                    body = encoded.index_select(0, forward.tokens[peer])
+                    forward.post(peer, Kind.GRADIENT, body)
+            self._wait("combine", self._undecided)
+        batch, d_rows_RD, d_weights_R, d_parameters = self._experts()
+        with observer.span("dispatch_backward", layer=layer):
+            own_TD, own_TK = self._send_back(batch, d_rows_RD, d_weights_R)
+            self._wait("dispatch", lambda: {p for p, size in enumerate(sizes) if size} - set(self.came_back))
+            return *self._sum_home(own_TD, own_TK, tokens_N, sizes), d_parameters
+
+    def _undecided(self) -> set[int]:
+        return self.forward.ledger.unknown - set(self.gradients)
+
+    def _wait(self, what: str, missing: Callable[[], set[int]]) -> None:
+        seat = self.forward.seat
+        deadline = time.monotonic() + seat.timeout_s
+        seat.pump(0.0)
+        self._hear()
+        while missing():
+            seat.wait(f"the backward pass, {what}", sorted(missing()), deadline, math.inf)
+            self._hear()
+
+    def _hear(self) -> None:
+        forward = self.forward
+        letters, forward.letters = forward.letters, []
+        for peer, envelope, body in letters:
+            kind = Kind(envelope.kind)
+            if kind is Kind.GRADIENT:
+                self.gradients[peer] = body
+            elif kind is Kind.GRADIENT_BACK:
+                self.came_back[peer] = body
+            else:
+                forward.ledger.hear(peer, kind)
+
+    def _experts(self) -> tuple[Batch, Tensor, Tensor, list[Tensor | None]]:
+        """Gradients of the rows that counted, of their weights, and of the parameters."""
+        forward = self.forward
+        batch, out_RD = self._graph()
+        d_y_RD = self._gradients_of(batch).index_select(0, batch.source_R)
+        weighted, observer = forward.layer_experts.applies_weights, forward.exchange.observer
+        if weighted:
+            d_out_RD, d_weights_R = d_y_RD, torch.zeros_like(batch.weights_R)
+        else:
+            d_weights_R = (out_RD.detach().float() * d_y_RD.float()).sum(1)
+            d_out_RD = (d_y_RD.float() * batch.weights_R[:, None]).to(d_y_RD.dtype)
+        inputs = [batch.rows_RD, *([batch.weights_R] if weighted else []), *self.parameters]
+        with observer.span("experts_backward", layer=forward.exchange.layer):
+            grads: list[Tensor | None] = [None] * len(inputs)
+            if out_RD.requires_grad:
+                grads = list(torch.autograd.grad(out_RD, inputs, d_out_RD, allow_unused=True))
+        d_rows_RD = grads.pop(0)
+        d_rows_RD = torch.zeros_like(batch.rows_RD) if d_rows_RD is None else d_rows_RD
+        if weighted:
+            d_weights = grads.pop(0)
+            d_weights_R = d_weights_R if d_weights is None else d_weights
+        return batch, d_rows_RD, d_weights_R, grads
+
+    def _graph(self) -> tuple[Batch, Tensor]:
+        """The rows that count and what the experts made of them."""
+        forward = self.forward
+        assert forward.graph is not None
+        batch, out_RD = forward.graph
+        forward.graph = None
+        counted_ranks = {p for p in self.gradients if forward.ledger.host[p] is Host.COMPUTED}
+        if self.counts[self.rank]:
+            counted_ranks.add(self.rank)
+        if counted_ranks == set(batch.ranks):
+            return batch, out_RD
+        packets = {rank: forward.packets[rank] for rank in sorted(counted_ranks)}
+        if not packets:
+            packets[self.rank] = forward.packets[self.rank].nothing()
+        out_RD, batch = forward.compute(Batch.of(packets, forward.geometry.local_slots))
+        return batch, out_RD
+
+    def _gradients_of(self, batch: Batch) -> Tensor:
+        """The gradient of every row of the homes' packets; of the own rank's as it is, of others decoded."""
+        codec, width, dtype = self.forward.wire.combine_backward, self.d_y_TD.shape[1], self.forward.dtype
+        parts = [
+            self.d_y_TD[: batch.sizes[place]]
+            if rank == self.rank
+            else codec.decode(self.gradients[rank], width, dtype)
+            for place, rank in enumerate(batch.ranks)
+        ]
+        return torch.cat(parts)
+
+    def _send_back(self, batch: Batch, d_rows_RD: Tensor, d_weights_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums for the homes leave; those of the own tokens and their weights stay."""
+        forward = self.forward
+        codec = forward.wire.dispatch_backward
+        sums_PD = rows.reduce(d_rows_RD, batch.position_PK, None, forward.geometry.most_rows)
+        scalars_PK = rows.pick_scalars(d_weights_R, batch.position_PK)
+        own_TD = torch.zeros(self.d_y_TD.shape, dtype=torch.float32, device="cpu")
+        own_TK = torch.zeros_like(forward.weights_TK)
+        pieces = zip(batch.ranks, sums_PD.split(batch.sizes), scalars_PK.split(batch.sizes), strict=True)
+        for rank, sums_ND, scalars_NK in pieces:
+            if rank != self.rank:
+                forward.post(rank, Kind.GRADIENT_BACK, write([sums_ND, scalars_NK], codec, d_rows_RD.dtype))
+            elif len(sums_ND):
+                own_TD, own_TK = sums_ND, scalars_NK
+        return own_TD, own_TK
+
+    def _sum_home(
+        self, own_TD: Tensor, own_TK: Tensor, tokens_N: Tensor, sizes: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        codec, width, dtype = self.forward.wire.dispatch_backward, self.d_y_TD.shape[1], self.forward.dtype
+        nbytes, bodies = (
+            codec.nbytes(width, dtype),
+            [self.came_back[p] for p, size in enumerate(sizes) if size],
+        )
+        back_ND, back_NK = own_TD[:0], own_TK[:0]
+        if bodies:
+            came = torch.cat(bodies)
+            back_ND = codec.decode(came[:, :nbytes], width, dtype)
+            back_NK = from_bytes(came[:, nbytes:], own_TK.shape[1], torch.float32)
+        d_x_TD = rows.sum_home(own_TD, back_ND, tokens_N, sizes, self.rank).to(dtype)
+        return d_x_TD, rows.sum_home(own_TK, back_NK, tokens_N, sizes, self.rank)
+
+
+__all__ = ["Backward"]

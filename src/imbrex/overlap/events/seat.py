@@ -1,0 +1,167 @@
+"""An exchange's place among its peers: its messages, its calls, its patience."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from imbrex.contracts import Geometry, Routing, RowExchange
+from imbrex.exchange.agreement import PROBLEMS, agree, explain, find_problem
+from imbrex.overlap.events.ledger import Kind
+from imbrex.runtime.waits import RankLostError
+from imbrex.transport.collective import Collective
+from imbrex.transport.messages import Envelope, Mail
+
+MEMORY = 200
+"""Waits that a learnt tau remembers."""
+FEWEST = 20
+"""Waits from which on one is learnt; until then patience has no end."""
+LEAD = 16
+"""Calls that a peer may be behind; further behind it gets no rows, and is not waited for."""
+
+Letter = tuple[int, Envelope, Tensor]
+
+
+class Patience:
+    """How long to wait for the last peers. tau: seconds, or `p95`, so long as 95 % of the last waits took.
+
+    A wait that was given up counts as endless: of the last 200 no more than the rest is ever given up.
+    """
+
+    def __init__(self, tau: float | str) -> None:
+        self.tau = tau
+        self.waits: deque[float] = deque(maxlen=MEMORY)
+
+    @property
+    def seconds(self) -> float:
+        if not isinstance(self.tau, str):
+            return self.tau
+        if len(self.waits) < FEWEST:
+            return math.inf
+        ordered, share = sorted(self.waits), float(self.tau[1:]) / 100
+        given_up = sum(map(math.isinf, ordered))
+        if given_up + 1 > (1 - share) * min(MEMORY, len(ordered) + 1):
+            return math.inf
+        return ordered[math.ceil(share * len(ordered)) - 1]
+
+    def remember(self, waited_s: float) -> None:
+        self.waits.append(waited_s)
+
+
+class Record(Protocol):
+    """A call that messages may still be for."""
+
+    letters: list[Letter]
+
+
+class Seat:
+    """What an exchange remembers between its calls. Made in its first call, by all ranks together.
+
+    Raises ValueError on every rank where they disagree, or where one cannot be served.
+    """
+
+    def __init__(self, exchange: RowExchange, tau: float | str, epsilon: int, problem: str | None) -> None:
+        transport, geometry = exchange.transport, exchange.geometry
+        error = None if problem is None else ValueError(f"schedule: {problem}")
+        agree(transport, {"tau": str(tau), "epsilon": epsilon}, "schedule: events", error)
+        assert isinstance(transport, Collective)
+        self.mail = Mail(transport, "schedule events")
+        self.rank, self.peers = geometry.rank, [r for r in range(exchange.world_size) if r != geometry.rank]
+        self.timeout_s, self.patience, self.epsilon = transport.timeout_s, Patience(tau), epsilon
+        self.calls = 0
+        self.early: dict[int, list[Letter]] = {}
+        self.open: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.silent_since: dict[int, float] = {}
+        self.last_call: dict[int, int] = {}
+
+    def begin(self, record: Record) -> int:
+        """Number a call; what came for it before is its first letters."""
+        self.calls += 1
+        self.open[self.calls] = record
+        record.letters += self.early.pop(self.calls, [])
+        self._raise_problem(record.letters)
+        return self.calls
+
+    def check_in(self, geometry: Geometry, x_TD: Tensor, routing: Routing) -> None:
+        """Raise ValueError on every rank where this one's input cannot be dispatched."""
+        experts = geometry.placement.num_experts
+        problem = find_problem(x_TD, routing, geometry.hidden_size, geometry.top_k, experts, "cpu")
+        if not problem[0]:
+            return
+        self.calls += 1
+        number, *details = problem
+        for peer in self.peers:
+            said_details = (number, *details, 0)
+            self.mail.send(peer, Envelope(call=self.calls, kind=Kind.PROBLEM, details=said_details))
+        raise ValueError(f"dispatch: on rank {self.rank}, {explain(problem)}")
+
+    def far_behind(self) -> list[int]:
+        """Peers of whom nothing has come since many calls: more rows would only pile up there. None where
+        they are more than may be missing."""
+        far_ranks = [p for p in self.peers if self.calls - self.last_call.get(p, 0) > LEAD]
+        return far_ranks if len(far_ranks) <= self.epsilon else []
+
+    def pump(self, timeout_s: float) -> None:
+        """Hand out what has come, waiting for something for at most `timeout_s`. Raises what a peer found
+        wrong with its input of a call that this rank has begun, or whom it lost."""
+        bad_letters = []
+        for letter in self.mail.take(timeout_s):
+            peer, envelope, _ = letter
+            self.silent_since.pop(peer, None)
+            self.last_call[peer] = max(self.last_call.get(peer, 0), envelope.call)
+            record = self.open.get(envelope.call)
+            if envelope.kind in (Kind.PROBLEM, Kind.LOST) and envelope.call <= self.calls:
+                bad_letters.append(letter)
+            elif record is not None:
+                record.letters.append(letter)
+            elif envelope.call > self.calls:
+                self.early.setdefault(envelope.call, []).append(letter)
+            # Else it is of a call that this rank has left: too late for anything.
+        self._raise_problem(bad_letters)
+
+    def miss(self, peers: Sequence[int]) -> None:
+        """Note on whom this rank gave up. One that stays silent for the time-out is lost, however patient."""
+        now = time.monotonic()
+        for peer in peers:
+            since = self.silent_since.setdefault(peer, now)
+            if now - since > self.timeout_s:
+                raise self.lost("any call", [peer], f"was silent for {self.timeout_s:g} s")
+
+    def wait(self, what: str, missing: Sequence[int], until: float, at_most_s: float) -> None:
+        """Wait for something to come, at most `at_most_s`. RankLostError where the fatal deadline `until` has
+        passed, or one of those who are missing has died."""
+        gone_ranks = sorted(self.mail.gone & set(missing))
+        if gone_ranks:
+            # Why it left, if it said so.
+            self.pump(0.0)
+            raise self.lost(what, gone_ranks, "died or left")
+        now = time.monotonic()
+        if now >= until:
+            raise self.lost(what, missing, f"was silent for {self.timeout_s:g} s")
+        self.pump(min(at_most_s, until - now))
+
+    def lost(self, what: str, ranks: Sequence[int], why: str) -> RankLostError:
+        """The error that names the ranks; the other peers hear of the first, and lose the same."""
+        for peer in self.peers:
+            self.mail.send(peer, Envelope(call=self.calls, kind=Kind.LOST, details=(ranks[0], 0, 0, 0, 0)))
+        names = " and ".join(f"rank {rank}" for rank in ranks)
+        return RankLostError(f"rank {self.rank} lost its peers in {what}: {names} {why}")
+
+    def _raise_problem(self, letters: Sequence[Letter]) -> None:
+        for peer, envelope, _ in letters:
+            number, *details = envelope.details
+            if envelope.kind == Kind.PROBLEM:
+                raise ValueError(f"dispatch: on rank {peer}, {PROBLEMS[number].format(*details)}")
+            if envelope.kind == Kind.LOST and number != self.rank:
+                raise RankLostError(
+                    f"rank {self.rank} lost its peers: rank {peer} left, for lack of rank {number}"
+                )
+
+
+__all__ = ["Letter", "Patience", "Seat"]

@@ -1,0 +1,213 @@
+"""Events: the numbers of `serial` to the bit while patience has no end, and of its mask where it ends."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import imbrex
+from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
+from tests.ranks.pool import Pool, Ranks
+from tests.ranks.test_layer import SMALL, largest_error
+
+
+def assert_same_bits(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("y", "x_grad"):
+            assert torch.equal(mine[name], other[name]), name
+        for name, grad in other["grads"].items():
+            assert torch.equal(mine["grads"][name], grad), name
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+@pytest.mark.parametrize("codec", ["identity", "int8", {"dispatch": "fp8", "combine": "bf16"}])
+def test_the_bits_are_those_of_serial(pool: Pool, codec: Any, tensor_ranks: int) -> None:
+    options = {"transport": "alltoall", "codec": codec}
+    case = Case(config=SMALL, tensor_parallel=tensor_ranks, options=options)
+    theirs = pool.run(4, run_layer, case)
+    ours = pool.run(4, run_layer, Case(**{**_fields(case), "options": options | {"schedule": "events"}}))
+    assert_same_bits(ours, theirs)
+    if codec == "identity":
+        errors = largest_error(case, 4, ours)
+        assert max(errors.values()) < 1e-5, errors
+
+
+def _fields(case: Case) -> dict[str, Any]:
+    return {name: getattr(case, name) for name in ("config", "tensor_parallel", "tokens", "dtype")}
+
+
+LATE = 3
+"""The rank that is late."""
+TAU_S = 0.1
+LATE_S = 0.5
+
+
+class Sleepy(torch.nn.Module):
+    """Experts that compute late: their rank has its packets, its peers wait for replies."""
+
+    def __init__(self, inner: Any, sleep_s: float) -> None:
+        super().__init__()
+        self.inner, self.sleep_s = inner, sleep_s
+        self.applies_weights, self.forms = inner.applies_weights, inner.forms
+
+    def forward(self, dispatched: Any) -> torch.Tensor:
+        time.sleep(self.sleep_s)
+        self.sleep_s = 0.0
+        return self.inner(dispatched)
+
+
+def run_late(ranks: Ranks, case: Case, where: str, steps: int, with_grad: bool) -> list[dict[str, Any]]:
+    """Some steps of a layer, rank 3 late in each; and each again, given its mask, through serial."""
+    options = {"transport": "alltoall"}
+    torch.manual_seed(0)
+    ours: Any = make_layer(case, ranks.group)
+    serial = make_layer(Case(config=case.config, tokens=case.tokens, options=options), ranks.group)
+    found = []
+    for step in range(steps):
+        x_TD = tokens_of(case, ranks.rank + 10 * step)
+        sleepy = ranks.rank == LATE
+        if sleepy and where == "before":
+            time.sleep(LATE_S)
+        inner = ours.experts
+        if where == "experts":
+            ours.experts = Sleepy(inner, LATE_S if sleepy else 0.0)
+        mine = one_step(ours, x_TD, None, with_grad)
+        ours.experts = inner
+        kept = mine.pop("kept")
+        # All ranks must have left: serial is a barrier.
+        theirs = one_step(serial, x_TD, kept, with_grad)
+        same = [torch.equal(mine[name], theirs[name]) for name in mine]
+        found.append({"same": all(same), "names": [n for n, s in zip(mine, same, strict=True) if not s]})
+        found[-1]["dropped"] = 0 if kept is None else int((~kept).sum())
+    return found
+
+
+def one_step(layer: Any, x_TD: torch.Tensor, kept: Any, with_grad: bool) -> dict[str, Any]:
+    layer.zero_grad()
+    x_TD = x_TD.clone().requires_grad_(with_grad)
+    with torch.set_grad_enabled(with_grad):
+        y_TD = layer(x_TD, kept_TK=kept)
+    out = {"y": y_TD.detach(), "kept": layer.routing.kept_TK}
+    if with_grad:
+        (y_TD * coefficients(y_TD)).sum().backward()
+        out["x"] = x_TD.grad
+        for name, parameter in layer.named_parameters():
+            grad = parameter.grad
+            out[name.replace("inner.", "")] = torch.zeros_like(parameter) if grad is None else grad
+    if kept is not None:
+        out.pop("kept")
+    elif out["kept"] is None:
+        out["kept"] = torch.ones(layer.routing.ids_TK.shape, dtype=torch.bool)
+    return out
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("where", ["before", "experts"])
+def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
+    pool: Pool, where: str, with_grad: bool
+) -> None:
+    """Rank 3 comes after its peers have left, or computes after they have: nobody uses what another dropped,
+    and serial, given the masks, has the same outputs and gradients to the bit."""
+    options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(TAU_S, 1)}
+    case = Case(config=SMALL, tokens=(5, 9, 3, 8), options=options)
+    results = pool.run(4, run_late, case, where, 3, with_grad)
+    for rank, steps in enumerate(results):
+        for step in steps:
+            assert step["same"], (rank, step)
+        # The first call meets the others, which is a barrier.
+        assert sum(step["dropped"] for step in steps[1:]) > 0 or (where == "experts" and rank == LATE)
+
+
+def _wrong(ranks: Ranks, what: str) -> list[str]:
+    """Errors of a rank, of a second call in which rank 1's input is wrong, and of a call that follows."""
+    options = {"transport": "alltoall", "schedule": "events", "timeout": 5.0}
+    case = Case(config=SMALL, options=options)
+    layer = make_layer(case, ranks.group)
+    x_TD, errors = torch.randn(5, SMALL.hidden_size), []
+    kept_TK = None
+    calls = [1] if what.endswith("at first") else [0, 1, 0]
+    for is_wrong in calls:
+        given = x_TD
+        if is_wrong and ranks.rank == 1 and what.startswith("width"):
+            given = x_TD[:, :-1]
+        if is_wrong and ranks.rank == 1 and what.startswith("mask"):
+            kept_TK = torch.ones(4, SMALL.top_k, dtype=torch.bool)
+        try:
+            layer(given, kept_TK=kept_TK)
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+        kept_TK = None
+    return errors
+
+
+@pytest.mark.parametrize("what", ["width", "width at first", "mask", "mask at first"])
+def test_one_ranks_wrong_input_is_every_ranks_sentence(pool: Pool, what: str) -> None:
+    sentence = {
+        "width": "dispatch: on rank 1, x has 2 dimensions and last size 12; give tokens [T, 13]",
+        "mask": "dispatch: on rank 1, x has 5 tokens but the routing has 4; route the same tokens that you "
+        "dispatch",
+    }[what.split()[0]]
+    wanted = [sentence] if what.endswith("at first") else ["", sentence, ""]
+    assert pool.run(4, _wrong, what) == [wanted] * 4
+
+
+def _refused(ranks: Ranks, options: dict[str, Any]) -> str:
+    options = dict(options)
+    if options.pop("differ", False):
+        options["schedule"] = imbrex.overlap.Events(0.1, 1 + ranks.rank % 2)
+    with pytest.raises(ValueError, match=r"schedule|disagree") as caught:
+        make_layer(Case(config=SMALL, options=options), ranks.group)(torch.randn(3, SMALL.hidden_size))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"transport": "pipe"}, "schedule: transport 'pipe' sends rows by way of nodes, events straight"),
+        ({"transport": "allreduce"}, "schedule: transport 'allreduce' moves no rows that events could wait"),
+        ({"schedule": imbrex.overlap.Events(1.0, 4)}, "schedule: epsilon is 4, but a rank has 3 peers"),
+        ({"differ": True}, "MoELayer: ranks disagree about the schedule: rank 1 was given something else"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, options: dict[str, Any], sentence: str) -> None:
+    results = pool.run(4, _refused, {"transport": "alltoall", "schedule": "events"} | options)
+    assert all(text.startswith(sentence) for text in results), results
+
+
+@pytest.mark.parametrize(
+    ("tau", "epsilon"),
+    [(-1.0, 1), (float("nan"), 1), ("p0", 1), ("p100", 1), ("soon", 1), (1.0, -1), (1, 1.5)],
+)
+def test_bad_patience(tau: Any, epsilon: Any) -> None:
+    with pytest.raises(ValueError, match=r"schedule: (tau|epsilon) is .*; give"):
+        imbrex.overlap.Events(tau, epsilon)
+
+
+def _lost(ranks: Ranks, epsilon: int) -> str:
+    """Rank 3 stays away from the second call on."""
+    schedule = imbrex.overlap.Events(0.02, epsilon)
+    options = {"transport": "alltoall", "schedule": schedule, "timeout": 0.5}
+    layer = make_layer(Case(config=SMALL, options=options), ranks.group)
+    x_TD = torch.randn(5, SMALL.hidden_size)
+    layer(x_TD)
+    if ranks.rank == LATE:
+        time.sleep(2.0)
+        return ""
+    try:
+        while True:
+            layer(x_TD)
+    except imbrex.transport.RankLostError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("epsilon", [0, 1])
+def test_who_stays_silent_is_lost_however_patient_the_others_are(pool: Pool, epsilon: int) -> None:
+    *others, _ = pool.run(4, _lost, epsilon)
+    for rank, text in enumerate(others):
+        assert text.startswith(f"rank {rank} lost its peers"), text
+        assert "rank 3 was silent for 0.5 s" in text or "left, for lack of rank 3" in text
+    assert any("rank 3 was silent for 0.5 s" in text for text in others)
