@@ -1,0 +1,223 @@
+"""What does a layer over NVLink cost the host before the GPU has anything to do?
+`python benchmarks/host_time.py`, on any machine, no GPU.
+
+Python and torch's dispatcher run as on a GPU; kernels do nothing, so the rows mean nothing. A launch packs
+its arguments and ends there, memory is the CPU's, and the ranks are one, which waits for nobody: times leave
+out the driver's launches (2 to 5 us each on a GPU) and the meeting of hosts. Calls of Python functions and of
+torch's operators are counted exactly; times are medians, for comparing versions on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as listen
+
+from imbrex import MoEConfig, MoELayer
+from imbrex.bench.shapes import MODELS
+from imbrex.contracts import Dispatched
+from imbrex.exchange import agreement
+from imbrex.experts import experts as expert_room
+from imbrex.kernels import jit
+from imbrex.kernels.gate import choose
+from imbrex.kernels.gemm import gemm
+from imbrex.router import router
+from imbrex.transport.nvlink import Nvlink
+
+WIDTH, FEW = 128, 8
+"""Of the tokens, and of what logits are computed from: the CPU's own arithmetic is not the host's part."""
+
+
+class Idle:
+    """Stands in for `jit.Kernel`: a launch packs its arguments, as a real one does."""
+
+    launches = 0
+
+    def __init__(self, variant: jit.Variant, device: object) -> None:
+        self.variant = variant
+
+    def launch(self, *, args: list[Any], **how: Any) -> None:
+        jit._pack(args)
+        Idle.launches += 1
+
+    def prepare(self, *, args: list[Any], **how: Any) -> Idle:
+        return self
+
+    def __call__(self) -> None:
+        Idle.launches += 1
+
+    def clusters(self, cluster: int, block: int, smem: int) -> int:
+        return 132 // cluster
+
+
+class Prepared(Idle):
+    """Stands in for `jit.Prepared`."""
+
+    def launch(self, **how: Any) -> None:
+        Idle.launches += 1
+
+
+PREPARED = Prepared(jit.Variant(source="", entry=""), None)
+
+
+class Ready(dict[Any, Any]):
+    """Stands in for prepared launches: on a GPU memory comes back, so that a step finds those of the last."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        hash(key)
+        return PREPARED
+
+
+class OnePiece:
+    """Stands in for a heap among GPUs."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.local = torch.zeros(1, nbytes, dtype=torch.uint8)
+        self.bases, self.first = (self.local.data_ptr(),), 0
+
+    def close(self, *, together: bool = True) -> None: ...
+
+
+class IdleNvlink(Nvlink):
+    """As `Nvlink`, of one rank, on a CPU."""
+
+    load = staticmethod(Idle)
+
+    def reason_against(self) -> str | None:
+        return None
+
+    def _make_heap(self, nbytes: int) -> Any:
+        return OnePiece(nbytes)
+
+
+class OnGpu(expert_room.Experts):
+    """Experts that take the kernels' way with tensors of a CPU."""
+
+    def forward(self, dispatched: Dispatched) -> Tensor:
+        handle, counts_e = dispatched.handle, dispatched.counts_e
+        weights = self.gate_up_proj.to(torch.bfloat16), self.down_proj.to(torch.bfloat16)
+        return expert_room.ffn(dispatched.rows_RD, *weights, counts_e, weights_R=handle.weights_R)
+
+
+def idle() -> None:
+    """Let kernels do nothing."""
+    Idle.prepare = lambda self, **how: Prepared(self.variant, None)  # type: ignore[method-assign]
+    jit.unavailable = lambda device=None: None
+    jit._load = lambda variant, device: Idle(variant, device)  # type: ignore[assignment]
+    gemm.tensor_map = lambda *shape: jit.ByValue(bytes(128))  # type: ignore[assignment]
+    gemm._launches = Ready()
+    gemm.multiprocessors = lambda device: 132  # type: ignore[assignment]
+    agreement.find_bad_value = lambda *given: (0, 0, 0, 0)  # on a GPU nobody looks at values
+    choose.why_not_fused = router.why_not_fused = lambda logits_TE, choice: None
+    expert_room.pick_implementation = lambda *names: ("kernels", "on a GPU")
+    from imbrex.kernels.ffn import glue
+    from imbrex.kernels.rows import weights
+
+    glue._blocks = lambda device: 1056  # type: ignore[assignment]
+    weights.spread = _spread
+    from imbrex.exchange import nvlink
+
+    nvlink.spread = _spread
+
+
+def _spread(weights: Tensor, position: Tensor, num_rows: int) -> Tensor:
+    from imbrex.kernels.rows.weights import _kernel
+
+    weights_R = torch.empty(num_rows, dtype=torch.float32, device=weights.device)
+    args = [position, weights, position.numel(), num_rows, weights_R]
+    _kernel("spread_weights", weights.device).launch(grid=264, block=256, args=args)
+    return weights_R
+
+
+def make_layer(model: str, tokens: int) -> MoELayer:
+    shape = MODELS[model]
+    config = MoEConfig(
+        hidden_size=WIDTH, intermediate_size=WIDTH, num_experts=shape.num_experts, top_k=shape.top_k
+    )
+    group = dist.group.WORLD
+    layer = MoELayer(
+        config, group, transport=IdleNvlink(group, max_tokens=tokens), experts="loop", dtype=torch.bfloat16
+    )
+    layer.experts.__class__ = OnGpu
+    layer.experts.implementation = "kernels"
+    layer.gate.project = lambda x_TD, weight_ED, _: F.linear(x_TD[:, :FEW], weight_ED[:, :FEW])
+    return layer
+
+
+def report(name: str, call: Callable[[], None], repeats: int, lines: int) -> None:
+    for _ in range(20):
+        call()
+    spent = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        spent.append(1e6 * (time.perf_counter() - start))
+    Idle.launches = 0
+    call()
+    launches = Idle.launches
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(50):
+        call()
+    profile.disable()
+    stats = pstats.Stats(profile)
+    functions = stats.total_calls / 50  # type: ignore[attr-defined]
+    with listen(activities=[ProfilerActivity.CPU]) as heard:
+        call()
+    operators = Counter(event.name for event in heard.events() if event.cpu_parent is None)
+    quick = statistics.quantiles(spent, n=10)
+    print(f"{name:22} median {statistics.median(spent):7.1f} us, a tenth below {quick[0]:7.1f}")
+    counts = f"{functions:.0f} calls of functions, {operators.total()} of torch's operators"
+    print(f"{'':22} {counts}, {launches} launches of kernels")
+    if lines:
+        stats.sort_stats("tottime").print_stats(lines)
+        print(dict(operators.most_common()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--tokens", type=int, default=300, help="more than 256 go the long way (300)")
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="where the time goes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    idle()
+    folder = tempfile.mkdtemp()
+    dist.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=0, world_size=1)
+    layer = make_layer(args.model, args.tokens)
+    x = torch.randn(args.tokens, WIDTH, dtype=torch.bfloat16)
+    needs = x.clone().requires_grad_()
+    d_y = torch.randn_like(x)
+
+    def forward() -> None:
+        with torch.no_grad():
+            layer(x)
+
+    def step() -> None:
+        layer(needs).backward(d_y)
+        needs.grad = None
+        layer.zero_grad()
+
+    report("forward", forward, args.repeats, args.profile)
+    report("training step", step, args.repeats, args.profile)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
