@@ -167,7 +167,7 @@ class MoELayer(nn.Module):
         """
         observer, number = self.exchange.observer, self.exchange.layer
         x = self._checked(x, kept_TK)
-        x_TD = x.reshape(-1, x.shape[-1])
+        x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         with observer.span("route", layer=number):
             num_sequences = x.shape[0] if x.dim() == 3 else 1
             routing = self.gate(x_TD, num_sequences=num_sequences, kept_TK=kept_TK)
@@ -179,7 +179,7 @@ class MoELayer(nn.Module):
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         output = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
         self.routing = routing.keep(output.kept_TK)
-        return output.y_TD.view_as(x)
+        return output.y_TD if x.dim() == 2 else output.y_TD.view_as(x)
 
     def aux_loss(self) -> Tensor | float:
         """The auxiliary losses of the last call, each times its coefficient, summed."""

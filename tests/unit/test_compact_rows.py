@@ -47,9 +47,7 @@ def test_tokens_are_placed_by_source_then_token(rank: int) -> None:
     for source, tokens in enumerate(case.tokens):
         wanted_WTW[source, tokens:] = False
     assert torch.equal(traffic_LWW, wanted_WTW.sum(1).int().expand(3, 3, 3))
-    mine = Routed(
-        **{name: getattr(routed, name)[rank : rank + 1].contiguous() for name in Routed.__dataclass_fields__}
-    )
+    mine = Routed(*(part[rank : rank + 1].contiguous() for part in routed))
     tokens, received = case.tokens[rank], int(wanted_WTW[:, :, rank].sum())
     placed = place_compact(mine, traffic_LWW[rank], rank, tokens, received + 9, load=kernel.load)
     here_WT = wanted_WTW[:, :, rank]

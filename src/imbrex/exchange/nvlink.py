@@ -53,7 +53,6 @@ FEW_TOKENS = 256
 """Most tokens of a rank for which one kernel routes and moves: of 128 tokens in 43 us, against 59 in two
 kernels; of 512 in 110, like two (4 H200, rows of 7168 values, K=8)."""
 NOTES = 1 << 32
-STATE = tuple(Routed.__dataclass_fields__)
 
 
 def most_rows(shape: Shape, most: int) -> int:
@@ -68,13 +67,9 @@ def most_rows(shape: Shape, most: int) -> int:
     return shape.row_capacity // shape.max_tokens * room
 
 
-def write_state(routed: Routed) -> list[Tensor]:
-    """The tensors of `routed`, in the order of its fields."""
-    return [getattr(routed, name) for name in STATE]
-
-
 def read_state(state: Sequence[Tensor]) -> Routed:
-    return Routed(**dict(zip(STATE, state, strict=True)))
+    """The state of a handle as kernels take it: the fields of `Routed`, in their order."""
+    return Routed(*state)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +194,7 @@ class NvlinkDispatcher(WiredDispatcher):
             rows_RD, scales_RB = given if form is RowForm.FP8 else (given, None)
             weights_R = spread(routed.weights_LWTK, routed.position_LWTK, len(rows_RD))
             counts_e = routed.counts_Le[0, : len(self.geometry.local_slots)].long()
-            return Arrived(rows_RD, weights_R, counts_e, write_state(routed), scales_RB)
+            return Arrived(rows_RD, weights_R, counts_e, list(routed), scales_RB)
 
         return self._crossing(partial(self._send, plan, x_TD, weights_TK, expand), read)
 
@@ -232,9 +227,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_1RD, routed = kernels.dispatch_small(*given, sms.small, **choose)
                 return rows_1RD[0], routed
             if not self._exact:
-                rows_1RD = x_TD.new_empty(1, most_rows(kernels.shape, most), x_TD.shape[1])
-                _, routed = kernels.dispatch_expert(*given, sms.dispatch, out=rows_1RD, **choose)
-                return rows_1RD[0], routed
+                rows_RD = x_TD.new_empty(most_rows(kernels.shape, most), x_TD.shape[1])
+                return kernels.dispatch_expert(*given, sms.dispatch, out=rows_RD, **choose)
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
@@ -259,8 +253,8 @@ class NvlinkDispatcher(WiredDispatcher):
         """Expert-major rows [num_rows, D] of tokens."""
         kernels = self._kernels(routed)
         if not is_coded(codec):
-            rows_1RD = x_TD.new_empty(1, num_rows, x_TD.shape[1])
-            return kernels.pull(x_TD, routed, num_sms=self.sms.dispatch, out=rows_1RD)[0]
+            rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+            return kernels.pull(x_TD, routed, num_sms=self.sms.dispatch, out=rows_RD)
         lease = kernels.push(x_TD, routed, num_sms=self.sms.push, quantise=True)
         return self._expand(lease.rows, x_TD, routed, num_rows)
 
@@ -387,7 +381,7 @@ class NvlinkDispatcher(WiredDispatcher):
         """The rows of a token, and what is added, into `out_TD`, contiguous; and the values of its rows."""
         routed = read_state(state)
         self._kernels(routed).combine(
-            rows_RD.contiguous()[None],
+            rows_RD.contiguous(),
             routed,
             weighted=weighted,
             addend=None if addend is None else addend.contiguous(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from imbrex.router.gates import Gate, choose
 from imbrex.router.global_batch import GlobalBatch
 from imbrex.router.losses import AuxLosses, auxiliary_losses
 from imbrex.router.sparsemixer import sparsemixer
+
+_AS_IT_IS = nullcontext()
 
 
 class Router(nn.Module):
@@ -86,7 +89,8 @@ class Router(nn.Module):
         Raises ValueError for shapes or dtypes that do not fit.
         """
         self._check(x_TD, num_sequences, kept_TK)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        mixed = torch.is_autocast_enabled(x_TD.device.type)
+        with torch.autocast(x_TD.device.type, enabled=False) if mixed else _AS_IT_IS:
             logits_TE = self.project(x_TD.float(), self.weight.float(), num_sequences)
             logits_TE, scores_TE, ids_TK, weights_TK = self._choose(logits_TE)
             losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}

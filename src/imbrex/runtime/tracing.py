@@ -17,9 +17,16 @@ def traced(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return True
-    return any(t is not None and type(t) not in _PLAIN for t in tensors)
+    for tensor in tensors:  # noqa: SIM110  a generator costs more than what it looks at
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return True
+    return False
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
     """Whether a gradient may be asked of what comes of them."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

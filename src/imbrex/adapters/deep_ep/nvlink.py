@@ -268,7 +268,7 @@ class NvlinkBackend(BackendBase):
         link = route
         missing = link.expert.weights_LWTK.shape[2] - len(weights_TK)
         told = self.tell(F.pad(weights_TK, [0, 0, 0, missing]))[None]
-        return replace(link, expert=replace(link.expert, weights_LWTK=told))
+        return replace(link, expert=link.expert._replace(weights_LWTK=told))
 
     def plan_ranks(
         self,
@@ -380,7 +380,7 @@ def _row_bytes(columns: Sequence[Tensor], more: int) -> int:
 def expert_major(link: KernelRoute, permutation: Permutation) -> Routed:
     """The routing with the rows where `permutation` has them."""
     position = permutation.position_NK.view_as(link.expert.position_LWTK).int()
-    return replace(link.expert, position_LWTK=position)
+    return link.expert._replace(position_LWTK=position)
 
 
 def permute(link: KernelRoute, budget: int | None, *, on_host: bool) -> Permutation:

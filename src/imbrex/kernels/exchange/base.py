@@ -173,8 +173,8 @@ class ExchangeBase:
 
     def _empty_routed(self, max_tokens: int) -> Routed:
         routed = empty_routed(self.shape, self.local_ranks, self.device, max_tokens)
-        for name in Routed.__dataclass_fields__ if self.debug else ():
-            poison(getattr(routed, name))
+        for part in routed if self.debug else ():
+            poison(part)
         return routed
 
     def _unwritten(self, tensor: Tensor) -> Tensor:

@@ -90,6 +90,11 @@ def expert_shape(shape: lay.Shape, row_bytes: int, blocks: int, room: int) -> tu
     return -(-scratch_at // 16) * 16, shared - 16
 
 
+def rank_stride(x: Tensor | None) -> int:
+    """Bytes between the ranks of a launch; 0 where there is one, whose tensors need no dimension for it."""
+    return x.stride(0) * x.element_size() if x is not None and x.dim() == 3 else 0
+
+
 def push_args(
     shape: lay.Shape,
     layout: lay.Layout,
@@ -111,7 +116,7 @@ def push_args(
         tokens=tokens,
         rows_at=layout.received,
         buffer_bytes=shape.token_capacity * shape.row_bytes,
-        x_stride=x[0].nbytes if x.dim() == 3 else 0,
+        x_stride=rank_stride(x),
         num_tokens=x.shape[-2],
         max_tokens=send_row.shape[1],
         row_bytes=row_bytes,
@@ -144,8 +149,8 @@ def pull_args(
         staged_at=layout.staged,
         buffer_bytes=shape.max_tokens * shape.row_bytes,
         inbox_at=layout.inbox,
-        x_stride=x[0].nbytes if x.dim() == 3 else 0,
-        out_stride=out[0].nbytes,
+        x_stride=rank_stride(x),
+        out_stride=rank_stride(out),
         max_tokens=most,
         choices=shape.choices,
         row_bytes=row_bytes,

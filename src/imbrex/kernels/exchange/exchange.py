@@ -42,6 +42,7 @@ from imbrex.kernels.exchange.dispatch import (
     pull_args,
     push_args,
     push_shape,
+    rank_stride,
 )
 from imbrex.kernels.exchange.error import ExchangeError as ExchangeError
 from imbrex.kernels.exchange.lease import Lease as Lease
@@ -181,12 +182,12 @@ class NvlinkExchange(ExchangeBase):
         self, x: Tensor, routed: Routed, num_sms: int | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Tokens to expert-major rows [L, row_capacity, D] in normal memory; rows past R, and padding, are
-        not written.
+        not written. out: where they go; of one rank, [rows, D] will do.
         """
         num_sms = num_sms or default_sms(self._row_bytes(x), compact=False)
         out = self._empty_rows(x) if out is None else out
         if self.debug:
-            check_rows(routed, out.shape[1])
+            check_rows(routed, out.shape[-2])
         args, shared = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
         self._launch(PULL, "pull", num_sms, PULL_THREADS, shared, args)
         return out
@@ -253,15 +254,14 @@ class NvlinkExchange(ExchangeBase):
         out = self._empty_rows(x)
         at = self.layout.small_ids, 0, self.layout.small_tokens
         made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
-        strides = self._strides(x, out)
         args = lay.Small(
             route=route_args(*made, *given, tables or self._tables, balanced=balanced),
             x=x,
             out=out,
             staged_at=self.layout.small_staged,
             buffer_bytes=self.shape.ranks * few * self.shape.row_bytes,
-            x_stride=strides[0],
-            out_stride=strides[1],
+            x_stride=rank_stride(x),
+            out_stride=rank_stride(out),
             row_bytes=row_bytes,
             parts=lay.SMALL_PARTS,
             pushers=lay.small_pushers(self.shape.ranks, num_sms),
@@ -286,7 +286,8 @@ class NvlinkExchange(ExchangeBase):
         values: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Expert-major bf16 rows [L, row_capacity, D] to [T, D] ([L, max_tokens, D] with virtual ranks).
+        """Expert-major bf16 rows [L, row_capacity, D], or of one rank [rows, D], to [T, D] ([L, max_tokens,
+        D] with virtual ranks).
 
         weighted: multiply by the gate weights. addend: bf16, shaped as the result, joins the sum last (the
         shared experts' output). wire: "bf16", or "fp8": a rank's sums cross as rows of the `fp8` codec; D is
@@ -298,7 +299,7 @@ class NvlinkExchange(ExchangeBase):
         num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
         check_wire(wire, width)
         if self.debug:
-            check_rows(routed, rows.shape[1])
+            check_rows(routed, rows.shape[-2])
         self._next_buffer("combine")
         if out is None:
             out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
@@ -306,7 +307,7 @@ class NvlinkExchange(ExchangeBase):
         shared = lay.reduce_shared(2 * width, wire)
         args = reduce_args(
             *(self.shape, self.layout, rows, addend, out, routed),
-            (rows[0].nbytes, *self._strides(addend, out)),
+            (rank_stride(rows), rank_stride(addend), rank_stride(out)),
             values,
             pieces=(tokens, parts, reducers),
             wire=wire,
@@ -370,7 +371,6 @@ class NvlinkExchange(ExchangeBase):
         block = lay.gather_shape(2 * width)
         num_sms = num_sms or default_sms(2 * width, compact=True)
         out = self._empty_out(own.shape[-2], width, out_dtype)
-        strides = self._strides(own, out)
         args = lay.Gather(
             own=own,
             addend=addend,
@@ -378,8 +378,8 @@ class NvlinkExchange(ExchangeBase):
             send_row=routed.send_row_LTW,
             tokens=routed.tokens_LW,
             sums_at=self.layout.reduced + buffer * self._buffer_bytes(s.token_capacity),
-            x_stride=strides[0],
-            out_stride=strides[1],
+            x_stride=rank_stride(own),
+            out_stride=rank_stride(out),
             max_tokens=routed.send_row_LTW.shape[1],
             row_bytes=2 * width,
             piece_bytes=block.piece_bytes,
@@ -396,7 +396,3 @@ class NvlinkExchange(ExchangeBase):
             raise ValueError(f"exchange: combine to {dtype}; bfloat16 or float32")
         size = (self.local_ranks, tokens, width) if self.local_ranks > 1 else (tokens, width)
         return self._unwritten(torch.empty(size, dtype=dtype, device=self.device))
-
-    def _strides(self, x: Tensor | None, out: Tensor) -> tuple[int, int]:
-        """Bytes between the ranks of this launch in `x` and in `out`."""
-        return x[0].nbytes if x is not None and x.dim() == 3 else 0, out[0].nbytes if out.dim() == 3 else 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ if TYPE_CHECKING:  # exchange_layout needs the split, which needs this
     from imbrex.kernels.exchange.layout import Shape
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routed:
+class Routed(NamedTuple):
     """Positions of every row. L is the number of ranks in this process (1, except for virtual ranks).
 
     position_LWTK: int32; expert-major row, on this rank, of every choice of every rank's tokens; -1: not
@@ -41,19 +39,16 @@ class Routed:
 
 def empty_routed(shape: Shape, local_ranks: int, device: torch.device, max_tokens: int) -> Routed:
     """Room for what the kernel writes of at most `max_tokens` tokens a rank."""
-    lead = (local_ranks, shape.ranks)
-
-    def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
+    ranks, choices, empty, number = shape.ranks, shape.choices, torch.empty, torch.int32
+    all_choices = local_ranks, ranks, max_tokens, choices
     return Routed(
-        position_LWTK=empty(*lead, max_tokens, shape.choices),
-        weights_LWTK=empty(*lead, max_tokens, shape.choices, dtype=torch.float32),
-        recv_row_LWT=empty(*lead, max_tokens),
-        send_row_LTW=empty(local_ranks, max_tokens, shape.ranks),
-        counts_Le=empty(local_ranks, shape.most_slots),
-        totals_L4=empty(local_ranks, 4),
-        tokens_LW=empty(*lead),
+        position_LWTK=empty(all_choices, dtype=number, device=device),
+        weights_LWTK=empty(all_choices, dtype=torch.float32, device=device),
+        recv_row_LWT=empty((local_ranks, ranks, max_tokens), dtype=number, device=device),
+        send_row_LTW=empty((local_ranks, max_tokens, ranks), dtype=number, device=device),
+        counts_Le=empty((local_ranks, shape.most_slots), dtype=number, device=device),
+        totals_L4=empty((local_ranks, 4), dtype=number, device=device),
+        tokens_LW=empty((local_ranks, ranks), dtype=number, device=device),
     )
 
 

@@ -4,7 +4,7 @@ the host's side of `rows/compact.cu`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def place_compact(
     _, ranks, most, choices = routed.position_LWTK.shape
     device = traffic_WW.device
     placed = Placed(
-        routed=replace(routed, position_LWTK=torch.empty_like(routed.position_LWTK)),
+        routed=routed._replace(position_LWTK=torch.empty_like(routed.position_LWTK)),
         source_R=torch.empty(num_rows, dtype=torch.int64, device=device),
         place_TW=torch.empty(num_tokens, ranks, dtype=torch.int32, device=device),
         received=torch.empty(1, dtype=torch.int32, device=device),
