@@ -310,8 +310,6 @@ def banners(path: str, text: str) -> list[Breach]:
 
 HEADLESS = {"Of", "That", "Those", "As", "In", "What", "Whose"}
 """Words that leave a docstring without its subject: it cannot be read alone."""
-HEADLESS_ROOMS = {"adapters", "balancer", "contracts", "exchange", "kernels", "layer", "overlap", "parallel"}
-"""Rooms whose docstrings are not gone through yet. The list may only shrink."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:

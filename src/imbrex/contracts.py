@@ -1,4 +1,4 @@
-"""What passes between the rooms: values, and the protocols of the pieces a user can replace.
+"""Everything that passes between the rooms: values, and the protocols of the pieces a user can replace.
 
 Shape letters: T tokens of this rank, K top-k, N rows sent, M rows received, P = T + M rows in the pool,
 R expert-major rows, D model width, F expert width, E experts, e local slots, S slots, W ranks.
@@ -138,7 +138,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handle:
-    """What `combine` and the backward need of a dispatch; a compiled graph can hold it.
+    """Everything that `combine` and the backward need of a dispatch; a compiled graph can hold it.
 
     weights_R: float32; the routing weight of every row, 0 for padding. Differentiable.
     state: what the dispatcher that made it knows of the rows; its alone.
@@ -240,8 +240,8 @@ class Crossing(NamedTuple, Generic[Value]):
 
 
 class Arrived(NamedTuple):
-    """What the crossing of a dispatch gives: see `Dispatched` and `Handle`. beside: the scales of rows in
-    fp8, or the index of rows that stayed where they are."""
+    """The rows that the crossing of a dispatch gives: see `Dispatched` and `Handle`. beside: the scales of
+    rows in fp8, or the index of rows that stayed where they are."""
 
     rows_RD: Tensor
     weights_R: Tensor
@@ -251,7 +251,7 @@ class Arrived(NamedTuple):
 
 
 Addend = Callable[[], Tensor | None]
-"""What is added to the sums of a combine, [T, D], or `None`; asked for once, when it is needed."""
+"""Gives what is added to the sums of a combine, [T, D], or `None`; asked once, when it is needed."""
 Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 """Sums encoded rows by target row: (rows, targets) in order, and how many targets there are."""
 
@@ -392,7 +392,7 @@ class Dispatcher(Protocol):
 
 
 class Backend(Protocol):
-    """What ranks reach each other by: a `Transport`, which moves bytes, or the kernels of `Nvlink`.
+    """The way in which ranks reach each other: a `Transport`, which moves bytes, or the kernels of `Nvlink`.
 
     replicated: the tokens are the same on every rank. device: where the rows must lie.
     """
@@ -484,7 +484,7 @@ class Experts(Protocol):
 
 
 class RowExchange(Protocol):
-    """What a strategy sees of an exchange; see `imbrex.Exchange`.
+    """An exchange as a strategy sees it; see `imbrex.Exchange`.
 
     herald: tells all ranks of an input that cannot be dispatched, and raises; set by a strategy whose ranks
         do not meet in the exchange of counts.
@@ -534,8 +534,8 @@ class RowExchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """What a strategy gives: outputs [T, D] and, where it dropped choices of the routing, those that it kept,
-    bool [T, K]; the same mask gives the same outputs again."""
+    """The result of a strategy: outputs [T, D] and, where it dropped choices of the routing, those that it
+    kept, bool [T, K]; the same mask gives the same outputs again."""
 
     y_TD: Tensor
     kept_TK: Tensor | None = None

@@ -51,7 +51,7 @@ class SharedExperts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """What the layer computes, whatever computes it.
+    """The sizes and the rule of a layer: what it computes, whatever computes it.
 
     hidden_size D, intermediate_size F of an expert, num_experts E, top_k K.
     activation: `swiglu` or `gelu`. bias: biases in the experts.
@@ -187,7 +187,7 @@ class MoELayer(nn.Module):
 
     @property
     def reasons(self) -> dict[str, str]:
-        """What was chosen and why, by kind of piece."""
+        """The choices and their reasons, by kind of piece."""
         transport, experts = self.exchange.transport, self.experts
         return {
             "transport": f"{transport.name}: {self.exchange.transport_reason}",
@@ -238,7 +238,7 @@ class MoELayer(nn.Module):
         self.exchange.close()
 
     def _settings(self, losses: AuxLosses | None, dtype: torch.dtype | None) -> dict[str, str]:
-        """What every rank must have been given alike, besides what the exchange compares."""
+        """Settings that must be alike on every rank, besides those that the exchange compares."""
         config = {f.name: repr(getattr(self.config, f.name)) for f in fields(self.config)}
         given = {"the schedule": self.strategy.name, "the losses": repr(losses), "the dtype": str(dtype)}
         return given | config

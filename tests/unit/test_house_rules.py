@@ -76,14 +76,7 @@ def test_tensors_name_their_dtype_and_device() -> None:
 
 
 def test_docstrings_can_be_read_alone() -> None:
-    by_room: dict[str, list[str]] = {}
-    for path in SOURCES:
-        by_room.setdefault(house.room(house.module_of(path)), []).extend(
-            house.headless_docstrings(path, read(path))
-        )
-    assert [b for room, found in by_room.items() if room not in house.HEADLESS_ROOMS for b in found] == []
-    clean = {room for room in house.HEADLESS_ROOMS if not by_room.get(room)}
-    assert clean == set(), "take these rooms off HEADLESS_ROOMS in tests/house.py"
+    assert collect(house.headless_docstrings, SOURCES) == []
 
 
 def test_no_banners() -> None:
@@ -95,12 +88,12 @@ TEXTS = {path: read(path) for path in SOURCES}
 
 
 ROOM_FOR = {
-    "parameters": 14,
-    "private": 8,
-    "probes": 8,
-    "doors": 34,
+    "parameters": 12,
+    "private": 7,
+    "probes": 7,
+    "doors": 32,
     "bare": 433,
-    "fragments": 12,
+    "fragments": 9,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""
 RULES = {

@@ -33,7 +33,7 @@ from imbrex.transport import Auto
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """What `register` was given."""
+    """The pieces that `register` was given."""
 
     transport: str | Transport | Auto
     codec: str | Codec | Wire | Mapping[str, str | Codec]

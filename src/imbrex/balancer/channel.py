@@ -56,8 +56,9 @@ class Channel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lines:
-    """votes: of all ranks of all data groups. weights: of the layer's group. counts: of this rank's data
-    group, whose ranks have other tokens for the same experts; None where there is none."""
+    """The connections of a balancer. votes: of all ranks of all data groups. weights: of the layer's group.
+    counts: of this rank's data group, whose ranks have other tokens for the same experts; None where there is
+    none."""
 
     votes: Channel
     weights: Channel

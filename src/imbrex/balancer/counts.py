@@ -1,4 +1,4 @@
-"""What every iteration brought to every slot: known on the host at once, or read from a GPU later."""
+"""Choices that every iteration brought to every slot: known on the host at once, or read from a GPU later."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Iteration:
 
 
 class Page:
-    """What stood in the blocks of a `Book` when it was turned."""
+    """The contents of the blocks of a `Book` when it was turned."""
 
     def __init__(self, blocks: list[Tensor], mark: Mark, timeout_s: float) -> None:
         self.blocks, self.mark, self.timeout_s = blocks, mark, timeout_s

@@ -1,4 +1,4 @@
-"""What happened, a JSON line for every step: from it come reports and statistics."""
+"""A journal, a JSON line for every step: from it come reports and statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What belongs to an expert and moves with it: its rows of parameters, buffers and optimizer state."""
+"""Everything that belongs to an expert and moves with it: its rows of parameters, buffers and optimizer
+state."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def most_staged(tensors: dict[str, Tensor], moves: int) -> int:
 
 
 def staged_bytes(size: int) -> int:
-    """Of a row in staging memory."""
+    """Bytes of a row in staging memory."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -59,7 +59,7 @@ class PeerMover(Mover):
         self._parts = [self._heap.view(rank, 0, nbytes) for rank in ranks]
 
     def move(self, number: int, changes: Sequence[Change]) -> dict[tuple[int, int], list[Tensor]]:
-        """As `Mover.move`; the rows lie in this rank's staging memory until the next migration."""
+        """Moves as `Mover.move` does; the rows lie in this rank's staging memory until the next migration."""
         peers, timeout_s = self.peers, self.peers.channel.timeout_s
         if self._stuck:
             raise RuntimeError("copies of an earlier migration have not ended")

@@ -35,14 +35,14 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What the ranks know about the open migration. age: votes read. void: it will not be used."""
+    """The open migration as the ranks know it. age: votes read. void: it will not be used."""
 
     age: int = 0
     void: bool = False
 
 
 def judge(votes: Sequence[Vote], standing: Standing, patience: int) -> tuple[Verdict, Standing]:
-    """What all ranks do about the migration, from the votes that all of them have read.
+    """Decides what all ranks do about the migration, from the votes that all of them have read.
 
     patience: votes after which a migration still under way is void. It is waited for all the same: its
     memory is free only when nobody moves.

@@ -30,9 +30,10 @@ STYLE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Story:
-    """layers: numbers. loads_ILW: choices computed by every rank. counts_ILE: choices per expert.
-    switched: (iteration, place of the layer) of every new placement. predicted_IL: balancedness promised,
-    0 where nothing was. crossings_WW: choices of a rank's tokens computed by a rank. facts: the table."""
+    """A run, as its report tells it. layers: numbers. loads_ILW: choices computed by every rank.
+    counts_ILE: choices per expert. switched: (iteration, place of the layer) of every new placement.
+    predicted_IL: balancedness promised, 0 where nothing was. crossings_WW: choices of a rank's tokens
+    computed by a rank. facts: the table."""
 
     layers: Sequence[int]
     loads_ILW: Floats

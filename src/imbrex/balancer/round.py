@@ -19,7 +19,7 @@ from imbrex.runtime.words import words
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Migrated:
-    """What a finished migration brought. arrived: rows by (layer, slot). seconds: planning and moving."""
+    """A finished migration. arrived: rows by (layer, slot). seconds: planning and moving."""
 
     changes: Sequence[Change]
     arrived: Mapping[tuple[int, int], Sequence[Tensor]]
@@ -40,7 +40,7 @@ class Round:
 
     @property
     def checksum(self) -> int:
-        """Of the placements planned, once ready: ranks that planned differently must not switch."""
+        """A checksum of the placements planned, once ready: ranks whose plans differ must not switch."""
         if self.vote != Vote.READY:
             return 0
         text = repr([(c.layer, c.new.slots) for c in self.future.result().changes])
@@ -71,7 +71,7 @@ class Ballots:
         self._gathered, self._work = self.channel.gather(words(*numbers))
 
     def read(self) -> list[list[int]]:
-        """What every rank said, by rank. Raises RankLostError where one said nothing in time."""
+        """The words of every rank, by rank. Raises RankLostError where one said nothing in time."""
         self.channel.finish("votes", self._work)
         self._work = None
         # on the host: gloo gathers there

@@ -20,7 +20,7 @@ from imbrex.placement.packing import Ints
 
 
 class Layer(Protocol):
-    """What of a layer the balancer needs; `imbrex.MoELayer` has it."""
+    """The part of a layer that the balancer needs; `imbrex.MoELayer` has it."""
 
     placement: Placement
     exchange: Exchange
@@ -65,7 +65,7 @@ class Seat:
         return self.layer.exchange.layer
 
     def weights(self) -> dict[str, Tensor]:
-        """What moves with an expert, as it is now: a model may have been moved or loaded since."""
+        """Everything that moves with an expert, as it is now: a model may have been moved or loaded since."""
         return slot_tensors(self.layer.experts, len(self.layer.placement.local(self.layer.ranks.expert_rank)))
 
     @property
@@ -81,7 +81,8 @@ class Seat:
         return split_WS
 
     def end_iteration(self, page: Page | None) -> None:
-        """page: the book's, turned after this iteration; None where no layer counts on the device."""
+        """Ends an iteration. page: the book's, turned after this iteration; None where no layer counts on the
+        device."""
         if self._at is None:
             rows_WS = np.zeros((1, self._shape[1]), dtype=np.int64) if self._heard is None else self._heard
             self.latest = Iteration(self.layer.placement, lambda: rows_WS)

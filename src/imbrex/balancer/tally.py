@@ -1,4 +1,4 @@
-"""What the balancer has done, in numbers."""
+"""Numbers of what the balancer has done."""
 
 from __future__ import annotations
 

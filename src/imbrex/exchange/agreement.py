@@ -1,4 +1,4 @@
-"""What ranks tell each other before rows move, so that one rank's mistake is every rank's ValueError."""
+"""Words that ranks exchange before rows move, so that one rank's mistake is every rank's ValueError."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALIKE_REPLICATED = {
     TOKENS: "the number of tokens",
     CHECKSUM: "the tokens' experts (this transport wants equal tokens)",
 }
-"""What must be the same on every rank, by its place in the header."""
+"""Words of the header that must be the same on every rank, by their place."""
 
 PROBLEMS = {
     1: "x has {0} dimensions and last size {1}; give tokens [T, {2}]",
@@ -73,7 +73,7 @@ def find_problem(
 
 
 def explain(problem: tuple[int, ...]) -> str | None:
-    """What `find_problem` found, as a sentence."""
+    """The result of `find_problem` as a sentence, or `None`."""
     number, *details = problem
     return PROBLEMS[number].format(*details) if number else None
 

@@ -121,7 +121,7 @@ def set_up_dispatch(ctx, inputs, output):
 
 
 def differentiate_dispatch(ctx, d_rows_RD, d_weights_R, *_, run: Callable[..., Any] = dispatch_backward_op):
-    """run: `dispatch_backward_op`, or `run_dispatch_backward`."""
+    """Gradients of the inputs of `run_dispatch`. run: `dispatch_backward_op`, or `run_dispatch_backward`."""
     weights_R, *state = ctx.saved_tensors
     if d_rows_RD is None:
         d_rows_RD = weights_R.new_zeros(weights_R.shape[0], ctx.width, dtype=ctx.dtype)
@@ -152,7 +152,7 @@ class _Dispatch(torch.autograd.Function):
 def dispatch(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, begun: Begun | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """As `run_dispatch`, differentiable. begun: the crossing, where it is under way already."""
+    """Does what `run_dispatch` does, differentiably. begun: the crossing, where it is under way already."""
     if begun is None and traced(x_TD, weights_TK, ids_TK):
         return dispatch_op(x_TD, weights_TK, ids_TK, key)
     if not differentiated(x_TD, weights_TK):
@@ -207,7 +207,7 @@ def set_up_combine(ctx, inputs, output):
 
 
 def differentiate_combine(ctx, d_y_TD, *, run: Callable[..., Any] = combine_backward_op):
-    """run: `combine_backward_op`, or `run_combine_backward`."""
+    """Gradients of the inputs of `run_combine`. run: `combine_backward_op`, or `run_combine_backward`."""
     rows_RD, weights_R, *state = ctx.saved_tensors
     d_rows_RD, d_weights_R = run(d_y_TD, rows_RD, weights_R, state, ctx.key)
     d_weights, d_addend = None if ctx.weighted else d_weights_R, d_y_TD if ctx.has_addend else None
@@ -246,8 +246,8 @@ def combine(
     begun: Begun | None = None,
     again: Again | None = None,
 ) -> Tensor:
-    """As `run_combine`, differentiable. begun: the crossing, where it is under way already. again: rows that
-    the backward dispatches once more."""
+    """Does what `run_combine` does, differentiably. begun: the crossing, where it is under way already.
+    again: rows that the backward dispatches once more."""
     given = num_tokens, key, weighted
     if begun is None and traced(rows_RD, weights_R, addend_TD):
         return combine_op(rows_RD, weights_R, addend_TD, state, *given)

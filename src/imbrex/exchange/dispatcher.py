@@ -1,4 +1,4 @@
-"""What all dispatchers have: a key, a geometry, a listener, and plain answers for what only some can do."""
+"""The base of all dispatchers: a key, a geometry, a listener, and plain answers for what only some can do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DispatcherBase:
     geometry: Geometry
 
     def __init__(self, geometry: Geometry, observer: Listener, layer: int, *form: Any) -> None:
-        """form: what the shapes of its state depend on besides who is where."""
+        """Registers it. form: what the shapes of its state depend on besides who is where."""
         where = geometry.rank, geometry.placement.rank_offsets, geometry.tensor_parallel
         self.observer, self.layer = observer, layer
         self.key = autograd.register(self, *where, *form)

@@ -321,7 +321,7 @@ class Exchange:
         return self
 
     def __reduce_ex__(self, protocol: object) -> str:
-        """What pickle asks."""
+        """Refuses pickle, which asks here."""
         raise TypeError(
             "Exchange: it cannot be pickled, nor can a model with a MoELayer, whose group is this process's; "
             "save model.state_dict(), over ranks with imbrex.parallel.checkpoint, and load into a new model"

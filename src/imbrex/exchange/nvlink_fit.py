@@ -1,4 +1,4 @@
-"""What the kernels of NVLink serve, and what they are told of a placement."""
+"""The limits of the kernels over NVLink, and the form in which they take a placement."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def why_not_dtype(dtype: torch.dtype | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """What the kernels take for the placement. by_slot: its experts are the slots of the placement that was
-    given. balanced: the kernels choose replicas by the loads, else in equal parts."""
+    """A placement in the form that the kernels take. by_slot: its experts are the slots of the placement that
+    was given. balanced: the kernels choose replicas by the loads, else in equal parts."""
 
     placement: Placement
     by_slot: bool

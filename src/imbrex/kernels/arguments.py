@@ -1,4 +1,5 @@
-"""What kernels and their hosts share: arguments and shape of a launch, as the driver wants them; enums."""
+"""Things that kernels and their hosts share: arguments and shape of a launch, as the driver wants them;
+enums."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """What ptxas says: registers a thread, bytes of spills and of stack a thread, static shared bytes."""
+    """The report of ptxas: registers a thread, bytes of spills and of stack a thread, static shared bytes."""
 
     registers: int
     spill_bytes: int

@@ -108,7 +108,7 @@ class Auto:
         return {} if group is None else _measured.setdefault(group, {})
 
     def _layer(self, x_TD: Tensor, exchange: RowExchange, experts: Experts) -> dict[str, Any]:
-        """What a kept profile is of; it serves any number of tokens."""
+        """Describes what a kept profile is of; it serves any number of tokens."""
         wire = exchange.wire
         codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
         return {

@@ -25,7 +25,7 @@ from imbrex.runtime.deferred import Deferral
 
 @dataclass(slots=True)
 class Chunk:
-    """What is known of a chunk so far. Tensors of a later step replace those of an earlier one."""
+    """Everything known of a chunk so far. Tensors of a later step replace those of an earlier one."""
 
     tokens: slice
     plan: Any
@@ -186,7 +186,7 @@ class Backward:
         c.out_RD = c.rows_RD = None
 
     def weights(self, chunk: int) -> None:
-        """What `experts` has left: of grouped products, the gradients of the weights."""
+        """The rest of `experts`: of grouped products, the gradients of the weights."""
         c = self.forward.chunks[chunk]
         if c.deferral is not None and self.parameters:
             with self.exchange.observer.span("weights_backward", layer=self.exchange.layer):

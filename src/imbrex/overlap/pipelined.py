@@ -27,7 +27,7 @@ Split = Callable[[int, int, int, int], Sequence[int]]
 
 
 def split_evenly(num_tokens: int, degree: int, rank: int, num_ranks: int) -> list[int]:
-    """As even as it goes: 5 tokens in 3 chunks are 2, 2 and 1. A chunk may have none."""
+    """Splits as evenly as it goes: 5 tokens in 3 chunks are 2, 2 and 1. A chunk may have none."""
     small, extra = divmod(num_tokens, degree)
     return [small + (chunk < extra) for chunk in range(degree)]
 
@@ -40,7 +40,7 @@ def split_by_source(num_tokens: int, degree: int, rank: int, num_ranks: int) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orders:
-    """What is run: the same on all ranks."""
+    """The order to run: the same on all ranks."""
 
     forward: Order
     backward: Order
@@ -191,7 +191,7 @@ def find(scheduler: str | Scheduler) -> Scheduler:
 
 
 def parameters_of(experts: Experts) -> list[Tensor]:
-    """What of the experts is trained: `experts.parameters()`, where it has that."""
+    """The trained tensors of the experts: `experts.parameters()`, where it has that."""
     every: Callable[[], Iterable[Tensor]] | None = getattr(experts, "parameters", None)
     return [] if every is None else [p for p in every() if p.requires_grad]
 

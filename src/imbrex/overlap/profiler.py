@@ -23,7 +23,7 @@ from imbrex.schedule.profile import Profile
 from imbrex.schedule.tasks import Kind
 
 TASK_REPEATS = 3
-"""Of single tasks: whole runs correct what they miss."""
+"""Repeats of single tasks: whole runs correct what they miss."""
 
 Seconds = dict[tuple[bool, str], float]
 """By (backward, name), of one run on this rank."""
@@ -67,7 +67,7 @@ def _contention(layer: _Layer) -> Contention:
 def _corrections(
     layer: _Layer, made: Profile, degrees: Sequence[int], scheduler: str | None, repeats: int
 ) -> dict[tuple[str, int], tuple[float, float]]:
-    """What tasks alone do not show, from whole runs of every candidate in turn.
+    """Corrections of what tasks alone do not show, from whole runs of every candidate in turn.
 
     The least of several noisy times is too small, and the more so the more there are. So the fastest is run
     again by itself, and what that says counts; if another is the fastest then, that one is, and so on.
@@ -91,7 +91,7 @@ def _ratio(measured: float, predicted: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
-    """What is measured."""
+    """The layer to measure."""
 
     exchange: RowExchange
     experts: Experts

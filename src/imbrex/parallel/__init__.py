@@ -1,1 +1,1 @@
-"""What ranks do together besides exchanging rows: gradients synchronised, checkpoints of logical tensors."""
+"""Collective work besides exchanging rows: gradients synchronised, checkpoints of logical tensors."""

@@ -153,7 +153,7 @@ def _state_to_write(
 
 
 def _digests(partial: Path, group: dist.ProcessGroup | None) -> files.Digests:
-    """Of what this rank wrote: torch numbers files by the writer's rank in the group."""
+    """Checksums of the files that this rank wrote: torch numbers files by the writer's rank in the group."""
     rank = dist.get_rank(group) if _distributed() else 0
     names = [path.name for path in partial.glob(f"__{rank}_*")]
     names += [".metadata"] if rank == 0 else []
@@ -201,7 +201,7 @@ def _share(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
 
 
 def _state_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Layout]]:
-    """What DCP saves or fills, and the layouts of the logical tensors in it by flattened name."""
+    """The state that DCP saves or fills, and the layouts of the logical tensors in it by flattened name."""
     of_parameter = layouts(model)
     with _all_ranks_write():
         model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else [optimizer])

@@ -43,7 +43,7 @@ class CheckpointDamaged(OSError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """What COMPLETE says."""
+    """The contents of COMPLETE."""
 
     step: int
     extra: dict[str, Any]
@@ -162,7 +162,7 @@ def make_room(directory: Path, step: int) -> Path:
 
 
 def strangers(path: Path) -> list[str]:
-    """What makes the folder `path` somebody else's: what no checkpoint has, or that it is no folder."""
+    """The sign that the folder `path` is somebody else's: what no checkpoint has, or that it is no folder."""
     if path.is_symlink() or not path.is_dir():
         return [path.name]
     return sorted(entry.name for entry in path.iterdir() if not _FILE.fullmatch(entry.name))

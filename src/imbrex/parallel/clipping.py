@@ -78,7 +78,7 @@ def _counted_here(gradient: Tensor, layer: MoELayer) -> list[Tensor]:
 
 
 def _norm_of_shared(gradients: list[Tensor], order: float) -> Tensor:
-    """Of DTensors, whose norm is a collective over their mesh, and of others."""
+    """The norm of DTensors, which is a collective over their mesh, and of others."""
     # Importing DTensor's class would cost every import of imbrex 0.3 s.
     sharded = [gradient for gradient in gradients if hasattr(gradient, "full_tensor")]
     by_mesh: dict[Any, list[Tensor]] = {}

@@ -88,8 +88,8 @@ def num_token_ranks(layer: MoELayer) -> int:
 
 
 def expert_gradients(layer: MoELayer) -> list[Tensor]:
-    """Those of the local experts, zeros where none came; of weights with `gradient_sums` these, and what else
-    came to them."""
+    """Gradients of the local experts, zeros where none came; of weights with `gradient_sums` these, and what
+    else came to them."""
     experts, gradients = layer.experts, []
     summed: dict[int, Tensor] = {}
     sums = getattr(experts, "gradient_sums", None)

@@ -84,7 +84,7 @@ class LogicalTensor:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """where: layouts of the state dict's logical tensors, by flattened name."""
+    """Saves logical tensors. where: layouts of the state dict's logical tensors, by flattened name."""
 
     def __init__(self, where: dict[str, Layout]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """where: as in `SavePlanner`."""
+    """Fills logical tensors. where: as in `SavePlanner`."""
 
     def __init__(self, where: dict[str, Layout]) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class Backend(Protocol):
         ...
 
     def carry_with_sources(self, columns: Sequence[Tensor], route: Any) -> tuple[list[Tensor], Tensor]:
-        """As `carry`, and the token of every row on its source rank, int32 [N]."""
+        """Does as `carry`, and gives the token of every row on its source rank, int32 [N]."""
         ...
 
     def bring_home(
@@ -121,7 +121,7 @@ class BackendBase:
         """Nothing is held here."""
 
     def wrong_device(self, *tensors: Tensor | None) -> str:
-        """What is wrong with the devices of a call's tensors, or nothing."""
+        """Says what is wrong with the devices of a call's tensors, or nothing."""
         given = {tensor.device for tensor in tensors if tensor is not None}
         right = self.world_size == 1 or all(d.type == self.transport.device.type for d in given)
         if len(given) == 1 and right:
@@ -130,7 +130,7 @@ class BackendBase:
         return f"tensors are on {where}; the group takes them on {self.transport.device.type}"
 
     def check_alike(self, call: str, settings: Mapping[str, int], told: list[list[int]]) -> None:
-        """told: the settings of every rank."""
+        """ValueError on every rank where settings differ. told: the settings of every rank."""
         for place, name in enumerate(settings):
             for rank, values in enumerate(told):
                 if values[place] != told[0][place]:
@@ -148,7 +148,8 @@ class BackendBase:
         raise ValueError(f"{self.who}.{call}: on rank {rank}, {said}")
 
     def check_worst(self, rows_WW: Tensor, most_W: list[int]) -> None:
-        """rows_WW: on the host. most_W: `num_worst_tokens` of every rank."""
+        """ValueError on every rank where one receives more rows than it has room for. rows_WW: on the host.
+        most_W: `num_worst_tokens` of every rank."""
         # on the host: counts came with the message
         for rank, (received, most) in enumerate(zip(rows_WW.sum(0).tolist(), most_W, strict=True)):
             if 0 < most < received:

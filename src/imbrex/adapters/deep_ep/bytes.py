@@ -43,8 +43,8 @@ class Route:
 
 
 def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
-    """wanted_TW: bool; which ranks a token must reach. rows_WW: host int64; rows every rank sends to every
-    other, the diagonal included."""
+    """The route of this rank's tokens. wanted_TW: bool; which ranks a token must reach. rows_WW: host int64;
+    rows every rank sends to every other, the diagonal included."""
     splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
     splits_2W[:, rank] = 0
     others = wanted_TW.clone()
@@ -115,7 +115,7 @@ class BytesBackend(BackendBase):
         *,
         rounded: bool,
     ) -> list[Tensor]:
-        """What is summed on the own rank is not rounded."""
+        """Sums of columns at home. Those of the own rank are not rounded."""
         stop = route.before + len(route.own_tokens_O)
         crossing = [
             torch.cat([column[: route.before], column[stop : route.num_rows]]).to(dtype)

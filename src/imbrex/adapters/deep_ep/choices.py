@@ -10,8 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """ids_TK: int64, experts of a token in ascending order, then -1. weights_TK: float32, or None; those of
-    -1 are not read."""
+    """The choices of tokens. ids_TK: int64, experts of a token in ascending order, then -1. weights_TK:
+    float32, or None; those of -1 are not read."""
 
     ids_TK: Tensor
     weights_TK: Tensor | None

@@ -18,7 +18,7 @@ class EventHandle:
         self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
     def current_stream_wait(self) -> None:
-        """What is put on the current stream from now on runs after this point."""
+        """Lets the current stream wait: what is put on it from now on runs after this point."""
         if self._event is not None:
             self._event.wait()
 

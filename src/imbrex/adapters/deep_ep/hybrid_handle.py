@@ -1,4 +1,4 @@
-"""What passes between the calls of a `HybridEPBuffer`: configuration, handle, rows on arrival."""
+"""Values that pass between the calls of a `HybridEPBuffer`: configuration, handle, rows on arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imbrex.adapters.deep_ep.permuted import Permutation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferConfig:
-    """What a program reads back of a buffer. Nothing is sized by it."""
+    """The configuration that a program reads back of a buffer. Nothing is sized by it."""
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
@@ -35,7 +35,7 @@ class BufferConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What a program gave a dispatch. Of the routing, the map is looked at first.
+    """The inputs of a dispatch, as a program gave them. Of the routing, the map is looked at first.
 
     hidden: [T, D]. scales: [T, S]. map_TE: bool. probs_TE: float32. ids_TK: int64. weights_TK: float32.
     """
@@ -49,13 +49,13 @@ class Given:
 
     @property
     def columns(self) -> list[Tensor]:
-        """What moves as bytes."""
+        """The columns that move as bytes."""
         return [self.hidden] if self.scales is None else [self.hidden, self.scales]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What a dispatch leaves for the calls that follow it.
+    """Everything that a dispatch leaves for the calls that follow it.
 
     route: who sends what to whom, as the backend knows it. choices: of the own tokens. ids_NK: int64; experts
     of the compact rows received, `None` until they are.
@@ -76,11 +76,10 @@ class Kept:
 
 
 class HybridHandle(tuple):
-    """What `combine` and a cached dispatch need: seven fields, or eleven of a permuted dispatch, where
-    Hybrid-EP has them: [3] rows received int32 [1], [4] bool [N, e], [5] or [8] tokens, [6] or [9] the
+    """A tuple that `combine` and a cached dispatch need: seven fields, or eleven of a permuted dispatch,
+    where Hybrid-EP has them: [3] rows received int32 [1], [4] bool [N, e], [5] or [8] tokens, [6] or [9] the
     configuration, [7] counts of the local experts, [10] = [-1] the overflow flag int32 [1]. Those that only
-    its kernels read are None, and so is [4] of rows that were never compact.
-    """
+    its kernels read are None, and so is [4] of rows that were never compact."""
 
     kept: Kept
 
@@ -107,7 +106,7 @@ class Expanded:
 
 
 def make_handle(kept: Kept, rank: int, received: Tensor) -> HybridHandle:
-    """received: compact rows that there are, int32 [1]."""
+    """The handle of a dispatch. received: compact rows that there are, int32 [1]."""
     route, local_map_NE = kept.route, None
     if kept.ids_NK is not None:
         local = kept.config.local(rank)

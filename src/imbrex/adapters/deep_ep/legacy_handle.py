@@ -1,4 +1,4 @@
-"""What passes between the calls of a legacy `Buffer`."""
+"""Values that pass between the calls of a legacy `Buffer`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class DispatchHandle(tuple):
-    """What `combine` and a cached dispatch need: six tensors, in DeepEP's order and with one channel.
+    """A tuple that `combine` and a cached dispatch need: six tensors, in DeepEP's order and with one channel.
 
     rank_prefix_matrix int32 [W, W]: rows that ranks 0..i send to rank j. channel_prefix_matrix int32 [W, 1]:
     rows sent to every rank. recv_channel_prefix_matrix int32 [W, 1]: zeros. recv_src_idx int32 [N]: token of

@@ -384,7 +384,7 @@ def expert_major(link: KernelRoute, permutation: Permutation) -> Routed:
 
 
 def permute(link: KernelRoute, budget: int | None, *, on_host: bool) -> Permutation:
-    """As `make_permutation`, of the tokens of all ranks in place of the rows received, [W * most, K]: as they
-    were routed."""
+    """Does as `make_permutation`, for the tokens of all ranks in place of the rows received, [W * most, K]:
+    as they were routed."""
     position_NK = link.expert.position_LWTK[0].flatten(0, 1)
     return place_choices(position_NK, link.expert.counts_Le[0].long(), budget, on_host=on_host)

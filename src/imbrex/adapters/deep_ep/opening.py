@@ -12,7 +12,8 @@ from imbrex.transport import Nvlink
 
 
 def open_backend(who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> Backend:
-    """transport: `auto` is NVLink where its kernels can run for this group, else `alltoall`. Collective."""
+    """Opens the way of the rows. transport: `auto` is NVLink where its kernels can run for this group, else
+    `alltoall`. Collective."""
     if transport == "auto":
         transport = "alltoall" if group is None else Nvlink.of_or_reason(group)[0] or "alltoall"
     kernels = transport == "nvlink" or isinstance(transport, Nvlink)

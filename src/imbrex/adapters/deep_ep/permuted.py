@@ -75,8 +75,8 @@ class Permutation:
 def make_permutation(
     ids_NK: Tensor, local: range, pad_multiple: int, budget: int | None, *, on_host: bool
 ) -> Permutation:
-    """ids_NK: global experts of the rows received, -1 for none. local: those of this rank.
-    budget: P; without one P is what is needed. on_host: whether the counts are wanted there."""
+    """Places rows by expert. ids_NK: global experts of the rows received, -1 for none. local: those of this
+    rank. budget: P; without one P is what is needed. on_host: whether the counts are wanted there."""
     here = (ids_NK >= local.start) & (ids_NK < local.stop)
     slot_NK = torch.where(here, ids_NK - local.start, -1)
     counts_e = plan.count_choices(slot_NK, len(local))

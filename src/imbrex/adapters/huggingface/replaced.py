@@ -16,13 +16,13 @@ from imbrex.experts.experts import Experts
 from imbrex.guards import PartialStateWarning
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names."""
+"""Prefixes that torch.compile and activation checkpointing put into names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """skeleton: the block that was replaced, its parameters on the meta device. router_logits: whether the
-    model's configuration asked for `output_router_logits`."""
+    """The place of a replaced block. skeleton: the block that was replaced, its parameters on the meta
+    device. router_logits: whether the model's configuration asked for `output_router_logits`."""
 
     skeleton: nn.Module
     router_logits: bool
@@ -89,7 +89,7 @@ def skeleton_of(block: nn.Module) -> nn.Module:
 
 
 def _configurations(block: nn.Module) -> Iterator[Any]:
-    """What the modules of a block share with their model, and a copy must too."""
+    """The attributes that the modules of a block share with their model, and a copy must too."""
     for module in block.modules():
         if (config := vars(module).get("config")) is not None:
             yield config

@@ -90,7 +90,7 @@ def _misuse(model: nn.Module, blocks: list, size: int | str, options: dict[str, 
 
 
 def _dense_state(model: nn.Module, blocks: list[str]) -> dict[str, Tensor]:
-    """What stands outside the blocks, under the names it has in memory. Collective where FSDP shards it."""
+    """The state outside the blocks, under the names it has in memory. Collective where FSDP shards it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PartialStateWarning)
         state = {plain_name(name): value for name, value in model.state_dict().items()}

@@ -39,7 +39,7 @@ def load_block(layer: MoELayer, weights: Mapping[str, Tensor] | nn.Module, prefi
 
 
 def block_prefix(weights: Mapping[str, Tensor], layer: int) -> str:
-    """What stands before the names of layer `layer`'s MoE block. ValueError where that layer has none."""
+    """The prefix of the names of layer `layer`'s MoE block. ValueError where that layer has none."""
     found = (f"model.layers.{layer}.{block}." for block in BLOCK_NAMES)
     routers = ("gate.weight", "router.weight")
     for prefix in found:

@@ -141,7 +141,7 @@ class ExchangeBase:
         )
 
     def _group(self, blocks: int) -> Struct:
-        """What every kernel is told of the ranks; made once a number of blocks."""
+        """The ranks as every kernel is told of them; made once a number of blocks."""
         made = self._groups.get(blocks)
         if made is None:
             made = self._groups[blocks] = lay.Group(

@@ -1,5 +1,5 @@
-"""What `IMBREX_DEBUG=1` adds to the calls of an exchange: bounds, looked at before a kernel uses them, and
-memory that nobody has written filled with ones, which read as NaN, or as no row.
+"""Checks that `IMBREX_DEBUG=1` adds to the calls of an exchange: bounds, looked at before a kernel uses them,
+and memory that nobody has written filled with ones, which read as NaN, or as no row.
 
 Looking costs a host synchronisation a call; a call that is being captured in a CUDA graph is not looked at.
 """

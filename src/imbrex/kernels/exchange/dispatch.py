@@ -1,4 +1,4 @@
-"""What the pushing kernels are given: with `dispatch_rows`, which routes besides, their shared memory."""
+"""Arguments of the pushing kernels: with `dispatch_rows`, which routes besides, their shared memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FEW_SMS, NARROW_BYTES = 32, 8192
 """Rows of 4096 bytes on 4 H200: 244 us in one kernel, 228 in two on 24 SMs; 195 and 205 on 32. Half as many
 threads route beside those that stage."""
 FEW, MORE = (8, 16), (24, 32)
-"""Of compact and of expert-major rows: enough for the wire, and for rows shorter than `NARROW_BYTES`, of
-which an SM moves fewer bytes."""
+"""SMs for compact and for expert-major rows: enough for the wire, and for rows shorter than `NARROW_BYTES`,
+of which an SM moves fewer bytes."""
 MOST_WINDOW = 4
 """Chunks that are routed at once beside rows: more shared memory for routing is less for rows."""
 
@@ -104,7 +104,7 @@ def push_args(
     tokens: Tensor | None,
     buffer: tuple[int, int],
 ) -> Any:
-    """buffer: which of the buffers, and how many calls ago it was last used."""
+    """Arguments of a push. buffer: which of the buffers, and how many calls ago it was last used."""
     quantise = block.quantisers > 0
     assert not quantise or x.dtype == torch.bfloat16
     row_bytes = x.shape[-1] * x.element_size()

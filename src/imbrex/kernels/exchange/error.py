@@ -1,4 +1,4 @@
-"""What a failed call of the exchange raises, from the words that its kernels leave on the host."""
+"""The error that a failed call of the exchange raises, from the words that its kernels leave on the host."""
 
 from __future__ import annotations
 

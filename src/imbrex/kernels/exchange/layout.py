@@ -31,7 +31,7 @@ from imbrex.kernels.routing.split_layout import flow_bytes
 from imbrex.kernels.structs import struct
 
 MAX_RANKS, MOST_RANKS = 64, 16
-"""That can route, and that can exchange rows."""
+"""Most ranks that can route, and that can exchange rows."""
 MAX_BLOCKS = 132
 KINDS = ("route", "push", "pull", "combine", "small", "gather")
 PHASES = (
@@ -69,7 +69,7 @@ SMALL_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What an exchange is sized for.
+    """The numbers that an exchange is sized for.
 
     max_tokens: T, most tokens of a rank. row_bytes: most bytes of a row, a multiple of 16.
     most_slots: local slots of the fullest rank. token_capacity: rows a rank can receive (compact).
@@ -150,12 +150,12 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
 
 
 def value_bytes(shape: Shape) -> int:
-    """Of the numbers of rows that come with a combine's sums, without the own rank's."""
+    """Bytes of the numbers of rows that come with a combine's sums, without the own rank's."""
     return 4 * (shape.ranks - 1) * shape.max_tokens * shape.choices
 
 
 EARLY_BYTES = 12 << 20
-"""That a rank stores at its peers while ranks route: some 38 us of the wire."""
+"""Bytes that a rank stores at its peers while ranks route: some 38 us of the wire."""
 
 
 def early_groups(shape: Shape) -> int:
@@ -262,7 +262,7 @@ SMALL_PARTS = 4
 REDUCE_WARPS, REDUCE_SLOTS = 16, 6
 TERMS_BYTES = 52 * 16 + 16
 FP8_SMS = 32
-"""Of a combine whose sums cross as fp8: from here on it is faster than bf16, on 24 not."""
+"""SMs of a combine whose sums cross as fp8: from here on it is faster than bf16, on 24 not."""
 
 
 def reduce_shared(row_bytes: int, wire: str) -> int:
@@ -274,7 +274,7 @@ def reduce_shared(row_bytes: int, wire: str) -> int:
 
 
 def _wire_steps(row_bytes: int) -> int:
-    """Of 512 values: as many as a warp encodes at once."""
+    """Steps of a row, of 512 values each: as many as a warp encodes at once."""
     return -(-row_bytes // 1024)
 
 
@@ -284,7 +284,7 @@ def wire_bytes(row_bytes: int, wire: str) -> int:
 
 
 def partial_bytes(shape: Shape) -> int:
-    """Of a buffer of sums of own tokens, whatever they cross as."""
+    """Bytes of a buffer of sums of own tokens, whatever they cross as."""
     return (shape.ranks - 1) * shape.max_tokens * max(shape.row_bytes, wire_bytes(1, "fp8"))
 
 

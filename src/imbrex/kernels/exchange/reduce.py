@@ -1,4 +1,4 @@
-"""What the combine of expert-major rows is given."""
+"""Arguments of the combine of expert-major rows."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def reduce_args(
     wire: str,
     weighted: bool,
 ) -> ctypes.Structure:
-    """strides: bytes between the ranks of this launch in rows, addend and out. pieces: tokens that a warp
-    draws at once, parts of a row, warps that begin by reducing."""
+    """Arguments of a combine. strides: bytes between the ranks of this launch in rows, addend and out.
+    pieces: tokens that a warp draws at once, parts of a row, warps that begin by reducing."""
     width, most = rows.shape[-1], routed.position_LWTK.shape[2]
     given, home = values or (None, None)
     for value in values or ():

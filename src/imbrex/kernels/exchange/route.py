@@ -1,4 +1,4 @@
-"""What the routing kernel is given."""
+"""Arguments of the routing kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routing kernel takes and gives, as tensors."""
+"""Tensors that the routing kernel takes and gives."""
 
 from __future__ import annotations
 

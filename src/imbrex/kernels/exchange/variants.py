@@ -10,7 +10,7 @@ PULL_THREADS = MOVER_THREADS + 32 * 8
 REDUCE_THREADS = 32 * lay.REDUCE_WARPS
 ROUTE_THREADS, ROUTE_MANY_THREADS = 1024, 128
 BESIDE_THREADS, BEFORE_THREADS = 256, 512
-"""That route in a kernel that pushes, and that pulls."""
+"""Threads that route in a kernel that pushes, and in one that pulls."""
 EXPERT_THREADS = PULL_THREADS + BEFORE_THREADS
 
 

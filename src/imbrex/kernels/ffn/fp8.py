@@ -28,10 +28,10 @@ from imbrex.kernels.jit import Kernel, Variant, load
 BLOCK = 128
 """Values that share a scale; D and F must be multiples of it."""
 LARGEST = 448.0
-"""Of e4m3."""
+"""The largest value of e4m3."""
 SOURCE = "ffn/quantise.cu"
 _WARP_VALUES = 1024
-"""Of a row, that a warp quantises."""
+"""Values of a row that a warp quantises."""
 _library = Library("imbrex_experts_fp8", "DEF")
 _library.define(
     "ffn(Tensor rows_RD, Tensor? scales_RB, Tensor gate_up_eGD, Tensor gate_up_scales, Tensor down_eDF,"

@@ -33,7 +33,8 @@ def ffn_tokens_fp8(
     *,
     gather: bool | None = None,
 ) -> Tensor:
-    """y_TD: the sum over k of `weights_TK` times the expert's output, in fp32 and in order of k; bf16.
+    """Tokens to y_TD: the sum over k of `weights_TK` times the expert's output, in fp32 and in order of k;
+    bf16.
 
     x_TD: bf16; source_R: int64 [R], token of every expert-major row; position_TK: int64, row of every choice,
     -1 where it is not computed here; weights_TK: float32. No gradients. The same bits as rows gathered first,

@@ -133,7 +133,7 @@ def sum_rows(
     count: Tensor | None = None,
     addend_TD: Tensor | None = None,
 ) -> Tensor:
-    """y_TD, bf16: every token's rows, times their weights (float32), summed in fp32 in order of k.
+    """Sums every token's rows, times their weights (float32), in fp32 and in order of k: bf16 [T, D].
     position_TK: int64; -1 adds none.
 
     count: int32 [1] on the device; tokens from it on are neither read nor written. addend_TD: contiguous, the

@@ -1,4 +1,4 @@
-"""What stands between an exchange and a grouped GEMM of any library, for the rows that there are.
+"""Operators that stand between an exchange and a grouped GEMM of any library, for the rows that there are.
 
     gate_up_RG = F.grouped_mm(rows_RD, gate_up_eGD.mT, offs=ends_e)
     act_RF = swiglu(gate_up_RG, ends_e)                      # G = 2F: gate first, then up

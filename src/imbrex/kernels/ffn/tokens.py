@@ -23,7 +23,8 @@ def ffn_tokens(
     *,
     gather: bool | None = None,
 ) -> Tensor:
-    """y_TD: the sum over k of `weights_TK` times the expert's output, in fp32 and in order of k; bf16.
+    """Tokens to y_TD: the sum over k of `weights_TK` times the expert's output, in fp32 and in order of k;
+    bf16.
 
     x_TD, gate_up_eGD [e, 2F, D], down_eDF [e, D, F]: bf16, D and F multiples of 8. counts_e: int64, rows of
     every expert. source_R: int64 [R], token of every expert-major row. position_TK: int64, row of every

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MULTIPLE = 8
-"""Of D and of F, in bf16."""
+"""D and F, in bf16, are multiples of it."""
 
 
 def fits(width: int, inner: int) -> bool:

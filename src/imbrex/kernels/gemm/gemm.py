@@ -76,8 +76,8 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slopes:
-    """Of SWIGLU_GRADIENT: the kept gate_up [R, 2F] bf16, its gradient (written), whether the activation is
-    wanted, and with row weights the parts of their gradient, float32 [ceil(F / block_n), R]."""
+    """Tensors of SWIGLU_GRADIENT: the kept gate_up [R, 2F] bf16, its gradient (written), whether the
+    activation is wanted, and with row weights the parts of their gradient, float32 [ceil(F / block_n), R]."""
 
     gate_up: torch.Tensor
     d_gate_up: torch.Tensor
@@ -101,7 +101,7 @@ _NO_SLOPES = _SLOPES(gate_up=None, d_weight=None, rows=0, keep=0)
 
 
 GATHER_WARPS = 4
-"""That ask for rows of an index, one instruction a row."""
+"""Warps that ask for rows of an index, one instruction a row."""
 
 
 def gemm_variant(

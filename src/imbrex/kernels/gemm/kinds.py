@@ -8,7 +8,7 @@ from imbrex.kernels.arguments import declare_enums
 
 
 class Layout(IntEnum):
-    """What is contracted: see `gemm/gemm.cu`, which has it as `Layout::kForward` and so on."""
+    """The dimension that is contracted: see `gemm/gemm.cu`, which has it as `Layout::kForward` and so on."""
 
     FORWARD = 0
     DGRAD = 1
@@ -16,7 +16,7 @@ class Layout(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What becomes of a tile; as in gemm/gemm.cu."""
+    """The end of a tile; as in gemm/gemm.cu."""
 
     PLAIN = 0
     SWIGLU = 1

@@ -61,9 +61,9 @@ spill."""
 _PANEL_COST = 1.43
 """Reading 256 columns of an expert's weights from memory, over a full tile: 4.27 TB/s, 783 TFLOP/s."""
 _READ_AGAIN = 0.1
-"""Of that, for every further row tile of an expert: some find the columns gone from L2."""
+"""A share of `_PANEL_COST`, for every further row tile of an expert: some find the columns gone from L2."""
 _READ_IDLE = 0.25
-"""Of that, for every wave that the last one leaves idle, over the number of waves."""
+"""A share of `_PANEL_COST`, for every wave that the last one leaves idle, over the number of waves."""
 _LARGE_GRADIENT = 8 << 20
 """Values of a weight gradient from which storing it takes long enough for `OWN` to win (3-4 %)."""
 _GATHERED_PAIRS = 256
@@ -149,7 +149,8 @@ def _pair_pays(full: float, depth: int, columns: int, fp8: bool) -> bool:
 
 
 def _time(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int, fp8: bool) -> float:
-    """Of the better height where the kernel has two; `groups`: rows, and how many experts have as many."""
+    """The time with the better height where the kernel has two; `groups`: rows, and how many experts have as
+    many."""
     like = SHARED if tiling == STAGED else tiling
     parts = columns, sms, tiling.block_n, _READ[like]
     found = _waves(tiling.block_m, _COSTS[like], groups, *parts)

@@ -1,4 +1,4 @@
-"""What the split kernel takes, as it is in `routing/split.cu`, and its shared memory."""
+"""The struct that the split kernel takes, as it is in `routing/split.cu`, and its shared memory."""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ SOURCE = "rows/choices.cu"
 KERNELS = ("count_choices", "place_choices")
 _THREADS, _WARPS = 512, 16
 ROUNDS, FEW_CHOICES = (1, 4), 16384
-"""Of 512 choices a block: one up to so many choices, else more, since every block reads what all counted."""
+"""Rounds of 512 choices a block: one up to so many choices, else more, since every block reads what all
+counted."""
 MOST_EXPERTS = 2048
-"""What a block's shared memory counts."""
+"""Experts that a block's shared memory counts."""
 
 
 def shipped_variants() -> list[Variant]:
@@ -34,8 +35,9 @@ def _kernel(entry: str, rounds: int, device: torch.device) -> Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """position_TK: int64; a choice's row, -1 where it is dropped. choice_R, token_R: int64, [T * K]; whose a
-    row is, unset past the last one, as is weights_R (float32). counts_e: int64; ends_e: int32."""
+    """The choices by expert. position_TK: int64; a choice's row, -1 where it is dropped. choice_R, token_R:
+    int64, [T * K]; whose a row is, unset past the last one, as is weights_R (float32). counts_e: int64;
+    ends_e: int32."""
 
     position_TK: Tensor
     choice_R: Tensor

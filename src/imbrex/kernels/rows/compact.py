@@ -49,8 +49,8 @@ def place_compact(
     *,
     load: Callable[..., Any] = jit.load,
 ) -> Placed:
-    """traffic_WW: int32; tokens that every rank has for every other, as `route` wrote them. num_rows: of
-    `source_R`."""
+    """Places compact rows. traffic_WW: int32; tokens that every rank has for every other, as `route` wrote
+    them. num_rows: of `source_R`."""
     _, ranks, most, choices = routed.position_LWTK.shape
     device = traffic_WW.device
     placed = Placed(
@@ -82,7 +82,8 @@ def place_compact(
 def index_rows(
     position: Tensor, weights: Tensor, num_rows: int, *, load: Callable[..., Any] = jit.load
 ) -> tuple[Tensor, Tensor]:
-    """position, weights: int32 and float32 [1, W, T, K]; row and gate weight of every choice.
+    """Inverts positions. position, weights: int32 and float32 [1, W, T, K]; row and gate weight of every
+    choice.
 
     Returns of every row the token among those of all ranks, int64 [num_rows], and the weight, float32; of
     padding -1 and 0.

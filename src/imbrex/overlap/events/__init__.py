@@ -42,7 +42,7 @@ class Events:
         self._seats: weakref.WeakKeyDictionary[RowExchange, Seat] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What pickle asks; connections stay with this process."""
+        """Tells pickle how to make it again; connections stay with this process."""
         return Events, (self.tau, self.epsilon)
 
     def reason(self, exchange: RowExchange) -> str:

@@ -100,7 +100,7 @@ class Ledger:
         return [rank for rank, state in enumerate(self.host) if state is Host.HERE]
 
     def compute(self, ranks: Iterable[int]) -> list[int]:
-        """Those ranks' rows are computed; the peers that a `REPLY` goes to."""
+        """Notes that the rows of these ranks are computed; gives the peers that a `REPLY` goes to."""
         for rank in ranks:
             self.host[rank] = Host.COMPUTED
         self.computed = True

@@ -61,7 +61,7 @@ class Record(Protocol):
 
 
 class Seat:
-    """What an exchange remembers between its calls. Made in its first call, by all ranks together.
+    """The memory of an exchange between its calls. Made in its first call, by all ranks together.
 
     Raises ValueError on every rank where they disagree, or where one cannot be served.
     """
