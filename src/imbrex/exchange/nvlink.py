@@ -44,8 +44,10 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.layout import Shape
 from imbrex.kernels.exchange.routed import Tables, placement_tables, write_tables
 from imbrex.kernels.ffn.glue import weigh_rows
+from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread
+from imbrex.runtime.deferred import Deferral
 from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size, Sms
 
@@ -341,6 +343,45 @@ class NvlinkDispatcher(WiredDispatcher):
             return d_x_TD, d_weights_TK
 
         return self._crossing(work, _as_it_is)
+
+    def why_not_beside(self, gradients: Sequence[Any]) -> str | None:
+        """Why `dispatch_backward_beside` computes what was left after the move, or `None`."""
+        if is_coded(self.wire.dispatch_backward):
+            return "gradients of tokens cross as fp8"
+        return why_not_home(gradients)
+
+    def dispatch_backward_beside(
+        self,
+        left: Deferral,
+        d_rows_RD: Tensor,
+        d_weights_R: Tensor,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        out: tuple[Tensor, Tensor],
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        """`dispatch_backward` and, in the same launch, the weights' gradients that the experts have left to
+        `left`, which has them then: the same bits. Where `why_not_beside` says why, it leaves them.
+
+        In the caller's stream, so with nothing of the transport under way in another one.
+        """
+        products = left.take()
+        gradients: list[Any] = [gradient for _, gradient in products]
+        if self.why_not_beside(gradients) is not None:
+            for product in products:
+                left.add(*product)
+            return self.dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens, out)
+
+        def work() -> tuple[Tensor, Tensor]:
+            routed, (d_x_TD, d_weights_TK) = read_state(state), out
+            values = d_weights_R.contiguous(), d_weights_TK
+            with self.observer.span("dispatch_backward", layer=self.layer):
+                rows_1RD, kernels = d_rows_RD.contiguous()[None], self._kernels(routed)
+                (made,) = home_beside_gradients(kernels, rows_1RD, routed, values, d_x_TD, [(*gradients,)])
+            for (weight, _), gradient, result in zip(products, gradients, made, strict=True):
+                left.add(weight, computed(gradient, result))
+            return out
+
+        return Crossing(partial(_at_once, work), _as_it_is)
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         with self.observer.span("dispatch_again", layer=self.layer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -133,12 +133,21 @@ class Forward:
 class Backward:
     """Gradients of tokens and weights in `d_x_TD` and `d_weights_TK`, of the parameters in `d_parameters`.
 
+    beside: takes the tokens' gradients home in place of the dispatcher's `dispatch_backward`, with the
+        chunk's `Deferral` before its arguments, which it may compute beside that.
+
     The graphs of the experts are gone afterwards.
     """
 
     def __init__(
-        self, forward: Forward, d_y_TD: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]
+        self,
+        forward: Forward,
+        d_y_TD: Tensor,
+        parameters: Sequence[Tensor],
+        needed: Sequence[bool],
+        beside: Callable[..., Crossing] | None = None,
     ) -> None:
+        self.beside = beside
         self.forward, self.exchange, self.dispatcher = forward, forward.exchange, forward.dispatcher
         self.d_y_TD = d_y_TD
         self.parameters = [p for p, need in zip(parameters, needed, strict=True) if need]
@@ -211,7 +220,11 @@ class Backward:
         c, d_rows = self.forward.chunks[chunk], self.d_rows[chunk]
         assert d_rows is not None
         out = self.d_x_TD[c.tokens], self.d_weights_TK[c.tokens]
-        c.crossing = self.dispatcher.dispatch_backward(*d_rows, c.state, len(out[0]), out)
+        given = *d_rows, c.state, len(out[0]), out
+        if self.beside is not None and c.deferral is not None and self.parameters:
+            c.crossing = self.beside(c.deferral, *given)
+        else:
+            c.crossing = self.dispatcher.dispatch_backward(*given)
 
     def move_back(self, chunk: int) -> Pending | None:
         return _crossing(self.forward.chunks[chunk]).move()

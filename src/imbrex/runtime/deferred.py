@@ -46,6 +46,11 @@ class Deferral:
         """Called in the backward: `gradient` computes that of `weight`."""
         self._products.append((weight, gradient))
 
+    def take(self) -> list[tuple[Tensor, Gradient]]:
+        """What is recorded, which is then forgotten: whoever computes it otherwise adds the results."""
+        products, self._products = self._products, []
+        return products
+
     def gradients(
         self, parameters: Sequence[Tensor], sums: Sequence[Tensor | None] | None = None
     ) -> list[Tensor | None]:

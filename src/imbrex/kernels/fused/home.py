@@ -31,6 +31,7 @@ from imbrex.kernels.gemm.gemm import (
 from imbrex.kernels.gemm.tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import ByValue, Variant
 from imbrex.kernels.structs import struct
+from imbrex.runtime.deferred import Gradient, added
 
 HOME = struct("fused/home.cu", "Home")
 MOST_LOCAL = HOME.ends.size // 8
@@ -122,6 +123,11 @@ def home_beside_gradients(
     )
     check_products(device)
     return [(one, other) for one, other in results]
+
+
+def computed(gradient: LeftGradient, result: Tensor) -> Gradient:
+    """What stands for `gradient` where `home_beside_gradients` has made `result` of it."""
+    return lambda total: None if gradient.add_to is not None else added(total, result)
 
 
 def _epilogue(gradient: LeftGradient) -> Epilogue:
