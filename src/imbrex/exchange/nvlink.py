@@ -376,8 +376,8 @@ class NvlinkDispatcher(WiredDispatcher):
             values = d_weights_R.contiguous(), d_weights_TK
             with self.observer.span("dispatch_backward", layer=self.layer):
                 rows_1RD, kernels = d_rows_RD.contiguous()[None], self._kernels(routed)
-                (made,) = home_beside_gradients(kernels, rows_1RD, routed, values, d_x_TD, [(*gradients,)])
-            for (weight, _), gradient, result in zip(products, gradients, made, strict=True):
+                (results,) = home_beside_gradients(kernels, rows_1RD, routed, values, d_x_TD, [(*gradients,)])
+            for (weight, _), gradient, result in zip(products, gradients, results, strict=True):
                 left.add(weight, computed(gradient, result))
             return out
 

@@ -220,11 +220,11 @@ class Backward:
         c, d_rows = self.forward.chunks[chunk], self.d_rows[chunk]
         assert d_rows is not None
         out = self.d_x_TD[c.tokens], self.d_weights_TK[c.tokens]
-        given = *d_rows, c.state, len(out[0]), out
+        arguments = *d_rows, c.state, len(out[0]), out
         if self.beside is not None and c.deferral is not None and self.parameters:
-            c.crossing = self.beside(c.deferral, *given)
+            c.crossing = self.beside(c.deferral, *arguments)
         else:
-            c.crossing = self.dispatcher.dispatch_backward(*given)
+            c.crossing = self.dispatcher.dispatch_backward(*arguments)
 
     def move_back(self, chunk: int) -> Pending | None:
         return _crossing(self.forward.chunks[chunk]).move()

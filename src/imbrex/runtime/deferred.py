@@ -47,7 +47,7 @@ class Deferral:
         self._products.append((weight, gradient))
 
     def take(self) -> list[tuple[Tensor, Gradient]]:
-        """What is recorded, which is then forgotten: whoever computes it otherwise adds the results."""
+        """The recorded products, then forgotten: whoever computes them otherwise adds the results."""
         products, self._products = self._products, []
         return products
 

@@ -333,13 +333,13 @@ class NvlinkExchange(ExchangeBase):
         blocks of a rank, threads of one and its shared memory.
         """
         if self.debug:
-            check_rows(routed, rows.shape[1])
+            check_rows(routed, rows.shape[-2])
         if variant not in self._kernels:
             self._kernels[variant] = self._load(variant, self.device)
         self._next_buffer("combine")
         args = reduce_args(
             *(self.shape, self.layout, rows, None, out, routed),
-            (rows[0].nbytes, *self._strides(None, out)),
+            (rank_stride(rows), 0, rank_stride(out)),
             values,
             pieces=lay.combine_pieces(routed.position_LWTK.shape[2]),
             wire="bf16",

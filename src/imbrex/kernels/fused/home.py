@@ -111,7 +111,7 @@ def home_beside_gradients(
         columns=(ctypes.c_int32 * 2)(*(shape[2] for shape in shapes)),
         first_blocks=min(first_blocks, blocks),
     )
-    maps = [_maps(pair, made, tiling) for pair, made in zip(gradients, results, strict=True)]
+    maps = [_maps(pair, both, tiling) for pair, both in zip(gradients, results, strict=True)]
     exchange.combine_beside(
         variant,
         (blocks, 128 * (tiling.groups + 1), tiling.smem),
@@ -126,7 +126,7 @@ def home_beside_gradients(
 
 
 def computed(gradient: LeftGradient, result: Tensor) -> Gradient:
-    """What stands for `gradient` where `home_beside_gradients` has made `result` of it."""
+    """Stands for `gradient` where `home_beside_gradients` has made `result` of it."""
     return lambda total: None if gradient.add_to is not None else added(total, result)
 
 
@@ -155,10 +155,10 @@ def _result(gradient: LeftGradient) -> Tensor:
 
 def _maps(pair: Pair, results: Sequence[Tensor], tiling: Tiling) -> bytes:
     """`fused::Maps` of a rank: A of both products, B of both, both results."""
-    made = [ragged_panels_map(gradient.d_out, tiling.block_m // 64) for gradient in pair]
-    made += [ragged_panels_map(gradient.rows, tiling.block_n // 64) for gradient in pair]
-    made += [stacked_map(result, 128 // result.element_size(), 64) for result in results]
-    return b"".join(bytes(one.raw) for one in made)
+    maps = [ragged_panels_map(gradient.d_out, tiling.block_m // 64) for gradient in pair]
+    maps += [ragged_panels_map(gradient.rows, tiling.block_n // 64) for gradient in pair]
+    maps += [stacked_map(result, 128 // result.element_size(), 64) for result in results]
+    return b"".join(bytes(one.raw) for one in maps)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Any:
