@@ -16,7 +16,7 @@ SMOKE := $(VENV)/smoke
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test install venv lint types unit matrix docs docs-tables smoke format gpu-test gpu-bench clean
+.PHONY: help demo test install venv lint types unit matrix faults docs docs-tables smoke format gpu-test gpu-bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,6 +65,9 @@ unit: $(DEV)
 
 matrix: $(DEV)  ## every codec x transport x schedule x tensor ranks, forward and backward, on 4 and 8 ranks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks/test_matrix.py --matrix full -n 2 $(ARGS)
+
+faults: $(DEV)  ## put known faults back one at a time and demand that a test catches each; ARGS="--list"
+	$(BIN)/python -m tests.faults $(ARGS)
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -240,7 +240,36 @@ def test_layers_called_in_another_order(pool: Pool) -> None:
 def test_layers_called_in_another_order_over_nvlink(pool: Pool) -> None:
     for rank, said in enumerate(pool.run(2, run_layers_in_another_order, "nvlink")):
         assert "ranks disagree about what is called: here call 2 of exchange" in said
-        assert f"layer {rank}; every rank must call the same layers" in said
+        assert f"layer {rank}, placement " in said
+
+
+def run_relocated_alone(ranks: Ranks, transport: str) -> list[str]:
+    """Only rank 1 moves its experts; then the other follows, and both can be called again."""
+    moves = EmulatedNvlink(ranks.group) if transport == "nvlink" else transport
+    exchange = imbrex.Exchange(contiguous(E, 2), 8, K, group=ranks.group, transport=moves)
+    x_TD, (_, routing), said = torch.ones(3, 8).bfloat16(), good_input(), []
+    for mover in (1, 0):
+        if ranks.rank == mover:
+            exchange.relocate(from_slots([[3, 4, 5], [0, 1, 2]], E))
+        try:
+            dispatched = exchange.dispatch(x_TD, routing)
+            said.append(str(dispatched.counts_e.tolist()))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_placement_that_only_one_rank_has_is_refused(pool: Pool) -> None:
+    answers = pool.run(2, run_relocated_alone, "alltoall")
+    for rank, (said, counts) in enumerate(answers):
+        assert "ranks disagree about the placement (its checksum; every rank must relocate" in said
+        assert counts == ("[2, 0, 2]", "[2, 2, 2]")[rank]
+
+
+@pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+def test_a_placement_that_only_one_rank_has_is_refused_over_nvlink(pool: Pool) -> None:
+    for said, _ in pool.run(2, run_relocated_alone, "nvlink"):
+        assert "every rank must call the same layers in the same order, with the same placement" in said
 
 
 WRONG_ROWS = {

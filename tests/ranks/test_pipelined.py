@@ -121,6 +121,35 @@ def test_weight_gradients_wait_for_their_task(pool: Pool) -> None:
     assert pool.run(2, run_apart) == [[True] * 4] * 2
 
 
+class Tied(torch.nn.Module):
+    """Experts whose down projection is used once more: a part of its gradient comes with the rows, and the
+    part of the grouped product later."""
+
+    applies_weights, forms = False, (RowForm.ROWS,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Experts(tuple(range(4)), 8, 12, implementation="grouped", seed=3)
+
+    def forward(self, dispatched: Any) -> torch.Tensor:
+        return self.inner(dispatched) * (1 + self.inner.down_proj.sum())
+
+
+def test_gradients_that_come_with_rows_and_later_are_added() -> None:
+    exchange, experts = imbrex.Exchange(contiguous(4, 1), 8, 2), Tied()
+    drawn = torch.Generator().manual_seed(5)
+    x_TD = torch.randn(9, 8, generator=drawn)
+    ids_TK = torch.rand(9, 4, generator=drawn).argsort(1)[:, :2]
+    routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.rand(9, 2, generator=drawn))
+    found = []
+    for schedule in ("serial", "optsche-2"):
+        experts.zero_grad()
+        overlap.make(schedule).run(x_TD, routing, exchange, experts, None).y_TD.square().sum().backward()
+        found.append([parameter.grad for parameter in experts.parameters()])
+    for serial, ours in zip(*found, strict=True):
+        assert relative(ours, serial) < 1e-5
+
+
 def run_integers(ranks: Ranks, schedule: str) -> bool:
     drawn = torch.Generator().manual_seed(ranks.rank)
     x_TD = torch.randint(-9, 9, (17, 8), generator=drawn).float()

@@ -84,6 +84,35 @@ def test_a_transport_that_only_sums_refuses_a_codec() -> None:
         make_layer(case, None)
 
 
+def run_sum_encoded(ranks: Ranks, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's partial sums, and what the transport makes of all ranks'."""
+    torch.manual_seed(ranks.rank)
+    coded, partial_TD = make_wire(codec).combine, torch.randn(7, 32)
+
+    def decode(encoded: torch.Tensor) -> torch.Tensor:
+        return coded.decode(encoded, 32, torch.float32)
+
+    def encode(rows_TD: torch.Tensor) -> torch.Tensor:
+        return coded.encode(rows_TD, torch.float32)
+
+    return partial_TD, AllReduce(ranks.group).sum_encoded(partial_TD, encode, decode)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_own_sums_are_not_rounded_where_they_are_added(pool: Pool, codec: str) -> None:
+    """Of seven tokens ranks 0 to 2 of four sum two each: all partial sums but their own cross encoded."""
+    partials, sums = zip(*pool.run(4, run_sum_encoded, codec), strict=True)
+    coded = make_wire(codec).combine
+    through = [coded.decode(coded.encode(p, torch.float32), 32, torch.float32) for p in partials]
+    for token in range(7):
+        home, total = token // 2, torch.zeros(1, 32)
+        for rank in range(4):
+            total += (partials if rank == home else through)[rank][token]
+        want = coded.decode(coded.encode(total, torch.float32), 32, torch.float32)
+        for found in sums:
+            assert torch.equal(found[token : token + 1], want)
+
+
 @pytest.mark.parametrize(("world", "tensor"), [(2, 1), (4, 2), (8, 1)])
 @pytest.mark.parametrize(("codec", "most"), [("bf16", 0.01), ("int8", 0.03), ("fp8", 0.1)])
 def test_a_sum_over_ranks_of_encoded_rows(

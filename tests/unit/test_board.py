@@ -37,12 +37,15 @@ def test_every_call_has_its_own_words(file: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(file: Path) -> None:
-    boards = [Board(file, rank, 3, timeout_s=1.0) for rank in (0, 2)]
+    """Soon after the time that was given: a slow machine may take some seconds more."""
+    boards = [Board(file, rank, 3, timeout_s=0.3) for rank in (0, 2)]
     with ThreadPoolExecutor(2) as threads:
+        begin = time.monotonic()
         answers = [threads.submit(board.tell, 7) for board in boards]
         for answer in answers:
-            with pytest.raises(RankLostError, match=r"ranks \[1\] did not come to call 1 .* within 1.0 s"):
+            with pytest.raises(RankLostError, match=r"ranks \[1\] did not come to call 1 .* within 0.3 s"):
                 answer.result()
+    assert 0.3 <= time.monotonic() - begin < 6.0
 
 
 def test_the_largest_word(file: Path) -> None:

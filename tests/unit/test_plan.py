@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from imbrex.contracts import Placement, Plan
+from imbrex.contracts import Placement, Plan, Routing
 from imbrex.exchange import plan, rows
+from imbrex.exchange.exchange import Exchange
 from imbrex.placement import contiguous, from_slots, split_evenly
 from imbrex.transport.base import straight
 
@@ -177,8 +178,35 @@ def test_rows_past_the_plan_are_never_read() -> None:
     assert rows.reduce(rows_RD, torch.tensor([[0], [-1]]), torch.ones(2), 1).flatten().tolist() == [1.0, 0.0]
 
 
+def test_rows_are_summed_in_ascending_order() -> None:
+    """1e8 - 1e8 + 1 is 1 in the order of rows, and 0 in that of the choices."""
+    rows_RD = torch.tensor([[1e8], [-1e8], [1.0]])
+    assert rows.reduce(rows_RD, torch.tensor([[2, 0, 1]]), None, 3).item() == 1.0
+
+
+def test_padding_rows_have_no_weight_gradient() -> None:
+    exchange = Exchange(contiguous(2, 1), 8, 1, transport="alltoall", alignment=4)
+    weights_TK = torch.ones(3, 1, requires_grad=True)
+    routing = Routing(ids_TK=torch.tensor([[0], [1], [0]]), weights_TK=weights_TK)
+    dispatched = exchange.dispatch(torch.ones(3, 8), routing)
+    rows_RD = torch.full((8, 8), torch.nan)
+    rows_RD[[0, 1, 4]] = 2.0
+    y_TD = exchange.combine(rows_RD, dispatched.handle)
+    (gradient_R,) = torch.autograd.grad(y_TD.sum(), dispatched.handle.weights_R)
+    assert gradient_R.tolist() == [16.0, 16.0, 0.0, 0.0, 16.0, 0.0, 0.0, 0.0]
+
+
 def test_partial_sums_meet_in_rank_order() -> None:
     own = torch.tensor([[1.0], [2.0]])
     back = torch.tensor([[10.0], [20.0], [300.0]])
     tokens = torch.tensor([0, 1, 1])
     assert rows.sum_home(own, back, tokens, [2, 0, 1], 1).flatten().tolist() == [11.0, 322.0]
+
+
+@pytest.mark.parametrize(("rank", "sums"), [(0, [1, 1e8, -1e8]), (2, [1e8, -1e8, 1]), (1, [1e8, 1, -1e8])])
+def test_the_own_partial_sum_is_added_in_its_place(rank: int, sums: list[float]) -> None:
+    """Numbers whose sum tells their order: 1 is lost where it meets 1e8 first."""
+    back = torch.tensor([[value] for source, value in enumerate(sums) if source != rank])
+    sizes = [int(source != rank) for source in range(3)]
+    total = rows.sum_home(torch.tensor([[sums[rank]]]), back, torch.tensor([0, 0]), sizes, rank)
+    assert total.item() == (1.0 if rank == 2 else 0.0)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from imbrex.overlap import Kind, Order, Task, Times, make, makespan
+from imbrex.schedule.choice import predict
 from imbrex.schedule.contention import Contention, fit
 from imbrex.schedule.exact import exact
+from imbrex.schedule.profile import Profile
 from imbrex.schedule.schedulers import SCHEDULERS, optsche, sequential, stage_major
 from imbrex.schedule.tasks import CHAIN, MOVES, check, run, tasks
 
@@ -236,6 +238,18 @@ def test_makespans_by_hand() -> None:
     begins = run(optsche(times), times)[1]
     assert begins[Task(kind=Kind.decode_back, chunk=0)] == 13
     assert makespan(stage_major(times), times) == 18
+
+
+def test_planning_comes_before_the_forward_alone() -> None:
+    """Every task takes a second, of whatever size, planning 2 and 5 seconds for one chunk and for two."""
+    points = {kind.name: [(1.0, 1.0), (9.0, 1.0)] for kind in CHAIN}
+    profile = Profile(tokens=8, forward=points | {"plan": [(1, 2.0), (2, 5.0)]}, backward=points)
+    for degree, planning in ((1, 2.0), (2, 5.0)):
+        order = sequential(profile.even_times(degree)[0])
+        assert profile.makespan(order) == 7 * degree + planning
+        assert profile.makespan(order, backward=True) == 7 * degree
+        seconds = predict(profile, "sequential", degree)
+        assert (seconds.forward, seconds.backward) == (7 * degree + planning, 7 * degree)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])

@@ -14,16 +14,17 @@ from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER, TOKENS, PROBLEM = 11, 5, 7
-"""int64 values before the counts: version, exchange, layer, call, dtype, tokens, checksum, problem and its
-three details. The tokens stand at `TOKENS`, the problem at `PROBLEM`."""
-DTYPE, CHECKSUM = 4, 6
+HEADER, TOKENS, PROBLEM = 12, 6, 8
+"""int64 values before the counts: version, exchange, layer, call, placement, dtype, tokens, checksum, problem
+and its three details. The tokens stand at `TOKENS`, the problem at `PROBLEM`."""
+DTYPE, CHECKSUM = 5, 7
 TEXT_BYTES = 240
 ALIKE = {
     0: "the version of imbrex",
     1: "the exchange that is called (exchanges are numbered as they were made)",
     2: "the layer that is called",
     3: "the number of calls so far",
+    4: "the placement (its checksum; every rank must relocate between the same two calls)",
     DTYPE: "the dtype of x",
 }
 ALIKE_REPLICATED = {
@@ -100,10 +101,10 @@ def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tupl
 
 
 def write_header(
-    problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, call: tuple[int, int, int], replicated: bool
+    problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, call: tuple[int, int, int, int], replicated: bool
 ) -> Tensor:
     """The header of this rank's message, int64 [HEADER], on the device of the ids. call: the numbers of the
-    exchange, of its layer, and of the call."""
+    exchange, of its layer and of the call, and of where its experts live."""
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0

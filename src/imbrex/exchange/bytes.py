@@ -89,7 +89,8 @@ class BytesDispatcher(WiredDispatcher):
         num_experts, ids_TK = geometry.placement.num_experts, routing.ids_TK
         problem = self.find_problem(x_TD, routing)
         self.calls += 1
-        header = write_header(problem, x_TD, ids_TK, (self.number, self.layer, self.calls), replicated)
+        call = self.number, self.layer, self.calls, self.where
+        header = write_header(problem, x_TD, ids_TK, call, replicated)
         fine = not problem[0]
         counts_E = plan.count_choices(ids_TK, num_experts) if fine else words(*[0] * num_experts)
         if not self._sizes_ahead:

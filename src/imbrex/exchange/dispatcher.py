@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,9 @@ class DispatcherBase:
         return False
 
     def relocate(self, geometry: Geometry) -> None:
+        """Ranks compare `where` at every call: one that has not relocated would send rows elsewhere."""
         self.geometry = geometry
+        self.where = zlib.crc32(repr(geometry.placement).encode())
 
     def met(self, number: int, node_of_W: Sequence[int]) -> None:
         """Take what ranks agreed upon at construction: the number of this exchange, the same on all ranks,

@@ -159,7 +159,7 @@ class NvlinkDispatcher(WiredDispatcher):
         """Most tokens of a rank in this call. ValueError on every rank where one rank's input is wrong."""
         problem = self._problem(x_TD, routing)
         self.calls += 1
-        note = (self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer) % NOTES
+        note = (self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer + self.where) % NOTES
         most, wrong = self.transport.agree_on_call(x_TD.shape[0], fine=problem is None, note=note)
         if problem:
             raise ValueError(f"dispatch: on rank {self.geometry.rank}, {problem}")
@@ -168,8 +168,9 @@ class NvlinkDispatcher(WiredDispatcher):
         if not self.transport.agreed:
             raise ValueError(
                 f"dispatch: ranks disagree about what is called: here call {self.calls} of exchange "
-                f"{self.number} (numbered as they were made), layer {self.layer}; every rank must call the "
-                "same layers in the same order"
+                f"{self.number} (numbered as they were made), layer {self.layer}, placement "
+                f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
+                "placement"
             )
         return most
 
