@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from imbrex.kernels.exchange.exchange import ExchangeError
+from imbrex.kernels.ffn.ffn import LeftGradient
+from imbrex.kernels.ffn.glue import Groups
+from imbrex.kernels.fused.home import home_beside_gradients, why_not_home
 from imbrex.kernels.gemm.gemm import Epilogue, Layout
 from imbrex.kernels.gemm.tiling import OWN, SHARED, override_tilings
 from imbrex.placement.layouts import contiguous
@@ -59,6 +62,51 @@ def test_gradients_are_added_in_turns_of_the_groups(
     with override_tilings({(Layout.WGRAD, epilogue): OWN}):
         for first in (0, 2):
             assert differences(CASE, beside(backward, first, BLOCKS), wanted) == []
+
+
+@pytest.mark.parametrize("first", [0, BLOCKS])
+def test_a_rank_that_never_comes_ends_the_sums_and_not_the_product(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    emulate(monkeypatch, blocks=2)
+    backward = begin(CASE, 64, load=loader(), timeout=1.0)
+    wanted, exchange = apart(backward), backward.exchange
+    exchange.heap.local, exchange.local_ranks = exchange.heap.local[:1], 1
+    out = torch.zeros_like(backward.like[0])
+    arguments = exchange, backward.d_rows, backward.routed, None, out, backward.pairs[:1]
+    ((one, other),) = home_beside_gradients(*arguments, first_blocks=first, blocks=BLOCKS)
+    with pytest.raises(ExchangeError, match=r"timed out, waiting for reduced rows of rank 1"):
+        exchange.check()
+    assert torch.equal(one, wanted[2])
+    assert torch.equal(other, wanted[3])
+    assert bool(out[0].isnan().all()), "what was summed of a failed call is no sum"
+
+
+def left(groups: Groups, columns: int, depth: int, add: torch.dtype | None = None) -> LeftGradient:
+    """Of a weight [2, columns, depth]; nothing of it is read."""
+    one = torch.zeros(1, dtype=torch.bfloat16, device="cpu")
+    weight = one.expand(2, columns, depth)
+    return LeftGradient(
+        d_out=one.expand(300, columns),
+        rows=one.expand(300, depth),
+        groups=groups,
+        weight=weight,
+        add_to=None if add is None else weight.to(add),
+    )
+
+
+def test_reasons_against_one_launch() -> None:
+    groups, others = (Groups(plan=torch.zeros(6, dtype=torch.int32, device="cpu")) for _ in range(2))
+    narrow = left(groups, 2816, 2048), left(groups, 2048, 1408)
+    assert why_not_home(narrow) is None
+    assert "have not left" in str(why_not_home(narrow[:1]))
+    assert "have not left" in str(why_not_home([narrow[0], lambda total: total]))
+    assert "same rows" in str(why_not_home([narrow[0], left(others, 2048, 1408)]))
+    assert "multiples of 64" in str(why_not_home([left(groups, 2832, 2048), left(groups, 2048, 1416)]))
+    added = left(groups, 2048, 1408, torch.float32)
+    assert "added to what is there" in str(why_not_home([narrow[0], added]))
+    assert "added to what is there" in str(why_not_home([left(groups, 2816, 2048, torch.bfloat16), added]))
+    assert "different tiles" in str(why_not_home([left(groups, 4096, 2048), left(groups, 2048, 2048)]))
 
 
 FAULTS = {
