@@ -63,8 +63,8 @@ class Placement:
 
     @property
     def has_replicas(self) -> bool:
-        held = [s for s in self.slots if s >= 0]
-        return len(held) > len(set(held))
+        experts = [s for s in self.slots if s >= 0]
+        return len(experts) > len(set(experts))
 
     def local(self, rank: int) -> tuple[int, ...]:
         """Experts in the slots of expert-parallel rank `rank`."""

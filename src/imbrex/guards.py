@@ -84,8 +84,8 @@ def _look(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
     _refuse_failed(optimizer)
     if torch.compiler.is_compiling() or not _watched or _stands_still(optimizer):
         return
-    taken = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    layers = [layer for layer in _watched if any(id(p) in taken for p in layer.parameters())]
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    layers = [layer for layer in _watched if any(id(p) in stepped for p in layer.parameters())]
     for layer in layers:
         _watched.discard(layer)
     if any(_differ(layer) for layer in layers):
@@ -114,11 +114,11 @@ def _refuse_failed(optimizer: Optimizer) -> None:
 def _look_at_norm(gradients: list[Tensor]) -> None:
     if torch.compiler.is_compiling() or not _clipped_apart:
         return
-    taken = {id(gradient) for gradient in gradients}
+    clipped = {id(gradient) for gradient in gradients}
     layers = [
         layer
         for layer in _clipped_apart
-        if any(p.grad is not None and id(p.grad) in taken for p in layer.experts.parameters())
+        if any(p.grad is not None and id(p.grad) in clipped for p in layer.experts.parameters())
     ]
     for layer in layers:
         _clipped_apart.discard(layer)

@@ -240,8 +240,8 @@ class MoELayer(nn.Module):
     def _settings(self, losses: AuxLosses | None, dtype: torch.dtype | None) -> dict[str, str]:
         """Settings that must be alike on every rank, besides those that the exchange compares."""
         config = {f.name: repr(getattr(self.config, f.name)) for f in fields(self.config)}
-        given = {"the schedule": self.strategy.name, "the losses": repr(losses), "the dtype": str(dtype)}
-        return given | config
+        pieces = {"the schedule": self.strategy.name, "the losses": repr(losses), "the dtype": str(dtype)}
+        return pieces | config
 
     def _make_experts(self, experts: str | nn.Module, kind: dict) -> Experts:
         if isinstance(experts, nn.Module):
@@ -335,8 +335,8 @@ def _check_given(
     expect("MoELayer: balancer", balancer, (OnlineBalancer, NoneType), "give an OnlineBalancer")
     expect("MoELayer: dtype", dtype, (torch.dtype, NoneType), "give one of torch's, as torch.bfloat16")
     if isinstance(config, MoEConfig) and isinstance(placement, Placement):
-        asked, placed = config.num_experts, placement.num_experts
-        if placed != asked:
+        experts, placed = config.num_experts, placement.num_experts
+        if placed != experts:
             raise ValueError(
-                f"MoELayer: placement is of {placed} experts, the config of {asked}; make another"
+                f"MoELayer: placement is of {placed} experts, the config of {experts}; make another"
             )

@@ -124,8 +124,8 @@ def refuse_ddp(experts: nn.Module, ranks: Ranks) -> None:
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or ranks.size == 1:
         return
-    held = {id(parameter) for parameter in getattr(wrapper, "_module_parameters", ())}
-    if any(id(parameter) in held for parameter in experts.parameters()):
+    wrapped = {id(parameter) for parameter in getattr(wrapper, "_module_parameters", ())}
+    if any(id(parameter) in wrapped for parameter in experts.parameters()):
         raise ValueError(
             "MoELayer: DistributedDataParallel wraps the experts, which differ between ranks; make the model "
             "anew and call imbrex.ignore_in_ddp(model) before you wrap it"
@@ -137,8 +137,8 @@ def refuse_sharded(experts: nn.Module, ranks: Ranks) -> None:
     pieces of different experts."""
     if ranks.size == 1:
         return
-    held = set(experts.modules())
-    if any(module in held for module in _sharded_modules()) or any(
+    modules = set(experts.modules())
+    if any(module in modules for module in _sharded_modules()) or any(
         hasattr(parameter, "full_tensor") for parameter in experts.parameters()
     ):
         raise ValueError(

@@ -92,14 +92,14 @@ def why_not_own(module: nn.Module) -> str | None:
     from transformers.activations import ACT2FN
     from transformers.integrations import moe
 
-    wanted = {
+    rules = {
         "has_gate": True,
         "is_concatenated": True,
         "is_transposed": False,
         "has_bias": False,
         "has_post_expert_norm": False,
     }
-    for flag, value in wanted.items():
+    for flag, value in rules.items():
         if getattr(module, flag, None) is not value:
             return f"{flag} is {getattr(module, flag, None)}"
     if not isinstance(getattr(module, "act_fn", None), (nn.SiLU, type(ACT2FN["silu"]))):

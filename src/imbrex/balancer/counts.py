@@ -41,9 +41,9 @@ class Iteration:
     def counts_WE(self) -> Ints:
         """Choices of every source for every expert."""
         slots = np.array(self.placement.slots)
-        held = slots >= 0
+        filled = slots >= 0
         counts_EW = np.zeros((self.placement.num_experts, len(self.rows_WS)), dtype=np.int64)
-        np.add.at(counts_EW, slots[held], self.rows_WS.T[held])
+        np.add.at(counts_EW, slots[filled], self.rows_WS.T[filled])
         return counts_EW.T
 
     @property
@@ -78,8 +78,8 @@ class Page:
         self.mark.wait(self.timeout_s)
         block, first = at
         # on the host: pinned memory, written when the mark has passed
-        found = self.blocks[block].numpy()[first : first + shape[0] * shape[1]]
-        return found.reshape(shape)
+        values = self.blocks[block].numpy()[first : first + shape[0] * shape[1]]
+        return values.reshape(shape)
 
 
 class Book:

@@ -56,15 +56,15 @@ class Journal:
     def write(self, *, wait: bool) -> None:
         """Write what is known, or all of it."""
         with self.path.open("a", encoding="utf-8") as file:
-            while self._open and (wait or all(one.known for one in self._open[0].iterations)):
+            while self._open and (wait or all(iteration.known for iteration in self._open[0].iterations)):
                 file.write(json.dumps(_complete(self._open.popleft())) + "\n")
 
 
 def _complete(entry: Entry) -> dict[str, Any]:
     # on the host: counts are numpy arrays
     return entry.line | {
-        "expert_load": [one.counts_E.tolist() for one in entry.iterations],
-        "loads": [one.loads_W.tolist() for one in entry.iterations],
-        "balancedness": [round(balancedness(one.loads_W.tolist()), 5) for one in entry.iterations],
-        "crossings": np.sum([one.crossings_WW for one in entry.iterations], axis=0).tolist(),
+        "expert_load": [i.counts_E.tolist() for i in entry.iterations],
+        "loads": [i.loads_W.tolist() for i in entry.iterations],
+        "balancedness": [round(balancedness(i.loads_W.tolist()), 5) for i in entry.iterations],
+        "crossings": np.sum([i.crossings_WW for i in entry.iterations], axis=0).tolist(),
     }

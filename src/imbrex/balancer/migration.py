@@ -72,7 +72,7 @@ class Mover:
         Raises RankLostError where a peer does not answer in time, TimeoutError where the GPU does not.
         """
         arrived: dict[tuple[int, int], list[Tensor]] = {}
-        works, kept = [], []
+        works, buffers = [], []
         tag = 0
         me = self.peers.expert_rank
         for change in changes:
@@ -88,7 +88,7 @@ class Mover:
                     if fetch.target == me:
                         arrived.setdefault((change.layer, fetch.slot), []).append(row)
                     if fetch.source != fetch.target:
-                        kept.append(row)
+                        buffers.append(row)
                         works.append(self._begin(fetch, row, _tag(number, tag)))
         for work in works:
             self.peers.channel.finish("migration", work)

@@ -187,8 +187,8 @@ class OnlineBalancer:
 
     def _agree(self, what: str, number: int) -> None:
         self._ballots.cast(number)
-        said = [row[0] for row in self._ballots.read()]
-        different = [rank for rank, other in enumerate(said) if other != said[0]]
+        votes = [row[0] for row in self._ballots.read()]
+        different = [rank for rank, other in enumerate(votes) if other != votes[0]]
         if different:
             raise ValueError(
                 f"balancer: ranks disagree about {what}: rank {different[0]} has something else than rank 0; "
@@ -231,7 +231,7 @@ class OnlineBalancer:
             )
         paces = {at: self._pace_of(tensors) for at, tensors in payloads.items()}
         self.mover.prepare(sum(most_staged(payloads[at], paces[at].max_moves) for at in due))
-        asked = [
+        wishes = [
             Asked(
                 layer=at,
                 recent=tuple(self.seats[at].recent),
@@ -247,7 +247,7 @@ class OnlineBalancer:
         self._round = Round(
             number,
             self._worker.submit(
-                migrate, lambda: plan(asked, others), lambda changes: mover.move(number, changes)
+                migrate, lambda: plan(wishes, others), lambda changes: mover.move(number, changes)
             ),
         )
 
@@ -265,12 +265,12 @@ class OnlineBalancer:
     def _conclude(self, *, void: bool = False) -> list[int]:
         """Read the votes cast last and do what they say. void: the migration may not be used."""
         assert self._round is not None
-        said, self._round.cast = self._ballots.read(), False
-        votes = [Vote(vote) for vote, _, _ in said]
+        ballots, self._round.cast = self._ballots.read(), False
+        votes = [Vote(vote) for vote, _, _ in ballots]
         standing = self._round.standing
-        if void or len({number for _, number, _ in said}) > 1:
+        if void or len({number for _, number, _ in ballots}) > 1:
             standing = replace(standing, void=True)
-        if Vote.MOVING not in votes and len({checksum for _, _, checksum in said}) > 1:
+        if Vote.MOVING not in votes and len({checksum for _, _, checksum in ballots}) > 1:
             standing = replace(standing, void=True)
         verdict, standing = judge(votes, standing, self.patience)
         self._round.standing = standing

@@ -19,15 +19,15 @@ def slot_tensors(experts: nn.Module, num_slots: int) -> dict[str, Tensor]:
 
     Raises ValueError where one is not one row a slot: nobody could tell what of it to move.
     """
-    found: dict[str, Tensor] = {name: p.data for name, p in experts.named_parameters()}
-    found |= dict(experts.named_buffers())
-    for name, tensor in found.items():
+    tensors: dict[str, Tensor] = {name: p.data for name, p in experts.named_parameters()}
+    tensors |= dict(experts.named_buffers())
+    for name, tensor in tensors.items():
         if tensor.dim() < 1 or tensor.shape[0] != num_slots or not tensor.is_contiguous():
             raise ValueError(
                 f"balancer: {name} of the experts has shape {list(tensor.shape)}, not one contiguous row for "
                 f"each of the {num_slots} slots; this layer's experts cannot be moved"
             )
-    return found
+    return tensors
 
 
 def optimizer_tensors(experts: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def optimizer_tensors(experts: nn.Module, optimizer: Optimizer) -> dict[str, Ten
     Single numbers (a step count) are the same for all experts and stay.
     Raises ValueError where a state is neither: it mixes experts, and could not follow one of them.
     """
-    found = {}
+    tensors = {}
     for name, parameter in experts.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() == 1:
@@ -47,8 +47,8 @@ def optimizer_tensors(experts: nn.Module, optimizer: Optimizer) -> dict[str, Ten
                     f"like the parameter {list(parameter.shape)}; it cannot follow an expert. Use an "
                     "optimizer with state per value, or balance in inference only"
                 )
-            found[f"{name}.{key}"] = value
-    return found
+            tensors[f"{name}.{key}"] = value
+    return tensors
 
 
 def row_bytes(tensors: Sequence[Tensor]) -> int:

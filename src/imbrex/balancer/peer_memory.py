@@ -65,8 +65,8 @@ class PeerMover(Mover):
             raise RuntimeError("copies of an earlier migration have not ended")
         # Staging memory of the last migration has been read on this rank, and then on all.
         self.queued.wait(timeout_s)
-        told = peers.channel.meet("migration", words(number, fingerprint(changes)))
-        if (told != told[0]).any():
+        words_W = peers.channel.meet("migration", words(number, fingerprint(changes)))
+        if (words_W != words_W[0]).any():
             raise RuntimeError("ranks planned different migrations")
         arrived: dict[tuple[int, int], list[Tensor]] = {}
         copies, free = [], [0] * peers.expert_size
@@ -109,9 +109,13 @@ def reach_each_other(channel: Channel, device: torch.device) -> bool:
     mine = device.index if device.type == "cuda" and device.index is not None else -1
     if device.type == "cuda" and mine < 0:
         mine = torch.cuda.current_device()
-    told = channel.meet("handshake", words(zlib.crc32(socket.gethostname().encode()), mine))
+    hosts_W2 = channel.meet("handshake", words(zlib.crc32(socket.gethostname().encode()), mine))
     # on the host: gloo gathers there
-    devices = told[:, 1].tolist()
-    fine = bool((told[:, 0] == told[0, 0]).all()) and min(devices) >= 0 and len(set(devices)) == len(devices)
+    devices = hosts_W2[:, 1].tolist()
+    fine = (
+        bool((hosts_W2[:, 0] == hosts_W2[0, 0]).all())
+        and min(devices) >= 0
+        and len(set(devices)) == len(devices)
+    )
     fine = fine and all(torch.cuda.can_device_access_peer(mine, other) for other in devices if other != mine)
     return bool(channel.meet("handshake", words(fine)).all())

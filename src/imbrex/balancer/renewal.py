@@ -36,13 +36,13 @@ def plan(asked: Sequence[Asked], others: Channel | None) -> list[Change]:
     others: the ranks that hold the same experts and have other tokens; their counts are added.
     """
     changes = []
-    for one in asked:
-        recent_HE = weigh(_of_all_data_ranks([i.counts_WE for i in one.recent], others), one.pace.decay)
-        new = renew(recent_HE, one.placement, one.pace) if len(recent_HE) else None
+    for wish in asked:
+        recent_HE = weigh(_of_all_data_ranks([i.counts_WE for i in wish.recent], others), wish.pace.decay)
+        new = renew(recent_HE, wish.placement, wish.pace) if len(recent_HE) else None
         if new is not None:
-            promised = 1 / (1 + predicted(recent_HE, to_held(new), one.pace.split))
+            promised = 1 / (1 + predicted(recent_HE, to_held(new), wish.pace.split))
             change = Change(
-                layer=one.layer, old=one.placement, new=new, tensors=one.tensors, predicted=promised
+                layer=wish.layer, old=wish.placement, new=new, tensors=wish.tensors, predicted=promised
             )
             changes.append(change)
     return changes
@@ -54,6 +54,6 @@ def _of_all_data_ranks(recent: Sequence[Ints], others: Channel | None) -> Sequen
     if others is None or not recent:
         return recent
     common = int(others.meet("counts", words(len(recent))).min())
-    told = others.meet("counts", torch.from_numpy(np.stack(recent[len(recent) - common :])))
+    counts = others.meet("counts", torch.from_numpy(np.stack(recent[len(recent) - common :])))
     # on the host: gloo gathers there
-    return list(told.transpose(0, 1).flatten(1, 2).numpy())
+    return list(counts.transpose(0, 1).flatten(1, 2).numpy())

@@ -99,16 +99,16 @@ class Seat:
     @property
     def loads_W(self) -> Ints:
         """Choices that every rank computed in the last iteration known."""
-        known = next((one for one in (self.latest, *reversed(self.recent)) if one and one.known), None)
+        known = next((i for i in (self.latest, *reversed(self.recent)) if i and i.known), None)
         return np.zeros(self._shape[0], dtype=np.int64) if known is None else known.loads_W
 
     def switch(self, change: Change, arrived) -> int:
         """Write the weights that arrived and use the placement from the next forward on; bytes written."""
         layer, me = self.layer, self.layer.ranks.expert_rank
         written = land(change, arrived, me)
-        first, told = change.old.rank_offsets[me], getattr(layer.experts, "weights_written", None)
-        if told is not None:
-            told([fetch.slot - first for fetch in change.fetches if fetch.target == me])
+        first, tell_experts = change.old.rank_offsets[me], getattr(layer.experts, "weights_written", None)
+        if tell_experts is not None:
+            tell_experts([fetch.slot - first for fetch in change.fetches if fetch.target == me])
         for parameter in layer.experts.parameters():
             parameter.grad = None
         layer.placement = change.new

@@ -34,8 +34,8 @@ class Tally:
 
 def balancedness(loads_W: Sequence[float]) -> float:
     """Mean over maximum, over ranks: 1 is even, 1/W is all on one rank; 1 without load."""
-    most = max(loads_W, default=0)
-    return sum(loads_W) / (len(loads_W) * most) if most else 1.0
+    largest = max(loads_W, default=0)
+    return sum(loads_W) / (len(loads_W) * largest) if largest else 1.0
 
 
 def exposition(

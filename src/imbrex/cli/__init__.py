@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="imbrex", description="Expert-parallel Mixture-of-Experts for PyTorch.")
     parser.add_argument("--version", action="version", version=f"imbrex {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    command_name = next((word for word in arguments if not word.startswith("-")), None)
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-        if name == wanted:
+        if name == command_name:
             module = importlib.import_module(f"imbrex.cli.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
         _refuse(f"{message}; {self.prog} --help lists what there is")
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        found, unknown = super().parse_known_args(args, namespace)
+        options, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             flag = word.partition("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
@@ -70,4 +70,4 @@ class _Parser(argparse.ArgumentParser):
                 _refuse(f"{flag} is not known to {self.prog}: use {near[0]}")
         if unknown:
             self.error(f"{' '.join(unknown)} is not known to {self.prog}")
-        return found, unknown
+        return options, unknown

@@ -64,16 +64,16 @@ def plan(args: argparse.Namespace) -> int:
 
 def _describe(history: LoadHistory, placements: Mapping[int, Placement], split: str) -> str:
     """Every layer and iteration scored with the split that will run; layers without choices count nothing."""
-    found = {}
+    answers = {}
     for at, layer in enumerate(history.layers):
         scored_I = imbalances(history.counts_ILE[:, at], placements[layer], split)
         if len(scored_I):
-            found[layer] = float(scored_I.mean())
-    if not found:
+            answers[layer] = float(scored_I.mean())
+    if not answers:
         return "not known, as nothing was chosen"
-    worst = max(found, key=lambda layer: found[layer])
-    empty = len(history.layers) - len(found)
-    return f"{np.mean(list(found.values())):.2%}, at most {found[worst]:.2%} (layer {worst})" + (
+    worst = max(answers, key=lambda layer: answers[layer])
+    empty = len(history.layers) - len(answers)
+    return f"{np.mean(list(answers.values())):.2%}, at most {answers[worst]:.2%} (layer {worst})" + (
         f"; layers without choices: {empty}" if empty else ""
     )
 

@@ -47,10 +47,10 @@ def replay(args: argparse.Namespace) -> int:
         slots = _numbers("--slots", args.slots) if args.slots else [train.num_experts + 2 * num_ranks]
         for num_slots in slots:
             for policy in args.policy.split(","):
-                found = score(train, test, policy, num_ranks, num_slots, pace=pace, sources=sources)
-                _print(num_ranks, num_slots, found)
-                rows.append(_row(num_ranks, num_slots, found))
-                stories.append(_story(whole, num_ranks, num_slots, found))
+                scores = score(train, test, policy, num_ranks, num_slots, pace=pace, sources=sources)
+                _print(num_ranks, num_slots, scores)
+                rows.append(_row(num_ranks, num_slots, scores))
+                stories.append(_story(whole, num_ranks, num_slots, scores))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(rows, file)
@@ -66,14 +66,14 @@ def add_stability_arguments(parser: argparse.ArgumentParser) -> None:
 def stability(args: argparse.Namespace) -> int:
     histories = [load_input(name, args) for name in args.trace_input]
     for name, history in zip(args.trace_input, histories, strict=True):
-        found = measure(history)
-        correlation = found.correlation_L
+        figures = measure(history)
+        correlation = figures.correlation_L
         print(
             f"{name}: correlation of neighbouring iterations {correlation.mean():.3f} "
             f"({correlation.min():.3f} to {correlation.max():.3f} by layer); decay that predicts best "
-            f"{found.best_decay:g}"
+            f"{figures.best_decay:g}"
         )
-        errors = ", ".join(f"{decay:g}: {error:.4f}" for decay, error in found.error_by_decay.items())
+        errors = ", ".join(f"{decay:g}: {error:.4f}" for decay, error in figures.error_by_decay.items())
         print(f"  share of tokens predicted wrongly, by decay: {errors}")
     if len(histories) > 1:
         print("correlation between traces:")

@@ -28,12 +28,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.timeout > 0:
         raise ValueError(f"--timeout is {args.timeout:g}: give a number of seconds above 0")
     report: dict[str, Any] = {"versions": versions(), "devices": devices(), "links": links()}
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
 
     def remembered() -> Iterable[dict[str, Any]]:
         for finding in try_everything(args.timeout):
-            found.append(asdict(finding))
-            yield found[-1]
+            rows.append(asdict(finding))
+            yield rows[-1]
 
     if args.json:
         print(json.dumps({**report, "checks": list(remembered())}, indent=2))
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         # A line as soon as it is known: compiling kernels and starting NCCL takes its time.
         for line in _lines({**report, "checks": remembered()}):
             print(line, flush=True)
-    broken = [check for check in found if check["device"] == "cpu" and not check["works"]]
+    broken = [check for check in rows if check["device"] == "cpu" and not check["works"]]
     return 1 if broken else 0
 
 

@@ -67,8 +67,8 @@ def make_wire(codec: str | Codec | Wire | Mapping[str, str | Codec]) -> Wire:
     if isinstance(codec, Wire):
         return codec
     if not isinstance(codec, Mapping):
-        one = make(codec)
-        return Wire(dispatch=one, combine=one, dispatch_backward=one, combine_backward=one)
+        same = make(codec)
+        return Wire(dispatch=same, combine=same, dispatch_backward=same, combine_backward=same)
     known = {"dispatch", "combine", "dispatch_backward", "combine_backward"}
     wrong = sorted(set(codec) - known)
     if wrong:

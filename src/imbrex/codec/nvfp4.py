@@ -41,8 +41,8 @@ class Nvfp4:
         values = blocks.cut(rows_ND, BLOCK)
         amax = blocks.largest(values)
         row_scale = blocks.over(amax.amax(1, keepdim=True), LARGEST * LARGEST_SCALE)
-        wanted = blocks.divide(blocks.over(amax, LARGEST), row_scale)
-        scale = wanted.clamp(0, LARGEST_SCALE).to(torch.float8_e4m3fn)
+        target = blocks.divide(blocks.over(amax, LARGEST), row_scale)
+        scale = target.clamp(0, LARGEST_SCALE).to(torch.float8_e4m3fn)
         scaled = blocks.divide(values, scale.float() * row_scale)
         limits = torch.tensor(LIMITS, dtype=torch.float32, device=scaled.device)
         codes = torch.bucketize(scaled.abs().contiguous(), limits).to(torch.uint8) | (

@@ -74,10 +74,10 @@ def _rest_codes(size: int) -> tuple[Tensor, Tensor]:
         code += (test & some).long() << length
         length += test.long()
         running = left & (some | (testing == 0))
-        said = running & (position < width - 1)
+        writes = running & (position < width - 1)
         bit = remaining & 1
-        code += torch.where(said, bit, 0) << length
-        length += said.long()
+        code += torch.where(writes, bit, 0) << length
+        length += writes.long()
         # A 1 ends the run; a failed test ends the plane, and 2 never tests again.
         testing = torch.where(test & ~some, 2, torch.where(running, bit, testing))
     return code, length
@@ -145,7 +145,7 @@ def _windows(size: int) -> Tensor:
     state, window = torch.meshgrid(*numbers, indexing="ij")
     length = torch.frexp(window.double()).exponent.long() - 1
     position, running = state // 2, state % 2
-    used, ended, found = torch.zeros_like(state), torch.zeros_like(state), torch.zeros_like(state)
+    used, ended, ones = torch.zeros_like(state), torch.zeros_like(state), torch.zeros_like(state)
     ended = torch.where(position >= size, 1, ended)
     for place in range(WINDOW):
         live = (ended == 0) & (place < length)
@@ -159,10 +159,10 @@ def _windows(size: int) -> Tensor:
         hit = (run & (bit == 1)) | (((test & (bit == 1)) | step) & (position >= size - 1))
         running = torch.where(test & (bit == 1), 1, running)
         running = torch.where(hit, 0, running)
-        found = torch.where(hit, found | (1 << position.clamp(max=size)), found)
+        ones = torch.where(hit, ones | (1 << position.clamp(max=size)), ones)
         position = position + hit.long()
         ended = torch.where(live & (position >= size), 1, ended)
-    return used | position << 4 | running << 9 | ended << 10 | found << 16
+    return used | position << 4 | running << 9 | ended << 10 | ones << 16
 
 
 def to_bytes(words_BW: Tensor, budget: int, num_rows: int, count: int) -> Tensor:

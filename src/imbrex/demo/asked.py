@@ -57,13 +57,13 @@ def settle(args: argparse.Namespace, *, worker: bool) -> None:
     before = folder.earlier(Path(args.out)) if args.resume else None
     earlier = {} if before is None else before.asked
     for name, default in DEFAULTS.items():
-        given = getattr(args, name)
-        if name in SHAPE and name in earlier and given not in (None, earlier[name]):
+        value = getattr(args, name)
+        if name in SHAPE and name in earlier and value not in (None, earlier[name]):
             raise ValueError(
-                f"--{name.replace('_', '-')} {given}, but the checkpoint in {args.out} has {earlier[name]}: "
+                f"--{name.replace('_', '-')} {value}, but the checkpoint in {args.out} has {earlier[name]}: "
                 "leave the flag out, or start anew with another --out"
             )
-        if given is None:
+        if value is None:
             setattr(args, name, earlier.get(name, default))
 
 

@@ -40,8 +40,8 @@ class Corpus:
         """Nats a byte on the held-out text when the training text's counts predict it, plus one each:
         of single bytes, and of a byte after the byte before."""
         train, held_out = self.train.numpy(), self.held_out.numpy()
-        one = np.bincount(train, minlength=256).astype(np.float64) + 1
-        unigram = -np.log(one / one.sum())[held_out].mean()
+        singles = np.bincount(train, minlength=256).astype(np.float64) + 1
+        unigram = -np.log(singles / singles.sum())[held_out].mean()
         pairs = train[:-1].astype(np.int64) * 256 + train[1:]
         two = np.bincount(pairs, minlength=256 * 256).reshape(256, 256) + 1.0
         bigram = -np.log(two / two.sum(1, keepdims=True))[held_out[:-1], held_out[1:]].mean()

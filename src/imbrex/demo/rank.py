@@ -94,9 +94,9 @@ def _make_trainer(
     shape, recipe = _asked(args)
     factors = factorise(args.ranks, expert=args.ep, tensor=args.tp, same_tokens=args.transport == "allreduce")
     balancer = balance.make(args, rank) if args.balance else None
-    told: dict[str, Any] = {"timeout_s": args.timeout, "observer": recorder, "balancer": balancer}
-    model = make_model(shape, recipe, factors, transport=args.transport, codec=args.codec, **told)
-    return Trainer(model.to(device), corpus, recipe, factors, rank=rank, device=device, **told)
+    options: dict[str, Any] = {"timeout_s": args.timeout, "observer": recorder, "balancer": balancer}
+    model = make_model(shape, recipe, factors, transport=args.transport, codec=args.codec, **options)
+    return Trainer(model.to(device), corpus, recipe, factors, rank=rank, device=device, **options)
 
 
 def _join(args: argparse.Namespace) -> torch.device:

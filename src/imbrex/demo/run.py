@@ -189,8 +189,8 @@ class Run:
 def keep_before(path: Path, step: int) -> None:
     """Keep the records in `path` of the steps before `step`, and drop the others."""
     lines = path.read_text().splitlines() if step and path.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
-    path.write_text("".join(f"{line}\n" for line in kept))
+    earlier = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
+    path.write_text("".join(f"{line}\n" for line in earlier))
 
 
 def _median(values: list[float]) -> float:

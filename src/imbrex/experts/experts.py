@@ -177,10 +177,10 @@ class Experts(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *more):  # pyright: ignore[reportIncompatibleMethodOverride]
         super()._load_from_state_dict(state_dict, prefix, *more)
-        given, errors = state_dict.get(f"{prefix}down_proj"), more[-1]
-        if given is not None and len(given) != len(self.expert_ids):
+        down, errors = state_dict.get(f"{prefix}down_proj"), more[-1]
+        if down is not None and len(down) != len(self.expert_ids):
             errors.append(
-                f"{prefix}down_proj was saved of {len(given)} experts, and {len(self.expert_ids)} live on "
+                f"{prefix}down_proj was saved of {len(down)} experts, and {len(self.expert_ids)} live on "
                 "this rank: save with imbrex.parallel.checkpoint, whose load reads at any number of ranks"
             )
 
@@ -238,9 +238,9 @@ class Experts(nn.Module):
             return
         for slot in slots:
             here = slice(slot, slot + 1)
-            made = quantise_experts(self.gate_up_proj[here], self.down_proj[here])
-            for kept, new in zip(self._fp8[1].tensors(), made.tensors(), strict=True):
-                kept[here].view(torch.uint8).copy_(new.view(torch.uint8))
+            fresh = quantise_experts(self.gate_up_proj[here], self.down_proj[here])
+            for old, new in zip(self._fp8[1].tensors(), fresh.tensors(), strict=True):
+                old[here].view(torch.uint8).copy_(new.view(torch.uint8))
 
     def _by_products(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         product = _loop_product if self.implementation == "loop" else _grouped_product

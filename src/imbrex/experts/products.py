@@ -61,13 +61,13 @@ def run_grouped_wgrad(rows_RK: Tensor, d_out_RN: Tensor, counts_e: Tensor) -> Te
 
 def _groups(counts_e: Tensor) -> list[tuple[int, slice]]:
     """The groups that have rows, with the rows."""
-    found, begin = [], 0
+    groups, begin = [], 0
     # host sync: a product per group needs its size; the fast path does not
     for group, count in enumerate(counts_e.tolist()):
         if count:
-            found.append((group, slice(begin, begin + count)))
+            groups.append((group, slice(begin, begin + count)))
         begin += count
-    return found
+    return groups
 
 
 def _fast_mm(rows_RK: Tensor, weight_eKN: Tensor, counts_e: Tensor) -> Tensor:

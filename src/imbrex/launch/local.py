@@ -227,20 +227,20 @@ class Rank:
             sentence = death.find_lost(self.board, num_ranks=self.num_ranks, timeout_s=self.timeout_s) or own
             with suppress(OSError):
                 death.leave_note(self.board, self.rank, death.LOST, sentence)
-        told = any(note.kind != death.LOST for note in death.read_notes(self.board))
+        others_spoke = any(note.kind != death.LOST for note in death.read_notes(self.board))
         speaker = death.speaker(self.board, self.num_ranks)
         # The lowest rank alive speaks; it may be gone before another looks, and its watch may see it too.
-        if not told and speaker in (self.rank, None) and death.may_speak(self.board):
+        if not others_spoke and speaker in (self.rank, None) and death.may_speak(self.board):
             complain(f"{sentence}; {self.hint()}")
 
     def _end(self, kind: str, sentence: str, *, speaks: bool) -> None:
         try:
             death.leave_note(self.board, self.rank, kind, sentence)
-            told = self.launched
+            launcher_tells = self.launched
         except OSError:
             # No launcher will read it.
-            speaks, told = True, False
-        if speaks and not told:
+            speaks, launcher_tells = True, False
+        if speaks and not launcher_tells:
             death.may_speak(self.board)
             complain(sentence if kind == death.REFUSED else f"{sentence}; {self.hint()}")
 

@@ -77,10 +77,10 @@ def check_gpus(args: argparse.Namespace, command: list[str]) -> None:
     _check_ranks(args, command)
     if args.inter or args.intra:
         raise ValueError("netlab: --inter and --intra limit namespaces; with --gpus leave them out")
-    wanted, there = args.nodes * args.ranks_per_node, torch.cuda.device_count()
-    if there < wanted:
+    needed, there = args.nodes * args.ranks_per_node, torch.cuda.device_count()
+    if there < needed:
         raise ValueError(
-            f"netlab: {wanted} ranks want a GPU each, {there} are there; use fewer, or no --gpus"
+            f"netlab: {needed} ranks want a GPU each, {there} are there; use fewer, or no --gpus"
         )
 
 

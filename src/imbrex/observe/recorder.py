@@ -117,9 +117,9 @@ class Recorder(Observer):
 
     def take_counters(self) -> dict[tuple[str, Where], Any]:
         """Counters since the last call, numbers and nested lists; counting starts again from nothing."""
-        taken, self._counters = self._counters, {}
+        counters, self._counters = self._counters, {}
         # host sync: counters of a device are read here and nowhere else
-        return {key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in taken.items()}
+        return {key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in counters.items()}
 
     def _enter_phase(self, name: str, layer: int) -> tuple[str, int]:
         before, self._phase = self._phase, (name, layer)

@@ -150,8 +150,8 @@ def _shares(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 
 def typical_step(metrics: Sequence[Mapping[str, Any]], spans: Sequence[Sequence[Span]]) -> int | None:
     """The step of median duration among the last twenty of which spans are left."""
-    kept = set.intersection(*({s.step for s in of_rank} for of_rank in spans)) if spans else set()
-    last = sorted((m for m in metrics if m["step"] in kept), key=lambda m: m["step"])[-20:]
+    steps = set.intersection(*({s.step for s in of_rank} for of_rank in spans)) if spans else set()
+    last = sorted((m for m in metrics if m["step"] in steps), key=lambda m: m["step"])[-20:]
     by_time = sorted(last, key=lambda m: m["step_ms"])
     return by_time[len(by_time) // 2]["step"] if by_time else None
 

@@ -84,10 +84,10 @@ class Auto:
     def _profile(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> Profile:
         gather = exchange.transport.exchange_counts
         if self.path is not None:
-            told = gather(words(self.path.exists(), self.path.parent.is_dir()))
-            if bool(told[:, 0].min()):
+            files_W = gather(words(self.path.exists(), self.path.parent.is_dir()))
+            if bool(files_W[:, 0].min()):
                 return Profile.load(self.path, self._layer(x_TD, exchange, experts))
-            if not bool(told[0, 1]):
+            if not bool(files_W[0, 1]):
                 raise ValueError(f"schedule: profile {self.path} is in no folder; make it, or give another")
         known, key = self._known(exchange), self._key(x_TD, exchange, experts)
         # A rank that has it waits for one that has not.
@@ -129,6 +129,6 @@ class Auto:
         shapes = tuple((p.shape, p.dtype) for p in parameters_of(experts))
         wire = exchange.wire
         codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
-        asked = self.degrees, self.scheduler
+        choice = self.degrees, self.scheduler
         named = type(experts), exchange.transport.name, exchange.geometry.top_k
-        return asked, named, tuple(codec.name for codec in codecs), shapes, x_TD.shape, x_TD.dtype
+        return choice, named, tuple(codec.name for codec in codecs), shapes, x_TD.shape, x_TD.dtype

@@ -69,12 +69,12 @@ class Forward:
             (x_TD[b], Routing(ids_TK=routing.ids_TK[b], weights_TK=routing.weights_TK[b])) for b in bounds
         ]
         plans = self.dispatcher.agree(parts)
-        self.chunks = [Chunk(tokens=b, plan=made) for b, made in zip(bounds, plans, strict=True)]
+        self.chunks = [Chunk(tokens=b, plan=plan) for b, plan in zip(bounds, plans, strict=True)]
 
     def encode_out(self, chunk: int) -> None:
         c = self.chunks[chunk]
-        given = c.plan, self.x_TD[c.tokens], self.weights_TK[c.tokens]
-        c.crossing = self.dispatcher.dispatch(*given, self.form)
+        inputs = c.plan, self.x_TD[c.tokens], self.weights_TK[c.tokens]
+        c.crossing = self.dispatcher.dispatch(*inputs, self.form)
 
     def move_out(self, chunk: int) -> Pending | None:
         return _crossing(self.chunks[chunk]).move()
@@ -116,8 +116,8 @@ class Forward:
         weights = None if self.layer_experts.applies_weights else c.weights_R
         addend_TD = None if self.addend_TD is None else self.addend_TD[c.tokens]
         out_TD, addend = self.y_TD[c.tokens], None if addend_TD is None else lambda: addend_TD
-        given = c.out_RD.detach(), weights, c.state, len(out_TD), addend, out_TD
-        c.crossing = self.dispatcher.combine(*given)
+        inputs = c.out_RD.detach(), weights, c.state, len(out_TD), addend, out_TD
+        c.crossing = self.dispatcher.combine(*inputs)
 
     def move_back(self, chunk: int) -> Pending | None:
         return _crossing(self.chunks[chunk]).move()
@@ -179,18 +179,18 @@ class Backward:
         assert c.weights_R is not None
         assert d_out is not None
         d_out_RD, d_weights_R = d_out
-        wanted = [c.rows_RD, *([c.weights_R] if c.weights_R.requires_grad else []), *self.parameters]
+        leaves = [c.rows_RD, *([c.weights_R] if c.weights_R.requires_grad else []), *self.parameters]
         with self.exchange.observer.span("experts_backward", layer=self.exchange.layer):
             if c.out_RD.requires_grad:
-                found = list(torch.autograd.grad(c.out_RD, wanted, d_out_RD, allow_unused=True))
+                gradients = list(torch.autograd.grad(c.out_RD, leaves, d_out_RD, allow_unused=True))
             else:
-                found = [None] * len(wanted)
-        d_rows = found.pop(0)
+                gradients = [None] * len(leaves)
+        d_rows = gradients.pop(0)
         d_rows = torch.zeros_like(c.rows_RD) if d_rows is None else d_rows
         if c.weights_R.requires_grad:
-            given = found.pop(0)
-            d_weights_R = torch.zeros_like(c.weights_R) if given is None else given
-        self._add(found)
+            gradient = gradients.pop(0)
+            d_weights_R = torch.zeros_like(c.weights_R) if gradient is None else gradient
+        self._add(gradients)
         self.d_rows[chunk] = d_rows, d_weights_R
         c.out_RD = c.rows_RD = None
 

@@ -97,10 +97,10 @@ class Pipelined:
             forward, backward = self.times or (
                 dict.fromkeys(tasks(self.degree, weights=weights), 1.0) for weights in (False, True)
             )
-            found = Orders(forward=self._ask(forward), backward=self._ask(backward))
-            check(found.forward, self.degree)
-            check(found.backward, self.degree, weights=found.defer)
-            self._orders = found
+            both = Orders(forward=self._ask(forward), backward=self._ask(backward))
+            check(both.forward, self.degree)
+            check(both.backward, self.degree, weights=both.defer)
+            self._orders = both
         return self._orders
 
     def _ask(self, times: Times) -> Order:
@@ -152,13 +152,13 @@ class Pipelined:
         each other forever."""
         if exchange in self._agreed:
             return self.orders()
-        problem, found = None, None
+        problem, orders = None, None
         try:
-            found = self.orders()
+            orders = self.orders()
         except ValueError as error:
             problem = error
         print_of = (
-            0 if found is None else zlib.crc32(repr((found.forward.moves, found.backward.moves)).encode())
+            0 if orders is None else zlib.crc32(repr((orders.forward.moves, orders.backward.moves)).encode())
         )
         message = words(problem is not None, self.degree, print_of)
         gathered = exchange.transport.exchange_counts(message)
@@ -176,8 +176,8 @@ class Pipelined:
                     f"{self.degree}; give every rank the same schedule, made from the same times"
                 )
         self._agreed.add(exchange)
-        assert found is not None
-        return found
+        assert orders is not None
+        return orders
 
 
 def find(scheduler: str | Scheduler) -> Scheduler:
@@ -239,8 +239,8 @@ class _Run(torch.autograd.Function):
         work = Backward(ctx.work, d_y_TD.contiguous(), ctx.parameters, needed)
         execute(ctx.orders.backward, work)
         ctx.work = None
-        found = iter(work.d_parameters)
-        d_parameters = [next(found) if need else None for need in needed]
+        gradients = iter(work.d_parameters)
+        d_parameters = [next(gradients) if need else None for need in needed]
         d_addend = d_y_TD if ctx.needs_input_grad[3] else None
         return None, work.d_x_TD, work.d_weights_TK, d_addend, *d_parameters
 

@@ -46,22 +46,22 @@ def measure(
     rank; of single tasks, of 3. Gradients are computed and dropped. scheduler: the only one to choose."""
     tokens = int(exchange.transport.exchange_counts(words(x_TD.shape[0])).max())
     layer = _Layer(exchange=exchange, experts=experts, x_TD=x_TD, routing=routing, parameters=parameters)
-    found: dict[bool, dict[str, list[tuple[float, float]]]] = {False: {}, True: {}}
+    samples: dict[bool, dict[str, list[tuple[float, float]]]] = {False: {}, True: {}}
     for degree in degrees:
         runs = [layer.time_tasks(degree) for _ in range(TASK_REPEATS + 1)]
         for (backward, name), seconds in layer.slowest(runs[1:]).items():
             point = (degree, seconds) if name == "plan" else (tokens / degree, seconds / degree)
-            found[backward].setdefault(name, []).append(point)
+            samples[backward].setdefault(name, []).append(point)
     contention = _contention(layer)
-    made = Profile(tokens=tokens, forward=found[False], backward=found[True], contention=contention)
-    return replace(made, whole=_corrections(layer, made, degrees, scheduler, repeats))
+    profile = Profile(tokens=tokens, forward=samples[False], backward=samples[True], contention=contention)
+    return replace(profile, whole=_corrections(layer, profile, degrees, scheduler, repeats))
 
 
 def _contention(layer: _Layer) -> Contention:
     once = layer.slowest([layer.time_beside() for _ in range(2)])
     often = max(1, min(32, round(once[False, "move"] / max(once[False, "compute"], 1e-6))))
-    told = layer.slowest([layer.time_beside(often) for _ in range(TASK_REPEATS)])
-    return fit(*(told[False, name] for name in ("compute", "move", "beside", "together")))
+    seconds = layer.slowest([layer.time_beside(often) for _ in range(TASK_REPEATS)])
+    return fit(*(seconds[False, name] for name in ("compute", "move", "beside", "together")))
 
 
 def _corrections(
@@ -72,8 +72,8 @@ def _corrections(
     The least of several noisy times is too small, and the more so the more there are. So the fastest is run
     again by itself, and what that says counts; if another is the fastest then, that one is, and so on.
     """
-    found = [predict(made, name, r) for r in degrees for name in candidates(r, scheduler)]
-    guesses = {(g.scheduler, g.degree): g for g in found}
+    predictions = [predict(made, name, r) for r in degrees for name in candidates(r, scheduler)]
+    guesses = {(g.scheduler, g.degree): g for g in predictions}
     strategies = {key: Pipelined(*key, times=made.even_times(key[1])) for key in guesses}
     seconds, again = layer.time_whole(strategies, repeats), set[tuple[str, int]]()
     while (best := min(seconds, key=lambda key: sum(seconds[key]))) not in again:
@@ -132,8 +132,8 @@ class _Layer:
             for key, strategy in strategies.items():
                 once = self._time_once(strategy)
                 runs[-1] |= {(back, str(key)): seconds for (back, _), seconds in once.items()}
-        told = self.slowest(runs[1:])
-        return {key: (told[False, str(key)], told[True, str(key)]) for key in strategies}
+        slowest = self.slowest(runs[1:])
+        return {key: (slowest[False, str(key)], slowest[True, str(key)]) for key in strategies}
 
     @torch.enable_grad()
     def _time_once(self, strategy: Pipelined) -> Seconds:
@@ -144,9 +144,9 @@ class _Layer:
         y_TD = clock.timed("whole", lambda: run().y_TD)
         clock.backward = True
         # Not `backward`, which would leave gradients with the caller's parameters.
-        wanted = [x_TD, weights_TK, *self.parameters]
+        leaves = [x_TD, weights_TK, *self.parameters]
         clock.timed(
-            "whole", lambda: torch.autograd.grad(y_TD, wanted, torch.ones_like(y_TD), allow_unused=True)
+            "whole", lambda: torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD), allow_unused=True)
         )
         return clock.seconds
 
@@ -176,8 +176,8 @@ class _Layer:
             compute()
             clock.settle()
             clock.seconds[False, "beside"] = time.perf_counter() - before
-            for one in pending:
-                one.finish()
+            for move in pending:
+                move.finish()
 
         clock.timed("compute", compute)
         clock.timed("move", lambda: [one.finish() for one in begin()])
@@ -189,9 +189,9 @@ class _Layer:
         median, which is less: another rank is slow in every run."""
         keys = sorted(runs[0])
         nanoseconds = torch.stack([words(*(int(1e9 * run[key]) for key in keys)) for run in runs])
-        told = self.exchange.transport.exchange_counts(nanoseconds.flatten()).max(0).values
+        slowest_N = self.exchange.transport.exchange_counts(nanoseconds.flatten()).max(0).values
         # on the host: counts of all ranks are
-        by_key = told.view(len(runs), len(keys)).T.tolist()
+        by_key = slowest_N.view(len(runs), len(keys)).T.tolist()
         return {key: 1e-9 * statistics.median(of) for key, of in zip(keys, by_key, strict=True)}
 
 
@@ -208,11 +208,11 @@ class _Clock:
     def timed(self, name: str, step: Callable[[], Any]) -> Any:
         self._wait()
         begin = time.perf_counter()
-        made = step()
+        result = step()
         self.settle()
         key = self.backward, name
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - begin
-        return made
+        return result
 
     def settle(self) -> None:
         if self.device.type == "cuda":

@@ -233,16 +233,16 @@ def _check_fits(path: Path, metadata: Metadata, state: dict[str, Any], where: di
         for name, stored in metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
-    wanted = dict(_tensors("", state)) | {name: layout.shape for name, layout in where.items()}
+    expected = dict(_tensors("", state)) | {name: layout.shape for name, layout in where.items()}
     wrong = [
         f"{name} is {list(shapes[name]) if name in shapes else 'missing'} there and {list(shape)} here"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if shapes.get(name) != shape
     ]
     surplus = [
         f"{name} is {list(shape)} there and missing here"
         for name, shape in shapes.items()
-        if name.startswith("model.") and name not in wanted
+        if name.startswith("model.") and name not in expected
     ]
     problems = sorted(wrong + surplus, key=lambda p: not p.startswith("model."))
     if not problems:
@@ -278,8 +278,8 @@ def _dcp(
             for failure, _ in error.failures.values():
                 if not isinstance(failure, Exception):
                     raise failure from None
-            said = [f"rank {rank}: {type(f).__name__}: {f}" for rank, (f, _) in error.failures.items()]
-            raise OSError(f"{what}: {'; '.join(said)}") from None
+            errors = [f"rank {rank}: {type(f).__name__}: {f}" for rank, (f, _) in error.failures.items()]
+            raise OSError(f"{what}: {'; '.join(errors)}") from None
 
     _on_all(group, run)
 
@@ -322,7 +322,7 @@ def _settled(
         result = call()
     except Exception as error:  # noqa: BLE001 (a rank that raised without a word would leave the others waiting)
         own = error
-    kind = next((name for name, one in _KINDS.items() if isinstance(own, one)), "RuntimeError")
+    kind = next((name for name, error_type in _KINDS.items() if isinstance(own, error_type)), "RuntimeError")
     of_ranks: list[Any] = [(result if tells else None, own and (kind, str(own)))]
     if _ranks(group) > 1:
         of_ranks, mine = [None] * _ranks(group), of_ranks[0]
@@ -333,4 +333,4 @@ def _settled(
         if own is not None and (kind, str(own)) == problem:
             raise own
         raise _KINDS.get(problem[0], RuntimeError)(f"rank {rank}: {problem[1]}")
-    return result, [told for told, _ in of_ranks]
+    return result, [sentence for sentence, _ in of_ranks]

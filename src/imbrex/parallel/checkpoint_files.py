@@ -95,8 +95,8 @@ def read_mark(path: Path) -> Mark:
         text = ""
     try:
         mark = json.loads(text)
-        found = mark["format"]
-        if found == FORMAT:
+        number = mark["format"]
+        if number == FORMAT:
             whole = mark.pop("sha256") == _sha256(mark)
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in mark["files"].items()}
             if whole:
@@ -105,7 +105,7 @@ def read_mark(path: Path) -> Mark:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointDamaged(f"checkpoint {path} is damaged: its {MARK} was changed") from None
     raise ValueError(
-        f"{path} has checkpoint format {found}, this version reads {FORMAT}; load it with the version that "
+        f"{path} has checkpoint format {number}, this version reads {FORMAT}; load it with the version that "
         "wrote it"
     )
 

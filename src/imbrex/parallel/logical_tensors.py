@@ -54,13 +54,13 @@ class LogicalTensor:
         return torch.Size(self.layout.shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        layout, found = self.layout, []
+        layout, chunks = self.layout, []
         for expert in layout.experts:
             for _, there, length in layout.runs if expert >= 0 else ():
                 offsets, sizes = [0] * len(layout.shape), [1, *layout.shape[1:]]
                 offsets[0], offsets[layout.dim], sizes[layout.dim] = expert, there, length
-                found.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
-        return found
+                chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
+        return chunks
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
@@ -148,13 +148,13 @@ def logical(flat: dict[str, Any], where: dict[str, Layout]) -> dict[str, Any]:
 
 def layouts(model: nn.Module) -> dict[str, Layout]:
     """The layout of every expert parameter of `model`, by its name without the wrappers' parts."""
-    found = {}
+    by_name = {}
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
             prefix = _unwrapped(model, f"{name}." if name else "")
             for parameter_name, parameter in module.experts.named_parameters():
-                found[f"{prefix}experts.{parameter_name}"] = _layout(module, parameter_name, parameter)
-    return found
+                by_name[f"{prefix}experts.{parameter_name}"] = _layout(module, parameter_name, parameter)
+    return by_name
 
 
 def _layout(layer: MoELayer, name: str, parameter: Tensor) -> Layout:
@@ -167,10 +167,11 @@ def _layout(layer: MoELayer, name: str, parameter: Tensor) -> Layout:
         shape[dim] *= experts.shard.size
     # Which indices of a whole expert does this rank keep? Asked of the experts, who alone know the layout.
     index = torch.arange(shape[dim], device="cpu").view([-1 if d == dim else 1 for d in range(1, len(shape))])
-    kept = experts.shard_of(name, index).flatten().tolist()
-    starts = [i for i in range(len(kept)) if i == 0 or kept[i] != kept[i - 1] + 1]
+    columns = experts.shard_of(name, index).flatten().tolist()
+    starts = [i for i in range(len(columns)) if i == 0 or columns[i] != columns[i - 1] + 1]
     runs = tuple(
-        (start, kept[start], end - start) for start, end in zip(starts, [*starts[1:], len(kept)], strict=True)
+        (start, columns[start], end - start)
+        for start, end in zip(starts, [*starts[1:], len(columns)], strict=True)
     )
     # The bias added after the tensor ranks' sum is used, and so trained, on the first of them alone.
     writes = name in SHARDED_DIM or experts.shard.rank == 0

@@ -58,19 +58,19 @@ class Deferral:
 
         sums: what such calls returned before; it is added to, in place.
         """
-        found: list[Tensor | None] = [None] * len(parameters) if sums is None else list(sums)
+        gradients: list[Tensor | None] = [None] * len(parameters) if sums is None else list(sums)
         for weight, gradient in self._products:
             place = next((i for i, parameter in enumerate(parameters) if parameter is weight), None)
-            d_weight = gradient(None if place is None else found[place])
+            d_weight = gradient(None if place is None else gradients[place])
             if d_weight is None:
                 continue
             if place is not None:
-                found[place] = d_weight
+                gradients[place] = d_weight
                 continue
             for i, grad in enumerate(torch.autograd.grad(weight, parameters, d_weight, allow_unused=True)):
-                found[i] = added(found[i], grad)
+                gradients[i] = added(gradients[i], grad)
         self._products.clear()
-        return found
+        return gradients
 
 
 def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:

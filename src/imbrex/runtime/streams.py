@@ -135,12 +135,12 @@ class Line:
         begins = Mark(self.device, self._stream)
         with torch.cuda.stream(self._stream):
             result = work()
-        made = self._last = Queued(result, begins, Mark(self.device, self._stream))
+        queued = self._last = Queued(result, begins, Mark(self.device, self._stream))
         if before is None or before.waited:
             begins.hold(caller)
         else:
-            before.next = made
-        return made
+            before.next = queued
+        return queued
 
 
 class Queued:

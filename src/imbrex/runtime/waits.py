@@ -30,14 +30,14 @@ class RankLostError(RuntimeError):
 def timeout_seconds(timeout: float | None = None) -> float:
     """`timeout`, else `IMBREX_TIMEOUT_S`, else 60 s. Raises ValueError where it is no number above zero,
     or more than a million seconds."""
-    given = os.environ.get("IMBREX_TIMEOUT_S") if timeout is None else timeout
+    text = os.environ.get("IMBREX_TIMEOUT_S") if timeout is None else timeout
     try:
-        seconds = DEFAULT_TIMEOUT_S if given is None else float(given)
+        seconds = DEFAULT_TIMEOUT_S if text is None else float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise ValueError(
-            f"timeout: {given!r} is not a number of seconds above 0, and at most {MAX_TIMEOUT_S:.0f} "
+            f"timeout: {text!r} is not a number of seconds above 0, and at most {MAX_TIMEOUT_S:.0f} "
             "(timeout= or IMBREX_TIMEOUT_S)"
         )
     return seconds

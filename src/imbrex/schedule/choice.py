@@ -48,8 +48,8 @@ def choose(
     profile: Profile, degrees: Sequence[int] = (1, 2, 3, 4, 6, 8), scheduler: str | None = None
 ) -> Choice:
     """The fastest of `degrees` and their candidates; of equals, the fewest chunks, then the simplest."""
-    found = [predict(profile, name, r) for r in degrees for name in candidates(r, scheduler)]
-    return min(found, key=lambda choice: (choice.seconds, choice.degree))
+    predictions = [predict(profile, name, r) for r in degrees for name in candidates(r, scheduler)]
+    return min(predictions, key=lambda choice: (choice.seconds, choice.degree))
 
 
 __all__ = ["Choice", "candidates", "choose", "predict"]

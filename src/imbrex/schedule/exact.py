@@ -44,10 +44,10 @@ class _Search:
     def _first_guess(self) -> tuple[float, Order]:
         from imbrex.schedule.schedulers import optsche, stage_major
 
-        found = [
+        guesses = [
             (makespan(order, self.times), order) for order in (optsche(self.times), stage_major(self.times))
         ]
-        return min(found, key=lambda pair: pair[0])
+        return min(guesses, key=lambda pair: pair[0])
 
     def best(self) -> Order:
         states = {(0,) * self.degree + (0,) * len(self.extra): [((0.0,) * (2 + self.degree), None)]}

@@ -83,15 +83,15 @@ class Profile:
         """Raises ValueError where the file is not a profile, or one of another layer than `layer`."""
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
-            made = Profile(
+            profile = Profile(
                 tokens=read["tokens"],
                 forward=read["forward"],
                 backward=read["backward"],
                 contention=Contention(**read["contention"]),
                 whole={_named(name): (ratios[0], ratios[1]) for name, ratios in read["whole"].items()},
             )
-            made.times([1.0])
-            made.times([1.0], backward=True)
+            profile.times([1.0])
+            profile.times([1.0], backward=True)
             measured = dict(read["layer"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"schedule: {path} is not a profile ({error}); measure it again") from error
@@ -101,7 +101,7 @@ class Profile:
                     f"schedule: {path} was measured of another layer ({name} {measured.get(name)}, here "
                     f"{value}); give another file"
                 )
-        return made
+        return profile
 
 
 def _named(schedule: str) -> tuple[str, int]:

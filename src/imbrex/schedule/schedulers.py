@@ -25,8 +25,8 @@ def stages(times: Times, *stages: tuple[Kind, ...]) -> list[Task]:
 
 def sequential(times: Times) -> Order:
     """One task after the other, chunk by chunk: nothing overlaps."""
-    found = [Task(kind=kind, chunk=c) for c in range(chunks_of(times)) for kind in Kind]
-    return Order.of([task for task in found if task in times])
+    order = [Task(kind=kind, chunk=c) for c in range(chunks_of(times)) for kind in Kind]
+    return Order.of([task for task in order if task in times])
 
 
 def stage_major(times: Times) -> Order:

@@ -75,14 +75,14 @@ def make_dispatched(
 def _check_layout(
     run: _Run, where: str, rows_RD: Tensor, weights_R: Tensor, counts: list[int], tolerance: float
 ) -> None:
-    kept = rows_RD.clone()
+    before = rows_RD.clone()
     with torch.no_grad():
         out_RD = run(rows_RD, weights_R, counts)
         again_RD = run(rows_RD, weights_R, counts)
     require(out_RD.shape == rows_RD.shape, f"{where}: rows come out as {list(out_RD.shape)}")
     require(out_RD.dtype == rows_RD.dtype, f"{where}: rows come out as {out_RD.dtype}")
     require(torch.equal(out_RD, again_RD), f"{where}: other bits a second time")
-    require(torch.equal(kept, rows_RD), f"{where}: the rows given were changed")
+    require(torch.equal(before, rows_RD), f"{where}: the rows given were changed")
     require(bool(torch.isfinite(out_RD).all()), f"{where}: something not finite comes out")
     behind = torch.cat(
         [rows_RD, torch.full_like(rows_RD[:1].expand(3, -1) if len(rows_RD) else rows_RD, torch.nan)]
@@ -142,9 +142,9 @@ def _check_gradients(
         sizes = torch.bincount(slot_R[half_R], minlength=len(counts)).tolist()
         scale = torch.ones(int(half_R.sum()), dtype=torch.float32, device=run.device)
         parts.append(_gradients(run, rows_RD[half_R], weights_R[half_R], sizes, parameters, scale))
-    for number, (one, two) in enumerate(zip(parts[0][2:], parts[1][2:], strict=True)):
+    for number, (first, two) in enumerate(zip(parts[0][2:], parts[1][2:], strict=True)):
         close(
-            one + two,
+            first + two,
             whole[number + 2],
             tolerance,
             f"{where}: the gradient of parameter {number} does not add up",
@@ -202,12 +202,12 @@ def _gradients(run: _Run, rows_RD: Tensor, weights_R: Tensor, counts, parameters
         weights_R.detach().clone().requires_grad_(),
     )
     out_RD = run(rows_RD, weights_R, counts)
-    wanted = [rows_RD, weights_R, *parameters]
+    leaves = [rows_RD, weights_R, *parameters]
     if not out_RD.requires_grad:
-        return [torch.zeros_like(w) for w in wanted]
+        return [torch.zeros_like(w) for w in leaves]
     direction = _direction(out_RD) * scale_R[:, None]
-    found = torch.autograd.grad((out_RD.float() * direction).sum(), wanted, allow_unused=True)
-    return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
+    gradients = torch.autograd.grad((out_RD.float() * direction).sum(), leaves, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(leaves, gradients, strict=True)]
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:

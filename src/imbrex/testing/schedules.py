@@ -51,21 +51,21 @@ def check_schedule(
         strategies.append(overlap.make(schedule))
     for strategy in strategies:
         for tokens in (TOKENS, (1, 2), (0,)):
-            found = ""
+            problem = ""
             try:
                 with on(f"{strategy.name}, {tokens} tokens by rank"):
                     _check_numbers(strategy, group, tokens, tolerance, seed)
             except ConformityError as error:
-                found = str(error)
-            _tell(group, found)
+                problem = str(error)
+            _tell(group, problem)
 
 
 def _tell(group: dist.ProcessGroup | None, found: str) -> None:
-    told: list[Any] = [found]
+    problems: list[Any] = [found]
     if group is not None:
-        told = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, found, group=group)
-    for rank, text in enumerate(told):
+        problems = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, found, group=group)
+    for rank, text in enumerate(problems):
         require(not text, f"rank {rank}: {text}")
 
 
@@ -88,10 +88,10 @@ def _check_numbers(
     num_experts, width = 2 * world + 1, 6
     placement = contiguous(num_experts, world)
     results = []
-    for one in (overlap.Serial(), strategy):
+    for schedule in (overlap.Serial(), strategy):
         exchange = Exchange(placement, width, 2, group=group, transport="alltoall")
         experts = Experts(placement.local(rank), width, 4, seed=seed)
-        results.append(_numbers(one, exchange, experts, tokens[rank % len(tokens)], seed + rank))
+        results.append(_numbers(schedule, exchange, experts, tokens[rank % len(tokens)], seed + rank))
         exchange.close()
     for name, theirs in results[0].items():
         where = f"{strategy.name}, {tokens[rank % len(tokens)]} tokens: {name} differ from those of serial"
@@ -112,11 +112,11 @@ def _numbers(
     routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
     y_TD = strategy.run(x_TD, routing, exchange, experts, lambda: x_TD * shared).y_TD
     (y_TD * torch.cos(torch.arange(y_TD.numel(), device=y_TD.device).view_as(y_TD))).sum().backward()
-    found = {
+    results = {
         "outputs": y_TD.detach(),
         "gradients of tokens": x_TD.grad,
         "gradients of weights": weights_TK.grad,
     }
-    found["gradients of what is added"] = shared.grad
-    found |= {f"gradients of {name}": p.grad for name, p in experts.named_parameters()}
-    return {name: torch.zeros((), **FLOATS) if grad is None else grad for name, grad in found.items()}
+    results["gradients of what is added"] = shared.grad
+    results |= {f"gradients of {name}": p.grad for name, p in experts.named_parameters()}
+    return {name: torch.zeros((), **FLOATS) if grad is None else grad for name, grad in results.items()}

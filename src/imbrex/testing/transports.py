@@ -39,10 +39,10 @@ def check_transport(
     """
     if _size(group) == 1:
         warnings.warn("check_transport: nothing moves on one rank; call it on several", stacklevel=2)
-    made, _ = transports.make(transport, group, num_ranks=_size(group), top_k=1)
-    check = _Check(cast("Transport", made), group, torch.device(device), seed)
+    moving, _ = transports.make(transport, group, num_ranks=_size(group), top_k=1)
+    check = _Check(cast("Transport", moving), group, torch.device(device), seed)
     check.together("counts", check.counts)
-    if made.replicated:
+    if moving.replicated:
         check.together("sums", check.sums)
         return
     for kind in KINDS:
@@ -81,9 +81,9 @@ class _Check:
         for length in (1, 5):
             mine = torch.arange(length, device=self.device) - 3 * self.rank + (1 << 40)
             gathered = self.transport.exchange_counts(mine)
-            wanted = mine.cpu() + 3 * (self.rank - torch.arange(self.world, device="cpu")[:, None])
+            others = mine.cpu() + 3 * (self.rank - torch.arange(self.world, device="cpu")[:, None])
             require(gathered.device.type == "cpu", "the counts of all ranks are not on the host")
-            require(torch.equal(gathered, wanted), f"counts {gathered.tolist()} instead of {wanted.tolist()}")
+            require(torch.equal(gathered, others), f"counts {gathered.tolist()} instead of {others.tolist()}")
 
     def sums(self) -> None:
         partial_TD = torch.full((3, 5), self.rank + 1.0, dtype=torch.float32, device=self.device)
@@ -92,27 +92,27 @@ class _Check:
         require(bool((summed == self.world * (self.world + 1) / 2).all()), f"summed to {summed[0, 0].item()}")
 
     def rows_out(self, kind: str, width: int) -> None:
-        wanted = [self._wanted(kind, rank) for rank in range(self.world)]
-        sent_TB = self._content(self.rank, torch.arange(len(wanted[self.rank]), device="cpu"), 0, width)
+        masks = [self._wanted(kind, rank) for rank in range(self.world)]
+        sent_TB = self._content(self.rank, torch.arange(len(masks[self.rank]), device="cpu"), 0, width)
         expected = [
-            self._content(source, wanted[source][:, self.rank].nonzero()[:, 0], 0, width)
+            self._content(source, masks[source][:, self.rank].nonzero()[:, 0], 0, width)
             for source in range(self.world)
         ]
-        self._move(self.transport.begin_move, sent_TB, self._traffic(wanted), torch.cat(expected))
+        self._move(self.transport.begin_move, sent_TB, self._traffic(masks), torch.cat(expected))
 
     def rows_back(self, kind: str, width: int) -> None:
-        wanted = [self._wanted(kind, rank) for rank in range(self.world)]
+        masks = [self._wanted(kind, rank) for rank in range(self.world)]
 
         def written(reader: int, source: int) -> Tensor:
             """The rows that `reader` sends back for the tokens it had from `source`."""
-            return self._content(reader, wanted[source][:, reader].nonzero()[:, 0], source + 1, width)
+            return self._content(reader, masks[source][:, reader].nonzero()[:, 0], source + 1, width)
 
         if self.transport.sums_on_the_way:
-            self._sums_back(wanted, width)
+            self._sums_back(masks, width)
             return
         returned_MB = torch.cat([written(self.rank, source) for source in range(self.world)])
         expected = torch.cat([written(reader, self.rank) for reader in range(self.world)])
-        self._move(self.transport.begin_move_back, returned_MB, self._traffic(wanted), expected)
+        self._move(self.transport.begin_move_back, returned_MB, self._traffic(masks), expected)
 
     def _sums_back(self, wanted: list[Tensor], width: int) -> None:
         """Check the sums of each token's rows, of whole numbers so that they are exact. Where rows may be
@@ -125,10 +125,10 @@ class _Check:
         returned = torch.cat([written(self.rank, source) for source in range(self.world)])
         traffic = self._traffic(wanted)
         moved = self.transport.begin_move_back(as_bytes(returned.to(self.device)), traffic).finish().cpu()
-        sent = self.transport.home(traffic)[0].cpu()
-        require(len(moved) == len(sent), f"{len(moved)} rows come back for {len(sent)} sent")
+        tokens_N = self.transport.home(traffic)[0].cpu()
+        require(len(moved) == len(tokens_N), f"{len(moved)} rows come back for {len(tokens_N)} sent")
         shape = len(wanted[self.rank]), width
-        sums = torch.zeros(shape, **FLOATS).index_add_(0, sent, from_bytes(moved, width, torch.float32))
+        sums = torch.zeros(shape, **FLOATS).index_add_(0, tokens_N, from_bytes(moved, width, torch.float32))
         expected = torch.zeros(shape, **FLOATS)
         for reader in range(self.world):
             rows = written(reader, self.rank)
@@ -143,7 +143,7 @@ class _Check:
 
     def _move(self, begin, encoded: Tensor, traffic: Traffic, expected: Tensor) -> None:
         encoded = encoded.to(self.device)
-        kept = encoded.clone()
+        before = encoded.clone()
         under_way = begin(encoded, traffic), begin(encoded, traffic)
         # on the host: both are waited for first, for a rank that stops between them would keep the others
         arrived = [pending.finish().cpu() for pending in under_way]
@@ -153,26 +153,26 @@ class _Check:
             require(shape == wanted, f"they arrive as {shape} instead of {wanted}")
             wrong = (moved != expected).any(1).nonzero().flatten().tolist()
             require(not wrong, f"row {wrong[:1]} is not what was sent (move {number + 1} of 2)")
-        require(torch.equal(kept, encoded), "the move changed what it was given")
+        require(torch.equal(before, encoded), "the move changed what it was given")
 
     def _wanted(self, kind: str, rank: int) -> Tensor:
         """Which tokens of `rank` go to which other ranks, bool [T, W]."""
         tokens = TOKENS[rank % len(TOKENS)]
         drawn = torch.Generator().manual_seed(self.seed + rank)
-        wanted = torch.rand(tokens, self.world, generator=drawn, **FLOATS) < 0.4
+        mask_TW = torch.rand(tokens, self.world, generator=drawn, **FLOATS) < 0.4
         if kind == "nothing":
-            wanted[:] = False
+            mask_TW[:] = False
         elif kind == "everything" or self.transport.broadcasts:
-            wanted[:] = True
+            mask_TW[:] = True
         elif kind == "to the last rank":
-            wanted[:] = torch.arange(self.world, device="cpu") == self.world - 1
+            mask_TW[:] = torch.arange(self.world, device="cpu") == self.world - 1
         elif kind == "one row":
-            wanted[:] = False
-            wanted[:1, 0] = rank == self.world - 1 or rank == 2
+            mask_TW[:] = False
+            mask_TW[:1, 0] = rank == self.world - 1 or rank == 2
         if self.transport.broadcasts:
-            wanted[:] = True
-        wanted[:, rank] = False
-        return wanted
+            mask_TW[:] = True
+        mask_TW[:, rank] = False
+        return mask_TW
 
     def _content(self, source: int, tokens: Tensor, way: int, width: int) -> Tensor:
         """Bytes that say where a row comes from: uint8 [tokens, width]."""

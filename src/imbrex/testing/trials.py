@@ -191,16 +191,16 @@ def try_transports(device: str, timeout_s: float) -> list[Finding]:
         return [_finding("transport", name, device, why) for name in TRANSPORTS]
     with tempfile.TemporaryDirectory(prefix="imbrex-doctor-") as folder:
         answers = _ask_ranks(device, Path(folder) / "store", timeout_s)
-    found = []
+    trials = []
     for name in TRANSPORTS:
-        said = [answer.get(name, answer.get("", "no answer")) for answer in answers]
-        problem = next((text for text in said if text), "")
+        words = [answer.get(name, answer.get("", "no answer")) for answer in answers]
+        problem = next((text for text in words if text), "")
         if device == "cpu" and problem.startswith(UNFIT):
             # A transport for GPUs only is no fault of the processor.
             continue
         backend = "gloo" if device == "cpu" else "NCCL"
-        found.append(_finding("transport", name, device, problem, f"{RANKS} ranks over {backend}"))
-    return found
+        trials.append(_finding("transport", name, device, problem, f"{RANKS} ranks over {backend}"))
+    return trials
 
 
 def _ask_ranks(device: str, store: Path, timeout_s: float) -> list[dict[str, str]]:

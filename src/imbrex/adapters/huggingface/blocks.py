@@ -158,8 +158,8 @@ def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
 
 def _refuse_router_logits(model: Any, _: Any, options: dict[str, Any]) -> None:
     """transformers would take what its own routers told it, and find nothing."""
-    asked = options.get("output_router_logits")
-    if asked or (asked is None and getattr(model.config, "output_router_logits", False)):
+    router_logits = options.get("output_router_logits")
+    if router_logits or (router_logits is None and getattr(model.config, "output_router_logits", False)):
         raise ValueError(
             "output_router_logits=True after replace_blocks: nobody collects the logits; leave it out, and "
             "give replace_blocks losses=AuxLosses(load_balance=...) and the loss imbrex.aux_loss(model)"

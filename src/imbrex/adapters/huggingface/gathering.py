@@ -41,15 +41,15 @@ class Team:
 
     def agree(self, problem: Exception | None = None) -> None:
         """Raises on every rank where one has a problem: its own there, one that quotes it elsewhere."""
-        said = None if problem is None else (isinstance(problem, OSError), f"{self._here()}: {problem}")
+        sentence = None if problem is None else (isinstance(problem, OSError), f"{self._here()}: {problem}")
         for group in self.groups:
             heard: list[tuple[bool, str] | None] = [None] * group.size()
-            dist.all_gather_object(heard, said, group=group)
-            said = next((one for one in heard if one is not None), None)
+            dist.all_gather_object(heard, sentence, group=group)
+            sentence = next((other for other in heard if other is not None), None)
         if problem is not None:
             raise problem
-        if said is not None:
-            raise (OSError if said[0] else ValueError)(f"{self.what}: {said[1]}")
+        if sentence is not None:
+            raise (OSError if sentence[0] else ValueError)(f"{self.what}: {sentence[1]}")
 
     def _here(self) -> str:
         return f"on rank {dist.get_rank()}" if self.groups else "here"
@@ -116,12 +116,12 @@ def _pass(
     if not everywhere and (source == 0 or rank not in (0, source)):
         return own if rank == source else None
     if rank == source:
-        told = own.contiguous().to(device)
+        values = own.contiguous().to(device)
     else:
-        told = torch.empty(shape, dtype=own.dtype, device=device)
-    if told.numel() == 0:
-        return told
-    raw = told.flatten().view(torch.uint8)
+        values = torch.empty(shape, dtype=own.dtype, device=device)
+    if values.numel() == 0:
+        return values
+    raw = values.flatten().view(torch.uint8)
     if everywhere:
         call = partial(dist.broadcast, raw, group=group, group_src=source, async_op=True)
     elif rank == 0:
@@ -130,7 +130,7 @@ def _pass(
         call = partial(dist.isend, raw, group=group, group_dst=0)
     work = waits.start("the gathering of experts", call, WRITING_S)
     waits.finish("the gathering of experts", work, WRITING_S, on_host=not raw.is_cuda)
-    return told
+    return values
 
 
 def _place(whole: Tensor, name: str, part: Tensor, piece: int, pieces: int) -> None:

@@ -161,8 +161,8 @@ class _Shards:
         def write() -> None:
             for name, tensor in tensors().items():
                 size = tensor.numel() * tensor.element_size()
-                held = sum(t.numel() * t.element_size() for t in self.waiting.values())
-                if self.waiting and held + size > self.limit:
+                nbytes = sum(t.numel() * t.element_size() for t in self.waiting.values())
+                if self.waiting and nbytes + size > self.limit:
                     self._flush()
                 self.waiting[name] = tensor.contiguous()
                 self.total["total_parameters"] += tensor.numel()

@@ -40,9 +40,9 @@ def load_block(layer: MoELayer, weights: Mapping[str, Tensor] | nn.Module, prefi
 
 def block_prefix(weights: Mapping[str, Tensor], layer: int) -> str:
     """The prefix of the names of layer `layer`'s MoE block. ValueError where that layer has none."""
-    found = (f"model.layers.{layer}.{block}." for block in BLOCK_NAMES)
+    prefixes = (f"model.layers.{layer}.{block}." for block in BLOCK_NAMES)
     routers = ("gate.weight", "router.weight")
-    for prefix in found:
+    for prefix in prefixes:
         if any(prefix + router in weights for router in routers):
             return prefix
     raise ValueError(
