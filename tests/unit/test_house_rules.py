@@ -92,7 +92,7 @@ ROOM_FOR = {
     "private": 7,
     "probes": 7,
     "doors": 32,
-    "bare": 313,
+    "bare": 312,
     "fragments": 9,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""
@@ -101,7 +101,7 @@ RULES = {
     "private": house.private_reaches,
     "probes": house.probes,
     "doors": lambda path, text: house.private_doors(path, text, MODULES, PACKAGES),
-    "bare": 313house.bare_participles,
+    "bare": house.bare_participles,
 }
 
 
