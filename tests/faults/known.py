@@ -358,8 +358,8 @@ BALANCER = [
         "only-the-first-moment-moves",
         "balancer/payload.py",
         "of the optimizer's state one tensor moves with an expert",
-        '            found[f"{name}.{key}"] = value\n',
-        '            found.setdefault(f"{name}.{next(iter(optimizer.state[parameter]))}", value)\n',
+        '            tensors[f"{name}.{key}"] = value\n',
+        '            tensors.setdefault(f"{name}.{next(iter(optimizer.state[parameter]))}", value)\n',
         ("unit/test_balancer_payload.py::test_optimizer_state_follows",),
     ),
     Fault(
