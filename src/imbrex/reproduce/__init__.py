@@ -17,6 +17,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "schemoe-table-8": ("table_8", "small messages: the layers of BERT-Large-MoE"),
     "schemoe-table-10": ("table_10", "naive, + codec, + all-to-all, + schedule"),
     "schemoe-figure-9": ("figure_9", "all-to-all algorithms by size"),
+    "aristos-liveness": ("liveness", "theorem 3.1: every interleaving of a few ranks"),
 }
 """The module of this room and one line, by name."""
 ALIASES = {"schemoe-figure-8": "schemoe-table-4"}

@@ -1,0 +1,154 @@
+"""Aristos' theorem 3.1: does every rank come to an end, whatever the order of events?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+from imbrex.reproduce import chart
+from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.interleavings import Events, Explored, Printed, explore, routings, wander
+
+PRINTED = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 1, 1), (2, 2, 2))
+OURS = ((0, 0), (0, 1), (1, 1), (0, 0, 0), (1, 1, 1), (2, 2, 2), (0, 1, 2))
+LARGER = ((1, 1, 1, 1), (0, 1, 2, 3), (3, 3, 3, 3))
+WALKS = {False: 100, True: 2000}
+"""Random interleavings of 4 ranks, by whether everything was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """The outcome of one algorithm with one setting. cases: explorations, faulty: those with a fault."""
+
+    name: str
+    epsilons: tuple[int, ...]
+    cases: int
+    faulty: int
+    states: int
+    seconds: float
+    fault: str = ""
+
+
+def ours(epsilons: Sequence[int], *, at_once: bool, mortal: int = 0) -> Case:
+    began = time.process_time()
+    explored = explore(Events(epsilons, at_once=at_once, mortal=mortal))
+    name = "ours, " + ("inference" if at_once else "training") + (", one may die" if mortal else "")
+    return _case(name, epsilons, [explored], began)
+
+
+def walked(epsilons: Sequence[int], *, at_once: bool, walks: int, mortal: int = 0) -> Case:
+    began = time.process_time()
+    explored = wander(Events(epsilons, at_once=at_once, mortal=mortal), walks)
+    name = "ours, " + ("inference" if at_once else "training") + f", {walks} random walks"
+    return _case(name, epsilons, [explored], began)
+
+
+def printed(epsilons: Sequence[int]) -> Case:
+    """The printed algorithm over all routings; of those that only name the workers otherwise, one."""
+    began, world = time.process_time(), len(epsilons)
+    weights: dict[tuple, int] = {}
+    orders = [
+        o for o in permutations(range(world)) if all(epsilons[a] == epsilons[b] for a, b in enumerate(o))
+    ]
+    for routing in routings(world):
+        names = [
+            tuple(sorted(order.index(peer) for peer in routing[worker]) for worker in order)
+            for order in orders
+        ]
+        least = min(map(_frozen, names))
+        weights[least] = weights.get(least, 0) + 1
+    explored, counts = [], []
+    for routing, count in weights.items():
+        explored.append(explore(Printed(epsilons, [frozenset(peers) for peers in routing])))
+        counts.append(count)
+    return _case("printed", epsilons, explored, began, counts)
+
+
+def _frozen(routing: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(peers) for peers in routing)
+
+
+def _case(
+    name: str,
+    epsilons: Sequence[int],
+    explored: Sequence[Explored],
+    began: float,
+    counts: Sequence[int] = (1,),
+) -> Case:
+    faults = [one_run.fault for one_run in explored if one_run.fault]
+    return Case(
+        name=name,
+        epsilons=tuple(epsilons),
+        cases=sum(counts),
+        faulty=sum(n for n, run in zip(counts, explored, strict=True) if run.fault),
+        states=sum(run.states for run in explored),
+        seconds=time.process_time() - began,
+        fault=faults[0] if faults else "",
+    )
+
+
+def every_case(full: bool) -> list[Case]:
+    cases = [printed(epsilons) for epsilons in PRINTED]
+    for epsilons in OURS:
+        cases += [ours(epsilons, at_once=at_once) for at_once in (True, False)]
+    for epsilons in LARGER:
+        cases += [walked(epsilons, at_once=once, walks=WALKS[full]) for once in (True, False)]
+    for epsilons in ((1, 1), (1, 1, 1)):
+        cases += [ours(epsilons, at_once=at_once, mortal=1) for at_once in (True, False)]
+    return cases
+
+
+def find(asked: Asked) -> Finding:
+    cases = every_case(asked.full)
+    bad = sum(case.faulty for case in cases if case.name != "printed")
+    equal = [case for case in cases if case.name == "printed" and len(set(case.epsilons)) == 1]
+    shares = {" ".join(_line(case)[:2]): {"share": case.faulty / case.cases} for case in cases}
+    return Finding(
+        title="Aristos, theorem 3.1: liveness",
+        question="Does every rank come to an end, and do home and host agree, in every interleaving?",
+        head=("algorithm", "epsilon by rank", "routings", "with a deadlock", "states", "s"),
+        table=tuple(_line(case) for case in cases),
+        differs=(
+            "Algorithm 1 reached us with lines lost; the initial xi is read as epsilon, and one more for a "
+            "worker that is among its own. Its epsilon counts the replies that one insists on, ours the "
+            "peers that may be missing.",
+            "Ours has one state space whatever the routing is, since a packet without rows is sent as well.",
+            "All interleavings of 2 and 3 ranks, of one forward and its backward; random ones of 4 ranks. "
+            "Not a proof for more.",
+        ),
+        verdict=(
+            f"As printed, with equal epsilon everywhere, {sum(c.faulty for c in equal)} of "
+            f"{sum(c.cases for c in equal)} routings have a deadlock: {_first_fault(equal)}. The theorem "
+            "says that there is none.",
+            f"Ours: {bad} faults. Looked for: a deadlock, a row that one rank uses and another believes "
+            "dropped, more than epsilon peers given up. Where a rank dies, those that wait for it, and those "
+            "who wait for them, are what the time-out ends.",
+        ),
+        rows=[_row(case) for case in cases],
+        chart=chart.bars(shares, "share of routings with a deadlock"),
+    )
+
+
+def _line(case: Case) -> tuple[str, ...]:
+    routed = f"{case.cases}" if case.name == "printed" else "any"
+    epsilons = " ".join(map(str, case.epsilons))
+    return case.name, epsilons, routed, f"{case.faulty}", f"{case.states}", f"{case.seconds:.1f}"
+
+
+def _first_fault(cases: Sequence[Case]) -> str:
+    return next((case.fault for case in cases if case.fault), "none")
+
+
+def _row(case: Case) -> dict[str, Any]:
+    return {
+        "op": "liveness",
+        "impl": case.name,
+        "case": {"epsilons": list(case.epsilons), "W": len(case.epsilons)},
+        "routings": case.cases,
+        "deadlocks": case.faulty,
+        "states": case.states,
+        "n": 1,
+    }

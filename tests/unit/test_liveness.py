@@ -1,0 +1,92 @@
+"""The explicit-state model: the printed algorithm's deadlock, none in ours, and faults that are put in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from imbrex.overlap.events.ledger import Home, Host, Kind, Ledger
+from imbrex.reproduce.interleavings import Events, Printed, explore, routings
+from imbrex.reproduce.liveness import ours, printed, walked
+
+
+@pytest.mark.parametrize(("epsilons", "deadlocks"), [((0, 0), 0), ((0, 1), 7), ((1, 0), 7), ((1, 1), 1)])
+def test_the_printed_algorithm_has_the_deadlocks_of_its_own_example(epsilons: Any, deadlocks: int) -> None:
+    assert sum(explore(Printed(epsilons, r)).fault is not None for r in routings(2)) == deadlocks
+    assert (printed(epsilons).cases, printed(epsilons).faulty) == (9, deadlocks)
+
+
+def test_the_printed_algorithm_strands_a_third_with_equal_epsilon() -> None:
+    """A last broadcast is taken for a reply that was counted already."""
+    everyone = frozenset(range(3))
+    explored = explore(Printed((2, 2, 2), [everyone, everyone, frozenset({2})]))
+    assert explored.fault is not None
+    assert explored.fault.endswith("wait for ever")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("epsilons", [(0, 0), (0, 1), (1, 1), (0, 0, 0), (1, 1, 1), (0, 1, 2)])
+def test_ours_has_none_in_any_interleaving(epsilons: Any, at_once: bool) -> None:
+    case = ours(epsilons, at_once=at_once)
+    assert (case.fault, case.faulty) == ("", 0)
+    assert case.states > 5
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_rank_may_die(at_once: bool) -> None:
+    assert ours((1, 1), at_once=at_once, mortal=1).fault == ""
+
+
+def test_random_walks_of_four_ranks() -> None:
+    case = walked((1, 1, 1, 1), at_once=False, walks=5, mortal=1)
+    assert (case.fault, case.faulty) == ("", 0)
+
+
+def silent(ledger: Ledger) -> list[tuple[int, Kind]]:
+    """Give up on packets without a word, as who counts messages may."""
+    return [(p, kind) for p, kind in Ledger.give_up(ledger) if kind is not Kind.REFUSED]
+
+
+def forgetful(ledger: Ledger) -> list[tuple[int, Kind]]:
+    """Give up on replies without a word."""
+    return [(p, kind) for p, kind in Ledger.give_up(ledger) if kind is not Kind.DROPPED]
+
+
+@pytest.mark.parametrize("give_up", [silent, forgetful])
+def test_who_gives_up_without_a_word_strands_the_others(give_up: Any) -> None:
+    class Broken(Ledger):
+        __slots__ = ()
+
+    Broken.give_up = give_up
+
+    class Wordless(Events):
+        def _ledger(self, rank: int, seat: Any = None) -> Ledger:
+            right = super()._ledger(rank, seat)
+            ledger = Broken(rank, self.world, self.epsilons[rank], at_once=self.at_once)
+            ledger.host, ledger.home, ledger.computed = right.host, right.home, right.computed
+            return ledger
+
+    fault = explore(Wordless((0, 1), at_once=False)).fault
+    assert fault is not None
+    assert fault.endswith("wait for ever")
+
+
+def test_a_host_that_uses_what_it_computed_in_vain_disagrees_with_the_home() -> None:
+    class Careless(Events):
+        def _used(self, home: int, host: Any, heard: int) -> bool:
+            return host[home] in (Host.COMPUTED, Host.IN_VAIN)
+
+    fault = explore(Careless((1, 1), at_once=False)).fault
+    assert fault is not None
+    assert "dropped its choices" in fault
+
+
+def test_a_late_reply_does_not_count() -> None:
+    ledger = Ledger(0, 2, 1, at_once=False)
+    ledger.hear(1, Kind.PACKET)
+    ledger.compute(ledger.task())
+    assert ledger.give_up() == [(1, Kind.DROPPED)]
+    assert not ledger.hear(1, Kind.REPLY)
+    assert ledger.home[1] is Home.GIVEN_UP
+    assert ledger.over
