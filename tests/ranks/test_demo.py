@@ -51,6 +51,18 @@ def test_data_parallelism_and_replicated_tokens_give_the_same_losses(one, tmp_pa
     assert losses(tmp_path) == pytest.approx(losses(one)[:6], abs=1e-4)
 
 
+@pytest.mark.parametrize("patience", [(), ("--tau", "0", "--epsilon", "1")])
+def test_events_give_the_same_losses_or_say_what_they_dropped(one, tmp_path, patience):
+    demo("--schedule", "events", *patience, *SMALL, "--stop-after", 3, ranks=2, out=tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    if not patience:
+        assert losses(tmp_path) == pytest.approx(losses(one)[:3], abs=1e-6)
+        assert summary["dropped_share"] == 0
+    else:
+        assert summary["recipe"]["schedule"] == "events(tau=0, epsilon=1)"
+        assert 0 < summary["dropped_share"] < 1
+
+
 def test_resuming_with_other_ranks_goes_on_along_the_same_curve(one, tmp_path):
     demo(*SMALL, "--stop-after", 11, ranks=2, out=tmp_path)
     assert len(records(tmp_path)) == 11

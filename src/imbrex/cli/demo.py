@@ -11,6 +11,16 @@ from imbrex.demo import asked, folder
 from imbrex.demo.asked import DEFAULTS
 from imbrex.launch.local import EXIT_REFUSED, end_with_launcher, is_worker, launch
 
+MODEL = {
+    "hidden": "model width D",
+    "layers": "transformer blocks",
+    "heads": "attention heads",
+    "experts": "experts of a layer, E",
+    "top-k": "experts of a token, K",
+    "expert-width": "expert width F",
+}
+"""The flags of the model's shape."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     def flag(name: str, about: str, **more: Any) -> None:
@@ -31,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("seed", "of the parameters and the batches", **number)
     flag("transport", "how rows move: auto, alltoall, allgather, hierarchical, ...", metavar="NAME")
     flag("codec", "how rows are written on the wire: identity, bf16, fp8, int8, ...", metavar="NAME")
+    flag("schedule", "when the steps of a layer run: serial, events, optsche-2, ...", metavar="NAME")
+    flag("tau", "of events: seconds to wait for the last peers, or a quantile as p95", metavar="T")
+    flag("epsilon", "of events: peers that a rank may do without", **number)
     flag("balance", "let experts move to where their tokens are, while it trains", action="store_true")
     flag("batch", "sequences in the global batch", **number)
     flag("length", "bytes in a sequence", **number)
@@ -47,12 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="until a rank that does not answer ends the run (IMBREX_TIMEOUT_S, 60)",
     )
-    flag("hidden", "model width D", **number)
-    flag("layers", "transformer blocks", **number)
-    flag("heads", "attention heads", **number)
-    flag("experts", "experts of a layer, E", **number)
-    flag("top-k", "experts of a token, K", **number)
-    flag("expert-width", "expert width F", **number)
+    for name, about in MODEL.items():
+        flag(name, about, **number)
 
 
 def run(args: argparse.Namespace) -> int:

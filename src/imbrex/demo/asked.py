@@ -24,6 +24,9 @@ DEFAULTS: dict[str, Any] = {
     "device": "auto",
     "transport": "auto",
     "codec": "identity",
+    "schedule": "serial",
+    "tau": "inf",
+    "epsilon": 0,
     "checkpoint_every": 50,
     "balance": False,
     "data": [],
@@ -69,6 +72,7 @@ def settle(args: argparse.Namespace, *, worker: bool) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what can be refused before any rank starts."""
+    from imbrex import overlap
     from imbrex.codec import make_wire
     from imbrex.launch.factors import factorise
     from imbrex.runtime.waits import timeout_seconds
@@ -87,6 +91,7 @@ def check(args: argparse.Namespace) -> None:
     args.timeout = timeout_seconds(args.timeout)
     pick(args.transport, num_ranks=args.ranks, top_k=args.top_k)
     make_wire(args.codec)
+    overlap.make(schedule_of(args))
     args.device = check_device(args.device, args.ranks)
     if args.data:
         from imbrex.demo.corpus import load_corpus
@@ -113,6 +118,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
             f"--hidden {args.hidden} is no multiple of twice --heads {args.heads}: give a multiple of "
             f"{2 * args.heads}"
         )
+
+
+def schedule_of(args: argparse.Namespace) -> str:
+    """The schedule's whole name. Raises ValueError for patience without events, or of half of it."""
+    if args.epsilon == 0 and args.tau == "inf":
+        return args.schedule
+    if args.schedule != "events":
+        raise ValueError(f"--tau and --epsilon are of --schedule events, not of {args.schedule}")
+    if args.epsilon == 0:
+        raise ValueError(f"--tau {args.tau} with --epsilon 0 waits for all: give --epsilon 1 or more")
+    return f"events(tau={args.tau}, epsilon={args.epsilon})"
 
 
 def check_device(wanted: str, num_ranks: int) -> str:

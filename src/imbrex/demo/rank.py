@@ -126,7 +126,10 @@ def _asked(args: argparse.Namespace) -> tuple[Shape, Recipe]:
         top_k=args.top_k,
         expert_width=args.expert_width,
     )
-    return shape, Recipe(steps=args.steps, batch=args.batch, length=args.length, seed=args.seed)
+    schedule = asked.schedule_of(args)
+    return shape, Recipe(
+        steps=args.steps, batch=args.batch, length=args.length, seed=args.seed, schedule=schedule
+    )
 
 
 def _checkpoints(
@@ -167,10 +170,11 @@ def _closing(summary: Mapping[str, Any], out: Path) -> list[str]:
     if not report.exists():
         drawn = f"no report: pip install plotly, then imbrex demo --resume --out {out} draws it"
     references = ", ".join(f"{name} {loss:.2f}" for name, loss in summary["reference_losses"].items())
+    dropped = f"{summary['dropped_share']:.2%} of the choices dropped; " if summary["dropped_share"] else ""
     return [
         f"held-out loss {summary['held_out_loss']:.3f} nats a byte ({references})",
         f"{summary['tokens_per_s']:,.0f} tokens/s, "
-        f"{summary['communicating_share']:.0%} of the time communicating",
+        f"{dropped}{summary['communicating_share']:.0%} of the time communicating",
         drawn,
         f"trace for https://ui.perfetto.dev: {out / 'trace.json'}",
     ]

@@ -88,36 +88,46 @@ class Run:
         times_ms = self.recorder.end_step()
         step_ms = 1e3 * (time.perf_counter() - began)
         folded = fold(times_ms, step_ms)
-        load_LE, rows_L = self._counted()
-        parts = (nats[None], torch.tensor([step_ms, *folded.values()]).double(), load_LE.flatten(), rows_L)
+        load_LE, rows_L, drops = self._counted()
+        parts = (
+            nats[None],
+            drops,
+            torch.tensor([step_ms, *folded.values()]).double(),
+            load_LE.flatten(),
+            rows_L,
+        )
         self.recorder.phase("record")
         gathered = self._gather(torch.cat(parts))
         self.recorder.phase("rest")
         return self._record(step, gathered)
 
-    def _counted(self) -> tuple[Tensor, Tensor]:
-        """Choices per layer and expert of this rank's tokens, rows per layer on this rank; float64."""
+    def _counted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Choices per layer and expert of this rank's tokens, rows per layer on this rank, choices that were
+        dropped [1]; float64."""
         shape = self.shape
         load_LE = torch.zeros(shape.num_layers, shape.num_experts, dtype=torch.float64)
         rows_L = torch.zeros(shape.num_layers, dtype=torch.float64)
+        drops = torch.zeros(1, dtype=torch.float64)
         for (name, where), value in self.recorder.take_counters().items():
             layer = dict(where).get("layer", 0)
             if name == "expert_load":
                 load_LE[layer] += torch.tensor(value)
             elif name == "rows":
                 rows_L[layer] += value
+            elif name == "drops":
+                drops += value
             elif name == "bytes_sent":
                 to = torch.tensor(value, dtype=torch.float64)
                 first = self.rank - self.rank % len(to)
                 self.bytes_sent_W[first : first + len(to)] += to
             elif name == "host_syncs":
                 self.host_syncs += value
-        return load_LE, rows_L
+        return load_LE, rows_L, drops
 
     def _record(self, step: int, gathered_WX: Tensor) -> dict[str, Any]:
         shape, recipe = self.shape, self.recipe
-        nats, times, load, rows = gathered_WX.split(
-            [1, len(_TIMES), shape.num_layers * shape.num_experts, shape.num_layers], dim=1
+        nats, drops, times, load, rows = gathered_WX.split(
+            [1, 1, len(_TIMES), shape.num_layers * shape.num_experts, shape.num_layers], dim=1
         )
         load_LE = load.sum(0).view(shape.num_layers, shape.num_experts)
         tokens = recipe.batch * recipe.length
@@ -130,6 +140,7 @@ class Run:
             "communicating": communicating_share(mean_ms) if self.num_ranks > 1 else 0.0,
             "imbalance": (load_LE.amax(1) / load_LE.mean(1).clamp_min(1e-9)).tolist(),
             "expert_load": load_LE.tolist(),
+            "dropped": (drops.sum() / load.sum().clamp_min(1.0)).item(),
             "rank_rows": rows.tolist(),
         }
 
@@ -208,6 +219,7 @@ def _digest(metrics: list[dict[str, Any]]) -> dict[str, Any]:
         "held_out_loss": metrics[-1].get("held_out_loss"),
         "train_s": sum(m["step_ms"] for m in metrics) / 1e3,
         "tokens_per_s": _median([m["tokens_per_s"] for m in settled]),
+        "dropped_share": sum(m.get("dropped", 0.0) for m in metrics) / len(metrics),
         "communicating_share": _median([m["communicating"] for m in settled]),
         "imbalance": max(
             _median(list(of_layer)) for of_layer in zip(*(m["imbalance"] for m in settled), strict=True)
@@ -232,6 +244,7 @@ def _table(summary: Mapping[str, Any]) -> dict[str, str]:
             "held-out loss": f"{summary['held_out_loss']:.3f} nats a byte",
             "throughput": f"{summary['tokens_per_s']:,.0f} tokens/s, median",
             "communicating": f"{summary['communicating_share']:.0%} of the time, median",
+            "schedule": f"{summary['recipe']['schedule']}, {summary['dropped_share']:.2%} of choices dropped",
             "largest over mean expert load": f"{summary['imbalance']:.2f}, median of the worst layer",
         }
     return table

@@ -36,7 +36,8 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """The settings of a training. batch: sequences in the global batch. length: bytes predicted by one."""
+    """The settings of a training. batch: sequences in the global batch. length: bytes predicted by one.
+    schedule: of every layer, by name."""
 
     steps: int = 200
     batch: int = 16
@@ -44,6 +45,13 @@ class Recipe:
     seed: int = 0
     learning_rate: float = 2e-3
     clip: float = 1.0
+    schedule: str = "serial"
+
+    @property
+    def losses(self) -> imbrex.AuxLosses | None:
+        """None where a schedule has patience: over the global batch, a loss meets all ranks before a row
+        moves, and patience would never begin."""
+        return None if self.schedule.startswith("events(") else imbrex.AuxLosses(load_balance=0.01)
 
     def rate(self, step: int) -> float:
         """Learning rate of `step`: 20 steps of warm-up, then half a cosine down to a tenth."""
@@ -85,7 +93,8 @@ def make_model(
             data_group=copies,
             transport=transport,
             codec=codec,
-            losses=imbrex.AuxLosses(load_balance=0.01),
+            schedule=recipe.schedule,
+            losses=recipe.losses,
             placement=home if balancer is None else from_slots(spares, shape.num_experts),
             balancer=balancer,
             observer=observer,

@@ -38,15 +38,18 @@ whichever is predicted to end first, over an all-to-all in two levels."""
 
 
 def make(strategy: str | Strategy | Scheduler) -> Strategy:
-    """A strategy by name, or the object itself. `optsche-4` is the scheduler `optsche` with 4 chunks; without
-    a number, 2, as a scheduler's function has. Raises ValueError that lists the names known, or says what an
-    object lacks."""
+    """A strategy by name, or the object itself. `events(tau=0.05, epsilon=1)` has patience. `optsche-4` is
+    the scheduler `optsche` with 4 chunks; without a number, 2, as a scheduler's function has.
+    Raises ValueError that lists the names known, or says what an object lacks."""
     if callable(strategy) and not isinstance(strategy, type) and not hasattr(strategy, "run"):
         return Pipelined(strategy)
     if not isinstance(strategy, str):
         return checks.piece("schedule", cast("Strategy", strategy))
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]()
+    by_events = Events.of(strategy)
+    if by_events is not None:
+        return by_events
     match = re.fullmatch(r"(.+?)(?:-(\d+))?", strategy)
     if match and match[1] in SCHEDULERS:
         return Pipelined(match[1], int(match[2] or 2))

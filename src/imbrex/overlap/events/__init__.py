@@ -6,6 +6,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,18 @@ class Events:
         self.tau, self.epsilon = tau if isinstance(tau, str) else float(tau), epsilon
         self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon})"
         self._seats: weakref.WeakKeyDictionary[RowExchange, Seat] = weakref.WeakKeyDictionary()
+
+    @staticmethod
+    def of(name: str) -> Events | None:
+        """The schedule with this name, such as `events(tau=0.05, epsilon=1)`; `None` for another's."""
+        match = re.fullmatch(r"events\(tau=(.+), epsilon=(.+)\)", name)
+        if match is None:
+            return Events() if name == "events" else None
+        tau, epsilon = match.groups()
+        number: float | str = tau
+        with suppress(ValueError):
+            number = float(tau)
+        return Events(number, int(epsilon) if re.fullmatch(r"-?\d+", epsilon) else cast("int", epsilon))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tells pickle how to make it again; connections stay with this process."""
