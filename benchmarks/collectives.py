@@ -27,7 +27,7 @@ import imbrex
 from imbrex.bench.results import describe_run, write_results
 from imbrex.contracts import Crossing, Transport
 from imbrex.cost import COSTS, Load, Network
-from imbrex.launch.meeting import meet
+from imbrex.launch.local import meet
 from imbrex.launch.netlab import started_by
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import leave

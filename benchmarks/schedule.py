@@ -30,7 +30,7 @@ from torch import Tensor
 import imbrex
 from imbrex import overlap
 from imbrex.bench.results import describe_run, write_results
-from imbrex.launch.meeting import meet
+from imbrex.launch.local import meet
 from imbrex.launch.netlab import started_by
 from imbrex.overlap.pipelined import Pipelined, parameters_of
 from imbrex.overlap.profiler import measure

@@ -6,7 +6,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.tables import codecs, exchange, experts, fused, layer, pictures, placement, schedules, transports
+from docs.tables import (
+    codecs,
+    exchange,
+    experts,
+    fused,
+    layer,
+    pictures,
+    placement,
+    schedules,
+    simulate,
+    transports,
+)
 from docs.tables.results import ROOT, Table
 
 TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
@@ -44,6 +55,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "iterations": placement.iterations,
         "skewed": placement.skewed,
     },
+    "docs/plan.md": {"validated": simulate.validated, "gains": simulate.gains},
     "docs/transports.md": {"two cores": transports.two_cores, "four GPUs": transports.four_gpus},
     "docs/schedules.md": {
         "order loss": schedules.order_loss,

@@ -100,7 +100,17 @@ def test_the_eight_lines_run_and_are_eight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["layer", "huggingface", "codecs", "observation", "placement", "schedules", "transports", "extending"],
+    [
+        "layer",
+        "huggingface",
+        "codecs",
+        "observation",
+        "placement",
+        "schedules",
+        "transports",
+        "extending",
+        "plan",
+    ],
 )
 def test_the_code_of_the_documentation_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one rank of one, where it makes a process group."""

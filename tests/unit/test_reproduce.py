@@ -15,7 +15,7 @@ from imbrex.cli import reproduce as command
 from imbrex.codec import make
 from imbrex.contracts import Codec
 from imbrex.demo.training import Shape
-from imbrex.reproduce import TABLES, Asked, Finding, chart, find, table_1, table_6, table_10
+from imbrex.reproduce import TABLES, Asked, Finding, chart, find, papers, table_1, table_6, table_10
 from imbrex.reproduce.convergence import learned, summary
 from imbrex.reproduce.exchanges import median
 from imbrex.reproduce.figure_9 import _bound
@@ -253,3 +253,27 @@ def test_the_dense_layer_is_one_expert() -> None:
     gate, up = (x_BSD @ layer.gate_up.weight.T).chunk(2, -1)
     wanted = (torch.nn.functional.silu(gate) * up) @ layer.down.weight.T
     assert torch.allclose(layer(x_BSD), wanted, atol=1e-6)
+
+
+SIMULATED = [name for name, (module, _) in TABLES.items() if module.startswith("simulated:")]
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_what_is_simulated_says_so(name: str) -> None:
+    finding = find(name, Asked())
+    text = finding.text()
+    assert "imulated" in finding.title
+    assert finding.differs[0].startswith("Simulated")
+    assert all("simulated" in row["op"] and row["median_us"] > 0 for row in finding.rows)
+    assert text == find(name, Asked()).text()
+    with pytest.raises(ValueError, match="is simulated and times nothing"):
+        find(name, Asked(rounds=2))
+
+
+def test_every_table_and_figure_of_the_papers_is_named() -> None:
+    named = {word.strip(",;:") for *_, state in papers.PAPERS for word in state.split()}
+    assert set(TABLES) - {name for name in TABLES if name.startswith(("aristos-", "comet-figure-"))} <= named
+    assert {paper for paper, *_ in papers.PAPERS} == {
+        *("Comet", "TensorRT-LLM, slides", "ScheMoE", "Aristos", "Hybrid-EP"),
+    }
+    assert papers.listed()[0] == "Comet:"

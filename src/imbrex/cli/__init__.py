@@ -17,6 +17,8 @@ COMMANDS = {
     "netlab": "run a command on a two-tier network of namespaces on this machine",
     "bench": "time layers, exchanges or experts, side by side with what else there is",
     "reproduce": "measure a table of a paper here, beside the paper's figures",
+    "profile": "measure this machine for the planner",
+    "plan": "say which layout a model should have on a cluster, and why not the others",
     "balance": "plan where experts live, replay policies on recorded loads",
 }
 

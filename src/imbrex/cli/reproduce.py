@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from imbrex.bench.results import describe_run, write_results
-from imbrex.reproduce import ALIASES, TABLES, Asked, find
+from imbrex.reproduce import ALIASES, TABLES, Asked, find, papers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list or args.name is None:
         aliases = [(alias, f"the same as {name}") for alias, name in ALIASES.items()]
         listed = [*((name, about) for name, (_, about) in TABLES.items()), *aliases]
-        sys.stdout.write("".join(f"{name:18} {about}\n" for name, about in listed))
+        sys.stdout.write("".join(f"{name:22} {about}\n" for name, about in listed))
+        sys.stdout.write("\n" + "\n".join(papers.listed()) + "\n")
         return 0
     folder = Path(args.out)
     _make(folder)

@@ -11,10 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from imbrex.launch.parent import end_with_parent
 from imbrex.observe import death
 from imbrex.observe.board import Phase, read_board
+
+if TYPE_CHECKING:
+    import torch
 
 _LAUNCHED = "IMBREX_LAUNCHED"
 """The launcher's process id, in the environment of its ranks."""
@@ -29,6 +33,30 @@ def is_worker() -> bool:
 def is_launched() -> bool:
     """Whether this package's launcher started this process as a rank."""
     return is_worker() and _LAUNCHED in os.environ
+
+
+def meet(store: str | None) -> torch.device:
+    """Join a launcher's ranks, over gloo on CPUs and NCCL where there are GPUs. This rank's device.
+
+    store: a file where the ranks meet; without, at MASTER_ADDR. A rank's GPU has the number of LOCAL_RANK.
+    Raises ValueError where no launcher started this.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ:
+        raise ValueError("no launcher started this; use imbrex netlab run -- SCRIPT, or torchrun")
+    meeting: dict[str, Any] = {}
+    if store is not None:
+        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        meeting = {"init_method": f"file://{store}", **ranks}
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", **meeting)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", **meeting)
+    return device
 
 
 def end_with_launcher() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from imbrex.observe.page import empty_figure, write_page
 from imbrex.observe.recorder import PHASES, Span
 
 if TYPE_CHECKING:
@@ -24,14 +23,6 @@ _COLOURS = {
     "combine": "#ff7f0e",
     "rest": "#c7d5e6",
 }
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin: 2rem 0 .2rem }
-p { margin: .2rem 0 .6rem; color: #555 }
-table { border-collapse: collapse } td { padding: .15rem 1.2rem .15rem 0; vertical-align: top }
-td:first-child { color: #555 } td { overflow-wrap: anywhere }
-"""
 
 
 def communicating_share(times_ms: Mapping[str, float]) -> float:
@@ -74,37 +65,11 @@ def write_report(
             _expert_load(metrics),
         ),
     ]
-    rows = "".join(f"<tr><td>{_text(k)}</td><td>{_text(v)}</td></tr>" for k, v in facts.items())
-    body = "".join(
-        f"<h2>{_text(name)}</h2><p>{_text(about)}</p>{_embed(figure, first=i == 0)}"
-        for i, (name, about, figure) in enumerate(sections)
-    )
-    Path(path).write_text(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{_text(title)}</h1><table>{rows}</table>{body}</body></html>",
-        encoding="utf-8",
-    )
-
-
-def _text(value: str) -> str:
-    return html.escape(str(value))
-
-
-def _embed(figure: Figure, *, first: bool) -> str:
-    figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": 30, "b": 50})
-    return figure.to_html(
-        full_html=False, include_plotlyjs="inline" if first else False, config={"displaylogo": False}
-    )
-
-
-def _figure(x: str, y: str, *, height: int = 340) -> Figure:
-    import plotly.graph_objects as go
-
-    return go.Figure(layout={"xaxis": {"title": x}, "yaxis": {"title": y}, "height": height})
+    write_page(path, title=title, facts=facts, sections=sections)
 
 
 def _loss(metrics: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> Figure:
-    figure = _figure("step", "nats a byte")
+    figure = empty_figure("step", "nats a byte")
     figure.add_scatter(x=[m["step"] for m in metrics], y=[m["loss"] for m in metrics], name="training")
     held_out = [m for m in metrics if "held_out_loss" in m]
     figure.add_scatter(
@@ -119,7 +84,7 @@ def _loss(metrics: Sequence[Mapping[str, Any]], references: Mapping[str, float])
 
 
 def _throughput(metrics: Sequence[Mapping[str, Any]]) -> Figure:
-    figure = _figure("step", "tokens/s")
+    figure = empty_figure("step", "tokens/s")
     figure.add_scatter(
         x=[m["step"] for m in metrics], y=[m["tokens_per_s"] for m in metrics], name="tokens/s"
     )
@@ -127,7 +92,7 @@ def _throughput(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _shares(metrics: Sequence[Mapping[str, Any]]) -> Figure:
-    figure = _figure("step", "share of the step")
+    figure = empty_figure("step", "share of the step")
     steps = [m["step"] for m in metrics]
     for name in (*PHASES, "rest"):
         figure.add_scatter(
@@ -172,7 +137,7 @@ def _timeline_section(
 def _timeline(step: int, spans: Sequence[Sequence[Span]]) -> Figure:
     chosen = [(rank, s) for rank, of_rank in enumerate(spans) for s in of_rank if s.step == step]
     start = min(s.begin_ns for _, s in chosen)
-    figure = _figure("milliseconds", "rank", height=120 + 60 * len(spans))
+    figure = empty_figure("milliseconds", "rank", height=120 + 60 * len(spans))
     for name in sorted({s.name for _, s in chosen}, key=_drawing_order):
         bars = [(rank, s) for rank, s in chosen if s.name == name]
         phase = name.removesuffix("_backward")
@@ -214,7 +179,7 @@ def _rank_load(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     totals = [[sum(values) for values in zip(*of_rank, strict=True)] for of_rank in zip(*same, strict=True)]
     by_layer = [_relative(of_layer) for of_layer in zip(*totals, strict=True)]
     z = [list(of_rank) for of_rank in zip(*by_layer, strict=True)]
-    figure = _figure("layer", "rank", height=160 + 40 * len(z))
+    figure = empty_figure("layer", "rank", height=160 + 40 * len(z))
     figure.add_heatmap(z=z, colorscale="Viridis", texttemplate="%{z:.2f}", colorbar={"title": "x mean"})
     figure.update_xaxes(dtick=1)
     figure.update_yaxes(dtick=1, autorange="reversed")

@@ -18,9 +18,16 @@ TABLES: dict[str, tuple[str, str]] = {
     "schemoe-table-10": ("table_10", "naive, + codec, + all-to-all, + schedule"),
     "schemoe-figure-9": ("figure_9", "all-to-all algorithms by size"),
     "aristos-liveness": ("liveness", "theorem 3.1: every interleaving of a few ranks"),
+    "schemoe-clusters": ("simulated:schemoe", "simulated: table 10 on its cluster and two others"),
+    "comet-figures-10-14": ("simulated:comet", "simulated: one layer over tokens, TP x EP, experts, skew"),
+    "hybrid-ep-scale": ("simulated:hybrid_ep", "simulated: bandwidth on 8, 4 x 8 and 36 GPUs"),
+    "tensorrt-llm-ep-scale": ("simulated:wide_ep", "simulated: decode over the size of EP"),
 }
-"""The module of this room and one line, by name."""
-ALIASES = {"schemoe-figure-8": "schemoe-table-4"}
+"""The module of this room, where it is not `find` its function, and one line, by name."""
+ALIASES = {
+    "schemoe-figure-8": "schemoe-table-4",
+    **{f"comet-figure-{number}": "comet-figures-10-14" for number in range(10, 15)},
+}
 
 
 TRAINED = ("schemoe-table-6",)
@@ -38,7 +45,10 @@ def find(name: str, asked: Asked) -> Finding:
         raise ValueError(f"reproduce: {name} reads no text; leave --data out, or ask for {TRAINED[0]}")
     if asked.rounds and name in TRAINED:
         raise ValueError(f"reproduce: {name} times nothing; leave --rounds out")
-    return importlib.import_module(f"imbrex.reproduce.{TABLES[name][0]}").find(asked)
+    if asked.rounds and TABLES[name][0].startswith("simulated:"):
+        raise ValueError(f"reproduce: {name} is simulated and times nothing; leave --rounds out")
+    module, _, function = TABLES[name][0].partition(":")
+    return getattr(importlib.import_module(f"imbrex.reproduce.{module}"), function or "find")(asked)
 
 
 __all__ = ["ALIASES", "TABLES", "Asked", "Finding", "find"]

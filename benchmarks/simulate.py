@@ -1,0 +1,181 @@
+"""How far is the simulator from what was measured? Profiles are fitted to some results, others predicted.
+
+    python -m benchmarks.simulate_fit   # writes src/imbrex/simulate/profiles/*.json
+    python -m benchmarks.simulate       # predicts what was held out, writes results/simulate.json
+
+`benchmarks/simulate_fit.py` says what is fitted to. Held out: every whole layer over NVLink at 2 and 4 GPUs
+(`layer.json`), every schedule over NVLink and over sockets, every other exchange, the sweep's second half on
+two cores. A row that was fitted to is never validated on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.simulate_fit import (
+    RESULTS,
+    Row,
+    is_pair_fitted,
+    of_exchange,
+    of_schedule,
+    one_node,
+    rows,
+)
+
+from imbrex.bench.results import describe_run, write_results
+from imbrex.simulate.fabric import Fabric, islands
+from imbrex.simulate.profile import Profile
+
+QUESTION = "How far is the simulator from what was measured?"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows that were held out, and how each is predicted."""
+
+    name: str
+    file: str
+    rows: tuple[Row, ...]
+    fabric: Callable[[Row], Fabric]
+    predicted: Callable[[Fabric, Row], float]
+
+
+SCHEDULED = ("layer-forward", "layer-backward", "layer", "prediction-forward", "prediction-backward")
+EXCHANGES = ("copy-per-choice", "copy-per-rank", "hierarchical-dedup", "pipe", "sequential", "2dh")
+FITTED_MOVES = {
+    (7, 8, "copy-per-rank", "move"),
+    *((3, 8, impl, op) for impl in ("copy-per-rank", "hierarchical-dedup") for op in ("move", "move_back")),
+}
+KNOWN_WAYS = ("serial", "optsche-1", "optsche-2", "optsche-4", "optsche-8")
+
+
+def parts() -> list[Part]:
+    """Everything that was measured and not fitted to."""
+    return [*_gpu_parts(Profile.load("h200")), *_core_parts(Profile.load("two-cores"))]
+
+
+def _ways(*runs: int) -> tuple[Row, ...]:
+    """Rows of schedules in these runs, but those fitted to."""
+    fitted = (row for row in rows("schedule") if is_pair_fitted(row))
+    left = [id(row) for row in fitted]
+    return tuple(
+        row
+        for row in rows("schedule")
+        if row["run"] in runs and row["op"] in SCHEDULED and row["impl"] in KNOWN_WAYS and id(row) not in left
+    )
+
+
+def _moves(*runs: int) -> tuple[Row, ...]:
+    """Rows of exchanges in these runs, but those fitted to."""
+    return tuple(
+        row
+        for row in rows("collectives")
+        if row["run"] in runs
+        and row["op"] in ("move", "move_back")
+        and row["impl"] in EXCHANGES
+        and (row["run"], row["case"]["K"], row["impl"], row["op"]) not in FITTED_MOVES
+    )
+
+
+def _gpu_parts(profile: Profile) -> list[Part]:
+    def nvlink(row: Row) -> Fabric:
+        return one_node(profile, row["case"]["W"])
+
+    def sockets(row: Row) -> Fabric:
+        ranks, pair = row["case"].get("W", 4), row["case"].get("W") == 2
+        return islands(profile, ranks, 1 if pair else 2, network="sockets-pair" if pair else "sockets")
+
+    def predicted(fabric: Fabric, row: Row) -> float:
+        return of_schedule(profile, fabric, row)
+
+    layers = tuple(row for row in rows("layer") if row["impl"] == "imbrex-serial")
+    apart = tuple(row for row in _ways(7, 8, 11) if row["op"] != "layer")
+    return [
+        Part("whole layer, NVLink, 2 and 4 GPUs", "layer", layers, nvlink, predicted),
+        Part("schedules, NVLink, 2 and 4 GPUs", "schedule", _ways(9, 13), nvlink, predicted),
+        Part("schedules, sockets, 2 and 4 GPUs", "schedule", apart, sockets, predicted),
+        Part("exchanges, sockets, 4 GPUs", "collectives", _moves(7), sockets, of_exchange),
+    ]
+
+
+def _core_parts(profile: Profile) -> list[Part]:
+    def predicted(fabric: Fabric, row: Row) -> float:
+        return of_schedule(profile, fabric, row)
+
+    def pair(row: Row) -> Fabric:
+        return islands(profile, 2, 1, network="pair")
+
+    def nodes(row: Row) -> Fabric:
+        return islands(profile, 8, 4)
+
+    apart = tuple(row for row in _ways(1, 6) if row["op"] != "layer")
+    return [
+        Part("schedules, two cores, 1 Gb/s", "schedule", apart, pair, predicted),
+        Part("exchanges, two cores, 1 Gb/s", "collectives", _moves(3, 6), nodes, of_exchange),
+    ]
+
+
+def validated() -> list[dict[str, Any]]:
+    """Every held-out row with what is predicted of it."""
+    found = []
+    for part in parts():
+        for row in part.rows:
+            predicted = 1e6 * part.predicted(part.fabric(row), row)
+            found.append(
+                {
+                    "op": "validated",
+                    "impl": row["impl"],
+                    "case": row["case"] | {"part": part.name, "what": row["op"], "of_run": row["run"]},
+                    "median_us": row["median_us"],
+                    "predicted_us": round(predicted, 1),
+                    "error": round(predicted / row["median_us"] - 1, 4),
+                }
+            )
+    return found
+
+
+def losses(found: Sequence[Row]) -> dict[str, list[float]]:
+    """By part: how much slower than the best measured way the predicted one is, wherever several were."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in found:
+        key = row["case"]["part"], json.dumps(row["case"], sort_keys=True)
+        groups.setdefault(key, []).append(row)
+    lost: dict[str, list[float]] = {}
+    for (part, _), several in groups.items():
+        if len({row["impl"] for row in several}) > 1:
+            choice = min(several, key=lambda row: row["predicted_us"])
+            best = min(row["median_us"] for row in several)
+            lost.setdefault(part, []).append(choice["median_us"] / best - 1)
+    return lost
+
+
+def digest(found: Sequence[Row]) -> list[tuple[str, int, float, float, str]]:
+    """By part and over all: number of rows, median and worst error, and what choices lose."""
+    lines, lost = [], losses(found)
+    names = list(dict.fromkeys(row["case"]["part"] for row in found))
+    for name in [*names, "all"]:
+        errors = [abs(row["error"]) for row in found if name in ("all", row["case"]["part"])]
+        chosen = [one for part, some in lost.items() for one in some if name in ("all", part)]
+        within = sum(one <= 0.05 for one in chosen)
+        said = f"{within} of {len(chosen)}, at most {max(chosen):.0%}" if chosen else ""
+        lines.append((name, len(errors), statistics.median(errors), max(errors), said))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--out", default=str(RESULTS / "simulate.json"))
+    args = parser.parse_args()
+    predictions = validated()
+    for name, number, median, worst, chosen in digest(predictions):
+        print(f"{name:36} {number:4}  median {median:.1%}  worst {worst:.1%}  choices within 5 %: {chosen}")
+    write_results(args.out, QUESTION, describe_run("python -m benchmarks.simulate"), predictions)
+
+
+if __name__ == "__main__":
+    main()

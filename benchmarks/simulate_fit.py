@@ -1,0 +1,447 @@
+"""The simulator's shipped profiles, fitted to parts that were measured alone.
+
+    python -m benchmarks.simulate_fit   # writes src/imbrex/simulate/profiles/*.json; 3 minutes of one core
+
+`FITTED` says to what. `benchmarks/simulate.py` predicts the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from imbrex.bench.shapes import MODELS
+from imbrex.simulate import device
+from imbrex.simulate.device import Shape, Share
+from imbrex.simulate.fabric import Fabric, islands
+from imbrex.simulate.profile import SHIPPED, Entry, Profile
+from imbrex.simulate.run import Case, Layout, predict
+from imbrex.simulate.traffic import FLOWS, Crowd, seconds
+
+RESULTS = Path(__file__).parent / "results"
+Row = Mapping[str, Any]
+
+
+@cache
+def rows(name: str) -> tuple[Row, ...]:
+    return tuple(json.loads((RESULTS / f"{name}.json").read_text())["rows"])
+
+
+def commits(name: str, runs: Iterable[int]) -> str:
+    """The revisions of runs of a result file, for the source of an entry."""
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    found = [run["commit"] for run in content["runs"] if run["id"] in set(runs)]
+    return f"benchmarks/results/{name}.json at {', '.join(found)}"
+
+
+SMS, HEIGHT, COLUMNS = 132, 128, 256
+H200_CODECS = ("bf16", "fp16", "fp8", "int8", "int4", "nvfp4")
+FITTED = {
+    "experts": "uniform rows of ffn, decode and ffn_training, imbrex",
+    "exchange": "whole calls to expert-major rows, bf16, uniform or recorded; products beside kernels",
+    "layer_fp8": "dispatch, experts and what is left of forward, imbrex-serial",
+    "codecs": "encode and decode, bfloat16",
+    "schedule": "run 12 (NCCL over NVLink) and run 5 (two cores, first half of the sweep)",
+    "collectives": "run 7, top-8, copy-per-rank (sockets); run 3, top-8, copy-per-rank and hierarchical",
+}
+
+
+def shape_of(case: Row) -> Shape:
+    """The layer of a row that names its model, or has its sizes; a sweep has two experts a rank."""
+    if "model" in case:
+        known = MODELS[case["model"]]
+        return Shape(
+            width=known.hidden_size,
+            inner=known.intermediate_size,
+            experts=known.num_experts,
+            top_k=known.top_k,
+        )
+    wide = 4 if case["dtype"] == "float32" else 2
+    ranks = case.get("W") or case["nodes"] * case["ranks_per_node"]
+    experts = case.get("E", 2 * ranks)
+    return Shape(
+        width=case["D"], inner=case.get("F", case["D"]), experts=experts, top_k=case["K"], value_bytes=wide
+    )
+
+
+def minimise(loss: Callable[[np.ndarray], float], start: Sequence[float], steps: int = 300) -> np.ndarray:
+    """The positive numbers of the least loss, by the simplex of Nelder and Mead in their logarithms."""
+    first = np.log(np.array(start, dtype=np.float64))
+    points = [first, *(first + 0.15 * unit for unit in np.eye(len(first)))]
+    ranked = sorted((loss(np.exp(p)), tuple(p)) for p in points)
+    for _ in range(steps):
+        (best, _), (worse, _), (worst, last) = ranked[0], ranked[-2], ranked[-1]
+        centre = np.mean([p for _, p in ranked[:-1]], axis=0)
+        turn = 2 * centre - last
+        value = loss(np.exp(turn))
+        if value < best:
+            further = 3 * centre - 2 * np.array(last)
+            ranked[-1] = min((value, tuple(turn)), (loss(np.exp(further)), tuple(further)))
+        elif value < worse:
+            ranked[-1] = (value, tuple(turn))
+        else:
+            inner = (centre + last) / 2
+            ranked[-1] = (loss(np.exp(inner)), tuple(inner))
+            if ranked[-1][0] >= worst:
+                near = [(np.array(p) + ranked[0][1]) / 2 for _, p in ranked]
+                ranked = [(loss(np.exp(p)), tuple(p)) for p in near]
+        ranked.sort()
+    return np.exp(ranked[0][1])
+
+
+def off(pairs: Iterable[tuple[float, float]]) -> float:
+    """Mean distance of predicted from measured seconds, as a logarithm of their ratio."""
+    return statistics.fmean(abs(math.log(predicted / measured)) for predicted, measured in pairs)
+
+
+def entries(names: Sequence[str], values: Iterable[float], source: str, status: str = "fitted") -> dict:
+    rounded = (float(f"{value:.5g}") for value in values)
+    return {
+        name: Entry(value=v, status=status, source=source) for name, v in zip(names, rounded, strict=True)
+    }
+
+
+def share_of(row: Row) -> tuple[Shape, Share]:
+    case, shape = row["case"], shape_of(row["case"])
+    rows_W = np.array([float(case["rows"])])
+    return shape, Share(experts=shape.experts / case["ranks"], inner=shape.inner, rows_W=rows_W)
+
+
+def fit_experts(profile: Profile) -> Profile:
+    """One GPU's products, forward first, then what the backward takes more."""
+    ours = [r for r in rows("experts") if r["impl"] == "imbrex" and r["case"].get("skew") == "uniform"]
+    ahead = [r for r in ours if r["op"] in ("ffn", "decode")]
+    both = [r for r in ours if r["op"] == "ffn_training"]
+    source = commits("experts", {r["run"] for r in ours})
+    first = (
+        "product_flops_s",
+        "weights_bytes_s",
+        "experts_start_s",
+        "rows_bytes_s",
+        "power_slowdown",
+    )
+
+    def forward(some: Profile, row: Row) -> float:
+        return float(device.forward(some, *share_of(row))[0])
+
+    def training(some: Profile, row: Row) -> float:
+        own = share_of(row)
+        gradients = device.backward_rows(some, *own) + device.backward_weights(some, *own)
+        return forward(some, row) + float(gradients[0])
+
+    def pairs(some: Profile, of: Sequence[Row], how: Callable[[Profile, Row], float]) -> list:
+        return [(how(some, row), 1e-6 * row["median_us"]) for row in of]
+
+    def with_first(x: Iterable[float]) -> Profile:
+        return profile.with_entries(entries(first, x, source))
+
+    best = minimise(lambda x: off(pairs(with_first(x), ahead, forward)), (9e14, 4.7e12, 33e-6, 6.8e12, 0.1))
+    profile = with_first(best)
+    second = ("backward_rows_factor", "backward_weights_factor", "gradients_bytes_s")
+
+    def with_second(x: Iterable[float]) -> Profile:
+        return profile.with_entries(entries(second, x, source))
+
+    return with_second(minimise(lambda x: off(pairs(with_second(x), both, training)), (1.0, 1.0, 3e12)))
+
+
+def links(kind: str, bytes_s: float, source: str, status: str, *, start: float, ports: int = 1) -> dict:
+    """A tier's entries. start: assumed seconds of a message."""
+    return {
+        f"{kind}_bytes_s": Entry(value=bytes_s, status=status, source=source),
+        f"{kind}_start_s": Entry(value=start, status="assumed", source="the order of a message's start"),
+        f"{kind}_latency_s": Entry(value=0.0, status="assumed", source="within the start of a call"),
+        f"{kind}_port_ranks": Entry(value=ports, status="assumed", source="how the network was built"),
+    }
+
+
+def fit_nvlink(profile: Profile) -> Profile:
+    """Dispatch and combine, alone."""
+    points = [*_exchange_points(), *_layer_points()]
+    sources = f"{commits('exchange', (1, 2, 3))}; {commits('layer_fp8', (1, 2))}"
+    names = (
+        "node_bytes_s",
+        "stored_bytes_s_a_multiprocessor",
+        "dispatch_start_s",
+        "choice_s",
+        "combine_wire_factor",
+        "summed_bytes_s",
+        "combine_start_s",
+    )
+
+    def fitted(x: Iterable[float]) -> Profile:
+        return profile.with_entries(entries(names, x, sources))
+
+    def pairs(some: Profile) -> list:
+        return [(_crossing(some, point), 1e-6 * point["us"]) for point in points]
+
+    start = (3.3e11, 4.3e10, 2.5e-5, 1e-9, 1.03, 1.54e12, 2.5e-5)
+    return fitted(minimise(lambda x: off(pairs(fitted(x))), start, 500))
+
+
+def _exchange_points() -> list[dict]:
+    points = []
+    for row in rows("exchange"):
+        case = row["case"]
+        plain = case.get("layout") == "expert" and case.get("dtype") == "bf16" and row.get("full_call")
+        if row["impl"] != "imbrex" or row["op"] not in ("dispatch", "combine") or not plain:
+            continue
+        if case["routing"].startswith(("uniform", "trace")) and (case["T"] > 512 or row["num_sms"] == 64):
+            points.append({"op": row["op"], "case": case, "sms": row["num_sms"], "us": row["median_us"]})
+    return points
+
+
+def _layer_points() -> list[dict]:
+    """Dispatch, and as combine what a forward takes beside dispatch and experts."""
+    ours = [row for row in rows("layer_fp8") if row["impl"] == "imbrex-serial"]
+    points = []
+    for row in ours:
+        case = row["case"] | {"T": row["case"]["M"] // row["case"]["W"]}
+        same = {r["op"]: r["median_us"] for r in ours if r["case"] == row["case"]}
+        if row["op"] == "dispatch":
+            points.append({"op": "dispatch", "case": case, "sms": 32, "us": row["median_us"]})
+        if row["op"] == "forward":
+            rest = same["forward"] - same["dispatch"] - same["experts"]
+            points.append({"op": "combine", "case": case, "sms": 96, "us": rest})
+    return points
+
+
+def _crossing(profile: Profile, point: Row) -> float:
+    case, sms = point["case"], Entry(value=point["sms"], status="measured", source="of the row")
+    profile = profile.with_entries({f"{kind}_multiprocessors": sms for kind in ("dispatch", "small")})
+    shape = shape_of(case | {"dtype": "bf16"})
+    layout = Layout(ep=case["W"], transport="nvlink")
+    layer = Case(profile=profile, fabric=one_node(profile, case["W"]), shape=shape, tokens=case["T"])
+    done = predict(layer, layout, backward=False)
+    return done.tasks["move_out" if point["op"] == "dispatch" else "move_back"]
+
+
+def one_node(profile: Profile, ranks: int) -> Fabric:
+    return islands(profile, ranks, ranks)
+
+
+def beside(profile: Profile) -> Profile:
+    """How kernels that move and products slow each other down, and the multiprocessors that movers take."""
+    found = [r for r in rows("exchange") if r["op"] == "gemm" and r.get("num_sms") == 16]
+    taken = SMS / (SMS - profile["beside_multiprocessors"])
+    compute = statistics.median(r["slowdown"] for r in found) * taken
+    moves = statistics.median(r["exchange_slowdown"] for r in found)
+    source = f"{commits('exchange', (2, 3))}: gemm beside 16 multiprocessors, and 100 of 132 left"
+    return profile.with_entries(
+        entries(("nvlink_slows_compute", "nvlink_slows_moves"), (compute, moves), source)
+    )
+
+
+def codec_rates() -> dict:
+    """Values a second, encoded and decoded: the median over widths."""
+    source, found = commits("codecs", (0, 2, 3)), {}
+    for codec in H200_CODECS:
+        for what in ("encode", "decode"):
+            ours = [
+                r["case"]["T"] * r["case"]["D"] / (1e-6 * r["median_us"])
+                for r in rows("codecs")
+                if r["impl"] == "imbrex"
+                and r["op"] == what
+                and r["case"]["codec"] == codec
+                and r["case"]["dtype"] == "bfloat16"
+            ]
+            if ours:
+                rate = statistics.median(ours)
+                found |= entries([f"{what}_values_s:{codec}"], [rate], source, "measured")
+    return found
+
+
+def fit_bytes(profile: Profile) -> Profile:
+    """The host's time and the copies over NCCL, from schedules over NVLink."""
+    names = ("plan_s", "chunk_forward_s", "chunk_backward_s", "copied_bytes_s")
+    ours = [r for r in rows("schedule") if r["run"] == 12 and r["op"] in ("layer-forward", "layer-backward")]
+
+    def fitted(x: Iterable[float]) -> Profile:
+        return profile.with_entries(entries(names, x, commits("schedule", [12])))
+
+    def pairs(some: Profile) -> list:
+        return [(of_schedule(some, one_node(some, 4), row), 1e-6 * row["median_us"]) for row in ours]
+
+    return fitted(minimise(lambda x: off(pairs(fitted(x))), (1e-3, 3e-3, 1e-3, 1e12)))
+
+
+def of_schedule(profile: Profile, fabric: Fabric, row: Row) -> float:
+    """Predicted seconds of a row of schedule.json or layer.json: a forward, a backward, or both."""
+    case = row["case"]
+    schedule = str(row["impl"])
+    layout = Layout(
+        ep=case["W"],
+        transport=case.get("transport", "nvlink"),
+        codec=case.get("codec", "identity"),
+        schedule=schedule.removeprefix("imbrex-").removesuffix("-joined"),
+    )
+    tokens = case["M"] // case["W"] if "M" in case else case["T"]
+    layer = Case(profile=profile, fabric=fabric, shape=shape_of(case), tokens=tokens)
+    backward = row["op"].endswith("backward") or row["op"] in ("layer", "prediction")
+    done = predict(layer, layout, backward=backward)
+    if row["op"] in ("layer-backward", "prediction-backward"):
+        return done.backward
+    return done.forward + done.backward
+
+
+def of_exchange(fabric: Fabric, row: Row) -> float:
+    """Predicted seconds of a row of collectives.json: the rows on their way."""
+    case = row["case"]
+    impl = str(row["impl"])
+    transport = {"copy-per-rank": "alltoall", "hierarchical-dedup": "hierarchical"}.get(impl, impl)
+    wide = 4 if case["dtype"] == "float32" else 2
+    ranks = case["nodes"] * case["ranks_per_node"]
+    crowd = Crowd(
+        ranks=ranks,
+        tensor=1,
+        experts=case["E"],
+        top_k=case["K"],
+        tokens=case["T"],
+        row_bytes=case["D"] * wide,
+    )
+    return seconds(FLOWS[transport](crowd, fabric), fabric, sharing=case["ranks_per_node"])
+
+
+def fit_h200() -> Profile:
+    """The shipped profile of H200s."""
+    given = "the kernels' tiles and multiprocessors (docs/experts.md)"
+    names = ("tile_rows", "tile_columns", "multiprocessors")
+    profile = Profile(
+        machine="NVIDIA H200, NVLink",
+        most_ranks=4,
+        entries=entries(names, (HEIGHT, COLUMNS, SMS), given, "measured"),
+    )
+    sms = ("dispatch_multiprocessors", "small_multiprocessors", "beside_multiprocessors")
+    defaults = "transport/nvlink.py's defaults"
+    profile = profile.with_entries(entries(sms, (32, 64, 32), defaults, "measured") | codec_rates())
+    profile = profile.with_entries(links("node", 3.3e11, "", "fitted", start=0.0))
+    profile = fit_nvlink(fit_experts(profile))
+    slowed = "a guess: NCCL takes few multiprocessors"
+    profile = profile.with_entries(
+        entries(("bytes_slows_compute", "bytes_slows_moves"), (1.05, 1.1), slowed, "assumed")
+    )
+    profile = fit_bytes(beside(profile))
+    network = "400 Gb/s a GPU, nine tenths of it reached (Hybrid-EP's article: near the card's peak)"
+    profile = profile.with_entries(links("network", 45e9, network, "assumed", start=5e-6))
+    moved = exchange_rows(7, 8, "copy-per-rank", "move")[0]
+    trial = profile.with_entries(links("sockets", 1e9, "", "fitted", start=1e-4))
+    rate = of_exchange(islands(trial, 4, 2, network="sockets"), moved) * 1e9 / (1e-6 * moved["median_us"])
+    source = f"{commits('collectives', [7])}: copy-per-rank, top-8"
+    memory = {
+        "memory_bytes": Entry(value=141e9, status="measured", source="the device's size"),
+        "value_bytes": Entry(value=2, status="assumed", source="rows and weights in bfloat16"),
+    }
+    profile = profile.with_entries(
+        links("sockets", float(f"{rate:.5g}"), source, "fitted", start=1e-4) | memory
+    )
+    return fit_pair(profile)
+
+
+def fit_pair(profile: Profile) -> Profile:
+    """The sockets of another machine, with two GPUs, from one forward."""
+    (row,) = [r for r in rows("schedule") if is_pair_fitted(r)]
+    source = f"{commits('schedule', [7])}: serial, kernels, forward"
+
+    def fitted(x: np.ndarray) -> Profile:
+        return profile.with_entries(links("sockets-pair", float(f"{x[0]:.5g}"), source, "fitted", start=1e-4))
+
+    def pairs(some: Profile) -> list:
+        fabric = islands(some, 2, 1, network="sockets-pair")
+        return [(of_schedule(some, fabric, row), 1e-6 * row["median_us"])]
+
+    return fitted(minimise(lambda x: off(pairs(fitted(x))), (2e9,), 60))
+
+
+def is_pair_fitted(row: Row) -> bool:
+    plain = row["impl"] == "serial" and row["op"] == "layer-forward"
+    return row["run"] == 7 and plain and row["case"].get("experts") == "kernels"
+
+
+def exchange_rows(run: int, top_k: int, impl: str, op: str) -> list[Row]:
+    return [
+        r
+        for r in rows("collectives")
+        if r["run"] == run and r["case"]["K"] == top_k and r["impl"] == impl and r["op"] == op
+    ]
+
+
+CORES_CODECS = ("bf16", "int8", "fp8")
+OF_CORES = {
+    "weights_bytes_s": (1e10, "one core's reading rate"),
+    "experts_start_s": (5e-5, "a few operators' start"),
+    "rows_bytes_s": (1e10, "one core's copying rate"),
+    "power_slowdown": (0.0, "no limit seen"),
+    "gradients_bytes_s": (1e10, "one core's writing rate"),
+    "backward_weights_factor": (1.0, "as many operations as the forward"),
+    "memory_bytes": (8e9, "a share of a small machine"),
+    "value_bytes": (4, "rows and weights in float32"),
+}
+
+
+def fit_two_cores() -> Profile:
+    """The shipped profile of two cores: ranks over gloo, a link of 1 Gb/s for every node."""
+    flat = ("tile_rows", "tile_columns", "multiprocessors")
+    why = "a processor has no tiles: a product takes its operations"
+    profile = Profile(
+        machine="two cores, gloo", most_ranks=8, entries=entries(flat, (1, 1, 1), why, "assumed")
+    )
+    guesses = {n: Entry(value=v, status="assumed", source=s) for n, (v, s) in OF_CORES.items()}
+    profile = fit_links(profile.with_entries(guesses))
+    ours = [
+        r
+        for r in rows("schedule")
+        if r["run"] == 5 and r["impl"] != "auto" and r["op"] in ("prediction-forward", "prediction-backward")
+    ]
+    # One sender a node does not meet others on its link, so its rate is another.
+    profile = profile.with_entries(links("pair", 1.1e8, commits("schedule", [5]), "fitted", start=2e-4))
+    names = (
+        "pair_bytes_s",
+        *("product_flops_s", "copied_bytes_s", "plan_s", "chunk_forward_s", "chunk_backward_s"),
+        *("backward_rows_factor", "bytes_slows_compute", "bytes_slows_moves"),
+        *(f"{what}_values_s:{codec}" for codec in CORES_CODECS for what in ("encode", "decode")),
+    )
+
+    def fitted(x: np.ndarray) -> Profile:
+        return profile.with_entries(
+            entries(names, np.maximum(x, [0] * 7 + [1, 1] + [0] * 6), commits("schedule", [5]))
+        )
+
+    def pairs(some: Profile) -> list:
+        fabric = islands(some, 2, 1, network="pair")
+        return [(of_schedule(some, fabric, row), 1e-6 * row["median_us"]) for row in ours]
+
+    start = (1.1e8, 7e10, 3e9, 1e-3, 1e-3, 1e-3, 1.2, 2.0, 1.1, *[3e8] * 6)
+    return fitted(minimise(lambda x: off(pairs(fitted(x))), start, 400))
+
+
+def fit_links(profile: Profile) -> Profile:
+    """The rate inside a node and of the node's link, from two exchanges at top-8."""
+    points = [
+        row
+        for impl in ("copy-per-rank", "hierarchical-dedup")
+        for op in ("move", "move_back")
+        for row in exchange_rows(3, 8, impl, op)
+    ]
+    source = f"{commits('collectives', [3])}: copy-per-rank and hierarchical, top-8"
+
+    def fitted(x: Sequence[float]) -> Profile:
+        near = links("node", float(f"{x[0]:.5g}"), source, "fitted", start=1e-4)
+        far = links("network", float(f"{x[1]:.5g}"), source, "fitted", start=2e-4, ports=8)
+        return profile.with_entries(near | far)
+
+    def pairs(some: Profile) -> list:
+        return [(of_exchange(islands(some, 8, 4), row), 1e-6 * row["median_us"]) for row in points]
+
+    return fitted(tuple(minimise(lambda x: off(pairs(fitted(tuple(x)))), (1e9, 1.1e8), 100)))
+
+
+if __name__ == "__main__":
+    fit_h200().save(SHIPPED / "h200.json")
+    fit_two_cores().save(SHIPPED / "two-cores.json")

@@ -1,0 +1,40 @@
+"""The tables of plan.md: how far predictions are from what was measured, and where ideas stop helping."""
+
+from __future__ import annotations
+
+from benchmarks.simulate import digest
+from docs.tables.results import Table, read
+
+from imbrex.simulate import scale
+from imbrex.simulate.profile import Profile
+
+SHOWN = (16, 64, 256, 1024, 4096, 8192)
+
+
+def validated() -> Table:
+    """Held-out rows by part: errors, and what the predicted choice loses."""
+    rows = list(read("simulate"))
+    head = ["held out", "rows", "median error", "worst", "choices within 5 % of the best"]
+    body = [
+        [name, number, f"{median:.1%}", f"{worst:.0%}", chosen]
+        for name, number, median, worst, chosen in digest(rows)
+    ]
+    return Table(head=head, body=body, rows=rows)
+
+
+def gains() -> str:
+    """Simulated gains of every idea over ranks, and over rates at 64 ranks."""
+    growth = scale.Growth(profile=Profile.load("h200"))
+    by_ranks, by_rates = scale.over_ranks(growth, SHOWN), scale.over_rates(growth)
+    head = ["idea", *(f"{ranks} ranks" for ranks in SHOWN), *(_rate(rate) for rate in scale.RATES[1:])]
+    lines = [head, ["---"] * len(head)]
+    for idea, curve in by_ranks.items():
+        cells = [gain for _, gain in curve] + [gain for _, gain in by_rates[idea][1:]]
+        lines.append([idea, *(f"{gain:.2f}" for gain in cells)])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\n*Simulated with the shipped profile of H200: none of these ranks was measured.*"
+
+
+def _rate(bytes_s: float) -> str:
+    bits = 8 * bytes_s
+    return f"{bits / 1e9:g} Gb/s" if bits >= 1e9 else f"{bits / 1e6:g} Mb/s"

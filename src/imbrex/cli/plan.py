@@ -1,0 +1,99 @@
+"""`imbrex plan --model deepseek-v3 --gpus 64 --nodes 8 --tokens 16384`: which layout, and why not others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from imbrex.bench.shapes import MODELS, parse_shape
+from imbrex.placement import read_history
+from imbrex.simulate.device import Shape
+from imbrex.simulate.fabric import Fabric, islands
+from imbrex.simulate.loads import Spread, Stragglers
+from imbrex.simulate.plans import MODES, Request, World, choices_of_codec, choose
+from imbrex.simulate.profile import Profile, shipped
+from imbrex.simulate.story import as_json, lines, write_story
+
+LAYERS = {"mixtral": 32, "qwen2-moe": 24, "phi3.5-moe": 32, "deepseek-v3": 58, "qwen3-30b-a3b": 48}
+"""Layers with experts, from the models' published configurations."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="deepseek-v3", help=f"{', '.join(MODELS)}, or D,F,E,K (deepseek-v3)")
+    add("--gpus", type=int, required=True, metavar="N", help="ranks of all nodes")
+    add("--nodes", type=int, default=1, metavar="N", help="nodes of as many ranks each (1)")
+    add("--tokens", type=int, default=4096, metavar="T", help="tokens of a rank in a step (4096)")
+    add("--mode", choices=MODES, default="forward", help="train, forward, or decode in a graph (forward)")
+    add("--layers", type=int, metavar="N", help="layers with experts that a rank holds (the model's, or 1)")
+    add("--codecs", default="identity", metavar="NAME,...", help="codecs to choose from (identity)")
+    add("--replicas", default="0", metavar="N,...", help="slots beyond the experts to choose from (0)")
+    add("--trace", metavar="FILE", help="recorded choices or counts, as of `imbrex balance plan`")
+    add("--skew", default="sampled", help="without a trace: even, sampled, zipf:A, lognormal:SIGMA (sampled)")
+    add("--stragglers", default="0", metavar="S[,P,X]", help="ranks exp(S) slower, and X times with chance P")
+    add("--network", metavar="FILE", help="tiers of links: YAML, TOML or JSON (nodes on 400 Gb/s a GPU)")
+    add("--profile", default="h200", help=f"a file of `imbrex profile`, or {', '.join(shipped())} (h200)")
+    add("--seed", type=int, default=0, help="of choices and stragglers (0)")
+    add("--json", metavar="FILE", help="write everything here")
+    add("--report", metavar="FILE", help="write one HTML file here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; 1 where no layout can run."""
+    profile = Profile.load(args.profile)
+    world = World(
+        profile=profile,
+        fabric=_fabric(args, profile),
+        spread=_spread(args),
+        stragglers=Stragglers.parse(args.stragglers),
+    )
+    shape = parse_shape(args.model)
+    request = Request(
+        shape=Shape(
+            width=shape.hidden_size,
+            inner=shape.intermediate_size,
+            experts=shape.num_experts,
+            top_k=shape.top_k,
+            value_bytes=int(profile["value_bytes"]),
+        ),
+        ranks=args.gpus,
+        tokens=args.tokens,
+        mode=args.mode,
+        layers=args.layers or LAYERS.get(args.model, 1),
+        codecs=choices_of_codec(args.codecs.split(","), profile),
+        seed=args.seed,
+        replicas=_numbers(args.replicas),
+    )
+    plans = choose(request, world)
+    print("\n".join(lines(plans, request, world)))
+    if args.json:
+        content = as_json(plans, request, world)
+        Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"json: {args.json}")
+    if args.report:
+        write_story(args.report, plans, request, world)
+        print(f"report: {args.report}")
+    return 0 if plans[0].outcome is not None else 1
+
+
+def _fabric(args: argparse.Namespace, profile: Profile) -> Fabric:
+    if args.gpus < 1 or args.nodes < 1 or args.gpus % args.nodes:
+        raise ValueError(f"plan: {args.gpus} GPUs do not divide into {args.nodes} nodes; give a multiple")
+    if args.network:
+        return Fabric.read(args.network, args.gpus)
+    return islands(profile, args.gpus, args.gpus // args.nodes)
+
+
+def _spread(args: argparse.Namespace) -> Spread:
+    return Spread.of_history(read_history(args.trace)) if args.trace else Spread.parse(args.skew)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = (-1,)
+    if min(numbers) < 0:
+        raise ValueError(f"--replicas: {text!r}; give numbers from 0 up, as 0,32")
+    return numbers

@@ -1,0 +1,134 @@
+"""Every table and figure of the five papers: what reproduces it here, or why nothing does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+COMET, SLIDES, SCHEMOE = "Comet", "TensorRT-LLM, slides", "ScheMoE"
+ARISTOS, HYBRID = "Aristos", "Hybrid-EP"
+DRAWN = "an illustration: nothing is measured in it"
+SERVING = "needs a serving stack and GB200s, which are not here"
+
+PAPERS: Sequence[tuple[str, str, str, str]] = (
+    (
+        COMET,
+        "figure 1 a",
+        "time breakdown of models on 8 H800",
+        "needs Megatron-LM's models; one layer: `imbrex bench layer`",
+    ),
+    (COMET, "figures 1 b, 2 to 7", "designs", DRAWN),
+    (COMET, "table 1", "symbols", "a notation"),
+    (COMET, "table 2", "models", "a configuration: `imbrex.bench.shapes` has its three"),
+    (
+        COMET,
+        "figure 8",
+        "layer 1 over blocks that communicate",
+        "needs one fused kernel at several settings on GPUs: docs/fused.md has ours",
+    ),
+    (
+        COMET,
+        "figure 9",
+        "whole models on 8 H800",
+        "needs Megatron-LM's models; one layer at 2 and 4 GPUs: benchmarks/results/layer.json",
+    ),
+    (
+        COMET,
+        "figures 10 to 14",
+        "one layer over tokens, TP x EP, experts, skew, L20s",
+        "simulated: comet-figures-10-14",
+    ),
+    (
+        COMET,
+        "table 3",
+        "memory of its heap",
+        "measured as `heap` in benchmarks/results/exchange.json, docs/exchange.md",
+    ),
+    (SLIDES, "expected Pareto curve", "EP 4 and 8 on GB200", SERVING),
+    (
+        SLIDES,
+        "heat maps of imbalance",
+        "choices by rank and layer",
+        "`imbrex balance replay --report` draws them from a trace",
+    ),
+    (
+        SLIDES,
+        "offline balancer",
+        "rows by rank with and without",
+        "benchmarks/placement.py, docs/placement.md",
+    ),
+    (
+        SLIDES,
+        "online balancer",
+        "rows by rank over iterations",
+        "benchmarks/placement_online.py, docs/placement.md",
+    ),
+    (
+        SLIDES,
+        "profiles of AllGather and all-to-all",
+        "times over the size of EP",
+        "simulated: tensorrt-llm-ep-scale; measured at 2 and 4: docs/exchange.md",
+    ),
+    (SLIDES, "auxiliary kernels", "time over valid rows", "`make gpu-bench NAME=glue`, docs/exchange.md"),
+    (SLIDES, "LM head", "tensor parallel head of small batches", "not a part of an expert layer"),
+    (SLIDES, "Pareto curves", "tokens a second and user", SERVING),
+    (SCHEMOE, "table 1", "share of the all-to-all", "schemoe-table-1"),
+    (SCHEMOE, "tables 2, 9", "notations", "a notation"),
+    (SCHEMOE, "tables 3, 5", "servers and models", "a configuration"),
+    (SCHEMOE, "figures 1 to 7", "designs and timelines", DRAWN),
+    (SCHEMOE, "table 4, figure 8", "675 layers", "schemoe-table-4"),
+    (SCHEMOE, "table 6", "learning under codecs", "schemoe-table-6"),
+    (SCHEMOE, "table 7", "step of models", "schemoe-table-7"),
+    (SCHEMOE, "table 8", "BERT-Large-MoE", "schemoe-table-8"),
+    (SCHEMOE, "figure 9", "all-to-all by size", "schemoe-figure-9"),
+    (
+        SCHEMOE,
+        "table 10",
+        "naive, + codec, + all-to-all, + schedule",
+        "schemoe-table-10; on its cluster, simulated: schemoe-clusters",
+    ),
+    (
+        ARISTOS,
+        "figure 1",
+        "kernels of a training step on a supercomputer",
+        "needs its supercomputer and model",
+    ),
+    (
+        ARISTOS,
+        "figure 2",
+        "stragglers in 21,000 all-to-alls",
+        "needs its clusters; what stragglers cost: `imbrex plan --report`",
+    ),
+    (ARISTOS, "table 1, algorithm 1", "notation and algorithm", "a design"),
+    (ARISTOS, "theorem 3.1", "liveness", "aristos-liveness"),
+    (HYBRID, "figures of the design", "pipelines of warp groups, buffers", DRAWN),
+    (
+        HYBRID,
+        "bandwidth over SMs, 8 GPUs",
+        "dispatch and combine over NVLink",
+        "measured at 2 and 4 GPUs: docs/exchange.md; simulated at 8: hybrid-ep-scale",
+    ),
+    (
+        HYBRID,
+        "bandwidth, 4 x 8 and 36 GPUs",
+        "over cards of 400 Gb/s and one domain",
+        "simulated: hybrid-ep-scale",
+    ),
+    (HYBRID, "table of models", "TFLOP/s in Megatron on GB200", "needs GB200s and Megatron's models"),
+)
+"""(paper, table or figure, what it shows, what there is or why nothing is)."""
+
+
+def listed() -> list[str]:
+    """A line for each, by paper."""
+    return [
+        line
+        for paper, of_paper in itertools.groupby(PAPERS, key=lambda line: line[0])
+        for line in (
+            f"{paper}:",
+            *(f"  {place}: {about}\n      {state}" for _, place, about, state in of_paper),
+        )
+    ]
+
+
+__all__ = ["PAPERS", "listed"]

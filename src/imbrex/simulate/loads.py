@@ -1,0 +1,139 @@
+"""Rows of every rank, from how often experts are wanted and where they live; and ranks that are slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from imbrex.placement import LoadHistory, plan_layers
+from imbrex.placement.bounds import Pouring
+from imbrex.placement.planner import to_held
+from imbrex.simulate.engine import Floats
+
+ROUNDS = 16
+"""Rounds of pouring choices over replicas; the fullest rank is then within 0.1 % of the best split's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How choices fall on experts.
+
+    kind: `even`; `sampled`, all experts equally likely; `zipf`, the e-th most popular in proportion to
+    e^-amount; `lognormal`, popularity of that sigma; `trace`, shares as recorded. shares_LE: of a trace.
+    """
+
+    kind: str = "sampled"
+    amount: float = 0.0
+    shares_LE: Floats | None = None
+
+    @staticmethod
+    def parse(text: str) -> Spread:
+        """Read `even`, `sampled`, `zipf:1.2` or `lognormal:0.5`."""
+        kind, _, amount = text.partition(":")
+        if kind not in ("even", "sampled", "zipf", "lognormal") or (kind in ("zipf", "lognormal")) != bool(
+            amount
+        ):
+            raise ValueError(f"--skew: {text!r}; use even, sampled, zipf:A or lognormal:SIGMA")
+        try:
+            number = float(amount or 0)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number < 100:
+            raise ValueError(f"--skew: {amount!r} is no number from 0 up; use e.g. {kind}:0.5")
+        return Spread(kind=kind, amount=number)
+
+    @staticmethod
+    def of_history(history: LoadHistory) -> Spread:
+        """The shares of every recorded layer that has choices."""
+        load_LE = history.load()
+        load_LE = load_LE[load_LE.sum(1) > 0]
+        if not len(load_LE):
+            raise ValueError("--trace: nothing was chosen in any layer; record again")
+        return Spread(kind="trace", shares_LE=load_LE / load_LE.sum(1, keepdims=True))
+
+    def draw(self, experts: int, choices: float, seed: int, *, top_k: int = 1, layers: int = 4) -> Floats:
+        """Choices that fall on every expert, float64 [L, E]: of `choices` in all, with their noise. A token
+        chooses an expert once at most, so none has more than its `top_k`-th part."""
+        random = np.random.default_rng(seed)
+        shares = _capped(self._shares(experts, random, layers), 1 / top_k)
+        if self.kind == "even":
+            return shares * choices
+        return random.multinomial(round(choices), shares).astype(np.float64)
+
+    def _shares(self, experts: int, random: np.random.Generator, layers: int) -> Floats:
+        if self.shares_LE is not None:
+            if self.shares_LE.shape[1] != experts:
+                raise ValueError(
+                    f"--trace: it has {self.shares_LE.shape[1]} experts, the model {experts}; give a trace "
+                    "of this model"
+                )
+            return self.shares_LE[np.linspace(0, len(self.shares_LE) - 1, layers).astype(int)]
+        weight_E = np.ones((layers, experts))
+        if self.kind == "zipf":
+            weight_E = random.permuted(
+                np.tile(np.arange(1, experts + 1.0) ** -self.amount, (layers, 1)), axis=1
+            )
+        if self.kind == "lognormal":
+            weight_E = random.lognormal(0.0, self.amount, (layers, experts))
+        return weight_E / weight_E.sum(1, keepdims=True)
+
+
+def _capped(shares_LE: Floats, most: float) -> Floats:
+    """Shares of at most `most`; what is over falls on the others in proportion."""
+    for _ in range(shares_LE.shape[1]):
+        over = shares_LE > most
+        if not over.any():
+            break
+        rest = np.where(over, 0.0, shares_LE)
+        room = 1 - most * over.sum(1, keepdims=True)
+        shares_LE = np.where(over, most, rest * room / np.maximum(rest.sum(1, keepdims=True), 1e-300))
+    return shares_LE / shares_LE.sum(1, keepdims=True)
+
+
+def of_ranks(load_LE: Floats, ranks: int, replicas: int, *, planned: bool) -> Floats:
+    """Rows of every rank over their mean, [L, W]: experts in order, or planned with `replicas` more slots and
+    split over these as evenly as it goes."""
+    experts = load_LE.shape[1]
+    if not planned and not replicas:
+        firsts = np.linspace(0, experts, ranks, endpoint=False).astype(int)
+        loads_LW = np.add.reduceat(load_LE, firsts, axis=1) if ranks <= experts else load_LE
+    else:
+        rows = []
+        for load_E, placement in zip(load_LE, plan_layers(load_LE, ranks, experts + replicas), strict=True):
+            pouring = Pouring(load_E[None], to_held(placement))
+            for _ in range(ROUNDS):
+                pouring.pour()
+            rows.append(pouring.loads_HW[0])
+        loads_LW = np.stack(rows)
+    return loads_LW / loads_LW.mean(1, keepdims=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stragglers:
+    """How many times longer ranks take: exp of a normal of `sigma`, never below 1; and with `chance` a rank
+    takes `factor` times as long."""
+
+    sigma: float = 0.0
+    chance: float = 0.0
+    factor: float = 1.0
+
+    @staticmethod
+    def parse(text: str) -> Stragglers:
+        """Read `SIGMA` or `SIGMA,CHANCE,FACTOR`."""
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (1, 3) or min(numbers) < 0 or not all(n < 1000 for n in numbers):
+            raise ValueError(f"--stragglers: {text!r}; give SIGMA or SIGMA,CHANCE,FACTOR, e.g. 0.02,0.001,3")
+        return Stragglers(**dict(zip(("sigma", "chance", "factor"), numbers, strict=False)))
+
+    def draw(self, ranks: int, seed: int | tuple[int, ...]) -> Floats:
+        """Factors of `ranks` ranks, the same for the same seed."""
+        random = np.random.default_rng(seed)
+        slow_W = np.exp(self.sigma * np.abs(random.standard_normal(ranks)))
+        return np.where(random.random(ranks) < self.chance, slow_W * max(1.0, self.factor), slow_W)
+
+
+__all__ = ["Spread", "Stragglers", "of_ranks"]

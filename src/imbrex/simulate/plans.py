@@ -1,0 +1,301 @@
+"""Which layout for a model on a cluster, and why not the others.
+
+Every layout that can run is simulated: all divisions of the ranks into EP x TP x DP, transports, codecs,
+schedules, numbers of replicas. What cannot run says why. Loads come from a trace or a distribution, experts
+are placed by the planner of `imbrex.placement`, and rows are split over replicas as the layer splits them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from imbrex.codec import make
+from imbrex.simulate import loads, run
+from imbrex.simulate.device import Shape
+from imbrex.simulate.engine import Floats
+from imbrex.simulate.fabric import Fabric
+from imbrex.simulate.loads import Spread, Stragglers
+from imbrex.simulate.profile import Profile
+from imbrex.simulate.run import Case, Layout, Outcome
+
+TRANSPORTS = ("nvlink", "alltoall", "allgather", "hierarchical", "2dh", "pipe")
+SCHEDULES = {
+    "train": ("serial", "optsche-1", "optsche-2", "optsche-4"),
+    "forward": ("serial", "optsche-2", "optsche-4"),
+    "decode": ("serial",),
+}
+"""Schedules worth a look, by mode: in one chunk only the backward has something to hide."""
+NVLINK_CODECS = ("identity", "fp8")
+MODES = ("train", "forward", "decode")
+CLOSE = 1.02
+"""Plans within this of the best are as good: the simpler one is taken."""
+MOST_DRAWN = 256
+"""Ranks up to which rows of every rank are drawn and placed; beyond, the mean rank stands for all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The question. tokens: of a rank in a step. mode: `train`, `forward` or `decode`. layers: of the model
+    that have experts. codecs: to choose from. seed: of loads and stragglers."""
+
+    shape: Shape
+    ranks: int
+    tokens: int
+    mode: str = "train"
+    layers: int = 1
+    codecs: tuple[str, ...] = ("identity",)
+    seed: int = 0
+    replicas: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A layout and what is predicted of it. why_not: why it is not the plan, or None for the plan itself.
+    imbalance: of the fullest rank over the mean. memory: bytes a rank. extrapolates: what of it lies outside
+    of what was measured, or nothing."""
+
+    layout: Layout
+    outcome: Outcome | None
+    memory: float = 0.0
+    imbalance: float = 0.0
+    extrapolates: tuple[str, ...] = ()
+    why_not: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.outcome is None else self.outcome.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The machine, its network and its loads, on which layouts are simulated."""
+
+    profile: Profile
+    fabric: Fabric
+    spread: Spread
+    stragglers: Stragglers
+
+
+def choose(request: Request, world: World) -> list[Plan]:
+    """All plans, the best first, then those that could run by their time, then those that could not."""
+    if request.mode not in MODES:
+        raise ValueError(f"plan: mode {request.mode!r}; use {', '.join(MODES)}")
+    if min(request.ranks, request.tokens, request.layers) < 1:
+        raise ValueError("plan: ranks, tokens and layers are at least 1")
+    drawn: dict[tuple[int, int], Floats] = {}
+    plans = [weigh(request, world, layout, drawn) for layout in layouts(request)]
+    able = sorted((p for p in plans if p.why_not is None), key=lambda plan: plan.seconds)
+    unable = [p for p in plans if p.why_not is not None]
+    unable.sort(key=lambda plan: plan.memory or math.inf)
+    if not able:
+        return unable
+    # Among equals the layout with fewest parts that move.
+    near = [p for p in able if p.seconds <= CLOSE * able[0].seconds]
+    best = min(near, key=lambda plan: (_complexity(plan.layout), plan.seconds))
+    others = [replace(p, why_not=_against(p, best, request)) for p in able if p is not best]
+    return [best, *others, *unable]
+
+
+def layouts(request: Request) -> Iterator[Layout]:
+    """Every combination worth a look."""
+    for ep, tp in divisions(request):
+        for transport in TRANSPORTS:
+            codecs = NVLINK_CODECS if transport == "nvlink" else request.codecs
+            for codec in (name for name in codecs if name in request.codecs):
+                for schedule in SCHEDULES[request.mode]:
+                    for replicas in request.replicas:
+                        yield Layout(
+                            ep=ep,
+                            tp=tp,
+                            dp=request.ranks // (ep * tp),
+                            transport=transport,
+                            codec=codec,
+                            schedule=schedule,
+                            replicas=replicas,
+                        )
+
+
+def divisions(request: Request) -> Iterator[tuple[int, int]]:
+    """EP and TP that divide the ranks, the experts and the expert width."""
+    for ep in (n for n in range(1, request.ranks + 1) if request.ranks % n == 0):
+        for tp in (n for n in (1, 2, 4, 8) if (request.ranks // ep) % n == 0):
+            if ep <= request.shape.experts and request.shape.inner % tp == 0:
+                yield ep, tp
+
+
+def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int, int], Floats]) -> Plan:
+    """Simulate one layout, or say why it cannot run. drawn: loads of ranks by EP and replicas, kept."""
+    reason = why_not_possible(request, world.fabric, layout)
+    if reason is not None:
+        return Plan(layout=layout, outcome=None, why_not=reason)
+    memory = memory_of(request, layout)
+    room = world.profile["memory_bytes"]
+    if memory > room:
+        reason = f"needs {memory / 1e9:.0f} GB a rank, which has {room / 1e9:.0f}"
+        return Plan(layout=layout, outcome=None, memory=memory, why_not=reason)
+    load_W = _loads(request, world, layout, drawn)
+    slow_W = world.stragglers.draw(layout.group, request.seed)
+    case = Case(
+        profile=world.profile,
+        fabric=world.fabric,
+        shape=request.shape,
+        tokens=request.tokens,
+        loads_W=load_W,
+        speeds_W=slow_W,
+        decode=request.mode == "decode",
+    )
+    outcome = run.predict(case, layout, backward=request.mode == "train")
+    return Plan(
+        layout=layout,
+        outcome=outcome,
+        memory=memory,
+        imbalance=float(load_W.max() - 1),
+        extrapolates=beyond(world, layout),
+    )
+
+
+def why_not_possible(request: Request, fabric: Fabric, layout: Layout) -> str | None:
+    """None, or why the layer would refuse this layout."""
+    group, node = layout.group, fabric.node
+    if layout.transport == "nvlink":
+        if group == 1:
+            return "there is only one rank, and nothing to move"
+        if group > min(node, run.NVLINK_RANKS):
+            return f"its kernels exchange among at most {min(node, run.NVLINK_RANKS)} ranks of a node"
+        if request.shape.value_bytes != 2:
+            return "its kernels move bfloat16 only"
+    elif layout.transport in ("hierarchical", "2dh", "pipe") and (group <= node or group % node):
+        return f"{group} ranks are not several whole nodes of {node}"
+    elif group == 1 and layout.transport != "alltoall":
+        return "there is only one rank, and nothing to move"
+    if layout.replicas and layout.replicas + request.shape.experts > layout.ep * request.shape.experts:
+        return "a rank would hold an expert twice"
+    return None
+
+
+def memory_of(request: Request, layout: Layout) -> float:
+    """Bytes of a rank: experts with all that training keeps of a parameter, the rows that a backward needs,
+    and buffers of the exchange."""
+    shape, training = request.shape, request.mode == "train"
+    copies = (shape.experts + layout.replicas) / shape.experts
+    parameters = shape.parameters * copies / layout.group * request.layers
+    # bf16 weights and gradients, fp32 weights and two moments of Adam.
+    weights = parameters * (shape.value_bytes * 2 + 12 if training else shape.value_bytes)
+    rows = request.tokens * shape.top_k * layout.tp
+    values = rows * (shape.width + 3 * shape.inner // layout.tp) * shape.value_bytes
+    saved = values * (request.layers if training else 1)
+    room = 2 * layout.group + 1 if layout.transport == "nvlink" else 4 * min(shape.top_k, layout.group)
+    return weights + saved + room * request.tokens * shape.width * shape.value_bytes
+
+
+def beyond(world: World, layout: Layout) -> tuple[str, ...]:
+    """Reasons why a prediction is of what was never measured."""
+    reasons = []
+    if layout.group > world.profile.most_ranks:
+        reasons.append(f"{layout.group} ranks exchange, at most {world.profile.most_ranks} were measured")
+    used = [
+        t for t, number in zip(world.fabric.tiers, world.fabric.peers(layout.world), strict=True) if number
+    ]
+    reasons += [f"tier {t.name} is assumed: {t.source}" for t in used if t.status == "assumed"]
+    if layout.schedule in ("fused", "events"):
+        reasons.append(f"schedule {layout.schedule} is a design, not measured")
+    return tuple(reasons)
+
+
+def _loads(request: Request, world: World, layout: Layout, drawn: dict[tuple[int, int], Floats]) -> Floats:
+    """Rows of the ranks of a group over their mean: of the layer whose fullest rank is the median one."""
+    key = layout.ep, layout.replicas
+    if key not in drawn:
+        choices = request.tokens * layout.group * request.shape.top_k
+        load_LE = world.spread.draw(request.shape.experts, choices, request.seed, top_k=request.shape.top_k)
+        if layout.ep > MOST_DRAWN:
+            load_LE = load_LE[:1]
+        planned = layout.replicas > 0 or world.spread.kind in ("trace", "zipf", "lognormal")
+        load_LW = loads.of_ranks(load_LE, layout.ep, layout.replicas, planned=planned and layout.ep > 1)
+        drawn[key] = load_LW[load_LW.max(1).argsort()[len(load_LW) // 2]]
+    return drawn[key].repeat(layout.tp)
+
+
+def _complexity(layout: Layout) -> tuple[int, ...]:
+    """Few moving parts first: no codec, no chunks, no replicas, no tensor ranks."""
+    return (
+        layout.codec != "identity",
+        run.divided(layout.schedule)[1],
+        layout.schedule != "serial",
+        layout.replicas,
+        layout.tp,
+        TRANSPORTS.index(layout.transport),
+    )
+
+
+def _against(plan: Plan, best: Plan, request: Request) -> str:
+    """Why a plan that can run is not the one."""
+    assert plan.outcome is not None
+    assert best.outcome is not None
+    slower = plan.seconds / best.seconds - 1
+    if slower <= CLOSE - 1:
+        return f"as fast ({slower:+.1%}), with more parts" if slower < 0 else f"{slower:.1%} slower"
+    parts = {
+        "its rows take longer": _moves(plan.outcome) - _moves(best.outcome),
+        "its experts take longer": plan.outcome.tasks["experts"] - best.outcome.tasks["experts"],
+        "its codec and copies take longer": _codes(plan.outcome) - _codes(best.outcome),
+        "it sums gradients of more copies": plan.outcome.sync - best.outcome.sync,
+    }
+    reason, loss = max(parts.items(), key=lambda pair: pair[1])
+    if loss >= 0.3 * (plan.seconds - best.seconds):
+        return f"{slower:.0%} slower: {reason} ({1e3 * loss:.2g} ms)"
+    fewer = run.divided(plan.layout.schedule)[1] < run.divided(best.layout.schedule)[1]
+    return f"{slower:.0%} slower: {'it hides less' if fewer else 'its chunks cost more than they hide'}"
+
+
+def rivals(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans that say most about why not: for every value of the layout that the best one has not, the
+    fastest with it, or one that says why it cannot run."""
+    best, telling = plans[0], list[Plan]()
+    for name in ("ep", "tp", "transport", "codec", "schedule", "replicas"):
+        seen = {getattr(best.layout, name)}
+        for plan in plans[1:]:
+            value = getattr(plan.layout, name)
+            if value not in seen:
+                seen.add(value)
+                telling.append(plan)
+    unique = {plan.layout: plan for plan in telling}
+    return sorted(unique.values(), key=lambda plan: plan.seconds)
+
+
+def _moves(outcome: Outcome) -> float:
+    return outcome.tasks["move_out"] + outcome.tasks["move_back"]
+
+
+def _codes(outcome: Outcome) -> float:
+    return sum(outcome.tasks[k] for k in ("encode_out", "decode_out", "encode_back", "decode_back"))
+
+
+def choices_of_codec(names: Sequence[str], profile: Profile) -> tuple[str, ...]:
+    """The codecs whose rates a profile has. Raises ValueError for one that it lacks."""
+    for name in names:
+        make(name)
+        if name != "identity" and f"encode_values_s:{name}" not in profile:
+            rates = sorted(
+                entry.partition(":")[2] for entry in profile if entry.startswith("encode_values_s")
+            )
+            raise ValueError(f"--codecs: the profile has no rate of {name!r}; it has {', '.join(rates)}")
+    return tuple(dict.fromkeys(names))
+
+
+__all__ = [
+    "MODES",
+    "TRANSPORTS",
+    "Plan",
+    "Request",
+    "World",
+    "beyond",
+    "choices_of_codec",
+    "choose",
+    "layouts",
+    "memory_of",
+    "rivals",
+    "weigh",
+]

@@ -1,0 +1,267 @@
+"""One layer of one layout: the seconds of its tasks, run by the events of its schedule.
+
+Over NVLink a crossing is one kernel, which routes, moves and sums: the tasks `encode` and `decode` take
+nothing. Over bytes rows are copied into buffers, written by a codec, moved, read and copied to the experts,
+and every chunk costs the host's time as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from imbrex.codec import make
+from imbrex.schedule.contention import Contention
+from imbrex.schedule.schedulers import SCHEDULERS
+from imbrex.schedule.tasks import Kind, Task, tasks
+from imbrex.simulate import device, traffic
+from imbrex.simulate.device import Shape, Share
+from imbrex.simulate.engine import Arrival, Floats, simulate
+from imbrex.simulate.fabric import Fabric
+from imbrex.simulate.loads import Stragglers
+from imbrex.simulate.profile import Profile
+
+NVLINK_RANKS = 16
+"""Ranks among which the kernels over NVLink exchange rows (`transport/nvlink.py`)."""
+FEW_TOKENS = 512
+"""Tokens of a rank up to which a crossing over NVLink has more multiprocessors."""
+FUSED_PIECES = 8
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How a layer runs. ranks: ep x tp x dp, tensor ranks next to each other, groups of data farthest apart.
+    schedule: `serial`, a scheduler and a number of chunks, `fused` or `events`."""
+
+    ep: int = 1
+    tp: int = 1
+    dp: int = 1
+    transport: str = "alltoall"
+    codec: str = "identity"
+    schedule: str = "serial"
+    replicas: int = 0
+
+    @property
+    def group(self) -> int:
+        """Ranks that exchange rows."""
+        return self.ep * self.tp
+
+    @property
+    def world(self) -> int:
+        return self.group * self.dp
+
+    def __str__(self) -> str:
+        spread = f"EP {self.ep} x TP {self.tp} x DP {self.dp}"
+        more = f", {self.replicas} replicas" if self.replicas else ""
+        return f"{spread}, {self.transport}, {self.codec}, {self.schedule}{more}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Seconds of one layer's forward and backward, of the slowest rank. tiers: bytes that a rank sends on the
+    way out of a forward, tier by tier. tasks: seconds of every kind of task of the slowest rank, all chunks
+    one after the other. sync: of the gradients of experts that other groups hold too."""
+
+    forward: float
+    backward: float
+    tiers: tuple[float, ...]
+    tasks: Mapping[str, float]
+    sync: float = 0.0
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward + self.sync
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A layer on a machine. tokens: of a rank. loads_W: rows of every rank of a group over their mean.
+    speeds_W: how many times longer its tasks take. jitter: how much longer single tasks take, drawn
+    anew from `seed` for every task. decode: tokens are few and the step is a graph, so the
+    host's time counts nothing."""
+
+    profile: Profile
+    fabric: Fabric
+    shape: Shape
+    tokens: float
+    loads_W: Floats | None = None
+    speeds_W: Floats | None = None
+    decode: bool = False
+    jitter: Stragglers | None = None
+    seed: int = 0
+
+
+def predict(case: Case, layout: Layout, *, backward: bool = True) -> Outcome:
+    """Simulate a layer's forward and, if asked for, its backward."""
+    costs = _Costs(case, layout)
+    scheduler, degree = divided(layout.schedule)
+    spans = [_makespan(costs, scheduler, degree, back) for back in ((False, True) if backward else (False,))]
+    seconds = costs.seconds(1, backward=False)
+    return Outcome(
+        forward=spans[0] + costs.planning(),
+        backward=spans[1] if backward else 0.0,
+        tiers=costs.flow.nbytes,
+        tasks={task.kind.name: float(part.max()) for task, part in seconds.items()},
+        sync=gradient_sync(case, layout) if backward else 0.0,
+    )
+
+
+def divided(schedule: str) -> tuple[str, int]:
+    """The scheduler and the number of chunks of a schedule's name."""
+    if schedule == "serial":
+        return "sequential", 1
+    if schedule in ("fused", "events"):
+        return "optsche", FUSED_PIECES
+    name, _, number = schedule.rpartition("-")
+    if name not in SCHEDULERS or not number.isdecimal() or int(number) < 1:
+        known = ", ".join(f"{part}-2" for part in SCHEDULERS)
+        raise ValueError(f"simulate: schedule {schedule!r}; use serial, {known}, fused or events")
+    return name, int(number)
+
+
+def gradient_sync(case: Case, layout: Layout) -> float:
+    """Seconds to sum the experts' gradients over the groups, as a ring over the farthest tier."""
+    if layout.dp == 1:
+        return 0.0
+    shape, group = case.shape, layout.group
+    nbytes = shape.parameters / group * shape.value_bytes * 2 * (layout.dp - 1) / layout.dp
+    place = next(i for i, tier in enumerate(case.fabric.tiers) if layout.world <= tier.ranks)
+    tier = case.fabric.tiers[place]
+    return tier.seconds(nbytes, 2 * (layout.dp - 1), min(group, case.fabric.node))
+
+
+def _makespan(costs: _Costs, scheduler: str, degree: int, backward: bool) -> float:
+    seconds = costs.seconds(degree, backward=backward)
+    # A scheduler knows one time a task: that of the slowest rank.
+    times = {task: float(part.max()) for task, part in seconds.items()}
+    order, case = SCHEDULERS[scheduler](times), costs.case
+    if case.jitter is not None:
+        for number, task in enumerate(seconds):
+            seconds[task] = seconds[task] * case.jitter.draw(
+                costs.layout.group, (case.seed, backward, number)
+            )
+    serial = scheduler == "sequential"
+    arrival = Arrival.ONE_SIDED if costs.layout.schedule == "events" else Arrival.COLLECTIVE
+    contention = Contention() if serial else costs.contention()
+    return simulate(order, seconds, contention=contention, arrival=arrival).seconds
+
+
+class _Costs:
+    """Seconds of the tasks of a layer, on every rank of one group."""
+
+    def __init__(self, case: Case, layout: Layout) -> None:
+        self.case, self.layout, self.profile = case, layout, case.profile
+        shape, group = case.shape, layout.group
+        self.nvlink = layout.transport == "nvlink"
+        row = make(layout.codec).nbytes(shape.width, DTYPES[shape.value_bytes])
+        self.crowd = traffic.Crowd(
+            ranks=group,
+            tensor=layout.tp,
+            experts=shape.experts,
+            top_k=shape.top_k,
+            tokens=case.tokens,
+            row_bytes=row,
+        )
+        self.flow = traffic.FLOWS[layout.transport](self.crowd, case.fabric)
+        ones = np.ones(group)
+        self.load_W = ones if case.loads_W is None else np.repeat(case.loads_W, group // len(case.loads_W))
+        self.speed_W = ones if case.speeds_W is None else case.speeds_W
+        self.rows = case.tokens * shape.top_k * layout.tp
+        self.slots = (shape.experts + layout.replicas) / layout.ep
+
+    def planning(self) -> float:
+        return 0.0 if self.nvlink or self.case.decode else self.profile["plan_s"]
+
+    def contention(self) -> Contention:
+        kind = "nvlink" if self.nvlink else "bytes"
+        return Contention(
+            compute=self.profile[f"{kind}_slows_compute"], moves=self.profile[f"{kind}_slows_moves"]
+        )
+
+    def seconds(self, degree: int, *, backward: bool) -> dict[Task, Floats]:
+        """Seconds of every task of `degree` equal chunks. Fused and event-driven pieces are no smaller
+        launches: they share one, so a piece takes its part of the whole."""
+        whole = self.layout.schedule in ("fused", "events")
+        part = 1 if whole else degree
+        by_kind = self._bytes(part, backward) if not self.nvlink else self._nvlink(part, backward)
+        by_kind |= self._experts(part, backward)
+        scale = 1 / degree if whole else 1.0
+        every = tasks(degree, weights=backward)
+        return {task: by_kind[task.kind] * scale * self._slowed(task.kind) for task in every}
+
+    def _slowed(self, kind: Kind) -> Floats:
+        return np.ones(1) if kind in (Kind.move_out, Kind.move_back) else self.speed_W
+
+    def _experts(self, degree: int, backward: bool) -> dict[Kind, Floats]:
+        share = Share(
+            experts=self.slots,
+            inner=max(1, self.case.shape.inner // self.layout.tp),
+            rows_W=self.rows * self.load_W / degree,
+        )
+        if not backward:
+            return {Kind.experts: device.forward(self.profile, self.case.shape, share)}
+        adds = degree > 1
+        return {
+            Kind.experts: device.backward_rows(self.profile, self.case.shape, share),
+            Kind.weights: device.backward_weights(self.profile, self.case.shape, share, adds=adds),
+        }
+
+    def _wire(self, degree: int) -> Floats:
+        """Seconds of the rows on the links; a rank that gets more than the mean waits for it."""
+        flow = traffic.Flow(
+            nbytes=tuple(part / degree for part in self.flow.nbytes),
+            messages=self.flow.messages,
+            serial=self.flow.serial,
+            pieces=self.flow.pieces,
+        )
+        seconds = traffic.seconds(
+            flow, self.case.fabric, sharing=min(self.crowd.ranks, self.case.fabric.node)
+        )
+        return seconds * np.maximum(1.0, self.load_W)
+
+    def _nvlink(self, degree: int, backward: bool) -> dict[Kind, Floats]:
+        """One kernel a crossing: its start, its routing, and the slower of the wire and of the rows that it
+        stores or reads."""
+        profile, shape = self.profile, self.case.shape
+        nothing = np.zeros_like(self.load_W)
+        wire_W = self._wire(degree)
+        rows_W = self.rows * self.load_W / degree * shape.width * shape.value_bytes
+        beside = degree > 1 or self.layout.schedule != "serial"
+        few = self.case.tokens <= FEW_TOKENS
+        kind = "beside" if beside else "small" if few else "dispatch"
+        sms = profile[f"{kind}_multiprocessors"]
+        routed = 0.0 if backward else profile["choice_s"] * self.case.tokens * shape.top_k / degree
+        stored_W = rows_W / (sms * profile["stored_bytes_s_a_multiprocessor"])
+        out = np.maximum(wire_W, stored_W) + profile["dispatch_start_s"] + routed
+        back = np.maximum(wire_W * profile["combine_wire_factor"], rows_W / profile["summed_bytes_s"])
+        by_kind = dict.fromkeys(Kind, nothing)
+        return by_kind | {Kind.move_out: out, Kind.move_back: back + profile["combine_start_s"]}
+
+    def _bytes(self, degree: int, backward: bool) -> dict[Kind, Floats]:
+        profile, shape, codec = self.profile, self.case.shape, self.layout.codec
+        value = shape.width * shape.value_bytes
+        rows_out = self.crowd.tokens * traffic.wanted(self.crowd, 1) * self.crowd.ranks / degree
+        out_W = rows_out * np.ones_like(self.load_W)
+        arrived_W, rows_W = rows_out * self.load_W, self.rows * self.load_W / degree
+        copied = value / profile["copied_bytes_s"]
+        host = 0.0
+        if not self.case.decode:
+            host = profile["chunk_backward_s" if backward else "chunk_forward_s"]
+        wire_W = self._wire(degree)
+        coded = device.coded
+        width = shape.width
+        return {
+            Kind.encode_out: host + out_W * copied + coded(profile, codec, "encode", out_W, width),
+            Kind.move_out: wire_W,
+            Kind.decode_out: rows_W * copied + coded(profile, codec, "decode", arrived_W, width),
+            Kind.encode_back: rows_W * copied + coded(profile, codec, "encode", arrived_W, width),
+            Kind.move_back: wire_W,
+            Kind.decode_back: out_W * copied + coded(profile, codec, "decode", out_W, width),
+        }
+
+
+__all__ = ["Case", "Layout", "Outcome", "divided", "gradient_sync", "predict"]

@@ -1,0 +1,262 @@
+"""Traffic and products by hand, plans and why not the others, files in and out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from imbrex.cli import main
+from imbrex.simulate import device, loads, scale, traffic
+from imbrex.simulate.device import Shape, Share
+from imbrex.simulate.fabric import Fabric, Tier, islands, parse
+from imbrex.simulate.loads import Spread, Stragglers
+from imbrex.simulate.plans import Request, World, choose, memory_of, rivals
+from imbrex.simulate.profile import STATUSES, Entry, Profile, shipped
+from imbrex.simulate.run import Case, Layout, predict
+
+H200 = Profile.load("h200")
+DEEPSEEK = Shape(width=7168, inner=2048, experts=256, top_k=8)
+QWEN = Shape(width=2048, inner=768, experts=128, top_k=8)
+TWO_TIERS = Fabric(
+    name="by hand",
+    tiers=(Tier(name="near", ranks=4, bytes_s=10.0), Tier(name="far", ranks=8, bytes_s=1.0, start=0.5)),
+)
+EVERY = traffic.Crowd(ranks=8, tensor=1, experts=8, top_k=8, tokens=10, row_bytes=2)
+"""A token wants every rank: 20 bytes for each."""
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes", "seconds"),
+    [
+        ("alltoall", (60, 80), 82.0),  # 4 messages of 20 bytes far: 80 + 4 halves; 6 near are hidden
+        ("copy-per-choice", (60, 80), 82.0),
+        ("allgather", (60, 80), 82.0),
+        ("sequential", (60, 80), 88.0),
+        ("2dh", (120, 80), 12.0 + 80.5),  # near all rows of both nodes, far one message
+        ("hierarchical", (120, 20), 22.0 + 12.0 / 4),  # once to a node, in 4 messages
+    ],
+)
+def test_bytes_by_tier_by_hand(name: str, nbytes: tuple[float, float], seconds: float) -> None:
+    flow = traffic.FLOWS[name](EVERY, TWO_TIERS)
+    assert flow.nbytes == pytest.approx(nbytes)
+    assert traffic.seconds(flow, TWO_TIERS) == pytest.approx(seconds)
+
+
+def test_what_share_of_tokens_want_a_rank() -> None:
+    crowd = traffic.Crowd(ranks=4, tensor=1, experts=256, top_k=8, tokens=1, row_bytes=1)
+    draws = np.random.default_rng(0)
+    ids = np.stack([draws.choice(256, 8, replace=False) for _ in range(20000)])
+    assert traffic.wanted(crowd, 1) == pytest.approx(np.mean((ids < 64).any(1)), abs=0.01)
+    assert traffic.wanted(crowd, 2) == pytest.approx(np.mean((ids < 128).any(1)), abs=0.01)
+
+
+def test_a_shared_port_and_an_oversubscribed_tier_are_slower() -> None:
+    tier = Tier(name="port", ranks=4, bytes_s=10.0, port_ranks=4)
+    assert tier.seconds(20, 1, sharing=2) == pytest.approx(4.0)
+    assert tier.seconds(20, 1, sharing=8) == pytest.approx(8.0)
+    lines = [{"ranks": 8, "gbytes_s": 300}, {"ranks": 64, "gbytes_s": 50}, {"oversubscription": 4}]
+    fabric = parse({"tiers": lines}, 500)
+    assert [tier.bytes_s for tier in fabric.tiers] == [300e9, 50e9, 12.5e9]
+    assert fabric.tiers[2].ranks == 512
+    assert fabric.peers(128) == [7, 56, 64]
+
+
+def test_fabric_files(tmp_path: Path) -> None:
+    content = {"name": "racks", "tiers": [{"name": "nvlink", "ranks": 8, "gbytes_s": 300}]}
+    (tmp_path / "fabric.json").write_text(json.dumps(content))
+    (tmp_path / "fabric.toml").write_text('[[tiers]]\nname = "nvlink"\nranks = 8\ngbytes_s = 300\n')
+    assert Fabric.read(tmp_path / "fabric.json", 8).tiers == Fabric.read(tmp_path / "fabric.toml", 8).tiers
+    pytest.importorskip("yaml")
+    (tmp_path / "fabric.yaml").write_text("tiers:\n  - {name: nvlink, ranks: 8, gbytes_s: 300}\n")
+    assert Fabric.read(tmp_path / "fabric.yaml", 8).tiers == Fabric.read(tmp_path / "fabric.json", 8).tiers
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([], "no tiers"),
+        ([{"ranks": 8}], "no `gbytes_s`, and none below"),
+        ([{"gbytes_s": 1}, {"ranks": 8}], "only the last one holds all"),
+        ([{"ranks": 8, "gbytes_s": 1}, {"ranks": 12}], "no multiple of the 8 below"),
+        ([{"ranks": 8, "gbytes_s": 1, "speed": 2}], "'speed'; known are"),
+        ([{"ranks": 8, "gbytes_s": 0}], "above 0"),
+    ],
+)
+def test_wrong_fabrics_are_refused(lines: list, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse({"tiers": lines}, 8)
+
+
+def test_a_product_is_its_waves_or_its_weights() -> None:
+    """Two experts of 1024 rows, 256 columns: 16 tiles, one wave of 132. Many experts: the weights."""
+    plain = {"tile_rows": 128, "tile_columns": 256, "multiprocessors": 132, "product_flops_s": 1e12}
+    plain |= {"weights_bytes_s": 1e9, "rows_bytes_s": 1e30, "experts_start_s": 0.0, "power_slowdown": 0.0}
+    entries = {n: Entry(value=v, status="assumed", source="by hand") for n, v in plain.items()}
+    profile = Profile(machine="by hand", most_ranks=1, entries=entries)
+    shape = Shape(width=128, inner=128, experts=2, top_k=1)
+    share = Share(experts=2, inner=128, rows_W=np.array([2048.0]))
+    wave = 132 * 128 * 256 * 2 / 1e12
+    spare = float(device.tiles(share.rows_W, 2, 128)[0]) / 16  # half of the experts need one tile more
+    assert 1.0 < spare < 1.1
+    assert float(device.forward(profile, shape, share)[0]) == pytest.approx(2 * 128 * wave)
+    few = Share(experts=1000, inner=128, rows_W=np.array([1e5]))
+    weights = 1000 * 3 * 128 * 128 * 2 / 1e9
+    assert float(device.forward(profile, shape, few)[0]) == pytest.approx(weights, rel=1e-6)
+
+
+def test_loads_of_ranks() -> None:
+    even = Spread(kind="even").draw(8, 800, 0)
+    assert loads.of_ranks(even, 4, 0, planned=False).tolist() == [[1.0] * 4] * 4
+    skewed = Spread.parse("zipf:1.0").draw(64, 64000, 0, top_k=4)
+    assert skewed.max() / skewed.sum(1).max() < 0.26
+    in_order = loads.of_ranks(skewed, 8, 0, planned=False).max()
+    planned = loads.of_ranks(skewed, 8, 0, planned=True).max()
+    replicated = loads.of_ranks(skewed, 8, 8, planned=True).max()
+    assert replicated < planned < in_order
+    assert replicated < 1.01
+
+
+@pytest.mark.parametrize("text", ["zipf", "even:1", "zipf:x", "fast", "zipf:-1"])
+def test_a_wrong_skew_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--skew"):
+        Spread.parse(text)
+
+
+def test_slow_ranks_are_drawn_from_the_seed() -> None:
+    slow = Stragglers.parse("0.1,0.01,5")
+    assert (slow.draw(1000, 1) == slow.draw(1000, 1)).all()
+    assert (slow.draw(1000, 1) != slow.draw(1000, 2)).any()
+    assert slow.draw(10000, 1).min() >= 1.0
+    assert np.mean(slow.draw(10000, 1) > 4) == pytest.approx(0.01, abs=0.004)
+    with pytest.raises(ValueError, match="--stragglers"):
+        Stragglers.parse("0.1,2")
+
+
+def world(ranks: int, node: int, **more) -> World:
+    kind = {
+        "profile": H200,
+        "fabric": islands(H200, ranks, node),
+        "spread": Spread(),
+        "stragglers": Stragglers(),
+    }
+    return World(**(kind | more))
+
+
+def test_the_best_comes_first_and_the_others_say_why_not() -> None:
+    plans = choose(Request(shape=QWEN, ranks=8, tokens=4096, codecs=("identity", "fp8")), world(8, 8))
+    assert plans[0].why_not is None
+    assert plans[0].layout.transport == "nvlink"
+    assert all(plan.why_not for plan in plans[1:])
+    able = [plan for plan in plans if plan.outcome is not None]
+    assert plans[0].seconds <= 1.02 * min(plan.seconds for plan in able)
+    said = {plan.layout.transport: plan.why_not for plan in rivals(plans)}
+    assert "slower" in str(said["alltoall"])
+    assert "not several whole nodes" in str(said["hierarchical"])
+    assert plans == choose(Request(shape=QWEN, ranks=8, tokens=4096, codecs=("identity", "fp8")), world(8, 8))
+
+
+def test_what_does_not_fit_is_refused_by_its_bytes() -> None:
+    request = Request(shape=DEEPSEEK, ranks=64, tokens=4096, mode="train", layers=58)
+    (first, *_) = plans = choose(request, world(64, 8))
+    assert {plan.outcome for plan in plans} == {None}
+    assert "GB a rank, which has 141" in str(first.why_not)
+    weights = 3 * 256 * 7168 * 2048 * 58 / 64 * 16
+    assert memory_of(request, first.layout) > weights
+    forward = Request(shape=DEEPSEEK, ranks=64, tokens=4096, mode="forward", layers=58)
+    assert choose(forward, world(64, 8))[0].outcome
+
+
+def test_far_links_bring_nodes_together_once() -> None:
+    fabric = islands(
+        H200.with_entries({"network_bytes_s": Entry(value=3e9, status="assumed", source="slow")}), 32, 8
+    )
+    plans = choose(
+        Request(shape=DEEPSEEK, ranks=32, tokens=4096, mode="forward", layers=58), world(32, 8, fabric=fabric)
+    )
+    assert plans[0].layout.transport == "hierarchical"
+    assert any("tier network is assumed" in said for said in plans[0].extrapolates)
+
+
+def test_slow_ranks_and_full_ranks_make_a_layer_longer() -> None:
+    case = {"profile": H200, "fabric": islands(H200, 8, 8), "shape": QWEN, "tokens": 8192}
+    layout = Layout(ep=8, transport="nvlink")
+    even = predict(Case(**case), layout)
+    full = predict(Case(**case, loads_W=np.array([1.5, *[6.5 / 7] * 7])), layout)
+    slow = predict(Case(**case, speeds_W=np.array([2.0, *[1.0] * 7])), layout)
+    assert full.forward > 1.2 * even.forward
+    assert slow.forward == pytest.approx(even.forward + even.tasks["experts"])
+
+
+def test_where_ideas_stop_helping() -> None:
+    growth = scale.Growth(profile=H200)
+    curves = scale.over_ranks(growth, (16, 1024))
+    assert curves["events"][1][1] > curves["events"][0][1]
+    assert curves["once to a rank"][1][1] < curves["once to a rank"][0][1] < 1.1
+    slow = scale.over_rates(growth, (45e9, 12.5e6), 64)
+    assert slow["fp8 rows"][1][1] == pytest.approx(7168 * 2 / (7168 + 7168 / 128 * 4), rel=0.05)
+    assert slow["fused"][1][1] < scale.HELPS < slow["fused"][0][1]
+    assert scale.ends(slow)["fused"].startswith("from 4.5e+10 to 4.5e+10")
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_profiles_name_their_sources(name: str) -> None:
+    profile = Profile.load(name)
+    for entry in profile.entries.values():
+        assert entry.status in STATUSES
+        assert entry.source
+        assert entry.status != "fitted" or "benchmarks/results/" in entry.source
+
+
+def test_profiles_in_and_out(tmp_path: Path) -> None:
+    H200.save(tmp_path / "here.json")
+    assert Profile.load(tmp_path / "here.json") == H200
+    (tmp_path / "here.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"here\.json is no profile .*; measure it again"):
+        Profile.load(tmp_path / "here.json")
+    with pytest.raises(ValueError, match="moon is not there; give a file of `imbrex profile`, or h200"):
+        Profile.load("moon")
+    with pytest.raises(ValueError, match="has no 'speed'"):
+        H200["speed"]
+
+
+def test_the_command_writes_a_table_json_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--json", str(tmp_path / "plan.json"), "--report", str(tmp_path / "plan.html")]
+    words = ["plan", "--model", "qwen3-30b-a3b", "--gpus", "16", "--nodes", "2", "--tokens", "2048"]
+    assert main([*words, "--mode", "train", "--skew", "zipf:0.5", "--replicas", "0,16", *files]) == 0
+    said = capsys.readouterr().out
+    for part in ("plan: EP ", "memory a rank", "sent by a rank", "extrapolates:", "why not the others"):
+        assert part in said
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["profile"]["product_flops_s"]["source"].startswith("benchmarks/results/experts.json")
+    assert content["plan"]["outcome"]["forward"] > 0
+    page = (tmp_path / "plan.html").read_text()
+    assert "Why not the others" in page
+    assert "<script src" not in page
+    assert main(["plan", "--model", "deepseek-v3", "--gpus", "8", "--mode", "train"]) == 1
+    assert "nothing fits" in capsys.readouterr().out
+
+
+def test_a_trace_gives_the_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = np.random.default_rng(0).integers(1, 1000, (2, 3, 128)).tolist()
+    (tmp_path / "stats.json").write_text(json.dumps({"logical_count": counts}))
+    words = ["plan", "--model", "qwen3-30b-a3b", "--gpus", "8", "--trace", str(tmp_path / "stats.json")]
+    assert main(words) == 0
+    assert "(trace choices)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpus", "7", "--nodes", "2"])
+    assert "7 GPUs do not divide into 2 nodes" in capsys.readouterr().err
+
+
+def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "here.json"
+    assert main(["profile", "--out", str(out), "--repeats", "1", "--codecs", "bf16"]) == 0
+    assert "figures measured" in capsys.readouterr().out
+    profile = Profile.load(out)
+    assert profile.entries["product_flops_s"].status == "measured"
+    assert profile.entries["encode_values_s:int8"].status == "assumed"
+    assert main(["plan", "--model", "64,32,8,2", "--gpus", "4", "--nodes", "2", "--profile", str(out)]) == 0
