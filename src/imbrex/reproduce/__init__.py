@@ -17,6 +17,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "schemoe-table-8": ("table_8", "small messages: the layers of BERT-Large-MoE"),
     "schemoe-table-10": ("table_10", "naive, + codec, + all-to-all, + schedule"),
     "schemoe-figure-9": ("figure_9", "all-to-all algorithms by size"),
+    "aristos-sharding": ("sharding", "Eq. 1 and 2: groups of devices by link costs"),
     "aristos-liveness": ("liveness", "theorem 3.1: every interleaving of a few ranks"),
     "schemoe-clusters": ("simulated:schemoe", "simulated: table 10 on its cluster and two others"),
     "comet-figures-10-14": ("simulated:comet", "simulated: one layer over tokens, TP x EP, experts, skew"),
