@@ -158,7 +158,7 @@ def good_shards(topology: Topology, work: Work) -> Shards:
         (topology.start_DD[i][j] + topology.byte_DD[i][j] * work.row_bytes * work.tokens, i, j)
         for i, j in combinations(topology.devices, 2)
     )
-    groups = [(i,) for i in topology.devices]
+    groups: list[Group] = [(i,) for i in topology.devices]
     stages = [list(groups)]
     for _, i, j in nearness:
         one_group, other = (next(g for g in groups if device in g) for device in (i, j))

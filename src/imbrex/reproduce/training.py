@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def train(name: str, seed: int, corpus: Corpus, size: Size) -> dict[str, Any]:
     The result: `held_out_nats` a byte at the end, `curve` of (step, mean training nats since the point
     before), `parameters`, `seconds`.
     """
-    recipe = Recipe(**asdict(size.recipe) | {"seed": seed})
+    recipe = replace(size.recipe, seed=seed)
     trainer = _trainer(name, recipe, corpus, size)
     begin, sums, curve = time.perf_counter(), [], []
     for step in range(recipe.steps):
