@@ -133,10 +133,16 @@ def refuse_ddp(experts: nn.Module, ranks: Ranks) -> None:
 
 
 def refuse_sharded(experts: nn.Module, ranks: Ranks) -> None:
-    """Where FSDP2 shards experts that differ between ranks, raise ValueError: gathered, they are made of the
+    """Where FSDP shards experts that differ between ranks, raise ValueError: gathered, they are made of the
     pieces of different experts."""
     if ranks.size == 1:
         return
+    if any(_is_flat(tensor) for module in experts.modules() for tensor in _tensors(module)):
+        raise ValueError(
+            "MoELayer: FullyShardedDataParallel shards the experts, which differ between ranks; make the "
+            "model anew and give it FullyShardedDataParallel(..., use_orig_params=True, "
+            "ignored_states=list(imbrex.expert_parameters(model)))"
+        )
     modules = set(experts.modules())
     if any(module in modules for module in _sharded_modules()) or any(
         hasattr(parameter, "full_tensor") for parameter in experts.parameters()
@@ -145,6 +151,17 @@ def refuse_sharded(experts: nn.Module, ranks: Ranks) -> None:
             "MoELayer: FSDP shards the experts, which differ between ranks; make the model anew and give it "
             "fully_shard(..., ignored_params=set(imbrex.expert_parameters(model)))"
         )
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors of a module itself: FSDP1 may have made plain attributes of its parameters."""
+    yield from (t for t in (*module._parameters.values(), *vars(module).values()) if isinstance(t, Tensor))
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Whether it is a flat parameter of FSDP1, or a piece of one."""
+    marks = "_is_flat_param", "_fsdp_flattened"
+    return any(getattr(t, mark, False) for t in (tensor, tensor._base) if t is not None for mark in marks)
 
 
 def _sharded_modules() -> Iterator[nn.Module]:

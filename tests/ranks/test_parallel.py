@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -127,15 +127,24 @@ def run_wrapped_whole(ranks: Ranks, case: Case, kind: str) -> str:
     run: nn.Module = model
     if kind == "ddp":
         run = DistributedDataParallel(model, process_group=ranks.group)
+    elif kind.startswith("fsdp1"):
+        ignored = list(imbrex.expert_parameters(model)) if kind.endswith("ignored") else None
+        run = FullyShardedDataParallel(
+            model,
+            ranks.group,
+            use_orig_params="flat" not in kind,
+            ignored_states=ignored,
+            device_id=torch.device("cpu"),
+        )
     else:
         ignored = set(imbrex.expert_parameters(model)) if kind == "fsdp, averaged twice" else None
         fully_shard(model, mesh=DeviceMesh.from_group(ranks.group, "cpu"), ignored_params=ignored)
     try:
         y_TD = run(tokens_of(case, ranks.rank))
-        if kind == "fsdp":
+        if kind in ("fsdp", "fsdp1", "fsdp1, flat"):
             return "wrong outputs"
         y_TD.sum().backward()
-        imbrex.sync_gradients(model)
+        imbrex.sync_gradients(model, dense=not kind.endswith("ignored"))
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -146,6 +155,9 @@ def run_wrapped_whole(ranks: Ranks, case: Case, kind: str) -> str:
     [
         ("ddp", "call imbrex.ignore_in_ddp(model) before you wrap it"),
         ("fsdp", "fully_shard(..., ignored_params=set(imbrex.expert_parameters(model)))"),
+        ("fsdp1", "ignored_states=list(imbrex.expert_parameters(model)))"),
+        ("fsdp1, flat", "ignored_states=list(imbrex.expert_parameters(model)))"),
+        ("fsdp1, ignored", "nothing"),
         ("fsdp, averaged twice", "call sync_gradients(model, dense=False)"),
     ],
 )
