@@ -155,13 +155,14 @@ def refuse_sharded(experts: nn.Module, ranks: Ranks) -> None:
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     """The tensors of a module itself: FSDP1 may have made plain attributes of its parameters."""
-    yield from (t for t in (*module._parameters.values(), *vars(module).values()) if isinstance(t, Tensor))
+    yield from module.parameters(recurse=False)
+    yield from (value for value in vars(module).values() if isinstance(value, Tensor))
 
 
 def _is_flat(tensor: Tensor) -> bool:
     """Whether it is a flat parameter of FSDP1, or a piece of one."""
-    marks = "_is_flat_param", "_fsdp_flattened"
-    return any(getattr(t, mark, False) for t in (tensor, tensor._base) if t is not None for mark in marks)
+    places, marks = (tensor, getattr(tensor, "_base", None)), ("_is_flat_param", "_fsdp_flattened")
+    return any(getattr(place, mark, False) for place in places for mark in marks)
 
 
 def _sharded_modules() -> Iterator[nn.Module]:

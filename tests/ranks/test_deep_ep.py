@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -282,3 +283,65 @@ def test_mistakes_that_need_no_other_rank(pool: Pool) -> None:
         strict=True,
     ):
         assert expected in text
+
+
+def run_wrong_combine(ranks: Ranks, kind: str) -> tuple[list[str], bool]:
+    """One rank's mistake in calls without a plan, then the same call as it should be."""
+    buffer: Any = Buffer(ranks.group)
+    x_TD, ids_TK, weights_TK = draw(ranks.rank, (5, 3))
+    rows, _, weights, _, handle, _ = dispatch(buffer, x_TD, ids_TK, weights_TK)
+    odd = ranks.rank == 1
+    wrong: dict[str, Callable[[], Any]] = {
+        "rows": lambda: buffer.combine(rows[1:] if odd else rows, handle),
+        "width": lambda: buffer.combine(rows[:, :8] if odd else rows, handle),
+        "dtype": lambda: buffer.combine(rows.float() if odd else rows, handle),
+        "weights": lambda: buffer.combine(rows, handle, topk_weights=None if odd else weights),
+        "bias": lambda: buffer.combine(rows, handle, bias=x_TD[1:] if odd else x_TD),
+        "tokens": lambda: buffer.dispatch(x_TD[1:] if odd else x_TD, handle=handle),
+    }
+    said = []
+    for _ in range(2):
+        try:
+            wrong[kind]()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said, bool(torch.isfinite(buffer.combine(rows, handle)[0]).all())
+
+
+WRONG = {
+    "rows": "combine: on rank 1, .* rows received; give a row for each",
+    "width": "combine: ranks disagree about the width of rows",
+    "dtype": "combine: ranks disagree about the dtype of rows",
+    "weights": "combine: ranks disagree about what goes home beside them",
+    "bias": "combine: on rank 1, bias is",
+    "tokens": "dispatch: on rank 1, .* tokens; dispatch as many again",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_one_rank_s_mistake_without_a_plan_is_every_rank_s_at_every_call(pool: Pool, kind: str) -> None:
+    (said, good), (other, fine) = pool.run(2, run_wrong_combine, kind)
+    assert (said, good, fine) == (other, True, True)
+    for text in said:
+        assert re.match(rf"deep_ep\.Buffer\.{WRONG[kind]}", text), text
+
+
+def run_and_count_meetings(ranks: Ranks) -> list[int]:
+    """Messages of counts in a dispatch with choices, and in one without."""
+    buffer: Any = Buffer(ranks.group)
+    x_TD, ids_TK, weights_TK = draw(ranks.rank)
+    transport, told = buffer._backend.transport, []
+    exchange = transport.exchange_counts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "exchange_counts", lambda given: told.append(len(given)) or exchange(given))
+        found = []
+        for weights in (weights_TK, None):
+            told.clear()
+            dispatch(buffer, x_TD, ids_TK, weights)
+            found.append(len(told))
+    return found
+
+
+def test_choices_that_come_with_the_rows_are_counted_where_they_arrive(pool: Pool) -> None:
+    assert pool.run(2, run_and_count_meetings) == [[1, 2]] * 2

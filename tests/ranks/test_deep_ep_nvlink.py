@@ -3,6 +3,7 @@ with the kernels compiled by g++ among gloo ranks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,11 @@ def test_one_rank_s_mistake_is_every_rank_s_and_the_buffer_goes_on(nvlink: Any, 
         module.test_one_rank_s_mistake_is_every_rank_s_and_the_buffer_goes_on(nvlink, kind)
 
 
+def test_one_rank_s_mistake_without_a_plan_is_every_rank_s_at_every_call(nvlink: Any) -> None:
+    for kind in test_deep_ep.WRONG:
+        test_deep_ep.test_one_rank_s_mistake_without_a_plan_is_every_rank_s_at_every_call(nvlink, kind)
+
+
 def test_worst_case_sizes_and_fp8(nvlink: Any) -> None:
     test_deep_ep.test_worst_case_sizes_and_fp8(nvlink)
 
@@ -83,4 +89,4 @@ def run_wider(ranks: Ranks) -> str:
 
 def test_wider_rows_than_were_dispatched_are_refused(nvlink: Any) -> None:
     for said in nvlink.run(2, run_wider):
-        assert said.startswith("deep_ep.Buffer: 1024 bytes a row to sum, 512 dispatched")
+        assert re.search("on rank 0, 1024 bytes a row to sum, 512 dispatched", said)

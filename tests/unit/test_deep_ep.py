@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 import torch
@@ -31,6 +32,9 @@ from deep_ep import Buffer, Config, ElasticBuffer, EventOverlap, HybridEPBuffer,
 from deep_ep.hybrid_ep_buffer import indices_to_map
 from deep_ep.utils import EventHandle
 import deep_ep.utils
+from deep_ep.utils.event import EventOverlap as EventOfModule
+assert EventOfModule is EventOverlap
+assert importlib.util.find_spec("deep_ep.utils.event") is not None
 assert importlib.util.find_spec("deep_ep") is not None
 assert importlib.import_module("deep_ep") is deep_ep
 assert (Buffer, HybridEPBuffer) == (doors.Buffer, doors.HybridEPBuffer)
@@ -79,6 +83,40 @@ def test_arguments_stand_where_programs_put_them(name: str) -> None:
     names = list(inspect.signature(getattr(getattr(deep_ep, kind), call)).parameters)[1:]
     wanted = SIGNATURES[name].split()
     assert names[: len(wanted)] == wanted
+
+
+def test_keywords_of_other_versions_are_taken() -> None:
+    buffer = deep_ep.Buffer(None, use_fabric=True, allow_nvlink_for_normal_mode=False)
+    assert buffer._backend.transport.name == "alltoall"
+
+
+def test_a_tuple_of_three_is_refused_by_name() -> None:
+    buffer: typing.Any = deep_ep.Buffer(None)
+    ids_TK = torch.tensor([[0], [1]])
+    per_rank, _, per_expert, wanted_TW, _ = buffer.get_dispatch_layout(ids_TK, 2)
+    layout = {
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": wanted_TW,
+        "num_tokens_per_expert": per_expert,
+    }
+    pair = torch.ones(2, 8), torch.ones(2, 1)
+    *_, handle, _ = buffer.dispatch(pair, **layout)
+    triple = (*pair, torch.ones(1, 1))
+    for given in (layout, {"handle": handle}):
+        with pytest.raises(ValueError, match=r"x is a tuple of 3.*give rows, or values and one tensor of sc"):
+            buffer.dispatch(triple, **given)
+
+
+def test_a_handle_with_ids_goes_the_handle_s_way() -> None:
+    buffer: typing.Any = deep_ep.HybridEPBuffer(None, 8, 4, 4)
+    x_TD, ids_TK = torch.arange(16.0).view(2, 8), torch.tensor([[0, 3], [2, 1]])
+    given = {"topk_idx": ids_TK, "num_of_experts": 4}
+    *_, handle = buffer.dispatch(x_TD, topk_weights=torch.ones(2, 2), **given)
+    weights_TK = torch.tensor([[0.25, 0.5], [0.75, 1.0]])
+    rows, probs_NE, _, _ = buffer.dispatch(x_TD, topk_idx=ids_TK, topk_weights=weights_TK, handle=handle)
+    assert torch.equal(rows, x_TD)
+    assert probs_NE is not None
+    assert probs_NE.tolist() == [[0.25, 0, 0, 0.5], [0, 1.0, 0.75, 0]]
 
 
 LOW_LATENCY = (
@@ -283,7 +321,7 @@ def test_a_hybrid_handle_must_be_whole_and_fit() -> None:
     calls = {
         "pass the handle that a dispatch returned, whole": lambda: buffer.combine(x_TD, handle=tuple(handle)),
         "2 tokens for a handle of 3": lambda: buffer.dispatch(x_TD[:2], handle=handle),
-        "new probabilities as probs": lambda: buffer.dispatch(x_TD, topk_idx=ids_TK, handle=handle),
+        "with new probabilities": lambda: buffer.dispatch(x_TD, topk_idx=ids_TK[1:], handle=handle),
         "give [P, D] with the P rows": lambda: buffer.combine_with_unpermute(hidden=rows[1:], handle=handle),
         "[2, 8] for 3 rows received": lambda: buffer.combine(x_TD[:2], handle=handle),
         "give bfloat16, float16": lambda: buffer.combine_with_unpermute(hidden=rows.byte(), handle=handle),

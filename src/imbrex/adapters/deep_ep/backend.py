@@ -24,6 +24,16 @@ from imbrex.runtime.words import words
 from imbrex.transport import make as make_transport
 
 TEXT_BYTES = 240
+SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def kind_of(rows_ND: Tensor, beside: Tensor | None) -> dict[str, int]:
+    """The settings of a combine that must be alike on every rank."""
+    return {
+        "the width of rows": rows_ND.shape[1],
+        "the dtype of rows": SUMMABLE.index(rows_ND.dtype),
+        "what goes home beside them": 0 if beside is None else 1 + sum(beside.shape[1:]),
+    }
 
 
 class Backend(Protocol):
@@ -39,6 +49,15 @@ class Backend(Protocol):
     def wrong_device(self, *tensors: Tensor | None) -> str: ...
 
     def close(self) -> None: ...
+
+    def meet(self, call: str, problem: str, settings: dict[str, int]) -> None:
+        """Tell every rank what is wrong with this rank's input of a call without a plan, or nothing, and what
+        must be alike: ValueError on every rank where there is something."""
+        ...
+
+    def why_not_sum(self, rows_ND: Tensor, route: Any) -> str:
+        """Why rows that fit the route cannot be summed, or nothing."""
+        ...
 
     def plan_ranks(
         self,
@@ -128,6 +147,14 @@ class BackendBase:
             return ""
         where = ", ".join(sorted(map(str, given)))
         return f"tensors are on {where}; the group takes them on {self.transport.device.type}"
+
+    def why_not_sum(self, rows_ND: Tensor, route: Any) -> str:
+        """A sentence on why rows cannot be summed, whatever their number, or nothing."""
+        if rows_ND.dim() != 2:
+            return f"rows are {list(rows_ND.shape)}; give [N, D]"
+        if not rows_ND.is_floating_point() or rows_ND.dtype.itemsize == 1:
+            return f"rows are {rows_ND.dtype}; give bfloat16, float16 or float32"
+        return self.wrong_device(rows_ND)
 
     def check_alike(self, call: str, settings: Mapping[str, int], told: list[list[int]]) -> None:
         """ValueError on every rank where settings differ. told: the settings of every rank."""

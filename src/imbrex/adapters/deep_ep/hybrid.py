@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.adapters.deep_ep.backend import pad_rows
+from imbrex.adapters.deep_ep.backend import kind_of, pad_rows
 from imbrex.adapters.deep_ep.choices import indices_to_map, spread_choices
 from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows, plan_again, plan_rows
 from imbrex.adapters.deep_ep.hybrid_handle import (
@@ -157,16 +157,14 @@ class HybridEPBuffer:
         """Sums of a token's compact rows over ranks, in rank order, in float32; weights are not applied.
 
         hidden: [N, D]. probs: float32 [N, E], summed in the same way. Returns [T, D] in hidden's dtype, and
-        float32 [T, E] or None. A wrong input is a ValueError on its rank alone.
+        float32 [T, E] or None. Raises ValueError on every rank where one rank's input is wrong.
         """
         route = read_handle(handle, "combine").route
-        columns = [hidden] if probs is None else [hidden, probs]
+        columns, problem = [hidden] if probs is None else [hidden, probs], ""
         for column in columns:
             if column.dim() != 2 or route.num_rows is None or len(column) < route.num_rows:
-                raise ValueError(
-                    f"deep_ep.HybridEPBuffer.combine: {list(column.shape)} for {route.num_rows} rows received"
-                )
-        _check_summable(hidden, "combine")
+                problem = f"{list(column.shape)} for {route.num_rows} rows received; give a row for each"
+        self._meet_to_sum("combine", problem, hidden, probs, route)
         dtypes = [hidden.dtype, torch.float32][: len(columns)]
         summed = self._backend.bring_home(columns, dtypes, route, rounded=True)
         return summed[0], None if probs is None else summed[1]
@@ -247,21 +245,27 @@ class HybridEPBuffer:
 
         hidden: [P, D]. probs: float32 [P]. Padding is not read, dropped rows count as zero.
         Returns [T, D] in hidden's dtype, and float32 [T, E] or None: the value of every choice where the
-        routing has it. A wrong input is a ValueError on its rank alone.
+        routing has it. Raises ValueError on every rank where one rank's input is wrong.
         """
         call = "combine_with_unpermute"
         kept = read_handle(handle, call)
         permutation = kept.permutation
+        problem = ""
         if permutation is None or hidden.dim() != 2 or len(hidden) != permutation.num_rows:
-            raise ValueError(
-                f"deep_ep.HybridEPBuffer.{call}: {list(hidden.shape)}; give [P, D] with the P rows of the "
-                "dispatch_with_permute whose handle this is"
+            problem = (
+                f"hidden is {list(hidden.shape)}; give [P, D] with the P rows of the dispatch_with_permute "
+                "whose handle this is"
             )
-        _check_summable(hidden, call)
+        self._meet_to_sum(call, problem, hidden, probs, kept.route)
+        assert permutation is not None
         y_TD, weights_TK = self._backend.reduce(hidden, probs, kept, permutation)
         if weights_TK is None:
             return y_TD, None
         return y_TD, spread_choices(replace(kept.choices, weights_TK=weights_TK), kept.config.num_experts)
+
+    def _meet_to_sum(self, call: str, problem: str, hidden: Tensor, probs: Tensor | None, route: Any) -> None:
+        problem = problem or self._backend.why_not_sum(hidden, route)
+        self._backend.meet(call, problem, {} if problem else kind_of(hidden, probs))
 
     def _plan(
         self,
@@ -290,10 +294,3 @@ def _find_budget_problem(budget: int | None, pad_multiple: int, non_blocking: bo
     if non_blocking and budget is not None and budget % pad_multiple:
         return f"num_permuted_tokens {budget} is not a multiple of pad_multiple {pad_multiple}"
     return ""
-
-
-def _check_summable(hidden: Tensor, call: str) -> None:
-    if not hidden.is_floating_point() or hidden.dtype.itemsize == 1:
-        raise ValueError(
-            f"deep_ep.HybridEPBuffer.{call}: hidden is {hidden.dtype}; give bfloat16, float16 or float32"
-        )

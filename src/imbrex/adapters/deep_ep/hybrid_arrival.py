@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from imbrex.adapters.deep_ep.choices import Choices
+from imbrex.adapters.deep_ep.choices import Choices, indices_to_map
 from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, Given, Kept, read_handle
 
 if TYPE_CHECKING:
@@ -30,16 +30,23 @@ def plan_rows(backend: Backend, call: str, given: Given, config: BufferConfig, p
 
 
 def plan_again(backend: Backend, call: str, given: Given, handle: tuple) -> Kept:
-    """The same way as an earlier dispatch, with other probabilities where they are given."""
+    """The same way as an earlier dispatch, with other probabilities where they are given: by expert, or by
+    choice with the ids that they belong to. Where rows go, the handle alone says."""
     kept = read_handle(handle, call)
-    if given.ids_TK is not None or len(given.hidden) != kept.route.num_tokens:
-        raise ValueError(
-            f"deep_ep.HybridEPBuffer.{call}: {len(given.hidden)} tokens for a handle of "
-            f"{kept.route.num_tokens}; give as many again, and new probabilities as probs [T, E]"
+    tokens, ids_given, probs_TE = kept.route.num_tokens, given.ids_TK, given.probs_TE
+    problem = ""
+    if len(given.hidden) != tokens or (ids_given is not None and len(ids_given) != tokens):
+        problem = (
+            f"{len(given.hidden)} tokens for a handle of {tokens}; give as many again, with new "
+            "probabilities as probs [T, E], or as topk_weights with topk_idx"
         )
+    widths = [0 if problem else column.shape[1] * column.dtype.itemsize for column in given.columns]
+    backend.meet(call, problem, {"the bytes of a row": sum(widths), "whether scales are given": len(widths)})
+    if probs_TE is None and ids_given is not None and given.weights_TK is not None:
+        probs_TE = indices_to_map(ids_given, given.weights_TK, tokens, kept.config.num_experts)[1]
     ids_TK, weights_TK, route = kept.choices.ids_TK, None, kept.route
-    if given.probs_TE is not None:
-        weights_TK = given.probs_TE.gather(1, ids_TK.clamp(min=0))
+    if probs_TE is not None:
+        weights_TK = probs_TE.gather(1, ids_TK.clamp(min=0))
         route = backend.reweigh(route, weights_TK)
     return replace(kept, route=route, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK))
 

@@ -13,9 +13,9 @@ MARK = "_imbrex"
 
 
 def install() -> None:
-    """Register the modules `deep_ep`, `deep_ep.utils` and `deep_ep.hybrid_ep_buffer`, so that programs
-    written for DeepEP find `Buffer`, `HybridEPBuffer` and their events here. Call it before such a program is
-    imported; a second call changes nothing.
+    """Register the modules `deep_ep`, `deep_ep.utils`, `deep_ep.utils.event` and `deep_ep.hybrid_ep_buffer`,
+    so that programs written for DeepEP find `Buffer`, `HybridEPBuffer` and their events here. Call it before
+    such a program is imported; a second call changes nothing.
 
     Raises RuntimeError where another deep_ep has been imported: programs may already hold its classes.
     """
@@ -30,7 +30,8 @@ def install() -> None:
         )
     event_names: dict[str, Any] = {"EventHandle": events.EventHandle, "EventOverlap": events.EventOverlap}
     hybrid_names = {"HybridEPBuffer": hybrid.HybridEPBuffer, "indices_to_map": hybrid.indices_to_map}
-    utils = _module("deep_ep.utils", event_names)
+    event = _module("deep_ep.utils.event", event_names)
+    utils = _module("deep_ep.utils", {**event_names, "event": event})
     hybrid_module = _module("deep_ep.hybrid_ep_buffer", hybrid_names)
     top = {
         "Buffer": legacy.Buffer,
@@ -42,16 +43,15 @@ def install() -> None:
         "hybrid_ep_buffer": hybrid_module,
     }
     package = _module("deep_ep", {**event_names, **top})
-    sys.modules.update({module.__name__: module for module in (package, utils, hybrid_module)})
+    sys.modules.update({module.__name__: module for module in (package, utils, event, hybrid_module)})
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
     module = ModuleType(name, "imbrex.adapters.deep_ep under the name that programs import.")
     # Programs ask importlib whether deep_ep is there; it wants a spec.
-    module.__spec__ = ModuleSpec(
-        name, loader=None, origin="imbrex.adapters.deep_ep", is_package=name == "deep_ep"
-    )
-    if name == "deep_ep":
+    is_package = name in ("deep_ep", "deep_ep.utils")
+    module.__spec__ = ModuleSpec(name, loader=None, origin="imbrex.adapters.deep_ep", is_package=is_package)
+    if is_package:
         module.__path__ = []
     module.__dict__.update(names, **{MARK: True})
     return module

@@ -4,6 +4,7 @@ rows that come back are summed. Semantics: deepseek-ai/DeepEP, `deep_ep/buffers/
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import absent, events
-from imbrex.adapters.deep_ep.backend import pad_rows
+from imbrex.adapters.deep_ep.backend import kind_of, pad_rows
 from imbrex.adapters.deep_ep.choices import indices_to_map
 from imbrex.adapters.deep_ep.config import Config, tuned
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
@@ -23,6 +24,7 @@ from imbrex.runtime.words import words
 
 Rows = Tensor | tuple[Tensor, Tensor]
 Previous = EventOverlap | EventHandle | None
+PAIR = "give rows, or values and one tensor of scales"
 topk_idx_t = torch.int64
 """The dtype of ids, under the name that programs look up."""
 
@@ -31,7 +33,8 @@ class Buffer(absent.Calls):
     """Dispatch and combine over the ranks of `group`, with DeepEP's arguments and returns.
 
     group: `None` is one process alone. num_nvl_bytes, num_rdma_bytes: kept, nothing of that size is
-        allocated.
+        allocated. use_fabric: accepted; torch maps the peers' memory.
+    allow_nvlink_for_normal_mode: `False` keeps `auto` from picking the kernels over NVLink.
     transport: a name or an object of imbrex; it decides how rows move, and on which device. `auto`: `nvlink`
         where its kernels can run, else `alltoall`.
 
@@ -55,6 +58,8 @@ class Buffer(absent.Calls):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
+        use_fabric: bool = False,
+        allow_nvlink_for_normal_mode: bool = True,
         transport: str | Backend = "auto",
     ) -> None:
         if low_latency_mode:
@@ -63,6 +68,8 @@ class Buffer(absent.Calls):
             absent.refuse(
                 "Buffer(comm=...)", "ranks are those of a torch.distributed group; pass it as group"
             )
+        if transport == "auto" and not allow_nvlink_for_normal_mode:
+            transport = "alltoall"
         self._backend = open_backend("deep_ep.Buffer", group, transport)
         self.group = group
         self.rank, self.group_size = self._backend.rank, self._backend.world_size
@@ -195,6 +202,8 @@ class Buffer(absent.Calls):
     ) -> str:
         per_rank, wanted_TW, per_expert = layout
         parts = x if isinstance(x, tuple) else (x,)
+        if len(parts) > 2:
+            return f"x is a tuple of {len(parts)}, as NVFP4 with a global scale; {PAIR}"
         if any(part.dim() != 2 or part.shape[0] != parts[0].shape[0] for part in parts):
             return f"x is {[list(part.shape) for part in parts]}; give [T, D], or values and scales [T, S]"
         if per_rank is None or wanted_TW is None or per_expert is None:
@@ -249,7 +258,7 @@ class Buffer(absent.Calls):
         if topk_idx is not None and topk_weights is not None:
             labels += [topk_idx.int() + 1, topk_weights]
         route, rows_WW = self._backend.plan_ranks(problem, wanted_TW, [*columns, *labels], worst, settings)
-        counts = [] if worst else self._count_experts(per_expert, alignment)
+        counts = [] if worst or labels else self._ask_counts(per_expert, alignment)
         arrived, sources = self._backend.carry_with_sources([*columns, *labels], route)
         arrived = [pad_rows(part, worst) for part in arrived]
         rows, choices = _like(x, arrived[:values]), arrived[values:]
@@ -258,6 +267,7 @@ class Buffer(absent.Calls):
         if not choices:
             return rows, None, None, counts, handle
         ids_NK, weights_NK = self._make_local(choices[0] - 1, choices[1], per_expert.numel())
+        counts = [] if worst else _count_rows(ids_NK, per_expert.numel() // self.group_size, alignment)
         return rows, ids_NK, weights_NK, counts, handle
 
     def _make_local(self, ids_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -266,20 +276,24 @@ class Buffer(absent.Calls):
         here = (local >= 0) & (local < per_rank)
         return torch.where(here, local, -1), torch.where(here, weights_NK, 0.0)
 
-    def _count_experts(self, per_expert: Tensor, alignment: int) -> list[int]:
+    def _ask_counts(self, per_expert: Tensor, alignment: int) -> list[int]:
+        """Counts of the local experts from all ranks' layouts, where no choices come with the rows."""
         counts_WE = self._backend.transport.exchange_counts(per_expert.long())
         mine = counts_WE.sum(0).view(self.group_size, -1)[self.rank]
         # on the host: counts were exchanged
-        return ((mine + alignment - 1) // alignment * alignment).tolist()
+        return _align(mine, alignment).tolist()
 
     def _dispatch_again(self, x: Rows, handle: tuple) -> Rows:
         columns = list(x) if isinstance(x, tuple) else [x]
+        tokens, problem = len(handle[4]), self._backend.wrong_device(*columns)
+        if len(columns) > 2:
+            problem = f"x is a tuple of {len(columns)}, as NVFP4 with a global scale; {PAIR}"
+        elif any(part.dim() != 2 or part.shape[0] != tokens for part in columns):
+            shapes = [list(part.shape) for part in columns]
+            problem = f"x is {shapes}, the handle is of {tokens} tokens; dispatch as many again"
+        widths = [] if problem else [part.shape[1] * part.dtype.itemsize for part in columns]
+        self._backend.meet("dispatch", problem, {"the bytes of a row": sum(widths)})
         route = self._route_of(handle, columns)
-        if any(part.dim() != 2 or part.shape[0] != route.num_tokens for part in columns):
-            raise ValueError(
-                f"deep_ep.Buffer.dispatch: x is {[list(part.shape) for part in columns]}, the handle is of "
-                f"{route.num_tokens} tokens; dispatch as many again"
-            )
         arrived = self._backend.carry(columns, route)
         return _like(x, [pad_rows(part, handle[3].shape[0]) for part in arrived])
 
@@ -304,29 +318,47 @@ class Buffer(absent.Calls):
         """The plain sum of a token's rows over ranks, in rank order, in float32; weights are not applied.
 
         x: [N, D] as received. topk_weights: float32 [N, K]; summed in the same way. bias: one or two [T, D],
-        added. Returns [T, D] in x's dtype, float32 [T, K] or None, event. A wrong input is a ValueError on
-        its rank alone.
+        added. Returns [T, D] in x's dtype, float32 [T, K] or None, event. Raises ValueError on every rank
+        where one rank's input is wrong.
         """
         events.begin(previous_event)
         columns, dtypes = [x], [x.dtype]
         if topk_weights is not None:
             columns.append(topk_weights)
             dtypes.append(torch.float32)
-        size = handle[3].shape[0]
-        if any(column.dim() != 2 or column.shape[0] != size for column in columns):
-            shapes = [list(column.shape) for column in columns]
-            raise ValueError(
-                f"deep_ep.Buffer.combine: {shapes} for {size} rows received; give a row for each"
-            )
-        if not x.is_floating_point() or x.dtype.itemsize == 1:
-            raise ValueError(f"deep_ep.Buffer.combine: x is {x.dtype}; give bfloat16, float16 or float32")
+        terms = (bias,) if isinstance(bias, Tensor) else bias or ()
         route = self._route_of(handle, columns)
+        problem = self._why_not_combine(columns, terms, handle, route)
+        self._backend.meet("combine", problem, {} if problem else kind_of(x, topk_weights))
         summed = self._backend.bring_home(columns, dtypes, route, rounded=bias is None)
-        for term in (bias,) if isinstance(bias, Tensor) else bias or ():
+        for term in terms:
             summed[0] += term.float()
         weights = None if topk_weights is None else summed[1]
         return summed[0].to(x.dtype), weights, events.end(async_finish)
 
+    def _why_not_combine(
+        self, columns: list[Tensor], terms: Sequence[Tensor], handle: tuple, route: Any
+    ) -> str:
+        size, tokens, shapes = len(handle[3]), len(handle[4]), [list(column.shape) for column in columns]
+        if any(column.dim() != 2 or column.shape[0] != size for column in columns):
+            return f"{shapes} for {size} rows received; give a row for each"
+        if problem := self._backend.why_not_sum(columns[0], route):
+            return problem
+        shape = [tokens, shapes[0][1]]
+        if any(list(term.shape) != shape for term in terms):
+            return f"bias is {[list(term.shape) for term in terms]}; give {shape}"
+        return self._backend.wrong_device(*columns, *terms)
+
 
 def _like(x: Rows, parts: list[Tensor]) -> Rows:
     return (parts[0], parts[1]) if isinstance(x, tuple) else parts[0]
+
+
+def _count_rows(ids_NK: Tensor, num_local: int, alignment: int) -> list[int]:
+    """Counts of the local experts from the choices that came with the rows: nobody is asked again."""
+    # host sync: programs want the counts as a list
+    return _align(plan.count_choices(ids_NK, num_local), alignment).tolist()
+
+
+def _align(counts_e: Tensor, alignment: int) -> Tensor:
+    return (counts_e + alignment - 1) // alignment * alignment

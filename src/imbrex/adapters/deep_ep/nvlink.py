@@ -104,14 +104,7 @@ class NvlinkBackend(BackendBase):
             problem = f"{choices} choices a token; NVLink's kernels take {MOST_CHOICES}: use 'alltoall'"
         if self.transport.max_tokens is not None and tokens > self.transport.max_tokens:
             problem = problem or f"{tokens} tokens; Nvlink(max_tokens=) is {self.transport.max_tokens}"
-        note = zlib.crc32(repr(sorted(settings.items())).encode())
-        most, wrong = self.transport.agree_on_call(tokens, fine=not problem, note=note)
-        if wrong is not None:
-            self.raise_problems(call, problem)
-        if not self.transport.agreed:
-            told = self.transport.exchange_counts(words(*settings.values()))
-            # on the host: counts are told there
-            self.check_alike(call, settings, told.tolist())
+        most = self._meet(call, problem, settings, tokens)
         placement = contiguous(num_experts, self.world_size)
         size = Size(
             rank_offsets=placement.rank_offsets,
@@ -126,6 +119,28 @@ class NvlinkBackend(BackendBase):
         traffic_WW = torch.empty(self.world_size, self.world_size, dtype=torch.int32, device=ids_TK.device)
         routed = kernels.route(ids_TK.long(), given, traffic=traffic_WW)
         return KernelRoute(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, most=most)
+
+    def meet(self, call: str, problem: str, settings: dict[str, int]) -> None:
+        self._meet(call, problem, settings, 0)
+
+    def _meet(self, call: str, problem: str, settings: Mapping[str, int], tokens: int) -> int:
+        """Most tokens of a rank. The hosts meet over shared memory."""
+        note = zlib.crc32(repr((call, sorted(settings.items()))).encode())
+        most, wrong = self.transport.agree_on_call(tokens, fine=not problem, note=note)
+        if wrong is not None:
+            self.raise_problems(call, problem)
+        if not self.transport.agreed:
+            told = self.transport.exchange_counts(words(*settings.values()))
+            # on the host: counts are told there
+            self.check_alike(call, settings, told.tolist())
+            raise ValueError(f"{self.who}.{call}: ranks make different calls; make the same on every rank")
+        return most
+
+    def why_not_sum(self, rows_ND: Tensor, route: KernelRoute) -> str:
+        problem, room = super().why_not_sum(rows_ND, route), route.size.row_bytes
+        if problem or rows_ND.dtype != torch.bfloat16 or 2 * rows_ND.shape[1] <= room:
+            return problem
+        return f"{2 * rows_ND.shape[1]} bytes a row to sum, {room} dispatched; give rows as wide as those"
 
     def most_choices(self, chosen_T: Tensor, num_experts: int) -> int:
         """Columns of choices for tokens of that many experts: of all where those are few, else what the first
@@ -218,11 +233,7 @@ class NvlinkBackend(BackendBase):
                 home_TK = self.send_home(pick(values, routed.position_LWTK[0].long()))[: link.num_tokens]
             return y_TD.to(rows_RD.dtype) if rounded else y_TD, home_TK
         width = rows_RD.shape[1]
-        if 2 * width > link.size.row_bytes:
-            raise ValueError(
-                f"{self.who}: {2 * width} bytes a row to sum, {link.size.row_bytes} dispatched; give rows as "
-                "wide as those that were dispatched"
-            )
+        assert 2 * width <= link.size.row_bytes
         given = F.pad(rows_RD, [0, -width % (ROW_MULTIPLE // 2)]).contiguous()
         numbers = None
         if values is not None:
