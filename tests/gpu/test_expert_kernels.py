@@ -9,9 +9,9 @@ from torch import Tensor
 
 from imbrex.kernels.ffn import ffn as ffn_module
 from imbrex.kernels.ffn.ffn import ffn
-from imbrex.kernels.ffn.gather import TILINGS as GATHER_TILINGS
 from imbrex.kernels.ffn.glue import gather_rows, plan_groups, sum_rows
 from imbrex.kernels.ffn.inputs import supports
+from imbrex.kernels.ffn.tokens import TILINGS as GATHER_TILINGS
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.gemm.tiling import PAIRED, SHARED, gemm_choices

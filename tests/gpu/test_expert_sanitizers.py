@@ -15,7 +15,7 @@ import torch
 from imbrex.kernels.ffn import ffn as ffn_module
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, quantise_rows, run_fp8_rows
-from imbrex.kernels.ffn.gather import TILINGS
+from imbrex.kernels.ffn.tokens import TILINGS
 from imbrex.kernels.ffn.glue import plan_groups
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, launch_gemm
 from imbrex.kernels.gemm.tiling import OWN, PAIRED

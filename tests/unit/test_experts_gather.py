@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from imbrex.kernels.ffn.fp8_tokens import gathers_quantised
-from imbrex.kernels.ffn.gather import TILINGS, gathers
+from imbrex.kernels.ffn.tokens import TILINGS, gathers
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
 from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, choose_tiling
 

@@ -11,7 +11,7 @@ import imbrex
 from imbrex.codec import make_wire
 from imbrex.contracts import Geometry
 from imbrex.exchange.nvlink import most_rows
-from imbrex.exchange.nvlink_fit import tell, why_not_nvlink
+from imbrex.exchange.nvlink_fit import kernel_placement, why_not_nvlink
 from imbrex.kernels import jit
 from imbrex.kernels.rows.weights import spread
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
@@ -71,7 +71,7 @@ def test_weights_stand_where_their_rows_are() -> None:
 def test_slots_stand_for_experts_where_the_caller_splits() -> None:
     placement = from_slots([[0, 1], [1, -1]], 2)
     for split, by_slot, balanced in ((split_evenly, 0, 0), (split_balanced, 0, 1), (another_split, 1, 0)):
-        told = tell(replace(GOOD, split=split, placement=placement))
+        told = kernel_placement(replace(GOOD, split=split, placement=placement))
         assert (told.by_slot, told.balanced) == (by_slot, balanced)
         assert told.placement.slots == ((0, 1, 2, 3) if by_slot else (0, 1, 1, -1))
 

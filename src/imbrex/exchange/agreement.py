@@ -154,15 +154,15 @@ def agree(
     returned of all ranks, by rank.
     """
     values = [v if isinstance(v, int) else zlib.crc32(v.encode()) for v in settings.values()]
-    told = backend.exchange_counts(words(problem is not None, *own, *values))
+    words_W = backend.exchange_counts(words(problem is not None, *own, *values))
     if problem is not None:
         raise problem
-    wrong, gathered = told[:, 0].nonzero().flatten(), told[:, 1 + len(own) :]
+    wrong, values_W = words_W[:, 0].nonzero().flatten(), words_W[:, 1 + len(own) :]
     if len(wrong):
         # on the host: settings are compared once, at construction
         raise ValueError(f"{what}: rank {int(wrong[0])} cannot be served; its own error says why")
     for place, (name, mine) in enumerate(settings.items()):
-        column = gathered[:, place]
+        column = values_W[:, place]
         # on the host: settings are compared once, at construction
         different = (column != column[0]).nonzero().flatten().tolist()
         if different:
@@ -171,17 +171,17 @@ def agree(
                 f"rank 0 (here: {mine}); give every rank of the group the same"
             )
     # on the host: as above
-    return told[:, 1 : 1 + len(own)].tolist()
+    return words_W[:, 1 : 1 + len(own)].tolist()
 
 
 def raise_together(backend: Backend, what: str, problem: str | None) -> None:
     """One exchange, two where a rank has a problem: then ValueError on every rank with what is wrong on the
     first that has one."""
     try:
-        told = backend.exchange_counts(words(problem is not None))
+        flags_W = backend.exchange_counts(words(problem is not None))
     except RankLostError as error:
         raise RankLostError(str(error).replace("in plan:", f"in {what}:")) from error
-    wrong = told[:, 0].nonzero().flatten()
+    wrong = flags_W[:, 0].nonzero().flatten()
     if not len(wrong):
         return
     text = (problem or "").encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)

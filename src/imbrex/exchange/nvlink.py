@@ -10,7 +10,7 @@ in the caller's stream; beside experts, on a stream of its own, one for all laye
 kernels that wait for peers a GPU has one at a time.
 
 The kernels choose replicas in equal parts or by the loads of the batch. Any other split is computed on the
-host, after one synchronisation, and the kernels are told slots for experts (`nvlink_fit.tell`).
+host, after one synchronisation, and the kernels are told slots for experts (`nvlink_fit.kernel_placement`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from imbrex.contracts import (
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
-from imbrex.exchange.nvlink_fit import DTYPE, is_coded, tell
+from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.layout import Shape
 from imbrex.kernels.exchange.routed import Tables, placement_tables, write_tables
@@ -115,20 +115,20 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def relocate(self, geometry: Geometry) -> None:
         super().relocate(geometry)
-        self.told = told = tell(geometry)
+        self.placed = placed = kernel_placement(geometry)
         self.size = Size(
-            rank_offsets=told.placement.rank_offsets,
+            rank_offsets=placed.placement.rank_offsets,
             tensor=geometry.tensor_parallel,
-            experts=told.placement.num_experts,
+            experts=placed.placement.num_experts,
             choices=geometry.top_k,
             row_bytes=geometry.hidden_size * DTYPE.itemsize,
             compact=is_coded(self.wire.dispatch) or is_coded(self.wire.combine_backward),
         )
-        lengths = told.placement.num_experts + 1, told.placement.num_slots, told.placement.num_ranks + 1
+        lengths = placed.placement.num_experts + 1, placed.placement.num_slots, placed.placement.num_ranks + 1
         if self._tables and tuple(len(table) for table in self._tables) == lengths:
-            write_tables(self._tables, told.placement)
+            write_tables(self._tables, placed.placement)
         else:
-            self._tables = placement_tables(told.placement, self.transport.device)
+            self._tables = placement_tables(placed.placement, self.transport.device)
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
@@ -136,7 +136,7 @@ class NvlinkDispatcher(WiredDispatcher):
 
     @property
     def counts_on_device(self) -> bool:
-        return not self.told.by_slot and self.geometry.tensor_parallel == 1
+        return not self.placed.by_slot and self.geometry.tensor_parallel == 1
 
     def count_into(self, tally_WS: Tensor | None) -> None:
         if not self.counts_on_device:
@@ -209,15 +209,15 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> tuple[Any, Routed]:
         """Rows as `expand` makes them of those that cross in fp8, and where they stand."""
         most, ids_TK, sms = part.most, part.ids_TK.contiguous(), self.sms
-        kernels = self.transport.exchange_for(self.size, self.told.placement, most, self.observer)
+        kernels = self.transport.exchange_for(self.size, self.placed.placement, most, self.observer)
         kernels.layer = self.layer
         where = {"layer": self.layer}
         if self.observer.enabled:
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
             self.observer.count("expert_load", load_E, **where)
         weights_TK, x_TD = weights_TK.contiguous(), x_TD.contiguous()
-        choose = {"tally": self.tally_WS, "tables": self._tables, "balanced": self.told.balanced}
-        if self.told.by_slot:
+        choose = {"tally": self.tally_WS, "tables": self._tables, "balanced": self.placed.balanced}
+        if self.placed.by_slot:
             with self.observer.span("plan", **where):
                 ids_TK = self._choose_slots(ids_TK)
         given = x_TD, ids_TK, weights_TK

@@ -41,7 +41,7 @@ def why_not_dtype(dtype: torch.dtype | None) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class KernelPlacement:
     """A placement in the form that the kernels take. by_slot: its experts are the slots of the placement that
     was given. balanced: the kernels choose replicas by the loads, else in equal parts."""
 
@@ -50,11 +50,12 @@ class Told:
     balanced: bool
 
 
-def tell(geometry: Geometry) -> Told:
-    """Slots 0 1 | 1 2 and a split of the caller's: experts 0 1 | 2 3, each in one slot."""
-    given, balanced = geometry.placement, geometry.split is SPLITS["balanced"]
+def kernel_placement(geometry: Geometry) -> KernelPlacement:
+    """The placement as kernels take it. With a split of the caller's they choose no replicas: slots
+    0 1 | 1 2 are to them experts 0 1 | 2 3, each in one slot."""
+    placement, balanced = geometry.placement, geometry.split is SPLITS["balanced"]
     if balanced or geometry.split is split_evenly:
-        return Told(placement=given, by_slot=False, balanced=balanced)
-    slots = tuple(range(given.num_slots))
-    named = Placement(slots=slots, rank_offsets=given.rank_offsets, num_experts=len(slots))
-    return Told(placement=named, by_slot=True, balanced=False)
+        return KernelPlacement(placement=placement, by_slot=False, balanced=balanced)
+    slots = tuple(range(placement.num_slots))
+    named = Placement(slots=slots, rank_offsets=placement.rank_offsets, num_experts=len(slots))
+    return KernelPlacement(placement=named, by_slot=True, balanced=False)

@@ -15,7 +15,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.rows.compact",
     "imbrex.kernels.ffn.ffn",
     "imbrex.kernels.ffn.fp8",
-    "imbrex.kernels.ffn.gather",
+    "imbrex.kernels.ffn.tokens",
     "imbrex.kernels.exchange.variants",
     "imbrex.kernels.fused.home",
     "imbrex.kernels.rows.expand",

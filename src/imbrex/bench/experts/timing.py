@@ -25,7 +25,6 @@ from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, launch_gemm, multiprocessors
 from imbrex.kernels.gemm.tiling import choose_tiling
 from imbrex.kernels.jit import cuda_binding, cuda_ok
-from imbrex.observe.capture import capture
 from imbrex.observe.clock import PAUSE_CYCLES, device_microseconds
 
 OPS = ("grouped_gemm", "ffn", "ffn_unpermuted", "ffn_training", "decode")
@@ -192,3 +191,18 @@ def peak_mib(call: Call) -> float:
     call()
     torch.cuda.synchronize()
     return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The graph of `call`, which runs nothing; its memory is free when the graph is gone.
+
+    Unlike `torch.cuda.graph` it keeps the allocator's free blocks, so that what is timed later finds them.
+    """
+    graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        call()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
