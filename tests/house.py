@@ -41,6 +41,11 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     )
 )
 """The rooms, from the ground up: a room is a folder of `src/imbrex`, or a file of its root."""
+KERNEL_FLOORS = tuple(
+    frozenset(floor.split())
+    for floor in ("ptx", "codec gate gemm peers", "routing ffn", "exchange", "rows", "fused")
+)
+"""Families of kernels, Python and CUDA, from the ground up; files of `kernels` itself lie below all."""
 MAX_ROOT_FILES = 8
 LAYER_FLOOR = next(i for i, floor in enumerate(FLOORS) if "layer" in floor)
 # Rooms that a training step runs through: a hidden synchronisation here costs every user.
@@ -341,6 +346,21 @@ def headless_docstrings(path: str, text: str) -> list[Breach]:
             breaches.append(f"{path}:{line}: begins with a field; say first what the whole is")
         elif not paragraph.endswith((".", ":", "?", "!")):
             breaches.append(f"{path}:{line}: the first paragraph ends in no full stop")
+    return breaches
+
+
+def kernel_climbs(path: str, text: str) -> list[Breach]:
+    """Includes and imports of one family of kernels by another that does not stand above it."""
+    at = {family: number for number, floor in enumerate(KERNEL_FLOORS) for family in floor}
+    own = path.removeprefix("src/imbrex/kernels/").split("/")[0]
+    if not path.startswith("src/imbrex/kernels/") or "/" not in path.removeprefix("src/imbrex/kernels/"):
+        return []
+    pattern = r'#include "(\w+)/' if path.endswith((".cu", ".cuh")) else r"^from imbrex\.kernels\.(\w+)[. ]"
+    breaches = [] if own in at else [f"{path}:1: the family {own} has no floor in KERNEL_FLOORS"]
+    for match in re.finditer(pattern, text, re.MULTILINE):
+        other, line = match[1], text.count("\n", 0, match.start()) + 1
+        if other != own and at.get(other, -1) >= at.get(own, 0):
+            breaches.append(f"{path}:{line}: {own} takes from {other}, which does not lie below it")
     return breaches
 
 

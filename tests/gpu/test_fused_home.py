@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from imbrex.kernels import jit
+from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.fused.home import home_beside_gradients
-from imbrex.kernels.gemm.gemm import multiprocessors
 from imbrex.placement.layouts import contiguous
 from tests.emulated.home import apart, begin, beside, differences
 from tests.emulated.scenario import Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imbrex.kernels.exchange.routed import Routed
+from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.compact import index_rows, place_compact
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imbrex.codec.fp8 import Fp8
-from imbrex.kernels.exchange.routed import Routed
+from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from tests.emulated import kernel
 

@@ -79,6 +79,16 @@ def test_docstrings_can_be_read_alone() -> None:
     assert collect(house.headless_docstrings, SOURCES) == []
 
 
+def test_families_of_kernels_take_from_those_below() -> None:
+    assert collect(house.kernel_climbs, SOURCES + KERNELS) == []
+    include = '#include "exchange/reduce.cuh"\n'
+    assert len(house.kernel_climbs("src/imbrex/kernels/routing/split.cuh", include)) == 1
+    assert house.kernel_climbs("src/imbrex/kernels/fused/home.cu", include) == []
+    upward = "from imbrex.kernels.ffn.ffn import ffn\n"
+    assert len(house.kernel_climbs("src/imbrex/kernels/gemm/gemm.py", upward)) == 1
+    assert len(house.kernel_climbs("src/imbrex/kernels/attic/gemm.py", "")) == 1
+
+
 def test_no_banners() -> None:
     assert collect(house.banners, SOURCES + KERNELS + OTHERS) == []
 

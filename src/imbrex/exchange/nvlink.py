@@ -42,9 +42,9 @@ from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.layout import Shape
-from imbrex.kernels.exchange.routed import Tables, placement_tables, write_tables
 from imbrex.kernels.ffn.glue import weigh_rows
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
+from imbrex.kernels.routing.routed import Tables, placement_tables, write_tables
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread
 from imbrex.runtime.deferred import Deferral

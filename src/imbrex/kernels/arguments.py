@@ -96,3 +96,9 @@ def pack(args: Sequence[Any]) -> tuple[Any, Any]:
         elif arg is not None:
             addresses[i] = ctypes.addressof(arg)
     return slots, (ctypes.c_void_p * len(args))(*addresses)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """SMs of a GPU; of an H200 for tensors on the CPU, where nothing is timed."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132

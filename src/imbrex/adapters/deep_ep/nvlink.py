@@ -25,8 +25,8 @@ from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
 from imbrex.codec.cast import as_bytes
 from imbrex.exchange import rows
 from imbrex.kernels.exchange.exchange import NvlinkExchange
-from imbrex.kernels.exchange.routed import Routed
 from imbrex.kernels.ffn.glue import clear_rows
+from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.compact import Placed, index_rows, place_compact
 from imbrex.observe import Observer
 from imbrex.placement import contiguous

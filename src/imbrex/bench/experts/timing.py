@@ -17,12 +17,13 @@ from torch import Tensor
 
 from imbrex.bench.experts import rival
 from imbrex.bench.experts.work import Work, draw
+from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, quantise_rows, unfit_for_fp8
 from imbrex.kernels.ffn.fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.ffn.glue import plan_groups
 from imbrex.kernels.ffn.tokens import ffn_tokens
-from imbrex.kernels.gemm.gemm import Epilogue, Layout, launch_gemm, multiprocessors
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, launch_gemm
 from imbrex.kernels.gemm.tiling import choose_tiling
 from imbrex.kernels.jit import cuda_binding, cuda_ok
 from imbrex.observe.clock import PAUSE_CYCLES, device_microseconds

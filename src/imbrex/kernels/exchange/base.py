@@ -16,9 +16,9 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.debug import check_choices, poison
 from imbrex.kernels.exchange.error import raise_failure
 from imbrex.kernels.exchange.route import check_shape, route_args
-from imbrex.kernels.exchange.routed import Routed, Tables, empty_routed, placement_tables
 from imbrex.kernels.exchange.variants import ROUTE_MANY, shipped_variants
 from imbrex.kernels.heap import Heap
+from imbrex.kernels.routing.routed import Routed, Tables, placement_tables
 from imbrex.kernels.structs import Struct
 
 
@@ -207,3 +207,18 @@ class ExchangeBase:
         start = offset + buffer * self._buffer_bytes(rows)
         part = self.heap.local[:, start : start + rows * width * dtype.itemsize]
         return part.view(dtype).view(self.local_ranks, rows, width)
+
+
+def empty_routed(shape: lay.Shape, local_ranks: int, device: torch.device, max_tokens: int) -> Routed:
+    """Room for what the kernel writes of at most `max_tokens` tokens a rank."""
+    ranks, choices, empty, number = shape.ranks, shape.choices, torch.empty, torch.int32
+    all_choices = local_ranks, ranks, max_tokens, choices
+    return Routed(
+        position_LWTK=empty(all_choices, dtype=number, device=device),
+        weights_LWTK=empty(all_choices, dtype=torch.float32, device=device),
+        recv_row_LWT=empty((local_ranks, ranks, max_tokens), dtype=number, device=device),
+        send_row_LTW=empty((local_ranks, max_tokens, ranks), dtype=number, device=device),
+        counts_Le=empty((local_ranks, shape.most_slots), dtype=number, device=device),
+        totals_L4=empty((local_ranks, 4), dtype=number, device=device),
+        tokens_LW=empty((local_ranks, ranks), dtype=number, device=device),
+    )

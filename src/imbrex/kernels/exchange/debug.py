@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.routed import Routed
+from imbrex.kernels.routing.routed import Routed
 
 
 def poison(tensor: Tensor) -> Tensor:

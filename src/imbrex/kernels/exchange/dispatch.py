@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.routed import Routed
 from imbrex.kernels.exchange.variants import BESIDE_THREADS, MOVER_THREADS
+from imbrex.kernels.routing.routed import Routed
 
 SCRATCH_BYTES, WINDOWS_BYTES = 320, 640
 """Room for what a block knows of its scratch, and of windows of it."""

@@ -48,7 +48,6 @@ from imbrex.kernels.exchange.error import ExchangeError as ExchangeError
 from imbrex.kernels.exchange.lease import Lease as Lease
 from imbrex.kernels.exchange.reduce import check_wire, reduce_args
 from imbrex.kernels.exchange.route import route_args
-from imbrex.kernels.exchange.routed import Routed, Tables
 from imbrex.kernels.exchange.variants import (
     DISPATCH,
     EXPERT,
@@ -65,6 +64,7 @@ from imbrex.kernels.exchange.variants import (
     ROUTE_THREADS,
     SMALL,
 )
+from imbrex.kernels.routing.routed import Routed, Tables
 
 
 class NvlinkExchange(ExchangeBase):

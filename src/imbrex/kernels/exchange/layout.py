@@ -49,8 +49,8 @@ CHUNK, SEGMENT = 128, 32
 SHARED_BYTES = 227 * 1024
 
 
-Control = struct("exchange/protocol.cuh", "Control")
-Group = struct("exchange/protocol.cuh", "Group")
+Control = struct("peers/protocol.cuh", "Control")
+Group = struct("peers/protocol.cuh", "Group")
 Route = struct("routing/scratch.cuh", "Route")
 Push = struct("exchange/push.cuh", "Push")
 Pull = struct("exchange/pull.cuh", "Pull")

@@ -12,7 +12,7 @@
 // Example, 2 slots, items A -> {p, q}, B -> {}, C -> {r}: loads A, C; stores A to p and q, then C to r; B
 // costs nothing.
 #pragma once
-#include "exchange/protocol.cuh"
+#include "peers/protocol.cuh"
 
 #ifndef LAG
 #define LAG 4

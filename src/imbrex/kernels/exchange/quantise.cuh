@@ -3,7 +3,7 @@
 // A warp has one row in turn. It reads 1024 values at once and then, when all lanes have read, writes as many
 // bytes, which this or earlier reads have emptied.
 #pragma once
-#include "exchange/fp8.cuh"
+#include "codec/fp8.cuh"
 #include "exchange/mover.cuh"
 
 namespace mover {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.routed import Routed
+from imbrex.kernels.routing.routed import Routed
 
 MOST_FP8 = 17408
 """Values of a row whose scales every warp has room for."""

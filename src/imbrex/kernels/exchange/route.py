@@ -9,7 +9,7 @@ from torch import Tensor
 
 from imbrex.contracts import Placement
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.routed import Routed, Tables
+from imbrex.kernels.routing.routed import Routed, Tables
 
 
 def route_args(

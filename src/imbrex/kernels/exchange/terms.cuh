@@ -12,7 +12,7 @@
 // With WIRE_FP8, sums that cross are rounded to bf16 and then encoded (`exchange/wire.cuh`); at home they are
 // decoded to float32.
 #pragma once
-#include "exchange/protocol.cuh"
+#include "peers/protocol.cuh"
 #include "exchange/wire.cuh"
 
 #ifndef WIRE_FP8

@@ -9,7 +9,7 @@
 // Example, 64 columns: lane 3 has values 24..31 and 280..287 at byte 48 of the row, their scales in words 0
 // and 1 at byte 512.
 #pragma once
-#include "exchange/fp8.cuh"
+#include "codec/fp8.cuh"
 
 namespace sums {
 

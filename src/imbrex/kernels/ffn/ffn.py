@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import Library, register_autograd, register_fake
 
+from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.ffn.inputs import check_inputs
 from imbrex.kernels.ffn.widths import MULTIPLE, fits, pad_widths
-from imbrex.kernels.gemm.gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm, multiprocessors
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm
 from imbrex.kernels.gemm.tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.runtime.deferred import Deferral, recording

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, plan_groups
 from imbrex.kernels.ffn.inputs import check_inputs
-from imbrex.kernels.gemm.gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm, multiprocessors
+from imbrex.kernels.gemm.gemm import Epilogue, Layout, Scales, gemm_variant, launch_gemm
 from imbrex.kernels.gemm.tiling import FP8_DOWN_TILINGS, FP8_UP_TILINGS, choose_tiling
 from imbrex.kernels.jit import Kernel, Variant, load
 

@@ -12,7 +12,7 @@
 // As a part of the first product: see gemm/fp8.cuh.
 //
 // Example, a block of 4, 448 scaled down to 4: 1 2 -8 0 has scale 2 and values .5 1 -4 0.
-#include "exchange/fp8.cuh"
+#include "codec/fp8.cuh"
 #include "ffn/plan.cuh"
 
 namespace ffn {

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
-from imbrex.kernels.exchange.routed import Routed
 from imbrex.kernels.ffn.ffn import LeftGradient
 from imbrex.kernels.gemm.gemm import (
     Epilogue,
@@ -23,13 +23,13 @@ from imbrex.kernels.gemm.gemm import (
     Tiling,
     check_products,
     gemm_variant,
-    multiprocessors,
     products_status,
     ragged_panels_map,
     stacked_map,
 )
 from imbrex.kernels.gemm.tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import ByValue, Variant
+from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import struct
 from imbrex.runtime.deferred import Gradient, added
 

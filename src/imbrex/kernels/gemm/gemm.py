@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.gemm.kinds import Epilogue as Epilogue
 from imbrex.kernels.gemm.kinds import Layout as Layout
 from imbrex.kernels.gemm.tensor_map import tensor_map
@@ -219,12 +220,6 @@ def halves_map(gate_up_RG: torch.Tensor) -> ByValue:
         (columns, stride, stride),
         (64, 1, 64, 1),
     )
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """SMs of a GPU; of an H200 for tensors on the CPU, where nothing is timed."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
 
 
 @functools.cache

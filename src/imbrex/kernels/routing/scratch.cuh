@@ -1,6 +1,6 @@
 // What the routing kernel takes, and its shared memory.
 #pragma once
-#include "exchange/protocol.cuh"
+#include "peers/protocol.cuh"
 #include "routing/split.cuh"
 
 #ifndef ROUTE_THREADS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from imbrex.contracts import Placement
 from imbrex.kernels import jit
-from imbrex.kernels.exchange.routed import placement_tables
+from imbrex.kernels.routing.routed import placement_tables
 from imbrex.kernels.routing.split_layout import MOST_RANKS, Split, flow_bytes
 
 SPLIT = jit.Variant(source="routing/split.cu", entry="split_counts")

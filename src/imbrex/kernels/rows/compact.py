@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels import jit
-from imbrex.kernels.exchange.routed import Routed
+from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import struct
 
 PLACE = jit.Variant(source="rows/compact.cu", entry="place_compact")

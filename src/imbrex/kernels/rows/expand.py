@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels import jit
-from imbrex.kernels.exchange.routed import Routed
-from imbrex.kernels.gemm.gemm import multiprocessors
+from imbrex.kernels.arguments import multiprocessors
+from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import struct
 
 EXPAND_ROWS, EXPAND = (

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
-
-if TYPE_CHECKING:  # exchange_layout needs the split, which needs this
-    from imbrex.kernels.exchange.layout import Shape
 
 
 class Routed(NamedTuple):
@@ -35,21 +32,6 @@ class Routed(NamedTuple):
     counts_Le: Tensor
     totals_L4: Tensor
     tokens_LW: Tensor
-
-
-def empty_routed(shape: Shape, local_ranks: int, device: torch.device, max_tokens: int) -> Routed:
-    """Room for what the kernel writes of at most `max_tokens` tokens a rank."""
-    ranks, choices, empty, number = shape.ranks, shape.choices, torch.empty, torch.int32
-    all_choices = local_ranks, ranks, max_tokens, choices
-    return Routed(
-        position_LWTK=empty(all_choices, dtype=number, device=device),
-        weights_LWTK=empty(all_choices, dtype=torch.float32, device=device),
-        recv_row_LWT=empty((local_ranks, ranks, max_tokens), dtype=number, device=device),
-        send_row_LTW=empty((local_ranks, max_tokens, ranks), dtype=number, device=device),
-        counts_Le=empty((local_ranks, shape.most_slots), dtype=number, device=device),
-        totals_L4=empty((local_ranks, 4), dtype=number, device=device),
-        tokens_LW=empty((local_ranks, ranks), dtype=number, device=device),
-    )
 
 
 Tables = tuple[Tensor, Tensor, Tensor]
