@@ -102,8 +102,8 @@ ROOM_FOR = {
     "private": 7,
     "probes": 7,
     "doors": 32,
-    "bare": 312,
-    "fragments": 9,
+    "bare": 306,
+    "fragments": 6,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""
 RULES = {
