@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-core and NVRTC")
 
-from imbrex.kernels import jit
+from imbrex.kernels import jit, structs
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, gemm_variant
 from imbrex.kernels.gemm.tiling import SHARED
 
@@ -27,16 +27,16 @@ extern "C" __global__ void together(u32* sizes) {
     sizes[2] = gemm::kSlots, sizes[3] = sums::Form<8, 6, 8, 4>::kSlots;
 }
 """
-FOLDERS = ("exchange", "ffn", "gemm", "ptx", "routing")
+FOLDERS = ("codec", "exchange", "ffn", "gemm", "peers", "ptx", "routing")
 
 
 def test_products_movers_sums_and_routing_stand_in_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in FOLDERS:
-        (tmp_path / folder).symlink_to(jit.SOURCES / folder)
+        (tmp_path / folder).symlink_to(structs.SOURCES / folder)
     (tmp_path / "together.cu").write_text(TOGETHER)
-    monkeypatch.setattr(jit, "SOURCES", tmp_path)
+    monkeypatch.setattr(structs, "SOURCES", tmp_path)
     defines = gemm_variant(Layout.FORWARD, Epilogue.PLAIN, SHARED).defines
     variant = jit.Variant(source="together.cu", entry="together", defines=defines)
     compiled = jit.compile_variant(variant)

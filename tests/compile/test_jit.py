@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-core and NVRTC")
 
-from imbrex.kernels import jit
+from imbrex.kernels import jit, structs
 from imbrex.kernels.arguments import attributes
 
 SMALL = 'extern "C" __global__ void small(float* y) { y[threadIdx.x] = FACTOR; }\n'
@@ -26,7 +26,7 @@ extern "C" __global__ void spilling(float* y, const float* x, int n) {
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(jit, "SOURCES", tmp_path)
+    monkeypatch.setattr(structs, "SOURCES", tmp_path)
     monkeypatch.setenv("IMBREX_CACHE_DIR", str(tmp_path / "cache"))
     jit.compile_variant.cache_clear()
     (tmp_path / "small.cu").write_text(SMALL)
@@ -90,7 +90,7 @@ def test_read_only_cache_still_compiles(sources: Path, monkeypatch: pytest.Monke
 
 
 def _compile_in_child(directory: str, queue: multiprocessing.Queue[int]) -> None:
-    jit.SOURCES = Path(directory)
+    structs.SOURCES = Path(directory)
     queue.put(len(jit.compile_variant(small(7)).cubin))
 
 

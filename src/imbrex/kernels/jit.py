@@ -31,13 +31,12 @@ from typing import Any
 
 import torch
 
-from imbrex.kernels.arguments import HEADERS, attributes, configuration
 from imbrex.kernels.arguments import ByValue as ByValue
+from imbrex.kernels.arguments import attributes, configuration
 from imbrex.kernels.arguments import pack as _pack
+from imbrex.kernels.structs import sources_from
 
 ARCH = "sm_90a"
-SOURCES = Path(__file__).parent
-_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 _SUSPICIOUS = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
 # NVRTC answers from a cache of its own without the report of ptxas: not wanted, ours keeps the report
 _FIXED_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v", "-no-cache")
@@ -108,14 +107,7 @@ cached_unavailable = functools.cache(unavailable)
 
 def sources_of(variant: Variant) -> dict[str, str]:
     """The source file and every file it includes, by name, contents as text."""
-    found: dict[str, str] = {}
-    queue = [variant.source]
-    while queue:
-        name = queue.pop()
-        if name not in found:
-            found[name] = HEADERS.get(name) or (SOURCES / name).read_text(encoding="utf-8")
-            queue += _INCLUDE.findall(found[name])
-    return found
+    return sources_from(variant.source)
 
 
 def cache_key(variant: Variant, sources: dict[str, str], compiler: tuple[int, int]) -> str:

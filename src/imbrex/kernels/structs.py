@@ -17,6 +17,8 @@ from pathlib import Path
 from struct import Struct as Packing
 from typing import Any, ClassVar
 
+from imbrex.kernels.arguments import HEADERS
+
 SOURCES = Path(__file__).parent
 _NUMBERS: dict[str, Any] = {
     "u8": ctypes.c_uint8,
@@ -111,20 +113,20 @@ def _fields(source: str, body: str) -> Iterator[tuple[str, type[Any]]]:
             yield field, made
 
 
-def _reachable(source: str) -> Iterator[tuple[str, str]]:
-    """The file and those that it includes, with their texts."""
-    queue, done = [source], set()
+def sources_from(source: str) -> dict[str, str]:
+    """The file and every file it includes, by name, contents as text."""
+    texts: dict[str, str] = {}
+    queue = [source]
     while queue:
         name = queue.pop()
-        if name not in done and (SOURCES / name).exists():
-            done.add(name)
-            text = (SOURCES / name).read_text(encoding="utf-8")
-            queue += _INCLUDE.findall(text)
-            yield name, text
+        if name not in texts:
+            texts[name] = HEADERS.get(name) or (SOURCES / name).read_text(encoding="utf-8")
+            queue += _INCLUDE.findall(texts[name])
+    return texts
 
 
 def _home(source: str, name: str) -> str:
-    for file, text in _reachable(source):
+    for file, text in sources_from(source).items():
         if re.search(rf"^struct {name} \{{", text, re.MULTILINE):
             return file
     raise ValueError(f"kernels: {source} has fields of type {name}, which is not declared")
@@ -133,7 +135,7 @@ def _home(source: str, name: str) -> str:
 def _constant(source: str, name: str) -> int:
     if name.isdigit():
         return int(name)
-    for _, text in _reachable(source):
+    for text in sources_from(source).values():
         if value := re.search(rf"^constexpr int {name} = (\d+);", text, re.MULTILINE):
             return int(value[1])
     raise ValueError(f"kernels: {source} has an array of {name}, which is not a number")
