@@ -12,6 +12,29 @@ import torch
 from tests.poison import poison_empty
 
 HOPPER = (9, 0)
+LONGEST = [
+    "ranks/test_balancer",
+    "ranks/test_matrix",
+    "ranks/test_hierarchical",
+    "compile/test_shipped_variants",
+    "unit/test_readme",
+    "unit/test_expert_kernels_emulated",
+    "ranks/test_demo_death",
+    "ranks/test_layer_nvlink",
+    "ranks/test_demo",
+    "unit/test_exchange_routing",
+    "ranks/test_compile",
+    "ranks/test_reproduce",
+    "ranks/test_pipelined",
+    "ranks/test_schedule_suite",
+    "unit/test_compact_rows",
+    "unit/test_codec_kernels",
+    "unit/test_house_rules",
+    "unit/test_compiled_models",
+    "unit/test_deferred_kernels",
+    "ranks/test_defaults",
+]
+"""Files that take longest, first: no worker is left alone with one at the end."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem}", len(order)))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and (reason := _no_hopper()):
         for item in on_gpu:

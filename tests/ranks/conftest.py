@@ -8,14 +8,6 @@ import pytest
 
 from tests.ranks.pool import LAST_S, Pool
 
-LONGEST = ["demo_death", "balancer", "matrix", "hierarchical", "demo", "compile", "pipelined"]
-"""Files of this folder that take longest, first: no worker is left alone with one at the end."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:

@@ -43,10 +43,10 @@ def test_a_model_of_several_layers_compiles(dynamic: bool | None) -> None:
                 assert torch.equal(a, b)
 
 
-def test_one_graph_serves_the_blocks_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)  # pytest's own would leave it deleted
+def test_one_graph_serves_the_blocks_of_a_form() -> None:
     """Ten blocks, more than torch compiles the same code for; as docs/layer.md says."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "allow_unspec_int_on_nn_module", True)
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(*(Block(experts) for experts in (4, 4, 4, 4, 6, 4, 4, 4, 4, 6)))
     x = torch.randn(5, 8)

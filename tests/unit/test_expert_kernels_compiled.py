@@ -92,8 +92,8 @@ def test_fp8_compiled_whole_gives_the_same_bits() -> None:
         assert torch.equal(step(given["rows"]), ffn_fp8(given["rows"], experts, counts))
 
 
-def test_rows_whose_number_is_not_known_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)  # pytest's own would leave it deleted
+def test_rows_whose_number_is_not_known_when_compiled() -> None:
     given = leaves("", width=128, inner=128)
     weights = given["gate_up"], given["down"]
     experts = quantise_experts(*weights)
