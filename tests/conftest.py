@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
@@ -35,6 +37,25 @@ LONGEST = [
     "ranks/test_defaults",
 ]
 """Files that take longest, first: no worker is left alone with one at the end."""
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a collection that walks through all of torch is a twentieth of the tests' time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Nothing counts the lines of a test marked `untraced`: tracing takes longer than what it traces where
+    most of that is torch's compiler or a search."""
+    coverage = sys.modules.get("coverage") if item.get_closest_marker("untraced") else None
+    tracer = coverage.Coverage.current() if coverage is not None else None
+    if tracer is None:
+        return (yield)
+    tracer.stop()
+    try:
+        return (yield)
+    finally:
+        tracer.start()
 
 
 @pytest.fixture(autouse=True)

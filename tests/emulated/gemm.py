@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from imbrex.kernels import jit
 from imbrex.kernels.ffn import fp8, glue
 from imbrex.kernels.gemm import gemm
-from tests.emulated.kernel import NAMESPACES, built_once, struct_checks
+from tests.emulated.kernel import NAMESPACES, built_once, compile_library, struct_checks
 
 HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "tensor_cores", "machine")]
 SHARED = {
@@ -68,17 +67,13 @@ def _build(variant: jit.Variant, sources: dict[str, str], dynamic: int, folder: 
     for name, source in sources.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(source)
-    (folder / "main.cpp").write_text(
+    main = (
         f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
         'extern "C" void forget() { forget_tensors(); }\n'
         'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
         + "".join(map(_entry_point, _entries(variant)))
     )
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-DkStatic={dynamic}"]
-    flags += [f"-I{folder}", *(f"-D{name}={value}" for name, value in variant.defines)]
-    command = ["g++", *flags, "-o", str(folder / "out.so"), str(folder / "main.cpp")]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return folder / "out.so"
+    return compile_library(folder, main, (("kStatic", dynamic), *variant.defines))
 
 
 def pack_map(

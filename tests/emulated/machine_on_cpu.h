@@ -59,16 +59,17 @@ struct Block {
 };
 
 struct Fiber {
-    ucontext_t context;  // where it begins
-    jmp_buf place;       // where it goes on
-    bool begun = false;
-    std::unique_ptr<u8[]> stack;
-    Block* block;
-    unsigned thread;
-    bool done = false;
+    // What every round looks at, in one line of the cache.
     const u32* wait_word = nullptr;  // runnable again when it differs from wait_value
     u32 wait_value = 0;
     u32 nap = 0;
+    bool done = false;
+    bool begun = false;
+    unsigned thread;
+    Block* block;
+    jmp_buf place;       // where it goes on
+    ucontext_t context;  // where it begins
+    std::unique_ptr<u8[]> stack;
     StoreGroup open;
     std::deque<StoreGroup> groups;
     StoreGroup asked;  // loads of 16 bytes that are not yet a group
@@ -191,8 +192,10 @@ inline void start_fiber() {
     yield();
 }
 
-// 0, or 1 when the kernel did not end within `limit` seconds.
-inline int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body) {
+// 0, or 1 when the kernel did not end within `limit` seconds. Compiled once, not with every kernel.
+int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body);
+#ifdef EMULATED_MACHINE
+int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body) {
     Machine now;
     machine = &now;
     now.random.seed(seed);
@@ -251,6 +254,7 @@ inline int run(int grid, int block, int smem, unsigned seed, double limit, std::
     machine = nullptr;
     return 0;
 }
+#endif
 
 template <class... A, size_t... I>
 void call_with(void (*kernel)(A...), void** args, std::index_sequence<I...>) {

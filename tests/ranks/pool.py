@@ -6,6 +6,7 @@ compiler too, which the first call of an operator wants.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import sys
@@ -141,6 +142,7 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
     if tracer is not None and rank >= TRACED:
         tracer.stop()
     torch.set_num_threads(1)
+    gc.freeze()
     poison_empty()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     device = "cpu" if backend == "gloo" else f"cuda:{rank}"

@@ -152,6 +152,7 @@ def walk(rules: Judge, *, ranks: int, iterations: int, patience: int = 2, deaths
     return len(seen), ends
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("ranks", "iterations", "deaths"), [(2, 6, 0), (2, 5, 1), (3, 4, 0), (3, 4, 1)])
 def test_every_order_of_events_is_safe(ranks: int, iterations: int, deaths: int) -> None:
     states, ends = walk(judge, ranks=ranks, iterations=iterations, deaths=deaths)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import imbrex
 from tests.poison import real_empty
 
+pytestmark = pytest.mark.untraced
+
 
 class Block(nn.Module):
     def __init__(self, num_experts: int) -> None:

@@ -57,6 +57,7 @@ class Wrong(Serial):
         return Output(y_TD=super().run(*args, **kwargs).y_TD * 1.001)
 
 
+@pytest.mark.untraced
 def test_a_broken_piece_is_found_and_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

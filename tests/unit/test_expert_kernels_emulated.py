@@ -235,7 +235,7 @@ def test_a_lost_arrival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait ends; the launch after the one that gave up says so."""
     status = torch.zeros(1, dtype=torch.int32)
     word = ctypes.c_int32.from_address(status.data_ptr())
-    monkeypatch.setattr(gemm, "_status", lambda device: status)
+    monkeypatch.setattr(gemm, "products_status", lambda device: status)
     monkeypatch.setattr(gemm, "_status_word", lambda device: word)
     lost = ("if (step > 0) release_stage<C>(shared.empty + 8 * before);", "")
     rows, weight, out = draw(8, 512), draw(1, 64, 512), poisoned(8, 64)

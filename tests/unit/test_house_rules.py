@@ -12,6 +12,7 @@ import torch
 from tests import house
 from tests.as_a_user import run_python
 
+pytestmark = pytest.mark.untraced
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "src").rglob("*.py"))
 KERNELS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "src").rglob("*.cu*"))

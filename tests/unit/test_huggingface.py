@@ -215,6 +215,7 @@ def test_replacing_nothing_and_losing_router_logits_is_said():
         replace_blocks(model)
 
 
+@pytest.mark.untraced
 def test_generation_with_a_static_cache_compiles_the_model():
     """As it is on a GPU, where transformers compiles by itself. Of two layers: numbers in which they differ
     become symbols of the compiler."""

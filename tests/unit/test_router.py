@@ -171,6 +171,7 @@ def test_noise_only_while_training():
     ],
     ids=["deepseek_v3", "capacity"],
 )
+@pytest.mark.untraced
 def test_compiles_without_a_break(gate):
     router = Router(16, 8, 2, gate=gate, losses=ALL)
     x_TD = torch.randn(24, 16)

@@ -79,6 +79,7 @@ def brute_force(times: dict[Task, np.ndarray]) -> np.ndarray:
     return best
 
 
+@pytest.mark.untraced
 def test_exact_is_the_best_of_all_orders_of_two_chunks() -> None:
     drawn = random.Random(0)
     instances = [random_times(2, drawn) for _ in range(1000)]
@@ -151,6 +152,7 @@ def _startable(begun, owed, compute, moves, *, is_move: bool) -> list[tuple[int,
     return [None, *chain, *free]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("weights", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
     ("degree", "instances", "longest", "largest"), [(1, 20, 9, 3), (2, 60, 5, 3), (3, 16, 4, 2), (4, 4, 2, 1)]
