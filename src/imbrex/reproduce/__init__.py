@@ -17,6 +17,8 @@ TABLES: dict[str, tuple[str, str]] = {
     "schemoe-table-8": ("table_8", "small messages: the layers of BERT-Large-MoE"),
     "schemoe-table-10": ("table_10", "naive, + codec, + all-to-all, + schedule"),
     "schemoe-figure-9": ("figure_9", "all-to-all algorithms by size"),
+    "aristos-figure-1": ("aristos_figure_1", "what a step is spent on, with a straggler and without"),
+    "aristos-figure-2": ("aristos_figure_2", "one rank late now and then: steps at several quantiles"),
     "aristos-sharding": ("sharding", "Eq. 1 and 2: groups of devices by link costs"),
     "aristos-liveness": ("liveness", "theorem 3.1: every interleaving of a few ranks"),
     "schemoe-clusters": ("simulated:schemoe", "simulated: table 10 on its cluster and two others"),

@@ -1,0 +1,189 @@
+"""Steps of a layer on ranks of which one is late now and then: seconds, phases, and what was dropped."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import imbrex
+from imbrex.observe import Recorder, fold
+from imbrex.overlap import Events
+from imbrex.reproduce.frame import Asked
+from imbrex.reproduce.stage import Network, RanOn, on_ranks
+
+LATE = 3
+"""The rank that is late."""
+NETWORK = Network(nodes=1, ranks_per_node=4, inter="none")
+STEPS = {False: 100, True: 1000}
+WARM = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A schedule under delays. schedule: `serial` or `events`. tau: in median steps, or a quantile as p95.
+    late: where rank 3 is late, `never`, `before` its step or in its `experts`."""
+
+    schedule: str
+    tau: float | str = float("inf")
+    epsilon: int = 0
+    late: str = "never"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """A layer and its stragglers. share: of the steps, in which rank 3 is late by `factor` median steps."""
+
+    tokens: int = 256
+    width: int = 128
+    inner: int = 256
+    experts: int = 8
+    top_k: int = 2
+    share: float = 0.1
+    factor: float = 5.0
+
+
+def settings(ways: Mapping[str, Way], load: Load, *, steps: int) -> dict[str, Any]:
+    return {"ways": {name: asdict(way) for name, way in ways.items()}, "load": asdict(load), "steps": steps}
+
+
+def on_rank(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By way: `seconds` [steps][ranks], `late` steps, `dropped` of all `choices`, milliseconds by phase."""
+    load = Load(**asked["load"])
+    torch.manual_seed(dist.get_rank())
+    x_TD = torch.randn(load.tokens, load.width)
+    plain = _Runner(Way(schedule="serial"), load, x_TD, median_s=0.0)
+    for number in range(4 * WARM):
+        plain.step(number < WARM)
+    median_s = _largest(statistics.median(plain.seconds))
+    runners = {name: _Runner(Way(**way), load, x_TD, median_s) for name, way in asked["ways"].items()}
+    drawn = random.Random(0)
+    # Waits are learnt, and caches warm, before anything counts.
+    for number in range(-6 * WARM, asked["steps"]):
+        is_late = drawn.random() < load.share
+        for runner in runners.values():
+            runner.step(number < 0, is_late=is_late)
+    return {name: runner.gather() for name, runner in runners.items()}
+
+
+class _Runner:
+    """One way's layer and its record."""
+
+    def __init__(self, way: Way, load: Load, x_TD: Tensor, median_s: float) -> None:
+        config = imbrex.MoEConfig(
+            hidden_size=load.width, intermediate_size=load.inner, num_experts=load.experts, top_k=load.top_k
+        )
+        tau = way.tau if isinstance(way.tau, str) else way.tau * median_s
+        schedule = Events(tau, way.epsilon) if way.schedule == "events" else way.schedule
+        self.way, self.x_TD, self.late_s = way, x_TD, load.factor * median_s
+        self.recorder = Recorder(rank=dist.get_rank())
+        self.layer = imbrex.MoELayer(
+            config, dist.group.WORLD, transport="alltoall", schedule=schedule, observer=self.recorder
+        )
+        self.sleeping = False
+        self.layer.experts.register_forward_pre_hook(lambda *_: self._sleep("experts"))
+        self.seconds: list[float] = []
+        self.late_steps: list[bool] = []
+        self.dropped = self.choices = 0
+        self.phases: dict[str, float] = {}
+
+    def _sleep(self, where: str) -> None:
+        if self.sleeping and self.way.late == where:
+            self.sleeping = False
+            time.sleep(self.late_s)
+
+    def step(self, warming: bool, *, is_late: bool = False) -> None:
+        """A forward and a backward; the ranks begin together."""
+        dist.barrier()
+        self.recorder.begin_step(len(self.seconds))
+        begin = time.perf_counter()
+        self.sleeping = is_late and dist.get_rank() == LATE
+        self._sleep("before")
+        x_TD = self.x_TD.detach().requires_grad_()
+        self.layer(x_TD).square().mean().backward()
+        took_s = time.perf_counter() - begin
+        self.layer.zero_grad()
+        total_ms = self.recorder.end_step(keep=False)
+        if warming:
+            return
+        self.seconds.append(took_s)
+        self.late_steps.append(is_late)
+        for name, ms in fold(total_ms, 1e3 * took_s).items():
+            self.phases[name] = self.phases.get(name, 0.0) + ms
+        routing = self.layer.routing
+        assert routing is not None
+        self.choices += routing.ids_TK.numel()
+        self.dropped += 0 if routing.kept_TK is None else int((~routing.kept_TK).sum())
+
+    def gather(self) -> dict[str, Any]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (self.seconds, self.dropped, self.choices, self.phases))
+        return {
+            "seconds": [list(of_step) for of_step in zip(*(e[0] for e in everyone), strict=True)],
+            "late": self.late_steps,
+            "dropped": sum(e[1] for e in everyone),
+            "choices": sum(e[2] for e in everyone),
+            "phases": everyone[0][3],
+        }
+
+
+def _largest(value: float) -> float:
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def punctual(measured: Mapping[str, Any]) -> list[float]:
+    """Seconds of every step of the slowest rank that was not late itself."""
+    return [max(of_ranks[:LATE]) for of_ranks in measured["seconds"]]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def shares(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Shares of rank 0's time by phase."""
+    total = sum(measured["phases"].values())
+    return {name: ms / total for name, ms in measured["phases"].items()}
+
+
+def communicating(of_phases: Mapping[str, float]) -> float:
+    return sum(of_phases.get(name, 0.0) for name in ("plan", "dispatch", "combine"))
+
+
+def measure(asked: Asked, ways: Mapping[str, Way]) -> tuple[dict[str, Any], RanOn, int]:
+    """The record of every way, where it ran, and how many steps each had."""
+    steps = asked.rounds or STEPS[asked.full]
+    limit_s = 3600.0 if asked.full else 900.0
+    measured, ran_on = on_ranks("stragglers", settings(ways, Load(), steps=steps), NETWORK, timeout_s=limit_s)
+    return measured, ran_on, steps
+
+
+def row(name: str, measured: Mapping[str, Any], ran_on: RanOn, steps: int) -> dict[str, Any]:
+    """A way's row of the result file."""
+    times = punctual(measured)
+    return {
+        "op": "straggler",
+        "impl": name,
+        "case": ran_on.case | asdict(Load()),
+        "median_us": 1e6 * quantile(times, 0.5),
+        "p95_us": 1e6 * quantile(times, 0.95),
+        "p99_us": 1e6 * quantile(times, 0.99),
+        "min_us": 1e6 * min(times),
+        "max_us": 1e6 * max(times),
+        "dropped_share": measured["dropped"] / measured["choices"],
+        "communicating": communicating(shares(measured)),
+        "n": steps,
+    }
+
+
+__all__ = ["Load", "Way", "communicating", "measure", "on_rank", "punctual", "quantile", "row", "shares"]

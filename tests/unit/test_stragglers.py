@@ -1,0 +1,51 @@
+"""The straggler study's arithmetic, and its text from made-up records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from imbrex.reproduce import aristos_figure_1, aristos_figure_2, stragglers
+from imbrex.reproduce.frame import Asked
+from imbrex.reproduce.stage import RanOn
+
+
+def record(late_s: float, dropped: int) -> dict[str, Any]:
+    """100 steps of 10 ms, every tenth `late_s` longer for those that wait for rank 3."""
+    late = [step % 10 == 0 for step in range(100)]
+    seconds = [[0.01, 0.009, 0.01 + late_s * is_late, 0.06] for is_late in late]
+    phases = {"plan": 1.0, "dispatch": 2.0, "experts": 5.0, "combine": 2.0}
+    return {"seconds": seconds, "late": late, "dropped": dropped, "choices": 1000, "phases": phases}
+
+
+def test_the_late_rank_itself_is_not_counted() -> None:
+    times = stragglers.punctual(record(0.05, 0))
+    assert sum(time == pytest.approx(0.06) for time in times) == 10
+    assert stragglers.quantile(times, 0.5) == pytest.approx(0.01)
+    assert stragglers.quantile(times, 0.95) == pytest.approx(0.06)
+    assert stragglers.communicating(stragglers.shares(record(0.0, 0))) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("figure", [aristos_figure_1, aristos_figure_2])
+def test_the_text_says_what_was_measured(figure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(asked: Asked, ways: Any) -> Any:
+        records = {
+            name: record(
+                0.0 if way.late == "never" else 0.05 if way.epsilon == 0 else 0.002, way.epsilon * 25
+            )
+            for name, way in ways.items()
+        }
+        return records, RanOn(network=stragglers.NETWORK, why_not="as asked"), 100
+
+    monkeypatch.setattr(figure, "measure", measure)
+    finding = figure.find(Asked())
+    text = finding.text()
+    if figure is aristos_figure_2:
+        assert "| serial, rank 3 late" in text
+        assert "6.00x" in text
+        assert "1.20 times, and 2.50% of the choices are dropped" in text
+    else:
+        assert "Communicating takes 50% of a step with nobody late" in text
+    assert {row["impl"]: row["dropped_share"] for row in finding.rows}["tau 0.25 steps, rank 3 late"] == 0.025
+    assert finding.chart.startswith("<svg")
