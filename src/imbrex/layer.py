@@ -314,9 +314,16 @@ class MoELayer(nn.Module):
         wrong = self.exchange.why_not_tokens(x) is not None
         if kept_TK is not None and not wrong:
             wrong = kept_TK.shape != (x.numel() // x.shape[-1], self.config.top_k)
-        together = self.gate.is_collective and self.ranks.group is not None
-        if wrong or together:
-            self.exchange.check_in(x, kept_TK=kept_TK, alone=not together)
+        together, problem = self.gate.is_collective, None
+        try:
+            if wrong or together:
+                self.exchange.check_in(x, kept_TK=kept_TK, alone=not together)
+        except ValueError as error:
+            if not together:
+                raise
+            problem = error
+        if together:
+            self.ranks.raise_together(problem)
         return x
 
     def extra_repr(self) -> str:

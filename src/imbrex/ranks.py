@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from imbrex.exchange.agreement import raise_together
 from imbrex.runtime import waits
 from imbrex.runtime.checks import expect
+from imbrex.transport.collective import Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +104,18 @@ class Ranks:
         self.share([drawn])
         return int(drawn)
 
+    def raise_together(self, problem: ValueError | None) -> None:
+        """Raise what is wrong in this expert-parallel group, or in another that holds the same experts: its
+        ranks would not come to the router's sums over the data group. Their hosts tell each other."""
+        if self.data_group is not None and self.data_size > 1:
+            try:
+                hosts = Collective(hosts_of(self.data_group))
+                raise_together(hosts, "MoELayer: in its data group", str(problem) if problem else None)
+            except ValueError as error:
+                raise (problem or error) from None
+        elif problem is not None:
+            raise problem
+
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Make them, in place, what they are on the first rank: seeds may differ. All of one dtype."""
@@ -111,11 +126,27 @@ class Ranks:
         for group in groups:
             flat = flat.to("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
             send = partial(dist.broadcast, flat, group=group, group_src=0, async_op=True)
-            waits.run("set-up", send, on_host=not flat.is_cuda)
+            waits.run("set-up", send, on_host=not flat.is_cuda, group=group)
         pieces = flat.view(tensors[0].dtype).split([tensor.numel() for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             # host sync: once, at construction, where the layer is on the host
             tensor.copy_(piece.view_as(tensor))
+
+
+_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def hosts_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks over gloo, in which hosts talk and no GPU is waited for; `group` itself where
+    it is one. Collective over `group` at its first call."""
+    if "nccl" not in str(dist.get_backend(group)):
+        return group
+    if group not in _hosts:
+        ranks = dist.get_process_group_ranks(group)
+        beside = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(beside, dist.ProcessGroup)
+        _hosts[group] = beside
+    return _hosts[group]
 
 
 def refuse_ddp(experts: nn.Module, ranks: Ranks) -> None:

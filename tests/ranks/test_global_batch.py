@@ -1,9 +1,13 @@
 """Losses, capacity and their gradients do not depend on how many ranks hold the batch."""
 
+import time
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
+import imbrex
 from imbrex.router.capacity import Capacity
 from imbrex.router.gates import Gate
 from imbrex.router.global_batch import GlobalBatch
@@ -95,3 +99,54 @@ def test_sums_by_hand(pool):
         assert total.tolist() == [[10.0, 10.0]] * 3
         assert grad.tolist() == [[4.0] * 3] * 2
         assert (before, everyone, count) == (rank * (rank + 1) // 2, 10, 20)
+
+
+def misuse_one_group(ranks, kind):
+    """Rank 1 is wrong; ranks 2 and 3 hold the same experts in another group. Then a call as it should be.
+    The other ranks of the pool make the groups too, and no more."""
+    groups: list[Any] = [dist.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    if ranks.rank > 3:
+        return "nothing", 0.0, True
+    group, data_group = groups[ranks.rank // 2], groups[2 + ranks.rank % 2]
+    gate = GATES["position"]
+    config = imbrex.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, gate=gate)
+    options: dict[str, Any] = {
+        "data_group": data_group,
+        "losses": ALL,
+        "transport": "alltoall",
+        "timeout": 20.0,
+    }
+    layer = imbrex.MoELayer(config, group, **options)
+    wrong, kept_TK = ranks.rank == 1, None
+    if kind == "mask":
+        kept_TK = torch.ones(3 - wrong, 2, dtype=torch.bool)
+    elif kind == "mask on one" and wrong:
+        kept_TK = torch.ones(3, 2, dtype=torch.bool)
+    began, said = time.monotonic(), "nothing"
+    try:
+        layer(torch.randn(3, 9 if wrong and kind == "width" else 8), kept_TK=kept_TK)
+    except ValueError as error:
+        said = str(error)
+    seconds = time.monotonic() - began
+    finite = bool(layer(torch.randn(3, 8)).isfinite().all())
+    for made in groups:
+        if made is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(made)
+    return said, seconds, finite
+
+
+@pytest.mark.parametrize("kind", ["width", "mask"])
+def test_what_is_wrong_in_one_group_is_every_group_s_error(pool, kind):
+    answers = pool.run(8, misuse_one_group, kind)[:4]
+    for said, seconds, finite in answers:
+        assert seconds < 10
+        assert finite
+        assert "on rank 1, " in said
+    assert answers[0][0].startswith("dispatch: on rank 1, ")
+    assert answers[2][0].startswith("MoELayer: in its data group: on rank 0, dispatch: on rank 1, ")
+
+
+def test_a_mask_on_one_rank_alone_leaves_nobody_waiting(pool):
+    for said, seconds, finite in pool.run(8, misuse_one_group, "mask on one"):
+        assert (said, finite) == ("nothing", True)
+        assert seconds < 10

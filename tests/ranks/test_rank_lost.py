@@ -69,7 +69,10 @@ def test_a_loss_in_the_backward_pass_is_said_so() -> None:
         ranks.close()
     said = next(line for line in str(caught.value).splitlines() if "RankLostError: " in line)
     assert "rank 0 lost its peers in the backward pass" in said
-    assert said.endswith(("a rank died or left", "a rank was silent for 2 s"))
+    why, _, missing = said.partition("; ")
+    assert "of layer 0: " in why
+    assert why.endswith(("a rank died or left", "a rank was silent for 2 s"))
+    assert missing == "not heard of since: rank 1"
 
 
 def run_and_lose(ranks: Ranks, how: str, phase: str) -> None:
@@ -107,7 +110,8 @@ def test_the_others_are_told(how: str, phase: str) -> None:
     ranks = Pool(2, timeout_s=120.0, grace_s=10.0 if how == "dies" else 0.1)
     try:
         why = "a rank died or left" if how == "dies" else "a rank was silent for 2 s"
-        said = rf"waited long enough: rank 0 lost its peers in {phase}: {why}\n"
+        said = rf"waited long enough: rank 0 lost its peers in {phase} of layer 0: {why}; "
+        said += r"not heard of since: rank 1\n"
         with pytest.raises(RankError, match=said):
             ranks.run(2, run_and_lose, how, phase)
     finally:

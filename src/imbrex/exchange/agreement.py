@@ -180,7 +180,7 @@ def raise_together(backend: Backend, what: str, problem: str | None) -> None:
     try:
         flags_W = backend.exchange_counts(words(problem is not None))
     except RankLostError as error:
-        raise RankLostError(str(error).replace("in plan:", f"in {what}:")) from error
+        raise RankLostError(str(error).replace("in plan", f"in {what}")) from error
     wrong = flags_W[:, 0].nonzero().flatten()
     if not len(wrong):
         return

@@ -40,6 +40,7 @@ from imbrex.exchange.agreement import HEADER, TOKENS, check_headers, write_heade
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.plan import read_state
 from imbrex.placement.flow import split_near
+from imbrex.runtime import waits
 from imbrex.runtime.words import words
 from imbrex.transport.nodes import Nodes
 
@@ -108,7 +109,7 @@ class BytesDispatcher(WiredDispatcher):
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
         """Exchange counts, choose replicas, place every row, for one dispatch or for several at once. One
         host synchronisation on a GPU; two where rows are relayed, or go where replicas are chosen first."""
-        with self.observer.span("plan", layer=self.layer):
+        with self._span("plan"):
             return self._make_plans(parts)
 
     def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
@@ -200,6 +201,7 @@ class BytesDispatcher(WiredDispatcher):
             self.observer.count("bytes_by_tier", rows_2 * row_bytes, layer=self.layer)
 
     def _span(self, name: str) -> Any:
+        waits.enter(self.layer)
         return self.observer.span(name, layer=self.layer)
 
     def dispatch(

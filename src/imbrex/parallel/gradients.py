@@ -154,4 +154,9 @@ def _average(parameters: list[nn.Parameter], layer: MoELayer) -> None:
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> None:
-    waits.run("gradients", lambda: dist.all_reduce(x, group=group, async_op=True), on_host=not x.is_cuda)
+    waits.run(
+        "gradients",
+        lambda: dist.all_reduce(x, group=group, async_op=True),
+        on_host=not x.is_cuda,
+        group=group,
+    )

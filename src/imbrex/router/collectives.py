@@ -19,7 +19,12 @@ def sum_over_ranks(x: Tensor, group_name: str, group_size: int) -> Tensor:
     """The sum of `x` over the ranks of a group. Its gradient: see `GlobalBatch`."""
     total = x.clone(memory_format=torch.contiguous_format)
     group = _group(group_name)
-    waits.run("route", lambda: dist.all_reduce(total, group=group, async_op=True), on_host=not total.is_cuda)
+    waits.run(
+        "route",
+        lambda: dist.all_reduce(total, group=group, async_op=True),
+        on_host=not total.is_cuda,
+        group=group,
+    )
     return total
 
 
@@ -58,7 +63,7 @@ def gather_over_ranks(x: Tensor, group_name: str, group_size: int) -> Tensor:
     def begin():
         return waits.all_gather_single(gathered, flat, group=group, async_op=True)
 
-    waits.run("route", begin, on_host=not x.is_cuda)
+    waits.run("route", begin, on_host=not x.is_cuda, group=group)
     return gathered.view(group_size, *x.shape)
 
 

@@ -94,8 +94,10 @@ class Router(nn.Module):
             logits_TE = self.project(x_TD.float(), self.weight.float(), num_sequences)
             logits_TE, scores_TE, ids_TK, weights_TK = self._choose(logits_TE)
             losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}
-        if kept_TK is None and self.gate.capacity is not None:
-            kept_TK = keep(ids_TK, weights_TK, self.num_experts, self.gate.capacity, self.batch)
+        if self.gate.capacity is not None and (kept_TK is None or self.is_collective):
+            # A rank that is given its choices comes to the sums all the same: others may not be.
+            chosen_TK = keep(ids_TK, weights_TK, self.num_experts, self.gate.capacity, self.batch)
+            kept_TK = chosen_TK if kept_TK is None else kept_TK
         if kept_TK is not None:
             ids_TK = torch.where(kept_TK, ids_TK, -1)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, losses=losses, kept_TK=kept_TK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -43,16 +44,40 @@ def timeout_seconds(timeout: float | None = None) -> float:
     return seconds
 
 
-def start(what: str, begin: Callable[[], dist.Work | None], timeout_s: float) -> dist.Work | None:
-    """Begin a collective; a failure becomes a RankLostError that says what it was."""
+class _Place:
+    """The layer whose rows this process moves, or moved last; `None`: nobody said."""
+
+    layer: int | None = None
+
+
+def enter(layer: int) -> None:
+    """Say whose rows are moved from now on, for the message where a peer is lost."""
+    _Place.layer = layer
+
+
+def start(
+    what: str,
+    begin: Callable[[], dist.Work | None],
+    timeout_s: float,
+    group: dist.ProcessGroup | None = None,
+) -> dist.Work | None:
+    """Begin a collective; a failure becomes a RankLostError that says what it was. group: its ranks, to ask
+    who else is there."""
     _check_not_forked()
     try:
         return begin()
     except RuntimeError as error:
-        raise _lost(what, timeout_s, error) from error
+        raise _lost(what, timeout_s, error, group) from error
 
 
-def finish(what: str, work: dist.Work | None, timeout_s: float, *, on_host: bool) -> None:
+def finish(
+    what: str,
+    work: dist.Work | None,
+    timeout_s: float,
+    *,
+    on_host: bool,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Wait for a collective, at most `timeout_s` where it runs on the host. On a GPU only the stream waits:
     a time-out given to NCCL would block the host, and its own watchdog bounds the collective."""
     try:
@@ -63,13 +88,19 @@ def finish(what: str, work: dist.Work | None, timeout_s: float, *, on_host: bool
         else:
             work.wait()
     except RuntimeError as error:
-        raise _lost(what, timeout_s, error) from error
+        raise _lost(what, timeout_s, error, group) from error
 
 
-def run(what: str, begin: Callable[[], dist.Work | None], *, on_host: bool) -> None:
+def run(
+    what: str,
+    begin: Callable[[], dist.Work | None],
+    *,
+    on_host: bool,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Begin a collective and wait for it, under the time-out of the environment."""
     timeout_s = timeout_seconds()
-    finish(what, start(what, begin, timeout_s), timeout_s, on_host=on_host)
+    finish(what, start(what, begin, timeout_s, group), timeout_s, on_host=on_host, group=group)
 
 
 def leave() -> None:
@@ -86,9 +117,18 @@ def leave() -> None:
 _BACKWARD = {"dispatch": ", sending rows to the experts", "combine": ", fetching rows from the experts"}
 
 
-def _lost(what: str, timeout_s: float, error: RuntimeError) -> RankLostError:
+MOVES = ("plan", "dispatch", "combine")
+"""Phases of a call of one layer; the others are of a model."""
+ROLL_S = 1.0
+"""The longest that ranks wait for each other's word once they have lost somebody."""
+
+
+def _lost(
+    what: str, timeout_s: float, error: RuntimeError, group: dist.ProcessGroup | None = None
+) -> RankLostError:
     """The words of gloo or NCCL, addresses and lines of their sources, are the cause's."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    of = f" of layer {_Place.layer}" if what in MOVES and _Place.layer is not None else ""
     if torch._C._current_graph_task_id() >= 0:
         # The same moves as in the forward, the other way round: their names would mislead.
         what = f"the backward pass{_BACKWARD.get(what, f', {what}')}"
@@ -99,7 +139,34 @@ def _lost(what: str, timeout_s: float, error: RuntimeError) -> RankLostError:
         why = "a rank died or left"
     else:
         why = f"a rank died, left or was silent for {timeout_s:g} s"
-    return RankLostError(f"rank {rank} lost its peers in {what}: {why}")
+    return RankLostError(f"rank {rank} lost its peers in {what}{of}: {why}{_missing(group, timeout_s)}")
+
+
+def _missing(group: dist.ProcessGroup | None, timeout_s: float) -> str:
+    """Words on the ranks of a group that do not say, by the store that all ranks share, that they too have
+    lost somebody: those that died, left or stand elsewhere."""
+    if group is None or not dist.is_initialized() or group.size() == 1:
+        return ""
+    try:
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore
+        mine, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        store.set(f"imbrex/lost/{mine}", str(time.time()))
+        silent, until = set(ranks) - {mine}, time.monotonic() + min(ROLL_S, timeout_s / 4)
+        while silent and time.monotonic() < until:
+            time.sleep(0.02)
+            silent = {r for r in silent if not _lost_lately(store, r, timeout_s)}
+    except (RuntimeError, ValueError):
+        return ""  # the store went with the rank that held it: nobody knows more
+    return f"; not heard of since: {_count(sorted(silent))}" if silent else ""
+
+
+def _lost_lately(store: Any, rank: int, timeout_s: float) -> bool:
+    key = f"imbrex/lost/{rank}"
+    return store.check([key]) and time.time() - float(store.get(key)) < timeout_s + 2 * ROLL_S
+
+
+def _count(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class _Inherited:

@@ -73,9 +73,10 @@ class Board:
             if now - start > self.timeout_s:
                 # on the host: the words are in memory that the processes share
                 late = [rank for rank, word in enumerate(words_2W[0].tolist()) if word >> BITS < self.calls]
+                last = [int(self._words_22W[:, 0, rank].max()) >> BITS for rank in late]
                 raise RankLostError(
                     f"dispatch: ranks {late} did not come to call {self.calls} of the exchange within "
-                    f"{self.timeout_s} s"
+                    f"{self.timeout_s} s; their last was {last}"
                 )
         # on the host: as above
         values_W, self.notes_W = (words_2W & ((1 << BITS) - 1)).tolist()

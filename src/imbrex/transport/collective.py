@@ -77,10 +77,11 @@ class Collective:
         return work
 
     def start(self, phase: str, begin: Callable[[], dist.Work | None]) -> dist.Work | None:
-        return waits.start(phase, begin, self.timeout_s)
+        return waits.start(phase, begin, self.timeout_s, self.group)
 
     def finish(self, phase: str, work: dist.Work | None) -> None:
-        waits.finish(phase, work, self.timeout_s, on_host=self.device.type == "cpu")
+        on_host = self.device.type == "cpu"
+        waits.finish(phase, work, self.timeout_s, on_host=on_host, group=self.group)
 
 
 class Done:
