@@ -27,8 +27,8 @@ PRELOADED = ["torch._dynamo", "imbrex.demo.rank", "imbrex.testing", "plotly.grap
 PRELOADED += ["tests.ranks.pool", "tests.ranks.layer_jobs"]
 GRACE_S = 3.0
 """How long the other ranks may take to answer once one has failed, and all to end."""
-TRACED = 2
-"""Ranks whose lines coverage counts: the others run the same, and tracing is a fifth of their time."""
+TRACED = 1
+"""Ranks whose lines coverage counts: the others run the same, and tracing is up to half of their time."""
 LAST_S = 60.0
 """How long all may take to end after the last test: they write down their coverage."""
 

@@ -15,10 +15,11 @@ import pytest
 from imbrex.codec import CODECS
 from imbrex.transport import TRANSPORTS
 from tests import house
+from tests.as_a_user import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+ENV = environment(OMP_NUM_THREADS="1", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 SHIPPED_CODECS = tuple(CODECS)  # a page's code registers one more
 SHORTER = {"demo": ["--steps", "2", "--ranks", "2"], "bench": ["-n", "1", "--warmup", "0"]}
 
