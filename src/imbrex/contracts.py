@@ -161,6 +161,9 @@ class RowForm(Enum):
     """Expert-major, as they crossed: float8_e4m3fn, with a scale for every 128 values."""
     INDEXED = "indexed"
     """The tokens themselves, and the token of every row."""
+    UNDER_WAY = "under way"
+    """Expert-major, in memory that nobody has filled yet: the kernel of the experts' first product brings
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +178,7 @@ class Dispatched:
         scale of its 128.
     index_R: of `RowForm.INDEXED` alone: `rows_RD` are the tokens [T, D], and row r is token `index_R[r]`
         (int64).
+    staged: of `RowForm.UNDER_WAY` alone: `imbrex.kernels.exchange.staged.Staged`.
     """
 
     rows_RD: Tensor
@@ -183,6 +187,7 @@ class Dispatched:
     form: RowForm = RowForm.ROWS
     scales_RB: Tensor | None = None
     index_R: Tensor | None = None
+    staged: Any = None
 
 
 @runtime_checkable
@@ -241,13 +246,14 @@ class Crossing(NamedTuple, Generic[Value]):
 
 class Arrived(NamedTuple):
     """The rows that the crossing of a dispatch gives: see `Dispatched` and `Handle`. beside: the scales of
-    rows in fp8, or the index of rows that stayed where they are."""
+    rows in fp8, the index of rows that stayed where they are, or what brings rows that are under way: `None`
+    where these were so few that they have come."""
 
     rows_RD: Tensor
     weights_R: Tensor
     counts_e: Tensor
     state: list[Tensor]
-    beside: Tensor | None = None
+    beside: Any = None
 
 
 Addend = Callable[[], Tensor | None]
@@ -311,6 +317,11 @@ class Dispatcher(Protocol):
         """The one for crossings that are under way while experts compute, in so many chunks."""
         ...
 
+    def fusing(self) -> Dispatcher:
+        """The one whose rows are under way where experts ask for that, and whose gradients of tokens go home
+        beside those of weights, unless `why_not_form` has something against it. All ranks ask it, or none."""
+        ...
+
     def why_not_form(self, form: RowForm) -> str | None:
         """Why rows of this exchange never come in `form`, or `None`."""
         ...
@@ -367,6 +378,19 @@ class Dispatcher(Protocol):
         out: tuple[Tensor, Tensor] | None = None,
     ) -> Crossing[tuple[Tensor, Tensor]]:
         """Gradients of the tokens and of their weights, in `out` where there is one."""
+        ...
+
+    def dispatch_backward_beside(
+        self,
+        left: Any,
+        d_rows_RD: Tensor,
+        d_weights_R: Tensor,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        out: tuple[Tensor, Tensor],
+    ) -> Crossing[tuple[Tensor, Tensor]]:
+        """The same. The gradients of weights that experts have left in a `Deferral` may be computed beside
+        it; it has the results then."""
         ...
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
@@ -472,7 +496,8 @@ class Experts(Protocol):
     """The local experts.
 
     applies_weights: the rows returned are already times `handle.weights_R`.
-    forms: the forms of rows that a call takes now, the best first; `RowForm.ROWS` is one of them.
+    forms: the forms of rows that a call takes now, the best first; `RowForm.ROWS` is one of them. Those after
+        it are for strategies that ask for them.
     """
 
     applies_weights: bool

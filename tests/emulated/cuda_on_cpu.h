@@ -63,6 +63,7 @@ inline int __shfl_up_sync(u32, int value, int step) {
     __syncwarp();
     return lane < step ? value : result;
 }
+inline u32 atomicAdd(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
 inline int atomicAdd(int* word, int value) { int before = *word; *word += value; return before; }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) {
     return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (shift & 31));
@@ -105,6 +106,7 @@ inline void fence_async_shared() {}
 inline void fence_async() {}
 inline void fence_barrier_init() {}
 inline void fence_sys() {}
+inline void fence_gpu() {}
 inline void launch_dependents() {}
 inline void wait_for_launches() {}
 
@@ -127,6 +129,7 @@ inline void store_relaxed_sys(u64* word, u64 value) { *word = value; }
 inline u64 load_relaxed_sys(const u64* word) { return *const_cast<volatile const u64*>(word); }
 inline bool named_barrier_and(int id, int threads, bool fine) { return emu::meet(emu::self().block->named[id], threads, fine); }
 inline u32 add_acq_rel_gpu(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
+inline void add_relaxed_gpu(u32* word, u32 value) { *word += value; }
 inline u32 claim_zero_sys(u32* word, u32 value) { u32 before = *word; if (!before) *word = value; return before; }
 
 inline void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {

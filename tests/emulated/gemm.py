@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,17 @@ def emulate(
     """Let `launch_gemm` and the glue run on the CPU, with `blocks` blocks, on `tensors` or any memory."""
 
     def gemm_kernel(
-        layout: Any, epilogue: Any, tiling: Any, wide: bool, fp8: bool, gather: bool, device: int
+        layout: Any,
+        epilogue: Any,
+        tiling: Any,
+        wide: bool,
+        fp8: bool,
+        gather: bool,
+        device: int,
+        file: tuple[str, str] = (gemm.SOURCE, gemm.ENTRY),
     ) -> tuple[EmulatedKernel, int, int]:
         variant = gemm.gemm_variant(layout, epilogue, tiling, wide, fp8, gather)
+        variant = replace(variant, source=file[0], entry=file[1])
         kernel = EmulatedKernel(variant, tiling.smem, tensors, edits)
         kernel.seed = seed
         return kernel, tiling.smem, blocks

@@ -17,7 +17,6 @@
 #define CLUSTER 1
 #endif
 #define blockDim (Index{emu::self().block->threads})
-inline u32 atomicAdd(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 

@@ -92,6 +92,66 @@ def test_rows_dispatched_again(nccl: Pool, tokens: tuple[int, ...]) -> None:
             assert torch.equal(grad, second["grads"][name]), name
 
 
+LONG = (600, 1, 520, 700)
+"""Tokens of a rank that do not come in one kernel."""
+
+
+@pytest.mark.parametrize("width", [256, 4608])
+@pytest.mark.parametrize("world", worlds())
+def test_fused_has_the_bits_of_serial(nccl: Pool, world: int, width: int) -> None:
+    """Outputs and all gradients; of wide rows SwiGLU's gradient is a kernel of its own."""
+    config = replace(CONFIG, hidden_size=width)
+    case = replace(NVLINK, config=config, tokens=LONG)
+    fused = replace(case, options={"transport": "nvlink", "schedule": "fused"})
+    for first, second in zip(
+        nccl.run(world, run_layer, case), nccl.run(world, run_layer, fused), strict=True
+    ):
+        assert torch.equal(first["y"], second["y"])
+        assert torch.equal(first["x_grad"], second["x_grad"])
+        for name, grad in first["grads"].items():
+            assert torch.equal(grad, second["grads"][name]), name
+
+
+@pytest.mark.parametrize("split", ["even", "balanced"])
+def test_fused_with_replicas_and_tensor_ranks(nccl: Pool, split: str) -> None:
+    world, slots = worlds()[-1], [[0, 1, 2, 3, 4, 5, 11], [6, 7, 8, 9, 10, 11, 0]]
+    case = replace(NVLINK, slots=slots, tensor_parallel=world // 2, tokens=LONG)
+    both = []
+    for schedule in ("serial", "fused"):
+        options = {"transport": "nvlink", "split": split, "schedule": schedule}
+        both.append(nccl.run(world, run_layer, replace(case, options=options)))
+    for first, second in zip(*both, strict=True):
+        assert torch.equal(first["y"], second["y"])
+        assert torch.equal(first["x_grad"], second["x_grad"])
+
+
+def test_a_captured_fused_layer_follows_its_tokens(nccl: Pool) -> None:
+    case = replace(NVLINK, tokens=LONG, options={"transport": "nvlink", "schedule": "fused"})
+    for same in nccl.run(worlds()[-1], run_captured, case, 8):
+        assert same == [True] * 8
+
+
+def run_random_calls(ranks: Ranks, case: Case, calls: int) -> int:
+    """Calls with changing numbers of tokens whose bits are not those of serial."""
+    fused = make_layer(
+        replace(case, options={**case.options, "schedule": "fused"}), ranks.group, ranks.device
+    )
+    serial = make_layer(case, ranks.group, ranks.device)
+    wrong = 0
+    for call in range(calls):
+        torch.manual_seed(1000 * ranks.rank + call)
+        tokens = int(torch.randint(257, 900, ()))
+        x_TD = torch.randn(tokens, case.config.hidden_size, device=ranks.device, dtype=case.dtype)
+        with torch.no_grad():
+            wrong += not torch.equal(fused(x_TD), serial(x_TD))
+    return wrong
+
+
+def test_random_calls_have_the_bits_of_serial(nccl: Pool) -> None:
+    case = replace(NVLINK, tokens=(899,) * 4)
+    assert nccl.run(worlds()[-1], run_random_calls, case, 1000) == [0] * worlds()[-1]
+
+
 def run_picked(ranks: Ranks, case: Case) -> str:
     return make_layer(case, ranks.group, ranks.device).reasons["transport"]
 

@@ -57,6 +57,20 @@ class DispatcherBase:
     def beside(self, chunks: int) -> Any:
         return self
 
+    def fusing(self) -> Any:
+        return self
+
+    def dispatch_backward_beside(
+        self: Any,
+        left: Any,
+        d_rows_RD: Tensor,
+        d_weights_R: Tensor,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        out: tuple[Tensor, Tensor],
+    ) -> Any:
+        return self.dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens, out)
+
     def device_of(self, x: Tensor) -> torch.device:
         """Where tokens must lie; a rank alone takes them anywhere."""
         return x.device

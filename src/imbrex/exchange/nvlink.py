@@ -42,6 +42,7 @@ from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.layout import Shape
+from imbrex.kernels.exchange.staged import Staged
 from imbrex.kernels.ffn.glue import weigh_rows
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
 from imbrex.kernels.routing.routed import Tables, placement_tables, write_tables
@@ -97,7 +98,7 @@ class NvlinkDispatcher(WiredDispatcher):
         self.tally_WS: Tensor | None = None
         self.sms = self.sms_home = transport.sms
         self.start: Callable[[Callable[[], Any]], Pending] | None = None
-        self.calls = 0
+        self.fuses, self.calls = False, 0
         super().__init__(geometry, observer, layer)
         transport.join(self)
 
@@ -112,6 +113,25 @@ class NvlinkDispatcher(WiredDispatcher):
         other.start, other.sms_home = self.transport.line.start, self.transport.sms_beside
         other.sms = self.transport.sms if chunks == 1 else self.transport.sms_beside
         return other
+
+    def fusing(self) -> NvlinkDispatcher:
+        other = copy.copy(self)
+        other.fuses = True
+        return other
+
+    def why_not_form(self, form: RowForm) -> str | None:
+        if form is not RowForm.UNDER_WAY:
+            return super().why_not_form(form)
+        if is_coded(self.wire.dispatch):
+            return "rows cross as fp8, and kernels that bring them beside a product take bfloat16"
+        if self.transport.exact_rows:
+            return "with exact_rows the host waits for their number before it makes room for them"
+        return None
+
+    def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
+        if self.fuses and RowForm.UNDER_WAY in forms and self.why_not_form(RowForm.UNDER_WAY) is None:
+            return RowForm.UNDER_WAY
+        return super().form_of(forms, x_TD, weights_TK)
 
     def relocate(self, geometry: Geometry) -> None:
         super().relocate(geometry)
@@ -159,7 +179,8 @@ class NvlinkDispatcher(WiredDispatcher):
         """Most tokens of a rank in this call. ValueError on every rank where one rank's input is wrong."""
         problem = self._problem(x_TD, routing)
         self.calls += 1
-        note = (self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer + self.where) % NOTES
+        note = self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer + self.where
+        note = (note + 0xC2B2AE35 * self.fuses) % NOTES
         most, wrong = self.transport.agree_on_call(x_TD.shape[0], fine=problem is None, note=note)
         if problem:
             raise ValueError(f"dispatch: on rank {self.geometry.rank}, {problem}")
@@ -194,20 +215,34 @@ class NvlinkDispatcher(WiredDispatcher):
 
         def read(sent: tuple[Any, Routed]) -> Arrived:
             given, routed = sent
-            rows_RD, scales_RB = given if form is RowForm.FP8 else (given, None)
+            beside = None
+            if form is RowForm.FP8:
+                rows_RD, beside = given
+            elif isinstance(given, Staged):
+                rows_RD, beside = given.rows, given
+            else:
+                rows_RD = given
             weights_R = spread(routed.weights_LWTK, routed.position_LWTK, len(rows_RD))
             counts_e = routed.counts_Le[0, : len(self.geometry.local_slots)].long()
-            return Arrived(rows_RD, weights_R, counts_e, list(routed), scales_RB)
+            return Arrived(rows_RD, weights_R, counts_e, list(routed), beside)
 
-        return self._crossing(partial(self._send, plan, x_TD, weights_TK, expand), read)
+        stages = form is RowForm.UNDER_WAY
+        return self._crossing(partial(self._send, plan, x_TD, weights_TK, expand, stages=stages), read)
 
     def _crossing(self, work: Callable[[], Any], read: Callable[[Any], Any]) -> Crossing[Any]:
         return Crossing(partial(_at_once if self.start is None else self.start, work), read)
 
     def _send(
-        self, part: Part, x_TD: Tensor, weights_TK: Tensor, expand: Callable[..., Any]
+        self,
+        part: Part,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        expand: Callable[..., Any],
+        *,
+        stages: bool = False,
     ) -> tuple[Any, Routed]:
-        """Rows as `expand` makes them of those that cross in fp8, and where they stand."""
+        """Rows as `expand` makes them of those that cross in fp8, and where they stand. stages: only the
+        tokens are made ready, unless they are few."""
         most, ids_TK, sms = part.most, part.ids_TK.contiguous(), self.sms
         kernels = self.transport.exchange_for(self.size, self.placed.placement, most, self.observer)
         kernels.layer = self.layer
@@ -231,6 +266,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 return rows_1RD[0], routed
             if not self._exact:
                 rows_RD = x_TD.new_empty(most_rows(kernels.shape, most), x_TD.shape[1])
+                if stages:
+                    return kernels.stage(*given, sms.stage, out=rows_RD, **choose)
                 return kernels.dispatch_expert(*given, sms.dispatch, out=rows_RD, **choose)
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)

@@ -21,11 +21,11 @@ from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8
 from imbrex.kernels.ffn.operators import swiglu
 from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.ffn.widths import MULTIPLE, fits
+from imbrex.kernels.fused.rows_out import rows_out
 
 Activation = Literal["swiglu", "gelu"]
 ACTIVATIONS = ("swiglu", "gelu")
 IMPLEMENTATIONS = ("loop", "grouped", "kernels", "kernels-fp8")
-_ROWS = (RowForm.ROWS,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +170,9 @@ class Experts(nn.Module):
             return ffn_fp8(rows_RD, self.quantised(), counts_e, weights_R=weights_R)
         gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
         if self.implementation.startswith("kernels"):
-            return ffn(rows_RD, gate_up, down, counts_e, weights_R=weights_R, gradients=self.gradient_sums)
+            beside = None if dispatched.staged is None else rows_out(dispatched.staged)
+            more = {"weights_R": weights_R, "gradients": self.gradient_sums, "beside": beside}
+            return ffn(rows_RD, gate_up, down, counts_e, **more)
         gate_up_RG = products.grouped_mm(rows_RD, gate_up.mT, counts_e)
         act_RF = swiglu(gate_up_RG, counts_e.cumsum(0).to(torch.int32), weights_R)
         return products.grouped_mm(act_RF, down.mT, counts_e)
@@ -187,12 +189,14 @@ class Experts(nn.Module):
     @property
     def forms(self) -> tuple[RowForm, ...]:
         """Without gradients: rows in fp8 for who computes in fp8, and tokens that rows are read from through
-        an index, or copied from where that is faster."""
+        an index, or copied from where that is faster. For strategies that fuse, rows that are under way."""
+        fit = fits(self.hidden_size, self.down_proj.shape[2])
+        under_way = (RowForm.UNDER_WAY,) if fit and self.implementation == "kernels" else ()
         if torch.is_grad_enabled() or not self.implementation.startswith("kernels"):
-            return _ROWS
+            return RowForm.ROWS, *under_way
         fp8 = (RowForm.FP8,) if self.implementation == "kernels-fp8" else ()
-        indexed = (RowForm.INDEXED,) if fits(self.hidden_size, self.down_proj.shape[2]) else ()
-        return *fp8, *indexed, RowForm.ROWS
+        indexed = (RowForm.INDEXED,) if fit else ()
+        return *fp8, *indexed, RowForm.ROWS, *under_way
 
     def _in_place(self, x_TD: Tensor, index_R: Tensor, counts_e: Tensor, weights_R: Tensor | None) -> Tensor:
         if self.implementation == "kernels-fp8":

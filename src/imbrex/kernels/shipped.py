@@ -18,6 +18,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.ffn.tokens",
     "imbrex.kernels.exchange.variants",
     "imbrex.kernels.fused.home",
+    "imbrex.kernels.fused.rows_out",
     "imbrex.kernels.rows.expand",
     "imbrex.kernels.gate.choose",
     "imbrex.kernels.rows.weights",

@@ -9,6 +9,7 @@ from typing import cast
 from imbrex.contracts import Strategy
 from imbrex.overlap.auto import Auto
 from imbrex.overlap.events import Events
+from imbrex.overlap.fused import Fused
 from imbrex.overlap.pipelined import Pipelined, split_by_source
 from imbrex.overlap.serial import Serial
 from imbrex.runtime import checks
@@ -21,6 +22,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "auto": Auto,
     "pipelined": Pipelined,
     "events": Events,
+    "fused": Fused,
     "megatron": lambda: Pipelined("sequential", 1, name="megatron"),
     "fastermoe": lambda: Pipelined("optsche", 2, split=split_by_source, name="fastermoe"),
     "tutel": lambda: Auto(scheduler="stage-major", name="tutel"),
@@ -75,6 +77,7 @@ __all__ = [
     "STRATEGIES",
     "Auto",
     "Events",
+    "Fused",
     "Kind",
     "Order",
     "Pipelined",

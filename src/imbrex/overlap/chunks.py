@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ class Chunk:
     state: Sequence[Tensor] = ()
     weights_R: Tensor | None = None
     rows_RD: Tensor | None = None
-    scales_RB: Tensor | None = None
+    beside: Any = None
     counts_e: Tensor | None = None
     out_RD: Tensor | None = None
     deferral: Deferral | None = None
@@ -43,6 +43,8 @@ class Forward:
     """Outputs of all chunks in `y_TD`. With gradients wanted, every chunk keeps the graph of its experts.
 
     defer: the backward computes gradients of the parameters in a task of their own.
+    sizes: tokens of every chunk; `None`: one chunk, which kernels move and compute in one, and nothing is in
+        a stream beside the caller's.
     """
 
     def __init__(
@@ -52,15 +54,16 @@ class Forward:
         x_TD: Tensor,
         routing: Routing,
         addend_TD: Tensor | None,
-        sizes: Sequence[int],
+        sizes: Sequence[int] | None,
         *,
         keep: bool,
         defer: bool = False,
     ) -> None:
-        self.exchange, self.layer_experts = exchange, experts
-        self.dispatcher = exchange.dispatcher.beside(len(sizes))
+        self.exchange, self.layer_experts, self.fused = exchange, experts, sizes is None
+        sizes, whole = sizes or [len(x_TD)], exchange.dispatcher
+        self.dispatcher = whole.fusing() if self.fused else whole.beside(len(sizes))
         self.keep, self.defer = keep, keep and defer
-        forms = (RowForm.ROWS,) if keep else experts.forms
+        forms = (RowForm.ROWS,) if keep and not self.fused else experts.forms
         self.form = self.dispatcher.form_of(forms, x_TD, routing.weights_TK)
         self.x_TD, self.weights_TK, self.addend_TD = x_TD, routing.weights_TK, addend_TD
         self.y_TD = x_TD.new_empty(x_TD.shape)
@@ -81,7 +84,7 @@ class Forward:
 
     def decode_out(self, chunk: int, received: Any) -> None:
         c = self.chunks[chunk]
-        c.rows_RD, c.weights_R, c.counts_e, c.state, c.scales_RB = _crossing(c).read(received)
+        c.rows_RD, c.weights_R, c.counts_e, c.state, c.beside = _crossing(c).read(received)
         c.crossing = None
 
     def experts(self, chunk: int) -> None:
@@ -102,9 +105,11 @@ class Forward:
                 rows_RD=c.rows_RD,
                 counts_e=c.counts_e,
                 handle=handle,
-                form=self.form,
-                scales_RB=c.scales_RB,
+                form=self.form if c.beside is not None else RowForm.ROWS,
+                scales_RB=c.beside if self.form is RowForm.FP8 else None,
+                staged=c.beside if self.form is RowForm.UNDER_WAY else None,
             )
+            c.beside = None
             c.deferral = Deferral() if self.defer else None
             with nullcontext() if c.deferral is None else c.deferral.record():
                 c.out_RD = self.layer_experts(dispatched)
@@ -127,27 +132,18 @@ class Forward:
         _crossing(c).read(received)
         c.crossing = None
         if not self.keep:
-            c.rows_RD = c.scales_RB = c.weights_R = c.out_RD = None
+            c.rows_RD = c.weights_R = c.out_RD = None
 
 
 class Backward:
     """Gradients of tokens and weights in `d_x_TD` and `d_weights_TK`, of the parameters in `d_parameters`.
 
-    beside: takes the tokens' gradients home in place of the dispatcher's `dispatch_backward`, with the
-        chunk's `Deferral` before its arguments, which it may compute beside that.
-
     The graphs of the experts are gone afterwards.
     """
 
     def __init__(
-        self,
-        forward: Forward,
-        d_y_TD: Tensor,
-        parameters: Sequence[Tensor],
-        needed: Sequence[bool],
-        beside: Callable[..., Crossing] | None = None,
+        self, forward: Forward, d_y_TD: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]
     ) -> None:
-        self.beside = beside
         self.forward, self.exchange, self.dispatcher = forward, forward.exchange, forward.dispatcher
         self.d_y_TD = d_y_TD
         self.parameters = [p for p, need in zip(parameters, needed, strict=True) if need]
@@ -221,8 +217,8 @@ class Backward:
         assert d_rows is not None
         out = self.d_x_TD[c.tokens], self.d_weights_TK[c.tokens]
         arguments = *d_rows, c.state, len(out[0]), out
-        if self.beside is not None and c.deferral is not None and self.parameters:
-            c.crossing = self.beside(c.deferral, *arguments)
+        if self.forward.fused and c.deferral is not None and self.parameters:
+            c.crossing = self.dispatcher.dispatch_backward_beside(c.deferral, *arguments)
         else:
             c.crossing = self.dispatcher.dispatch_backward(*arguments)
 

@@ -71,6 +71,9 @@ class Pipelined:
     Gradients of gradients are not there.
     """
 
+    fuses = False
+    """Whether kernels move and compute in one; see `imbrex.overlap.fused`."""
+
     def __init__(
         self,
         scheduler: str | Scheduler = "optsche",
@@ -129,7 +132,8 @@ class Pipelined:
         if torch.compiler.is_compiling():
             return Serial().run(x_TD, routing, exchange, experts, addend)
         # The message of a layer that runs serially, so that one rank's wrong input is heard by all.
-        exchange.dispatcher.check_in(x_TD, routing)
+        if not self.fuses:  # one chunk, whose own message says it
+            exchange.dispatcher.check_in(x_TD, routing)
         orders = self._agree(exchange)
         added = None if addend is None else addend()
         geometry = exchange.geometry
@@ -142,7 +146,7 @@ class Pipelined:
             experts=experts,
             ids_TK=routing.ids_TK,
             orders=orders,
-            sizes=sizes,
+            sizes=None if self.fuses else sizes,
             differentiated=differentiated(x_TD, routing.weights_TK, added, *parameters),
         )
         return Output(y_TD=_Run.apply(call, x_TD, routing.weights_TK, added, *parameters))
@@ -202,7 +206,7 @@ class _Call:
     experts: Experts
     ids_TK: Tensor
     orders: Orders
-    sizes: Sequence[int]
+    sizes: Sequence[int] | None
     differentiated: bool
 
 

@@ -90,12 +90,13 @@ def room_for(tokens: int) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sms:
     """Multiprocessors of the kernels for rows out, rows of a small batch with their routing, coded rows out,
-    sums back."""
+    sums back, tokens that a fused kernel brings."""
 
     dispatch: int
     small: int
     push: int
     combine: int
+    stage: int
 
 
 class NvlinkError(ValueError):
@@ -114,8 +115,8 @@ class Nvlink(Collective):
     batches have heaps of their own.
     exact_rows: the experts' rows are as many as there are, for one host synchronisation a dispatch; else
         there is room for the worst case, W times their mean.
-    dispatch_sms, small_sms, push_sms, combine_sms: multiprocessors, as in `Sms`. The blocks of a kernel wait
-        for peers: two kernels that may meet on a GPU must both fit it.
+    dispatch_sms, small_sms, push_sms, combine_sms, stage_sms: multiprocessors, as in `Sms`. The blocks of a
+        kernel wait for peers: two kernels that may meet on a GPU must both fit it.
     beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
     """
 
@@ -132,13 +133,16 @@ class Nvlink(Collective):
         small_sms: int = 64,
         push_sms: int = 16,
         combine_sms: int = 96,
+        stage_sms: int = 64,
         beside_sms: int = 32,
         exact_rows: bool = False,
     ) -> None:
         super().__init__(group, timeout=timeout)
         self.max_tokens, self.exact_rows = max_tokens, exact_rows
-        self.sms = Sms(dispatch=dispatch_sms, small=small_sms, push=push_sms, combine=combine_sms)
-        self.sms_beside = Sms(dispatch=beside_sms, small=beside_sms, push=beside_sms, combine=beside_sms)
+        self.sms = Sms(
+            dispatch=dispatch_sms, small=small_sms, push=push_sms, combine=combine_sms, stage=stage_sms
+        )
+        self.sms_beside = Sms(**dict.fromkeys(Sms.__dataclass_fields__, beside_sms))
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()

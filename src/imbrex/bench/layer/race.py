@@ -7,6 +7,7 @@ the slowest rank's.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +22,24 @@ from imbrex.bench.layer.rivals import AllToAll, Ffn, GatherScatter, GatherScatte
 from imbrex.bench.results import write_results
 from imbrex.bench.shapes import MODELS, Shape
 from imbrex.bench.skew import make_routing
-from imbrex.contracts import Routing
+from imbrex.contracts import Routing, Strategy
 from imbrex.exchange.exchange import Exchange
 from imbrex.exchange.nvlink import NvlinkDispatcher, read_state
 from imbrex.experts.experts import Experts
+from imbrex.kernels.ffn.ffn import ffn
 from imbrex.observe.clock import device_microseconds
+from imbrex.overlap.fused import Fused
 from imbrex.overlap.serial import Serial
 from imbrex.placement import contiguous
 from imbrex.transport import Nvlink
 
 OURS, OURS_TORCH, OURS_EXACT = "imbrex-serial", "imbrex-serial-torch-gemm", "imbrex-serial-exact-rows"
+OURS_FUSED, OURS_ALONE = "imbrex-fused", "imbrex-experts-alone"
 OURS_NCCL = "imbrex-alltoall"
-VARIANTS = OURS_TORCH, OURS_EXACT, OURS_NCCL
+VARIANTS = OURS_FUSED, OURS_ALONE, OURS_TORCH, OURS_EXACT, OURS_NCCL
 FLOOR = "floor"
+FLOORS = FLOOR, OURS_ALONE
+"""The experts, whose rows are there."""
 OPS = ("forward", "forward+backward")
 PAUSE_CYCLES = {"forward": 3_000_000, "forward+backward": 10_000_000}
 """The host queues a call while the GPU waits: about 1.5 and 5 ms."""
@@ -46,13 +52,15 @@ Call = Callable[[], Answers]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """One model and number of tokens over all ranks; `routing` as `--skew` takes it. variants: time ours
-    through torch's grouped GEMM, with exactly sized rows, and over NCCL with torch's GEMM, too."""
+    through torch's grouped GEMM, with exactly sized rows, and over NCCL with torch's GEMM, too. only: names
+    of implementations, where not all are raced."""
 
     model: str
     M: int
     routing: str = "uniform"
     ops: tuple[str, ...] = OPS
     variants: bool = True
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +126,7 @@ class Race:
         training = op == "forward+backward"
         found: dict[str, Call] = {
             OURS: self._ours(self.experts, self.exchange, inputs, training=training),
+            OURS_FUSED: self._ours(self.experts, self.exchange, inputs, training=training, strategy=Fused()),
             OURS_TORCH: self._ours(self.torch_experts, self.exchange, inputs, training=training),
             OURS_EXACT: self._ours(self.experts, self.exact, inputs, training=training),
             OURS_NCCL: self._ours(self.torch_experts, self.over_nccl, inputs, training=training),
@@ -125,9 +134,18 @@ class Race:
         for rival in self.rivals:
             found[rival.name] = self._rival(rival, inputs, training=training)
         found[FLOOR] = self._floor(inputs, training=training)
+        found[OURS_ALONE] = self._alone(inputs, training=training)
         return found
 
-    def _ours(self, experts: Experts, exchange: Exchange, inputs: Inputs, *, training: bool) -> Call:
+    def _ours(
+        self,
+        experts: Experts,
+        exchange: Exchange,
+        inputs: Inputs,
+        *,
+        training: bool,
+        strategy: Strategy | None = None,
+    ) -> Call:
         x_TD = inputs.x_TD.clone().requires_grad_(training)
         weights_TK = inputs.routing.weights_TK.clone().requires_grad_(training)
         routing = Routing(ids_TK=inputs.routing.ids_TK, weights_TK=weights_TK)
@@ -135,7 +153,7 @@ class Race:
 
         def call() -> Answers:
             with torch.set_grad_enabled(training):
-                y_TD = Serial().run(x_TD, routing, exchange, experts, None).y_TD
+                y_TD = (strategy or Serial()).run(x_TD, routing, exchange, experts, None).y_TD
             if not training:
                 return [y_TD]
             return [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, inputs.d_y_TD)]
@@ -153,14 +171,8 @@ class Race:
 
     def _floor(self, inputs: Inputs, *, training: bool) -> Call:
         """The rows that this rank's experts get, permuted beforehand."""
-        counts_E = torch.bincount(inputs.routing.ids_TK.flatten(), minlength=self.shape.num_experts)
-        dist.all_reduce(counts_E)
-        ends_e = counts_E.chunk(self.world)[self.rank].cumsum(0).to(torch.int32)
-        # host sync: once a case, outside what is timed
-        rows = int(ends_e[-1])
-        rows_RD, d_out_RD = (
-            torch.randn(rows, self.shape.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
-        )
+        rows_RD, d_out_RD, counts_e = self._rows_of_experts(inputs)
+        ends_e = counts_e.cumsum(0).to(torch.int32)
 
         def call() -> Answers:
             out_RD = self.floor.forward(rows_RD, ends_e, keep=training)
@@ -168,10 +180,41 @@ class Race:
 
         return call
 
+    def _rows_of_experts(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Random rows and gradients, as many as this rank's experts get, and how many every expert does."""
+        counts_E = torch.bincount(inputs.routing.ids_TK.flatten(), minlength=self.shape.num_experts)
+        dist.all_reduce(counts_E)
+        counts_e = counts_E.chunk(self.world)[self.rank]
+        # host sync: once a case, outside what is timed
+        size = int(counts_e.sum()), self.shape.hidden_size
+        rows_RD, d_out_RD = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        return rows_RD, d_out_RD, counts_e
+
+    def _alone(self, inputs: Inputs, *, training: bool) -> Call:
+        """Our experts, on rows that are there: what no schedule can go below."""
+        rows_RD, d_out_RD, counts_e = self._rows_of_experts(inputs)
+        rows_RD.requires_grad_(training)
+        weights = self.experts.gate_up_proj, self.experts.down_proj
+
+        def call() -> Answers:
+            with torch.set_grad_enabled(training):
+                out_RD = ffn(rows_RD, *weights, counts_e)
+            return (
+                [out_RD, *torch.autograd.grad(out_RD, [rows_RD, *weights], d_out_RD)]
+                if training
+                else [out_RD]
+            )
+
+        return call
+
     def check(self, calls: dict[str, Call]) -> float:
-        """The largest relative error between ours and the rivals', over all answers and ranks."""
+        """The largest relative error between ours and the rivals', over all answers and ranks; what is fused
+        has the same bits."""
         ours, worst = calls[OURS](), 0.0
-        for name in (name for name in calls if name not in (OURS, FLOOR)):
+        if OURS_FUSED in calls:
+            pairs = zip(ours, calls[OURS_FUSED](), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), f"{self.model}: fused has other bits than serial"
+        for name in (name for name in calls if name not in (OURS, *FLOORS)):
             worst = max(worst, difference(ours, calls[name]()))
         found = torch.tensor(worst, device="cuda")
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -209,12 +252,13 @@ def difference(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
 def time_in_turns(
     calls: Mapping[str, Callable[[], object]], pause_cycles: int, *, repeats: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Microseconds of every call, all of them once a round, the slowest rank's. The GPU pauses so long while
-    the host queues a call."""
+    """Microseconds of every call, all of them once a round in another order, the slowest rank's. The GPU
+    pauses so long while the host queues a call."""
     align = torch.zeros(1, device="cuda")
     taken: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(1)  # the same on all ranks
     for turn in range(-warmup, repeats):
-        for name, call in calls.items():
+        for name, call in order.sample(list(calls.items()), len(calls)):
             spent = device_microseconds(call, pause_cycles, lambda: dist.all_reduce(align))
             if turn >= 0:
                 taken[name].append(spent)
@@ -259,7 +303,13 @@ def host_microseconds(call: Call, pause_cycles: int, repeats: int = 5) -> float:
 
 
 def race(
-    rank: int, world: int, entries: list[Entry], repeats: int, out: str, run: dict[str, Any]
+    rank: int,
+    world: int,
+    entries: list[Entry],
+    repeats: int,
+    out: str,
+    run: dict[str, Any],
+    name: str = "layer",
 ) -> list[dict[str, Any]]:
     """The rows of all entries, in the result file `out` as soon as a model's are there."""
     rows: list[dict[str, Any]] = []
@@ -269,7 +319,7 @@ def race(
             if entry.model == model:
                 rows += run_entry(runner, entry, repeats)
         if rank == 0:
-            write_results(out, "layer", run, rows)
+            write_results(out, name, run, rows)
         runner.close()
         del runner
         torch.cuda.empty_cache()
@@ -280,12 +330,15 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
     inputs, rows = runner.inputs(entry), []
     for op in entry.ops:
         calls = runner.calls(op, inputs)
-        if not entry.variants:
+        if entry.only:
+            calls = {name: calls[name] for name in entry.only}
+        elif not entry.variants:
             calls = {name: call for name, call in calls.items() if name not in VARIANTS}
         error = runner.check(calls)
         taken = time_in_turns(calls, PAUSE_CYCLES[op], repeats=repeats)
         found = {name: row_of(entry, runner, op, name, times, error) for name, times in taken.items()}
-        found[GatherScatter.name]["index_add_us"] = runner.index_add_microseconds(inputs)
+        if GatherScatter.name in found:
+            found[GatherScatter.name]["index_add_us"] = runner.index_add_microseconds(inputs)
         rows += found.values()
         if runner.rank == 0:
             print(line_of(entry, op, taken), flush=True)
@@ -310,7 +363,7 @@ def row_of(
             "dtype": "bf16",
             "routing": entry.routing,
         },
-        "full_call": name != FLOOR,
+        "full_call": name not in FLOORS,
         "median_us": round(statistics.median(times), 1),
         "min_us": round(min(times), 1),
         "max_us": round(max(times), 1),
@@ -321,6 +374,8 @@ def row_of(
             OURS_TORCH: "torch's grouped GEMM, own SwiGLU",
             OURS_NCCL: "a token once to a rank over NCCL, torch's grouped GEMM, own SwiGLU",
             OURS_EXACT: "rows as many as there are, after asking the GPU",
+            OURS_FUSED: "schedule 'fused'",
+            OURS_ALONE: "our experts, rows permuted",
             FLOOR: "torch's experts, rows permuted",
         }.get(name, "torch's experts, backward by hand"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from imbrex.kernels.exchange.variants import ROUTE_MANY, shipped_variants
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Tables, placement_tables
 from imbrex.kernels.structs import Struct
+
+_serials = itertools.count()
 
 
 class ExchangeBase:
@@ -61,7 +64,8 @@ class ExchangeBase:
         self.last_sms: dict[str, int] = {}
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
-        self._groups: dict[int, Struct] = {}
+        self._groups: dict[Any, Struct] = {}
+        self.serial = next(_serials)
         variants = shipped_variants() if shape.ranks <= lay.MOST_RANKS else [ROUTE_MANY]
         self._load = load
         self._kernels = {variant: load(variant, self.device) for variant in variants}
@@ -158,6 +162,21 @@ class ExchangeBase:
             )
         made.layer = 0 if self.layer is None else 1 + self.layer
         return made
+
+    def group_of(self, local: int, blocks: int) -> Struct:
+        """Makes, once, what a launch of one rank of this process, number `local`, is told of the ranks."""
+        group = self._groups.get((local, blocks))
+        if group is None:
+            whole = self._group(blocks)
+            group = self._groups[local, blocks] = type(whole).from_buffer_copy(whole)
+            group.first = self.heap.first + local
+            group.host_status = self._status[local].data_ptr()
+        return group
+
+    def _name_layer(self) -> None:
+        """Tell launches of the layer, those that others have prepared, too."""
+        for group in self._groups.values():
+            group.layer = 0 if self.layer is None else 1 + self.layer
 
     def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
         """The buffer of the next call and how many calls ago it was last used; a captured call keeps its

@@ -17,6 +17,9 @@ SCRATCH_BYTES, WINDOWS_BYTES = 320, 640
 FEW_SMS, NARROW_BYTES = 32, 8192
 """Rows of 4096 bytes on 4 H200: 244 us in one kernel, 228 in two on 24 SMs; 195 and 205 on 32. Half as many
 threads route beside those that stage."""
+STAGE_SMS = 64
+"""Blocks of routing with staging: 16384 tokens of 2048 values on two H200 in 41 us (32 SMs: 65, 132: 42), of
+7168 values in 90 (144, 77)."""
 FEW, MORE = (8, 16), (24, 32)
 """SMs for compact and for expert-major rows: enough for the wire, and for rows shorter than `NARROW_BYTES`,
 of which an SM moves fewer bytes."""

@@ -7,6 +7,7 @@
     lease = exchange.push(x_TD, routed)                       # or compact rows, in the heap: lease.rows
     # or routing and rows of either kind in one kernel
     rows_RD, routed = exchange.dispatch_expert(x_TD, ids_TK, weights_TK)
+    staged, routed = exchange.stage(x_TD, ids_TK, weights_TK)  # rows come beside a product
     lease, routed = exchange.dispatch(x_TD, ids_TK, weights_TK)
     y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
 
@@ -36,6 +37,7 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.base import ExchangeBase
 from imbrex.kernels.exchange.debug import check_choices, check_rows, check_sent
 from imbrex.kernels.exchange.dispatch import (
+    STAGE_SMS,
     default_sms,
     dispatch_shape,
     expert_shape,
@@ -48,6 +50,7 @@ from imbrex.kernels.exchange.error import ExchangeError as ExchangeError
 from imbrex.kernels.exchange.lease import Lease as Lease
 from imbrex.kernels.exchange.reduce import check_wire, reduce_args
 from imbrex.kernels.exchange.route import route_args
+from imbrex.kernels.exchange.staged import COUNTED, Staged
 from imbrex.kernels.exchange.variants import (
     DISPATCH,
     EXPERT,
@@ -63,6 +66,8 @@ from imbrex.kernels.exchange.variants import (
     ROUTE_MANY_THREADS,
     ROUTE_THREADS,
     SMALL,
+    STAGE,
+    STAGE_THREADS,
 )
 from imbrex.kernels.routing.routed import Routed, Tables
 
@@ -226,6 +231,53 @@ class NvlinkExchange(ExchangeBase):
         args = lay.Expert(route=route, pull=pull, scratch_at=place[0], fine_at=place[1])
         self._launch(EXPERT, "pull", num_sms, EXPERT_THREADS, shared, args)
         return out, routed
+
+    def stage(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_sms: int = STAGE_SMS,
+        tokens: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        **choose: Any,
+    ) -> tuple[Staged, Routed]:
+        """`route`, and the tokens where peers find them, in one kernel: expert-major rows that a kernel
+        brings later (`kernels.fused`), and where.
+
+        Arguments, and `choose`, as there. One kernel brings them, behind this call and before the next one
+        that moves rows out. Raises ValueError where routing does not fit a block's shared memory.
+        """
+        self._row_bytes(x)
+        routed = self._empty_routed(self.shape.max_tokens)
+        tally, tables = choose.get("tally"), choose.get("tables")
+        balanced = choose.get("balanced", False)
+        route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
+        blocks, shared = lay.route_blocks(self.shape, num_sms, self._room, fewest=num_sms)
+        out = self._empty_rows(x) if out is None else out
+        pull, _ = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        room = out.shape[-2]
+        sizes = (self.local_ranks, room), (self.local_ranks, -(-room // COUNTED))
+        token_LR, there_LC = (torch.empty(size, dtype=torch.int32, device=self.device) for size in sizes)
+        args = lay.Stage(
+            route=route, pull=pull, token=token_LR, there=there_LC, rows=room, counters=there_LC.shape[1]
+        )
+        self._count_routing(blocks)
+        self._launch(STAGE, "pull", blocks, STAGE_THREADS, shared, args)
+        self._name_layer()
+        staged = Staged(
+            x=x,
+            rows=out,
+            token_LR=token_LR,
+            there_LC=there_LC,
+            position_LWTK=routed.position_LWTK,
+            totals_L4=routed.totals_L4,
+            staged_at=pull.staged_at + pull.buffer * pull.buffer_bytes,
+            group=self.group_of,
+            exchange=self.serial,
+        )
+        return staged, routed
 
     def _empty_rows(self, x: Tensor) -> Tensor:
         size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])

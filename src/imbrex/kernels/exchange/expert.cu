@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1)
         list_all(call, ring, pull, view_of(call, pull), *fine != 0);
     } else {
         stage_groups(call, pull, view_of(call, pull),
-                     expert.route.tokens ? expert.route.tokens[call.local] : expert.route.num_tokens);
+                     expert.route.tokens ? expert.route.tokens[call.local] : expert.route.num_tokens,
+                     thread - kMoverThreads);
     }
     end_call(call);
     end_call(routing, 32);

@@ -59,6 +59,7 @@ Gather = struct("exchange/gather.cu", "Gather")
 Small = struct("exchange/small.cu", "Small")
 Dispatch = struct("exchange/dispatch.cu", "Dispatch")
 Expert = struct("exchange/expert.cu", "Expert")
+Stage = struct("exchange/stage.cu", "Stage")
 CONTROL_BYTES, OVERFLOWS_AT = -(-ctypes.sizeof(Control) // 512) * 512, Control.overflows.offset
 """The first bytes of every heap; where in them the calls that did not fit are counted."""
 SMALL_SMS = 64
@@ -179,13 +180,12 @@ def route_shared(shape: Shape, chunks: int, room: int = 0, window: int = 0) -> i
     return 4 * (words + shape.most_slots + shape.experts) + flow
 
 
-def route_blocks(shape: Shape, wanted: int, room: int = 0) -> tuple[int, int]:
+def route_blocks(shape: Shape, wanted: int, room: int = 0, fewest: int | None = None) -> tuple[int, int]:
     """Blocks of the routing kernel and its shared memory: `wanted` blocks, or more where their masks do not
-    fit.
+    fit. fewest: by default as many as have four chunks, which are quicker than meeting another block.
     """
     chunks = shape.ranks * -(-shape.max_tokens // CHUNK)
-    fewest = -(-chunks // 4)  # four chunks are quicker than meeting another block
-    for blocks in range(min(wanted, fewest), MAX_BLOCKS + 1):
+    for blocks in range(min(wanted, fewest or -(-chunks // 4)), MAX_BLOCKS + 1):
         nbytes = route_shared(shape, -(-chunks // blocks), room)
         if nbytes <= SHARED_BYTES:
             return blocks, nbytes

@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(kPullThreads, 1)
             if (call.block == 0) tell_started(call, static_cast<int>(ptx::lane_id()));
             list_all(call, ring, pull, view, true);
         } else {
-            stage_groups(call, pull, view, view.tokens[call.me]);
+            stage_groups(call, pull, view, view.tokens[call.me],
+                         static_cast<int>(threadIdx.x) - kMoverThreads);
         }
     }
     end_call(call);

@@ -82,10 +82,10 @@ __device__ inline void store_at_peers(const Call& call, i64 to, const u8* from, 
 }
 
 // This block's own tokens into the heap, group after group, as fast as it goes: a peer never waits for what
-// we pull.
-__device__ inline void stage_groups(const Call& call, const Pull& pull, const PullView& view, int tokens) {
+// we pull. By the stagers' threads, from 0 on.
+__device__ inline void stage_groups(const Call& call, const Pull& pull, const PullView& view, int tokens,
+                                    int thread) {
     const Group& group = *call.group;
-    const int thread = static_cast<int>(threadIdx.x) - kMoverThreads;
     if (!wait_credit(call, thread % 32, pull.lag)) return;
     u8* staged = group.heap[call.me] + view.buffer;
     for (int g = call.block; g * view.per_group < tokens; g += group.blocks) {

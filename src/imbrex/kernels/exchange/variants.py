@@ -12,6 +12,7 @@ ROUTE_THREADS, ROUTE_MANY_THREADS = 1024, 128
 BESIDE_THREADS, BEFORE_THREADS = 256, 512
 """Threads that route in a kernel that pushes, and in one that pulls."""
 EXPERT_THREADS = PULL_THREADS + BEFORE_THREADS
+STAGE_THREADS = 32 * 8 + BEFORE_THREADS
 
 
 def shipped_variants() -> list[jit.Variant]:
@@ -21,6 +22,7 @@ def shipped_variants() -> list[jit.Variant]:
         *PUSH.values(),
         *DISPATCH.values(),
         EXPERT,
+        STAGE,
         PULL,
         SMALL,
         *REDUCE.values(),
@@ -49,6 +51,7 @@ DISPATCH = {
 }
 SMALL = jit.Variant(source="exchange/small.cu", entry="dispatch_small")
 EXPERT = jit.Variant(source="exchange/expert.cu", entry="dispatch_expert")
+STAGE = jit.Variant(source="exchange/stage.cu", entry="route_and_stage")
 PULL = jit.Variant(source="exchange/pull.cu", entry="pull_rows")
 REDUCE = {
     fp8: jit.Variant(source="exchange/reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))

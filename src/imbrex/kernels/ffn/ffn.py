@@ -23,7 +23,15 @@ from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.ffn.inputs import check_inputs
 from imbrex.kernels.ffn.widths import MULTIPLE, fits, pad_widths
-from imbrex.kernels.gemm.gemm import Epilogue, Layout, Slopes, gemm_variant, launch_gemm
+from imbrex.kernels.gemm.gemm import (
+    ALONE,
+    Beside,
+    Epilogue,
+    Layout,
+    Slopes,
+    gemm_variant,
+    launch_gemm,
+)
 from imbrex.kernels.gemm.tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.runtime.deferred import Deferral, recording
@@ -54,6 +62,7 @@ def ffn(
     weights_R: Tensor | None = None,
     recompute: bool = False,
     gradients: tuple[Tensor, Tensor] | None = None,
+    beside: Beside | None = None,
 ) -> Tensor:
     """down(silu(gate) * up) of every row by its expert, times `weights_R` (float32) where given; [R, D] bf16.
 
@@ -65,6 +74,9 @@ def ffn(
     gradients: tensors like the two weights, contiguous, float32 or bfloat16: the backward adds the weights'
     gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
 
+    beside: the kernel of the first product, which brings the rows as well (`kernels.fused.rows_out`). Not
+    under `torch.compile`.
+
     Under a `Deferral` the backward leaves the weights' gradients to it. Widths that are no multiples of 8 are
     padded, which copies the weights in every call; such weights' gradients cannot be added to `gradients`.
 
@@ -72,6 +84,8 @@ def ffn(
     """
     weights = gate_up_eGD, down_eDF
     check_inputs("ffn", rows_RD, weights, counts_e, weights_R, bf16=(rows_RD, *weights))
+    if beside is not None and not (fits(*down_eDF.shape[1:]) and rows_RD.is_contiguous()):
+        raise ValueError("ffn: rows that come beside a product need D and F that are multiples of 8")
     if not fits(*down_eDF.shape[1:]):
         if gradients is not None:
             raise ValueError(
@@ -87,11 +101,12 @@ def ffn(
         _check_gradients(gradients, gate_up_eGD, down_eDF)
         if traced(*given[:-1]):
             raise ValueError("ffn: under torch.compile gradients cannot be added to tensors; give none")
-    elif traced(*given[:-1]):
+    elif beside is None and traced(*given[:-1]):
         return torch.ops.imbrex_experts.ffn(*given)[0]
     if not training:
-        return run_ffn(*given)[0]
-    return Ffn.apply(*given, gradients, recording(gate_up_eGD) and recording(down_eDF))
+        return run_ffn(*given, beside)[0]
+    backward = gradients, recording(gate_up_eGD) and recording(down_eDF)
+    return Ffn.apply(*given, beside, backward)
 
 
 def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None:
@@ -111,13 +126,15 @@ def run_ffn(
     counts_e: Tensor,
     weights_R: Tensor | None,
     keep: bool,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_RD; gate_up_RG where kept (else empty); the plan of the groups, for the backward."""
     groups, rows_RD = plan_groups(counts_e), rows_RD.contiguous()
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     weights_R = None if weights_R is None else weights_R.contiguous()
     gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
-    y_RD = run_experts(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG if keep else None)
+    more = groups, weights_R, gate_up_RG if keep else None
+    y_RD = run_experts(rows_RD, gate_up_eGD, down_eDF, *more, beside=beside)
     return y_RD, gate_up_RG, groups.plan
 
 
@@ -129,14 +146,16 @@ def run_experts(
     weights_R: Tensor | None = None,
     gate_up_RG: Tensor | None = None,
     index_R: Tensor | None = None,
+    beside: Beside | None = None,
 ) -> Tensor:
     """y_RD, and gate and up into `gate_up_RG` where given. With `index_R` (int64) row r is
-    rows_RD[index_R[r]], read there by the first product."""
+    rows_RD[index_R[r]], read there by the first product. beside: the kernel of that product."""
     rows = rows_RD.shape[0] if index_R is None else index_R.shape[0]
     act_RF, y_RD = rows_RD.new_empty(rows, down_eDF.shape[2]), rows_RD.new_empty(rows, rows_RD.shape[1])
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
-        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, gate_up=gate_up_RG, index=index_R)
+        more = {"gate_up": gate_up_RG, "index": index_R, "beside": beside or ALONE}
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
         down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
         _gemm(Layout.FORWARD, act_RF, down_eDF, groups, y_RD, down, weights=weights_R)
     return y_RD
@@ -316,10 +335,10 @@ class Ffn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, gradients, deferral):
-        y_RD, gate_up_RG, plan = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep)
+    def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, beside, backward):
+        y_RD, gate_up_RG, plan = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, beside)
         ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
-        ctx.gradients, ctx.deferral = gradients, deferral
+        ctx.gradients, ctx.deferral = backward
         return y_RD
 
     @staticmethod
@@ -368,6 +387,7 @@ def _gemm(
     gate_up: Tensor | None = None,
     weights: Tensor | None = None,
     index: Tensor | None = None,
+    beside: Beside = ALONE,
 ) -> None:
     rows, experts = a.shape[0] if index is None else index.shape[0], groups.ends_e.numel()
     tiling = choose_tiling(
@@ -392,6 +412,7 @@ def _gemm(
         gate_up=gate_up,
         weights_R=weights,
         index_R=index,
+        beside=beside,
     )
 
 

@@ -21,6 +21,7 @@
 // Example, 2 ranks, n = 1: block 0 of rank 0 sums rank 1's tokens into rank 1's heap and tells; the sums of
 // its own tokens are not there yet, so it multiplies. Behind the last tile all blocks add them.
 #include "exchange/reduce.cuh"
+#include "gemm/cut.cuh"
 #include "gemm/run.cuh"
 
 namespace fused {
@@ -28,15 +29,6 @@ namespace fused {
 using namespace exchange;
 using namespace gemm;
 
-struct Cut {
-    static constexpr Layout kLayout = static_cast<Layout>(LAYOUT);
-    static constexpr Epilogue kEpilogue = static_cast<Epilogue>(EPILOGUE);
-    static constexpr bool kFp8 = FP8, kPingpong = PINGPONG, kWide = WIDE;
-    static constexpr int kGroups = GROUPS, kBlocksM = BLOCKS_M, kBlockN = BLOCK_N, kStages = STAGES;
-    static constexpr int kPanels = PANELS, kGroupM = GROUP_M, kCluster = CLUSTER, kWave = WAVE;
-    static constexpr int kGather = GATHER;
-};
-using C = Config<Cut>;
 using Sums = sums::Form<4 * C::kGroups, 6, 8, 4>;
 static_assert(C::kWgrad && C::kCluster == 1, "gradients of weights, by single blocks");
 static_assert(kReduceBytes<Sums> <= C::kStages * (C::kBytesA + C::kBytesB) + C::kGroups * C::kPanels * kPanel,
@@ -215,9 +207,9 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
                               scales, slopes, nullptr};
         const StoreEither sink{{map + 4, map + 4}};
         if constexpr (C::kHalved)
-            consume_halves<C>(problem, shared, sink);
+            consume_halves<C>(problem, shared, sink, Always::kPatience);
         else
-            consume<C>(problem, shared, sink);
+            consume<C>(problem, shared, sink, Always::kPatience);
         ptx::named_barrier(kSumBarrier, kSummers);
         fine = fine && summer.end();
         if (!fine) spoil(call, reduce);

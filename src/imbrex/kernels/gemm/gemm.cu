@@ -22,19 +22,10 @@
 //   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group
 //   GROUP_M   row tiles side by side: gemm/scheduler.cuh
 // Both enums are gemm.py's (gemm/kinds.cuh is made from them). What the kernel does is `run`: gemm/run.cuh.
+#include "gemm/cut.cuh"
 #include "gemm/run.cuh"
 
 namespace gemm {
-
-struct Cut {
-    static constexpr Layout kLayout = static_cast<Layout>(LAYOUT);
-    static constexpr Epilogue kEpilogue = static_cast<Epilogue>(EPILOGUE);
-    static constexpr bool kFp8 = FP8, kPingpong = PINGPONG, kWide = WIDE;
-    static constexpr int kGroups = GROUPS, kBlocksM = BLOCKS_M, kBlockN = BLOCK_N, kStages = STAGES;
-    static constexpr int kPanels = PANELS, kGroupM = GROUP_M, kCluster = CLUSTER, kWave = WAVE;
-    static constexpr int kGather = GATHER;
-};
-using C = Config<Cut>;
 
 // map_h: gate and up, kept or their gradients, else unused. The others: see Problem.
 extern "C" __global__ void __launch_bounds__(C::kThreads, 1)

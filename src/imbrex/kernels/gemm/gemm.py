@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -101,8 +102,23 @@ _NO_SCALES = _SCALES(a=None, b=None, d=None, stride_a=0, stride_d=0)
 _NO_SLOPES = _SLOPES(gate_up=None, d_weight=None, rows=0, keep=0)
 
 
+class Beside(NamedTuple):
+    """A kernel that does more than its forward product: the arguments of gemm/gemm.cu's, and `args`.
+
+    file: the source and its entry. args: from the blocks of a launch. key: numbers that they are made from.
+    """
+
+    file: tuple[str, str]
+    args: Callable[[int], tuple[Any, ...]]
+    key: tuple[int, ...]
+
+
 GATHER_WARPS = 4
 """Warps that ask for rows of an index, one instruction a row."""
+
+
+SOURCE, ENTRY = "gemm/gemm.cu", "grouped_gemm"
+ALONE = Beside(file=(SOURCE, ENTRY), args=lambda blocks: (), key=())
 
 
 def gemm_variant(
@@ -115,8 +131,8 @@ def gemm_variant(
 ) -> Variant:
     """The kernel's source with its defines. wide: see gemm/gemm.cu; fp8 and gather are for forward."""
     return Variant(
-        source="gemm/gemm.cu",
-        entry="grouped_gemm",
+        source=SOURCE,
+        entry=ENTRY,
         defines=(
             ("LAYOUT", int(layout)),
             ("EPILOGUE", int(epilogue)),
@@ -244,10 +260,18 @@ def check_products(device: int) -> None:
 
 @functools.cache
 def _gemm_kernel(
-    layout: Layout, epilogue: Epilogue, tiling: Tiling, wide: bool, fp8: bool, gather: bool, device: int
+    layout: Layout,
+    epilogue: Epilogue,
+    tiling: Tiling,
+    wide: bool,
+    fp8: bool,
+    gather: bool,
+    device: int,
+    file: tuple[str, str] = (SOURCE, ENTRY),
 ) -> tuple[Kernel, int, int]:
     """The kernel, its bytes of shared memory, the blocks of a launch."""
-    kernel = load(gemm_variant(layout, epilogue, tiling, wide, fp8, gather), device)
+    variant = gemm_variant(layout, epilogue, tiling, wide, fp8, gather)
+    kernel = load(replace(variant, source=file[0], entry=file[1]), device)
     if tiling.cluster == 1:
         return kernel, tiling.smem, multiprocessors(device)
     threads = 128 * (tiling.groups + 1)
@@ -314,6 +338,7 @@ def launch_gemm(
     segments: torch.Tensor | None = None,
     index_R: torch.Tensor | None = None,
     blocks: int | None = None,
+    beside: Beside = ALONE,
 ) -> None:
     """Queue one grouped GEMM into `out`; all contiguous bf16, but `ends_e` int32 and `weights_R` float32.
 
@@ -328,23 +353,24 @@ def launch_gemm(
     SwiGLU's result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32.
 
     With `index_R` (int64, FORWARD) row r is a[index_R[r]], a [T, K]: the bits of a permuted copy.
+    beside: a kernel that does more (FORWARD, bf16, no index).
     """
+    device = a.get_device()
     key = (
         layout, epilogue, tiling, blocks,
         a.data_ptr(), a.shape, a.stride(0), b.data_ptr(), b.shape, out.data_ptr(), out.shape,
-        ends_e.data_ptr(), ends_e.shape, counter.data_ptr(), a.get_device(),
-        *(0 if t is None else t.data_ptr() for t in (gate_up, weights_R)),
-        None if scales is None else scales.key(),
-        None if slopes is None else slopes.key(),
+        ends_e.data_ptr(), ends_e.shape, counter.data_ptr(), device,
+        *(0 if t is None else t.data_ptr() for t in (gate_up, weights_R, index_R)),
+        *(None if part is None else part.key() for part in (scales, slopes)),
         None if segments is None else (segments.data_ptr(), segments.shape[0]),
-        None if index_R is None else index_R.data_ptr(),
+        beside.key,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
         fp8, gather = scales is not None, index_R is not None
         tiling, wide = _fitted(layout, tiling, a, b, blocks)
         halves = gate_up if slopes is None else slopes.d_gate_up
-        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, gather, a.get_device())
+        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, gather, device, beside.file)
         launch = kernel.prepare(
             grid=blocks or sms,
             block=128 * (tiling.groups + 1),
@@ -357,18 +383,18 @@ def launch_gemm(
                 ends_e,
                 segments,
                 ends_e.numel() if segments is None else segments.shape[0],
-                *(out.shape[-2], out.shape[-1], a.shape[-1]),
-                *(weights_R, counter, products_status(a.get_device())),
+                *(out.shape[-2], out.shape[-1], a.shape[-1], weights_R, counter, products_status(device)),
                 _NO_SCALES if scales is None else scales.argument(),
                 _NO_SLOPES if slopes is None else slopes.argument(),
                 index_R,
+                *beside.args(blocks or sms),
             ],
         )
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
     launch.launch()
-    check_products(a.get_device())
+    check_products(device)
 
 
 _launches: dict[tuple[Any, ...], Any] = {}

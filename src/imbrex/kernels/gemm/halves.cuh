@@ -149,11 +149,11 @@ __device__ __forceinline__ void store_tile(float (&d)[C::kSums], const Shared<C>
 
 template <class C, class Sink>
 __device__ __forceinline__ void consume_halves(const Problem& problem, const Shared<C>& shared,
-                                               const Sink& sink) {
+                                               const Sink& sink, u32 patience) {
     const float* weights = problem.weights;
     const int group = uniform(threadIdx.x / 128);
     const u32 rows_a = group * kPanel;
-    u32 patience = ptx::kPatience, index = 0;
+    u32 index = 0;
     Stores<C> stores{shared.staging + group * C::kPanels * kPanel, group,
                      static_cast<int>(threadIdx.x % 128)};
     float d[C::kSums];

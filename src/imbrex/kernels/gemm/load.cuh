@@ -82,6 +82,7 @@ constexpr int kPeek = 2;
 // Rows are there before the launch: what `run` is told where nobody brings them (gemm/run.cuh).
 struct Always {
     static constexpr bool kWaits = false;
+    static constexpr u32 kPatience = ptx::kPatience;  // of everybody who waits in the block
     __device__ __forceinline__ void operator()(const Tile&) const {}
 };
 
@@ -91,8 +92,10 @@ template <class C, class Walk, class Team, class Ready>
 __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>& shared, Walk order,
                                         const Team& team, Ready& ready) {
     static_assert(!Ready::kWaits || !C::kWgrad, "rows are waited for tile by tile");
+    static_assert(!Ready::kWaits || kPeek < C::kStages,
+                  "consumers keep a tile's last stage until the next one's first step is there");
     const int* ends = problem.ends;
-    u32 patience = ptx::kPatience, position = 0, index = 0;
+    u32 patience = Ready::kPatience, position = 0, index = 0;
     int number = team.first(problem.counter, true);
     Tile tile;
     bool found = C::kEarly && order.seek(number, tile);

@@ -55,11 +55,11 @@ __device__ __forceinline__ void load_pair_step(const Problem& problem, const Sha
     const int v = least(tile.rows, C::kBlockM), halves = halves_of<C>(tile);
     if (kColumns) ptx::mbarrier_expect(full, bytes_of_rows<C>(v) + halves * (C::kBytesB / 2));
     if (kRows) load_rows<C>(problem.map_a, full, a, tile.row, v, k);
-    if constexpr (!kColumns) return;
+    if constexpr (kColumns)
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-        if (half < halves && (half == rank || !tile.together))
-            load_half<C>(problem.map_b, b, full, tile, k, half, tile.together);
+        for (int half = 0; half < 2; ++half)
+            if (half < halves && (half == rank || !tile.together))
+                load_half<C>(problem.map_b, b, full, tile, k, half, tile.together);
 }
 
 // Into this block's slot and, once it expects it, the other's.
@@ -83,7 +83,8 @@ __device__ __forceinline__ void produce_pairs(const Problem& problem, const Shar
     const int k = problem.k;
     u32* counter = problem.counter;
     const int rank = ptx::cluster_rank(), clusters = team.all();
-    u32 patience = ptx::kPatience;
+    static_assert(!Ready::kWaits || kPeek < C::kStages, "as in `produce`");
+    u32 patience = Ready::kPatience;
     Ring<C> ring(0);
     // The pair of this number to slot `index` of both blocks; the second block says that it expects it.
     const auto announce = [&](u32 index, int number, u32 position) {

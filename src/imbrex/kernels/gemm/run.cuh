@@ -9,7 +9,9 @@
 //   sink   gets a tile's results as panels of staging, and is told when a group has sent all of its own of a
 //          tile, and when all of them are written.
 //   team   says which blocks take tiles, where those are not all of the launch.
-// `Always`, `StoreTiles` and `EveryBlock` are those of a product alone. Every function here is inlined: the
+//   beside is what the three other warps of the producer's group do meanwhile (`kBeside` of the cut). It
+//          joins no barrier of the block; the block ends when it does.
+// `Always`, `StoreTiles`, `EveryBlock` and `Nothing` are those of a product alone. All is inlined here: the
 // machine code of gemm/gemm.cu does not know of hooks that do nothing.
 //
 // Timeline of one block (one an SM, persistent): one thread of the producer warpgroup draws tile numbers from
@@ -126,14 +128,15 @@ template <class C>
 __device__ __forceinline__ bool has_rows(const Slot& tile) { return C::kCluster == 1 || tile.rows > 0; }
 
 template <class C, class Sink>
-__device__ __forceinline__ void consume(const Problem& problem, const Shared<C>& shared, const Sink& sink) {
+__device__ __forceinline__ void consume(const Problem& problem, const Shared<C>& shared, const Sink& sink,
+                                        u32 patience) {
     const Scales& scales = problem.scales;
     const Slopes& slopes = problem.slopes;
     const i64* source = problem.index;
     const int columns = problem.columns;
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int first_block = C::kPingpong ? 0 : group;  // of this group's rows in the tile
-    u32 patience = ptx::kPatience, index = C::kPingpong ? group : 0;
+    u32 index = C::kPingpong ? group : 0;
     Stores<C> stores{shared.staging + group * C::kPanels * kPanel, group, thread};
     Slot tile = take_slot<C>(shared, index, patience);
     StepScales<C> next;
@@ -198,10 +201,14 @@ __device__ __forceinline__ void consume(const Problem& problem, const Shared<C>&
     if (patience == 0) *problem.status = 1;
 }
 
+struct Nothing {
+    __device__ __forceinline__ void operator()() const {}
+};
+
 // All threads of the block, or of the cluster, after `make_barriers` and `meet`. `counter` as in `produce`.
-template <class C, class Ready, class Sink, class Team = EveryBlock<C::kCluster>>
+template <class C, class Ready, class Sink, class Team = EveryBlock<C::kCluster>, class Beside = Nothing>
 __device__ __forceinline__ void run(const Problem& problem, const Shared<C>& shared, Ready ready,
-                                    const Sink& sink, const Team& team = {}) {
+                                    const Sink& sink, const Team& team = {}, const Beside& beside = {}) {
     static_assert(!C::kGather || (!Ready::kWaits && Team::kEvery), "gathered rows: a kernel of their own");
     if (threadIdx.x >= C::kGroups * 128) {
         ptx::fewer_registers<C::kProducerRegisters>();
@@ -220,13 +227,15 @@ __device__ __forceinline__ void run(const Problem& problem, const Shared<C>& sha
                         produce<C>(problem, shared, order, team, ready);
                 }
             }
+        } else if constexpr (C::kBeside) {
+            beside();
         }
     } else {
         ptx::more_registers<C::kConsumerRegisters>();
         if constexpr (C::kHalved)
-            consume_halves<C>(problem, shared, sink);
+            consume_halves<C>(problem, shared, sink, Ready::kPatience);
         else
-            consume<C>(problem, shared, sink);
+            consume<C>(problem, shared, sink, Ready::kPatience);
     }
     if constexpr (C::kCluster > 1) meet<C>();  // arrivals and panels of the other block have come
 }

@@ -42,8 +42,11 @@ struct Config : Cut {
     static constexpr int kBoxM = kTwoHeights ? 64 : kBlockM;
     static constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
     static constexpr bool kManyRegisters = (Cut::kFp8 && !Cut::kGather && Cut::kCluster == 1) || kSlopes;
-    static constexpr int kProducerRegisters = kManyRegisters ? 40 : 56;
-    static constexpr int kConsumerRegisters = Cut::kGroups > 1 ? (kManyRegisters ? 232 : 224) : 240;
+    // kBeside: three warps of the producer's group do something else. A block has 65536.
+    static constexpr int kProducerRegisters = Cut::kBeside ? (Cut::kGroups > 1 ? 72 : 120)
+                                                           : (kManyRegisters ? 40 : 56);
+    static constexpr int kConsumerRegisters =
+        Cut::kGroups == 1 ? 240 : Cut::kBeside ? 216 : kManyRegisters ? 232 : 224;
     static constexpr int kThreads = 128 * (Cut::kGroups + 1);
     static constexpr int kReaders = Cut::kPingpong ? 4 : 4 * Cut::kGroups;  // warps, of a stage or a slot
     // bf16 tiles of 256 columns are two halves, of which one is stored while the other is multiplied
@@ -74,6 +77,7 @@ struct Config : Cut {
     static_assert(!kHalved || Cut::kStages > 1,
                   "a tile's last step and the next one's first are there at once");
     static_assert(!Cut::kGather || (kForward && !Cut::kPingpong), "rows are gathered in a forward product");
+    static_assert(!Cut::kBeside || !(kManyRegisters || Cut::kGather), "the producer's warps are not idle");
     static_assert(!Cut::kGather || (Cut::kGather % kTurns == 0 && Cut::kStages >= kTurns), "crews are alike");
 };
 

@@ -41,6 +41,11 @@ __device__ __forceinline__ u32 add_acq_rel_gpu(u32* word, u32 value) {
     return before;
 }
 
+// Orders nothing: a fence before it does.
+__device__ __forceinline__ void add_relaxed_gpu(u32* word, u32 value) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 // Returns the value before; the word becomes `value` if it was 0.
 __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
     u32 before;
@@ -75,6 +80,7 @@ __device__ __forceinline__ bool named_barrier_and(int id, int threads, bool fine
 }
 
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Completes `bytes` on `barrier`.
 __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {

@@ -4,8 +4,15 @@
 
 namespace route {
 
-// All threads that route; false where somebody did not come, and then nothing is routed.
-__device__ inline bool route_whole(const Call& call, const Route& route, const Scratch& s) {
+// Nothing besides positions is written of a choice.
+struct NoMore {
+    __device__ __forceinline__ void operator()(int, int, int, int) const {}
+};
+
+// All threads that route; false where somebody did not come, and then nothing is routed. `also`: see
+// `place_choices`.
+template <class Also = NoMore>
+__device__ inline bool route_whole(const Call& call, const Route& route, const Scratch& s, Also also = {}) {
     const int ranks = call.group->ranks;
     int* columns = reinterpret_cast<int*>(call.group->heap[call.me] + route.counts_at);
     int* rank_columns = columns + static_cast<i64>(s.per_source) * ranks * route.experts;
@@ -38,7 +45,7 @@ __device__ inline bool route_whole(const Call& call, const Route& route, const S
         route_sync();
         place_slots(call, route, s);
         place_sources(route, s, ranks);
-        place_choices(call, route, s, [](int, int, int, int) {});
+        place_choices(call, route, s, also);
         write_rows(call, route, s, true);
         if (call.block == 0) write_totals(call, route, s, tokens);
     } else {

@@ -1,0 +1,48 @@
+"""How much of what a layer's crossings cost does schedule 'fused' hide? `make gpu-bench NAME=fused`.
+
+Forward, and forward with backward, of five published models on all GPUs of this machine: serial, fused, our
+experts alone, and the layer over NCCL, in turns. The gain is serial over fused; what is hidden is that share
+of the time that serial takes beyond our experts alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from ceilings import measure_ceilings
+
+from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.layer.race import FLOOR, OURS, OURS_ALONE, OURS_FUSED, Entry, race
+from imbrex.bench.results import describe_run
+
+RESULTS = Path(__file__).parent / "results" / "fused.json"
+MODELS = ("qwen2-moe", "qwen3-30b-a3b", "deepseek-v3", "phi3.5-moe", "mixtral")
+TOKENS = (16384, 4096)
+RIVALS = ("nccl-a2a", "nccl-agrs-bag")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    args = parser.parse_args()
+    world = torch.cuda.device_count()
+    if world < 2:
+        raise SystemExit("benchmarks/fused.py needs two GPUs or more")
+    only = OURS, OURS_FUSED, OURS_ALONE, FLOOR, *RIVALS
+    tokens = [int(m) for m in args.tokens.split(",")]
+    entries = [Entry(model=model, M=m, only=only) for model in args.models.split(",") for m in tokens]
+    given = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]
+    words = " ".join(word for word in given if not word.startswith("--out"))
+    command = "make gpu-bench NAME=fused" + (f" ARGS='{words}'" if words else "")
+    run = describe_run(command, measure_ceilings())
+    rows = run_ranks(race, world, entries, args.repeats, str(args.out), run, "fused")
+    print(f"{len(rows)} rows in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

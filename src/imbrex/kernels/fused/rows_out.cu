@@ -1,0 +1,41 @@
+// Gate and up of a dispatch whose rows come meanwhile: three warps of every block's producer group bring them
+// (fused/movers.cuh), and a tile waits for its own. In place of the pull and the first product, behind
+// exchange/stage.cu. The same bits.
+//
+// Why idle warps, and what else was tried: docs/fused.md.
+#define BESIDE 1
+#include "fused/movers.cuh"
+#include "gemm/cut.cuh"
+#include "gemm/run.cuh"
+
+namespace gemm {
+
+// As `grouped_gemm` (gemm/gemm.cu), and what movers need. `group`: of this rank, with the blocks of this
+// launch.
+extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
+    rows_and_product(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                     const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_h,
+                     const int* ends, const int* segments, int count, int rows, int columns, int k,
+                     const float* weights, u32* counter, u32* status, Scales scales, Slopes slopes,
+                     const i64* index, const __grid_constant__ fused::Group group,
+                     const __grid_constant__ fused::Rows moved) {
+    extern __shared__ u8 memory[];
+    __shared__ Slot slots[kSlots];
+    __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
+    const Shared<C> shared = lay_out<C>(memory, slots, barriers, nullptr);
+    if (threadIdx.x == 0) {
+        make_barriers(shared);
+        ptx::prefetch_map(&map_a);
+        ptx::prefetch_map(&map_b);
+        ptx::prefetch_map(&map_d);
+    }
+    ptx::wait_for_launches();
+    ptx::launch_dependents();
+    meet<C>();
+    run<C>({&map_a, &map_b, ends, segments, count, rows, columns, k, weights, counter, status, scales, slopes,
+            index},
+           shared, fused::Come<C::kBlockM>{group, moved, status}, StoreTiles{&map_d, &map_h},
+           EveryBlock<C::kCluster>{}, fused::Bring{group, moved});
+}
+
+}  // namespace gemm

@@ -1,0 +1,52 @@
+"""Gate and up while their rows come: one launch in place of a pull and the first product of the experts.
+
+    staged, routed = exchange.stage(x_TD, ids_TK, weights_TK)
+    launch_gemm(..., beside=rows_out(staged))        # fills staged.rows, and multiplies them
+
+The bits are those of `NvlinkExchange.pull` and of `launch_gemm`. `fused/movers.cuh` says who brings what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from imbrex.kernels.exchange.staged import Staged
+from imbrex.kernels.gemm.gemm import Beside, Epilogue, Layout, gemm_variant
+from imbrex.kernels.gemm.tiling import gemm_choices
+from imbrex.kernels.jit import Variant
+from imbrex.kernels.structs import struct
+
+ROWS = struct("fused/movers.cuh", "Rows")
+SOURCE, ENTRY = "fused/rows_out.cu", "rows_and_product"
+EPILOGUES = (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP)
+
+
+def shipped_variants() -> list[Variant]:
+    """One for every way that gate and up are cut and stored."""
+    choices = [c for c in gemm_choices() if c.layout is Layout.FORWARD and c.epilogue in EPILOGUES]
+    variants = [gemm_variant(c.layout, c.epilogue, c.tiling) for c in choices]
+    return [replace(variant, source=SOURCE, entry=ENTRY) for variant in variants]
+
+
+def rows_out(staged: Staged, local: int = 0) -> Beside:
+    """The kernel that brings the rows of rank `local` of this process beside a product of `staged.rows`."""
+    position = staged.position_LWTK[local]
+    rows = ROWS(
+        x=staged.x if staged.x.dim() == 2 else staged.x[local],
+        out=staged.rows if staged.rows.dim() == 2 else staged.rows[local],
+        token=staged.token_LR[local],
+        position=position,
+        totals=staged.totals_L4[local],
+        there=staged.there_LC[local],
+        staged_at=staged.staged_at,
+        room=staged.rows.shape[-2],
+        max_tokens=position.shape[1],
+        choices=position.shape[2],
+        row_bytes=staged.rows.shape[-1] * staged.rows.element_size(),
+    )
+    parts = rows.x, rows.token, rows.position, rows.totals, rows.there
+    return Beside(
+        file=(SOURCE, ENTRY),
+        args=lambda blocks: (staged.group(local, blocks), rows),
+        key=(staged.exchange, local, *parts, rows.staged_at, rows.max_tokens, rows.choices),
+    )

@@ -1,0 +1,22 @@
+// `C`: how a kernel's product is cut, from the defines that gemm/gemm.cu explains.
+#pragma once
+#include "gemm/shape.cuh"
+
+#ifndef BESIDE
+#define BESIDE 0
+#endif
+
+namespace gemm {
+
+struct Cut {
+    static constexpr Layout kLayout = static_cast<Layout>(LAYOUT);
+    static constexpr Epilogue kEpilogue = static_cast<Epilogue>(EPILOGUE);
+    static constexpr bool kFp8 = FP8, kPingpong = PINGPONG, kWide = WIDE;
+    static constexpr int kGroups = GROUPS, kBlocksM = BLOCKS_M, kBlockN = BLOCK_N, kStages = STAGES;
+    static constexpr int kPanels = PANELS, kGroupM = GROUP_M, kCluster = CLUSTER, kWave = WAVE;
+    static constexpr int kGather = GATHER;
+    static constexpr bool kBeside = BESIDE;
+};
+using C = Config<Cut>;
+
+}  // namespace gemm

@@ -1,0 +1,76 @@
+"""Rows that come beside gate and up, on virtual ranks of one GPU: the bits of a pull and a product."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from imbrex.kernels import jit
+from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, Tiling
+from imbrex.placement.layouts import contiguous
+from tests.emulated.rows_out import apart, begin, beside, differences
+from tests.emulated.scenario import Case, make_exchange
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "two ranks": (Case(placement=contiguous(16, 2), tokens=(900, 700), choices=4, width=2048), 1408),
+    "wide": (Case(placement=contiguous(8, 2), tokens=(600, 530), choices=4, width=7168), 2048),
+    "four ranks": (Case(placement=contiguous(16, 4), tokens=(170, 0, 5, 633), choices=6, width=512), 256),
+    "all to one": (Case(placement=contiguous(4, 4), tokens=(150,) * 4, choices=1, skew=-100.0, width=64), 64),
+}
+
+
+@pytest.mark.parametrize("tiling", [SHARED, PAIRED, SMALL], ids=("shared", "pairs", "small"))
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_two_launches(name: str, tiling: Tiling) -> None:
+    case, inner = CASES[name]
+    forward = begin(case, inner, make_exchange(case, "cuda", timeout=10.0), tiling, "cuda")
+    wanted = apart(forward, 16)
+    for _ in range(3):
+        assert differences(beside(forward, 132 // case.ranks), wanted) == []
+
+
+class Stalling:
+    """Kernels whose threads stop here and there for up to 30 us."""
+
+    def __init__(self, variant: jit.Variant, device: torch.device) -> None:
+        self.variant, self.device = replace(variant, defines=(*variant.defines, ("STALL_NS", 30_000))), device
+
+    def launch(self, **options: Any) -> None:
+        jit.load(self.variant, self.device).launch(**options)
+
+
+def test_many_calls_with_delays_in_them() -> None:
+    case, inner = CASES["four ranks"]
+    for seed in range(30):
+        random = replace(case, seed=seed, tokens=(170 + seed, seed, 5, 633 - seed))
+        exchange = make_exchange(random, "cuda", timeout=10.0, load=Stalling)
+        forward = begin(random, inner, exchange, SHARED, "cuda")
+        wanted = apart(forward, 16)
+        for call in range(3):
+            assert differences(beside(forward, 32), wanted) == [], (seed, call)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizers_find_nothing(tool: str) -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not installed")
+    test = f"{__file__}::test_bits_are_those_of_two_launches[four ranks-shared]"
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    ran = subprocess.run(
+        [*command, sys.executable, "-m", "pytest", "-q", "-m", "gpu", test],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]

@@ -1,0 +1,160 @@
+"""schedule='fused' on emulated kernels: the bits of serial, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import imbrex
+from imbrex.contracts import RowForm
+from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.fused import home
+from imbrex.kernels.fused.rows_out import rows_out
+from imbrex.overlap import Fused, Serial
+from imbrex.placement import contiguous
+from tests.emulated import kernel
+from tests.emulated.gemm import emulate
+from tests.emulated.home import loader
+from tests.ranks.emulated_nvlink import EmulatedNvlink
+from tests.ranks.layer_jobs import coefficients
+from tests.ranks.pool import Pool, Ranks
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+EXPERTS, WIDTH, INNER, CHOICES = 4, 256, 64, 2
+
+
+class Kernels(torch.nn.Module):
+    """Experts of imbrex's kernels; down's weight may be trained or not."""
+
+    applies_weights, forms = False, (RowForm.ROWS, RowForm.UNDER_WAY)
+    brought = 0
+
+    def __init__(self, rank: int, *, train_down: bool) -> None:
+        super().__init__()
+        make = torch.Generator().manual_seed(rank)
+        shapes = (EXPERTS // 2, 2 * INNER, WIDTH), (EXPERTS // 2, WIDTH, INNER)
+        gate_up, down = (torch.randn(shape, generator=make).bfloat16() / 8 for shape in shapes)
+        self.gate_up = torch.nn.Parameter(gate_up)
+        self.down = torch.nn.Parameter(down, requires_grad=train_down)
+
+    def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
+        self.brought += dispatched.form is RowForm.UNDER_WAY
+        beside = None if dispatched.staged is None else rows_out(dispatched.staged)
+        return ffn(dispatched.rows_RD, self.gate_up, self.down, dispatched.counts_e, beside=beside)
+
+
+@contextmanager
+def an_exchange(ranks: Ranks, **codec: str) -> Iterator[tuple[imbrex.Exchange, list[int]]]:
+    """Over emulated kernels, on two blocks; and a list of the launches that did both."""
+    launches = []
+
+    def launch(*args, **options):
+        launches.append(1)
+        return home.home_beside_gradients(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch, blocks=2)
+        patch.setattr(home, "multiprocessors", lambda device: 2)
+        patch.setattr("imbrex.exchange.nvlink.home_beside_gradients", launch)
+        # So few tokens would come in one kernel.
+        patch.setattr("imbrex.exchange.nvlink.FEW_TOKENS", 0)
+        nvlink = EmulatedNvlink(ranks.group)
+        nvlink.load = loader()  # pyright: ignore[reportAttributeAccessIssue]
+        exchange = imbrex.Exchange(
+            *(contiguous(EXPERTS, ranks.world_size), WIDTH, CHOICES),
+            group=ranks.group,
+            transport=nvlink,
+            dtype=torch.bfloat16,
+            codec=codec,
+        )
+        yield exchange, launches
+
+
+def inputs_of(rank: int, tokens: int) -> tuple[Tensor, imbrex.Routing]:
+    make = torch.Generator().manual_seed(7 + rank)
+    ids_TK = torch.rand(tokens, EXPERTS, generator=make).topk(CHOICES).indices
+    ids_TK[::5, 1] = -1
+    weights_TK = torch.rand(tokens, CHOICES, generator=make).requires_grad_()
+    x_TD = torch.randn(tokens, WIDTH, generator=make).bfloat16().requires_grad_()
+    return x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+
+
+def run_both(ranks: Ranks, codec: str, train_down: bool, tokens: int) -> tuple[list[bool], int, int]:
+    """Whether y and all gradients are those of serial; how many launches did both ways home; how many calls
+    brought their own rows."""
+    brought = 0
+    with an_exchange(ranks, dispatch_backward=codec) as (exchange, launches):
+        answers = []
+        for strategy in (Serial(), Fused()):
+            x_TD, routing = inputs_of(ranks.rank, 31 if ranks.rank else tokens)
+            experts = Kernels(ranks.rank, train_down=train_down)
+
+            def addend(like: Tensor = x_TD) -> Tensor:
+                return 0.5 * like
+
+            y_TD = strategy.run(x_TD, routing, exchange, experts, addend).y_TD
+            with torch.no_grad():
+                again_TD = strategy.run(x_TD, routing, exchange, experts, addend).y_TD
+            (y_TD.float() * coefficients(y_TD)).sum().backward()
+            grads = [leaf.grad for leaf in (x_TD, routing.weights_TK, experts.gate_up, experts.down)]
+            answers.append([y_TD, again_TD, *(grad for grad in grads if grad is not None)])
+            brought += experts.brought
+        exchange.check()
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], len(launches), brought
+
+
+@pytest.mark.parametrize(
+    ("codec", "train_down", "tokens", "launches"),
+    [("identity", True, 40, 1), ("identity", False, 40, 0), ("fp8", True, 40, 0), ("identity", True, 0, 1)],
+)
+def test_bits_are_those_of_serial(
+    pool: Pool, codec: str, train_down: bool, tokens: int, launches: int
+) -> None:
+    for same, launched, brought in pool.run(2, run_both, codec, train_down, tokens):
+        assert same == [True] * (5 + train_down)
+        assert launched == launches
+        assert brought == 2
+
+
+def run_otherwise(ranks: Ranks) -> str:
+    with an_exchange(ranks) as (exchange, _):
+        strategy = Serial() if ranks.rank else Fused()
+        experts = Kernels(ranks.rank, train_down=True)
+        if (
+            ranks.rank == 0
+        ):  # what a rank that runs serially does not do: orders are compared once an exchange
+            strategy._agreed.add(exchange)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            strategy.run(*inputs_of(ranks.rank, 20), exchange, experts, None)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_ranks_that_disagree_hear_it(pool: Pool) -> None:
+    for message in pool.run(2, run_otherwise):
+        assert "disagree about what is called" in message
+
+
+def run_reasons(ranks: Ranks) -> tuple[str, str, str]:
+    with an_exchange(ranks) as (exchange, _):
+        strategy = Fused()
+        exchange.transport.exact_rows = True  # pyright: ignore[reportAttributeAccessIssue]
+        first = strategy.reason(exchange)
+        exchange.transport.exact_rows = False  # pyright: ignore[reportAttributeAccessIssue]
+        second = strategy.reason(exchange)
+        experts = Kernels(ranks.rank, train_down=True)
+        experts.forms = (RowForm.ROWS,)  # pyright: ignore[reportAttributeAccessIssue]
+        strategy.run(*inputs_of(ranks.rank, 9), exchange, experts, None)
+        return first, second, strategy.reason(exchange)
+
+
+def test_the_reason_says_what_runs(pool: Pool) -> None:
+    for exact, plain, others in pool.run(2, run_reasons):
+        assert exact.startswith("runs serially: with exact_rows the host waits")
+        assert plain.startswith("asked for: rows come beside gate and up")
+        assert others.startswith("runs serially: these experts cannot bring their rows")

@@ -1,0 +1,61 @@
+"""Rows that come while gate and up are computed: the bits of a pull and a product, and faults that show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from imbrex.contracts import Placement
+from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL
+from imbrex.placement.layouts import contiguous
+from tests.emulated import kernel
+from tests.emulated.gemm import Edits, emulate
+from tests.emulated.rows_out import Forward, apart, begin, beside, differences
+from tests.emulated.scenario import Case, make_exchange
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
+WIDTH, INNER = 448, 72
+"""Seven steps, more than there are stages; columns that end within a tile."""
+
+
+def case_of(ranks: int, tokens: tuple[int, ...], experts: int = 4, **more: Any) -> Case:
+    return Case(placement=contiguous(experts, ranks), tokens=tokens, width=WIDTH, **{"choices": 2, **more})
+
+
+CASES = {
+    "one rank": case_of(1, (70,)),
+    "two ranks": case_of(2, (90, 131), seed=1),
+    "one gets all": case_of(2, (60, 50), seed=2, skew=1e6, drop=0.0),
+    "empty ranks": case_of(4, (40, 0, 33, 5), experts=8, choices=3, seed=3),
+    "one choice": case_of(2, (33, 20), choices=1, seed=4, drop=0.5),
+    "eight choices": case_of(2, (24, 18), experts=16, choices=8, seed=5),
+    "replicas": Case(
+        placement=Placement(num_experts=3, slots=(0, 1, 2, 0), rank_offsets=(0, 2, 4)),
+        tokens=(50, 61),
+        choices=2,
+        width=WIDTH,
+        seed=6,
+        balanced=True,
+    ),
+    "tensor ranks": case_of(2, (30, 40, 20, 10), seed=7, tensor=2),
+}
+
+
+def made(case: Case, monkeypatch: Any, tiling: Any = SHARED, edits: Edits = (), blocks: int = 4) -> Forward:
+    emulate(monkeypatch, None, blocks=blocks, edits=edits)
+    return begin(case, INNER, make_exchange(case, load=kernel.load), tiling)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_a_pull_and_a_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = made(CASES[name], monkeypatch)
+    wanted = apart(forward)
+    for _ in range(2):  # counters, tickets and buffers of a second call
+        assert differences(beside(forward), wanted) == []
+
+
+@pytest.mark.parametrize("tiling", [PAIRED, SMALL], ids=("pairs", "small"))
+def test_other_tilings(tiling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = made(CASES["two ranks"], monkeypatch, tiling)
+    assert differences(beside(forward), apart(forward)) == []
