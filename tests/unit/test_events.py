@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+import time
+from typing import Any
 
-from imbrex.overlap.events.seat import Patience
+import pytest
+
+from imbrex.overlap.events.ledger import Kind
+from imbrex.overlap.events.seat import Patience, Seat
+from imbrex.runtime.waits import RankLostError
+from imbrex.transport.messages import Envelope
 
 
 def test_a_learnt_tau_gives_up_no_more_than_its_share() -> None:
@@ -28,3 +35,30 @@ def test_a_fixed_tau_forgets_nothing_that_matters() -> None:
     patience = Patience(0.5)
     patience.remember(math.inf)
     assert patience.seconds == 0.5
+
+
+class LastWords:
+    """Mail of a peer that has sent a reply and left."""
+
+    gone = frozenset({1})
+
+    def __init__(self) -> None:
+        self.letters: list[Any] = [(1, Envelope(call=1, kind=Kind.REPLY), None)]
+
+    def take(self, timeout_s: float) -> list[Any]:
+        letters, self.letters = self.letters, []
+        return letters
+
+    def send(self, peer: int, envelope: Envelope) -> None:
+        pass
+
+
+def test_what_a_peer_said_before_it_left_is_heard() -> None:
+    seat: Any = Seat.__new__(Seat)
+    seat.mail, seat.rank, seat.peers, seat.timeout_s = LastWords(), 0, [1], 9.0
+    seat.calls, seat.early, seat.open, seat.silent_since, seat.last_call = 0, {}, {}, {}, {}
+    until = time.monotonic() + 9
+    seat.wait("combine", [1], until, 1.0)
+    assert [envelope.kind for _, envelope, _ in seat.early[1]] == [Kind.REPLY]
+    with pytest.raises(RankLostError, match="rank 0 lost its peers in combine: rank 1 died or left"):
+        seat.wait("combine", [1], until, 1.0)

@@ -107,11 +107,11 @@ class Seat:
         far_ranks = [p for p in self.peers if self.calls - self.last_call.get(p, 0) > LEAD]
         return far_ranks if len(far_ranks) <= self.epsilon else []
 
-    def pump(self, timeout_s: float) -> None:
-        """Hand out what has come, waiting for something for at most `timeout_s`. Raises what a peer found
-        wrong with its input of a call that this rank has begun, or whom it lost."""
-        bad_letters = []
-        for letter in self.mail.take(timeout_s):
+    def pump(self, timeout_s: float) -> bool:
+        """Hand out what has come, waiting for something for at most `timeout_s`; whether anything has. Raises
+        what a peer found wrong with its input of a call that this rank has begun, or whom it lost."""
+        bad_letters, letters = [], self.mail.take(timeout_s)
+        for letter in letters:
             peer, envelope, _ = letter
             self.silent_since.pop(peer, None)
             self.last_call[peer] = max(self.last_call.get(peer, 0), envelope.call)
@@ -124,6 +124,7 @@ class Seat:
                 self.early.setdefault(envelope.call, []).append(letter)
             # Else it is of a call that this rank has left: too late for anything.
         self._raise_problem(bad_letters)
+        return bool(letters)
 
     def miss(self, peers: Sequence[int]) -> None:
         """Note on whom this rank gave up. One that stays silent for the time-out is lost, however patient."""
@@ -138,8 +139,9 @@ class Seat:
         passed, or one of those who are missing has died."""
         gone_ranks = sorted(self.mail.gone & set(missing))
         if gone_ranks:
-            # Why it left, if it said so.
-            self.pump(0.0)
+            # What it said before it left may be all that was missing, or why it left.
+            if self.pump(0.0):
+                return
             raise self.lost(what, gone_ranks, "died or left")
         now = time.monotonic()
         if now >= until:
