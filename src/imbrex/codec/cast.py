@@ -99,10 +99,10 @@ def from_bytes(encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 def wide(rows_NB: Tensor) -> Tensor:
     """The same bytes in the widest integers that rows are made of: torch copies them one by one on a GPU."""
     size = rows_NB.element_size()
-    places = rows_NB.shape[1] * size, rows_NB.stride(0) * size, rows_NB.storage_offset() * size
+    # Sizes are powers of two: what divides all three divides their bits together.
+    together = (rows_NB.shape[1] | rows_NB.stride(0) | rows_NB.storage_offset()) * size
     for dtype in (torch.int64, torch.int32):
-        whole = all(place % dtype.itemsize == 0 for place in places)
-        if size < dtype.itemsize and whole and rows_NB.stride(1) == 1:
+        if size < dtype.itemsize and together % dtype.itemsize == 0 and rows_NB.stride(1) == 1:
             return rows_NB.view(dtype)
     return rows_NB
 
