@@ -157,7 +157,7 @@ def test_mistakes_are_one_sentence(trace, monkeypatch, capsys, arguments, says) 
 def test_the_code_of_the_page_runs() -> None:
     page = Path(__file__).resolve().parents[2] / "docs/placement.md"
     found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(found) == 3
+    assert len(found) == 4
     for code in found:
         exec(compile(code, page.name, "exec"), {})
 
