@@ -28,6 +28,23 @@ def rows() -> list[Row]:
     return last_run(read("fused_first"))
 
 
+def layer() -> Table:
+    """Serial and fused layers, their experts alone, and the faster rival over NCCL."""
+    head = ("model", "tokens", "", "serial", "fused", "gain", "experts alone", "hidden", "rival")
+    lines, used = [], []
+    measured = last_run(read("fused"))
+    cases = {(r["case"]["model"], r["case"]["M"], r["op"]): None for r in measured}
+    for model, tokens, op in cases:
+        rows_of = {r["impl"]: r for r in select(measured, op=op, case={"model": model, "M": tokens})}
+        serial, fused, alone = (rows_of[f"imbrex-{name}"] for name in ("serial", "fused", "experts-alone"))
+        rival = fastest(rows_of[name] for name in ("nccl-a2a", "nccl-agrs-bag"))
+        used += [serial, fused, alone, rival]
+        saved, beyond = (serial["median_us"] - row["median_us"] for row in (fused, alone))
+        times = us(serial), us(fused), ratio(serial, fused, 2), us(alone), f"{saved / beyond:.0%}"
+        lines.append([model, tokens, op.replace("+backward", ", backward"), *times, ratio(rival, fused, 2)])
+    return Table(head=head, body=lines, rows=used)
+
+
 def fastest(found: Iterable[Row]) -> Row:
     return min(found, key=lambda row: row["median_us"])
 

@@ -38,6 +38,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "fp8": experts.fp8,
     },
     "docs/fused.md": {
+        "layer": fused.layer,
         "rows out": fused.rows_out,
         "movers": fused.movers,
         "waits": fused.waits,
