@@ -298,12 +298,38 @@ def run_wrong_rows(ranks: Ranks, kind: str) -> str:
         "handle": (rows_RD, foreign.handle, None),
         "addend": (rows_RD, handle, torch.zeros(1, D)),
     }
+    exchange.combine(rows_RD, handle)
     try:
         exchange.combine(*wrong[kind if ranks.rank == 1 else "nothing"])
     except ValueError as error:
         exchange.combine(rows_RD, handle)
         return str(error)
     return "nothing was raised"
+
+
+def run_wrong_rows_over_nvlink(ranks: Ranks) -> list[str]:
+    """At the second combine and the third, which follows at once."""
+    moves, (_, routing) = EmulatedNvlink(ranks.group, timeout=20.0), good_input()
+    exchange, said = imbrex.Exchange(contiguous(E, 2), 8, K, group=ranks.group, transport=moves), []
+    dispatched = exchange.dispatch(torch.ones(3, 8).bfloat16(), routing)
+    rows_RD, handle = dispatched.rows_RD, dispatched.handle
+    for wrong in (False, True, True, False):
+        try:
+            y_TD = exchange.combine(rows_RD[1:] if wrong and ranks.rank == 1 else rows_RD, handle)
+            said.append(str(y_TD[:, 0].tolist()))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+def test_rows_that_cannot_be_combined_over_nvlink(pool: Pool) -> None:
+    answers = pool.run(2, run_wrong_rows_over_nvlink)
+    assert answers[0] == answers[1]
+    good, first, second, again = answers[0]
+    assert good == again == "[2.0, 2.0, 1.0]"
+    assert first == second
+    assert first.startswith("combine: on rank 1, rows are [")
 
 
 @pytest.mark.parametrize("kind", list(WRONG_ROWS))

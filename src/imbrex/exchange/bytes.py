@@ -36,7 +36,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan, rows
-from imbrex.exchange.agreement import HEADER, TOKENS, check_headers, write_header
+from imbrex.exchange.agreement import HEADER, TOKENS, check_headers, raise_together, write_header
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.plan import read_state
 from imbrex.placement.flow import split_near
@@ -63,7 +63,7 @@ class BytesDispatcher(WiredDispatcher):
         self.transport, self.wire, self.world_size = transport, wire, geometry.world_size
         size = transport.ranks_per_node
         self.nodes = None if size is None else Nodes(num_nodes=self.world_size // size, size=size)
-        self.calls = 0
+        self.calls, self.combined = 0, False
 
     def met(self, number: int, node_of_W: Sequence[int]) -> None:
         super().met(number, node_of_W)
@@ -74,6 +74,11 @@ class BytesDispatcher(WiredDispatcher):
 
     def check_in(self, x_TD: Tensor, routing: Routing) -> None:
         self.exchange_choices([(x_TD, routing)])
+
+    def agree_on_rows(self, problem: str | None) -> None:
+        if self.world_size > 1 and not (self.combined and self.transport.device.type == "cuda"):
+            self.combined = True
+            raise_together(self.transport, "combine", problem)
 
     def exchange_choices(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Tensor]:
         """Tell every rank the state of the input, the choices per expert and, where they are known ahead, the

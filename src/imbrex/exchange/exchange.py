@@ -32,7 +32,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import autograd
-from imbrex.exchange.agreement import agree, raise_together
+from imbrex.exchange.agreement import agree
 from imbrex.exchange.alone import AloneDispatcher
 from imbrex.exchange.autograd import Again, Begun
 from imbrex.exchange.bytes import BytesDispatcher
@@ -115,7 +115,6 @@ class Exchange:
         except ValueError as error:
             problem = error
         self._agree(layer, problem)
-        self._combined = self.world_size == 1
         self.herald: Callable[[Tensor, Routing], None] | None = None
         if self.world_size == 1 and automatic:
             alone = AloneDispatcher(self.geometry, self.dispatcher, observer, layer)
@@ -304,7 +303,7 @@ class Exchange:
         weighted: the rows are already times `handle.weights_R`, and are only summed.
         again: of `dispatching_again`, where the rows were computed in it.
         Raises ValueError where the rows are none of this dispatch: of another number, width, dtype or device,
-        or with the handle of another exchange. At an exchange's first combine every rank hears it.
+        or with the handle of another exchange. Every rank hears it, over NCCL at the first combine only.
         """
         if not torch.compiler.is_compiling():
             self.check_rows(rows_RD, handle, addend)
@@ -339,13 +338,11 @@ class Exchange:
     def check_rows(
         self, rows_RD: Tensor, handle: Handle, addend: Tensor | None = None, *, together: bool = True
     ) -> None:
-        """Raise ValueError where `combine` cannot sum these rows. Experts that are wrong are wrong from the
-        first call on, so that ranks tell each other at the first combine, and never again; not at all unless
-        `together`."""
+        """Raise ValueError where `combine` cannot sum these rows; on every rank if `together`, but for bytes
+        over NCCL, where ranks tell each other at the first combine only."""
         problem = self._why_not_rows(rows_RD, handle, addend)
-        if together and not self._combined and not (rows_RD.is_cuda and _capturing()):
-            raise_together(self.transport, "combine", problem)
-            self._combined = True
+        if together and not (rows_RD.is_cuda and _capturing()):
+            self.dispatcher.agree_on_rows(problem)
         if problem is not None:
             raise ValueError(f"combine: on rank {self.geometry.rank}, {problem}")
 

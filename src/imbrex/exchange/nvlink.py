@@ -37,7 +37,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import explain
+from imbrex.exchange.agreement import explain, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
@@ -194,6 +194,12 @@ class NvlinkDispatcher(WiredDispatcher):
                 "placement"
             )
         return most
+
+    def agree_on_rows(self, problem: str | None) -> None:
+        """By a word on the hosts' board, which asks no GPU."""
+        _, wrong = self.transport.agree_on_call(0, fine=problem is None, note=self.calls % NOTES)
+        if wrong is not None:
+            raise_together(self.transport, "combine", problem)
 
     def _problem(self, x_TD: Tensor, routing: Routing) -> str | None:
         most = self.transport.max_tokens
