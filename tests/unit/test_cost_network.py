@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_a_token_with_one_choice_gains_nothing_from_crossing_once() -> None:
     assert fastest(FAST_INSIDE, Load(tokens=1024, row_bytes=4096, top_k=8))[0][0] == "hierarchical"
 
 
+def test_an_all_to_all_that_crowds_the_ports_is_left() -> None:
+    """Four nodes of one rank: nothing is sent twice to a node, so only the crowd tells the two apart."""
+    lone = Link(start=0.0, per_byte=0.0)
+    four = Network(nodes=4, size=1, inside=lone, across=Link(start=1e-4, per_byte=8.5e-9))
+    load = Load(tokens=1024, row_bytes=4096, top_k=8)
+    assert fastest(four, load)[0][0] == "alltoall"
+    crowded = replace(four, together=1.4)
+    assert fastest(crowded, load)[0][0] not in ("alltoall", "pipe")
+    assert COSTS["alltoall"](crowded, load) == pytest.approx(1.4 * COSTS["alltoall"](four, load))
+    assert COSTS["hierarchical"](crowded, load) == COSTS["hierarchical"](four, load)
+
+
 def test_few_large_messages_where_starting_them_is_dear() -> None:
     slow = Network(
         nodes=8, size=8, inside=Link(start=1e-6, per_byte=1e-11), across=Link(start=1e-3, per_byte=1e-9)
@@ -54,8 +67,9 @@ def test_a_line_through_three_measurements() -> None:
 
 
 def test_what_was_measured_is_kept(tmp_path: Path) -> None:
-    FAST_INSIDE.save(tmp_path / "network.json")
-    assert Network.load(tmp_path / "network.json", 2, 4) == FAST_INSIDE
+    for network in (FAST_INSIDE, replace(FAST_INSIDE, together=1.5)):
+        network.save(tmp_path / "network.json")
+        assert Network.load(tmp_path / "network.json", 2, 4) == network
     with pytest.raises(ValueError, match="on 2 nodes of 4 ranks, these are 4 of 2; give another file"):
         Network.load(tmp_path / "network.json", 4, 2)
     (tmp_path / "network.json").write_text("{}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from imbrex.cost.network import Link, Load, Network, fastest
+from imbrex.cost.network import Link, Load, Network, at_once, fastest
 from imbrex.runtime.words import words
 from imbrex.transport.collective import Collective, Message
 from imbrex.transport.nodes import Nodes
@@ -19,6 +20,7 @@ SMALL, SEVERAL = 64, 16
 LARGE = {"cpu": 4 << 20, "cuda": 32 << 20}
 """Bytes that a rank sends. Four MiB a rank outlast the burst that a token bucket lets through."""
 TAG = 1 << 29
+ALL_TO_ALLS = 5
 _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Nodes, Network]] = weakref.WeakKeyDictionary()
 
 
@@ -83,12 +85,27 @@ def measure(collective: Collective, nodes: Nodes) -> Network:
     node, local = divmod(collective.rank, nodes.size)
     inside = [nodes.rank(node, place) for place in range(nodes.size) if place != local]
     across = [nodes.rank(n, local) for n in range(nodes.num_nodes) if n != node]
-    return Network(
-        nodes=nodes.num_nodes,
-        size=nodes.size,
-        inside=_time(collective, inside),
-        across=_time(collective, across),
-    )
+    near, far = _time(collective, inside), _time(collective, across)
+    alone = Network(nodes=nodes.num_nodes, size=nodes.size, inside=near, across=far)
+    return replace(alone, together=_crowding(collective, alone))
+
+
+def _crowding(collective: Collective, network: Network) -> float:
+    """How many times longer an all-to-all takes than the network says of its messages, at least 1."""
+    if collective.world_size == 1:
+        return 1.0
+    one = max(1, LARGE[collective.device.type] // collective.world_size)
+    rows = torch.zeros(2, collective.world_size, one, dtype=torch.uint8, device=collective.device)
+
+    def exchange() -> None:
+        work = collective.start(
+            "plan",
+            lambda: dist.all_to_all_single(rows[1], rows[0], group=collective.group, async_op=True),
+        )
+        collective.finish("plan", work)
+
+    seconds = _slowest([_seconds(collective, exchange) for _ in range(ALL_TO_ALLS + 1)][1:], collective)
+    return max(1.0, seconds / max(at_once(network, one), 1e-9))
 
 
 def _time(collective: Collective, peers: Sequence[int]) -> Link:
@@ -107,14 +124,29 @@ def _time(collective: Collective, peers: Sequence[int]) -> Link:
 def _shortest(collective: Collective, peers: Sequence[int], number: int, nbytes: int, repeats: int) -> float:
     """Seconds of `number` messages of `nbytes` to and from every peer."""
     rows = torch.zeros(2, len(peers), number, nbytes, dtype=torch.uint8, device=collective.device)
-    taken = [_once(collective, peers, rows) for _ in range(repeats + 1)][1:]
-    told_WR = collective.exchange_counts(words(*(int(1e9 * seconds) for seconds in taken)))
-    return 1e-9 * int(told_WR.max(0).values.min())
+    times = [_seconds(collective, lambda: _exchange(collective, peers, rows)) for _ in range(repeats + 1)]
+    return _slowest(times[1:], collective)
 
 
-def _once(collective: Collective, peers: Sequence[int], rows: torch.Tensor) -> float:
+def _slowest(times: Sequence[float], collective: Collective) -> float:
+    """The shortest of several times, each of the rank that took longest."""
+    times_WR = collective.exchange_counts(words(*(int(1e9 * seconds) for seconds in times)))
+    return 1e-9 * int(times_WR.max(0).values.min())
+
+
+def _seconds(collective: Collective, call: Callable[[], None]) -> float:
+    """Seconds of a call that all ranks begin together."""
     collective.exchange_counts(words(0))
     begin = time.perf_counter()
+    call()
+    if collective.device.type == "cuda":
+        # host sync: a measurement, once a process group
+        torch.cuda.synchronize(collective.device)
+    return time.perf_counter() - begin
+
+
+def _exchange(collective: Collective, peers: Sequence[int], rows: torch.Tensor) -> None:
+    """Messages to and from every peer."""
     sides = [
         [
             Message(rows=side[i, number], peer=peer, tag=TAG + number)
@@ -126,10 +158,6 @@ def _once(collective: Collective, peers: Sequence[int], rows: torch.Tensor) -> f
     sent, got = collective.post("plan", sides[0], sides[1])
     for work in (*got, *sent):
         collective.finish("plan", work)
-    if rows.is_cuda:
-        # host sync: a measurement, once a process group
-        torch.cuda.synchronize(rows.device)
-    return time.perf_counter() - begin
 
 
 __all__ = ["Auto", "measure"]
