@@ -111,8 +111,8 @@ EXCHANGE = [
         "placement-not-in-the-note",
         "exchange/nvlink.py",
         "a rank that has not relocated is not noticed over NVLink",
-        " + self.where) % NOTES",
-        ") % NOTES",
+        " * self.layer + self.where",
+        " * self.layer",
         ("ranks/test_bad_input.py::test_a_placement_that_only_one_rank_has_is_refused_over_nvlink",),
     ),
     Fault(
@@ -245,8 +245,8 @@ EXPERTS = [
         "gradient-replaces-the-sum",
         "kernels/gemm/store.cuh",
         "a gradient is stored where it should be added",
-        "ptx::tma_add_3d(map_d, panel, column, row, expert);",
-        "ptx::tma_store_3d(map_d, panel, column, row, expert);",
+        "ptx::tma_add_3d(map_d, panel, column, row, tile.expert);",
+        "ptx::tma_store_3d(map_d, panel, column, row, tile.expert);",
         ("unit/test_expert_kernels_emulated.py::test_gradient_is_added",),
     ),
     Fault(
