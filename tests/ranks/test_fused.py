@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +15,10 @@ from imbrex.contracts import RowForm
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.fused import home
 from imbrex.kernels.fused.rows_out import rows_out
-from imbrex.overlap import Fused, Serial
+from imbrex.overlap import Auto, Fused, Serial
 from imbrex.placement import contiguous
+from imbrex.schedule.choice import Choice
+from imbrex.schedule.profile import Profile
 from tests.emulated import kernel
 from tests.emulated.gemm import emulate
 from tests.emulated.home import loader
@@ -138,6 +141,41 @@ def run_otherwise(ranks: Ranks) -> str:
 def test_ranks_that_disagree_hear_it(pool: Pool) -> None:
     for message in pool.run(2, run_otherwise):
         assert "disagree about what is called" in message
+
+
+def run_auto(ranks: Ranks, gain: float) -> tuple[str, str, bool]:
+    """Which strategy `auto` takes where fused is so many times as fast, its reason, and whether the bits are
+    those of serial."""
+    calls = []
+
+    def compare(*_, **__):
+        calls.append(1)
+        return {"order": (gain, 2 * gain), "fused": (1.0, 2.0)}
+
+    profile = Profile(tokens=20, forward={}, backward={})
+    choice = Choice(scheduler="optsche", degree=1, forward=0.001, backward=0.002)
+    with an_exchange(ranks) as (exchange, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imbrex.overlap.auto.compare", compare)
+        patch.setattr("imbrex.overlap.auto._compared", weakref.WeakKeyDictionary())
+        patch.setattr("imbrex.overlap.auto.choose", lambda *_: choice)
+        patch.setattr(Profile, "even_times", lambda *_: None)
+        patch.setattr(Auto, "_profile", lambda *_: profile)
+        strategy, experts = Auto(), Kernels(ranks.rank, train_down=True)
+        arguments = *inputs_of(ranks.rank, 20), exchange, experts, None
+        y_TD = strategy.run(*arguments).y_TD
+        again = Auto()
+        again.run(*arguments)  # an alike layer: not compared again
+        same = torch.equal(y_TD, Serial().run(*arguments).y_TD) and len(calls) == 1
+        return strategy._running[exchange].name, strategy.reason(exchange), same
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(1.05, "fused"), (1.01, "optsche-1")])
+def test_auto_takes_it_where_it_is_faster(pool: Pool, gain: float, taken: str) -> None:
+    for name, reason, same in pool.run(2, run_auto, gain):
+        assert name == taken
+        assert reason.startswith(f"{taken}, ")
+        assert f"{gain} times as fast" in reason
+        assert same
 
 
 def run_reasons(ranks: Ranks) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Experts, Output, Routing, RowExchange
+from imbrex.contracts import Experts, Output, Routing, RowExchange, Strategy
+from imbrex.overlap.fused import Fused, why_not_exchange, why_not_experts
 from imbrex.overlap.pipelined import Pipelined, find, parameters_of
-from imbrex.overlap.profiler import measure
+from imbrex.overlap.profiler import compare, measure
 from imbrex.overlap.serial import Serial
 from imbrex.runtime.words import words
 from imbrex.schedule.choice import Choice, choose
 from imbrex.schedule.profile import Profile
 
+FUSED_GAIN = 1.02
+"""Times as fast as the best order of chunks that `fused` must be, forward and backward together."""
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, float]] = weakref.WeakKeyDictionary()
 _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Profile]] = weakref.WeakKeyDictionary()
 
 
 class Auto:
     """Measures the tasks at an exchange's first call, or reads them from `profile`, and from then on runs
-    what is predicted to end first. Layers of a model that are alike are measured once.
+    what is predicted to end first; or `fused`, where the exchange and the experts can and whole runs of both
+    say that it is 2 % faster. Layers of a model that are alike are measured once.
 
     profile: a file; written by the group's first rank if it is not there, read by all if it is. On several
         machines it must lie where all see it. The same numbers on every rank decide, so every rank runs the
@@ -49,14 +54,20 @@ class Auto:
             find(scheduler)
         self.scheduler, self.name = scheduler, name
         self.choices: weakref.WeakKeyDictionary[RowExchange, Choice] = weakref.WeakKeyDictionary()
-        self._running: weakref.WeakKeyDictionary[RowExchange, Pipelined] = weakref.WeakKeyDictionary()
+        self.gains: weakref.WeakKeyDictionary[RowExchange, float] = weakref.WeakKeyDictionary()
+        self._running: weakref.WeakKeyDictionary[RowExchange, Strategy] = weakref.WeakKeyDictionary()
 
     def reason(self, exchange: RowExchange) -> str:
         choice = self.choices.get(exchange)
         if choice is None:
             return "measures at its first call"
         times = f"{1e3 * choice.forward:.3g} ms forward and {1e3 * choice.backward:.3g} backward"
-        return f"{choice.scheduler}-{choice.degree}, predicted {times}"
+        order, gain = f"{choice.scheduler}-{choice.degree}", self.gains.get(exchange)
+        if gain is None:
+            return f"{order}, predicted {times}"
+        if gain >= FUSED_GAIN:
+            return f"fused, measured {gain:.2f} times as fast as {order}, forward and backward together"
+        return f"{order}, predicted {times}; fused is {gain:.2f} times as fast, and must be {FUSED_GAIN}"
 
     def run(
         self,
@@ -77,9 +88,31 @@ class Auto:
         profile = self._profile(x_TD, routing, exchange, experts)
         choice = choose(profile, self.degrees, self.scheduler)
         self.choices[exchange] = choice
-        self._running[exchange] = Pipelined(
-            choice.scheduler, choice.degree, times=profile.even_times(choice.degree)
-        )
+        order = Pipelined(choice.scheduler, choice.degree, times=profile.even_times(choice.degree))
+        self._running[exchange] = self._or_fused(order, x_TD, routing, exchange, experts)
+
+    def _or_fused(
+        self, order: Pipelined, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts
+    ) -> Strategy:
+        """The order of chunks, or `fused` where that is so much faster."""
+        if self.scheduler is not None or why_not_exchange(exchange) is not None:
+            return order
+        known, key = self._known(exchange, _compared), self._key(x_TD, exchange, experts)
+        answers_W = exchange.transport.exchange_counts(words(why_not_experts(experts) is None, key in known))
+        # on the host: counts of all ranks are
+        can, knows = answers_W.min(0).values.tolist()
+        fused = Fused()
+        if not can:
+            return order
+        if not knows:
+            with torch.inference_mode(False), torch.no_grad():
+                x_TD, weights_TK, ids_TK = (t.clone() for t in (x_TD, routing.weights_TK, routing.ids_TK))
+                plain = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+                both = {"order": order, "fused": fused}
+                seconds = compare(exchange, experts, x_TD, plain, parameters_of(experts), both)
+            known[key] = sum(seconds["order"]) / sum(seconds["fused"])
+        self.gains[exchange] = known[key]
+        return fused if known[key] >= FUSED_GAIN else order
 
     def _profile(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> Profile:
         gather = exchange.transport.exchange_counts
@@ -89,7 +122,7 @@ class Auto:
                 return Profile.load(self.path, self._layer(x_TD, exchange, experts))
             if not bool(files_W[0, 1]):
                 raise ValueError(f"schedule: profile {self.path} is in no folder; make it, or give another")
-        known, key = self._known(exchange), self._key(x_TD, exchange, experts)
+        known, key = self._known(exchange, _measured), self._key(x_TD, exchange, experts)
         # A rank that has it waits for one that has not.
         if not bool(gather(words(key in known)).min()):
             settings = {"degrees": self.degrees, "scheduler": self.scheduler}
@@ -102,10 +135,10 @@ class Auto:
             known[key].save(self.path, self._layer(x_TD, exchange, experts))
         return known[key]
 
-    def _known(self, exchange: RowExchange) -> dict[Any, Profile]:
-        """Profiles of layers before, on the same ranks."""
+    def _known(self, exchange: RowExchange, kept: MutableMapping[Any, dict[Any, Any]]) -> dict[Any, Any]:
+        """The part of `kept` that is of layers before, on the same ranks."""
         group = getattr(exchange.transport, "group", None)
-        return {} if group is None else _measured.setdefault(group, {})
+        return {} if group is None else kept.setdefault(group, {})
 
     def _layer(self, x_TD: Tensor, exchange: RowExchange, experts: Experts) -> dict[str, Any]:
         """Describes what a kept profile is of; it serves any number of tokens."""

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Experts, Routing, RowExchange
+from imbrex.contracts import Experts, Routing, RowExchange, Strategy
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute_timed
 from imbrex.overlap.pipelined import Pipelined
@@ -25,6 +25,7 @@ from imbrex.schedule.tasks import Kind
 TASK_REPEATS = 3
 """Repeats of single tasks: whole runs correct what they miss."""
 
+Name = TypeVar("Name")
 Seconds = dict[tuple[bool, str], float]
 """By (backward, name), of one run on this rank."""
 
@@ -55,6 +56,21 @@ def measure(
     contention = _contention(layer)
     profile = Profile(tokens=tokens, forward=samples[False], backward=samples[True], contention=contention)
     return replace(profile, whole=_corrections(layer, profile, degrees, scheduler, repeats))
+
+
+def compare(
+    exchange: RowExchange,
+    experts: Experts,
+    x_TD: Tensor,
+    routing: Routing,
+    parameters: Sequence[Tensor],
+    strategies: Mapping[str, Strategy],
+    repeats: int = 5,
+) -> dict[str, tuple[float, float]]:
+    """Seconds (forward, backward) of a layer with every strategy, in turn: medians of the slowest rank, the
+    same on all. Call it on all ranks. Gradients are computed and dropped."""
+    layer = _Layer(exchange=exchange, experts=experts, x_TD=x_TD, routing=routing, parameters=parameters)
+    return layer.time_whole(strategies, repeats)
 
 
 def _contention(layer: _Layer) -> Contention:
@@ -123,8 +139,8 @@ class _Layer:
         return clock.seconds
 
     def time_whole(
-        self, strategies: Mapping[tuple[str, int], Pipelined], repeats: int
-    ) -> dict[tuple[str, int], tuple[float, float]]:
+        self, strategies: Mapping[Name, Strategy], repeats: int
+    ) -> dict[Name, tuple[float, float]]:
         """Seconds (forward, backward) of every strategy, all in turn."""
         runs: list[Seconds] = []
         for _ in range(repeats + 1):
@@ -136,7 +152,7 @@ class _Layer:
         return {key: (slowest[False, str(key)], slowest[True, str(key)]) for key in strategies}
 
     @torch.enable_grad()
-    def _time_once(self, strategy: Pipelined) -> Seconds:
+    def _time_once(self, strategy: Strategy) -> Seconds:
         clock = self.clock()
         x_TD, weights_TK = (t.detach().requires_grad_() for t in (self.x_TD, self.routing.weights_TK))
         routing = Routing(ids_TK=self.routing.ids_TK, weights_TK=weights_TK)
@@ -224,4 +240,4 @@ class _Clock:
         self.gather(words(0))
 
 
-__all__ = ["measure"]
+__all__ = ["compare", "measure"]
