@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -100,7 +102,8 @@ def wide(rows_NB: Tensor) -> Tensor:
     """The same bytes in the widest integers that rows are made of: torch copies them one by one on a GPU."""
     size = rows_NB.element_size()
     # Sizes are powers of two: what divides all three divides their bits together.
-    together = (rows_NB.shape[1] | rows_NB.stride(0) | rows_NB.storage_offset()) * size
+    offset = cast("int", rows_NB.storage_offset())
+    together = (rows_NB.shape[1] | rows_NB.stride(0) | offset) * size
     for dtype in (torch.int64, torch.int32):
         if size < dtype.itemsize and together % dtype.itemsize == 0 and rows_NB.stride(1) == 1:
             return rows_NB.view(dtype)
