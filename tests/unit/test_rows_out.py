@@ -59,3 +59,37 @@ def test_bits_of_a_pull_and_a_product(name: str, monkeypatch: pytest.MonkeyPatch
 def test_other_tilings(tiling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = made(CASES["two ranks"], monkeypatch, tiling)
     assert differences(beside(forward), apart(forward)) == []
+
+
+COUNT = "                if (mine >= 0) ptx::add_relaxed_gpu(rows.there + mine / kCounted, 1);\n"
+MOVE = "            if (fine)\n"
+FAULTS: dict[str, Edits] = {
+    "rows are counted before they are stored": (
+        (COUNT, ""),
+        (MOVE, f"            each([&](int, int mine) {{\n{COUNT}            }});\n{MOVE}"),
+    ),
+    "nobody waits": (("if (!(are_there(first) && are_there(last))) {", "if (false) {"),),
+    "one of two counters is looked at": (
+        ("last = (tile.row + gemm::least(tile.rows, kBlockM) - 1) / kCounted;", "last = first;"),
+        # no fault, but a slow peer: what the other counter counts comes late
+        (MOVE, f"            for (int i = 0; from >= 128 && i < 400; ++i) ptx::pause();\n{MOVE}"),
+    ),
+    "a token is stored at its lowest row only": (
+        ("for (u32 to = wanted; to; to &= to - 1)", "for (u32 to = wanted & -wanted; to; to &= to - 1)"),
+    ),
+    "whoever draws any row brings the token": (("if (at >= 0 && at < lowest) lowest = at;", ""),),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = made(CASES["two ranks"], monkeypatch)
+    wanted = apart(forward)
+    emulate(monkeypatch, None, blocks=4, edits=FAULTS[fault])
+    for _ in range(4):  # other interleavings
+        try:
+            if differences(beside(forward), wanted):
+                return
+        except AssertionError:  # counters
+            return
+    pytest.fail(f"nothing shows where {fault}")
