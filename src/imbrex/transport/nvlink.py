@@ -129,7 +129,7 @@ class Nvlink(Collective):
         *,
         timeout: float | None = None,
         max_tokens: int | None = None,
-        dispatch_sms: int = 32,
+        dispatch_sms: int = 64,
         small_sms: int = 64,
         push_sms: int = 16,
         combine_sms: int = 96,
