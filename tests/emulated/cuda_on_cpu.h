@@ -5,7 +5,7 @@
 
 #define threadIdx (Index{emu::self().thread})
 #define blockIdx (Index{emu::self().block->index})
-#define gridDim (Index{static_cast<unsigned>(emu::machine->blocks.size())})
+#define gridDim (Index{emu::self().block->grid})
 
 inline void __syncthreads() { emu::meet(emu::self().block->whole, emu::self().block->threads, true); }
 inline int __syncthreads_and(int value) { return emu::meet(emu::self().block->whole, emu::self().block->threads, value != 0); }
@@ -121,20 +121,31 @@ inline bool mbarrier_try(u32 barrier, u32 parity) {
     return *barrier_at(barrier) >> 63 != parity;
 }
 
-inline u32 load_acquire_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
+inline u32 seen(u32 value) { emu::breathe(); return value; }
+inline u32 load_acquire_sys(const u32* word) {
+    const u32 value = *const_cast<volatile const u32*>(word);
+    if (emu::machine->trace) emu::machine->trace->note(emu::kSeen, word, 4, value, emu::self().block->stream);
+    return seen(value);
+}
 inline u32 load_relaxed_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
-inline u32 load_acquire_gpu(const u32* word) { return *const_cast<volatile const u32*>(word); }
-inline void store_relaxed_sys(u32* word, u32 value) { *word = value; }
-inline void store_relaxed_sys(u64* word, u64 value) { *word = value; }
+inline u32 load_acquire_gpu(const u32* word) { return seen(*const_cast<volatile const u32*>(word)); }
+inline void store_relaxed_sys(u32* word, u32 value) {
+    if (emu::machine->trace) emu::machine->trace->look();
+    *word = value;
+    if (emu::machine->trace) emu::machine->trace->note(emu::kSet, word, 4, value, emu::self().block->stream);
+    emu::breathe();
+}
+inline void store_relaxed_sys(u64* word, u64 value) { *word = value; emu::breathe(); }
 inline u64 load_relaxed_sys(const u64* word) { return *const_cast<volatile const u64*>(word); }
 inline bool named_barrier_and(int id, int threads, bool fine) { return emu::meet(emu::self().block->named[id], threads, fine); }
-inline u32 add_acq_rel_gpu(u32* word, u32 value) { u32 before = *word; *word += value; return before; }
+inline u32 add_acq_rel_gpu(u32* word, u32 value) { u32 before = *word; *word += value; return seen(before); }
 inline void add_relaxed_gpu(u32* word, u32 value) { *word += value; }
 inline u32 claim_zero_sys(u32* word, u32 value) { u32 before = *word; if (!before) *word = value; return before; }
 
 inline void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
     emu::check_bulk(source, target, bytes);
     emu::Copy copy{shared_memory() + target, static_cast<const u8*>(source), bytes, barrier_at(barrier), {}};
+    copy.stream = emu::self().block->stream;
     emu::machine->loads.push_back(copy);
 }
 inline void bulk_store(void* target, u32 source, u32 bytes) {

@@ -41,6 +41,27 @@ def struct_checks(sources: dict[str, str]) -> str:
     return "#include <cstddef>\n" + "".join(lines)
 
 
+ENTRY = """
+extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, int unrest, void** args) {
+    return emu::run(grid, block, smem, seed, limit, [=] { emu::call(KERNEL, args); }, unrest);
+}
+static emu::Trace traced;
+extern "C" int emulate_streams(int streams, int calls, const int* sizes, void*** args, unsigned seed,
+                               double limit, void (*told)(int, int, int), u8* watched, i64 bytes) {
+    std::vector<emu::Stream> all(streams);
+    for (int i = 0; i < streams * calls; ++i, sizes += 3)
+        all[i / calls].launches.push_back(
+            {sizes[0], sizes[1], sizes[2], [=] { emu::call(KERNEL, args[i]); }});
+    emu::Trace* trace = bytes ? &traced : nullptr;
+    traced = {watched, static_cast<size_t>(bytes), std::vector<u8>(watched, watched + bytes), {}};
+    return emu::run_streams(all, seed, true, limit, told, trace);
+}
+extern "C" emu::Event* events(i64* count) {
+    *count = static_cast<i64>(traced.events.size());
+    return traced.events.data();
+}
+"""
+"""All launches of a stream, then those of the next; grid, block and shared memory of each in `sizes`."""
 REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/codec.cuh")
 
 
@@ -56,6 +77,7 @@ def _library(variant: jit.Variant) -> Any:
         "".join(header.read_text() for header in HEADERS)
         + str(sorted(sources.items()))
         + variant.entry
+        + ENTRY
         + str(defines)
     )
     return built_once(text, lambda folder: _build(variant, sources, folder))
@@ -115,20 +137,20 @@ def _build(variant: jit.Variant, sources: dict[str, str], folder: Path) -> Path:
         body = f'#include "{HEADER}"\n' if name in REPLACED else source
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(body)
-    run = f"emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({variant.entry}, args); }})"
-    takes = "int grid, int block, int smem, unsigned seed, double limit, void** args"
     main = (
         f'#include "{HEADER}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
-        f'extern "C" int emulate({takes}) {{ return {run}; }}\n'
+        + ENTRY.replace("KERNEL", variant.entry)
     )
     return compile_library(folder, main, variant.defines)
 
 
 class EmulatedKernel:
-    """Stands in for `jit.Kernel`. `seed` decides every interleaving; a hang fails after `limit` s."""
+    """Stands in for `jit.Kernel`. `seed` decides every interleaving, with `unrest` an adversary's; a hang
+    fails after `limit` s."""
 
     seed = 0
     limit = 60.0
+    unrest = False
 
     def __init__(self, variant: jit.Variant) -> None:
         self.variant = variant
@@ -143,6 +165,7 @@ class EmulatedKernel:
             ctypes.c_int(smem),
             ctypes.c_uint(EmulatedKernel.seed),
             ctypes.c_double(EmulatedKernel.limit),
+            ctypes.c_int(EmulatedKernel.unrest),
             pointers,
         )
         del values

@@ -2,6 +2,11 @@
 //
 // Bulk copies are adversarial: a load lands at a random later time, a store reads its source and writes its target
 // as late as the program's own waits allow (or at once, at random). Threads run in random order between their waits.
+//
+// With `unrest` the order is an adversary's. Lanes, warps and blocks stop for up to 512 rounds, ranks for 4096, at the
+// start of a launch and at any time; a thread also stops right after it wrote a flag or saw one. What has to wait for a barrier or
+// a flag and does not is then seen. Ranks may be streams, each with launches one after the other, and so be in
+// different calls.
 #pragma once
 #undef _FORTIFY_SOURCE  // it takes a jump from one fiber to another for a mistake
 #include <sched.h>
@@ -43,7 +48,7 @@ using std::min;
 
 namespace emu {
 
-struct Copy { u8* target; const u8* source; u32 bytes; u64* barrier; std::vector<u8> read; bool done = false; int add = 0; };  // add: bytes of a number
+struct Copy { u8* target; const u8* source; u32 bytes; u64* barrier; std::vector<u8> read; bool done = false; int add = 0; int stream = 0; };  // add: bytes of a number
 using StoreGroup = std::vector<Copy>;
 
 struct Rendezvous { u32 arrived = 0, generation = 0; bool all = true, result = true; };
@@ -52,6 +57,9 @@ struct Block {
     std::unique_ptr<u8[]> storage;
     u8* shared;
     unsigned index, threads, alive;
+    unsigned grid, first;  // blocks of its launch, and the place of the first in the machine
+    unsigned stream;
+    const std::function<void()>* body;
     Rendezvous whole, named[16];
     std::vector<Rendezvous> warps;
     std::vector<u32> votes;
@@ -63,6 +71,7 @@ struct Fiber {
     const u32* wait_word = nullptr;  // runnable again when it differs from wait_value
     u32 wait_value = 0;
     u32 nap = 0;
+    u64 until = 0;  // the round in which the adversary lets it go on
     bool done = false;
     bool begun = false;
     unsigned thread;
@@ -83,9 +92,38 @@ struct Machine {
     std::vector<Copy> loads;
     std::mt19937 random;
     Fiber* current = nullptr;
-    std::function<void()> body;
-    std::string error;
+    bool unrest = false;
+    int freeze = -1;  // a rank that is to stop at once
+    struct Trace* trace = nullptr;
 };
+
+// What happens in a range of memory, in order. Threads take turns, so there is an order.
+enum What { kSet = 0, kSeen = 1, kWrite = 2, kRead = 3, kBegin = 4, kEnd = 5 };
+struct Event { u64 at; u32 bytes, value; int what, stream; };  // at: from the begin of the range
+struct Trace {
+    u8* begin;
+    size_t bytes;
+    std::vector<u8> before;
+    std::vector<Event> events;
+    void note(What what, const void* address, u32 size, u32 value, int stream) {
+        const size_t at = static_cast<const u8*>(address) - begin;
+        if (at < bytes) events.push_back({at, size, value, what, stream});
+    }
+    // Plain stores since the last look; nobody calls us for them. Their address tells whose they are.
+    void look() {
+        for (size_t at = 0; at < bytes; at += 4096) {
+            const size_t page = std::min<size_t>(4096, bytes - at);
+            if (std::memcmp(begin + at, before.data() + at, page) == 0) continue;
+            for (size_t i = at; i < at + page; i += 16)
+                if (std::memcmp(begin + i, before.data() + i, 16)) events.push_back({i, 16, 0, kWrite, -1});
+            std::memcpy(before.data() + at, begin + at, page);
+        }
+    }
+};
+
+struct Launch { int grid, block, smem; std::function<void()> body; };
+struct Stream { std::vector<Launch> launches; size_t next = 0; unsigned running = 0; u64 idle = 0; };
+using Told = std::function<void(int stream, int call, bool ended)>;
 
 inline Machine* machine = nullptr;
 inline Fiber& self() { return *machine->current; }
@@ -118,6 +156,12 @@ inline void nap(u32 rounds) {
     self().nap = rounds;
     yield();
 }
+// After a flag was written or seen.
+inline void breathe() {
+    if (!machine->unrest) return;
+    if (machine->random() % 32 == 0) machine->freeze = static_cast<int>(self().block->stream);
+    if (machine->random() % 4 == 0 || machine->freeze >= 0) nap(1 + machine->random() % 32);
+}
 
 inline bool meet(Rendezvous& r, u32 expected, bool value) {
     r.all = r.arrived == 0 ? value : r.all && value;
@@ -128,7 +172,10 @@ inline bool meet(Rendezvous& r, u32 expected, bool value) {
         return r.result;
     }
     wait_change(&r.generation, r.generation);
-    return r.result;
+    const bool result = r.result;
+    if (machine->unrest && machine->random() % 128 == 0)  // lanes drift apart
+        nap(1 + machine->random() % (machine->random() % 8 ? 64 : 2048));
+    return result;
 }
 
 // mbarrier: bits 0-15 pending, 16-31 arrivals of a phase, 32-62 bytes owed (biased), 63 phase
@@ -152,8 +199,15 @@ inline void check_bulk(const void* global, u32 shared, u32 bytes) {
     if (reinterpret_cast<uintptr_t>(global) % 16 || shared % 16 || bytes % 16) fail("a bulk copy is not aligned to 16 bytes");
 }
 
+inline void note_read(const Copy& copy, int stream) {
+    if (!machine->trace) return;
+    machine->trace->look();
+    machine->trace->note(kRead, copy.source, copy.bytes, 0, stream);
+}
 inline void read_store(Copy& copy) {
-    if (copy.read.empty()) copy.read.assign(copy.source, copy.source + copy.bytes);
+    if (!copy.read.empty()) return;
+    copy.read.assign(copy.source, copy.source + copy.bytes);
+    note_read(copy, self().block->stream);
 }
 inline void add_numbers(const Copy& copy);
 inline void finish_store(Copy& copy) {
@@ -172,6 +226,7 @@ inline void land_loads(bool every) {
             loads[i] = loads.back();
             loads.pop_back();
             std::memcpy(copy.target, copy.source, copy.bytes);
+            note_read(copy, copy.stream);
             change(copy.barrier, 0, -static_cast<i64>(copy.bytes));
         } else {
             ++i;
@@ -179,7 +234,7 @@ inline void land_loads(bool every) {
 }
 
 inline void start_fiber() {
-    machine->body();
+    (*self().block->body)();
     for (auto& group : self().groups)
         for (auto& copy : group)
             if (copy.read.empty()) fail("a thread left while its bulk stores still read shared memory");
@@ -192,58 +247,133 @@ inline void start_fiber() {
     yield();
 }
 
-// 0, or 1 when the kernel did not end within `limit` seconds. Compiled once, not with every kernel.
-int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body);
+// 0, or 1 when the launches did not end within `limit` seconds. Between two launches of a stream others go on.
+// Compiled once, not with every kernel.
+int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double limit, const Told& told,
+                Trace* trace = nullptr);
+int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body, bool unrest = false);
 #ifdef EMULATED_MACHINE
-int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body) {
-    Machine now;
-    machine = &now;
-    now.random.seed(seed);
-    now.body = std::move(body);
+inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::vector<Fiber*>& alive) {
     constexpr size_t kStack = 48 * 1024;
-    for (int b = 0; b < grid; ++b) {
+    Machine& now = *machine;
+    const unsigned first = static_cast<unsigned>(now.blocks.size());
+    const bool late = now.unrest && now.random() % 2, apart = now.unrest && now.random() % 4 == 0;
+    for (int b = 0; b < launch.grid; ++b) {
         now.blocks.push_back(std::make_unique<Block>());
         Block& made = *now.blocks.back();
-        made.storage.reset(new u8[smem + 2048]);
+        made.storage.reset(new u8[launch.smem + 2048]);
         made.shared = reinterpret_cast<u8*>((reinterpret_cast<uintptr_t>(made.storage.get()) + 1023) / 1024 * 1024);
-        std::memset(made.shared, 0xcd, smem);
-        made.index = b;
-        made.threads = made.alive = block;
-        made.warps.resize((block + 31) / 32);
-        made.votes.resize((block + 31) / 32);
-        made.exchanged.resize((block + 31) / 32 * 32);
-        for (int t = 0; t < block; ++t) {
+        std::memset(made.shared, 0xcd, launch.smem);
+        made.index = b, made.grid = launch.grid, made.first = first, made.stream = stream, made.body = &launch.body;
+        made.threads = made.alive = launch.block;
+        made.warps.resize((launch.block + 31) / 32);
+        made.votes.resize((launch.block + 31) / 32);
+        made.exchanged.resize((launch.block + 31) / 32 * 32);
+        u64 until = 0;
+        for (int t = 0; t < launch.block; ++t) {
             now.fibers.push_back(std::make_unique<Fiber>());
             Fiber& fiber = *now.fibers.back();
             fiber.stack.reset(new u8[kStack]);
             fiber.block = &made;
             fiber.thread = t;
+            if (late && t % 32 == 0) until = round + now.random() % 64;
+            fiber.until = until + (apart ? now.random() % 16 : 0);
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.get();
             fiber.context.uc_stack.ss_size = kStack;
             fiber.context.uc_link = nullptr;
             makecontext(&fiber.context, reinterpret_cast<void (*)()>(start_fiber), 0);
+            alive.push_back(&fiber);
         }
     }
+}
+
+// A lane, a warp, a block, a rank or some neighbouring blocks stop for a while.
+inline void disturb(const std::vector<Fiber*>& alive, u64 round, bool ranks) {
+    auto& random = machine->random;
+    const Fiber* victim = alive[random() % alive.size()];
+    const Block& block = *victim->block;
+    const unsigned kind = random() % 4;
+    const u64 until = round + (1ull << random() % (ranks && kind == 3 ? 13 : 10));  // others get calls ahead
+    const unsigned from = random() % (block.index + 1), to = block.index + random() % 4;
+    for (Fiber* fiber : alive) {
+        const Block& its = *fiber->block;
+        const bool same = &its == &block;
+        const bool hit = kind == 0   ? fiber == victim
+                         : kind == 1 ? same && fiber->thread / 32 == victim->thread / 32
+                         : kind == 2 ? same
+                         : ranks     ? its.stream == block.stream
+                                     : its.index >= from && its.index <= to;
+        if (hit) fiber->until = until;
+    }
+}
+
+// One round of all threads that may go on; whether one of them polls.
+inline bool run_round(const std::vector<Fiber*>& alive, u64 round) {
+    const size_t offset = machine->random() % alive.size();
+    bool polls = false;
+    for (size_t i = 0; i < alive.size(); ++i) {
+        Fiber* fiber = alive[(i + offset) % alive.size()];
+        if (fiber->until > round || (fiber->wait_word && *fiber->wait_word == fiber->wait_value)) continue;
+        if (fiber->nap && --fiber->nap) continue;
+        enter(*fiber);
+        polls |= fiber->nap != 0;
+    }
+    return polls;
+}
+
+inline void remove_done(std::vector<Fiber*>& alive, std::vector<Stream>& streams) {
+    size_t kept = 0;
+    for (Fiber* fiber : alive)
+        if (!fiber->done) alive[kept++] = fiber;
+        else fiber->stack.reset(), --streams[fiber->block->stream].running;
+    alive.resize(kept);
+}
+
+int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double limit, const Told& told, Trace* trace) {
+    Machine now;
+    machine = &now;
+    now.trace = trace;
+    const auto tell = [&](unsigned stream, size_t call, bool ended) {
+        told(static_cast<int>(stream), static_cast<int>(call), ended);
+        if (!trace) return;
+        trace->look();
+        trace->note(ended ? kEnd : kBegin, trace->begin, 0, static_cast<u32>(call), stream);
+    };
+    now.random.seed(seed);
+    now.unrest = unrest;
     const auto start = std::chrono::steady_clock::now();
     std::vector<Fiber*> alive;
-    for (auto& fiber : now.fibers) alive.push_back(fiber.get());
-    while (!alive.empty()) {
-        const size_t offset = now.random() % alive.size();
-        bool polls = false;
-        for (size_t i = 0; i < alive.size(); ++i) {
-            Fiber* fiber = alive[(i + offset) % alive.size()];
-            if (fiber->done || (fiber->wait_word && *fiber->wait_word == fiber->wait_value)) continue;
-            if (fiber->nap && --fiber->nap) continue;
-            enter(*fiber);
-            polls |= fiber->nap != 0;
+    for (u64 round = 0;; ++round) {
+        bool more = false;
+        for (unsigned s = 0; s < streams.size(); ++s) {
+            Stream& stream = streams[s];
+            if (stream.running || stream.next == stream.launches.size()) continue;
+            more = true;
+            if (stream.idle > round) continue;
+            const Launch& launch = stream.launches[stream.next];
+            tell(s, stream.next++, false);
+            stream.running = launch.grid * launch.block;
+            start_launch(launch, s, round, alive);
         }
-        if (polls) sched_yield();  // a peer's process may have to write what is waited for
+        if (alive.empty() && !more) break;
+        if (alive.empty()) continue;
+        if (unrest && now.random() % 16 == 0) disturb(alive, round, streams.size() > 1);
+        if (now.freeze >= 0 && streams.size() > 1) {
+            const u64 until = round + (1ull << now.random() % 12);
+            for (Fiber* fiber : alive)
+                if (fiber->block->stream == static_cast<unsigned>(now.freeze)) fiber->until = until;
+        }
+        now.freeze = -1;
+        if (run_round(alive, round)) sched_yield();  // a peer's process may have to write what is waited for
         land_loads(false);
-        size_t kept = 0;
-        for (Fiber* fiber : alive)
-            if (!fiber->done) alive[kept++] = fiber;
-        alive.resize(kept);
+        remove_done(alive, streams);
+        for (unsigned s = 0; s < streams.size(); ++s)
+            if (streams[s].next && !streams[s].running && streams[s].idle <= round) {
+                tell(s, streams[s].next - 1, true);
+                streams[s].idle = round + 1 + (unrest && now.random() % 2 ? now.random() % 512 : 0);
+                if (streams[s].next == streams[s].launches.size()) streams[s].idle = ~0ull;
+            }
         const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
         if (spent.count() > limit) {
             for (Fiber* fiber : alive)
@@ -254,6 +384,13 @@ int run(int grid, int block, int smem, unsigned seed, double limit, std::functio
     machine = nullptr;
     return 0;
 }
+
+int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body, bool unrest) {
+    std::vector<Stream> one(1);
+    one[0].launches.push_back({grid, block, smem, std::move(body)});
+    return run_streams(std::move(one), seed, unrest, limit, [](int, int, bool) {});
+}
+
 #endif
 
 template <class... A, size_t... I>

@@ -156,7 +156,7 @@ inline void mbarrier_wait(u32 barrier, u32 parity, u32& patience) {
 inline bool elect_one() { return emu::self().thread % 32 == 0; }
 
 inline emu::Block& block_of_cluster(u32 rank) {
-    emu::Block& block = *emu::machine->blocks[emu::self().block->index / CLUSTER * CLUSTER + rank];
+    emu::Block& block = *emu::machine->blocks[emu::self().block->first + emu::self().block->index / CLUSTER * CLUSTER + rank];
     if (block.alive == 0) emu::fail("a block of the cluster left before this access to its memory");
     return block;
 }

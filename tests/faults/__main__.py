@@ -5,8 +5,9 @@
 A fault is an exact text of one file and what stands in its place (`tests.faults.known`). The text must occur
 once: a line that has moved makes the script fail, so that the list follows the code. Every fault goes into a
 copy of `src` of its own, and the tests that should catch it, few, run against that copy. They are run once
-without a fault before: a test that fails anyway catches nothing. A fault is caught by a test that fails, not
-by one that cannot be collected. Exit code 1 where one survives, 2 where one cannot be put in.
+without a fault before: a test that fails anyway catches nothing. A fault is caught by a test that fails, or
+by the emulated machine, which stops at what no GPU allows; not by a test that cannot be collected. The exit
+code is 1 where one survives, 2 where one cannot be put in.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/imbrex")
 LIMIT_S = 280
 """Of one selection; pytest's own time-out ends a single test before it."""
+MARK = "IMBREX_FAULT"
+"""In the environment of everything that a fault's tests start."""
 FAILED = 1
 """pytest's exit code where tests ran and some failed; the others say that nothing was tried."""
 
@@ -56,7 +59,10 @@ def put_in(fault: Fault, package: Path) -> None:
 def run_tests(selection: Sequence[str], package: Path, limit_s: float = LIMIT_S) -> tuple[int | None, str]:
     """pytest's exit code, `None` where it ran too long, and what it said."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    environment = os.environ | {"PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
+    # What the emulated machine says before it stops the process is written past Python.
+    command += ["--capture=sys"]
+    folder = str(package.parent)
+    environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", MARK: folder}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [*command, *(f"tests/{test}" for test in selection)],
@@ -64,7 +70,6 @@ def run_tests(selection: Sequence[str], package: Path, limit_s: float = LIMIT_S)
             env=environment | {"PYTHONDONTWRITEBYTECODE": "1"},
             stdout=said,
             stderr=said,
-            start_new_session=True,
         )
         code = None
         try:
@@ -72,12 +77,20 @@ def run_tests(selection: Sequence[str], package: Path, limit_s: float = LIMIT_S)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Ranks that a test has started are in its session.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
+            end_marked(folder)
         said.seek(0)
         return code, said.read()
+
+
+def end_marked(folder: str) -> None:
+    """Kill what the tests have left behind: ranks that outlive their launcher, where that is the fault."""
+    wanted = f"{MARK}={folder}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
 def failed_test(said: str) -> str:
@@ -93,6 +106,8 @@ def verdict(fault: Fault, folder: Path) -> tuple[bool, str]:
     code, said = run_tests(fault.tests, package)
     if code == FAILED:
         return True, failed_test(said)
+    if stopped := re.search(r"^emulated CUDA: .*", said, re.MULTILINE):
+        return True, stopped[0]
     if code is None:
         return False, f"did not end within {LIMIT_S} s"
     return False, "SURVIVES" if code == 0 else f"pytest ended with {code}: {said[-400:]}"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from imbrex.codec import CODECS, make, make_wire
 from imbrex.codec.cast import pick_rows, wide
+from imbrex.codec.int4 import round_up_bf16
 from imbrex.testing import round_trip
 
 BASIC = ["identity", "bf16", "fp16", "int8"]
@@ -87,3 +88,11 @@ def test_rows_are_copied_in_the_widest_words_they_are_made_of(
     assert torch.equal(pick_rows(rows, index), rows[index])
     assert torch.equal(pick_rows(rows[:, 1:], index), rows[index, 1:])
     assert pick_rows(rows[:0], index[:0]).shape == (0, width)
+
+
+def test_int4_scales_are_rounded_up() -> None:
+    """To bfloat16, which has a step of 2^-7 above 1: seven steps of a scale reach the largest value."""
+    exact = torch.tensor([1.0, 1 + 2.0**-20, 1.5 + 2.0**-8, 0.0])
+    assert round_up_bf16(exact).tolist() == [1.0, 1 + 2.0**-7, 1.5 + 2.0**-7, 0.0]
+    row = torch.full((1, 32), 7 + 2.0**-10)
+    assert make("int4").decode(make("int4").encode(row, torch.float32), 32, torch.float32).min() >= row.min()

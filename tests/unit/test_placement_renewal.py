@@ -99,6 +99,12 @@ def test_sources_take_turns() -> None:
         fetches(old, from_slots([[0, 1, 2], [3, 4, 5]], 6))
 
 
+def test_an_expert_that_is_at_home_is_not_fetched_from_afar() -> None:
+    """Experts 1 and 2 change places on the second rank; the first has 1 too, in a lower slot."""
+    old, new = from_slots([[0, 1], [2, 1]], 3), from_slots([[0, 1], [1, 2]], 3)
+    assert [(f.expert, f.source, f.from_slot) for f in fetches(old, new)] == [(1, 1, 3), (2, 1, 2)]
+
+
 @pytest.mark.parametrize(
     ("target", "old", "says"),
     [
