@@ -173,8 +173,7 @@ inline bool meet(Rendezvous& r, u32 expected, bool value) {
     }
     wait_change(&r.generation, r.generation);
     const bool result = r.result;
-    if (machine->unrest && machine->random() % 128 == 0)  // lanes drift apart
-        nap(1 + machine->random() % (machine->random() % 8 ? 64 : 2048));
+    if (machine->unrest && machine->random() % 128 == 0) nap(1 + machine->random() % 64);  // lanes drift apart
     return result;
 }
 
