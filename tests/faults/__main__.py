@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.faults.known import FAULTS, Fault
+from tests.faults.fault import Fault
+from tests.faults.known import FAULTS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/imbrex")

@@ -5,24 +5,8 @@ Two kinds are better left out: what no input can tell from the right code, and w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """file: below `src/imbrex`. old: what stands there, once; new: what stands there instead.
-    tests: below `tests`, the fewest that should catch it. gpu: only a GPU can show it."""
-
-    name: str
-    file: str
-    what: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    gpu: bool = False
-
-
-OUT_OF_STEP = "unit/test_exchange_out_of_step.py"
+from tests.faults.fault import Fault
+from tests.faults.protocol import ONCE_SURVIVED_HERE, PROTOCOL
 
 ONCE_SURVIVED = [
     Fault(
@@ -97,98 +81,6 @@ ONCE_SURVIVED = [
         "        if self.geometry.rank:\n            return\n"
         "        self.geometry = replace(self.geometry, placement=new",
         ("ranks/test_layer_nvlink.py::test_experts_move_between_calls",),
-    ),
-    Fault(
-        "staged-flag-before-all-warps",
-        "kernels/exchange/pull.cuh",
-        "a group of tokens is said to be staged by the first warp that is done",
-        "        ptx::named_barrier(kStagersBarrier, 32 * kStagers);\n",
-        "",
-        (f"{OUT_OF_STEP}::test_pulled_rows_are_those_of_their_call",),
-    ),
-    # Not caught yet: what a lane is late with is the last token of a piece, and its home reads that one last.
-    Fault(
-        "reduced-flag-before-other-lanes",
-        "kernels/exchange/reduce.cuh",
-        "sums are said to be there before the other lanes have stored theirs",
-        """    __syncwarp();
-    if (ptx::lane_id() == 0) {
-        ptx::fence_sys();
-        ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced_flags,""",
-        """    if (ptx::lane_id() == 0) {
-        ptx::fence_sys();
-        ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced_flags,""",
-        (f"{OUT_OF_STEP}::test_sums_of_whole_rows_are_those_of_their_call",),
-    ),
-    Fault(
-        "gather-one-call-early",
-        "kernels/exchange/gather.cu",
-        "sums are pulled from peers that are still in the call before",
-        "if (!wait_credit(call, lane, 1)) return;",
-        "if (!wait_credit(call, lane, 2)) return;",
-        (f"{OUT_OF_STEP}::test_gathered_sums_are_those_of_their_call",),
-    ),
-    Fault(
-        "credit-after-a-captured-call",
-        "kernels/exchange/base.py",
-        "a replay writes rows that the call before it still uses",
-        "1 if self._captured else self.shape.buffers",
-        "self.shape.buffers",
-        (f"{OUT_OF_STEP}::test_a_captured_push_waits_for_who_uses_its_buffer",),
-    ),
-]
-
-PROTOCOL = [
-    Fault(
-        "push-without-credit",
-        "kernels/exchange/push.cuh",
-        "rows are pushed into a buffer that is used again at once",
-        "fine = fine && wait_credit(call, lane, push.lag);",
-        "fine = fine && wait_credit(call, lane, 2);",
-        (f"{OUT_OF_STEP}::test_a_captured_push_waits_for_who_uses_its_buffer",),
-    ),
-    Fault(
-        "arrived-before-the-rows",
-        "kernels/exchange/mover.cuh",
-        "rows are said to be there while the copy engine still stores them",
-        """        ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
-    }
-    ptx::bulk_wait<0>();
-""",
-        """        ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
-    }
-    ptx::bulk_wait_read<0>();
-""",
-        (f"{OUT_OF_STEP}::test_pushed_rows_last_until_the_next_push",),
-    ),
-    Fault(
-        "staged-without-credit",
-        "kernels/exchange/pull.cuh",
-        "tokens are staged a call before their buffer is free",
-        "if (!wait_credit(call, thread % 32, pull.lag)) return;",
-        "if (!wait_credit(call, thread % 32, pull.lag + 1)) return;",
-        (f"{OUT_OF_STEP}::test_pulled_rows_are_those_of_their_call",),
-    ),
-    Fault(
-        "sums-without-credit",
-        "kernels/exchange/reduce.cu",
-        "sums are written a call before their buffer is free",
-        "fine = wait_credit(call, lane, 2);",
-        "fine = wait_credit(call, lane, 3);",
-        (f"{OUT_OF_STEP}::test_sums_are_those_of_their_call",),
-    ),
-    Fault(
-        "own-sum-first-in-the-kernel",
-        "kernels/exchange/reduce.cuh",
-        "own rows are added before the sums of lower ranks",
-        """    int count = append(terms, 0, sent && lane < call.me, partial, 1.0f, WIRE_FP8);
-    count = append_rows(call, reduce, terms, count, choice);
-    count = append(terms, count, sent && lane > call.me, partial, 1.0f, WIRE_FP8);
-""",
-        """    int count = append_rows(call, reduce, terms, 0, choice);
-    count = append(terms, count, sent, partial, 1.0f, WIRE_FP8);
-""",
-        ("unit/test_exchange_combine.py::test_whole_rows_are_one_stream",),
     ),
 ]
 
@@ -597,6 +489,7 @@ DOORS = [
 
 FAULTS: list[Fault] = [
     *ONCE_SURVIVED,
+    *ONCE_SURVIVED_HERE,
     *PROTOCOL,
     *EXCHANGE,
     *CODECS,
