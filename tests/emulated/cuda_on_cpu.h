@@ -194,6 +194,8 @@ void copy_wait() {
             if (!copy.done) emu::finish_store(copy);
         groups.pop_front();
     }
+    // A lane's own copies may be late, and what it does with them, when the other lanes have gone on.
+    if (emu::machine->unrest && emu::machine->random() % 256 == 0) emu::nap(1 + emu::machine->random() % 512);
 }
 
 template <int kOffset = 0>

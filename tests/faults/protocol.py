@@ -15,7 +15,6 @@ ONCE_SURVIVED_HERE = [
         "",
         (f"{OUT_OF_STEP}::test_pulled_rows_are_those_of_their_call",),
     ),
-    # Not caught yet: what a lane is late with is the last token of a piece, and its home reads that one last.
     Fault(
         "reduced-flag-before-other-lanes",
         "kernels/exchange/reduce.cuh",
