@@ -6,12 +6,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from imbrex.kernels import jit
 from imbrex.kernels.exchange.exchange import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated.scenario import (
@@ -27,6 +25,7 @@ from tests.emulated.scenario import (
     make_plans,
     route,
 )
+from tests.gpu.stalling import Stalling
 
 pytestmark = pytest.mark.gpu
 
@@ -113,16 +112,6 @@ def test_routing_among_64_ranks() -> None:
         routed = route(case, exchange, inputs)
         exchange.check(synchronize=True)
         check_positions(case, make_plans(case, inputs), routed)
-
-
-class Stalling:
-    """Kernels whose threads stop here and there for up to 30 us."""
-
-    def __init__(self, variant: jit.Variant, device: torch.device) -> None:
-        self.variant, self.device = replace(variant, defines=(*variant.defines, ("STALL_NS", 30_000))), device
-
-    def launch(self, **options: Any) -> None:
-        jit.load(self.variant, self.device).launch(**options)
 
 
 def test_calls_with_delays_in_them() -> None:

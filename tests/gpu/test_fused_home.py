@@ -5,18 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from imbrex.kernels import jit
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.fused.home import home_beside_gradients
 from imbrex.placement.layouts import contiguous
 from tests.emulated.home import apart, begin, beside, differences
 from tests.emulated.scenario import Case
+from tests.gpu.stalling import Stalling
 
 pytestmark = pytest.mark.gpu
 
@@ -50,16 +48,6 @@ def test_gradients_are_added(name: str, add: torch.dtype) -> None:
     wanted = apart(backward, sms=8)
     for first in (0, 16):
         assert differences(case, beside(backward, first, blocks), wanted) == []
-
-
-class Stalling:
-    """Kernels whose threads stop here and there for up to 30 us."""
-
-    def __init__(self, variant: jit.Variant, device: torch.device) -> None:
-        self.variant, self.device = replace(variant, defines=(*variant.defines, ("STALL_NS", 30_000))), device
-
-    def launch(self, **options: Any) -> None:
-        jit.load(self.variant, self.device).launch(**options)
 
 
 def test_many_calls_with_delays_in_them() -> None:

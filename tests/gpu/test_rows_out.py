@@ -6,16 +6,14 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
-from imbrex.kernels import jit
 from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, Tiling
 from imbrex.placement.layouts import contiguous
 from tests.emulated.rows_out import apart, begin, beside, differences
 from tests.emulated.scenario import Case, make_exchange
+from tests.gpu.stalling import Stalling
 
 pytestmark = pytest.mark.gpu
 
@@ -35,16 +33,6 @@ def test_bits_are_those_of_two_launches(name: str, tiling: Tiling) -> None:
     wanted = apart(forward, 16)
     for _ in range(3):
         assert differences(beside(forward, 132 // case.ranks), wanted) == []
-
-
-class Stalling:
-    """Kernels whose threads stop here and there for up to 30 us."""
-
-    def __init__(self, variant: jit.Variant, device: torch.device) -> None:
-        self.variant, self.device = replace(variant, defines=(*variant.defines, ("STALL_NS", 30_000))), device
-
-    def launch(self, **options: Any) -> None:
-        jit.load(self.variant, self.device).launch(**options)
 
 
 def test_many_calls_with_delays_in_them() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,9 @@ class Auto:
         if not can:
             return order
         if not knows:
-            with torch.inference_mode(False), torch.no_grad():
-                x_TD, weights_TK, ids_TK = (t.clone() for t in (x_TD, routing.weights_TK, routing.ids_TK))
-                plain = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-                both = {"order": order, "fused": fused}
-                seconds = compare(exchange, experts, x_TD, plain, parameters_of(experts), both)
+            both = {"order": order, "fused": fused}
+            with plain_copies(x_TD, routing) as inputs:
+                seconds = compare(exchange, experts, *inputs, parameters_of(experts), both)
             known[key] = sum(seconds["order"]) / sum(seconds["fused"])
         self.gains[exchange] = known[key]
         return fused if known[key] >= FUSED_GAIN else order
@@ -126,11 +125,8 @@ class Auto:
         # A rank that has it waits for one that has not.
         if not bool(gather(words(key in known)).min()):
             settings = {"degrees": self.degrees, "scheduler": self.scheduler}
-            # A backward is timed too, which tensors made for inference do not have.
-            with torch.inference_mode(False), torch.no_grad():
-                x_TD, weights_TK, ids_TK = (t.clone() for t in (x_TD, routing.weights_TK, routing.ids_TK))
-                plain = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-                known[key] = measure(exchange, experts, x_TD, plain, parameters_of(experts), **settings)
+            with plain_copies(x_TD, routing) as inputs:
+                known[key] = measure(exchange, experts, *inputs, parameters_of(experts), **settings)
         if self.path is not None and exchange.geometry.rank == 0:
             known[key].save(self.path, self._layer(x_TD, exchange, experts))
         return known[key]
@@ -165,3 +161,11 @@ class Auto:
         choice = self.degrees, self.scheduler
         named = type(experts), exchange.transport.name, exchange.geometry.top_k
         return choice, named, tuple(codec.name for codec in codecs), shapes, x_TD.shape, x_TD.dtype
+
+
+@contextmanager
+def plain_copies(x_TD: Tensor, routing: Routing) -> Iterator[tuple[Tensor, Routing]]:
+    """Copies to time a layer with: a backward is timed too, which tensors made for inference do not have."""
+    with torch.inference_mode(False), torch.no_grad():
+        x_TD, weights_TK, ids_TK = (t.clone() for t in (x_TD, routing.weights_TK, routing.ids_TK))
+        yield x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK)
