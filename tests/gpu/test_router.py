@@ -8,6 +8,7 @@ import torch
 
 from imbrex.router.capacity import Capacity
 from imbrex.router.gates import Gate, Groups
+from imbrex.router.logits import logits
 from imbrex.router.losses import AuxLosses
 from imbrex.router.router import Router
 from tests.poison import real_empty
@@ -86,3 +87,29 @@ def test_the_kernel_is_the_operators(name: str, experts: int, monkeypatch: pytes
         assert torch.equal(found[0][0], found[1][0])
         for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 128, 3000])
+def test_logits_of_bfloat16_without_copies(tokens: int, compiled: bool) -> None:
+    """Logits and both gradients against float64: of the logits within the float32 sums of a tensor core, of
+    the gradients within the rounding to bfloat16."""
+    width, experts = 2048, 128
+    x_TD = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight_ED = (torch.randn(experts, width, device="cuda") / 45).bfloat16().requires_grad_()
+    call = torch.compile(logits, fullgraph=True, dynamic=True) if compiled else logits
+    logits_TE = call(x_TD, weight_ED)
+    assert logits_TE.dtype == torch.float32
+    assert torch.equal(call(x_TD.detach(), weight_ED.detach()), logits_TE)
+    exact_x, exact_weight = x_TD.detach().double(), weight_ED.detach().double()
+    torch.testing.assert_close(logits_TE.double(), exact_x @ exact_weight.t(), rtol=1e-5, atol=5e-5)
+    d_TE = torch.randn_like(logits_TE)
+    logits_TE.backward(d_TE)
+    assert x_TD.grad is not None
+    assert weight_ED.grad is not None
+    for found, exact in (
+        (x_TD.grad, d_TE.double() @ exact_weight),
+        (weight_ED.grad, d_TE.double().t() @ exact_x),
+    ):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=1e-3)

@@ -217,7 +217,8 @@ class Trainer:
 
 def _project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
     """The gate's logits [T, E]; its gradient is summed sequence by sequence."""
-    return by_sequence.linear(x_TD.unflatten(0, (num_sequences, -1)), weight_ED).flatten(0, 1)
+    x_SLD = x_TD.float().unflatten(0, (num_sequences, -1))
+    return by_sequence.linear(x_SLD, weight_ED.float()).flatten(0, 1)
 
 
 def _square(parameters: list[nn.Parameter], device: torch.device) -> Tensor:

@@ -6,7 +6,6 @@ import math
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from imbrex.contracts import Routing
@@ -14,6 +13,7 @@ from imbrex.kernels.gate.choose import choose_experts, why_not_fused
 from imbrex.router.capacity import keep
 from imbrex.router.gates import Gate, choose
 from imbrex.router.global_batch import GlobalBatch
+from imbrex.router.logits import logits
 from imbrex.router.losses import AuxLosses, auxiliary_losses
 from imbrex.router.sparsemixer import sparsemixer
 
@@ -27,7 +27,7 @@ class Router(nn.Module):
     e_score_correction_bias: float32 buffer [num_experts], only with `Gate.bias`.
     batch: the ranks over which losses and capacity are defined, so that their number changes neither.
 
-    Scores are float32 whatever the dtype of the tokens, also under autocast.
+    Logits and scores are float32 whatever the dtype of the tokens, also under autocast.
     """
 
     weight: Tensor
@@ -58,9 +58,10 @@ class Router(nn.Module):
 
     @staticmethod
     def project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
-        """Logits [T, E] of float32 tokens, `num_sequences` of equal length. An instance may be given another
-        function of the same result, for instance one that sums its gradient in another order."""
-        return F.linear(x_TD, weight_ED)
+        """Logits, float32 [T, E], of tokens of any dtype, `num_sequences` of equal length. An instance may be
+        given another function of the same result, for instance one that sums its gradient in another order.
+        """
+        return logits(x_TD, weight_ED)
 
     @property
     def is_collective(self) -> bool:
@@ -91,7 +92,7 @@ class Router(nn.Module):
         self._check(x_TD, num_sequences, kept_TK)
         mixed = torch.is_autocast_enabled(x_TD.device.type)
         with torch.autocast(x_TD.device.type, enabled=False) if mixed else _AS_IT_IS:
-            logits_TE = self.project(x_TD.float(), self.weight.float(), num_sequences)
+            logits_TE = self.project(x_TD, self.weight, num_sequences)
             logits_TE, scores_TE, ids_TK, weights_TK = self._choose(logits_TE)
             losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}
         if self.gate.capacity is not None and (kept_TK is None or self.is_collective):
