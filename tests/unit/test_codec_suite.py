@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -49,6 +50,30 @@ def test_error_and_bytes(name: str) -> None:
     error, nbytes = MEASURED[name]
     assert ((decoded - rows_ND).norm() / rows_ND.norm()).item() == pytest.approx(error, rel=0.03)
     assert encoded.shape[1] / 1024 == pytest.approx(nbytes, abs=6e-4)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize("name", [*FEW, "zfp1d-4", "zfp2d-8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bound_holds_at_every_exponent(name: str, dtype: torch.dtype) -> None:
+    """Rows of every magnitude, the smallest subnormal ones of float32 included: even ones, and ones whose
+    values lie far apart."""
+    limits = torch.finfo(dtype)
+    lowest = -200 if dtype == torch.float64 else round(math.log2(limits.smallest_normal * limits.eps))
+    highest = min(math.frexp(limits.max)[1], 128) - 1
+    noise = torch.rand(8, 64, dtype=torch.float64)
+    noise[:4] += 1
+    noise[4:, 1:] *= 2.0 ** -torch.randint(0, 30, (4, 63)).double()
+    scales = 2.0 ** torch.arange(lowest, highest, dtype=torch.float64)
+    rows_ND = (noise * scales[:, None, None]).flatten(0, 1).to(dtype)
+    codec = make(name)
+    decoded_ND = codec.decode(codec.encode(rows_ND, dtype), 64, dtype)
+    error_N = (decoded_ND.double() - rows_ND.double()).abs().amax(1)
+    bounds_N = [codec.error_bound(amax, dtype) for amax in rows_ND.double().abs().amax(1).tolist()]
+    over = error_N > torch.tensor(bounds_N, dtype=torch.float64)
+    assert not over.any(), rows_ND[over][0].abs().max()
 
 
 def test_truncation_is_biased_and_rounding_is_not() -> None:

@@ -192,6 +192,16 @@ def test_optsche_is_not_the_best_elsewhere() -> None:
     assert (makespan(optsche(other), other), makespan(exact(other), other)) == (25, 23)
 
 
+def test_optsche_takes_twice_as_long_as_the_best_and_never_longer() -> None:
+    seconds = {(Kind.encode_out, 0), (Kind.move_back, 0), (Kind.move_out, 1), (Kind.decode_back, 1)}
+    times = {task: float((task.kind, task.chunk) in seconds) for task in tasks(2)}
+    assert [makespan(scheduler(times), times) for scheduler in (optsche, exact)] == [4.0, 2.0]
+    drawn = random.Random(0)
+    for _ in range(60):
+        times = {task: drawn.choice([0.0, 1.0, drawn.random()]) for task in tasks(2)}
+        assert makespan(optsche(times), times) <= 2 * makespan(exact(times), times) + 1e-9
+
+
 def test_how_much_optsche_loses_on_other_chunks() -> None:
     """Chunk sizes from 0.2 to 1.8, three chunks: it loses somewhere, on average a few percent, at most 30."""
     drawn = random.Random(5)

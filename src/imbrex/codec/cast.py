@@ -58,7 +58,17 @@ class Cast:
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
         saturation = amax - torch.finfo(self.wire_dtype).max
-        return max(saturation, rounding(amax, self.wire_dtype) + rounding(amax, dtype))
+        return max(saturation, rounding(amax, self.wire_dtype) + passing(amax, dtype))
+
+
+LOST_SCALE = 2.0**-150
+"""Half of the distance between the smallest floats: how far a float32 scale may be off that is subnormal."""
+
+
+def passing(amax: float, dtype: torch.dtype) -> float:
+    """The largest error of a value of at most `amax` of becoming float32, in which codecs compute, and then
+    `dtype`."""
+    return rounding(amax, torch.float32) + rounding(amax, dtype)
 
 
 def rounding(amax: float, dtype: torch.dtype) -> float:

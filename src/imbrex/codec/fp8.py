@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import blocks
-from imbrex.codec.cast import as_bytes, from_bytes, rounding, saturated
+from imbrex.codec.cast import LOST_SCALE, as_bytes, from_bytes, passing, saturated
 from imbrex.kernels.codec import codec as kernels
 
 BLOCK = 128
@@ -56,4 +56,5 @@ class Fp8:
         limits = torch.finfo(self.wire_dtype)
         # Half the distance between floats next to the largest one: 16 of 448, 4096 of 57344.
         half_step = 2.0 ** (int(limits.max).bit_length() - 1) * limits.eps / 2
-        return amax * (half_step / limits.max * 1.0001) + rounding(amax, dtype)
+        share = amax * (half_step / limits.max * 1.0001)
+        return share + limits.max * LOST_SCALE + passing(amax, dtype)

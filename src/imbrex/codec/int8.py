@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import blocks
-from imbrex.codec.cast import as_bytes, from_bytes, rounding, saturated
+from imbrex.codec.cast import LOST_SCALE, as_bytes, from_bytes, passing, saturated
 from imbrex.kernels.codec import codec as kernels
 
 
@@ -51,4 +51,4 @@ class Int8:
         return saturated(blocks.join(values * scale[:, :, None], width), dtype)
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
-        return amax * (0.5 / 127 * 1.0001) + rounding(amax, dtype)
+        return amax * (0.5 / 127 * 1.0001) + 127 * LOST_SCALE + passing(amax, dtype)

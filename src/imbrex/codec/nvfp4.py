@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import blocks
-from imbrex.codec.cast import as_bytes, from_bytes, rounding, saturated
+from imbrex.codec.cast import LOST_SCALE, as_bytes, from_bytes, passing, saturated
 from imbrex.kernels.codec import codec as kernels
 
 BLOCK = 16
@@ -23,7 +23,7 @@ class Nvfp4:
 
     The format's second scale is one a tensor; rows travel apart, so here it is one a row. 8 + 1 bytes every
     16 values, and 4. Zeros stay zero. A row that holds NaN or an infinity becomes NaN.
-    Relative L2 error on white noise: 9.5e-2. Both ways it cost a small language model 0.06 nats.
+    Relative L2 error on white noise: 9.5e-2. Both ways it cost a small language model 0.007 nats.
     """
 
     name = "nvfp4"
@@ -65,4 +65,6 @@ class Nvfp4:
 
     def error_bound(self, amax: float, dtype: torch.dtype) -> float:
         # Half the step from 4 to 6 is one scale, and a scale is rounded by up to a sixteenth.
-        return amax * (1.0625 / LARGEST * 1.0001) + rounding(amax, dtype)
+        # A subnormal row's scale is off by up to `LOST_SCALE`; so are a block's largest over 6 and its scale.
+        lost = (LARGEST * LARGEST_SCALE + 2 * LARGEST) * LOST_SCALE
+        return amax * (1.0625 / LARGEST * 1.0001) + lost + passing(amax, dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec import zfp_planes
-from imbrex.codec.cast import rounding
+from imbrex.codec.cast import passing
 from imbrex.kernels.codec import codec as kernels
 
 HEADER_BITS, NEGABINARY, BIAS = 9, 0xAAAAAAAA, 127
@@ -99,7 +99,7 @@ class Zfp:
         # Beyond 2^30 the decoder's 32-bit integers may wrap; whatever it then gives is below 2^31.
         units = error + 64 if error < 2**30 else 2.0**31 + 2**30
         tiny = math.ldexp(1, -126)
-        return 2 * max(amax, tiny) * units / 2**30 + rounding(amax, dtype)
+        return 2 * max(amax, tiny) * units / 2**30 + passing(amax, dtype)
 
 
 def fill_up(rows_ND: Tensor, dimensions: int) -> Tensor:

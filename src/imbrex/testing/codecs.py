@@ -91,6 +91,8 @@ def _kinds(width: int, dtype: torch.dtype, drawn: torch.Generator) -> Iterator[t
     most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     largest = torch.cat([most * noise[:3].sign(), most / 4 * noise[3:].clamp(-4, 4)])
     yield "largest", largest.to(dtype)
+    tiny = noise[:5].clamp(-4, 4).double() * 2.0 ** torch.arange(-148, -120, 6, **FLOATS)[:, None]
+    yield "tiny", tiny.to(dtype)
     yield "strided", noise.T.contiguous().T.to(dtype)
     if dtype != torch.float32:
         yield "float32 (partial sums)", noise
