@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from imbrex.kernels.jit import cache_directory
 from tests.poison import poison_empty
 
 HOPPER = (9, 0)
@@ -37,6 +42,15 @@ LONGEST = [
     "ranks/test_defaults",
 ]
 """Files that take longest, first: no worker is left alone with one at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Results of tuning are this session's own; compiled kernels are everybody's."""
+    kernels, folder = cache_directory().resolve(), Path(tempfile.mkdtemp(prefix="imbrex-cache-"))
+    kernels.mkdir(parents=True, exist_ok=True)
+    (folder / "kernels").symlink_to(kernels)
+    os.environ["IMBREX_CACHE_DIR"] = str(folder)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_finish() -> None:

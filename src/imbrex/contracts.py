@@ -262,6 +262,14 @@ Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 """Sums encoded rows by target row: (rows, targets) in order, and how many targets there are."""
 
 
+class Roles(NamedTuple):
+    """Blocks of a rank's fused kernels: those that make tokens ready for its peers, and those that begin with
+    sums of dx. `None`: the default. They change no bit, and ranks may differ in them."""
+
+    stage: int | None = None
+    sums: int | None = None
+
+
 class Listener(Protocol):
     """Who is told what happens; see `imbrex.observe.Observer`."""
 
@@ -317,7 +325,7 @@ class Dispatcher(Protocol):
         """The one for crossings that are under way while experts compute, in so many chunks."""
         ...
 
-    def fusing(self) -> Dispatcher:
+    def fusing(self, roles: Roles) -> Dispatcher:
         """The one whose rows are under way where experts ask for that, and whose gradients of tokens go home
         beside those of weights, unless `why_not_form` has something against it. All ranks ask it, or none."""
         ...

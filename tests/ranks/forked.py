@@ -79,17 +79,17 @@ def _run_and_look(words: list[str]) -> int:
     return code
 
 
-def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "") -> str:
+def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "", **more: str) -> str:
     """`imbrex WORDS` on every rank, as an outer torchrun starts them; what they printed. No rank may end
-    with a thread of its groups."""
+    with a thread of its groups. more: of the environment."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    everywhere = {
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
+    everywhere = more | {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
     }
     started = []
     for rank in range(ranks):

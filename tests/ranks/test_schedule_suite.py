@@ -12,7 +12,7 @@ import torch
 
 import imbrex
 from imbrex.contracts import Output
-from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task, auto, profiler
+from imbrex.overlap import SCHEDULERS, Auto, Kind, Order, Serial, Task, auto, profiler, tuner
 from imbrex.placement import contiguous
 from imbrex.schedule.choice import choose, predict
 from imbrex.schedule.profile import Profile
@@ -162,7 +162,7 @@ def run_auto(ranks: Ranks, path: str) -> tuple[Any, ...]:
     layer = make_layer(
         Case(config=SMALL, tokens=(64,), options={"transport": "alltoall", "schedule": schedule}), ranks.group
     )
-    assert layer.reasons["schedule"] == "auto: measures at its first call"
+    assert layer.reasons["schedule"] == "auto: looks for a kept result, or measures, at its first call"
     x_TD = tokens_of(case, ranks.rank).requires_grad_()
     y_TD = layer(x_TD)
     (y_TD * coefficients(y_TD)).sum().backward()
@@ -171,7 +171,7 @@ def run_auto(ranks: Ranks, path: str) -> tuple[Any, ...]:
     for name, parameter in layer.named_parameters():
         if parameter.grad is not None:
             error = max(error, relative(parameter.grad, plain["grads"][name]))
-    choice = schedule.choices[layer.exchange]
+    choice = schedule.decisions[layer.exchange].choice
     assert layer.reasons["schedule"].startswith(f"auto: {choice.scheduler}-{choice.degree}, predicted ")
     return error, choice
 
@@ -199,7 +199,7 @@ def run_wider(ranks: Ranks, path: str) -> None:
 
 
 def run_alike(ranks: Ranks) -> list[int]:
-    """Measurements until each of four layers has decided; rank 1 has forgotten before the third."""
+    """Measurements until each of four layers has decided; the first rank has forgotten before the third."""
     counted, before = [], auto.measure
 
     def counting(*given, **more):
@@ -207,11 +207,12 @@ def run_alike(ranks: Ranks) -> list[int]:
         return before(*given, **more)
 
     auto.measure, found = counting, []
+    tuner._remembered.clear()
     try:
-        for number, tokens in enumerate((12, 12, 12, 14)):
-            if number == 2 and ranks.rank == 1:
-                auto._measured.clear()
-            options = {"transport": "alltoall", "schedule": Auto(degrees=(1, 3))}
+        for number, tokens in enumerate((12, 12, 12, 20)):
+            if number == 2 and ranks.rank == 0:
+                tuner._remembered.clear()
+            options = {"transport": "alltoall", "schedule": Auto(degrees=(1, 3), keep=False)}
             case = Case(config=SMALL, tokens=(tokens,), options=options)
             make_layer(case, ranks.group)(tokens_of(case, ranks.rank))
             found.append(len(counted))

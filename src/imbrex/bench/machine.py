@@ -15,6 +15,8 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
+from imbrex.overlap.tunings import processor
+
 PACKAGES = ("imbrex", "torch", "triton", "numpy", "cuda-core", "nvidia-cuda-nvrtc")
 NVIDIA_SMI_S = 20.0
 
@@ -41,7 +43,7 @@ def versions() -> dict[str, str]:
 def devices() -> list[dict[str, Any]]:
     """The processor first, then every GPU that torch sees. Memory in GiB."""
     found: list[dict[str, Any]] = [
-        {"kind": "cpu", "name": _processor(), "cores": cores(), "memory_gib": round(_memory_gib(), 1)}
+        {"kind": "cpu", "name": processor(), "cores": cores(), "memory_gib": round(_memory_gib(), 1)}
     ]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
@@ -88,15 +90,6 @@ def hardware() -> dict[str, Any]:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _memory_gib() -> float:

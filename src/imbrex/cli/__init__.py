@@ -14,6 +14,7 @@ from imbrex import __version__
 COMMANDS = {
     "demo": "train a small byte-level language model with expert parallelism and write a report",
     "doctor": "say what works on this machine, and why the rest does not",
+    "tune": "choose a layer's schedule by measuring, and keep the choice for schedule='auto'",
     "netlab": "run a command on a two-tier network of namespaces on this machine",
     "bench": "time layers, exchanges or experts, side by side with what else there is",
     "reproduce": "measure a table of a paper here, beside the paper's figures",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec.fp8 import BLOCK, Fp8
-from imbrex.contracts import Geometry, Listener, Routing, RowForm, Wire
+from imbrex.contracts import Geometry, Listener, Roles, Routing, RowForm, Wire
 from imbrex.exchange import autograd
 from imbrex.exchange.agreement import DTYPES, find_problem
 from imbrex.runtime.tracing import differentiated, traced
@@ -57,7 +57,7 @@ class DispatcherBase:
     def beside(self, chunks: int) -> Any:
         return self
 
-    def fusing(self) -> Any:
+    def fusing(self, roles: Roles) -> Any:
         return self
 
     def dispatch_backward_beside(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from imbrex.contracts import (
     Geometry,
     Listener,
     Pending,
+    Roles,
     Routing,
     RowForm,
     Wire,
@@ -98,7 +99,7 @@ class NvlinkDispatcher(WiredDispatcher):
         self.tally_WS: Tensor | None = None
         self.sms = self.sms_home = transport.sms
         self.start: Callable[[Callable[[], Any]], Pending] | None = None
-        self.fuses, self.calls = False, 0
+        self.fuses, self.roles, self.calls = False, Roles(), 0
         super().__init__(geometry, observer, layer)
         transport.join(self)
 
@@ -114,9 +115,11 @@ class NvlinkDispatcher(WiredDispatcher):
         other.sms = self.transport.sms if chunks == 1 else self.transport.sms_beside
         return other
 
-    def fusing(self) -> NvlinkDispatcher:
+    def fusing(self, roles: Roles) -> NvlinkDispatcher:
         other = copy.copy(self)
-        other.fuses = True
+        other.fuses, other.roles = True, roles
+        if roles.stage is not None:
+            other.sms = replace(self.sms, stage=roles.stage)
         return other
 
     def why_not_form(self, form: RowForm) -> str | None:
@@ -418,9 +421,11 @@ class NvlinkDispatcher(WiredDispatcher):
         def work() -> tuple[Tensor, Tensor]:
             routed, (d_x_TD, d_weights_TK) = read_state(state), out
             values = d_weights_R.contiguous(), d_weights_TK
+            sums = {} if self.roles.sums is None else {"first_blocks": self.roles.sums}
             with self.observer.span("dispatch_backward", layer=self.layer):
                 rows_1RD, kernels = d_rows_RD.contiguous()[None], self._kernels(routed)
-                (results,) = home_beside_gradients(kernels, rows_1RD, routed, values, d_x_TD, [(*gradients,)])
+                what = kernels, rows_1RD, routed, values, d_x_TD, [(*gradients,)]
+                (results,) = home_beside_gradients(*what, **sums)
             for (weight, _), gradient, result in zip(products, gradients, results, strict=True):
                 left.add(weight, computed(gradient, result))
             return out

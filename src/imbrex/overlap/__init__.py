@@ -25,7 +25,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fused": Fused,
     "megatron": lambda: Pipelined("sequential", 1, name="megatron"),
     "fastermoe": lambda: Pipelined("optsche", 2, split=split_by_source, name="fastermoe"),
-    "tutel": lambda: Auto(scheduler="stage-major", name="tutel"),
+    "tutel": lambda: Auto(scheduler="stage-major", name="tutel", keep=False),
 }
 """The last three order our own tasks as other systems do: emulations."""
 

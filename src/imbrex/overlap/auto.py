@@ -1,41 +1,46 @@
-"""The strategy that a profile of the layer, taken at its first call, says ends first."""
+"""The strategy that ends first, by what was kept of such a layer, or by a profile taken at its first call."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from imbrex.contracts import Experts, Output, Routing, RowExchange, Strategy
+from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, Strategy
+from imbrex.overlap.decision import Decision, Gains, roles_as_json, roles_of_json
 from imbrex.overlap.fused import Fused, why_not_exchange, why_not_experts
-from imbrex.overlap.pipelined import Pipelined, find, parameters_of
+from imbrex.overlap.pipelined import find, parameters_of
 from imbrex.overlap.profiler import compare, measure
 from imbrex.overlap.serial import Serial
+from imbrex.overlap.tuner import Tuner, faster, layer_of, tuner_of
 from imbrex.runtime.words import words
-from imbrex.schedule.choice import Choice, choose
+from imbrex.schedule.choice import choose
 from imbrex.schedule.profile import Profile
 
 FUSED_GAIN = 1.02
-"""Times as fast as the best order of chunks that `fused` must be, forward and backward together."""
-_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, float]] = weakref.WeakKeyDictionary()
-_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Profile]] = weakref.WeakKeyDictionary()
+"""Times as fast as the best order of chunks that `fused` must be on the device, forward and backward."""
+FUSED_CALLED = 0.98
+"""And as called: what is within the noise of a host that queues more slowly than its GPU works."""
+ROLES = (Roles(stage=32, sums=8), Roles(stage=96, sums=24), Roles(stage=128, sums=32))
+"""Tried beside the default. The first number counts in the forward alone, the second in the backward, so that
+four runs try four of each."""
 
 
 class Auto:
-    """Measures the tasks at an exchange's first call, or reads them from `profile`, and from then on runs
-    what is predicted to end first; or `fused`, where the exchange and the experts can and whole runs of both
-    say that it is 2 % faster. Layers of a model that are alike are measured once.
+    """Runs what whole runs of the layer say ends first: an order of chunks; or `fused`, where the exchange
+    and the experts can and it is 2 % faster. Where nothing is kept of such a layer, its first call measures,
+    and keeps the result in imbrex's cache folder. Layers of a model that are alike are measured once.
 
-    profile: a file; written by the group's first rank if it is not there, read by all if it is. On several
-        machines it must lie where all see it. The same numbers on every rank decide, so every rank runs the
-        same.
+    profile: a file of the tasks' times, for any number of tokens; written by the group's first rank if it is
+        not there, read by all if it is. On several machines it must lie where all see it. Nothing else is
+        kept then.
     degrees: numbers of chunks to choose from. scheduler: the only one to use.
+    keep: use and keep results in the cache folder. renew: measure anew, and replace what is kept.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class Auto:
         *,
         scheduler: str | None = None,
         name: str = "auto",
+        keep: bool = True,
+        renew: bool = False,
     ) -> None:
         if not degrees or min(degrees) < 1:
             raise ValueError(
@@ -54,21 +61,24 @@ class Auto:
         if scheduler is not None:
             find(scheduler)
         self.scheduler, self.name = scheduler, name
-        self.choices: weakref.WeakKeyDictionary[RowExchange, Choice] = weakref.WeakKeyDictionary()
-        self.gains: weakref.WeakKeyDictionary[RowExchange, float] = weakref.WeakKeyDictionary()
+        self.keep, self.renew = keep and profile is None, renew
+        self.decisions: weakref.WeakKeyDictionary[RowExchange, Decision] = weakref.WeakKeyDictionary()
+        self._origins: weakref.WeakKeyDictionary[RowExchange, str] = weakref.WeakKeyDictionary()
         self._running: weakref.WeakKeyDictionary[RowExchange, Strategy] = weakref.WeakKeyDictionary()
 
     def reason(self, exchange: RowExchange) -> str:
-        choice = self.choices.get(exchange)
-        if choice is None:
-            return "measures at its first call"
+        decision = self.decisions.get(exchange)
+        if decision is None:
+            return "looks for a kept result, or measures, at its first call"
+        choice, gains, origin = decision.choice, decision.gains, self._origins[exchange]
         times = f"{1e3 * choice.forward:.3g} ms forward and {1e3 * choice.backward:.3g} backward"
-        order, gain = f"{choice.scheduler}-{choice.degree}", self.gains.get(exchange)
-        if gain is None:
-            return f"{order}, predicted {times}"
-        if gain >= FUSED_GAIN:
-            return f"fused, measured {gain:.2f} times as fast as {order}, forward and backward together"
-        return f"{order}, predicted {times}; fused is {gain:.2f} times as fast, and must be {FUSED_GAIN}"
+        if gains is None:
+            return f"{decision.name}, predicted {times}; {origin}"
+        measured = f"{gains.device:.2f} times as fast on the device, {gains.called:.2f} as called"
+        if is_faster(gains):
+            return f"fused, {measured}, as {decision.name}, forward and backward together; {origin}"
+        needed = f"must be {FUSED_GAIN} and {FUSED_CALLED}"
+        return f"{decision.name}, predicted {times}; fused is {measured}, and {needed}; {origin}"
 
     def run(
         self,
@@ -86,81 +96,72 @@ class Auto:
         return self._running[exchange].run(x_TD, routing, exchange, experts, addend)
 
     def _decide(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> None:
-        profile = self._profile(x_TD, routing, exchange, experts)
-        choice = choose(profile, self.degrees, self.scheduler)
-        self.choices[exchange] = choice
-        order = Pipelined(choice.scheduler, choice.degree, times=profile.even_times(choice.degree))
-        self._running[exchange] = self._or_fused(order, x_TD, routing, exchange, experts)
+        may = self.scheduler is None and why_not_exchange(exchange) is None
+        settings = {"fuses": may and why_not_experts(experts) is None, "keeps": self.keep}
+        tuner = tuner_of(exchange, experts, x_TD, renews=self.renew, **settings)
+        with plain_copies(x_TD, routing) as inputs:
+            layer = exchange, experts, *inputs
+            roles = self._roles(tuner, layer) if tuner.subject["fuses"] else None
+            recalled = tuner.under(self._settings()).recall("schedule", Decision.of_json)
+            decision, origin = recalled.value, recalled.origin
+            if decision is None:
+                decision = self._measure(layer, roles)
+                at = tuner.under(self._settings()).keep("schedule", decision.as_json())
+                origin = f"{origin}; {at}" if origin else at
+        self.decisions[exchange], self._origins[exchange] = decision, origin
+        fused = decision.gains is not None and is_faster(decision.gains)
+        self._running[exchange] = Fused(roles) if fused else decision.order()
 
-    def _or_fused(
-        self, order: Pipelined, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts
-    ) -> Strategy:
-        """The order of chunks, or `fused` where that is so much faster."""
-        if self.scheduler is not None or why_not_exchange(exchange) is not None:
-            return order
-        known, key = self._known(exchange, _compared), self._key(x_TD, exchange, experts)
-        answers_W = exchange.transport.exchange_counts(words(why_not_experts(experts) is None, key in known))
-        # on the host: counts of all ranks are
-        can, knows = answers_W.min(0).values.tolist()
-        fused = Fused()
-        if not can:
-            return order
-        if not knows:
-            both = {"order": order, "fused": fused}
-            with plain_copies(x_TD, routing) as inputs:
-                seconds = compare(exchange, experts, *inputs, parameters_of(experts), both)
-            known[key] = sum(seconds["order"]) / sum(seconds["fused"])
-        self.gains[exchange] = known[key]
-        return fused if known[key] >= FUSED_GAIN else order
+    def _settings(self) -> dict[str, object]:
+        """Names what the order of chunks depends on besides the layer."""
+        profile = None if self.path is None else str(self.path)
+        return {"degrees": [*self.degrees], "scheduler": self.scheduler, "profile": profile}
 
-    def _profile(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> Profile:
-        gather = exchange.transport.exchange_counts
+    def _roles(self, tuner: Tuner, layer: Layer) -> Roles:
+        recalled = tuner.recall("fused", roles_of_json)
+        if recalled.value is not None:
+            return recalled.value
+        strategies = {roles: Fused(roles) for roles in (Roles(), *ROLES)}
+        seconds = compare(*layer, parameters_of(layer[1]), strategies, queued=True)
+        stage, sums = (faster(seconds, side, Roles()) for side in (0, 1))
+        roles = Roles(stage=stage.stage, sums=sums.sums)
+        tuner.keep("fused", roles_as_json(roles, seconds))
+        return roles
+
+    def _measure(self, layer: Layer, roles: Roles | None) -> Decision:
+        profile = self._profile(layer)
+        decision = Decision.of(choose(profile, self.degrees, self.scheduler), profile)
+        if roles is None:
+            return decision
+        both = {"order": decision.order(), "fused": Fused(roles)}
+        called, device = (
+            compare(*layer, parameters_of(layer[1]), both, queued=queued) for queued in (False, True)
+        )
+        ratios = [sum(times["order"]) / sum(times["fused"]) for times in (device, called)]
+        return replace(decision, gains=Gains(device=ratios[0], called=ratios[1]))
+
+    def _profile(self, layer: Layer) -> Profile:
+        exchange, experts, x_TD, _ = layer
         if self.path is not None:
-            files_W = gather(words(self.path.exists(), self.path.parent.is_dir()))
+            files_W = exchange.transport.exchange_counts(words(self.path.exists(), self.path.parent.is_dir()))
             if bool(files_W[:, 0].min()):
-                return Profile.load(self.path, self._layer(x_TD, exchange, experts))
+                return Profile.load(self.path, layer_of(exchange, experts, x_TD))
             if not bool(files_W[0, 1]):
                 raise ValueError(f"schedule: profile {self.path} is in no folder; make it, or give another")
-        known, key = self._known(exchange, _measured), self._key(x_TD, exchange, experts)
-        # A rank that has it waits for one that has not.
-        if not bool(gather(words(key in known)).min()):
-            settings = {"degrees": self.degrees, "scheduler": self.scheduler}
-            with plain_copies(x_TD, routing) as inputs:
-                known[key] = measure(exchange, experts, *inputs, parameters_of(experts), **settings)
+        settings = {"degrees": self.degrees, "scheduler": self.scheduler}
+        profile = measure(*layer, parameters_of(experts), **settings)
         if self.path is not None and exchange.geometry.rank == 0:
-            known[key].save(self.path, self._layer(x_TD, exchange, experts))
-        return known[key]
+            profile.save(self.path, layer_of(exchange, experts, x_TD))
+        return profile
 
-    def _known(self, exchange: RowExchange, kept: MutableMapping[Any, dict[Any, Any]]) -> dict[Any, Any]:
-        """The part of `kept` that is of layers before, on the same ranks."""
-        group = getattr(exchange.transport, "group", None)
-        return {} if group is None else kept.setdefault(group, {})
 
-    def _layer(self, x_TD: Tensor, exchange: RowExchange, experts: Experts) -> dict[str, Any]:
-        """Describes what a kept profile is of; it serves any number of tokens."""
-        wire = exchange.wire
-        codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
-        return {
-            "ranks": exchange.world_size,
-            "transport": exchange.transport.name,
-            "codecs": " ".join(codec.name for codec in codecs),
-            "top_k": exchange.geometry.top_k,
-            "width": x_TD.shape[1],
-            "experts": type(experts).__name__,
-            # Ranks may hold unequally many experts.
-            "parameters": [list(p.shape[1:]) for p in parameters_of(experts)],
-            "dtype": str(x_TD.dtype),
-            "device": x_TD.device.type,
-        }
+Layer = tuple[RowExchange, Experts, Tensor, Routing]
+"""The layer to measure, and the inputs to do it with."""
 
-    def _key(self, x_TD: Tensor, exchange: RowExchange, experts: Experts) -> Any:
-        """Layers with the same are taken to be alike."""
-        shapes = tuple((p.shape, p.dtype) for p in parameters_of(experts))
-        wire = exchange.wire
-        codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
-        choice = self.degrees, self.scheduler
-        named = type(experts), exchange.transport.name, exchange.geometry.top_k
-        return choice, named, tuple(codec.name for codec in codecs), shapes, x_TD.shape, x_TD.dtype
+
+def is_faster(gains: Gains) -> bool:
+    """Whether `fused` gains enough to be taken."""
+    return gains.device >= FUSED_GAIN and gains.called >= FUSED_CALLED
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from imbrex.contracts import (
     Experts,
     Handle,
     Pending,
+    Roles,
     Routing,
     RowExchange,
     RowForm,
@@ -43,8 +44,8 @@ class Forward:
     """Outputs of all chunks in `y_TD`. With gradients wanted, every chunk keeps the graph of its experts.
 
     defer: the backward computes gradients of the parameters in a task of their own.
-    sizes: tokens of every chunk; `None`: one chunk, which kernels move and compute in one, and nothing is in
-        a stream beside the caller's.
+    sizes: tokens of every chunk; or the roles of kernels that move and compute one chunk in one, with nothing
+        in a stream beside the caller's.
     """
 
     def __init__(
@@ -54,14 +55,17 @@ class Forward:
         x_TD: Tensor,
         routing: Routing,
         addend_TD: Tensor | None,
-        sizes: Sequence[int] | None,
+        sizes: Sequence[int] | Roles,
         *,
         keep: bool,
         defer: bool = False,
     ) -> None:
-        self.exchange, self.layer_experts, self.fused = exchange, experts, sizes is None
-        sizes, whole = sizes or [len(x_TD)], exchange.dispatcher
-        self.dispatcher = whole.fusing() if self.fused else whole.beside(len(sizes))
+        self.exchange, self.layer_experts, self.fused = exchange, experts, isinstance(sizes, Roles)
+        whole = exchange.dispatcher
+        if isinstance(sizes, Roles):
+            self.dispatcher, sizes = whole.fusing(sizes), [len(x_TD)]
+        else:
+            self.dispatcher = whole.beside(len(sizes))
         self.keep, self.defer = keep, keep and defer
         forms = (RowForm.ROWS,) if keep and not self.fused else experts.forms
         self.form = self.dispatcher.form_of(forms, x_TD, routing.weights_TK)

@@ -17,9 +17,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Experts, Output, Routing, RowExchange, RowForm
+from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, RowForm
+from imbrex.overlap.decision import roles_of_json
 from imbrex.overlap.pipelined import Pipelined
 from imbrex.overlap.serial import Serial
+from imbrex.overlap.tuner import Recalled, tuner_of
 
 
 class Fused(Pipelined):
@@ -27,19 +29,37 @@ class Fused(Pipelined):
 
     `reason` says which, and why. Every rank must come to the same: experts and exchange are alike on all.
     Inside a compiled graph the layer runs serially.
+
+    roles: which blocks do what; `None`: as was tuned for such a layer (`imbrex tune`, `schedule='auto'`),
+        else the default. They change no bit.
     """
 
     fuses = True
 
-    def __init__(self) -> None:
+    def __init__(self, roles: Roles | None = None) -> None:
         super().__init__("optsche", 1, name="fused")
+        self.roles = roles
         self._experts: weakref.WeakKeyDictionary[RowExchange, str | None] = weakref.WeakKeyDictionary()
+        self._tuned: weakref.WeakKeyDictionary[RowExchange, Recalled[Roles]] = weakref.WeakKeyDictionary()
 
     def reason(self, exchange: RowExchange) -> str:
         why_not = why_not_exchange(exchange) or self._experts.get(exchange)
         if why_not is not None:
             return f"runs serially: {why_not}"
-        return "asked for: rows come beside gate and up, dx goes home beside the weights' gradients"
+        does = "rows come beside gate and up, dx goes home beside the weights' gradients"
+        return f"asked for: {does}; {self._about_roles(exchange)}"
+
+    def _about_roles(self, exchange: RowExchange) -> str:
+        roles, tuned = self.roles_of(exchange), self._tuned.get(exchange)
+        numbers = ", ".join(
+            f"{what} by {'default' if blocks is None else f'{blocks} blocks'}"
+            for what, blocks in (("tokens staged", roles.stage), ("sums begun", roles.sums))
+        )
+        return numbers if tuned is None or not tuned.origin else f"{numbers} ({tuned.origin})"
+
+    def roles_of(self, exchange: RowExchange) -> Roles:
+        tuned = self._tuned.get(exchange)
+        return self.roles or (tuned and tuned.value) or Roles()
 
     def run(
         self,
@@ -55,6 +75,11 @@ class Fused(Pipelined):
         serially = why_not is not None or why_not_exchange(exchange) is not None
         if serially or torch.compiler.is_compiling():
             return Serial().run(*arguments)
+        if self.roles is None and exchange not in self._agreed:
+            # Where orders are compared, once an exchange: ranks that disagree hear of it there.
+            self._agree(exchange)
+            tuner = tuner_of(exchange, experts, x_TD, fuses=True, keeps=True, renews=False)
+            self._tuned[exchange] = tuner.recall("fused", roles_of_json)
         return super().run(*arguments)
 
 

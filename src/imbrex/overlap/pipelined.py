@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from imbrex.contracts import Experts, Output, Routing, RowExchange
+from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute
 from imbrex.overlap.serial import Serial
@@ -146,10 +146,14 @@ class Pipelined:
             experts=experts,
             ids_TK=routing.ids_TK,
             orders=orders,
-            sizes=None if self.fuses else sizes,
+            sizes=self.roles_of(exchange) if self.fuses else sizes,
             differentiated=differentiated(x_TD, routing.weights_TK, added, *parameters),
         )
         return Output(y_TD=_Run.apply(call, x_TD, routing.weights_TK, added, *parameters))
+
+    def roles_of(self, exchange: RowExchange) -> Roles:
+        """The roles of fused kernels, which a schedule that `fuses` has tuned for this exchange."""
+        return Roles()
 
     def _agree(self, exchange: RowExchange) -> Orders:
         """The orders, compared once an exchange: ranks that start their moves in other orders would wait for
@@ -206,7 +210,7 @@ class _Call:
     experts: Experts
     ids_TK: Tensor
     orders: Orders
-    sizes: Sequence[int] | None
+    sizes: Sequence[int] | Roles
     differentiated: bool
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Experts, Routing, RowExchange, Strategy
+from imbrex.observe.clock import device_microseconds
 from imbrex.overlap.chunks import Backward, Forward
 from imbrex.overlap.engine import execute_timed
 from imbrex.overlap.pipelined import Pipelined
@@ -22,6 +23,8 @@ from imbrex.schedule.contention import Contention, fit
 from imbrex.schedule.profile import Profile
 from imbrex.schedule.tasks import Kind
 
+PAUSE_CYCLES = 12_000_000
+"""About six milliseconds: what a host takes to queue a forward, or a backward."""
 TASK_REPEATS = 3
 """Repeats of single tasks: whole runs correct what they miss."""
 
@@ -64,13 +67,16 @@ def compare(
     x_TD: Tensor,
     routing: Routing,
     parameters: Sequence[Tensor],
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[Name, Strategy],
     repeats: int = 5,
-) -> dict[str, tuple[float, float]]:
+    *,
+    queued: bool = False,
+) -> dict[Name, tuple[float, float]]:
     """Seconds (forward, backward) of a layer with every strategy, in turn: medians of the slowest rank, the
-    same on all. Call it on all ranks. Gradients are computed and dropped."""
+    same on all. Call it on all ranks. Gradients are computed and dropped. queued: by a GPU's clock, which
+    waits until the host has queued the work; else from the call until the device is done."""
     layer = _Layer(exchange=exchange, experts=experts, x_TD=x_TD, routing=routing, parameters=parameters)
-    return layer.time_whole(strategies, repeats)
+    return replace(layer, queued=queued).time_whole(strategies, repeats)
 
 
 def _contention(layer: _Layer) -> Contention:
@@ -114,6 +120,7 @@ class _Layer:
     x_TD: Tensor
     routing: Routing
     parameters: Sequence[Tensor]
+    queued: bool = False
 
     def clock(self) -> _Clock:
         return _Clock(self.exchange.transport.exchange_counts, self.x_TD.device)
@@ -154,6 +161,7 @@ class _Layer:
     @torch.enable_grad()
     def _time_once(self, strategy: Strategy) -> Seconds:
         clock = self.clock()
+        clock.queued = self.queued and self.x_TD.device.type == "cuda"
         x_TD, weights_TK = (t.detach().requires_grad_() for t in (self.x_TD, self.routing.weights_TK))
         routing = Routing(ids_TK=self.routing.ids_TK, weights_TK=weights_TK)
         run = partial(strategy.run, x_TD, routing, self.exchange, self.experts, None)
@@ -215,7 +223,7 @@ class _Clock:
     """Seconds by kind, summed over chunks; all ranks start a task together."""
 
     def __init__(self, gather: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        self.gather, self.device, self.backward = gather, device, False
+        self.gather, self.device, self.backward, self.queued = gather, device, False, False
         self.seconds: Seconds = {}
 
     def __call__(self, kind: Kind, step: Callable[[], Any]) -> Any:
@@ -223,12 +231,17 @@ class _Clock:
 
     def timed(self, name: str, step: Callable[[], Any]) -> Any:
         self._wait()
-        begin = time.perf_counter()
-        result = step()
-        self.settle()
+        result: list[Any] = []
+        if self.queued:
+            seconds = 1e-6 * device_microseconds(lambda: result.append(step()), PAUSE_CYCLES)
+        else:
+            begin = time.perf_counter()
+            result.append(step())
+            self.settle()
+            seconds = time.perf_counter() - begin
         key = self.backward, name
-        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - begin
-        return result
+        self.seconds[key] = self.seconds.get(key, 0.0) + seconds
+        return result[0]
 
     def settle(self) -> None:
         if self.device.type == "cuda":

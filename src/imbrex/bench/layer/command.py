@@ -8,7 +8,9 @@ import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     settle(args, worker=worker)
     check(args)
     if worker:
-        return _be_a_rank(args)
+        return be_a_rank(args, partial(_measure, args))
     args.board = tempfile.mkdtemp(prefix="imbrex-bench-")
     words = ["bench", "layer", *words_of(args)]
     code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
@@ -134,7 +136,8 @@ def words_of(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def _be_a_rank(args: argparse.Namespace) -> int:
+def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int:
+    """Call `work` with this rank's number and its board; the exit code. Does not return where it is not 0."""
     from imbrex.observe import PhaseBoard, death
 
     rank = int(os.environ["RANK"])
@@ -144,7 +147,7 @@ def _be_a_rank(args: argparse.Namespace) -> int:
     death.forget(board_at, rank)
     board = PhaseBoard(board_at, rank)
     end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint)
-    code = end.run(lambda: _measure(args, rank, board))
+    code = end.run(lambda: work(rank, board))
     if code:
         # A peer is gone: what waits for it in a destructor would wait for ever.
         os._exit(code)
@@ -153,16 +156,22 @@ def _be_a_rank(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
-    from imbrex.bench.layer.phases import Bench
-    from imbrex.observe import Recorder
-
+def join(args: argparse.Namespace) -> torch.device:
+    """Join the ranks that were started; this rank's device."""
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=max(START_S, args.timeout)))
+    return device
+
+
+def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
+    from imbrex.bench.layer.phases import Bench
+    from imbrex.observe import Recorder
+
+    device = join(args)
     recorder = Recorder(rank=rank, device=device, board=board)
     bench, rows = Bench(args, rank, device, recorder), []
     for tokens in map(int, args.tokens.split(",")):

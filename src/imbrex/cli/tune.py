@@ -1,0 +1,110 @@
+"""`imbrex tune --model qwen2-moe --tokens 16384,4096`: what `schedule="auto"` would measure, ahead of it.
+
+Results go into imbrex's cache folder, and layers of the same sizes on as many ranks find them there. Ranks
+are started here, one a GPU, or by torchrun or `imbrex netlab run -- imbrex tune ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imbrex.bench.layer.command import DTYPES, be_a_rank, hint, join, settle, words_of
+from imbrex.bench.shapes import MODELS, parse_shape
+from imbrex.launch.local import is_worker, launch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help=f"{', '.join(MODELS)}, or D,F,E,K")
+    add("--tokens", required=True, metavar="M,...", help="tokens over all ranks, one or several")
+    add("--ranks", type=int, metavar="W", help="local processes (one a GPU; 2 without)")
+    add("--tp", type=int, default=1, metavar="P", help="ranks that every expert is split over (1)")
+    add("--transport", default="auto", metavar="NAME", help="how rows move (auto)")
+    add("--codec", default="identity", metavar="NAME", help="how rows are written on the wire (identity)")
+    add("--experts", default="auto", metavar="NAME", help="which implementation computes the experts (auto)")
+    add("--scale", type=int, default=1, metavar="N", help="divide D and F (1)")
+    add("--dtype", choices=tuple(DTYPES), help="of tokens and experts (bfloat16 on GPUs, float32 on CPUs)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--again", action="store_true", help="measure anew what is kept already")
+    add("--timeout", type=float, metavar="SECONDS", help="until a silent rank ends the run (60)")
+    add("--board", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; 1 where a rank was lost, 2 where the input was refused."""
+    worker = is_worker()
+    settle(args, worker=worker)
+    check(args)
+    if worker:
+        return be_a_rank(args, partial(_tune, args))
+    args.board = tempfile.mkdtemp(prefix="imbrex-tune-")
+    words = ["tune", *words_of(args)]
+    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
+    if not code:
+        # After a failure the ranks' tracebacks stay there.
+        shutil.rmtree(args.board)
+    return code
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what can be refused before any rank starts."""
+    from imbrex.codec import make_wire
+    from imbrex.experts.experts import pick_implementation
+    from imbrex.launch.factors import factorise
+    from imbrex.runtime.waits import timeout_seconds
+    from imbrex.transport import pick
+
+    if not all(tokens.isdecimal() and int(tokens) for tokens in args.tokens.split(",")):
+        raise ValueError(f"--tokens is {args.tokens}: give numbers of 1 or more, with commas between")
+    shape = parse_shape(args.model, args.scale)
+    factorise(args.ranks, tensor=args.tp)
+    if shape.intermediate_size % args.tp:
+        raise ValueError(f"--tp {args.tp} does not divide the expert width {shape.intermediate_size}")
+    pick(args.transport, num_ranks=args.ranks, top_k=shape.top_k)
+    make_wire(args.codec)
+    pick_implementation(args.experts)
+    args.timeout = timeout_seconds(args.timeout)
+
+
+def _tune(args: argparse.Namespace, rank: int, board: Any) -> None:
+    from imbrex import MoEConfig, MoELayer
+    from imbrex.overlap import Auto
+
+    device, shape, dtype = join(args), parse_shape(args.model, args.scale), DTYPES[args.dtype]
+    config = MoEConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+    )
+    options = {name: getattr(args, name) for name in ("transport", "codec", "experts")}
+    if rank == 0:
+        print(f"{shape}, {args.ranks} ranks, {args.dtype} on {args.device}", flush=True)
+    for tokens in map(int, args.tokens.split(",")):
+        board.write(f"{tokens} tokens")
+        layer = MoELayer(
+            *(config, dist.group.WORLD),
+            tensor_parallel=args.tp,
+            schedule=Auto(renew=args.again),
+            device=device,
+            dtype=dtype,
+            timeout=args.timeout,
+            **options,
+        )
+        own = tokens // args.ranks + (rank < tokens % args.ranks)
+        with torch.no_grad():
+            layer(torch.randn(own, shape.hidden_size, device=device, dtype=dtype))
+        if rank == 0:
+            for piece in ("transport", "schedule"):
+                print(f"{tokens} tokens, {piece} {layer.reasons[piece]}", flush=True)
+        layer.close()
+        del layer
+    dist.barrier()

@@ -1,0 +1,146 @@
+"""What `auto` keeps of a layer, and what other layers and processes make of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import imbrex
+from imbrex.cli import main
+from imbrex.overlap import Auto, auto, tuner
+from imbrex.overlap.tuner import spread
+from tests.ranks.forked import run_ranks
+from tests.ranks.layer_jobs import Case, make_layer, tokens_of
+from tests.ranks.pool import Pool, Ranks
+
+SMALL = imbrex.MoEConfig(hidden_size=8, intermediate_size=16, num_experts=4, top_k=2)
+
+
+def run_once(
+    ranks: Ranks, folders: list[str], tokens: int = 12, options: dict[str, Any] | None = None
+) -> tuple[int, str]:
+    """How often a layer's first call measured, and its reason. folders: the cache of every rank; nothing is
+    remembered from calls before, as in a new process."""
+    counted, before = [], auto.measure
+    settings: dict[str, Any] = {"degrees": (1, 2), **(options or {})}
+
+    def counting(*given, **more):
+        counted.append(1)
+        return before(*given, **more)
+
+    tuner._remembered.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IMBREX_CACHE_DIR", folders[ranks.rank])
+        patch.setattr(auto, "measure", counting)
+        schedule = Auto(**settings)
+        case = Case(config=SMALL, tokens=(tokens, 3), options={"transport": "alltoall", "schedule": schedule})
+        layer = make_layer(case, ranks.group)
+        layer(tokens_of(case, ranks.rank))
+        return len(counted), layer.reasons["schedule"]
+
+
+def the_file(folder: Path) -> Path:
+    (path,) = (folder / "tuned").iterdir()
+    return path
+
+
+def test_a_kept_result_is_not_measured_again(pool: Pool, tmp_path: Path) -> None:
+    folders = [str(tmp_path)] * 2
+    first = pool.run(2, run_once, folders)
+    path = the_file(tmp_path)
+    assert [count for count, _ in first] == [1, 1]
+    assert all(reason.endswith(f"; kept in {path}") for _, reason in first)
+    second = pool.run(2, run_once, folders)
+    assert [count for count, _ in second] == [0, 0]
+    date = json.loads(path.read_text())["date"]
+    for (_, before), (_, after) in zip(first, second, strict=True):
+        assert after == before.replace("kept in", f"kept on {date} in")
+    assert [count for count, _ in pool.run(2, run_once, folders, 9)] == [0, 0]  # of the same bucket
+    assert [count for count, _ in pool.run(2, run_once, folders, 17)] == [1, 1]
+    assert [count for count, _ in pool.run(2, run_once, folders, 12, {"renew": True})] == [1, 1]
+    assert [count for count, _ in pool.run(2, run_once, folders, 12, {"keep": False})] == [1, 1]
+    assert len(list((tmp_path / "tuned").iterdir())) == 2
+
+
+def test_ranks_run_what_the_first_has_kept(pool: Pool, tmp_path: Path) -> None:
+    """Each has a cache of its own, and they hold different results; or one of them holds none."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    pool.run(2, run_once, [str(folders[0])] * 2)
+    path = the_file(folders[0])
+    content = json.loads(path.read_text())
+    content["value"] |= {"scheduler": "stage-major", "degree": 2}
+    folders[1].joinpath("tuned").mkdir(parents=True)
+    other = folders[1] / "tuned" / path.name
+    other.write_text(json.dumps(content))
+    for order in (folders, folders[::-1]):
+        answers = pool.run(2, run_once, [*map(str, order)])
+        assert [count for count, _ in answers] == [0, 0]
+        assert answers[0] == answers[1]
+        assert ("stage-major-2" in answers[0][1]) == (order[0] is folders[1])
+    other.unlink()
+    assert [count for count, _ in pool.run(2, run_once, [*map(str, folders[::-1])])] == [1, 1]
+
+
+def test_a_broken_file_is_ignored_with_a_sentence(pool: Pool, tmp_path: Path) -> None:
+    folders = [str(tmp_path)] * 2
+    pool.run(2, run_once, folders)
+    path = the_file(tmp_path)
+    path.write_text(path.read_text()[:100])
+    for count, reason in pool.run(2, run_once, folders):
+        assert count == 1
+        assert f"{path} was ignored: it holds no result of this (JSONDecodeError" in reason
+        assert reason.endswith(f"; kept in {path}")
+    assert [count for count, _ in pool.run(2, run_once, folders)] == [0, 0]
+
+
+def test_what_cannot_be_kept_is_said(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "tuned").write_text("")
+    for count, reason in pool.run(2, run_once, [str(tmp_path)] * 2):
+        assert count == 1
+        assert "measured in this process; " in reason
+        assert "could not be written (" in reason
+
+
+def run_spread(ranks: Ranks, text: str) -> str:
+    exchange = make_layer(Case(config=SMALL, options={"transport": "alltoall"}), ranks.group).exchange
+    leads = ranks.rank == 0
+    return spread(exchange.transport.exchange_counts, text if leads else "another", leads=leads)
+
+
+@pytest.mark.parametrize("text", ["", "a", "eight ch", "nine char", "ä" * 50])
+def test_the_first_ranks_text_is_everyones(pool: Pool, text: str) -> None:
+    assert pool.run(2, run_spread, text) == [text] * 2
+
+
+def test_the_command_fills_what_a_layer_finds(pool: Pool, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    words = ["tune", "--model", "8,16,4,2", "--tokens", "24,8", "--device", "cpu", "--transport", "alltoall"]
+    settings = {"ranks": 2, "folder": tmp_path, "IMBREX_CACHE_DIR": str(cache)}
+    printed = run_ranks(words, **settings)
+    lines = re.findall(r"^(24|8) tokens, schedule auto: \w+-\d, predicted .*; kept in (\S+)$", printed, re.M)
+    assert [tokens for tokens, _ in lines] == ["24", "8"]
+    assert {path for _, path in lines} == {str(path) for path in (cache / "tuned").iterdir()}
+    assert run_ranks(words, **settings).count("; kept on ") == 2
+    for count, reason in pool.run(2, run_once, [str(cache)] * 2, 12, {"degrees": (1, 2, 4, 8)}):
+        assert count == 0
+        assert "; kept on " in reason
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "1,2"], "--model: '1,2'"),
+        (["--model", "8,16,4,2", "--tokens", "x"], "--tokens is x"),
+        (["--model", "8,16,4,2", "--ranks", "3", "--tp", "2"], "--tp 2 does not divide --ranks 3"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--device", "cpu", "--tokens", "8", *words])
+    assert said in capsys.readouterr().err

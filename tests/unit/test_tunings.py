@@ -1,0 +1,154 @@
+"""Kept results of tuning: what is written comes back; whatever else lies there is ignored with a sentence."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imbrex.contracts import Roles
+from imbrex.launch import netlab
+from imbrex.overlap import tunings
+from imbrex.overlap.decision import Decision, Gains, roles_as_json, roles_of_json
+from imbrex.overlap.tuner import bucket, faster
+from imbrex.overlap.tunings import Tunings
+from imbrex.schedule.choice import Choice
+
+SUBJECT = {"ranks": 2, "tokens": 16}
+VALUE = roles_as_json(Roles(stage=64, sums=None), {Roles(): (1.0, 2.0)})
+
+
+def test_what_is_kept_comes_back(tmp_path: Path) -> None:
+    kept = Tunings(tmp_path / "made" / "here")
+    assert kept.read("fused", SUBJECT, roles_of_json).value is None
+    assert kept.write("fused", SUBJECT, VALUE) is None
+    reading = kept.read("fused", SUBJECT, roles_of_json)
+    assert reading.value == VALUE
+    assert reading.value is not None
+    assert reading.complaint is None
+    assert roles_of_json(reading.value) == Roles(stage=64)
+    assert [path.name for path in kept.folder.iterdir()] == [reading.path.name]
+    for other in (SUBJECT | {"tokens": 32}, SUBJECT | {"source": "changed"}):
+        assert kept.read("fused", other, roles_of_json).value is None
+    assert kept.read("schedule", SUBJECT, Decision.of_json).value is None
+
+
+def test_the_folder_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("IMBREX_CACHE_DIR", str(tmp_path))
+    assert Tunings().folder == tmp_path / "tuned"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "holds no result of this (JSONDecodeError"),
+        ('{"decision": "fused", ', "holds no result of this (JSONDecodeError"),
+        ("[1, 2]", "holds no result of this (TypeError"),
+        ("\x00\xff", "holds no result of this"),
+        ("[" * 100_000, "holds no result of this (RecursionError"),
+        ('{"decision": "fused"}', "holds no result of this (KeyError: 'subject')"),
+        ({"subject": {"ranks": 4}}, "it is of another decision, layer, machine or version"),
+        ({"decision": "schedule"}, "it is of another decision, layer, machine or version"),
+        ({"value": {"stage": 0, "sums": 8}}, "0 is no number from 1"),
+        ({"value": {"stage": "8", "sums": 8}}, "'8' is no number from 1"),
+        ({"value": {"stage": 1.5, "sums": 8}}, "1.5 is no number from 1"),
+        ({"value": {"stage": 8}}, "KeyError: 'sums'"),
+        ({"value": None}, "TypeError"),
+    ],
+)
+def test_what_is_no_result_is_ignored_with_a_sentence(tmp_path: Path, content: Any, why: str) -> None:
+    kept = Tunings(tmp_path)
+    path = kept.path_of("fused", SUBJECT)
+    if isinstance(content, dict):
+        whole = {"decision": "fused", "subject": SUBJECT, "value": VALUE, "date": "2026-11-23"}
+        content = json.dumps(whole | content)
+    path.write_text(content, encoding="latin-1")
+    reading = kept.read("fused", SUBJECT, roles_of_json)
+    assert reading.value is None
+    assert reading.complaint is not None
+    assert reading.complaint.startswith(f"{path} was ignored: ")
+    assert why in reading.complaint
+    assert kept.write("fused", SUBJECT, VALUE) is None
+    assert kept.read("fused", SUBJECT, roles_of_json).value == VALUE
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kept = Tunings(tmp_path / "file" / "tuned")
+    complaint = kept.write("fused", SUBJECT, VALUE)
+    assert complaint is not None
+    assert complaint.startswith(f"{kept.path_of('fused', SUBJECT)} could not be written (")
+    assert "cannot be read" in (kept.read("fused", SUBJECT, roles_of_json).complaint or "")
+
+
+def write_often(folder: Path, number: int) -> None:
+    for count in range(100):
+        assert (
+            Tunings(folder).write("fused", SUBJECT, VALUE | {"stage": 1 + number, "tried": [count] * 500})
+            is None
+        )
+
+
+def test_of_several_writers_the_last_ones_file_is_whole(tmp_path: Path) -> None:
+    writers = [mp.get_context("fork").Process(target=write_often, args=(tmp_path, n)) for n in range(2)]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        reading = Tunings(tmp_path).read("fused", SUBJECT, roles_of_json)
+        assert reading.complaint is None
+        seen.add(reading.value and reading.value["stage"])
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert seen - {None} <= {1, 2}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+SECONDS = dict.fromkeys(("encode_out", "move_out", "decode_out", "experts", "encode_back"), 0.25)
+SECONDS |= {"move_back": 0.5, "decode_back": 0.0}
+CHOICE = Choice(scheduler="exact", degree=3, forward=1.5, backward=2.5)
+DECISION = Decision(
+    choice=CHOICE, seconds=(SECONDS, SECONDS | {"weights": 1.0}), gains=Gains(device=1.05, called=1.0)
+)
+
+
+def test_a_decision_comes_back_with_its_order() -> None:
+    again = Decision.of_json(json.loads(json.dumps(DECISION.as_json())))
+    assert again == DECISION
+    assert again.order().orders() == DECISION.order().orders()
+    assert again.name == "exact-3"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"scheduler": "best"}, "'best' is not a scheduler"),
+        ({"degree": True}, "True is no number"),
+        ({"degree": 1000}, "1000 is no number from 1 to 256"),
+        ({"forward_s": -1.0}, "-1.0 is no time"),
+        ({"backward_s": float("nan")}, "nan is no time"),
+        ({"tasks_s": {"forward": SECONDS, "backward": {}}}, "encode_out"),
+        ({"tasks_s": {"forward": SECONDS | {"tea": 1.0}, "backward": SECONDS}}, "tea"),
+        ({"fused": {"device": "fast", "called": 1.0}}, "'fast' is no time"),
+    ],
+)
+def test_what_is_no_decision_is_refused(change: dict[str, Any], why: str) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError), match=why):
+        Decision.of_json(DECISION.as_json() | change)
+
+
+def test_tokens_are_tuned_in_powers_of_two() -> None:
+    assert [bucket(tokens) for tokens in (0, 1, 2, 3, 4096, 4097)] == [1, 1, 2, 4, 4096, 8192]
+
+
+def test_the_default_stays_where_nothing_gains_a_hundredth() -> None:
+    seconds = {"default": (1.0, 1.0), "other": (0.995, 0.98)}
+    assert [faster(seconds, side, "default") for side in (0, 1)] == ["default", "other"]
+
+
+def test_the_network_of_netlab_is_told_apart() -> None:
+    assert tunings.NETLAB == netlab.COMMAND
