@@ -19,7 +19,9 @@ T, D, E, K = 600, 8, 48, 6
 GATES = {
     "mixtral": Gate(),
     "deepseek_v3": Gate(score="sigmoid", bias=True, scale=2.5, groups=Groups(num_groups=8, topk_groups=4)),
-    "phi": Gate(score="sparsemixer", jitter=0.2),
+    "phi": Gate(
+        score="sparsemixer", jitter=0.21
+    ),  # 2 * .21 is no ratio of these logits: compilers divide roughly
     "position": Gate(capacity=Capacity(factor=0.7)),
     "probability": Gate(
         score="sigmoid", normalize=False, capacity=Capacity(factor=0.7, drop_by="probability")

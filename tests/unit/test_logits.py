@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,14 +15,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def test_two_parts_keep_sixteen_bits() -> None:
+@pytest.mark.untraced
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_two_parts_keep_fifteen_bits(compiled: bool) -> None:
     x = torch.randn(4096, dtype=torch.float32) * torch.logspace(-20, 20, 4096, dtype=torch.float32)
-    high, low = split(x)
-    assert ((x.double() - high.double() - low.double()).abs() <= x.double().abs() * 2.0**-16).all()
+    call = torch.compile(split, fullgraph=True) if compiled else split
+    high, low = (part.bfloat16().double() for part in call(x))
+    assert ((x.double() - high - low).abs() <= x.double().abs() * 2.0**-15).all()
 
 
 def test_gradients_are_those_of_float32_copies() -> None:
-    """Within 2^-15 of the sums' terms and one rounding to bfloat16."""
+    """Within 2^-14 of the sums' terms and one rounding to bfloat16."""
     x_TD, weight_ED = torch.randn(T, D).bfloat16(), torch.randn(E, D).bfloat16()
     d_logits_TE = torch.randn(T, E, dtype=torch.float32)
     d_x_TD, d_weight_ED = logits_backward(d_logits_TE, x_TD, weight_ED, _product, True, True)
@@ -32,7 +36,7 @@ def test_gradients_are_those_of_float32_copies() -> None:
         assert found is not None
         assert found.dtype == torch.bfloat16
         exact, terms = left.double() @ right.double(), left.double().abs() @ right.double().abs()
-        assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + terms * 2.0**-15).all()
+        assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-8 + terms * 2.0**-14).all()
 
 
 def test_nothing_is_computed_that_nobody_needs() -> None:
