@@ -5,6 +5,7 @@
 
 #define threadIdx (Index{emu::self().thread})
 #define blockIdx (Index{emu::self().block->index})
+#define blockDim (Index{emu::self().block->threads})
 #define gridDim (Index{emu::self().block->grid})
 
 inline void __syncthreads() { emu::meet(emu::self().block->whole, emu::self().block->threads, true); }

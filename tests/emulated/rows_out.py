@@ -96,6 +96,18 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None) -> Results
     return results
 
 
+def beside_silent(forward: Forward, rank: int, peer: int, sms: int = 2) -> tuple[Tensor, Tensor]:
+    """Rows and result of one rank whose peer said where its tokens go, and then staged none."""
+    inputs, exchange = forward.inputs, forward.exchange
+    given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
+    staged, routed = exchange.stage(*given)
+    exchange.check(synchronize=True)
+    at = exchange.layout.staged_flags + 4 * exchange.layout.flags * peer
+    exchange.heap.local[rank, at : at + 4 * exchange.layout.flags] = 0
+    rows, result, _ = _multiply(forward, rank, staged.rows[rank], routed, rows_out(staged, rank), None)
+    return rows, result
+
+
 def differences(found: Results, wanted: Results) -> list[str]:
     """Names of what has other bits, or is no number."""
     names = "rows", "result", "gate and up"

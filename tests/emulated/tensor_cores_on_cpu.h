@@ -16,7 +16,6 @@
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
-#define blockDim (Index{emu::self().block->threads})
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 

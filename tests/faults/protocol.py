@@ -32,8 +32,8 @@ ONCE_SURVIVED_HERE = [
         "gather-one-call-early",
         "kernels/exchange/gather.cu",
         "sums are pulled from peers that are still in the call before",
-        "if (!wait_credit(call, lane, 1)) return;",
-        "if (!wait_credit(call, lane, 2)) return;",
+        "if (!wait_credit(call, lane, 1)) return false;",
+        "if (!wait_credit(call, lane, 2)) return false;",
         (f"{OUT_OF_STEP}::test_gathered_sums_are_those_of_their_call",),
     ),
     Fault(
@@ -47,6 +47,22 @@ ONCE_SURVIVED_HERE = [
 ]
 
 PROTOCOL = [
+    Fault(
+        name="rows-of-a-failed-call-are-kept",
+        file="kernels/peers/protocol.cuh",
+        what="rows that have not come are what the memory held",
+        old="    if (__syncthreads_and(kept)) return;\n",
+        new="    if (__syncthreads_and(kept) || call.epoch) return;\n",
+        tests=("unit/test_exchange_failed.py",),
+    ),
+    Fault(
+        name="a-wait-of-a-stream-without-an-end",
+        file="runtime/deadlines.py",
+        what="a collective over NCCL that does not come is waited for till torch ends the process",
+        old="return front if now - self._since > front.seconds else None",
+        new="return None",
+        tests=("unit/test_deadlines.py::test_a_wait_that_does_not_end_is_aborted_and_named",),
+    ),
     Fault(
         "push-without-credit",
         "kernels/exchange/push.cuh",

@@ -72,6 +72,11 @@ class BytesDispatcher(WiredDispatcher):
     def device_of(self, x: Tensor) -> torch.device:
         return x.device if self.world_size == 1 else self.transport.device
 
+    def check(self, *, synchronize: bool = False) -> None:
+        if synchronize and self.transport.device.type == "cuda":
+            # host sync: asked for
+            torch.cuda.synchronize(self.transport.device)
+
     def check_in(self, x_TD: Tensor, routing: Routing) -> None:
         self.exchange_choices([(x_TD, routing)])
 

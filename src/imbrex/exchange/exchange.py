@@ -41,6 +41,7 @@ from imbrex.exchange.nvlink_fit import why_not_dtype, why_not_nvlink
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
 from imbrex.runtime.checks import piece
+from imbrex.runtime.waits import refuse_lost
 from imbrex.transport import Auto, Nvlink
 from imbrex.transport import make as make_transport
 from imbrex.transport.nodes import launched_on
@@ -82,7 +83,7 @@ class Exchange:
         observer: Observer | None = None,
         layer: int = 0,
     ) -> None:
-        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.group, self.world_size = group, 1 if group is None else dist.get_world_size(group)
         self.wire = make_wire(codec)
         self.geometry = Geometry(
             placement=placement,
@@ -328,12 +329,14 @@ class Exchange:
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise where a call has failed on the device, whose results are wrong: over `nvlink`,
-        `imbrex.kernels.exchange.error.ExchangeError`. The next call, `sync_gradients` and the step of an
-        optimizer do it by themselves; a loop that replays a CUDA graph asks, or goes on with old outputs.
+        `imbrex.kernels.exchange.error.ExchangeError`; over NCCL `RankLostError`. The next call,
+        `sync_gradients` and the step of an optimizer do it by themselves; a loop that replays a CUDA graph
+        asks, or goes on with NaN.
 
         synchronize: wait for the device first; else calls that have not ended are not known to have failed.
         """
         self.dispatcher.check(synchronize=synchronize)
+        refuse_lost(self.group)
 
     def check_rows(
         self, rows_RD: Tensor, handle: Handle, addend: Tensor | None = None, *, together: bool = True

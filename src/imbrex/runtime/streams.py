@@ -6,6 +6,8 @@ collective without the caller waiting for it, such as passing rows on that have 
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,6 +93,31 @@ class Mark:
         """Make what is queued from now on, on `stream` or on the caller's, wait for it."""
         if self._event is not None:
             self._event.wait(stream)
+
+
+class Word:
+    """A word of host memory that streams of the current device write numbers to, as they come to it."""
+
+    def __init__(self) -> None:
+        self._driver = importlib.import_module("cuda.bindings.driver")
+        self._memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._at = self._memory.data_ptr()
+        self._word = ctypes.c_int64.from_address(self._at)
+
+    @staticmethod
+    def current() -> tuple[int, int]:
+        """Device and handle of the caller's stream."""
+        stream = torch.cuda.current_stream()
+        return stream.device.index, stream.cuda_stream
+
+    def write(self, number: int) -> None:
+        """Queue it on the caller's stream."""
+        (error,) = self._driver.cuStreamWriteValue64(self.current()[1], self._at, number, 0)
+        assert not int(error), f"a stream cannot write to host memory: {error}"
+
+    @property
+    def value(self) -> int:
+        return self._word.value
 
 
 class Aside:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 # first call of an operator; imported here, before there is a group, it keeps none alive. See `leave`.
 import torch.distributed.nn.functional
 
+from imbrex.runtime.deadlines import deadlines
+
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e6
 """A wait without an end is no time-out, and clocks of kernels and sockets overflow far above this."""
@@ -64,6 +66,7 @@ def start(
     """Begin a collective; a failure becomes a RankLostError that says what it was. group: its ranks, to ask
     who else is there."""
     _check_not_forked()
+    deadlines.refuse_lost(group)
     try:
         return begin()
     except RuntimeError as error:
@@ -78,17 +81,28 @@ def finish(
     on_host: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait for a collective, at most `timeout_s` where it runs on the host. On a GPU only the stream waits:
-    a time-out given to NCCL would block the host, and its own watchdog bounds the collective."""
+    """Wait for a collective, at most `timeout_s`. On a GPU only the stream waits: where it stands there for
+    longer, the group is aborted, which `refuse_lost` says from then on; see `deadlines`."""
     try:
         if work is None:
             return
         if on_host:
             work.wait(timedelta(seconds=timeout_s))
-        else:
+        elif group is None or torch.cuda.is_current_stream_capturing():
             work.wait()
+        else:
+            place = _place(what)
+            deadlines.bound(
+                work.wait, group, timeout_s, lambda: _silent(place, timeout_s, _missing(group, timeout_s))
+            )
     except RuntimeError as error:
         raise _lost(what, timeout_s, error, group) from error
+
+
+def refuse_lost(group: dist.ProcessGroup | None) -> None:
+    """Raise RankLostError where a wait of a stream for this group has run past its time-out: what came of it
+    are no results."""
+    deadlines.refuse_lost(group)
 
 
 def run(
@@ -127,19 +141,27 @@ def _lost(
     what: str, timeout_s: float, error: RuntimeError, group: dist.ProcessGroup | None = None
 ) -> RankLostError:
     """The words of gloo or NCCL, addresses and lines of their sources, are the cause's."""
+    place, missing = _place(what), _missing(group, timeout_s)
+    text = str(error).lower()
+    if any(word in text for word in ("timed out", "timeout", "time out")):
+        return _silent(place, timeout_s, missing)
+    if "connection" in text or "peer" in text:
+        return RankLostError(f"{place}: a rank died or left{missing}")
+    return RankLostError(f"{place}: a rank died, left or was silent for {timeout_s:g} s{missing}")
+
+
+def _silent(place: str, timeout_s: float, missing: str) -> RankLostError:
+    return RankLostError(f"{place}: a rank was silent for {timeout_s:g} s{missing}")
+
+
+def _place(what: str) -> str:
+    """Who is in which phase, in this thread."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     of = f" of layer {_Place.layer}" if what in MOVES and _Place.layer is not None else ""
     if torch._C._current_graph_task_id() >= 0:
         # The same moves as in the forward, the other way round: their names would mislead.
         what = f"the backward pass{_BACKWARD.get(what, f', {what}')}"
-    text = str(error).lower()
-    if any(word in text for word in ("timed out", "timeout", "time out")):
-        why = f"a rank was silent for {timeout_s:g} s"
-    elif "connection" in text or "peer" in text:
-        why = "a rank died or left"
-    else:
-        why = f"a rank died, left or was silent for {timeout_s:g} s"
-    return RankLostError(f"rank {rank} lost its peers in {what}{of}: {why}{_missing(group, timeout_s)}")
+    return f"rank {rank} lost its peers in {what}{of}"
 
 
 def _missing(group: dist.ProcessGroup | None, timeout_s: float) -> str:

@@ -44,7 +44,9 @@ class Collective:
         work = self.start("plan", lambda: waits.all_gather_single(gathered, sent, self.group, async_op=True))
         self.finish("plan", work)
         # host sync: the counts decide the sizes of what follows
-        return gathered.view(self.world_size, -1).cpu()
+        counts = gathered.view(self.world_size, -1).cpu()
+        waits.refuse_lost(self.group)
+        return counts
 
     @property
     def groups_messages(self) -> bool:

@@ -64,16 +64,17 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1)
     const Ring ring = make_push_ring(call, dispatch.push);
     const Early early = carve_early(routing, dispatch.route, dispatch.early_at, dispatch.early_from);
     const int thread = static_cast<int>(threadIdx.x);
+    bool fine = true;
     if (thread >= kRouteFirst) {
         route_beside(routing, dispatch, early);
     } else if (thread / 32 == 2) {
         if (call.block == 0) tell_started(call, static_cast<int>(ptx::lane_id()));
         ptx::named_barrier(kRowsBarrier, kRouteThreads + 32);
-        list_push<true>(call, ring, dispatch.push, *early.fine != 0);
+        fine = list_push<true>(call, ring, dispatch.push, *early.fine != 0);
     } else {
-        push_listed(call, ring, dispatch.push);
+        fine = push_listed(call, ring, dispatch.push);
     }
-    end_call(call);
+    end_push(call, dispatch.push, fine);
     end_call(routing, 32);
 }
 

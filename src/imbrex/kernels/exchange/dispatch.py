@@ -154,6 +154,7 @@ def pull_args(
         inbox_at=layout.inbox,
         x_stride=rank_stride(x),
         out_stride=rank_stride(out),
+        out_bytes=out.shape[-2] * row_bytes,
         max_tokens=most,
         choices=shape.choices,
         row_bytes=row_bytes,

@@ -62,13 +62,14 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1)
     } else if (warp == 2) {
         if (call.block == 0) tell_started(call, static_cast<int>(ptx::lane_id()));
         ptx::named_barrier(kPlacedBarrier, kRouteThreads + 32);
-        list_all(call, ring, pull, view_of(call, pull), *fine != 0);
+        if (!list_all(call, ring, pull, view_of(call, pull), *fine != 0)) *fine = 0;
     } else {
         stage_groups(call, pull, view_of(call, pull),
                      expert.route.tokens ? expert.route.tokens[call.local] : expert.route.num_tokens,
                      thread - kMoverThreads);
     }
-    end_call(call);
+    __syncthreads();
+    end_pull(call, pull, *fine != 0);
     end_call(routing, 32);
 }
 

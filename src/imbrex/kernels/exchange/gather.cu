@@ -37,6 +37,7 @@ struct Gather {
     i64 sums_at;          // offset in a heap of the sums of this call
     i64 x_stride;         // bytes between ranks of the launch
     i64 out_stride;
+    i64 out_bytes;  // of one rank
     int max_tokens;
     int row_bytes;
     int piece_bytes;
@@ -114,14 +115,14 @@ __device__ __forceinline__ bool load_piece(const Call& call, const Gather& gathe
     return true;
 }
 
-__device__ inline void load_rows(const Call& call, const Gather& gather, const Crew& crew, int tokens) {
+__device__ inline bool load_rows(const Call& call, const Gather& gather, const Crew& crew, int tokens) {
     const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks, batch = 32 / ranks,
               p = lane % ranks;
     const u8* own = gather.own + call.local * gather.x_stride;
     const u8* addend = gather.addend + call.local * gather.x_stride;
     const u8* sums = call.group->heap[p] + gather.sums_at;
     int row = ask_batch(call, gather, crew, crew.first, tokens);
-    if (!wait_credit(call, lane, 1)) return;  // every peer has begun this call: its sums are there
+    if (!wait_credit(call, lane, 1)) return false;  // every peer has begun this call: its sums are there
     ptx::fence_async();
     Place place = {0, 0};
     for (int first = crew.first; first < tokens; first += batch * crew.step) {
@@ -135,12 +136,13 @@ __device__ inline void load_rows(const Call& call, const Gather& gather, const C
                 const int bytes = min(gather.piece_bytes, gather.row_bytes - offset);
                 for (u32 left = wanted & ((1u << ranks) - 1) << i * ranks; left; left &= left - 1)
                     if (!load_piece(call, gather, crew, place, __ffs(left) - 1, source + offset, bytes))
-                        return;
+                        return false;
                 if (gather.addend &&
                     !load_piece(call, gather, crew, place, i * ranks, addend + mine + offset, bytes))
-                    return;
+                    return false;
             }
     }
+    return true;
 }
 
 // The next `rows` slots of the ring, in order; `mine`: this thread's offset in a slot. False on failure.
@@ -197,7 +199,7 @@ __device__ __forceinline__ void store_sums(const Gather& gather, u8* to, int lef
     }
 }
 
-__device__ inline void add_rows(const Call& call, const Gather& gather, const Crew& crew, int tokens) {
+__device__ inline bool add_rows(const Call& call, const Gather& gather, const Crew& crew, int tokens) {
     const int ranks = call.group->ranks,
               mine = 512 * kWide * (crew.warp - 1) + 16 * static_cast<int>(ptx::lane_id());
     const int scale = gather.out_float ? 2 : 1;
@@ -217,11 +219,12 @@ __device__ inline void add_rows(const Call& call, const Gather& gather, const Cr
         --left;
         for (int offset = 0; offset < gather.row_bytes; offset += gather.piece_bytes) {
             float sum[kWide][8] = {};
-            if (!add_slots(call, gather, crew, place, rows, mine, sum)) return;
+            if (!add_slots(call, gather, crew, place, rows, mine, sum)) return false;
             store_sums(gather, out + scale * offset,
                        min(gather.piece_bytes, gather.row_bytes - offset) - mine, sum);
         }
     }
+    return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kMostGatherThreads, 1)
@@ -230,11 +233,11 @@ extern "C" __global__ void __launch_bounds__(kMostGatherThreads, 1)
     const Crew crew = make_crew(call, gather);
     const int tokens = gather.tokens[call.local * group.ranks + call.me];
     if (call.block == 0 && threadIdx.x < 32) tell_started(call, static_cast<int>(ptx::lane_id()));
-    if (crew.warp == 0)
-        load_rows(call, gather, crew, tokens);
-    else
-        add_rows(call, gather, crew, tokens);
-    end_call(call);
+    // A call behind one that failed may have nothing to wait for: routing left it no token.
+    const bool before = crew.warp == 0 && failed(call);
+    const bool fine =
+        crew.warp == 0 ? load_rows(call, gather, crew, tokens) : add_rows(call, gather, crew, tokens);
+    end_rows(call, fine && !before, gather.out + call.local * gather.out_stride, gather.out_bytes);
 }
 
 }  // namespace exchange

@@ -97,20 +97,21 @@ __device__ inline Ring make_ring(const Call& call, int row_bytes, int wire_bytes
     return ring;
 }
 
-__device__ inline void load_rows(const Call& call, const Ring& ring) {
+// False where it left before the end of the list: the call has failed.
+__device__ inline bool load_rows(const Call& call, const Ring& ring) {
     u32 loaded = 0, slot = 0, round = 0;
     for (u32 number = 0;; ++number) {
         const u32 buffer = number % kSegments;
-        if (!wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1)) return;
+        if (!wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1)) return false;
         SegmentHead* segment = segment_of(ring, number);
         const int count = segment->count;
-        if (count == 0) return;
+        if (count == 0) return true;
         for (int i = 0; i < count; ++i) {
             ItemHead* item = item_of(ring, segment, i);
             if (item->targets == 0) continue;
             if (loaded++ >= static_cast<u32>(ring.stages) &&
                 !wait_stage(call, ring.slot_empty + 8 * slot, (round & 1) ^ 1))
-                return;
+                return false;
             const u32 full = ring.slot_loaded + 8 * slot;
             ptx::mbarrier_expect(full, ring.row_bytes);
             ptx::bulk_load(ring.slots + slot * ring.slot_bytes, item->source, ring.row_bytes, full);
@@ -123,12 +124,14 @@ __device__ inline void load_rows(const Call& call, const Ring& ring) {
     }
 }
 
-// Returns with all stores complete.
-__device__ inline void store_rows(const Call& call, const Ring& ring) {
+// Returns with all stores complete; false as `load_rows`.
+__device__ inline bool store_rows(const Call& call, const Ring& ring) {
+    bool fine = true;
     u32 stored = 0, slot = 0, round = 0, oldest = 0;
     for (u32 number = 0;; ++number) {
         const u32 buffer = number % kSegments;
-        if (!wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1)) break;
+        fine = fine && wait_stage(call, ring.segment_full + 8 * buffer, (number / kSegments) & 1);
+        if (!fine) break;
         SegmentHead* segment = segment_of(ring, number);
         const int count = segment->count;
         if (count == 0) break;
@@ -136,7 +139,8 @@ __device__ inline void store_rows(const Call& call, const Ring& ring) {
             ItemHead* item = item_of(ring, segment, i);
             const int targets = item->targets;
             if (targets == 0) continue;
-            if (!wait_stage(call, ring.slot_full + 8 * slot, round & 1)) break;
+            fine = wait_stage(call, ring.slot_full + 8 * slot, round & 1);
+            if (!fine) break;
             for (int j = 0; j < targets; ++j)
                 ptx::bulk_store(targets_of(item)[j], ring.slots + slot * ring.slot_bytes, ring.wire_bytes);
             ptx::bulk_commit();
@@ -153,6 +157,7 @@ __device__ inline void store_rows(const Call& call, const Ring& ring) {
         ptx::mbarrier_arrive(ring.segment_empty + 8 * buffer);
     }
     ptx::bulk_wait<0>();
+    return fine;
 }
 
 // The lister's side, all lanes of its warp. `open` returns the next segment when it is free.
@@ -180,11 +185,12 @@ __device__ inline void tell_arrived(const Call& call) {
                                    call.epoch);
 }
 
-__device__ inline void wait_arrived(const Call& call, Phase phase) {
+__device__ inline bool wait_arrived(const Call& call, Phase phase) {
     for (int p = 0; p < call.group->ranks; ++p)
         if (p != call.me &&
             !wait_flag(call, &call.own->arrived[call.kind][p][call.block], call.epoch, phase, p))
-            return;
+            return false;
+    return true;
 }
 
 }  // namespace mover

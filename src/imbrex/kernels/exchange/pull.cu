@@ -19,19 +19,24 @@ extern "C" __global__ void __launch_bounds__(kPullThreads, 1)
     const Call call = begin_call(group, kPull);
     const Ring ring = make_ring(call, pull.row_bytes, pull.row_bytes, pull.stages, pull.choices);
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
-    if (warp == 1 && ptx::lane_id() == 0) store_rows(call, ring);
+    bool fine = true;
+    if (warp == 0 && ptx::lane_id() == 0) fine = load_rows(call, ring);
+    // A call behind one that failed may have nothing to wait for: routing left it no row.
+    if (warp == 1 && ptx::lane_id() == 0) {
+        fine = !failed(call);
+        fine = store_rows(call, ring) && fine;
+    }
     if (warp >= 2) {
         const PullView view = view_of(call, pull);
         if (warp == 2) {
             if (call.block == 0) tell_started(call, static_cast<int>(ptx::lane_id()));
-            list_all(call, ring, pull, view, true);
+            fine = list_all(call, ring, pull, view, true);
         } else {
             stage_groups(call, pull, view, view.tokens[call.me],
                          static_cast<int>(threadIdx.x) - kMoverThreads);
         }
     }
-    end_call(call);
+    end_pull(call, pull, fine);
 }
 
 }  // namespace exchange

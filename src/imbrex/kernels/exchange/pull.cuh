@@ -20,6 +20,7 @@ struct Pull {
     i64 inbox_at;  // the same of tokens that come unasked, [W, early groups, row] a buffer
     i64 x_stride;
     i64 out_stride;
+    i64 out_bytes;  // of one rank's rows, all that there is room for
     int max_tokens;
     int choices;  // K
     int row_bytes;
@@ -145,20 +146,25 @@ __device__ inline bool list_pull(const Call& call, const Ring& ring, const Pull&
     return true;
 }
 
-// `fine`: positions are there.
-__device__ inline void list_all(const Call& call, const Ring& ring, const Pull& pull, const PullView& view,
+// `fine`: positions are there. False where not everything could be listed.
+__device__ inline bool list_all(const Call& call, const Ring& ring, const Pull& pull, const PullView& view,
                                 bool fine) {
     const Group& group = *call.group;
     int most = 0;
     for (int p = 0; p < group.ranks && fine; ++p) most = max(most, view.tokens[p]);
     u32 number = 0;
-    for (int g = call.block; g * view.per_group < most; g += group.blocks)
-        if (!list_pull(call, ring, pull, view, g, number++)) {
-            --number;
-            break;
-        }
+    for (int g = call.block; fine && g * view.per_group < most; g += group.blocks) {
+        fine = list_pull(call, ring, pull, view, g, number);
+        if (fine) ++number;
+    }
     open_segment(call, ring, number);
     close_segment(ring, segment_of(ring, number), number, 0);
+    return fine;
+}
+
+// What the three warps of the mover and those that stage leave behind.
+__device__ inline void end_pull(const Call& call, const Pull& pull, bool fine) {
+    end_rows(call, fine, pull.out + call.local * pull.out_stride, pull.out_bytes);
 }
 
 }  // namespace mover

@@ -16,13 +16,14 @@ extern "C" __global__ void __launch_bounds__(kPushThreads, 1)
     push_rows(const __grid_constant__ Group group, const __grid_constant__ Push push) {
     const Call call = begin_call(group, kPush);
     const Ring ring = make_push_ring(call, push);
+    bool fine;
     if (threadIdx.x / 32 == 2) {
         if (call.block == 0) tell_started(call, static_cast<int>(ptx::lane_id()));
-        list_push<false>(call, ring, push, true);
+        fine = list_push<false>(call, ring, push, true);
     } else {
-        push_listed(call, ring, push);
+        fine = push_listed(call, ring, push);
     }
-    end_call(call);
+    end_push(call, push, fine);
 }
 
 }  // namespace exchange

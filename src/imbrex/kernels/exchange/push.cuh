@@ -29,9 +29,10 @@ struct Push {
     int lag;     // calls since that buffer was used, at least
 };
 
-// `fine`: send_row is there. A block's tokens are every `blocks`-th, or of every `blocks`-th segment of 32.
+// `fine`: send_row is there. False where not everything could be listed. A block's tokens are every
+// `blocks`-th, or of every `blocks`-th segment of 32.
 template <bool kBySegment>
-__device__ inline void list_push(const Call& call, const Ring& ring, const Push& push, bool fine) {
+__device__ inline bool list_push(const Call& call, const Ring& ring, const Push& push, bool fine) {
     const int lane = static_cast<int>(ptx::lane_id());
     const Group& group = *call.group;
     fine = fine && wait_credit(call, lane, push.lag);
@@ -63,6 +64,7 @@ __device__ inline void list_push(const Call& call, const Ring& ring, const Push&
     }
     open_segment(call, ring, number);
     close_segment(ring, segment_of(ring, number), number, 0);
+    return fine;
 }
 
 __device__ inline Ring make_push_ring(const Call& call, const Push& push) {
@@ -71,16 +73,17 @@ __device__ inline Ring make_push_ring(const Call& call, const Push& push) {
                      4 * scales * push.quantisers);
 }
 
-// All warps that move rows but the lister.
-__device__ inline void push_listed(const Call& call, const Ring& ring, const Push& push) {
+// All warps that move rows but the lister. False where the peers' rows have not come.
+__device__ inline bool push_listed(const Call& call, const Ring& ring, const Push& push) {
     const int warp = static_cast<int>(threadIdx.x) / 32, quantiser = warp - 3,
               scales = push.row_bytes / 2 / kBlock;
+    bool fine = true;
     if (warp == 0 && ptx::lane_id() == 0) load_rows(call, ring);
     if (warp == 1 && ptx::lane_id() == 0) {
-        store_rows(call, ring);
-        if (!failed(call)) {
+        fine = store_rows(call, ring) && !failed(call);
+        if (fine) {
             tell_arrived(call);
-            wait_arrived(call, kRowsArrived);
+            fine = wait_arrived(call, kRowsArrived);
         }
     }
     if (quantiser >= 0 && quantiser < push.quantisers) {
@@ -88,6 +91,13 @@ __device__ inline void push_listed(const Call& call, const Ring& ring, const Pus
             reinterpret_cast<float*>(ring.segments + kSegments * segment_stride(ring)) + quantiser * scales;
         quantise_rows(call, ring, quantiser, push.quantisers, own);
     }
+    return fine;
+}
+
+// NaN to what was to be received: a peer that is late stores rows over it, which are right.
+__device__ inline void end_push(const Call& call, const Push& push, bool fine) {
+    u8* received = call.group->heap[call.me] + push.rows_at + push.buffer * push.buffer_bytes;
+    end_rows(call, fine, received, push.buffer_bytes);
 }
 
 }  // namespace mover

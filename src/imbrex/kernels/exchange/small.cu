@@ -27,6 +27,7 @@ struct Small {
     i64 buffer_bytes;
     i64 x_stride;
     i64 out_stride;
+    i64 out_bytes;  // of one rank's rows, all that there is room for
     int row_bytes;
     int parts;    // in which a row is cut
     int pushers;  // blocks that push; the last ones
@@ -133,7 +134,8 @@ __device__ inline void place_parts(const Call& call, const Small& small, const S
     }
 }
 
-__device__ inline void route_and_place(const Call& call, const Small& small) {
+// False where ids or tokens of a peer did not come.
+__device__ inline bool route_and_place(const Call& call, const Small& small) {
     const Route& route = small.route;
     const Scratch s = carve(call, route, 0, 1);
     int* position = reinterpret_cast<int*>(s.ids + s.chunks * kChunk * route.choices);
@@ -142,25 +144,31 @@ __device__ inline void route_and_place(const Call& call, const Small& small) {
     tell_given(call);
     clear_masks(route, s);
     find_homes(route, s);
-    if (!take_choices(call)) return leave_nothing(call, route);
+    if (!take_choices(call)) {
+        leave_nothing(call, route);
+        return false;
+    }
     route_alone(call, route, s,
                 reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) +
                     (call.epoch & 1) * call.group->ranks,
                 position, columns);
     place_parts(call, small, s, position, 0, 1);
-    if (call.group->ranks > 1 && take_tokens(call, small))
-        place_parts(call, small, s, position, 1, call.group->ranks - 1);
+    if (call.group->ranks == 1) return true;
+    if (!take_tokens(call, small)) return false;
+    place_parts(call, small, s, position, 1, call.group->ranks - 1);
+    return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1)
     dispatch_small(const __grid_constant__ Group group, const __grid_constant__ Small small) {
     const Call call = begin_call(group, kSmall, small.pushers);
+    bool fine = true;
     if (call.block >= call.blocks)
         push_tokens(call, small,
                     small.route.tokens ? small.route.tokens[call.local] : small.route.num_tokens);
     else
-        route_and_place(call, small);
-    end_call(call);
+        fine = route_and_place(call, small);
+    end_rows(call, fine, small.out + call.local * small.out_stride, small.out_bytes);
 }
 
 }  // namespace exchange

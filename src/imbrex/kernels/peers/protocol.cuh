@@ -10,6 +10,10 @@
 #pragma once
 #include "ptx/exchange.cuh"
 
+#ifndef LAST_TRIES
+#define LAST_TRIES (1u << 16)  // of a barrier, once the call has failed: a second or so
+#endif
+
 namespace exchange {
 
 constexpr int kMaxRanks = 64;
@@ -112,18 +116,40 @@ __device__ __forceinline__ Call begin_call(const Group& group, Kind kind, int as
     return call;
 }
 
+constexpr u32 kBroken = 1u << 16;  // added to the tickets by a block whose part is not whole
+
+// The tickets that blocks have left before this one, who takes one more. The last closes the epoch.
+__device__ __forceinline__ u32 take_ticket(const Call& call, u32 ticket) {
+    const u32 left = ptx::add_acq_rel_gpu(&call.own->tickets[call.kind], ticket);
+    if (left % kBroken + 1 == static_cast<u32>(call.group->blocks)) {
+        call.own->tickets[call.kind] = 0;
+        if (call.kind == kRoute) call.own->barrier = 0;
+        call.own->drawn[call.kind][0] = call.own->drawn[call.kind][1] = 0;
+        call.own->epoch[call.kind] = call.epoch;
+    }
+    return left;
+}
+
 // The last block of a rank to leave closes the epoch. All threads of the block, of which `thread` does it.
 __device__ __forceinline__ void end_call(const Call& call, u32 thread = 0) {
     __syncthreads();
-    if (threadIdx.x == thread) {
-        const u32 left = ptx::add_acq_rel_gpu(&call.own->tickets[call.kind], 1);
-        if (left + 1 == static_cast<u32>(call.group->blocks)) {
-            call.own->tickets[call.kind] = 0;
-            if (call.kind == kRoute) call.own->barrier = 0;
-            call.own->drawn[call.kind][0] = call.own->drawn[call.kind][1] = 0;
-            call.own->epoch[call.kind] = call.epoch;
-        }
+    if (threadIdx.x == thread) take_ticket(call, 1);
+}
+
+// `end_call` of a kernel that writes rows. `fine`: what this thread had to do is done. Where some thread of
+// the rank's blocks says no, the last block, when all others have stored what they will, makes NaN of the
+// result: nobody takes what the memory held for rows.
+__device__ __forceinline__ void end_rows(const Call& call, bool fine, void* result, i64 bytes) {
+    const bool whole = __syncthreads_and(fine) != 0;
+    bool kept = true;
+    if (threadIdx.x == 0) {
+        const u32 left = take_ticket(call, whole ? 1 : 1 + kBroken);
+        kept = left % kBroken + 1 != static_cast<u32>(call.group->blocks) || (whole && left < kBroken);
     }
+    if (__syncthreads_and(kept)) return;
+    uint4* words = static_cast<uint4*>(result);
+#pragma unroll 1
+    for (i64 i = threadIdx.x; i < bytes / 16; i += blockDim.x) words[i] = {~0u, ~0u, ~0u, ~0u};
 }
 
 __device__ __forceinline__ bool reached(u32 value, u32 epoch) { return static_cast<int>(value - epoch) >= 0; }
@@ -183,13 +209,13 @@ __device__ inline bool wait_flag(const Call& call, const u32* word, u32 epoch, P
 }
 
 // Wait for a barrier of this block. Its other side ends because the lister's waits do; once the call has
-// failed, the other side still leaves through its normal protocol, for which a second or so is left. A try
+// failed, the other side still leaves through its normal protocol, for which LAST_TRIES are left. A try
 // ends when any barrier of the SM changes, and to ask whether the call has failed takes 0.7 us: so not after
 // every one.
 __device__ inline bool wait_stage(const Call& call, u32 barrier, u32 parity) {
     for (u32 tries = 1; !ptx::mbarrier_try(barrier, parity); ++tries)
         if (tries % 32 == 0 && failed(call)) {
-            for (tries = 0; tries < (1u << 16); ++tries)
+            for (tries = 0; tries < LAST_TRIES; ++tries)
                 if (ptx::mbarrier_try(barrier, parity)) return true;
             return false;
         }

@@ -1,0 +1,123 @@
+"""Waits of streams that end: a collective on a GPU that does not come within its time-out is aborted.
+
+NCCL's `wait` lets the stream wait and returns, so no time-out of the host bounds it; torch's own watchdog
+ends the process, after minutes. Here the stream tells how far it has come, in a word of host memory, and a
+thread reads it:
+
+    stream   writes 2n - 1 | waits for the n-th collective | writes 2n
+    thread   has read 2n - 1 for the whole time-out: notes that the group is lost, aborts its communicator,
+             and so lets the stream and a host that waits for it go on, over rows that have not come
+    host     is told by the next thing that it does with the group: `refuse_lost`
+
+- The time before a stream comes to a wait does not count: a host that runs ahead loses nobody.
+- The thread asks CUDA for nothing, so it disturbs no capture. A captured wait is not bounded: it has no group
+  of its own to abort at a replay.
+- Costs two writes of a stream a wait. The thread sleeps while nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from imbrex.runtime.streams import Word
+
+LONGEST_TICK_S = 0.5
+TICKS = 20
+"""Looks within a time-out, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The `number`-th wait of a stream. error: makes what is raised where it did not end."""
+
+    number: int
+    group: Any
+    seconds: float
+    error: Callable[[], Exception]
+
+
+class Watched:
+    """A stream, by its word, and its waits that are not known to have ended, in order."""
+
+    def __init__(self, word: Any) -> None:
+        self.word, self.waits, self.count = word, deque[Wait](), 0
+        self._standing, self._since = 0, 0.0
+
+    def late(self, now: float) -> Wait | None:
+        """The wait in which the stream has stood for too long, or None. Forgets those that have ended."""
+        reached = self.word.value
+        while self.waits and 2 * self.waits[0].number <= reached:
+            self.waits.popleft()
+        if not self.waits or reached < 2 * self.waits[0].number - 1:
+            return None
+        front = self.waits[0]
+        if self._standing != front.number:
+            self._standing, self._since = front.number, now
+        return front if now - self._since > front.seconds else None
+
+
+class Deadlines:
+    """The waits of this process's streams, and the thread that looks after them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Any, Watched] = {}
+        self._lost: weakref.WeakKeyDictionary[Any, Exception] = weakref.WeakKeyDictionary()
+        self._work = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._tick = LONGEST_TICK_S
+
+    def bound(
+        self, wait: Callable[[], object], group: Any, seconds: float, error: Callable[[], Exception]
+    ) -> None:
+        """`wait()`, which lets the current stream wait; `error` makes what is raised if it does not end."""
+        key = Word.current()
+        watched = self._streams.get(key)
+        if watched is None:
+            watched = self._streams[key] = Watched(Word())
+        watched.count += 1
+        watched.word.write(2 * watched.count - 1)
+        wait()
+        watched.word.write(2 * watched.count)
+        watched.waits.append(Wait(watched.count, group, seconds, error))
+        self._tick = min(self._tick, seconds / TICKS)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="imbrex-deadlines", daemon=True)
+            self._thread.start()
+        self._work.set()
+
+    def refuse_lost(self, group: Any) -> None:
+        """Raise what was noted of a group whose wait did not end."""
+        error = self._lost.get(group) if group is not None and self._lost else None
+        if error is not None:
+            raise type(error)(*error.args)
+
+    def _look(self) -> None:
+        while True:
+            self._work.wait()
+            self._work.clear()  # what is queued from here on sets it again
+            while self._pending():
+                time.sleep(self._tick)
+
+    def _pending(self) -> bool:
+        for watched in list(self._streams.values()):
+            late = watched.late(time.monotonic())
+            if late is not None:
+                self._give_up(late)
+        return any(watched.waits for watched in list(self._streams.values()))
+
+    def _give_up(self, wait: Wait) -> None:
+        self._lost[wait.group] = wait.error()
+        for watched in list(self._streams.values()):
+            others = [other for other in watched.waits if other.group is not wait.group]
+            watched.waits.clear()
+            watched.waits.extend(others)
+        wait.group.abort()
+
+
+deadlines = Deadlines()
