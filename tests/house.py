@@ -182,7 +182,7 @@ HAZARDS = (
     ),
     (
         r"torch\.library|torch import library",
-        r"/(exchange/autograd|experts/products|router/collectives|kernels/.+)\.py$",
+        r"/(exchange/(autograd|layer_op)|experts/products|router/collectives|kernels/.+)\.py$",
         "operator registration",
     ),
     (r"_symmetric_memory", r"/kernels/heap\.py$", "torch's symmetric memory"),

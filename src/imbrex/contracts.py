@@ -162,8 +162,7 @@ class RowForm(Enum):
     INDEXED = "indexed"
     """The tokens themselves, and the token of every row."""
     UNDER_WAY = "under way"
-    """Expert-major, in memory that nobody has filled yet: the kernel of the experts' first product brings
-    them."""
+    """Expert-major, in memory that the kernel of the experts' first product fills."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,8 +173,7 @@ class Dispatched:
     counts_e: int64; rows of every local slot, padding included. Rows past their sum are never read.
     handle: give it to `combine`; its `weights_R` are for experts that apply the weights themselves.
     form: which of the forms that were asked for this is.
-    scales_RB: of `RowForm.FP8` alone, float32 [R, D/128]; a value of `rows_RD` stands for itself times the
-        scale of its 128.
+    scales_RB: of `RowForm.FP8` alone, float32 [R, D/128], the factor of every 128 values of `rows_RD`.
     index_R: of `RowForm.INDEXED` alone: `rows_RD` are the tokens [T, D], and row r is token `index_R[r]`
         (int64).
     staged: of `RowForm.UNDER_WAY` alone: `imbrex.kernels.exchange.staged.Staged`.
@@ -263,11 +261,12 @@ Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 
 
 class Roles(NamedTuple):
-    """Blocks of a rank's fused kernels: those that make tokens ready for its peers, and those that begin with
-    sums of dx. `None`: the default. They change no bit, and ranks may differ in them."""
+    """Blocks of a rank's fused kernels: those that make tokens ready for peers, those that begin with sums of
+    dx, those whose idle warps bring rows. `None`: the default. They change no bit, and ranks may differ."""
 
     stage: int | None = None
     sums: int | None = None
+    rows: int | None = None
 
 
 class Listener(Protocol):
@@ -287,10 +286,11 @@ class Dispatcher(Protocol):
     one a chunk. Ranks ask for them in the same order.
 
     key: by which operators find it, and handles name it. family: itself, and the dispatcher of the calls that
-    it leaves to another.
+    it leaves to another. roles: of its fused kernels, as they were tuned.
     """
 
     key: int
+    roles: Roles
     observer: Listener
     layer: int
 
@@ -325,7 +325,7 @@ class Dispatcher(Protocol):
         """The one for crossings that are under way while experts compute, in so many chunks."""
         ...
 
-    def fusing(self, roles: Roles) -> Dispatcher:
+    def fusing(self, roles: Roles | None = None) -> Dispatcher:
         """The one whose rows are under way where experts ask for that, and whose gradients of tokens go home
         beside those of weights, unless `why_not_form` has something against it. All ranks ask it, or none."""
         ...

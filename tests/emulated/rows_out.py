@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def apart(forward: Forward, sms: int = 2, blocks: int | None = None) -> Results:
     return [_multiply(forward, rank, rows[rank], routed, ALONE, blocks) for rank in range(case.ranks)]
 
 
-def beside(forward: Forward, sms: int = 2, blocks: int | None = None) -> Results:
+def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: int | None = None) -> Results:
     """Routing and staging, then rows beside the product, rank after rank; the memory is NaN before."""
     case, inputs, exchange = forward.case, forward.inputs, forward.exchange
     given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
@@ -86,7 +86,7 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None) -> Results
         device=inputs.x_WTD.device,
     )
     staged, routed = exchange.stage(*given, balanced=case.balanced, out=out)
-    results = []
+    results, staged = [], replace(staged, movers=movers)
     for rank in range(case.ranks):
         results.append(_multiply(forward, rank, out[rank], routed, rows_out(staged, rank), blocks))
         exchange.check(synchronize=True)

@@ -264,9 +264,12 @@ def run_compiled(ranks: Ranks, case: Case) -> float:
     return max(relative(b, a) for a, b in zip(*grads, strict=True))
 
 
-def test_one_compiled_graph(nccl: Pool) -> None:
-    case = replace(NVLINK, tokens=(70, 5, 33, 128))
-    assert max(nccl.run(worlds()[-1], run_compiled, case)) < 1e-3
+@pytest.mark.parametrize("schedule", ["serial", "fused"])
+def test_one_compiled_graph(nccl: Pool, schedule: str) -> None:
+    options = {"transport": "nvlink", "schedule": schedule}
+    for tokens in ((70, 5, 33, 128), LONG):
+        case = replace(NVLINK, tokens=tokens, options=options)
+        assert max(nccl.run(worlds()[-1], run_compiled, case)) < 1e-3
 
 
 def run_wrong(ranks: Ranks, case: Case) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import imbrex
-from imbrex.contracts import Roles, RowForm
+from imbrex.contracts import Roles, RowForm, Strategy
+from imbrex.experts.experts import Experts
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.fused import home
 from imbrex.kernels.fused.rows_out import rows_out
@@ -22,12 +23,26 @@ from imbrex.schedule.tasks import tasks
 from tests.emulated import kernel
 from tests.emulated.gemm import emulate
 from tests.emulated.home import loader
+from tests.poison import real_empty
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import coefficients
 from tests.ranks.pool import Pool, Ranks
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 EXPERTS, WIDTH, INNER, CHOICES = 4, 256, 64, 2
+
+
+class Own(Experts):
+    """imbrex's experts by their kernels, on CPUs."""
+
+    def __init__(self, rank: int, *, train_down: bool) -> None:
+        super().__init__((2 * rank, 2 * rank + 1), WIDTH, INNER, seed=3, dtype=torch.bfloat16)
+        self.implementation, self.applies_weights = "kernels", True
+        self.down_proj.requires_grad_(train_down)
+
+    def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
+        weights = self.gate_up_proj, self.down_proj
+        return ffn(dispatched.rows_RD, *weights, dispatched.counts_e, weights_R=dispatched.handle.weights_R)
 
 
 class Kernels(torch.nn.Module):
@@ -123,6 +138,52 @@ def test_bits_are_those_of_serial(
         assert brought == 2
 
 
+def run_compiled(ranks: Ranks, name: str, train_down: bool, train: bool) -> tuple[list[bool], int, int]:
+    """As `run_both`, for a whole graph of fused, and serial outside."""
+    brought = []
+
+    def bring(*staged):
+        brought.append(1)
+        return rows_out(*staged)
+
+    with an_exchange(ranks) as (exchange, launches), real_empty(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imbrex.exchange.layer_op.rows_out", bring)
+        torch._dynamo.reset()
+        experts, answers = Own(ranks.rank, train_down=train_down), []
+        fused = Fused() if name == "fused" else Auto()
+        if isinstance(fused, Auto):  # as a call outside leaves it that has taken fused
+            fused.fuses_in_graphs = True
+
+        def call(strategy: Strategy, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
+            return strategy.run(x_TD, routing, exchange, experts, lambda: 0.5 * x_TD).y_TD
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+        for run, strategy in ((call, Serial()), (compiled, fused)):
+            x_TD, routing = inputs_of(ranks.rank, 31 + 9 * ranks.rank)
+            with torch.set_grad_enabled(train):
+                y_TD = run(strategy, x_TD, routing.ids_TK, routing.weights_TK)
+            grads: list[Tensor] = []
+            if train:
+                leaves = [x_TD, routing.weights_TK, *(p for p in experts.parameters() if p.requires_grad)]
+                grads += torch.autograd.grad((y_TD.float() * coefficients(y_TD)).sum(), leaves)
+            answers.append([y_TD, *grads])
+        exchange.check()
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], len(launches), len(brought)
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(
+    ("name", "train_down", "train"),
+    [("fused", True, True), ("fused", False, True), ("fused", True, False), ("auto", True, True)],
+)
+def test_a_compiled_graph_runs_fused(pool: Pool, name: str, train_down: bool, train: bool) -> None:
+    for same, launched, brought in pool.run(2, run_compiled, name, train_down, train):
+        assert same == [True] * (4 + train_down if train else 1)
+        assert launched == (train_down and train)
+        assert brought == 1
+
+
 def run_otherwise(ranks: Ranks) -> str:
     with an_exchange(ranks) as (exchange, _):
         strategy = Serial() if ranks.rank else Fused()
@@ -181,6 +242,7 @@ def run_auto(ranks: Ranks, device: float, called: float) -> tuple[str, str, str,
         serial_TD = Serial().run(*arguments).y_TD
         same = torch.equal(y_TD, serial_TD) and torch.equal(other_TD, serial_TD)
         assert calls == [True, False, True]  # roles, then both as called and queued
+        assert strategy.fuses_in_graphs is isinstance(strategy._running[exchange], Fused)
         return strategy._running[exchange].name, strategy.reason(exchange), fused.reason(exchange), same
 
 

@@ -55,6 +55,12 @@ def test_bits_of_a_pull_and_a_product(name: str, monkeypatch: pytest.MonkeyPatch
         assert differences(beside(forward), wanted) == []
 
 
+@pytest.mark.parametrize("movers", [1, 3])
+def test_the_first_blocks_alone_can_bring_all_rows(movers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = made(CASES["two ranks"], monkeypatch)
+    assert differences(beside(forward, movers=movers), apart(forward)) == []
+
+
 @pytest.mark.parametrize("tiling", [PAIRED, SMALL], ids=("pairs", "small"))
 def test_other_tilings(tiling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = made(CASES["two ranks"], monkeypatch, tiling)

@@ -20,6 +20,7 @@ class DispatcherBase:
     """A dispatcher by itself, which serves every call, has rows in one form, and counts on the host."""
 
     geometry: Geometry
+    roles = Roles()
 
     def __init__(self, geometry: Geometry, observer: Listener, layer: int, *form: Any) -> None:
         """Registers it. form: what the shapes of its state depend on besides who is where."""
@@ -57,7 +58,7 @@ class DispatcherBase:
     def beside(self, chunks: int) -> Any:
         return self
 
-    def fusing(self, roles: Roles) -> Any:
+    def fusing(self, roles: Roles | None = None) -> Any:
         return self
 
     def dispatch_backward_beside(

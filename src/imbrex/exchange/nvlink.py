@@ -99,7 +99,7 @@ class NvlinkDispatcher(WiredDispatcher):
         self.tally_WS: Tensor | None = None
         self.sms = self.sms_home = transport.sms
         self.start: Callable[[Callable[[], Any]], Pending] | None = None
-        self.fuses, self.roles, self.calls = False, Roles(), 0
+        self.fuses, self.calls = False, 0
         super().__init__(geometry, observer, layer)
         transport.join(self)
 
@@ -115,11 +115,11 @@ class NvlinkDispatcher(WiredDispatcher):
         other.sms = self.transport.sms if chunks == 1 else self.transport.sms_beside
         return other
 
-    def fusing(self, roles: Roles) -> NvlinkDispatcher:
+    def fusing(self, roles: Roles | None = None) -> NvlinkDispatcher:
         other = copy.copy(self)
-        other.fuses, other.roles = True, roles
-        if roles.stage is not None:
-            other.sms = replace(self.sms, stage=roles.stage)
+        other.fuses, other.roles = True, roles or self.roles
+        if other.roles.stage is not None:
+            other.sms = replace(self.sms, stage=other.roles.stage)
         return other
 
     def why_not_form(self, form: RowForm) -> str | None:
@@ -228,7 +228,7 @@ class NvlinkDispatcher(WiredDispatcher):
             if form is RowForm.FP8:
                 rows_RD, beside = given
             elif isinstance(given, Staged):
-                rows_RD, beside = given.rows, given
+                rows_RD, beside = given.rows, replace(given, movers=self.roles.rows)
             else:
                 rows_RD = given
             weights_R = spread(routed.weights_LWTK, routed.position_LWTK, len(rows_RD))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, Strategy
 from imbrex.overlap.decision import Decision, Gains, roles_as_json, roles_of_json
-from imbrex.overlap.fused import Fused, why_not_exchange, why_not_experts
+from imbrex.overlap.fused import Fused, run_in_graph, why_not_exchange, why_not_experts
 from imbrex.overlap.pipelined import find, parameters_of
 from imbrex.overlap.profiler import compare, measure
 from imbrex.overlap.serial import Serial
@@ -62,6 +62,8 @@ class Auto:
             find(scheduler)
         self.scheduler, self.name = scheduler, name
         self.keep, self.renew = keep and profile is None, renew
+        # Of one call outside at least: a graph that is being compiled cannot ask other ranks, nor tables.
+        self.fuses_in_graphs = False
         self.decisions: weakref.WeakKeyDictionary[RowExchange, Decision] = weakref.WeakKeyDictionary()
         self._origins: weakref.WeakKeyDictionary[RowExchange, str] = weakref.WeakKeyDictionary()
         self._running: weakref.WeakKeyDictionary[RowExchange, Strategy] = weakref.WeakKeyDictionary()
@@ -89,7 +91,8 @@ class Auto:
         addend: Callable[[], Tensor] | None,
     ) -> Output:
         if torch.compiler.is_compiling():
-            return Serial().run(x_TD, routing, exchange, experts, addend)
+            run = run_in_graph if self.fuses_in_graphs else Serial().run
+            return run(x_TD, routing, exchange, experts, addend)
         if exchange not in self._running:
             exchange.dispatcher.check_in(x_TD, routing)
             self._decide(x_TD, routing, exchange, experts)
@@ -111,6 +114,8 @@ class Auto:
         self.decisions[exchange], self._origins[exchange] = decision, origin
         fused = decision.gains is not None and is_faster(decision.gains)
         self._running[exchange] = Fused(roles) if fused else decision.order()
+        exchange.dispatcher.roles = roles or Roles()
+        self.fuses_in_graphs = all(isinstance(each, Fused) for each in self._running.values())
 
     def _settings(self) -> dict[str, object]:
         """Names what the order of chunks depends on besides the layer."""

@@ -45,7 +45,7 @@ class Forward:
 
     defer: the backward computes gradients of the parameters in a task of their own.
     sizes: tokens of every chunk; or the roles of kernels that move and compute one chunk in one, with nothing
-        in a stream beside the caller's.
+        in a stream beside the caller's, `None` for those that were tuned.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Forward:
         x_TD: Tensor,
         routing: Routing,
         addend_TD: Tensor | None,
-        sizes: Sequence[int] | Roles,
+        sizes: Sequence[int] | Roles | None,
         *,
         keep: bool,
         defer: bool = False,
     ) -> None:
-        self.exchange, self.layer_experts, self.fused = exchange, experts, isinstance(sizes, Roles)
-        whole = exchange.dispatcher
-        if isinstance(sizes, Roles):
+        self.exchange, self.layer_experts = exchange, experts
+        self.fused, whole = sizes is None or isinstance(sizes, Roles), exchange.dispatcher
+        if sizes is None or isinstance(sizes, Roles):
             self.dispatcher, sizes = whole.fusing(sizes), [len(x_TD)]
         else:
             self.dispatcher = whole.beside(len(sizes))

@@ -73,6 +73,8 @@ class Pipelined:
 
     fuses = False
     """Whether kernels move and compute in one; see `imbrex.overlap.fused`."""
+    roles: Roles | None = None
+    """How they do; `None`: as was tuned for the exchange."""
 
     def __init__(
         self,
@@ -146,14 +148,10 @@ class Pipelined:
             experts=experts,
             ids_TK=routing.ids_TK,
             orders=orders,
-            sizes=self.roles_of(exchange) if self.fuses else sizes,
+            sizes=self.roles if self.fuses else sizes,
             differentiated=differentiated(x_TD, routing.weights_TK, added, *parameters),
         )
         return Output(y_TD=_Run.apply(call, x_TD, routing.weights_TK, added, *parameters))
-
-    def roles_of(self, exchange: RowExchange) -> Roles:
-        """The roles of fused kernels, which a schedule that `fuses` has tuned for this exchange."""
-        return Roles()
 
     def _agree(self, exchange: RowExchange) -> Orders:
         """The orders, compared once an exchange: ranks that start their moves in other orders would wait for
@@ -210,7 +208,7 @@ class _Call:
     experts: Experts
     ids_TK: Tensor
     orders: Orders
-    sizes: Sequence[int] | Roles
+    sizes: Sequence[int] | Roles | None
     differentiated: bool
 
 

@@ -23,6 +23,7 @@ class Staged:
     position_LWTK, totals_L4: of `Routed`. staged_at: where in every heap the tokens are.
     group: from a local rank and a number of blocks to what a launch is told of the ranks.
     exchange: a number of whose call it was.
+    movers: the first blocks, whose idle warps bring rows; `None`: all.
     """
 
     x: Tensor
@@ -34,3 +35,4 @@ class Staged:
     staged_at: int
     group: Callable[[int, int], Struct]
     exchange: int
+    movers: int | None = None

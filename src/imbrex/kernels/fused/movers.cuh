@@ -49,6 +49,7 @@ struct Rows {
     int max_tokens;
     int choices;
     int row_bytes;
+    int blocks;  // the first ones, whose idle warps move: all but where a fixed split is asked for
 };
 
 // The call that staged the tokens, a launch before, as one of this rank's launch. Made of what is constant,
@@ -139,6 +140,7 @@ struct Bring {
     __device__ __forceinline__ void operator()() const {
         const Call call = call_of(group);
         const int lane = static_cast<int>(ptx::lane_id());
+        if (static_cast<int>(blockIdx.x) >= rows.blocks) return;
         for (;;) {
             const int count = count_rows(rows);  // again, not to keep it
             const int drawn = lane == 0 ? static_cast<int>(atomicAdd(&call.own->drawn[call.kind][0], 1u)) : 0;

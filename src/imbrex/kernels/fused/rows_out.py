@@ -18,6 +18,7 @@ from imbrex.kernels.structs import struct
 
 ROWS = struct("fused/movers.cuh", "Rows")
 SOURCE, ENTRY = "fused/rows_out.cu", "rows_and_product"
+ALL = 1 << 30
 EPILOGUES = (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP)
 
 
@@ -43,10 +44,11 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
         max_tokens=position.shape[1],
         choices=position.shape[2],
         row_bytes=staged.rows.shape[-1] * staged.rows.element_size(),
+        blocks=ALL if staged.movers is None else staged.movers,
     )
     parts = rows.x, rows.token, rows.position, rows.totals, rows.there
     return Beside(
         file=(SOURCE, ENTRY),
         args=lambda blocks: (staged.group(local, blocks), rows),
-        key=(staged.exchange, local, *parts, rows.staged_at, rows.max_tokens, rows.choices),
+        key=(staged.exchange, local, *parts, rows.staged_at, rows.max_tokens, rows.choices, rows.blocks),
     )

@@ -1,0 +1,152 @@
+"""A layer whose crossings are part of its products' kernels, as one operator with one for its backward.
+
+Step by step, as `exchange.autograd` has them, an operator could not bring rows beside a product of another.
+So a compiled graph has the dispatch, imbrex's own experts and the combine in one node, and in one the
+gradients of tokens, weights and experts: dx goes home beside the gradients of both weights. The bits are
+those of the steps.
+
+What the backward wants is among the results: a graph may run its nodes when it likes, and keep what it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op, get_ctx
+
+from imbrex.contracts import Routing, RowForm
+from imbrex.exchange.autograd import complete, dispatcher_by
+from imbrex.kernels.ffn.ffn import run_ffn, run_ffn_backward
+from imbrex.kernels.ffn.glue import COUNTERS
+from imbrex.kernels.fused.rows_out import rows_out
+from imbrex.runtime.deferred import Deferral
+
+
+def fused_layer(
+    x_TD: Tensor,
+    routing: Routing,
+    addend_TD: Tensor | None,
+    weights: tuple[Tensor, Tensor],
+    key: int,
+) -> Tensor:
+    """y_TD of tokens through the experts with `weights`, gate_up_eGD and down_eDF, as `schedule='fused'` has
+    it; differentiable in tokens, routing weights, addend and both. key: the dispatcher's. All bfloat16.
+
+    Where nobody differentiates, nothing is kept.
+    """
+    inputs = x_TD, routing.weights_TK, addend_TD, *weights
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    return fused_op(x_TD, routing.weights_TK, routing.ids_TK, addend_TD, *weights, key, keep)[0]
+
+
+def run_fused(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    addend_TD: Tensor | None,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    key: int,
+    keep: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """y_TD; and for the backward the rows, their weights, gate and up, the plan of the groups, and the state
+    of the crossings."""
+    dispatcher = dispatcher_by(key).fusing(None)
+    (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
+    arrived = complete(dispatcher.dispatch(plan, x_TD, weights_TK, RowForm.UNDER_WAY))
+    weights_R, rows_RD = arrived.weights_R, arrived.rows_RD
+    work = rows_RD, gate_up_eGD, down_eDF, arrived.counts_e, weights_R, keep
+    beside = None if arrived.beside is None else rows_out(arrived.beside)
+    out_RD, gate_up_RG, groups = run_ffn(*work, beside)
+    addend = None if addend_TD is None else lambda: addend_TD
+    y_TD = complete(dispatcher.combine(out_RD, None, arrived.state, x_TD.shape[0], addend))
+    return y_TD, [rows_RD, weights_R, gate_up_RG, groups, *arrived.state]
+
+
+fused_op = custom_op("imbrex::fused", run_fused, mutates_args=())
+
+
+@fused_op.register_fake
+def _(x_TD, weights_TK, ids_TK, addend_TD, gate_up_eGD, down_eDF, key, keep):
+    size = get_ctx().new_dynamic_size
+    rows = size()
+    return x_TD.new_empty(x_TD.shape), [
+        x_TD.new_empty(rows, x_TD.shape[1]),
+        weights_TK.new_empty(rows),
+        x_TD.new_empty(rows if keep else 0, gate_up_eGD.shape[1]),
+        ids_TK.new_empty(COUNTERS + gate_up_eGD.shape[0], dtype=torch.int32),
+        *dispatcher_by(key).fake_state(ids_TK, rows, size),
+    ]
+
+
+def run_fused_backward(
+    d_y_TD: Tensor,
+    saved: Sequence[Tensor],
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    top_k: int,
+    key: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """d_x_TD, d_weights_TK, d_gate_up_eGD, d_down_eDF; those of experts empty unless needed."""
+    dispatcher = dispatcher_by(key).fusing(None)
+    rows_RD, weights_R, gate_up_RG, groups, *state = saved
+    d_y_RD, _ = complete(dispatcher.combine_backward(d_y_TD.contiguous(), None, weights_R, state))
+    saved_too = rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG
+    deferral, (need_gate_up, need_down) = Deferral() if all(needs) else None, needs
+    d_rows_RD, d_gate_up, d_down, d_weights_R = run_ffn_backward(
+        d_y_RD, *saved_too, True, need_gate_up, need_down, deferral=deferral
+    )
+    out = d_y_TD.new_empty(d_y_TD.shape), weights_R.new_empty(d_y_TD.shape[0], top_k)
+    arguments = d_rows_RD, d_weights_R, state, d_y_TD.shape[0], out
+    if deferral is None:
+        complete(dispatcher.dispatch_backward(*arguments))
+        return *out, d_gate_up, d_down
+    complete(dispatcher.dispatch_backward_beside(deferral, *arguments))
+    weights = gate_up_eGD, down_eDF
+    gradients = deferral.gradients(weights)
+    # None: a rank without slots, or without room for rows.
+    d_gate_up, d_down = (
+        w.new_zeros(w.shape) if d is None else d for w, d in zip(weights, gradients, strict=True)
+    )
+    return *out, d_gate_up, d_down
+
+
+fused_backward_op = custom_op("imbrex::fused_backward", run_fused_backward, mutates_args=())
+
+
+@fused_backward_op.register_fake
+def _(d_y_TD, saved, gate_up_eGD, down_eDF, top_k, key, needs):
+    weights = zip((gate_up_eGD, down_eDF), needs, strict=True)
+    d_gate_up, d_down = (w.new_empty(w.shape if need else 0) for w, need in weights)
+    d_weights_TK = saved[1].new_empty(d_y_TD.shape[0], top_k)
+    return d_y_TD.new_empty(d_y_TD.shape), d_weights_TK, d_gate_up, d_down
+
+
+def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
+    _x, weights_TK, _ids, addend, gate_up, down, ctx.key, _keep = inputs
+    ctx.top_k, ctx.has_addend = weights_TK.shape[1], addend is not None
+    # Else autograd makes zeros for every tensor that is kept.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(gate_up, down, *output[1])
+
+
+def _differentiate(ctx: Any, d_y_TD: Tensor | None, _saved: Any) -> Any:
+    if d_y_TD is None:
+        return (None,) * 8
+    gate_up, down, *saved = ctx.saved_tensors
+    needs = [*ctx.needs_input_grad[4:6]]
+    d_x, d_weights, d_gate_up, d_down = fused_backward_op(
+        d_y_TD, saved, gate_up, down, ctx.top_k, ctx.key, needs
+    )
+    d_addend = d_y_TD if ctx.has_addend else None
+    d_gate_up, d_down = (d if need else None for d, need in zip((d_gate_up, d_down), needs, strict=True))
+    return d_x, d_weights, None, d_addend, d_gate_up, d_down, None, None
+
+
+fused_op.register_autograd(_differentiate, setup_context=_set_up)
+
+__all__ = ["fused_layer"]
