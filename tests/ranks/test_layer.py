@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 import imbrex
+from imbrex.cli import main
+from imbrex.placement import read_plan
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool
 from tests.ranks.reference import expert_gradient, run_reference
@@ -53,6 +56,20 @@ def errors_beside(truth: dict[str, Any], case: Case, results: list[dict[str, Any
         ]
         errors[name] = relative(torch.stack(found), grads)
     return errors
+
+
+def test_a_layer_has_the_homes_that_imbrex_plan_wrote(pool: Pool, tmp_path) -> None:
+    counts = [[[30, 20, 9, 1, 1, 1]]]
+    (tmp_path / "stats.json").write_text(json.dumps({"logical_count": counts}))
+    files = ["--trace", str(tmp_path / "stats.json"), "--placement", str(tmp_path / "homes.json")]
+    sizes = ["--model", "13,24,6,3", "--gpus", "2", "--profile", "two-cores", "--replicas", "2"]
+    assert main(["plan", *sizes, *files]) == 0
+    homes = read_plan(tmp_path / "homes.json", 2, 6).of(0)
+    slots = [list(homes.local(rank)) for rank in range(2)]
+    assert sum(map(len, slots)) == 8
+    case = Case(config=SMALL, slots=slots, options={"split": "balanced"})
+    errors = largest_error(case, 2, pool.run(2, run_layer, case))
+    assert max(errors.values()) < 1e-5
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from imbrex.cli import main
+from imbrex.placement import contiguous, read_history, read_plan
+from imbrex.placement.bounds import imbalances
 from imbrex.simulate import device, loads, scale, traffic
 from imbrex.simulate.device import Shape, Share
 from imbrex.simulate.fabric import Fabric, Tier, islands, parse
@@ -250,6 +252,36 @@ def test_a_trace_gives_the_loads(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "7", "--nodes", "2"])
     assert "7 GPUs do not divide into 2 nodes" in capsys.readouterr().err
+
+
+def test_the_plan_writes_the_homes_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is for the ranks and slots of the plan, and `imbrex balance plan` finds nothing to move in it.
+    Loads are so uneven that in order a rank would have half as much again as the mean."""
+    counts = np.tile(np.geomspace(1000, 10, 16), (2, 3, 1)).round().astype(int).tolist()
+    stats, out, again = (str(tmp_path / name) for name in ("stats.json", "homes.json", "again.json"))
+    Path(stats).write_text(json.dumps({"logical_count": counts}))
+    words = ["plan", "--model", "64,32,16,2", "--gpus", "4", "--profile", "two-cores", "--replicas", "4"]
+    words += ["--tokens", "256", "--json", str(tmp_path / "plan.json")]
+    assert main([*words, "--trace", stats, "--placement", out]) == 0
+    said = capsys.readouterr().out
+    ep = json.loads((tmp_path / "plan.json").read_text())["plan"]["layout"]["ep"]
+    assert ep > 1
+    assert f"placement: {out}: 3 layers, 20 slots on {ep} ranks" in said
+    history = read_history(stats)
+    homes = read_plan(out, ep, 16).placements
+    for layer in history.layers:
+        ordered, planned = (
+            imbalances(history.counts_ILE[:, layer], homes_of, "balanced").mean()
+            for homes_of in (contiguous(16, ep), homes[layer])
+        )
+        assert ordered > 0.5
+        assert planned < 0.01
+    given = ["--stats", stats, "--ranks", str(ep), "--slots", "20", "--from", out, "--out", again]
+    assert main(["balance", "plan", *given]) == 0
+    assert "fetches: 0" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words, "--placement", out])
+    assert "give --trace" in capsys.readouterr().err
 
 
 def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from imbrex.placement import LoadHistory, read_history
 
 
-def add_input(parser: argparse.ArgumentParser, flag: str, *, several: bool = False) -> None:
+def add_input(
+    parser: argparse.ArgumentParser, flag: str, *, several: bool = False, required: bool = True
+) -> None:
     parser.add_argument(
         flag,
         dest=flag.strip("-") + "_input",
-        required=True,
+        required=required,
         action="append" if several else "store",
         metavar="FILE[:ARRAY]",
         help="statistics of TensorRT-LLM, SGLang, Megatron or vLLM, or ids of a trace (.npy, .npz)"

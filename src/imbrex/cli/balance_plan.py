@@ -55,14 +55,14 @@ def plan(args: argparse.Namespace) -> int:
     batches = f"mean of {history.num_iterations} iterations" if history.num_iterations > 1 else "of their sum"
     print(
         f"fullest rank above the mean, {args.split} split, {batches}: "
-        + _describe(history, placements, args.split)
+        + describe(history, placements, args.split)
     )
     if old is not None:
-        print(f"before: {_describe(history, old, args.split)}; fetches: {moves_between(old, placements)}")
+        print(f"before: {describe(history, old, args.split)}; fetches: {moves_between(old, placements)}")
     return 0
 
 
-def _describe(history: LoadHistory, placements: Mapping[int, Placement], split: str) -> str:
+def describe(history: LoadHistory, placements: Mapping[int, Placement], split: str) -> str:
     """Every layer and iteration scored with the split that will run; layers without choices count nothing."""
     answers = {}
     for at, layer in enumerate(history.layers):

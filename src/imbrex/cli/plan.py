@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 from imbrex.bench.shapes import MODELS, parse_shape
-from imbrex.placement import read_history
+from imbrex.cli.balance_input import add_input, load_input
+from imbrex.cli.balance_plan import describe
+from imbrex.placement import BalancePlan, LoadHistory, Target, plan_history, write_plan
 from imbrex.simulate.device import Shape
 from imbrex.simulate.fabric import Fabric, islands
 from imbrex.simulate.loads import Spread, Stragglers
 from imbrex.simulate.plans import MODES, Request, World, choices_of_codec, choose
 from imbrex.simulate.profile import Profile, shipped
+from imbrex.simulate.run import Layout
 from imbrex.simulate.story import as_json, lines, write_story
 
 LAYERS = {"mixtral": 32, "qwen2-moe": 24, "phi3.5-moe": 32, "deepseek-v3": 58, "qwen3-30b-a3b": 48}
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, metavar="N", help="layers with experts that a rank holds (the model's, or 1)")
     add("--codecs", default="identity", metavar="NAME,...", help="codecs to choose from (identity)")
     add("--replicas", default="0", metavar="N,...", help="slots beyond the experts to choose from (0)")
-    add("--trace", metavar="FILE", help="recorded choices or counts, as of `imbrex balance plan`")
+    add_input(parser, "--trace", required=False)
     add("--skew", default="sampled", help="without a trace: even, sampled, zipf:A, lognormal:SIGMA (sampled)")
     add("--stragglers", default="0", metavar="S[,P,X]", help="ranks exp(S) slower, and X times with chance P")
     add("--network", metavar="FILE", help="tiers of links: YAML, TOML or JSON (nodes on 400 Gb/s a GPU)")
@@ -37,26 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of choices and stragglers (0)")
     add("--json", metavar="FILE", help="write everything here")
     add("--report", metavar="FILE", help="write one HTML file here")
+    add("--placement", metavar="FILE", help="with --trace: write the plan's homes of experts, .yaml or .json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 where no layout can run."""
+    if args.placement and not args.trace_input:
+        raise ValueError("--placement: popularity that is drawn says nothing of your experts; give --trace")
     profile = Profile.load(args.profile)
+    history = load_input(args.trace_input, args) if args.trace_input else None
     world = World(
         profile=profile,
         fabric=_fabric(args, profile),
-        spread=_spread(args),
+        spread=Spread.of_history(history) if history else Spread.parse(args.skew),
         stragglers=Stragglers.parse(args.stragglers),
     )
-    shape = parse_shape(args.model)
     request = Request(
-        shape=Shape(
-            width=shape.hidden_size,
-            inner=shape.intermediate_size,
-            experts=shape.num_experts,
-            top_k=shape.top_k,
-            value_bytes=int(profile["value_bytes"]),
-        ),
+        shape=_shape(args.model, profile),
         ranks=args.gpus,
         tokens=args.tokens,
         mode=args.mode,
@@ -74,7 +74,34 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         write_story(args.report, plans, request, world)
         print(f"report: {args.report}")
-    return 0 if plans[0].outcome is not None else 1
+    if plans[0].outcome is None:
+        return 1
+    if args.placement:
+        assert history is not None
+        _write_placement(args.placement, history, plans[0].layout)
+    return 0
+
+
+def _write_placement(path: str, history: LoadHistory, layout: Layout) -> None:
+    """Write the homes of the experts of every recorded layer, and print how even they make the ranks."""
+    slots = history.num_experts + layout.replicas
+    placements = plan_history(history, Target(num_ranks=layout.ep, slots=slots))
+    write_plan(path, BalancePlan(placements=placements))
+    print(
+        f"placement: {path}: {len(placements)} layers, {slots} slots on {layout.ep} ranks; fullest rank "
+        f"above the mean, balanced split: {describe(history, placements, 'balanced')}"
+    )
+
+
+def _shape(model: str, profile: Profile) -> Shape:
+    shape = parse_shape(model)
+    return Shape(
+        width=shape.hidden_size,
+        inner=shape.intermediate_size,
+        experts=shape.num_experts,
+        top_k=shape.top_k,
+        value_bytes=int(profile["value_bytes"]),
+    )
 
 
 def _fabric(args: argparse.Namespace, profile: Profile) -> Fabric:
@@ -83,10 +110,6 @@ def _fabric(args: argparse.Namespace, profile: Profile) -> Fabric:
     if args.network:
         return Fabric.read(args.network, args.gpus)
     return islands(profile, args.gpus, args.gpus // args.nodes)
-
-
-def _spread(args: argparse.Namespace) -> Spread:
-    return Spread.of_history(read_history(args.trace)) if args.trace else Spread.parse(args.skew)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
