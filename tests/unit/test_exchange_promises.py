@@ -143,6 +143,14 @@ def test_a_failed_call_names_its_layer_and_leaves_the_exchange_unusable(layer: i
     assert not exchange.usable
 
 
+def test_a_launch_that_was_prepared_names_the_layer_set_last() -> None:
+    exchange = make_exchange(CASE, load=kernel.load)
+    prepared = exchange.group_of(0, 4)
+    for layer, word in ((5, 6), (None, 0), (0, 1)):
+        exchange.layer = layer
+        assert (exchange.layer, prepared.layer, exchange.group_of(1, 2).layer) == (layer, word, word)
+
+
 class Stalling:
     """A kernel whose threads stop here and there for up to 0.3 ms; built when it is first called."""
 

@@ -59,7 +59,7 @@ class ExchangeBase:
         self.device = self.heap.local.device
         self.local_ranks = self.heap.local.shape[0]
         self.timeout = timeout
-        self.layer: int | None = None
+        self._layer = 0
         self.debug = os.environ.get("IMBREX_DEBUG") == "1"
         self.last_sms: dict[str, int] = {}
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
@@ -93,6 +93,16 @@ class ExchangeBase:
         at = self.layout.ids, self.layout.counts, self.layout.tokens
         made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
         return route_args(*made, *given, tables or self._tables, balanced=balanced, traffic=traffic)
+
+    @property
+    def layer(self) -> int | None:
+        return self._layer - 1 if self._layer else None
+
+    @layer.setter
+    def layer(self, layer: int | None) -> None:
+        self._layer = 0 if layer is None else 1 + layer
+        for group in self._groups.values():
+            group.layer = self._layer
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise `ExchangeError` if a call has failed; without `synchronize`, of those known to have ended."""
@@ -158,9 +168,8 @@ class ExchangeBase:
                 ranks=self.shape.ranks,
                 first=self.heap.first,
                 blocks=blocks,
-                layer=0,
+                layer=self._layer,
             )
-        made.layer = 0 if self.layer is None else 1 + self.layer
         return made
 
     def group_of(self, local: int, blocks: int) -> Struct:
@@ -172,11 +181,6 @@ class ExchangeBase:
             group.first = self.heap.first + local
             group.host_status = self._status[local].data_ptr()
         return group
-
-    def _name_layer(self) -> None:
-        """Tell launches of the layer, those that others have prepared, too."""
-        for group in self._groups.values():
-            group.layer = 0 if self.layer is None else 1 + self.layer
 
     def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
         """The buffer of the next call and how many calls ago it was last used; a captured call keeps its

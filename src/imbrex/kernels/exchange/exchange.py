@@ -265,7 +265,6 @@ class NvlinkExchange(ExchangeBase):
         )
         self._count_routing(blocks)
         self._launch(STAGE, "pull", blocks, STAGE_THREADS, shared, args)
-        self._name_layer()
         staged = Staged(
             x=x,
             rows=out,
