@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -25,6 +22,7 @@ from tests.emulated.scenario import (
     make_plans,
     route,
 )
+from tests.gpu.sanitizer import check_tests
 from tests.gpu.stalling import Stalling
 
 pytestmark = pytest.mark.gpu
@@ -198,23 +196,7 @@ def test_wrong_ids_end_in_one_exception() -> None:
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_compute_sanitizer_finds_nothing(tool: str) -> None:
-    """The same tests once more, under the tool; it sees one GPU's memory, so virtual ranks show it the peers'
-    too."""
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("compute-sanitizer is not installed")
-    tests = [
-        f"{__file__}::{name}"
-        for name in ("test_a_captured_call_follows_new_routing", "test_exchange[two ranks]")
-    ]
-    ran = subprocess.run(
-        [
-            *("compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"),
-            *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", *tests),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert ran.returncode == 0, ran.stdout[-4000:]
+    names = "test_a_captured_call_follows_new_routing", "test_exchange[two ranks]"
+    check_tests(tool, *(f"{__file__}::{name}" for name in names))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from imbrex.codec.fp8 import Fp8
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.kernels import jit
 from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts
+from tests.gpu.sanitizer import check_code
 from tests.poison import real_empty
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_fp8_rows import run_dispatch
@@ -140,13 +138,5 @@ def test_expansion(width: int) -> None:
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizers_find_nothing(tool: str) -> None:
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("compute-sanitizer is not installed")
     step = "from tests.unit.test_expand import *; from imbrex.kernels import jit\n"
-    step += "check_expansion(1536, 'cuda', jit.load)\nprint('ran')"
-    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
-    ran = subprocess.run(
-        [*command, sys.executable, "-c", step], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
-    assert "ran" in ran.stdout
+    check_code(tool, step + "check_expansion(1536, 'cuda', jit.load)")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,6 +10,7 @@ from imbrex.kernels.fused.home import home_beside_gradients
 from imbrex.placement.layouts import contiguous
 from tests.emulated.home import apart, begin, beside, differences
 from tests.emulated.scenario import Case
+from tests.gpu.sanitizer import check_tests
 from tests.gpu.stalling import Stalling
 
 pytestmark = pytest.mark.gpu
@@ -84,23 +81,4 @@ def test_a_captured_launch_is_replayed() -> None:
 
 @pytest.mark.timeout(300)
 def test_memcheck_finds_nothing() -> None:
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("compute-sanitizer is not installed")
-    test = f"{__file__}::test_bits_are_those_of_three_launches[four ranks]"
-    command = [
-        "compute-sanitizer",
-        "--tool",
-        "memcheck",
-        "--report-api-errors",
-        "no",
-        "--error-exitcode",
-        "9",
-    ]
-    ran = subprocess.run(
-        [*command, sys.executable, "-m", "pytest", "-q", "-m", "gpu", test],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-4000:]
+    check_tests("memcheck", f"{__file__}::test_bits_are_those_of_three_launches[four ranks]")
