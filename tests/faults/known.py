@@ -6,6 +6,7 @@ Two kinds are better left out: what no input can tell from the right code, and w
 from __future__ import annotations
 
 from tests.faults.fault import Fault
+from tests.faults.overlap import EVENTS, FUSED, SIMULATE
 from tests.faults.protocol import ONCE_SURVIVED_HERE, PROTOCOL
 
 ONCE_SURVIVED = [
@@ -496,6 +497,9 @@ FAULTS: list[Fault] = [
     *EXPERTS,
     *ROUTER,
     *SCHEDULES,
+    *FUSED,
+    *EVENTS,
+    *SIMULATE,
     *BALANCER,
     *CHECKPOINTS,
     *GRADIENTS,

@@ -1,0 +1,94 @@
+"""Faults of what overlaps: kernels that move rows beside a product, events, and their simulation."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+FUSED = [
+    Fault(
+        "fused-token-at-its-lowest-row-only",
+        "kernels/fused/movers.cuh",
+        "a token whose experts share a rank is stored for the first of them alone",
+        "for (u32 to = wanted; to; to &= to - 1) {",
+        "for (u32 to = wanted & -wanted; to; to &= to - 1) {",
+        ("unit/test_rows_out.py::test_bits_of_a_pull_and_a_product",),
+    ),
+    Fault(
+        "fused-one-result-for-both-products",
+        "kernels/fused/home.cu",
+        "the second weight's gradient is stored over the first's",
+        "ptx::tma_store_3d(map_d + tile.together, panel, column, row, tile.expert);",
+        "ptx::tma_store_3d(map_d, panel, column, row, tile.expert);",
+        ("unit/test_home_beside_gradients.py::test_bits_are_those_of_three_launches",),
+    ),
+]
+
+EVENTS = [
+    Fault(
+        "silence-sixty-times-as-long",
+        "overlap/events/seat.py",
+        "a peer on whom all give up in every call is lost after minutes",
+        "if now - since > self.timeout_s:",
+        "if now - since > 60 * self.timeout_s:",
+        ("ranks/test_events.py::test_who_stays_silent_is_lost_however_patient_the_others_are",),
+    ),
+    Fault(
+        "refusal-taken-for-a-reply",
+        "overlap/events/ledger.py",
+        "a host that gave up on a packet counts as one that answered it",
+        "self.home[peer] = Home.COUNTS if kind is Kind.REPLY else Home.REFUSED",
+        "self.home[peer] = Home.COUNTS",
+        ("ranks/test_events.py::test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit",),
+    ),
+    Fault(
+        "dropped-reply-has-gradients",
+        "overlap/events/ledger.py",
+        "what was computed for a home that does without stays in the weights' gradients",
+        "after = self.host[peer] in (Host.COMPUTED, Host.IN_VAIN)",
+        "after = False",
+        ("ranks/test_events.py::test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit",),
+    ),
+    Fault(
+        "more-missing-than-epsilon",
+        "overlap/events/ledger.py",
+        "rows are computed as soon as any are there, before a task's others have come",
+        "if not self.at_once and Host.AWAITED in self.host:",
+        "if not self.at_once and all(state is Host.AWAITED for state in self.host):",
+        ("ranks/test_events.py::test_the_bits_are_those_of_serial",),
+    ),
+]
+
+SIMULATE = [
+    Fault(
+        "rows-arrive-with-the-first-sender",
+        "simulate/engine.py",
+        "a collective move is over when the first rank has sent",
+        "there = np.broadcast_to(sent_GW.max(1, keepdims=True), sent_GW.shape)",
+        "there = np.broadcast_to(sent_GW.min(1, keepdims=True), sent_GW.shape)",
+        ("unit/test_simulate_engine.py::test_the_faster_rank_waits_for_rows",),
+    ),
+    Fault(
+        "moves-of-a-rank-meet",
+        "simulate/engine.py",
+        "a move begins before the one before it has arrived",
+        "allowed = self.arrived_MW[number - 1] if wait and number else np.zeros_like(self.clock)",
+        "allowed = np.zeros_like(self.clock)",
+        ("unit/test_simulate_engine.py::test_unequal_ranks_are_as_in_a_queue_of_events",),
+    ),
+    Fault(
+        "oversubscription-ignored",
+        "simulate/fabric.py",
+        "a tier with too few links above it is as fast as any",
+        'bytes_s=rate / float(line.get("oversubscription", 1)),',
+        "bytes_s=rate,",
+        ("unit/test_simulate_plans.py::test_a_shared_port_and_an_oversubscribed_tier_are_slower",),
+    ),
+    Fault(
+        "plans-that-do-not-fit",
+        "simulate/plans.py",
+        "a layout is offered that needs more memory than a rank has",
+        "    if memory > room:\n",
+        "    if memory > 100 * room:\n",
+        ("unit/test_simulate_plans.py::test_what_does_not_fit_is_refused_by_its_bytes",),
+    ),
+]
