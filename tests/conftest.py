@@ -6,9 +6,9 @@ import gc
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from imbrex.kernels.jit import cache_directory
+from tests import tracing
 from tests.poison import poison_empty
 
 HOPPER = (9, 0)
@@ -59,17 +60,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Nothing counts the lines of a test marked `untraced`: tracing takes longer than what it traces where
-    most of that is torch's compiler or a search."""
-    coverage = sys.modules.get("coverage") if item.get_closest_marker("untraced") else None
-    tracer = coverage.Coverage.current() if coverage is not None else None
-    if tracer is None:
+    """Nothing counts the lines of a test marked `untraced`."""
+    with tracing.stopped() if item.get_closest_marker("untraced") else nullcontext():
         return (yield)
-    tracer.stop()
-    try:
-        return (yield)
-    finally:
-        tracer.start()
 
 
 @pytest.fixture(autouse=True)

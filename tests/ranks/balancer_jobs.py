@@ -275,10 +275,11 @@ class EighthsGate(nn.Module):
 
 
 def infer_exactly(
-    ranks: Ranks, config: imbrex.MoEConfig, iterations: int, pace: Pace, num_layers: int, transport: str
+    ranks: Ranks, config: imbrex.MoEConfig, switches: int, pace: Pace, num_layers: int, transport: str
 ) -> dict:
-    """Layers that each see the same whole tokens, all rebalanced in every step, as in training; how many
-    numbers of their outputs are not what all experts on one rank give, to the bit."""
+    """Layers that each see the same whole tokens, all rebalanced in every step, as in training, until that
+    many have switched; how many numbers of their outputs are not what all experts on one rank give, to the
+    bit."""
     balancer = OnlineBalancer(pace, timeout=20)
     slots = from_slots(first_slots(ranks.world_size, config.num_experts), config.num_experts)
     everything = WholeExperts(tuple(range(config.num_experts)), config.hidden_size).weight.detach()
@@ -300,7 +301,7 @@ def infer_exactly(
     balancer.optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()])
     wrong, switched = 0, 0
     source = 0 if transport == "allreduce" else ranks.rank
-    for iteration in range(iterations):
+    for iteration in numbers(0, balancer, {"switches": switches}):
         x_TD = (4 * tokens(source, iteration, config.hidden_size, turn=1)).round()
         for layer in layers:
             with torch.no_grad():
@@ -310,6 +311,7 @@ def infer_exactly(
             wrong += int((y_TD != (rows_TKD * weights_TK[..., None]).sum(1)).sum())
         switched += len(balancer.step())
     balancer.settle()
+    balancer.close()
     return {"wrong": wrong, "switched": switched}
 
 
@@ -362,6 +364,7 @@ def infer_unlucky(
             switched.append(balancer.step())
             mover.steps += 1
         balancer.settle()
+    balancer.close()
     said = [str(w.message) for w in caught if "balancer" in str(w.message)]
     found = {"outputs": outputs, "switched": switched, "placements": placements, "said": said}
     return found | {"stopped": balancer.stopped_because, "tally": dict(balancer.tally.values)}

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from imbrex.cli import main
-from tests.ranks.pool import warm
+from tests import tracing
+from tests.ranks.pool import TRACED, warm
 
 LIMIT_S = 240.0
 
@@ -28,12 +29,15 @@ class Forked:
         folder: Path,
         name: str = "",
         hidden: str = "",
+        traced: bool = True,
         **environment: str,
     ) -> None:
         self.paths = folder / f"stdout{name}", folder / f"stderr{name}"
         for path in self.paths:
             path.write_text("")
-        self._process = warm().Process(target=_run, args=(call, arguments, environment, self.paths, hidden))
+        traced = traced and tracing.wanted()
+        ours = call, arguments, environment, self.paths, hidden, traced
+        self._process = warm().Process(target=_run, args=ours)
         self._process.start()
         self.pid = self._process.pid or 0
 
@@ -96,7 +100,15 @@ def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "
         environment = {**everywhere, "RANK": rank, "LOCAL_RANK": rank}
         told = {name: str(value) for name, value in environment.items()}
         started.append(
-            Forked(_run_and_look, list(words), folder=folder, name=f"-{rank}", hidden=hidden, **told)
+            Forked(
+                _run_and_look,
+                list(words),
+                folder=folder,
+                name=f"-{rank}",
+                hidden=hidden,
+                traced=rank < TRACED,
+                **told,
+            )
         )
     codes = [one.wait() for one in started]
     assert codes == [0] * ranks, "\n".join(one.stderr for one in started)
@@ -104,9 +116,18 @@ def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "
 
 
 def _run(
-    call: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], paths: Any, hidden: str
+    call: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    paths: Any,
+    hidden: str,
+    traced: bool,
 ) -> None:
     os.setsid()
+    if not traced:
+        tracing.stop()
+        for name in tracing.IN_PROCESSES:
+            os.environ.pop(name, None)
     os.environ.update(environment)
     for stream, path in zip((sys.stdout, sys.stderr), paths, strict=True):
         stream.flush()

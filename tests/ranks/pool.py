@@ -9,17 +9,18 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from tests import tracing
 from tests.poison import poison_empty
 
 SIZES = (1, 2, 4, 8)
@@ -48,6 +49,8 @@ def warm() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     os.environ["OMP_NUM_THREADS"] = "1"
+    with tracing.processes_do_not_count():
+        forkserver.ensure_running()
     return context
 
 
@@ -96,7 +99,7 @@ class Pool:
             self.start()
         pipes = self.pipes[:world]
         for pipe in pipes:
-            pipe.send((world, function, arguments))
+            pipe.send((world, function, arguments, tracing.wanted()))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + self.timeout_s
         while len(answers) < world and (left := deadline - time.monotonic()) > 0:
@@ -138,9 +141,7 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
     import torch
     import torch.distributed as dist
 
-    tracer = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
-    if tracer is not None and rank >= TRACED:
-        tracer.stop()
+    switch = tracing.Switch()
     torch.set_num_threads(1)
     gc.freeze()
     poison_empty()
@@ -151,14 +152,51 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=240)
     )
-    groups = {world: dist.new_group(list(range(world))) for world in SIZES if world <= size}
+    smaller = {world: dist.new_group(list(range(world))) for world in SIZES if world < size}
+    groups, leftover = {**smaller, size: dist.group.WORLD}, Leftover()
     while True:
         try:
-            world, function, arguments = pipe.recv()
+            world, function, arguments, traced = pipe.recv()
         except EOFError:
             return
+        leftover.end()
         ranks = Ranks(rank=rank, world_size=world, group=groups[world], device=device)
+        switch.turn(traced and rank < TRACED)
         try:
             pipe.send((True, function(ranks, *arguments)))
         except BaseException:  # noqa: BLE001 (whatever a rank raises is the caller's to see)
+            leftover.keep()
             pipe.send((False, traceback.format_exc()))
+
+
+class Leftover:
+    """Process groups that a function has made and left, on a rank that lives on: every one of gloo's has a
+    thread that wakes up a hundred times a second, which by the hundredth took a sixth of two cores."""
+
+    def __init__(self) -> None:
+        self._known = set(_groups())
+        self._least = _threads()
+
+    def keep(self) -> None:
+        """Those of a function that failed: peers may still be in them."""
+        self._known.update(_groups())
+
+    def end(self) -> None:
+        """Once all ranks have answered: those made since the last call, and what only a collection frees."""
+        import torch.distributed as dist
+
+        for group in [group for group in _groups() if group not in self._known]:
+            dist.destroy_process_group(group)
+        if _threads() > self._least:
+            gc.collect()
+        self._least = _threads()
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _groups() -> list[Any]:
+    import torch.distributed as dist
+
+    return list(dist.distributed_c10d._world.pg_map)

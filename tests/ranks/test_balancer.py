@@ -94,7 +94,7 @@ def test_the_journal_tells_what_happened(pool: Pool, tmp_path) -> None:
     assert history.counts_ILE.tolist() == [line["expert_load"] for line in lines]
 
 
-@pytest.mark.parametrize(("world", "adam"), [(8, False), (4, True)])
+@pytest.mark.parametrize(("world", "adam"), [(4, False), (4, True)])
 def test_training_is_the_same_while_experts_and_optimizer_state_move(
     pool: Pool, world: int, adam: bool
 ) -> None:
@@ -122,10 +122,11 @@ def test_weights_written_into_a_peers_memory(pool: Pool, training: bool) -> None
     assert largest_difference(moving, still) <= 1e-5
 
 
+@pytest.mark.untraced
 def test_five_hundred_switches_change_no_bit(pool: Pool) -> None:
     """Eight layers on four ranks, all of them moved in nearly every step."""
     pace = replace(EAGER, layer_updates_per_iter=8, window=1, proposals=40, max_moves=4)
-    found = pool.run(4, infer_exactly, CONFIG, 100, pace, 8, "allreduce")
+    found = pool.run(4, infer_exactly, CONFIG, 500, pace, 8, "allreduce")
     assert {one["switched"] for one in found} == {found[0]["switched"]}
     assert found[0]["switched"] >= 500
     assert [one["wrong"] for one in found] == [0] * 4

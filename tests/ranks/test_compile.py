@@ -10,6 +10,7 @@ from tests.poison import real_empty
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 
+pytestmark = pytest.mark.untraced
 CONFIG = imbrex.MoEConfig(hidden_size=8, intermediate_size=16, num_experts=6, top_k=2)
 
 

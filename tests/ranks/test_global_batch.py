@@ -68,6 +68,7 @@ def test_four_ragged_ranks_are_one_process(pool, name, nested):
     compare(pool.run(8 if nested else 4, on_rank, name, nested, False)[:4], name)
 
 
+@pytest.mark.untraced
 def test_compiled_ranks_are_one_process(pool):
     compare(pool.run(4, on_rank, "probability", False, True), "probability")
 

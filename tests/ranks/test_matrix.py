@@ -33,7 +33,7 @@ from tests.ranks.matrix import (
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_pipelined import Double
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.untraced]
 EMULATED = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 EVERY = [*MOVING, "nvlink"]
 MARKED = [*MOVING, pytest.param("nvlink", marks=EMULATED)]

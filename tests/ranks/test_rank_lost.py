@@ -138,6 +138,7 @@ print(len(gloo_threads(wait_s=5.0)))
 """
 
 
+@pytest.mark.untraced
 def test_no_thread_outlives_the_groups_that_were_left(tmp_path: Path) -> None:
     """Such a thread may end the process as Python ends. Cycles of a model keep its group; so did the default
     arguments of a module of torch's that its compiler imports, were it not imported before."""

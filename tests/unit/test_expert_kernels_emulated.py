@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
-import sys
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from imbrex.kernels.gemm.tiling import LOW, NARROW, OWN, SHARED, SMALL
 from imbrex.kernels.jit import KernelError
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import LIMIT, TAIL, check_rows, draw, ends_of, error, per_expert, poisoned, rows_of
+from tests.ranks.forked import Forked
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 COUNTS = [130, 0, 1, 70]
@@ -254,11 +254,8 @@ def run_with(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_faults_are_caught(fault: str) -> None:
+def test_faults_are_caught(fault: str, tmp_path: Path) -> None:
     """In a process of its own, since the emulator ends the process where it finds one."""
-    code = f"from tests.unit.test_expert_kernels_emulated import run_with; run_with({fault!r})"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ran.returncode != 0
+    ran = Forked(run_with, fault, folder=tmp_path, traced=False)
+    assert ran.wait() != 0
     assert re.search(FAULTS[fault][2], ran.stderr), ran.stderr[-500:]

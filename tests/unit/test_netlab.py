@@ -81,6 +81,7 @@ def as_nobody() -> list[str]:
     return words if works else ["false"]
 
 
+@pytest.mark.untraced
 @needs_namespaces
 @pytest.mark.skipif(as_nobody() == ["false"], reason="no right to become another user")
 def test_a_user_without_rights_gets_the_same_network(tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_a_user_without_rights_gets_the_same_network(tmp_path: Path) -> None:
         assert (tmp_path / "out" / rank).read_text() == "2 1 198.18.7.1 ['eth0', 'lo']"
 
 
+@pytest.mark.untraced
 @needs_namespaces
 def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(command(tmp_path, "600"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -148,6 +148,7 @@ def test_bracket_times_the_backward_of_what_is_inside():
     assert x.grad.tolist() == [3.0] * 4
 
 
+@pytest.mark.untraced
 def test_board_tells_where_a_killed_process_was(tmp_path):
     script = f"""
 import time

@@ -116,6 +116,7 @@ except OSError:
 """
 
 
+@pytest.mark.untraced
 def test_a_full_disk_can_be_told(tmp_path):
     mounted = f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && cd {tmp_path}"
     may = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

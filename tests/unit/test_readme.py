@@ -8,19 +8,23 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed.run
 
+from imbrex.cli import main
 from imbrex.codec import CODECS
 from imbrex.transport import TRANSPORTS
 from tests import house
 from tests.as_a_user import environment
+from tests.ranks.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ENV = environment(OMP_NUM_THREADS="1", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-SHIPPED_CODECS = tuple(CODECS)  # a page's code registers one more
 SHORTER = {"demo": ["--steps", "2", "--ranks", "2"], "bench": ["-n", "1", "--warmup", "0"]}
 
 
@@ -33,14 +37,19 @@ def commands(first: str) -> list[list[str]]:
     return [words for words in map(shlex.split, lines) if words[0] == first]
 
 
-def run(words: list[str], where: Path = ROOT, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    ran = subprocess.run(words, cwd=where, env=ENV, capture_output=True, text=True, timeout=timeout)
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    ran = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, f"{shlex.join(words)}\n{ran.stdout}\n{ran.stderr}"
     return ran
 
 
-def torchrun(*words: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *words]
+def fork(call: Callable[..., Any], *words: str, folder: Path, name: str = "") -> Forked:
+    """A command whose launcher need not import torch anew; its ranks do, as a user's."""
+    return Forked(call, list(words), folder=folder, name=name, traced=False, PATH=ENV["PATH"])
+
+
+def torchrun(*words: str, folder: Path, name: str = "") -> Forked:
+    return fork(torch.distributed.run.main, *words, folder=folder, name=name)
 
 
 def free_port() -> int:
@@ -83,8 +92,9 @@ def test_doctor_needs_no_words() -> None:
 
 
 @pytest.mark.parametrize("words", [w for w in commands("imbrex") if w[1] == "bench"], ids=shlex.join)
-def test_the_commands_shown_run(words: list[str]) -> None:
-    ran = run([*words, *SHORTER.get(words[1], [])])
+def test_the_commands_shown_run(words: list[str], tmp_path: Path) -> None:
+    ran = fork(main, *words[1:], *SHORTER.get(words[1], []), folder=tmp_path)
+    assert ran.wait() == 0, ran.stderr
     assert "alltoall" in ran.stdout
 
 
@@ -94,7 +104,9 @@ def test_the_eight_lines_run_and_are_eight(tmp_path: Path) -> None:
     assert len(statements) == 8
     (tmp_path / "layer.py").write_text(code)
     assert "torchrun --nproc-per-node 2 layer.py" in README
-    ran = run(torchrun("--standalone", "--nproc-per-node", "2", "layer.py"), tmp_path)
+    layer = str(tmp_path / "layer.py")
+    ran = torchrun("--standalone", "--nproc-per-node", "2", layer, folder=tmp_path)
+    assert ran.wait() == 0, ran.stderr
     assert ran.stdout.count("expert_parallel=2") == 2
     assert ran.stdout.count("asked for") + ran.stdout.count("a token wants") >= 2
 
@@ -122,6 +134,7 @@ def test_the_code_of_the_documentation_runs(page: str, monkeypatch: pytest.Monke
         ("MASTER_PORT", 0),
     ):
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("imbrex.codec.CODECS", dict(CODECS))  # a page registers one more
     found = re.findall(
         r"^```python\n(.*?)^```", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL
     )
@@ -135,15 +148,11 @@ def test_several_machines_run(tmp_path: Path) -> None:
     (words,) = commands("torchrun")
     here = {"8": "1", "first-machine:29500": f"localhost:{free_port()}", "cuda": "cpu"}
     words = [here.get(word, word) for word in words[1:-1]]
-    agent = torchrun("--local-addr", "localhost", *words, str(tmp_path / "two"), "--steps", "2")
-    machines = [
-        subprocess.Popen(
-            agent, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for _ in range(2)
-    ]
-    printed = "".join(machine.communicate(timeout=240)[0] for machine in machines)
-    assert [machine.returncode for machine in machines] == [0, 0], printed
+    agent = "--local-addr", "localhost", *words, str(tmp_path / "two"), "--steps", "2"
+    machines = [torchrun(*agent, folder=tmp_path, name=f"-{machine}") for machine in range(2)]
+    codes = [machine.wait() for machine in machines]
+    printed = "".join(machine.stdout + machine.stderr for machine in machines)
+    assert codes == [0, 0], printed
     assert printed.count("held-out loss") == 1
     assert (tmp_path / "two" / "report.html").exists()
 
@@ -164,9 +173,9 @@ def test_the_support_table_has_every_transport() -> None:
     shown = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(shown) == sorted(TRANSPORTS)
     said = README.partition("\n\nCodecs:")[2].partition(" and ZFP at")[0]
-    families = {name.partition("-")[0] for name in SHIPPED_CODECS if not name.startswith("zfp")}
+    families = {name.partition("-")[0] for name in CODECS if not name.startswith("zfp")}
     assert {"identity", *re.findall(r"`(\w+)`", said)} == families
-    assert f"ZFP at {sum(name.startswith('zfp') for name in SHIPPED_CODECS)} rates" in README
+    assert f"ZFP at {sum(name.startswith('zfp') for name in CODECS)} rates" in README
 
 
 def test_links_lead_somewhere() -> None:

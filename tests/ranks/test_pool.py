@@ -1,0 +1,57 @@
+"""Ranks that live through many tests keep nothing of one that is over."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from imbrex.balancer.channel import Channel
+from tests import tracing
+from tests.ranks.forked import threads
+from tests.ranks.pool import Pool, RankError, Ranks
+
+
+def count_loops(ranks: Ranks) -> int:
+    """Threads of gloo's that wake up a hundred times a second, one a group."""
+    return threads().count("gloo_tcp_loop")
+
+
+def leave_groups(ranks: Ranks, fail: bool) -> int:
+    dist.new_group([0, 1, 2, 3])
+    channel: Any = Channel(f"left {fail}", ranks.rank, ranks.world_size, 20.0)
+    channel.cycle = channel
+    if fail:
+        raise ValueError("on purpose")
+    return count_loops(ranks)
+
+
+def test_groups_that_a_function_leaves_end(pool: Pool) -> None:
+    pool.run(8, count_loops)  # what tests before have left ends, too
+    before = pool.run(8, count_loops)
+    inside = pool.run(8, leave_groups, False)
+    assert [now - then for now, then in zip(inside, before, strict=True)] == [2] * 4 + [1] * 4
+    assert pool.run(8, count_loops) == before
+
+
+def test_those_of_one_that_failed_are_left(pool: Pool) -> None:
+    """A peer may still be in them."""
+    with pytest.raises(RankError, match="on purpose"):
+        pool.run(8, leave_groups, True)
+    pool.run(8, count_loops)
+
+
+def traced(ranks: Ranks) -> bool:
+    return sys.gettrace() is not None
+
+
+@pytest.mark.skipif(sys.gettrace() is None, reason="nothing counts lines")
+def test_one_rank_is_traced_and_none_of_an_untraced_test(pool: Pool) -> None:
+    assert pool.run(2, traced) == [True, False]
+    with tracing.stopped():
+        assert sys.gettrace() is None
+        assert pool.run(2, traced) == [False, False]
+    assert sys.gettrace() is not None
+    assert pool.run(2, traced) == [True, False]

@@ -1,0 +1,71 @@
+"""Says which lines coverage counts: tracing takes longer than what it traces where most of that is torch's
+compiler or a search, and the ranks of a test run the same lines.
+
+Coverage may count twice in a process: where one that counts has started or forked it, and where pytest-cov or
+multiprocessing start their own. Only the newest does until that is stopped; so all are stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+IN_PROCESSES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+"""What makes coverage start in every Python process that is started."""
+_off = False
+
+
+def wanted() -> bool:
+    """Whether the test that runs counts its lines; ranks that it asks do as it does."""
+    return not _off
+
+
+def stop() -> list[Any]:
+    """Count nothing in this process; what counted, the newest first."""
+    newest, counting = sys.modules.get("coverage"), []
+    while newest is not None and (one := newest.Coverage.current()) is not None:
+        one.stop()
+        counting.append(one)
+    return counting
+
+
+@contextmanager
+def processes_do_not_count() -> Iterator[None]:
+    """Python processes that start inside count nothing, nor do theirs."""
+    before = {name: os.environ.pop(name) for name in IN_PROCESSES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+@contextmanager
+def stopped() -> Iterator[None]:
+    """Nothing is counted inside, in this process or in those that start."""
+    global _off
+    counting, _off = stop(), True
+    try:
+        with processes_do_not_count():
+            yield
+    finally:
+        _off = False
+        for one in reversed(counting):
+            one.start()
+
+
+class Switch:
+    """Stops and starts what counts this process's lines, as a rank is asked to."""
+
+    def __init__(self) -> None:
+        self._counting, self._on = stop()[:1], False
+
+    def turn(self, on: bool) -> None:
+        if on and not self._on:
+            for one in self._counting:
+                one.start()
+        elif self._on and not on:
+            stop()
+        self._on = on
