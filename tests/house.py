@@ -35,6 +35,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "layer",
         "adapters testing parallel",
         "launch",
+        "serve",
         "demo",
         "reproduce bench",
         "cli",

@@ -1,0 +1,270 @@
+"""Serve a closed loop of users, transports side by side: tokens a second of a GPU and a user."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imbrex.bench.serve.loop import Load, serve
+from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, Way, make_model
+from imbrex.launch.local import Rank, is_worker, launch
+from imbrex.layer import MoELayer
+from imbrex.serve.decoding import Drafting
+from imbrex.serve.engine import Engine, Settings
+
+START_S = 300.0
+"""Ranks may take this long to start and to draw their weights, whatever the time-out of a step."""
+QUESTION = "How many tokens a second does a GPU give, and a user see?"
+LISTS = ("users", "drafts", "interval")
+
+
+def hint() -> str:
+    return "run the command again"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="demo", choices=tuple(MODELS), help="whose widths (demo)")
+    add("--ranks", type=int, metavar="W", help="local processes (one a GPU; 2 without)")
+    ways = f"which to compare: auto, {GATHER}, {ALONE}, or a transport (auto,{GATHER})"
+    add("--transport", default=f"auto,{GATHER}", metavar="NAME,...", help=ways)
+    add("--codec", default="identity", metavar="NAME", help="how rows are written on the wire (identity)")
+    add("--experts", default="auto", metavar="NAME", help="which implementation computes the experts (auto)")
+    add("--users", default="4", metavar="N,...", help="requests at once over all ranks, one or several (4)")
+    add("--input", type=int, default=24, metavar="N", help="tokens of a prompt (24)")
+    add("--output", type=int, default=16, metavar="N", help="tokens of an answer (16)")
+    add("--rounds", type=int, default=3, metavar="N", help="requests of a user, the first not counted (3)")
+    add("--chunk", default="1x32", metavar="RxS", help="rows and tokens of a step of prompts (1x32)")
+    add("--interval", default="1", metavar="N,...", help="steps between two deliveries of tokens (1)")
+    add("--drafts", default="0", metavar="N,...", help="tokens that a step drafts: 0, 1, 3 (0)")
+    accepted = "count so many drafts as right in the mean, whatever was drafted; figures are labelled forced"
+    add("--forced", type=float, metavar="N", help=accepted)
+    add("--dtype", choices=tuple(DTYPES), help="of weights and caches (bfloat16 on GPUs, float32 on CPUs)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--json", metavar="FILE", help="put the rows into this result file")
+    add("--timeout", type=float, metavar="SECONDS", help="until a silent rank ends the run (60)")
+    add("--board", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; 1 where a rank was lost, 2 where the input was refused."""
+    worker = is_worker()
+    settle(args, worker=worker)
+    check(args)
+    if worker:
+        return _be_a_rank(args)
+    args.board = tempfile.mkdtemp(prefix="imbrex-serve-")
+    words = ["bench", "serve", *words_of(args)]
+    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
+    if not code:
+        # After a failure the ranks' tracebacks stay there.
+        shutil.rmtree(args.board)
+    return code
+
+
+def settle(args: argparse.Namespace, *, worker: bool) -> None:
+    """Fill in what depends on the machine."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if worker:
+        args.ranks = int(os.environ["WORLD_SIZE"])
+    elif args.ranks is None:
+        args.ranks = 2 if args.device == "cpu" or not gpus else gpus
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+    if args.device == "auto":
+        args.device = "cuda" if gpus >= local > 0 else "cpu"
+    if args.device == "cuda" and gpus < local:
+        raise ValueError(f"--device cuda: {local} ranks need a GPU each, and this machine has {gpus}")
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what can be refused before any rank starts."""
+    from imbrex.codec import make_wire
+    from imbrex.experts.experts import pick_implementation
+    from imbrex.runtime.waits import timeout_seconds
+    from imbrex.transport import pick
+
+    for name, least in (("ranks", 1), ("input", 1), ("output", 1), ("rounds", 2)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} is {getattr(args, name)}: give {least} or more")
+    for name in LISTS:
+        least = 0 if name == "drafts" else 1
+        if min(numbers(args, name)) < least:
+            raise ValueError(f"--{name} is {getattr(args, name)}: give numbers of {least} or more")
+    _chunk(args)
+    for drafts in numbers(args, "drafts"):
+        if drafts:
+            Drafting(length=drafts, forced=args.forced)
+            if not MODELS[args.model].drafting:
+                raise ValueError(f"--drafts {drafts}: {args.model} has no block to draft with; leave it out")
+    for name in args.transport.split(","):
+        if name not in (GATHER, ALONE):
+            pick(name, num_ranks=args.ranks, top_k=MODELS[args.model].moe.top_k)
+    make_wire(args.codec)
+    pick_implementation(args.experts)
+    args.timeout = timeout_seconds(args.timeout)
+    if args.json and not os.access(Path(args.json).resolve().parent, os.W_OK):
+        raise ValueError(f"--json {args.json}: its folder is missing or cannot be written; make it first")
+
+
+def numbers(args: argparse.Namespace, name: str) -> list[int]:
+    text = getattr(args, name)
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise ValueError(f"--{name} is {text}: give whole numbers, with commas between")
+    return [int(word) for word in text.split(",")]
+
+
+def _chunk(args: argparse.Namespace) -> tuple[int, int]:
+    rows, cross, length = args.chunk.partition("x")
+    if not (cross and rows.isdecimal() and length.isdecimal() and int(rows) and int(length)):
+        raise ValueError(f"--chunk is {args.chunk}: give rows and tokens a row, as 1x32")
+    return int(rows), int(length)
+
+
+def words_of(args: argparse.Namespace) -> list[str]:
+    """The command line that says what `args` say, after `imbrex bench serve`."""
+    skipped = ("run", "bench", "command", "what")
+    pairs = [(n, v) for n, v in vars(args).items() if n not in skipped and v is not None]
+    return [word for name, value in pairs for word in (f"--{name}", str(value))]
+
+
+def _be_a_rank(args: argparse.Namespace) -> int:
+    from imbrex.observe import PhaseBoard, death
+
+    rank = int(os.environ["RANK"])
+    run_id = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ.get('MASTER_PORT', '')}"
+    board_at = Path(args.board or Path(tempfile.gettempdir()) / f"imbrex-serve-{run_id}")
+    board_at.mkdir(exist_ok=True)
+    death.forget(board_at, rank)
+    board = PhaseBoard(board_at, rank)
+    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint)
+    code = end.run(lambda: _measure(args, rank, board))
+    if code:
+        # A peer is gone: what waits for it in a destructor would wait for ever.
+        os._exit(code)
+    if args.board is None and rank == 0:
+        shutil.rmtree(board_at, ignore_errors=True)
+    return 0
+
+
+def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=max(START_S, args.timeout)))
+    rows: list[dict[str, Any]] = []
+    for transport in args.transport.split(","):
+        way = Way(transport=transport, codec=args.codec, experts=args.experts)
+        rows += compare(args, way, device)
+    if rank == 0:
+        show(args, rows)
+        if args.json:
+            from imbrex.bench.results import describe_run, write_results
+
+            words = [w for w in words_of(args) if w not in ("--board", args.board)]
+            command = shlex.join(["imbrex", "bench", "serve", *words])
+            write_results(args.json, QUESTION, describe_run(command), rows)
+    board.write("done")
+    dist.barrier()
+
+
+def compare(args: argparse.Namespace, way: Way, device: torch.device) -> list[dict[str, Any]]:
+    """A row for every number of users, of drafts and of steps between deliveries."""
+    group = dist.group.WORLD
+    assert group is not None
+    most, chunk = max(numbers(args, "users")), _chunk(args)
+    longest = 2 * max(numbers(args, "drafts")) + 1
+    room, slots = args.input + args.output, -(-most // args.ranks)
+    drafts = numbers(args, "drafts")
+    model = make_model(
+        args.model,
+        way,
+        group,
+        positions=room + max(chunk[1], longest),
+        device=device,
+        dtype=DTYPES[args.dtype],
+        drafting=any(drafts),
+    )
+    rows = []
+    for length in drafts:
+        for interval in numbers(args, "interval"):
+            settings = Settings(
+                slots=slots,
+                room=room,
+                chunk=chunk,
+                interval=interval,
+                drafting=Drafting(length=length, forced=args.forced if length else None),
+                graphs=way.captured,
+            )
+            engine = Engine(model, settings, group)
+            for users in numbers(args, "users"):
+                load = Load(users=users, prompt=args.input, wanted=args.output, rounds=args.rounds)
+                found = serve(engine, load, engine.host_group)
+                rows.append({"op": "serve", "impl": way.name, "case": case_of(args, load, settings)} | found)
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.close()
+    return rows
+
+
+def case_of(args: argparse.Namespace, load: Load, settings: Settings) -> dict[str, Any]:
+    """The settings that tell rows of a result file apart."""
+    drafting = settings.drafting
+    forced = {"forced": drafting.forced} if drafting.forced is not None else {}
+    return {
+        "model": args.model,
+        "W": args.ranks,
+        "users": load.users,
+        "input": load.prompt,
+        "output": load.wanted,
+        "drafts": drafting.length,
+        "interval": settings.interval,
+        "dtype": args.dtype,
+        "weights": "random",
+    } | forced
+
+
+def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as a table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from imbrex.bench.machine import cores, hardware
+
+    about = hardware()
+    where = f"{about['count']} x {about['gpu']}" if args.device == "cuda" else f"{cores()} CPU cores"
+    title = f"{args.model}, {args.ranks} ranks, {args.input} tokens in and {args.output} out, {args.dtype}, "
+    title += f"random weights, on {where}"
+    table = Table(caption="host: microseconds of work a step, without waiting", caption_justify="left")
+    heads = ["", "users", "drafts", "interval", "tokens/s a rank", "tokens/s a user", "gap p50, p99 ms"]
+    heads += ["step ms", "host us", "launches a step"]
+    for head in heads:
+        table.add_column(head, justify="left" if not head else "right")
+    for row in rows:
+        case, gap, host = row["case"], row["gap_ms"], row["host_us"]
+        drafts = f"{case['drafts']} ({case['forced']:g} forced)" if "forced" in case else str(case["drafts"])
+        busy = sum(us for name, us in host.items() if name != "wait")
+        rates = [_number(row[name]) for name in ("tokens_per_s_gpu", "tokens_per_s_user")]
+        gaps = f"{gap['p50']:.2f}, {gap['p99']:.2f}" if gap else "-"
+        cells = [row["impl"], str(case["users"]), drafts, str(case["interval"]), *rates, gaps]
+        table.add_row(*cells, f"{row['step_ms']:.2f}", f"{busy:.0f}", f"{row['launches']:.1f}")
+    console = Console(width=max(140, Console().width))
+    console.print(title, soft_wrap=True, highlight=False)
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -1,0 +1,135 @@
+"""The models that are served: published widths, and the demo's, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imbrex.bench.serve.rivals import GatherScatterMoE
+from imbrex.layer import MoEConfig, MoELayer, SharedExperts
+from imbrex.router.gates import Gate, Groups
+from imbrex.serve.attention import Grouped, Latent
+from imbrex.serve.model import Decoder, ModelConfig, draw
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GATHER = "gather-scatter"
+ALONE = "alone"
+SEED = 11
+
+MODELS = {
+    "demo": ModelConfig(
+        moe=MoEConfig(hidden_size=128, intermediate_size=192, num_experts=8, top_k=2),
+        attention=Grouped(num_heads=4, num_kv_heads=4, head_size=32, theta=1e4),
+        num_layers=3,
+        vocabulary=256,
+        positions=0,
+        drafting=True,
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        moe=MoEConfig(
+            hidden_size=2048,
+            intermediate_size=768,
+            num_experts=128,
+            top_k=8,
+            gate=Gate(score="softmax", normalize=True),
+        ),
+        attention=Grouped(num_heads=32, num_kv_heads=4, head_size=128, qk_norm=True),
+        num_layers=48,
+        vocabulary=151936,
+        positions=0,
+    ),
+    "deepseek-v3-8": ModelConfig(
+        moe=MoEConfig(
+            hidden_size=7168,
+            intermediate_size=2048,
+            num_experts=256,
+            top_k=8,
+            gate=Gate(score="sigmoid", bias=True, groups=Groups(num_groups=8, topk_groups=4), scale=2.5),
+            shared=SharedExperts(intermediate_size=2048),
+        ),
+        attention=Latent(num_heads=128, query_rank=1536, kv_rank=512, nope=128, rope=64, value=128),
+        num_layers=8,
+        vocabulary=129280,
+        positions=0,
+        drafting=True,
+    ),
+}
+"""The demo's, Qwen3-30B-A3B at full depth, and DeepSeek-V3's widths with 8 layers of experts and its drafting
+block, from their published configurations. DeepSeek-V3's dense layers and its stretched positions are left
+out. `positions` is set for each run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How the feed-forward part runs. transport: of `MoELayer`; `gather-scatter`, NCCL's AllGather and
+    ReduceScatter without a host synchronisation; `alone`, every rank with all experts (data parallelism
+    only). codec, experts: as in `MoELayer`."""
+
+    transport: str = "auto"
+    codec: str = "identity"
+    experts: str = "auto"
+
+    @property
+    def name(self) -> str:
+        """The name in tables."""
+        parts = (self.transport, self.codec, self.experts)
+        return " ".join(p for p, plain in zip(parts, ("", "identity", "auto"), strict=True) if p != plain)
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph takes it on a GPU: byte transports ask the host for counts."""
+        return self.transport in ("auto", "nvlink", GATHER, ALONE)
+
+
+def make_moe(
+    config: MoEConfig, way: Way, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype
+) -> Callable[[int], nn.Module]:
+    """A maker of the feed-forward part of a block, whose weights are yet to be drawn."""
+
+    def make(layer: int) -> nn.Module:
+        if way.transport == GATHER:
+            made: nn.Module = GatherScatterMoE(config, group, dtype=dtype)
+        else:
+            alone = way.transport == ALONE
+            made = MoELayer(
+                config,
+                None if alone else group,
+                transport="auto" if alone else way.transport,
+                codec="identity" if alone else way.codec,
+                experts=way.experts,
+                layer=layer,
+                device="meta",
+                dtype=dtype,
+            )
+        made = made.to_empty(device=device)
+        for buffer in made.buffers():
+            buffer.zero_()
+        return made
+
+    return make
+
+
+def make_model(
+    name: str,
+    way: Way,
+    group: dist.ProcessGroup | None,
+    *,
+    positions: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    drafting: bool | None = None,
+) -> Decoder:
+    """The model with random weights, drawn where it stands. Collective. drafting: its drafting block, where
+    not as published."""
+    config = MODELS[name]
+    drafting = config.drafting if drafting is None else drafting
+    config = replace(config, positions=positions, drafting=drafting)
+    whole = None if way.transport == ALONE else group
+    moe = make_moe(config.moe, way, group, device, dtype)
+    model = Decoder(config, moe, head_group=whole, device=device, dtype=dtype)
+    draw(model, seed=SEED)
+    return model

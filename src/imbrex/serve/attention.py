@@ -1,0 +1,244 @@
+"""Attention over a static cache: a slot of fixed length for every request.
+
+Torch computes it: flash attention with the slots' own lengths on a GPU, else `scaled_dot_product_attention`
+under a mask. Latent attention (DeepSeek-V2, section 2.1) is absorbed: the cache holds one latent row a token,
+heads meet in its space, and torch's batched products do the rest, since no kernel of torch's takes heads of
+576 values.
+
+Shape letters beyond the contracts': B rows of a step, S tokens of a row (T = B * S), H heads, G heads of keys
+and values, C width of a head, L tokens that a slot has room for, Z slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Cache = tuple[Tensor, ...]
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grouped:
+    """Sizes of grouped-query attention. head_size: C. theta: of the rotary positions. qk_norm: queries and
+    keys are normed by head, as in Qwen3."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    theta: float = 1e6
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """Sizes of multi-head latent attention. query_rank, kv_rank: of the latents. nope, rope: values of a head
+    without and with rotary positions. value: of a head's output."""
+
+    num_heads: int
+    query_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    theta: float = 1e4
+
+
+class Span:
+    """Where the tokens of a step stand: row b holds tokens `start_B[b]` to `start_B[b] + S` of slot
+    `slots_B[b]`, whose cache holds all before.
+
+    Without `slots_B` row b is slot b. live_T: tokens that anybody waits for; the choices of the others are
+    dropped. capacity: L. Made inside of a captured step, so every index is computed on the device.
+
+    Example: start_B [3, 0], two tokens a row, L = 8: positions [3, 4, 0, 1], cache rows [3, 4, 8, 9].
+    """
+
+    def __init__(
+        self,
+        start_B: Tensor,
+        length: int,
+        capacity: int,
+        *,
+        live_T: Tensor | None = None,
+        slots_B: Tensor | None = None,
+    ) -> None:
+        device, rows = start_B.device, len(start_B)
+        self.rows, self.length, self.capacity = rows, length, capacity
+        self.live_T, self.given_B = live_T, slots_B
+        self.slots_B = torch.arange(rows, device=device) if slots_B is None else slots_B
+        steps_S = torch.arange(length, device=device)
+        self.position_BS = start_B[:, None] + steps_S
+        self.position_T = self.position_BS.flatten()
+        self.row_T = (self.slots_B[:, None] * capacity + self.position_BS).flatten()
+        self.used_B = (start_B + length).to(torch.int32)
+        self._mask_B1SL: Tensor | None = None
+        self._bounds: tuple[Tensor, Tensor] | None = None
+
+    def mask_B1SL(self) -> Tensor:
+        """The tokens of its slot that a token sees: those before it, and itself."""
+        if self._mask_B1SL is None:
+            of_slot_L = torch.arange(self.capacity, device=self.position_T.device)
+            self._mask_B1SL = (of_slot_L <= self.position_BS[..., None])[:, None]
+        return self._mask_B1SL
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The first token of every row, and of its slot in the cache, int32 [B + 1], for flash attention."""
+        if self._bounds is None:
+            ends_B = torch.arange(self.rows + 1, device=self.position_T.device) * self.length
+            starts_B = F.pad(self.slots_B * self.capacity, (0, 1))
+            self._bounds = ends_B.to(torch.int32), starts_B.to(torch.int32)
+        return self._bounds
+
+    def of_rows(self, cache: Tensor) -> Tensor:
+        """The slots of the rows, [B, L, ...]: a view where row b is slot b."""
+        return cache[: self.rows] if self.given_B is None else cache[self.given_B]
+
+
+def write(cache: Tensor, rows_T: Tensor, span: Span) -> None:
+    """Put a row a token into its place of a cache [Z, L, ...]."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, span.row_T, rows_T)
+
+
+def attend(q_BSHC: Tensor, cache: Cache | None, span: Span, k_BSGC: Tensor, v_BSGC: Tensor) -> Tensor:
+    """Write keys and values to the cache, then attend to all before and the token itself; [B, S, H, C].
+    Without a cache, to the tokens of the call alone, each row from its beginning."""
+    if cache is None:
+        return _dot(q_BSHC, k_BSGC, v_BSGC, None)
+    for kept, new in zip(cache, (k_BSGC, v_BSGC), strict=True):
+        write(kept, new.flatten(0, 1), span)
+    if q_BSHC.is_cuda and q_BSHC.dtype in FLASH_DTYPES:
+        return _flash(q_BSHC, cache[0], cache[1], span)
+    keys, values = (span.of_rows(kept) for kept in cache)
+    return _dot(q_BSHC, keys, values, span.mask_B1SL())
+
+
+def _dot(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BLGC, v_BLGC))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return y.transpose(1, 2)
+
+
+def _flash(q_BSHC: Tensor, k_ZLGC: Tensor, v_ZLGC: Tensor, span: Span) -> Tensor:
+    """Torch's flash attention reads the used part of every slot only, where the slot stands. Its public door
+    for ragged rows, `varlen_attn`, takes no slot lengths before torch 2.13."""
+    of_queries, of_keys = span.bounds()
+    out_THC, *_ = torch.ops.aten._flash_attention_forward(
+        q_BSHC.flatten(0, 1),
+        k_ZLGC.flatten(0, 1),
+        v_ZLGC.flatten(0, 1),
+        of_queries,
+        of_keys,
+        span.length,
+        span.capacity,
+        0.0,
+        True,
+        False,
+        seqused_k=span.used_B,
+    )
+    return out_THC.view_as(q_BSHC)
+
+
+class Rotary(nn.Module):
+    """Rotary positions (RoFormer, section 3.4.2): halves of a head turn by position times frequency."""
+
+    turn_LC: Tensor
+
+    def __init__(self, width: int, theta: float, most: int, device: torch.device | str) -> None:
+        super().__init__()
+        half = torch.arange(width // 2, dtype=torch.float32, device=device)
+        positions = torch.arange(most, dtype=torch.float32, device=device)
+        angle = positions[:, None] * theta ** (-half * 2 / width)
+        self.register_buffer("turn_LC", torch.cat((angle.cos(), angle.sin()), -1), persistent=False)
+
+    def forward(self, x_THC: Tensor, turn_TC: Tensor) -> Tensor:
+        cos, sin = turn_TC[:, None].chunk(2, -1)
+        left, right = x_THC.float().chunk(2, -1)
+        return torch.cat((left * cos - right * sin, left * sin + right * cos), -1).to(x_THC.dtype)
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, sizes: Grouped, hidden_size: int, *, eps: float, **kind) -> None:
+        super().__init__()
+        self.sizes, heads, groups = sizes, sizes.num_heads, sizes.num_kv_heads
+        self.qkv = nn.Linear(hidden_size, (heads + 2 * groups) * sizes.head_size, bias=False, **kind)
+        self.out = nn.Linear(heads * sizes.head_size, hidden_size, bias=False, **kind)
+        self.q_norm = nn.RMSNorm(sizes.head_size, eps=eps, **kind) if sizes.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(sizes.head_size, eps=eps, **kind) if sizes.qk_norm else nn.Identity()
+
+    @staticmethod
+    def cache(sizes: Grouped, slots: int, capacity: int, **kind) -> Cache:
+        shape = slots, capacity, sizes.num_kv_heads, sizes.head_size
+        return torch.zeros(shape, **kind), torch.zeros(shape, **kind)
+
+    def forward(
+        self, x_TD: Tensor, span: Span, cache: Cache | None, turned: Rotary, turn_TC: Tensor
+    ) -> Tensor:
+        sizes, rows = self.sizes, (span.rows, span.length)
+        heads, groups = sizes.num_heads, sizes.num_kv_heads
+        qkv = self.qkv(x_TD).view(len(x_TD), -1, sizes.head_size)
+        q, k, v = qkv.split([heads, groups, groups], 1)
+        q, k = turned(self.q_norm(q), turn_TC), turned(self.k_norm(k), turn_TC)
+        q, k, v = (x.unflatten(0, rows) for x in (q, k, v))
+        return self.out(attend(q, cache, span, k, v).reshape(len(x_TD), -1))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention, absorbed: queries are taken into the latents' space, and the weighted
+    latents out of it, so that a token costs kv_rank + rope values of cache."""
+
+    def __init__(self, sizes: Latent, hidden_size: int, *, eps: float, **kind) -> None:
+        super().__init__()
+        self.sizes, heads = sizes, sizes.num_heads
+        self.q_down = nn.Linear(hidden_size, sizes.query_rank, bias=False, **kind)
+        self.q_norm = nn.RMSNorm(sizes.query_rank, eps=eps, **kind)
+        self.q_up = nn.Linear(sizes.query_rank, heads * (sizes.nope + sizes.rope), bias=False, **kind)
+        self.kv_down = nn.Linear(hidden_size, sizes.kv_rank + sizes.rope, bias=False, **kind)
+        self.kv_norm = nn.RMSNorm(sizes.kv_rank, eps=eps, **kind)
+        self.k_up = nn.Parameter(torch.empty(heads, sizes.nope, sizes.kv_rank, **kind))
+        self.v_up = nn.Parameter(torch.empty(heads, sizes.kv_rank, sizes.value, **kind))
+        self.out = nn.Linear(heads * sizes.value, hidden_size, bias=False, **kind)
+        for weight in (self.k_up, self.v_up):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    @staticmethod
+    def cache(sizes: Latent, slots: int, capacity: int, **kind) -> Cache:
+        return (torch.zeros(slots, capacity, sizes.kv_rank + sizes.rope, **kind),)
+
+    def forward(
+        self, x_TD: Tensor, span: Span, cache: Cache | None, turned: Rotary, turn_TC: Tensor
+    ) -> Tensor:
+        sizes, tokens, rows = self.sizes, len(x_TD), (span.rows, span.length)
+        q_THC = self.q_up(self.q_norm(self.q_down(x_TD))).view(tokens, sizes.num_heads, -1)
+        nope, rope = q_THC.split([sizes.nope, sizes.rope], -1)
+        latent, k_rope = self.kv_down(x_TD).split([sizes.kv_rank, sizes.rope], -1)
+        k_rope = turned(k_rope[:, None], turn_TC)[:, 0]
+        row_TC = torch.cat((self.kv_norm(latent), k_rope), -1)
+        absorbed = torch.bmm(nope.transpose(0, 1), self.k_up).transpose(0, 1)
+        q_THC = torch.cat((absorbed, turned(rope, turn_TC)), -1)
+        if cache is None:
+            kept_BLC, mask_BSL = row_TC.unflatten(0, rows), _causal(span)
+        else:
+            write(cache[0], row_TC, span)
+            kept_BLC, mask_BSL = span.of_rows(cache[0]), span.mask_B1SL()[:, 0]
+        y_HTC = self._weighted(q_THC.unflatten(0, rows), kept_BLC, mask_BSL)
+        return self.out(torch.bmm(y_HTC, self.v_up).transpose(0, 1).reshape(tokens, -1))
+
+    def _weighted(self, q_BSHC: Tensor, kept_BLC: Tensor, mask_BSL: Tensor) -> Tensor:
+        """The latents that every head attends to, [H, T, kv_rank]."""
+        sizes, (rows, length, heads, _) = self.sizes, q_BSHC.shape
+        scale = (sizes.nope + sizes.rope) ** -0.5
+        scores = torch.bmm(q_BSHC.reshape(rows, length * heads, -1) * scale, kept_BLC.mT)
+        scores = scores.view(rows, length, heads, -1).masked_fill(~mask_BSL[:, :, None], -torch.inf)
+        weights = scores.softmax(-1, dtype=torch.float32).to(kept_BLC.dtype).flatten(1, 2)
+        y_BSHC = torch.bmm(weights, kept_BLC[..., : sizes.kv_rank])
+        return y_BSHC.view(rows * length, heads, -1).transpose(0, 1)
+
+
+def _causal(span: Span) -> Tensor:
+    return span.position_BS[:, None, :] <= span.position_BS[..., None]

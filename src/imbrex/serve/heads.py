@@ -1,0 +1,135 @@
+"""The greedy choice of a token with the vocabulary split over ranks.
+
+A small batch is bound by reading the head's weight, so every rank reads its slice of it, for the tokens of
+all ranks. What crosses then is one number a token: the rank's largest logit and where it stood, packed into
+64 bits whose order is that of `torch.argmax`.
+
+    high half: the float32, its bits turned so that they order as integers; NaN above all, as torch has it
+    low half:  the complement of the index, so that of equal logits the lowest index is the maximum
+
+Example: logits 2.0 at 5 on rank 0 and 2.0 at 7 on rank 1: high halves are equal, ~5 > ~7, so 5 is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from imbrex.runtime import waits
+
+NOT_A_NUMBER = 0x7FFFFFFF
+LOW = 0xFFFFFFFF
+Maximum = Callable[[Tensor], Tensor]
+"""The elementwise maximum over the ranks, int64 in and out."""
+
+
+def pack(value_T: Tensor, index_T: Tensor) -> Tensor:
+    """Keys, int64 [T], that order as torch orders (value, index) in `argmax`. value_T: float32. index_T:
+    below 2^32."""
+    # Adding zero makes of -0.0 the 0.0 that it is equal to.
+    bits_T = (value_T.float() + 0.0).view(torch.int32).long()
+    ordered_T = torch.where(bits_T < 0, bits_T ^ NOT_A_NUMBER, bits_T)
+    ordered_T = torch.where(value_T.isnan(), NOT_A_NUMBER, ordered_T)
+    return (ordered_T << 32) | (LOW - index_T)
+
+
+def unpack(key_T: Tensor) -> Tensor:
+    """The index of a key."""
+    return LOW - (key_T & LOW)
+
+
+def best_keys(logits_TV: Tensor, first: int) -> Tensor:
+    """The key of every row's largest logit, of a slice of the vocabulary that begins at `first`."""
+    index_T = logits_TV.argmax(-1)
+    return pack(logits_TV.gather(-1, index_T[:, None])[:, 0], index_T + first)
+
+
+def slice_of(vocabulary: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Begin and end of a rank's slice; the last ones may be shorter, or empty."""
+    each = -(-vocabulary // ranks)
+    return min(rank * each, vocabulary), min((rank + 1) * each, vocabulary)
+
+
+def maximum_over(group: dist.ProcessGroup | None) -> Maximum:
+    """The maximum by the group's own all-reduce."""
+
+    def maximum(key_T: Tensor) -> Tensor:
+        waits.run(
+            "token choice",
+            lambda: dist.all_reduce(key_T, dist.ReduceOp.MAX, group=group, async_op=True),
+            on_host=not key_T.is_cuda,
+            group=group,
+        )
+        return key_T
+
+    return maximum
+
+
+def sharded_argmax(
+    x_TD: Tensor, weight_VD: Tensor, vocabulary: int, group: dist.ProcessGroup, maximum: Maximum | None = None
+) -> Tensor:
+    """`torch.argmax` of the logits of every row over the whole vocabulary, int64 [T].
+
+    x_TD: this rank's rows, as many on every rank. weight_VD: this rank's slice, by `slice_of`. Collective.
+    """
+    rank, ranks = group.rank(), group.size()
+    begin, end = slice_of(vocabulary, rank, ranks)
+    assert weight_VD.shape[0] == end - begin
+    x_all = torch.empty(ranks * len(x_TD), x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
+    waits.run(
+        "token choice",
+        lambda: waits.all_gather_single(x_all, x_TD.contiguous(), group=group, async_op=True),
+        on_host=not x_TD.is_cuda,
+        group=group,
+    )
+    if begin == end:
+        key = torch.full((len(x_all),), torch.iinfo(torch.int64).min, dtype=torch.int64, device=x_TD.device)
+    else:
+        key = best_keys(F.linear(x_all, weight_VD), begin)
+    return unpack((maximum or maximum_over(group))(key).view(ranks, -1)[rank])
+
+
+class Head(nn.Module):
+    """Rows to the tokens that follow them. group: the ranks that the vocabulary is split over, or `None`:
+    all of it is here. maximum: of the keys, where not the group's all-reduce."""
+
+    def __init__(
+        self, vocabulary: int, hidden_size: int, group: dist.ProcessGroup | None = None, **kind
+    ) -> None:
+        super().__init__()
+        self.vocabulary, self.group = vocabulary, group if group is not None and group.size() > 1 else None
+        self.maximum: Maximum | None = None
+        begin, end = self.slice
+        self.weight = nn.Parameter(torch.empty(end - begin, hidden_size, **kind))
+
+    @property
+    def slice(self) -> tuple[int, int]:
+        """Begin and end of the tokens whose rows are here."""
+        if self.group is None:
+            return 0, self.vocabulary
+        return slice_of(self.vocabulary, self.group.rank(), self.group.size())
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """The logits of this rank's slice."""
+        return F.linear(x_TD, self.weight)
+
+    def best(self, x_TD: Tensor) -> Tensor:
+        """The token of the largest logit, int64 [T]; collective where the vocabulary is split, over equally
+        many rows a rank."""
+        if self.group is None:
+            return self(x_TD).argmax(-1)
+        return sharded_argmax(x_TD, self.weight, self.vocabulary, self.group, self.maximum)
+
+    @torch.no_grad()
+    def split(self, group: dist.ProcessGroup | None) -> None:
+        """Keep this rank's slice of a whole head."""
+        if group is None or group.size() == 1:
+            return
+        assert self.group is None, "a head that is split already"
+        self.group = group
+        begin, end = self.slice
+        self.weight = nn.Parameter(self.weight[begin:end].clone())

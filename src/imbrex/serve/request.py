@@ -1,0 +1,54 @@
+"""A request, its answer, and why a request is refused: alone, while nothing else stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A prompt and how many tokens are wanted behind it."""
+
+    prompt: Sequence[int]
+    wanted: int
+
+
+class Answer:
+    """The tokens of a request as they came. refused: why there are none. arrivals: (seconds on the clock of
+    `time.perf_counter`, how many tokens) of every delivery."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.arrivals: list[tuple[float, int]] = []
+        self.refused: str | None = None
+        self.done = False
+
+    def deliver(self, tokens: Sequence[int], now: float) -> None:
+        self.tokens += tokens
+        self.arrivals.append((now, len(tokens)))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second between the first and the last; NaN of one delivery."""
+        (first, at_once), (last, _) = self.arrivals[0], self.arrivals[-1]
+        return (len(self.tokens) - at_once) / (last - first) if last > first else float("nan")
+
+
+def why_not_request(request: Request, *, vocabulary: int, room: int) -> str | None:
+    """None, or why it cannot be answered."""
+    length = len(request.prompt)
+    if not length:
+        return "the prompt is empty; give at least one token"
+    if request.wanted < 1:
+        return f"{request.wanted} tokens are wanted; ask for at least 1"
+    if length + request.wanted > room:
+        return (
+            f"{length} tokens and {request.wanted} more are wanted, and a slot has room for {room}; "
+            "shorten the prompt or ask for fewer"
+        )
+    for place, token in enumerate(request.prompt):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            return f"token {place} is {token!r}; a token is a whole number from 0 to {vocabulary - 1}"
+    return None

@@ -1,0 +1,60 @@
+"""Serving on a GPU: torch's flash attention over slots, and steps replayed from graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.serve import attention
+from imbrex.serve.attention import Grouped, Span
+from imbrex.serve.decoding import Drafting
+from imbrex.serve.engine import Engine, Settings
+from imbrex.serve.model import Decoder, ModelConfig, draw
+from imbrex.serve.request import Request
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 32])
+@pytest.mark.parametrize("of_slots", [None, [2, 0, 3]])
+def test_flash_attention_reads_every_slot_up_to_its_length(length: int, of_slots: list[int] | None) -> None:
+    torch.manual_seed(0)
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    start_B = torch.tensor([0, 7, 40], device="cuda")
+    slots_B = None if of_slots is None else torch.tensor(of_slots, device="cuda")
+    span = Span(start_B, length, 96, slots_B=slots_B)
+    q = torch.randn(3, length, 8, 64, **kind)
+    cache = tuple(torch.randn(4, 96, 2, 64, **kind) for _ in range(2))
+    ours = attention._flash(q, cache[0], cache[1], span)
+    rows = [span.of_rows(kept).float() for kept in cache]
+    truth = attention._dot(q.float(), rows[0], rows[1], span.mask_B1SL())
+    torch.testing.assert_close(ours.float(), truth, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
+    moe = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
+    config = ModelConfig(
+        moe=moe,
+        attention=Grouped(num_heads=4, num_kv_heads=2, head_size=64),
+        num_layers=2,
+        vocabulary=97,
+        positions=96,
+        drafting=True,
+    )
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    model = Decoder(config, lambda layer: imbrex.MoELayer(moe, layer=layer, **kind), **kind)
+    draw(model, seed=3)
+    tokens = []
+    for graphs in (False, True):
+        drafting = Drafting(length=drafts)
+        engine = Engine(model, Settings(slots=3, room=40, chunk=(2, 8), drafting=drafting, graphs=graphs))
+        answers = [
+            engine.submit(Request(prompt=list(range(1, 1 + length)), wanted=wanted))
+            for length, wanted in ((5, 9), (17, 12), (1, 1), (9, 20))
+        ]
+        engine.run()
+        tokens.append([answer.tokens for answer in answers])
+    assert [len(of) for of in tokens[0]] == [9, 12, 1, 20]
+    assert tokens[0] == tokens[1]

@@ -1,0 +1,138 @@
+"""Serving on several ranks: the tokens of one, whichever way experts are reached; and ranks that are lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import imbrex
+from imbrex.bench.serve.models import ALONE, GATHER, Way, make_moe
+from imbrex.cli import main
+from imbrex.serve.attention import Grouped
+from imbrex.serve.decoding import Drafting
+from imbrex.serve.engine import Engine, Settings
+from imbrex.serve.heads import sharded_argmax, slice_of
+from imbrex.serve.model import Decoder, ModelConfig, draw
+from imbrex.serve.request import Request
+from tests.ranks.forked import run_ranks
+from tests.ranks.pool import Pool, RankError, Ranks
+
+MOE = imbrex.MoEConfig(hidden_size=16, intermediate_size=24, num_experts=6, top_k=2)
+CONFIG = ModelConfig(
+    moe=MOE,
+    attention=Grouped(num_heads=2, num_kv_heads=1, head_size=8),
+    num_layers=2,
+    vocabulary=29,
+    positions=48,
+    drafting=True,
+)
+ASKED = (((3, 5), (9, 7), (1, 1), (4, 2)), ((2, 9),), (), ((6, 3),))
+"""(length of a prompt, tokens wanted), by rank: one has none, and they end at different times."""
+
+
+def make(way: Way, ranks: Ranks) -> Decoder:
+    whole = None if way.transport == ALONE else ranks.group
+    moe = make_moe(MOE, way, ranks.group, torch.device("cpu"), torch.float32)
+    model = Decoder(CONFIG, moe, head_group=whole)
+    draw(model, seed=5)
+    return model
+
+
+def requests(rank: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        Request(prompt=torch.randint(29, (length,), generator=generator).tolist(), wanted=wanted)
+        for length, wanted in ASKED[rank]
+    ]
+
+
+def answers(ranks: Ranks, transport: str, drafts: int) -> list[list[int]]:
+    settings = Settings(slots=2, room=20, chunk=(1, 4), interval=1 + drafts, drafting=Drafting(length=drafts))
+    engine = Engine(make(Way(transport=transport), ranks), settings, ranks.group)
+    asked = [engine.submit(request) for request in requests(ranks.rank)]
+    engine.run()
+    engine.close()
+    return [answer.tokens for answer in asked]
+
+
+def test_tokens_are_those_of_one_rank(pool: Pool) -> None:
+    """Two ways of reaching experts, and none, on four ranks of which one has no request."""
+    truth = pool.run(4, answers, ALONE, 0)
+    assert [[len(tokens) for tokens in of] for of in truth] == [[5, 7, 1, 2], [9], [], [3]]
+    for transport, drafts in (("alltoall", 0), (GATHER, 0), ("alltoall", 3)):
+        assert pool.run(4, answers, transport, drafts) == truth
+
+
+def lost(ranks: Ranks) -> None:
+    """Rank 1 stops stepping, and the other is to say so."""
+    model = make(Way(transport=ALONE), ranks)
+    engine = Engine(model, Settings(slots=1, room=8, chunk=(1, 4)), ranks.group)
+    engine.submit(Request(prompt=[1], wanted=4))
+    engine.step()
+    if ranks.rank == 1:
+        time.sleep(6)
+        return
+    os.environ["IMBREX_TIMEOUT_S"] = "2"
+    engine.run()
+
+
+def test_a_rank_that_does_not_come_ends_the_loop() -> None:
+    ranks = Pool(2, timeout_s=120.0, grace_s=0.1)
+    said = "rank 0 lost its peers in agreement on the next step: a rank was silent for 2 s"
+    try:
+        with pytest.raises(RankError, match=said):
+            ranks.run(2, lost)
+    finally:
+        ranks.close()
+
+
+def chosen(ranks: Ranks) -> bool:
+    torch.manual_seed(1)
+    weight = torch.randn(13, 8).round()
+    x = torch.randn(ranks.world_size * 5, 8).round()
+    begin, end = slice_of(13, ranks.rank, ranks.world_size)
+    own = x.view(ranks.world_size, 5, 8)[ranks.rank]
+    found = sharded_argmax(own, weight[begin:end], 13, ranks.group)
+    return torch.equal(found, (own @ weight.T).argmax(-1))
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_a_split_head_chooses_as_a_whole_one(pool: Pool, world: int) -> None:
+    """Whole numbers, so that logits tie; on eight ranks the last has none of thirteen tokens."""
+    assert pool.run(world, chosen) == [True] * world
+
+
+def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
+    words = ["bench", "serve", "--device", "cpu", "--users", "2", "--rounds", "2", "--input", "3"]
+    words += ["--output", "3", "--chunk", "1x4", "--transport", "alltoall", "--drafts", "1", "--forced", "1"]
+    printed = run_ranks(words, ranks=2, folder=tmp_path)
+    for word in ("demo, 2 ranks, 3 tokens in and 3 out", "alltoall", "1 (1 forced)", "random weights"):
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--users", "0"], "--users is 0"),
+        (["--users", "a"], "--users is a"),
+        (["--chunk", "4"], "--chunk is 4"),
+        (["--rounds", "1"], "--rounds is 1"),
+        (["--transport", "pigeon"], "'pigeon' is not known"),
+        (["--model", "qwen3-30b-a3b", "--drafts", "1"], "no block to draft with"),
+        (["--drafts", "1", "--forced", "2"], "force at most as many"),
+        (["--json", "/nowhere/at/all.json"], "its folder is missing"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--device", "cpu", *words])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 1
