@@ -152,7 +152,7 @@ def main() -> None:
         ["make gpu-bench NAME=serve", *(["--model", *args.model] if len(args.model) == 1 else [])]
     )
     for name in args.model:
-        run_ranks(gpus, measure, name, args.out, describe_run(words), args.only)
+        run_ranks(measure, gpus, name, args.out, describe_run(words), args.only)
 
 
 if __name__ == "__main__":
