@@ -99,7 +99,7 @@ def measure(rank: int, world: int, name: str, out: str, run: dict[str, Any], onl
         ready = f"ready in {time.perf_counter() - began:.0f} s, {torch.cuda.max_memory_allocated() >> 30} GiB"
         rows += [decode_row(engine, name, transport, batch, tbps) for batch in BATCHES]
         if way.captured:
-            load = Load(users=32 * world, prompt=128, wanted=32, rounds=2)
+            load = Load(users=32 * world, input=128, output=32, rounds=2)
             point = serve(engine, load, engine.host_group)
             case = {"model": name, "users": load.users, "W": world, "input": 128, "output": 32, "interval": 4}
             rows.append({"op": "serve", "impl": transport, "case": case} | point)

@@ -51,7 +51,7 @@ def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
         drafting = Drafting(length=drafts)
         engine = Engine(model, Settings(slots=3, room=40, chunk=(2, 8), drafting=drafting, graphs=graphs))
         answers = [
-            engine.submit(Request(prompt=list(range(1, 1 + length)), wanted=wanted))
+            engine.submit(Request(prompt=list(range(1, 1 + length)), max_tokens=wanted))
             for length, wanted in ((5, 9), (17, 12), (1, 1), (9, 20))
         ]
         engine.run()

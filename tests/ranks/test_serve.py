@@ -45,7 +45,7 @@ def make(way: Way, ranks: Ranks) -> Decoder:
 def requests(rank: int) -> list[Request]:
     generator = torch.Generator().manual_seed(rank)
     return [
-        Request(prompt=torch.randint(29, (length,), generator=generator).tolist(), wanted=wanted)
+        Request(prompt=torch.randint(29, (length,), generator=generator).tolist(), max_tokens=wanted)
         for length, wanted in ASKED[rank]
     ]
 
@@ -71,7 +71,7 @@ def lost(ranks: Ranks) -> None:
     """Rank 1 stops stepping, and the other is to say so."""
     model = make(Way(transport=ALONE), ranks)
     engine = Engine(model, Settings(slots=1, room=8, chunk=(1, 4)), ranks.group)
-    engine.submit(Request(prompt=[1], wanted=4))
+    engine.submit(Request(prompt=[1], max_tokens=4))
     engine.step()
     if ranks.rank == 1:
         time.sleep(6)

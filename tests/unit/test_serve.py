@@ -54,12 +54,12 @@ def test_tokens_are_those_of_greedy_decoding(attention: Grouped | Latent, drafts
     settings = Settings(slots=2, room=30, chunk=(2, 4), interval=interval, drafting=Drafting(length=drafts))
     engine = Engine(model, settings)
     answers = [
-        engine.submit(Request(prompt=prompt, wanted=wanted))
+        engine.submit(Request(prompt=prompt, max_tokens=wanted))
         for prompt, wanted in zip(prompts(5, 9, 1, 4), (5, 7, 1, 6), strict=True)
     ]
     engine.run()
     for answer in answers:
-        assert answer.tokens == greedy(model, list(answer.request.prompt), answer.request.wanted)
+        assert answer.tokens == greedy(model, list(answer.request.prompt), answer.request.max_tokens)
         assert answer.done
     assert not engine.seats
 
@@ -67,7 +67,7 @@ def test_tokens_are_those_of_greedy_decoding(attention: Grouped | Latent, drafts
 def test_tokens_leave_every_few_steps_the_first_and_the_last_at_once() -> None:
     engine = Engine(make(), Settings(slots=2, room=30, chunk=(2, 8), interval=4))
     long, short = (
-        engine.submit(Request(prompt=prompt, wanted=wanted))
+        engine.submit(Request(prompt=prompt, max_tokens=wanted))
         for prompt, wanted in zip(prompts(3, 3), (11, 3), strict=True)
     )
     engine.run()
@@ -81,7 +81,7 @@ def test_right_drafts_leave_in_one_step_and_wrong_ones_cost_nothing() -> None:
     model, prompt = make(), prompts(6)[0]
     truth = greedy(model, prompt, 9)
     engine = Engine(model, Settings(slots=1, room=30, chunk=(1, 8), drafting=Drafting(length=3)))
-    answer = engine.submit(Request(prompt=prompt, wanted=9))
+    answer = engine.submit(Request(prompt=prompt, max_tokens=9))
     engine.step()
     wrong = (truth[2] + 1) % VOCABULARY
     engine.steps.state.drafts_ZX[0] = torch.tensor([truth[1], wrong, truth[3]])
@@ -95,7 +95,7 @@ def test_right_drafts_leave_in_one_step_and_wrong_ones_cost_nothing() -> None:
 def test_forced_drafts_count_as_right_in_the_mean() -> None:
     settings = Settings(slots=1, room=40, chunk=(1, 8), drafting=Drafting(length=3, forced=1.5))
     engine = Engine(make(), settings)
-    answer = engine.submit(Request(prompt=[1, 2], wanted=26))
+    answer = engine.submit(Request(prompt=[1, 2], max_tokens=26))
     engine.run()
     assert [count for _, count in answer.arrivals] == [1] + [2, 3] * 5
     with pytest.raises(ValueError, match="force at most as many"):
@@ -111,7 +111,7 @@ def test_a_stop_token_ends_an_answer(drafts: int) -> None:
         slots=1, room=30, chunk=(1, 8), drafting=Drafting(length=drafts), stop=stop, interval=2
     )
     engine = Engine(model, settings)
-    answers = [engine.submit(Request(prompt=prompt, wanted=12)) for _ in range(2)]
+    answers = [engine.submit(Request(prompt=prompt, max_tokens=12)) for _ in range(2)]
     engine.run()
     assert [answer.tokens for answer in answers] == [truth[: truth.index(stop) + 1]] * 2
 
@@ -120,7 +120,7 @@ def test_a_bad_request_is_refused_alone() -> None:
     ended: list[Answer] = []
     engine = Engine(make(), Settings(slots=2, room=12, chunk=(1, 8)), answered=ended.append)
     asked = [([], 3), ([1] * 10, 3), ([1, VOCABULARY], 2), ([1, -1], 2), ([1], 0), ([1, 2], 4)]
-    answers = [engine.submit(Request(prompt=prompt, wanted=wanted)) for prompt, wanted in asked]
+    answers = [engine.submit(Request(prompt=prompt, max_tokens=wanted)) for prompt, wanted in asked]
     assert [answer.refused is not None for answer in answers] == [True] * 5 + [False]
     assert answers[1].refused == (
         "10 tokens and 3 more are wanted, and a slot has room for 12; shorten the prompt or ask for fewer"
@@ -144,7 +144,7 @@ def test_what_an_engine_cannot_be_made_of() -> None:
 
 def test_the_host_says_what_a_step_costs_it() -> None:
     engine = Engine(make(), Settings(slots=1, room=12, chunk=(1, 8)))
-    engine.submit(Request(prompt=[1, 2], wanted=4))
+    engine.submit(Request(prompt=[1, 2], max_tokens=4))
     engine.run()
     # One chunk, three steps of decoding, the one that lands the last tokens, the one that finds nothing.
     assert engine.host.steps >= 5

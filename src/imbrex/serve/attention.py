@@ -108,11 +108,11 @@ def attend(q_BSHC: Tensor, cache: Cache | None, span: Span, k_BSGC: Tensor, v_BS
     Without a cache, to the tokens of the call alone, each row from its beginning."""
     if cache is None:
         return _dot(q_BSHC, k_BSGC, v_BSGC, None)
-    for kept, new in zip(cache, (k_BSGC, v_BSGC), strict=True):
-        write(kept, new.flatten(0, 1), span)
+    for slots, new in zip(cache, (k_BSGC, v_BSGC), strict=True):
+        write(slots, new.flatten(0, 1), span)
     if q_BSHC.is_cuda and q_BSHC.dtype in FLASH_DTYPES:
         return _flash(q_BSHC, cache[0], cache[1], span)
-    keys, values = (span.of_rows(kept) for kept in cache)
+    keys, values = (span.of_rows(slots) for slots in cache)
     return _dot(q_BSHC, keys, values, span.mask_B1SL())
 
 

@@ -78,7 +78,7 @@ class Seat:
     as far as the host has counted."""
 
     def __init__(self, answer: Answer) -> None:
-        self.answer, self.filled, self.left = answer, 0, answer.request.wanted
+        self.answer, self.filled, self.left = answer, 0, answer.request.max_tokens
 
 
 class HostTime:
@@ -211,14 +211,14 @@ class Engine:
         mine = [len(self.seats) > len(begun), max(begun, default=-1) + 1, work]
         if self.host_group is None:
             return mine[0], mine[1], mine[2]  # type: ignore[return-value]
-        told = torch.tensor([int(number) for number in mine], dtype=torch.int64, device="cpu")
+        numbers = torch.tensor([int(number) for number in mine], dtype=torch.int64, device="cpu")
         waits.run(
             "agreement on the next step",
-            lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.host_group, async_op=True),
+            lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.host_group, async_op=True),
             on_host=True,
             group=self.host_group,
         )
-        prefill, rows, work = told.tolist()
+        prefill, rows, work = numbers.tolist()
         return bool(prefill), rows, bool(work)
 
     @staticmethod
@@ -257,7 +257,7 @@ class Engine:
             chunk.tokens_BS[row, : len(piece)] = torch.tensor(piece, dtype=torch.int64, device="cpu")
             chunk.slot_B[row], chunk.start_B[row], chunk.count_B[row] = slot, begun, len(piece)
             if self._is_filled(seat):
-                chunk.wanted_B[row] = request.wanted
+                chunk.wanted_B[row] = request.max_tokens
                 firsts.append((row, slot, seat))
             else:
                 chunk.next_B[row] = request.prompt[seat.filled]
@@ -336,7 +336,7 @@ class Engine:
     def _give(self, slot: int, seat: Seat, tokens: list[int], now: float) -> None:
         answer = seat.answer
         answer.deliver(tokens, now)
-        if len(answer.tokens) == answer.request.wanted or tokens[-1] == self.settings.stop:
+        if len(answer.tokens) == answer.request.max_tokens or tokens[-1] == self.settings.stop:
             self._end(answer)
             if self.seats.get(slot) is seat:
                 del self.seats[slot]

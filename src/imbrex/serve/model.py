@@ -77,10 +77,10 @@ class Block(nn.Module):
         self, x_TD: Tensor, span: Span, cache: Cache | None, turned: Rotary, turn_TC: Tensor
     ) -> Tensor:
         x_TD = x_TD + self.attention(self.attention_norm(x_TD), span, cache, turned, turn_TC)
-        kept = span.live_T
-        if kept is None:
+        live_T = span.live_T
+        if live_T is None:
             return x_TD + self.moe(self.moe_norm(x_TD))
-        kept_TK = kept[:, None].expand(-1, self.moe.config.top_k)  # type: ignore[union-attr]
+        kept_TK = live_T[:, None].expand(-1, self.moe.config.top_k)  # type: ignore[union-attr]
         return x_TD + self.moe(self.moe_norm(x_TD), kept_TK=kept_TK)
 
 

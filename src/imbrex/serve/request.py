@@ -11,7 +11,7 @@ class Request:
     """A prompt and how many tokens are wanted behind it."""
 
     prompt: Sequence[int]
-    wanted: int
+    max_tokens: int
 
 
 class Answer:
@@ -41,11 +41,11 @@ def why_not_request(request: Request, *, vocabulary: int, room: int) -> str | No
     length = len(request.prompt)
     if not length:
         return "the prompt is empty; give at least one token"
-    if request.wanted < 1:
-        return f"{request.wanted} tokens are wanted; ask for at least 1"
-    if length + request.wanted > room:
+    if request.max_tokens < 1:
+        return f"{request.max_tokens} tokens are wanted; ask for at least 1"
+    if length + request.max_tokens > room:
         return (
-            f"{length} tokens and {request.wanted} more are wanted, and a slot has room for {room}; "
+            f"{length} tokens and {request.max_tokens} more are wanted, and a slot has room for {room}; "
             "shorten the prompt or ask for fewer"
         )
     for place, token in enumerate(request.prompt):

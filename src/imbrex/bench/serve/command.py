@@ -185,9 +185,9 @@ def compare(args: argparse.Namespace, way: Way, device: torch.device) -> list[di
     """A row for every number of users, of drafts and of steps between deliveries."""
     group = dist.group.WORLD
     assert group is not None
-    most, chunk = max(numbers(args, "users")), _chunk(args)
+    users, chunk = max(numbers(args, "users")), _chunk(args)
     longest = 2 * max(numbers(args, "drafts")) + 1
-    room, slots = args.input + args.output, -(-most // args.ranks)
+    room, slots = args.input + args.output, -(-users // args.ranks)
     drafts = numbers(args, "drafts")
     model = make_model(
         args.model,
@@ -210,10 +210,10 @@ def compare(args: argparse.Namespace, way: Way, device: torch.device) -> list[di
                 graphs=way.captured,
             )
             engine = Engine(model, settings, group)
-            for users in numbers(args, "users"):
-                load = Load(users=users, prompt=args.input, wanted=args.output, rounds=args.rounds)
-                found = serve(engine, load, engine.host_group)
-                rows.append({"op": "serve", "impl": way.name, "case": case_of(args, load, settings)} | found)
+            for count in numbers(args, "users"):
+                load = Load(users=count, input=args.input, output=args.output, rounds=args.rounds)
+                point = serve(engine, load, engine.host_group)
+                rows.append({"op": "serve", "impl": way.name, "case": case_of(args, load, settings)} | point)
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.close()
@@ -228,8 +228,8 @@ def case_of(args: argparse.Namespace, load: Load, settings: Settings) -> dict[st
         "model": args.model,
         "W": args.ranks,
         "users": load.users,
-        "input": load.prompt,
-        "output": load.wanted,
+        "input": load.input,
+        "output": load.output,
         "drafts": drafting.length,
         "interval": settings.interval,
         "dtype": args.dtype,

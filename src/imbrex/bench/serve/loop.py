@@ -24,12 +24,12 @@ from imbrex.serve.request import Answer, Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """A load of requests. users: over all ranks. prompt, wanted: tokens of every request. rounds: requests
+    """A load of requests. users: over all ranks. input, output: tokens of every request. rounds: requests
     of a user, the first not counted."""
 
     users: int
-    prompt: int
-    wanted: int
+    input: int
+    output: int
     rounds: int = 3
 
     def users_of(self, rank: int, ranks: int) -> int:
@@ -48,17 +48,17 @@ class Users:
 
     def begin(self) -> None:
         for user in range(self.count):
-            self._ask(user, max(1, self.load.wanted * (user + 1) // self.count))
+            self._ask(user, max(1, self.load.output * (user + 1) // self.count))
 
     def answered(self, answer: Answer) -> None:
         user = self.of_answer.pop(id(answer), None)
         if user is not None and len(self.answers[user]) < self.load.rounds:
-            self._ask(user, self.load.wanted)
+            self._ask(user, self.load.output)
 
     def _ask(self, user: int, wanted: int) -> None:
         vocabulary = self.engine.model.config.vocabulary
-        prompt = [self.random.randrange(vocabulary) for _ in range(self.load.prompt)]
-        answer = self.engine.submit(Request(prompt=prompt, wanted=wanted))
+        prompt = [self.random.randrange(vocabulary) for _ in range(self.load.input)]
+        answer = self.engine.submit(Request(prompt=prompt, max_tokens=wanted))
         if answer.refused is not None:
             raise ValueError(f"serve: a request of the load is refused: {answer.refused}")
         self.of_answer[id(answer)] = user

@@ -90,25 +90,25 @@ def make_moe(
 ) -> Callable[[int], nn.Module]:
     """A maker of the feed-forward part of a block, whose weights are yet to be drawn."""
 
-    def make(layer: int) -> nn.Module:
+    def make(index: int) -> nn.Module:
         if way.transport == GATHER:
-            made: nn.Module = GatherScatterMoE(config, group, dtype=dtype)
+            layer: nn.Module = GatherScatterMoE(config, group, dtype=dtype)
         else:
             alone = way.transport == ALONE
-            made = MoELayer(
+            layer = MoELayer(
                 config,
                 None if alone else group,
                 transport="auto" if alone else way.transport,
                 codec="identity" if alone else way.codec,
                 experts=way.experts,
-                layer=layer,
+                layer=index,
                 device="meta",
                 dtype=dtype,
             )
-        made = made.to_empty(device=device)
-        for buffer in made.buffers():
+        layer = layer.to_empty(device=device)
+        for buffer in layer.buffers():
             buffer.zero_()
-        return made
+        return layer
 
     return make
 

@@ -44,9 +44,9 @@ class GatherScatterMoE(nn.Module):
 
     def forward(self, x_TD: Tensor, *, kept_TK: Tensor | None = None) -> Tensor:
         routing = self.gate(x_TD, kept_TK=kept_TK)
-        told = torch.cat((routing.ids_TK.float(), routing.weights_TK), 1)
-        x_all, told_all = self._gather(x_TD), self._gather(told)
-        ids, weights = told_all.chunk(2, 1)
+        choices = torch.cat((routing.ids_TK.float(), routing.weights_TK), 1)
+        x_all, choices_all = self._gather(x_TD), self._gather(choices)
+        ids, weights = choices_all.chunk(2, 1)
         y_TD = self._scatter(self._compute(x_all, ids.long() - self.first, weights))
         return y_TD if self.shared_expert is None else y_TD + self.shared_expert(x_TD)
 
