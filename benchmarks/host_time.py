@@ -136,19 +136,10 @@ def idle() -> None:
     from imbrex.kernels.rows import weights
 
     glue._blocks = lambda device: 1056  # type: ignore[assignment]
-    weights.spread = _spread
+    weights.spread = weights.run_spread
     from imbrex.exchange import nvlink
 
-    nvlink.spread = _spread
-
-
-def _spread(weights: Tensor, position: Tensor, num_rows: int) -> Tensor:
-    from imbrex.kernels.rows.weights import _kernel
-
-    weights_R = torch.empty(num_rows, dtype=torch.float32, device=weights.device)
-    args = [position, weights, position.numel(), num_rows, weights_R]
-    _kernel("spread_weights", weights.device).launch(grid=264, block=256, args=args)
-    return weights_R
+    nvlink.spread = weights.run_spread
 
 
 def make_layer(model: str, tokens: int) -> MoELayer:

@@ -178,7 +178,8 @@ class MoELayer(nn.Module):
             observer.count("co_activation", pairs_EE, layer=number)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         output = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
-        self.routing = routing.keep(output.kept_TK)
+        # Module's own way to set an attribute looks for parameters and buffers first, in ten calls.
+        object.__setattr__(self, "routing", routing.keep(output.kept_TK))
         return output.y_TD if x.dim() == 2 else output.y_TD.view_as(x)
 
     def aux_loss(self) -> Tensor | float:

@@ -93,7 +93,7 @@ def test_forward_and_weighted(case, tiling: Tiling) -> None:
             weights_R=weights,
         )
         check_rows(out, reference * scale)
-    assert groups.counter.tolist() == [0, 0]
+    assert groups.counter[:2].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
@@ -136,7 +136,7 @@ def test_a_cluster_computes_the_same_bits(case, layout: Layout) -> None:
     for tiling in (SHARED, PAIRED):
         found.append(poisoned(a.shape[0], b.shape[1 if layout is Layout.FORWARD else 2]))
         launch_gemm(layout, a, b, groups.ends_e, found[-1], groups.counter, tiling=tiling)
-        assert groups.counter.tolist() == [0, 0]
+        assert groups.counter[:2].tolist() == [0, 0]
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
 
 
@@ -156,7 +156,7 @@ def test_gathered_rows_give_the_bits_of_a_copy(case, tiling: Tiling, epilogue: E
         kept = gate_up if epilogue is Epilogue.SWIGLU_KEEP else None
         how = {"tiling": tiling, "epilogue": epilogue, "gate_up": kept, "index_R": source}
         launch_gemm(Layout.FORWARD, a, b, groups.ends_e, act, groups.counter, **how)
-        assert groups.counter.tolist() == [0, 0]
+        assert groups.counter[:2].tolist() == [0, 0]
         found.append(torch.cat([act, gate_up], 1))
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
     assert found[1][rows:].isnan().all()

@@ -344,13 +344,15 @@ class Exchange:
         """Raise ValueError where `combine` cannot sum these rows; on every rank if `together`, but for bytes
         over NCCL, where ranks tell each other at the first combine only."""
         problem = self._why_not_rows(rows_RD, handle, addend)
-        if together and not (rows_RD.is_cuda and _capturing()):
+        if together and not (rows_RD.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.dispatcher.agree_on_rows(problem)
         if problem is not None:
             raise ValueError(f"combine: on rank {self.geometry.rank}, {problem}")
 
     def _why_not_rows(self, rows_RD: Tensor, handle: Handle, addend: Tensor | None) -> str | None:
-        maker = next((d for d in self.dispatcher.family if d.key == handle.maker), None)
+        maker = self.dispatcher
+        if maker.key != handle.maker:
+            maker = next((one for one in maker.family if one.key == handle.maker), None)
         if maker is None:
             return "the handle is of another exchange; give the one that came with the rows"
         shape, weights_R = (handle.weights_R.shape[0], self.geometry.hidden_size), handle.weights_R
@@ -407,10 +409,6 @@ class BegunCombine:
         self._addend_TD, handle = addend, self._handle
         given = handle.weights_R, addend, handle.state, handle.num_tokens, handle.maker, self._weighted
         return autograd.combine(self._rows_RD, *given, begun=self._begun)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def dispatcher_of(

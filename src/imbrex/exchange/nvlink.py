@@ -139,6 +139,7 @@ class NvlinkDispatcher(WiredDispatcher):
     def relocate(self, geometry: Geometry) -> None:
         super().relocate(geometry)
         self.placed = placed = kernel_placement(geometry)
+        self._slots = len(geometry.local_slots)
         self.size = Size(
             rank_offsets=placed.placement.rank_offsets,
             tensor=geometry.tensor_parallel,
@@ -231,8 +232,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_RD, beside = given.rows, replace(given, movers=self.roles.rows)
             else:
                 rows_RD = given
-            weights_R = spread(routed.weights_LWTK, routed.position_LWTK, len(rows_RD))
-            counts_e = routed.counts_Le[0, : len(self.geometry.local_slots)].long()
+            told = routed.weights_LWTK, routed.position_LWTK, routed.counts_Le
+            weights_R, counts_e = spread(*told, rows_RD.shape[0], self._slots)
             return Arrived(rows_RD, weights_R, counts_e, list(routed), beside)
 
         stages = form is RowForm.UNDER_WAY

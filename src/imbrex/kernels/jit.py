@@ -24,8 +24,9 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,7 @@ class Kernel:
         driver = cuda_binding("driver")
         self.variant = variant
         self.device = device
+        self._queues: dict[tuple[Any, ...], Callable[[int, int, int], Any]] = {}
         compiled = compile_variant(variant)
         self.resources = compiled.resources
         self._library = cuda_ok(
@@ -272,51 +274,56 @@ class Kernel:
         begin before the kernel that was launched last on the stream ends, and says itself what it waits for.
         """
         values, pointers = _pack(args)
-        self._launch_packed(
-            pointers,
-            grid=grid,
-            block=block,
-            smem=smem,
-            cluster=cluster,
-            stream=stream,
-            cooperative=cooperative,
-            dependent=dependent,
-        )
-        del values
-
-    def _launch_packed(
-        self,
-        pointers: Any,
-        *,
-        grid: int | tuple[int, int, int],
-        block: int,
-        smem: int = 0,
-        cluster: int = 1,
-        stream: torch.cuda.Stream | int | None = None,
-        cooperative: bool = False,
-        dependent: bool = False,
-    ) -> None:
-        driver = cuda_binding("driver")
         if stream is None:
             handle = torch._C._cuda_getCurrentRawStream(self.device)
         else:
             handle = stream if isinstance(stream, int) else stream.cuda_stream
-        sizes = (grid, 1, 1) if isinstance(grid, int) else grid
-
-        def queue() -> Any:
-            where = ctypes.addressof(pointers)
-            wanted = attributes(driver, cluster, cooperative, dependent)
-            if not wanted:  # the plain call costs the host half as much
-                return driver.cuLaunchKernel(self._function, *sizes, block, 1, 1, smem, handle, where, 0)[0]
-            config = configuration(driver, sizes, block, smem, handle, wanted)
-            return driver.cuLaunchKernelEx(config, self._function, where, 0)[0]
-
-        code = queue()
-        if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            enter_context(self.device)
-            code = queue()
+        queue = self.queue_for(grid, block, smem, cluster, cooperative, dependent)
+        code = queue(handle, ctypes.addressof(pointers), 0)[0]
         if int(code) != 0:
-            shape = f"grid {grid}, block {block}, {smem} bytes of shared memory"
+            self.launch_again(code, queue, handle, pointers)
+        del values
+
+    def queue_for(self, *how: Any) -> Callable[[int, int, int], Any]:
+        """The driver's call of launches with such a grid, block, bytes of shared memory, cluster, and whether
+        cooperative and dependent; it still wants the stream, the address of the arguments' addresses and 0.
+        Made once: its other arguments cost the host more than the call."""
+        queue = self._queues.get(how)
+        if queue is None:
+            queue = self._queues[how] = self._make_queue(*how)
+        return queue
+
+    def _make_queue(
+        self,
+        grid: int | tuple[int, int, int],
+        block: int,
+        smem: int,
+        cluster: int,
+        cooperative: bool,
+        dependent: bool,
+    ) -> Callable[[int, int, int], Any]:
+        driver, sizes = cuda_binding("driver"), (grid, 1, 1) if isinstance(grid, int) else grid
+        wanted = attributes(driver, cluster, cooperative, dependent)
+        if not wanted:  # the plain call costs the host half as much
+            return partial(driver.cuLaunchKernel, self._function, *sizes, block, 1, 1, smem)
+        configurations: dict[int, Any] = {}  # one a stream: another thread may launch on another
+
+        def queue(stream: int, pointers: int, extra: int) -> Any:
+            config = configurations.get(stream)
+            if config is None:
+                config = configurations[stream] = configuration(driver, sizes, block, smem, stream, wanted)
+            return driver.cuLaunchKernelEx(config, self._function, pointers, extra)
+
+        return queue
+
+    def launch_again(self, code: Any, queue: Callable[[int, int, int], Any], stream: int, args: Any) -> None:
+        """Once more where the driver said `code` because this thread is new to CUDA; else KernelError."""
+        if code == cuda_binding("driver").CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            enter_context(self.device)
+            code = queue(stream, ctypes.addressof(args), 0)[0]
+        if int(code) != 0:
+            how = next(how for how, made in self._queues.items() if made is queue)
+            shape = f"grid {how[0]}, block {how[1]}, {how[2]} bytes of shared memory"
             raise KernelError(f"CUDA said {code.name} while launching {self.variant} ({shape})")
 
     def clusters(self, cluster: int, block: int, smem: int) -> int:
@@ -334,33 +341,24 @@ class Kernel:
 class Prepared:
     """A launch whose arguments are packed: a third of the host's time of `Kernel.launch`, where calls repeat.
 
-    Holds addresses, no tensors: the caller knows that they are still the right ones, and that no other thread
-    launches it meanwhile (it would use the same memory).
+    Holds addresses, no tensors: the caller knows that they are still the right ones.
     """
 
-    __slots__ = ("_again", "_config", "_device", "_kept", "_queue", "_sizes")
+    __slots__ = ("_kernel", "_memory", "_pointers", "_queue")
 
     def __init__(self, kernel: Kernel, args: Sequence[Any], how: dict[str, Any]) -> None:
-        driver, (values, pointers) = cuda_binding("driver"), _pack(args)
-        self._kept = values, pointers, [arg for arg in args if not isinstance(arg, torch.Tensor)]
-        self._device, self._again = kernel.device, (kernel, how)
-        grid, block, smem = how["grid"], how["block"], how.get("smem", 0)
-        wanted = attributes(driver, how.get("cluster", 1), False, how.get("dependent", False))
-        self._config = configuration(driver, (grid, 1, 1), block, smem, 0, wanted) if wanted else None
-        self._queue = driver.cuLaunchKernelEx if wanted else driver.cuLaunchKernel
-        self._sizes = kernel._function, grid, 1, 1, block, 1, 1, smem, ctypes.addressof(pointers)
+        values, pointers = _pack(args)
+        self._memory = values, pointers, [arg for arg in args if not isinstance(arg, torch.Tensor)]
+        self._kernel, self._pointers = kernel, ctypes.addressof(pointers)
+        given = how["grid"], how["block"], how.get("smem", 0), how.get("cluster", 1), False
+        self._queue = kernel.queue_for(*given, how.get("dependent", False))
 
     def launch(self) -> None:
-        function, *sizes, where = self._sizes
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        if self._config is None:
-            result = self._queue(function, *sizes, stream, where, 0)
-        else:
-            self._config.hStream = stream
-            result = self._queue(self._config, function, where, 0)
-        if int(result[0]) != 0:
-            kernel, how = self._again
-            kernel._launch_packed(self._kept[1], **how)
+        kernel = self._kernel
+        stream = torch._C._cuda_getCurrentRawStream(kernel.device)
+        code = self._queue(stream, self._pointers, 0)[0]
+        if int(code) != 0:
+            kernel.launch_again(code, self._queue, stream, self._memory[1])
 
 
 @functools.cache

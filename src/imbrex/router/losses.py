@@ -37,7 +37,8 @@ class AuxLosses:
     @property
     def names(self) -> tuple[str, ...]:
         """Losses that are computed."""
-        return tuple(n for n in ("load_balance", "sequence_balance", "z") if getattr(self, n) > 0)
+        given = {"load_balance": self.load_balance, "sequence_balance": self.sequence_balance, "z": self.z}
+        return tuple([name for name, coefficient in given.items() if coefficient > 0])
 
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
         """The sum of `losses` (as in `Routing`), each times its coefficient; 0 where there is none."""

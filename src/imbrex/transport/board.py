@@ -13,10 +13,9 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import NoReturn
 
 from imbrex.runtime.waits import RankLostError
 
@@ -35,7 +34,8 @@ class Board:
         self.rank, self.world_size, self.timeout_s, self.calls = rank, world_size, timeout_s, 0
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 4 * 8 * world_size)
-        self._words_22W = np.frombuffer(self._memory, dtype=np.int64).reshape(2, 2, world_size)
+        self._words = memoryview(self._memory).cast("q")
+        """Words of all ranks and their notes, of calls that are even and of those that are odd."""
         self.notes_W = [0] * world_size
 
     @staticmethod
@@ -61,23 +61,39 @@ class Board:
             check()
         assert 0 <= min(value, note) <= max(value, note) < 1 << BITS
         self.calls += 1
-        words_2W = self._words_22W[self.calls % 2]
-        words_2W[:, self.rank] = self.calls << BITS | value, self.calls << BITS | note
+        ranks, first = self.world_size, self.calls << BITS
+        at = self.calls % 2 * 2 * ranks
+        self._words[at + self.rank] = first | value
+        self._words[at + ranks + self.rank] = first | note
+        # on the host: the words are in memory that the processes share
+        words = self._words[at : at + 2 * ranks].tolist()
+        if min(words) < first:
+            words = self._wait(at, first, check)
+        self.notes_W = [word - first for word in words[ranks:]]
+        return [word - first for word in words[:ranks]]
+
+    def _wait(self, at: int, first: int, check: Callable[[], None] | None) -> list[int]:
+        """The words and notes at `at` once none is below `first`."""
         start = asked = time.monotonic()
-        while (words_2W >> BITS < self.calls).any():
+        here = self._words[at : at + 2 * self.world_size]
+        while True:
+            # on the host: the words are in memory that the processes share
+            words = here.tolist()
+            if min(words) >= first:
+                return words
             time.sleep(0)
             now = time.monotonic()
             if check is not None and now - asked > CHECK_S:
                 check()
                 asked = now
             if now - start > self.timeout_s:
-                # on the host: the words are in memory that the processes share
-                late = [rank for rank, word in enumerate(words_2W[0].tolist()) if word >> BITS < self.calls]
-                last = [int(self._words_22W[:, 0, rank].max()) >> BITS for rank in late]
-                raise RankLostError(
-                    f"dispatch: ranks {late} did not come to call {self.calls} of the exchange within "
-                    f"{self.timeout_s} s; their last was {last}"
-                )
-        # on the host: as above
-        values_W, self.notes_W = (words_2W & ((1 << BITS) - 1)).tolist()
-        return values_W
+                self._give_up(words, first)
+
+    def _give_up(self, words: Sequence[int], first: int) -> NoReturn:
+        ranks = self.world_size
+        late = [rank for rank in range(ranks) if words[rank] < first]
+        last = [max(self._words[rank], self._words[2 * ranks + rank]) >> BITS for rank in late]
+        raise RankLostError(
+            f"dispatch: ranks {late} did not come to call {self.calls} of the exchange within "
+            f"{self.timeout_s} s; their last was {last}"
+        )

@@ -246,22 +246,25 @@ class Nvlink(Collective):
         """Most tokens of a rank in this call, and the first rank whose input is wrong. Every rank's host
         waits for the others to come to the same call; the GPUs are asked for nothing. note: 0 to 2^32 - 1;
         see `agreed`."""
-        self._refuse_closed()
-        words = self._board.tell(tokens << 1 | int(not fine), note, self.check)
-        wrong = next((rank for rank, word in enumerate(words) if word & 1), None)
-        return max(word >> 1 for word in words), wrong
+        if self._closed:
+            self._refuse_closed()
+        words = self._board.tell(tokens << 1 | (not fine), note, self.check)
+        wrong = [rank for rank, word in enumerate(words) if word & 1]
+        return max(words) >> 1, wrong[0] if wrong else None
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise `ExchangeError` if a call has failed, on any heap; see `ExchangeBase.check`."""
         if self._failure is not None:
             raise self._failure
-        for exchange in self._all():
-            exchange.check(synchronize=synchronize)
+        for exchanges in (self._exchanges.values(), self._captured):
+            for exchange in exchanges:
+                exchange.check(synchronize=synchronize)
 
     @property
     def agreed(self) -> bool:
         """Whether the notes of all ranks were the same in the last call."""
-        return len(set(self._board.notes_W)) == 1
+        notes_W = self._board.notes_W
+        return notes_W.count(notes_W[0]) == len(notes_W)
 
     @property
     def capturing(self) -> bool:
@@ -271,7 +274,8 @@ class Nvlink(Collective):
     def exchange_of(self, size: Size, room: int) -> NvlinkExchange:
         """The kernels and their heap that served a dispatch with room for so many tokens, or those that came
         after them."""
-        self._refuse_closed()
+        if self._closed:
+            self._refuse_closed()
         return self._exchanges[size, room_for(room)]
 
     def exchange_for(self, size: Size, placement: Placement, most: int, observer: Listener) -> NvlinkExchange:

@@ -65,6 +65,8 @@ class ExchangeBase:
         self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
         self._captured = False
         self._groups: dict[Any, Struct] = {}
+        self._places: dict[tuple[int, int], tuple[int, int] | None] = {}
+        """`expert_shape` by bytes of a row and multiprocessors."""
         self.serial = next(_serials)
         variants = shipped_variants() if shape.ranks <= lay.MOST_RANKS else [ROUTE_MANY]
         self._load = load
@@ -73,6 +75,8 @@ class ExchangeBase:
         self.route_blocks, self._route_shared = lay.route_blocks(shape, wanted, self._room)
         pinned = self.device.type == "cuda"
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
+        """The first word of every status, in pinned memory that the kernels write: 0 while all is well."""
         self._tables = placement_tables(placement, self.device)
         self._made_for = shape, placement, self._room
 
@@ -109,15 +113,16 @@ class ExchangeBase:
         if synchronize and self.device.type == "cuda":
             # host sync: asked for
             torch.cuda.synchronize(self.device)
-        # on the host: pinned memory that the kernels write
-        raise_failure(self._status.tolist(), self.timeout)
+        for word in self._codes:
+            if word.value:
+                # on the host: pinned memory that the kernels write
+                raise_failure(self._status.tolist(), self.timeout)
 
     @property
     def usable(self) -> bool:
         """Whether calls can go on. One that has failed stays so on every rank: `close()` it, and make
         another, if all ranks are there."""
-        # on the host: pinned memory that the kernels write
-        return not any(status[0] for status in self._status.tolist())
+        return not any(word.value for word in self._codes)
 
     def overflows(self) -> list[int]:
         """How many routings of each local rank did not fit `row_capacity` or `token_capacity`; the flag of
@@ -187,7 +192,8 @@ class ExchangeBase:
         buffer, so from the first capture on that may have been the call before."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:
             self._captured = True
-        return self._calls[kind] % self.shape.buffers, 1 if self._captured else self.shape.buffers
+        buffers = self.shape.buffers
+        return self._calls[kind] % buffers, 1 if self._captured else buffers
 
     def _count_routing(self, blocks: int) -> None:
         """A kernel that is launched for rows routes too."""

@@ -218,7 +218,10 @@ class NvlinkExchange(ExchangeBase):
         """
         row_bytes = self._row_bytes(x)
         num_sms = num_sms or default_sms(row_bytes, compact=False)
-        place = expert_shape(self.shape, row_bytes, num_sms, self._room)
+        at = row_bytes, num_sms
+        if at not in self._places:
+            self._places[at] = expert_shape(self.shape, row_bytes, num_sms, self._room)
+        place = self._places[at]
         if place is None:
             routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced)
             return self.pull(x, routed, num_sms, out), routed

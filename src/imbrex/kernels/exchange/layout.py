@@ -25,6 +25,7 @@ buffers, it nearly always has: no barrier stands in the way of the data.
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 from imbrex.kernels.routing.split_layout import flow_bytes
@@ -220,6 +221,7 @@ def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
 QUANTISERS = 14
 
 
+@functools.cache
 def mover_shared(row_bytes: int, targets: int, quantisers: int = 0, besides: int = 0) -> tuple[int, int]:
     """Stages and bytes of shared memory of a kernel that moves rows to at most `targets` addresses each.
 
@@ -265,6 +267,7 @@ FP8_SMS = 32
 """SMs of a combine whose sums cross as fp8: from here on it is faster than bf16, on 24 not."""
 
 
+@functools.cache
 def reduce_shared(row_bytes: int, wire: str) -> int:
     """Shared memory of the combine kernel: each warp has slots for steps of 2048 bytes, two lists of terms
     and, where sums cross as fp8, the scales of a row.
@@ -278,6 +281,7 @@ def _wire_steps(row_bytes: int) -> int:
     return -(-row_bytes // 1024)
 
 
+@functools.cache
 def wire_bytes(row_bytes: int, wire: str) -> int:
     """From one sum to the next where they cross as `wire`: `exchange/wire.cuh` says what is in it."""
     return -(-(_wire_steps(row_bytes) * (512 + 16)) // 128) * 128 if wire == "fp8" else row_bytes
@@ -288,6 +292,7 @@ def partial_bytes(shape: Shape) -> int:
     return (shape.ranks - 1) * shape.max_tokens * max(shape.row_bytes, wire_bytes(1, "fp8"))
 
 
+@functools.cache
 def combine_pieces(max_tokens: int, wire: str = "bf16") -> tuple[int, int, int]:
     """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing: measured."""
     reducers = 14 if wire == "fp8" else 10

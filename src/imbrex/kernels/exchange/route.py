@@ -70,9 +70,10 @@ def _check_choices(shape: lay.Shape, ids: Tensor, weights: Tensor, tokens: Tenso
             f"exchange: ids of shape {tuple(ids.shape)}; here there is room for at most {most} tokens of "
             f"{shape.choices} choices"
         )
-    for given, dtype in ((ids, torch.int64), (weights, torch.float32)):
-        assert given.dtype == dtype
-        assert given.is_contiguous()
+    assert ids.dtype == torch.int64
+    assert weights.dtype == torch.float32
+    assert ids.is_contiguous()
+    assert weights.is_contiguous()
 
 
 def check_shape(placement: Placement, shape: lay.Shape, *, moves: bool) -> None:

@@ -7,7 +7,6 @@ the rows that there is room for. Rows past the last of `ends_e` are neither read
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,19 +33,15 @@ COUNTERS = 4
 """int32 zeros before the ends: a product counts its tiles in two; four let the ends begin at 16 bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Groups:
     """Where the rows of every expert end. `plan`: int32 [COUNTERS + e] on the device."""
 
-    plan: Tensor
+    __slots__ = ("counter", "ends_e", "plan")
 
-    @functools.cached_property
-    def ends_e(self) -> Tensor:
-        return self.plan[COUNTERS:]
-
-    @functools.cached_property
-    def counter(self) -> Tensor:
-        return self.plan[:2]
+    def __init__(self, plan: Tensor) -> None:
+        self.plan, self.ends_e = plan, plan[COUNTERS:]
+        self.counter = plan
+        """Two zeros, and then others."""
 
 
 def glue_variants() -> list[Variant]:
@@ -67,10 +62,9 @@ def plan_groups(counts_e: Tensor) -> Groups:
     """int64 [e] rows of every expert to their ends; one small kernel, nothing on the host."""
     device, experts = counts_e.device, counts_e.numel()
     plan = torch.empty(COUNTERS + experts, dtype=torch.int32, device=device)
-    groups = Groups(plan=plan)
-    _kernel("plan_groups", device).launch(
-        grid=1, block=32, args=[counts_e.contiguous(), groups.ends_e, plan, experts, COUNTERS]
-    )
+    groups = Groups(plan)
+    args = [counts_e.contiguous(), groups.ends_e, plan, experts, COUNTERS]
+    _kernel("plan_groups", device).launch(grid=1, block=32, args=args)
     return groups
 
 

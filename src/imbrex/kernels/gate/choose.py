@@ -114,8 +114,7 @@ def run_choose_backward(logits_TE: Tensor, ids_TK: Tensor, d_weights_TK: Tensor,
 def _launch(entry: str, logits_TE: Tensor, choice: Choice, args: list[Any]) -> None:
     tokens, experts = logits_TE.shape
     if tokens:
-        values = next(v for v in VALUES if experts <= 32 * v)
-        kernel = _kernel(entry, values, choice.sigmoid, logits_TE.device)
+        kernel = _kernel(entry, experts, choice.sigmoid, logits_TE.device)
         kernel.launch(grid=-(-tokens // (THREADS // 32)), block=THREADS, args=args)
 
 
@@ -126,5 +125,6 @@ def _variant(entry: str, values: int, sigmoid: bool) -> Variant:
 
 
 @functools.cache
-def _kernel(entry: str, values: int, sigmoid: bool, device: torch.device) -> Kernel:
+def _kernel(entry: str, experts: int, sigmoid: bool, device: torch.device) -> Kernel:
+    values = next(values for values in VALUES if experts <= 32 * values)
     return load(_variant(entry, values, sigmoid), device)

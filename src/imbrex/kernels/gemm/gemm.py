@@ -360,8 +360,10 @@ def launch_gemm(
         layout, epilogue, tiling, blocks,
         a.data_ptr(), a.shape, a.stride(0), b.data_ptr(), b.shape, out.data_ptr(), out.shape,
         ends_e.data_ptr(), ends_e.shape, counter.data_ptr(), device,
-        *(0 if t is None else t.data_ptr() for t in (gate_up, weights_R, index_R)),
-        *(None if part is None else part.key() for part in (scales, slopes)),
+        None if gate_up is None else gate_up.data_ptr(),
+        None if weights_R is None else weights_R.data_ptr(),
+        None if index_R is None else index_R.data_ptr(),
+        None if scales is None else scales.key(), None if slopes is None else slopes.key(),
         None if segments is None else (segments.data_ptr(), segments.shape[0]),
         beside.key,
     )  # fmt: skip
