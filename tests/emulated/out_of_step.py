@@ -21,6 +21,7 @@ import torch
 from imbrex.kernels import jit
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.heap import VirtualHeap
+from imbrex.kernels.routing.routed import Addresses
 from tests.emulated.kernel import _library
 from tests.emulated.scenario import Case, make_exchange
 
@@ -73,7 +74,7 @@ class OutOfStep:
         self.case, ranks = case, case.ranks
         self.launches: list[list[Any]] = [[] for _ in range(ranks)]
         self.routed = [
-            Routed(**{name: getattr(routed, name)[rank : rank + 1] for name in Routed._fields})
+            Routed(**{name: getattr(routed, name)[rank : rank + 1] for name in Addresses._fields})
             for rank in range(ranks)
         ]
         self._kept: list[torch.Tensor] = []

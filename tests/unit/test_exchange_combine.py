@@ -102,7 +102,7 @@ def test_a_token_whose_rows_are_all_one_too_many_adds_zero(wire: str) -> None:
     for _ in range(2):  # what stands in both buffers must not come back
         exchange.combine(torch.full_like(rows, float("nan")), routed, weighted=False, num_sms=2, wire=wire)
     budget, position_LWTK = 5, routed.position_LWTK
-    few = routed._replace(position_LWTK=torch.where(position_LWTK < budget, position_LWTK, -1))
+    few = routed.replace(position_LWTK=torch.where(position_LWTK < budget, position_LWTK, -1))
     fewer = rows.clone()
     fewer[:, budget:] = 0
     y = exchange.combine(rows, few, weighted=False, num_sms=2, wire=wire)
@@ -124,7 +124,7 @@ def test_whole_rows_are_one_stream(wire: str) -> None:
     rows = torch.randn(3, exchange.shape.row_capacity, width, generator=make).bfloat16()
     numbers = torch.rand(3, exchange.shape.row_capacity, generator=make)
     home_numbers = torch.empty(3, 530, 2)
-    few = routed._replace(position_LWTK=torch.where(routed.position_LWTK < budget, routed.position_LWTK, -1))
+    few = routed.replace(position_LWTK=torch.where(routed.position_LWTK < budget, routed.position_LWTK, -1))
     y = exchange.combine(
         *(rows, few),
         num_sms=1,

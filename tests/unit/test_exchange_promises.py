@@ -83,8 +83,8 @@ def test_debug_looks_before_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> No
     last = int(routed.position_LWTK.max())
     below, above, twice = (inputs.ids_WTK.clone() for _ in range(3))
     below[1, 0, 0], above[0, 3, 1], twice[2, 8] = -2, 6, 4
-    far = routed._replace(send_row_LTW=routed.send_row_LTW + exchange.shape.token_capacity)
-    low = routed._replace(position_LWTK=routed.position_LWTK - 1)
+    far = routed.replace(send_row_LTW=routed.send_row_LTW + exchange.shape.token_capacity)
+    low = routed.replace(position_LWTK=routed.position_LWTK - 1)
     given = inputs.weights_WTK, inputs.tokens_W
     calls = {
         r"expert ids outside \[-1, 6\)": lambda: exchange.route(below, *given),

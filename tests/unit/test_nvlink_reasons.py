@@ -13,6 +13,7 @@ from imbrex.contracts import Geometry
 from imbrex.exchange.nvlink import most_rows
 from imbrex.exchange.nvlink_fit import kernel_placement, why_not_nvlink
 from imbrex.kernels import jit
+from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
 from imbrex.kernels.rows.weights import spread
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 from imbrex.transport.nvlink import Nvlink, NvlinkError, Size
@@ -62,10 +63,31 @@ def test_a_rank_alone_is_told_why() -> None:
 
 def test_weights_stand_where_their_rows_are() -> None:
     """Two ranks' tokens, two choices each: rows 2 and 0 are here."""
-    position_WTK = torch.tensor([[[2, -1]], [[-1, 0]]], dtype=torch.int32)
-    weights_WTK = torch.tensor([[[0.5, 9.0]], [[9.0, 0.25]]])
-    weights_R = spread(weights_WTK, position_WTK, 3)
+    routed = empty_routed(Sizes(local_ranks=1, ranks=2, choices=2, most_slots=3), 1, torch.device("cpu"))
+    routed.position_LWTK[:] = torch.tensor([[[2, -1]], [[-1, 0]]])
+    routed.weights_LWTK[:] = torch.tensor([[[0.5, 9.0]], [[9.0, 0.25]]])
+    routed.counts_Le[:] = torch.tensor([1, 1, 7])
+    weights_R, counts_e = spread(routed, 3, 2)
     assert weights_R[[0, 2]].tolist() == [0.25, 0.5]
+    assert counts_e.tolist() == [1, 1]
+
+
+def test_parts_of_one_piece_of_memory() -> None:
+    """They begin at 128 bytes, none lies in another, and the tokens there is room for are known again."""
+    for sizes in (Sizes(2, 3, 5, 7), Sizes(1, 1, 1, 1), Sizes(1, 16, 8, 300)):
+        for tokens in (1, 64, 777):
+            routed = empty_routed(sizes, tokens, torch.device("cpu"))
+            assert routed.words_TC is not None
+            again = Routed.of_words(routed.words_TC, sizes)
+            assert again.max_tokens == tokens
+            assert again.addresses == routed.addresses == tuple(part.data_ptr() for part in again)
+            first = routed.words_TC.data_ptr()
+            assert [(address - first) % 128 for address in routed.addresses] == [0] * 7
+            routed.words_TC.zero_()
+            for number, part in enumerate(routed, 1):
+                assert not part.any()
+                part.fill_(number)
+            assert [part.unique().tolist() for part in routed] == [[number] for number in range(1, 8)]
 
 
 def test_slots_stand_for_experts_where_the_caller_splits() -> None:

@@ -46,7 +46,7 @@ from imbrex.kernels.exchange.layout import Shape
 from imbrex.kernels.exchange.staged import Staged
 from imbrex.kernels.ffn.glue import weigh_rows
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
-from imbrex.kernels.routing.routed import Tables, placement_tables, write_tables
+from imbrex.kernels.routing.routed import Sizes, Tables, placement_tables, write_tables
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread
 from imbrex.runtime.deferred import Deferral
@@ -69,11 +69,6 @@ def most_rows(shape: Shape, most: int) -> int:
     while room % 2 == 0 and room // 2 >= most:
         room //= 2
     return shape.row_capacity // shape.max_tokens * room
-
-
-def read_state(state: Sequence[Tensor]) -> Routed:
-    """The state of a handle as kernels take it: the fields of `Routed`, in their order."""
-    return Routed(*state)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +143,7 @@ class NvlinkDispatcher(WiredDispatcher):
             row_bytes=geometry.hidden_size * DTYPE.itemsize,
             compact=is_coded(self.wire.dispatch) or is_coded(self.wire.combine_backward),
         )
+        self._sizes = Sizes(1, self.world_size, geometry.top_k, self.size.most_slots)
         lengths = placed.placement.num_experts + 1, placed.placement.num_slots, placed.placement.num_ranks + 1
         if self._tables and tuple(len(table) for table in self._tables) == lengths:
             write_tables(self._tables, placed.placement)
@@ -232,9 +228,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_RD, beside = given.rows, replace(given, movers=self.roles.rows)
             else:
                 rows_RD = given
-            told = routed.weights_LWTK, routed.position_LWTK, routed.counts_Le
-            weights_R, counts_e = spread(*told, rows_RD.shape[0], self._slots)
-            return Arrived(rows_RD, weights_R, counts_e, list(routed), beside)
+            weights_R, counts_e = spread(routed, rows_RD.shape[0], self._slots)
+            return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
         stages = form is RowForm.UNDER_WAY
         return self._crossing(partial(self._send, plan, x_TD, weights_TK, expand, stages=stages), read)
@@ -326,20 +321,11 @@ class NvlinkDispatcher(WiredDispatcher):
         return plan.choose_slots(ids_TK, split_WS[geometry.rank], geometry.placement)
 
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
-        ranks, most, choices = self.world_size, size(), ids_TK.shape[1]
+        return [ids_TK.new_empty(size(), self._sizes.columns, dtype=torch.int32)]
 
-        def number(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-            return ids_TK.new_empty(shape, dtype=dtype)
-
-        return [
-            number(1, ranks, most, choices),
-            number(1, ranks, most, choices, dtype=torch.float32),
-            number(1, ranks, most),
-            number(1, most, ranks),
-            number(1, self.size.most_slots),
-            number(1, 4),
-            number(1, ranks),
-        ]
+    def read_state(self, state: Sequence[Tensor]) -> Routed:
+        """The state of a handle as kernels take it."""
+        return Routed.of_words(state[0], self._sizes)
 
     def combine(
         self,
@@ -367,7 +353,7 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> Crossing[tuple[Tensor, Tensor]]:
         def work() -> Tensor:
             with self.observer.span("combine_backward", layer=self.layer):
-                given = d_y_TD.contiguous(), read_state(state), len(weights_R)
+                given = d_y_TD.contiguous(), self.read_state(state), len(weights_R)
                 return self._move_out(*given, self.wire.combine_backward)
 
         return self._crossing(work, lambda d_y_RD: self._weigh(d_y_RD, rows_RD, weights_R, state))
@@ -420,7 +406,7 @@ class NvlinkDispatcher(WiredDispatcher):
             return self.dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens, out)
 
         def work() -> tuple[Tensor, Tensor]:
-            routed, (d_x_TD, d_weights_TK) = read_state(state), out
+            routed, (d_x_TD, d_weights_TK) = self.read_state(state), out
             values = d_weights_R.contiguous(), d_weights_TK
             sums = {} if self.roles.sums is None else {"first_blocks": self.roles.sums}
             with self.observer.span("dispatch_backward", layer=self.layer):
@@ -435,7 +421,7 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         with self.observer.span("dispatch_again", layer=self.layer):
-            return self._move_out(x_TD.contiguous(), read_state(state), num_rows, self.wire.dispatch)
+            return self._move_out(x_TD.contiguous(), self.read_state(state), num_rows, self.wire.dispatch)
 
     def _weigh(
         self, d_y_RD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
@@ -445,7 +431,7 @@ class NvlinkDispatcher(WiredDispatcher):
             return d_y_RD, weights_R.new_empty(0)
         with self.observer.span("combine_backward", layer=self.layer):
             if rows_RD.is_cuda:
-                num_rows_1 = read_state(state).totals_L4[0, :1]
+                num_rows_1 = self.read_state(state).totals_L4[0, :1]
                 d_rows_RD, d_weights_R = weigh_rows(d_y_RD, rows_RD.contiguous(), weights_R, num_rows_1)
                 assert d_weights_R is not None
                 return d_rows_RD, d_weights_R
@@ -453,7 +439,7 @@ class NvlinkDispatcher(WiredDispatcher):
             return (d_y_RD.float() * weights_R[:, None]).to(DTYPE), d_weights_R
 
     def _kernels(self, routed: Routed) -> NvlinkExchange:
-        kernels = self.transport.exchange_of(self.size, routed.position_LWTK.shape[2])
+        kernels = self.transport.exchange_of(self.size, routed.max_tokens)
         kernels.layer = self.layer
         return kernels
 
@@ -470,7 +456,7 @@ class NvlinkDispatcher(WiredDispatcher):
         values: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """The rows of a token, and what is added, into `out_TD`, contiguous; and the values of its rows."""
-        routed = read_state(state)
+        routed = self.read_state(state)
         self._kernels(routed).combine(
             rows_RD.contiguous(),
             routed,

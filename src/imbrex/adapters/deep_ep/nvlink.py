@@ -167,7 +167,7 @@ class NvlinkBackend(BackendBase):
         return replace(link, placed=placed, num_rows=size)
 
     def _kernels(self, link: KernelRoute) -> NvlinkExchange:
-        return self.transport.exchange_of(link.size, link.expert.position_LWTK.shape[2])
+        return self.transport.exchange_of(link.size, link.expert.max_tokens)
 
     def carry(self, columns: Sequence[Tensor], route: KernelRoute) -> list[Tensor]:
         """Columns of a token [T, ...] to columns of compact rows [`num_rows`, ...]; those past what is
@@ -279,7 +279,7 @@ class NvlinkBackend(BackendBase):
         link = route
         missing = link.expert.weights_LWTK.shape[2] - len(weights_TK)
         told = self.tell(F.pad(weights_TK, [0, 0, 0, missing]))[None]
-        return replace(link, expert=link.expert._replace(weights_LWTK=told))
+        return replace(link, expert=link.expert.replace(weights_LWTK=told))
 
     def plan_ranks(
         self,
@@ -391,7 +391,7 @@ def _row_bytes(columns: Sequence[Tensor], more: int) -> int:
 def expert_major(link: KernelRoute, permutation: Permutation) -> Routed:
     """The routing with the rows where `permutation` has them."""
     position = permutation.position_NK.view_as(link.expert.position_LWTK).int()
-    return link.expert._replace(position_LWTK=position)
+    return link.expert.replace(position_LWTK=position)
 
 
 def permute(link: KernelRoute, budget: int | None, *, on_host: bool) -> Permutation:

@@ -24,7 +24,7 @@ from imbrex.bench.shapes import MODELS, Shape
 from imbrex.bench.skew import make_routing
 from imbrex.contracts import Routing, Strategy
 from imbrex.exchange.exchange import Exchange
-from imbrex.exchange.nvlink import NvlinkDispatcher, read_state
+from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.experts.experts import Experts
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.observe.clock import device_microseconds
@@ -274,7 +274,7 @@ def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> 
     x_TD, ids_TK, weights_TK = inputs.x_TD, inputs.routing.ids_TK, inputs.routing.weights_TK
     with torch.no_grad():
         dispatched = runner.exchange.dispatch(x_TD, inputs.routing)
-        out_RD, routed = runner.experts(dispatched), read_state(dispatched.handle.state)
+        out_RD, routed = runner.experts(dispatched), dispatcher.read_state(dispatched.handle.state)
     kernels = dispatcher.transport.exchange_of(dispatcher.size, len(x_TD))
     calls: dict[str, Callable[[], object]] = {
         "route": lambda: kernels.route(ids_TK, weights_TK),

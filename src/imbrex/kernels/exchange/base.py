@@ -19,7 +19,7 @@ from imbrex.kernels.exchange.error import raise_failure
 from imbrex.kernels.exchange.route import check_shape, route_args
 from imbrex.kernels.exchange.variants import ROUTE_MANY, shipped_variants
 from imbrex.kernels.heap import Heap
-from imbrex.kernels.routing.routed import Routed, Tables, placement_tables
+from imbrex.kernels.routing.routed import Routed, Sizes, Tables, empty_routed, placement_tables
 from imbrex.kernels.structs import Struct
 
 _serials = itertools.count()
@@ -77,6 +77,7 @@ class ExchangeBase:
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
         """The first word of every status, in pinned memory that the kernels write: 0 while all is well."""
+        self._sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
         self._tables = placement_tables(placement, self.device)
         self._made_for = shape, placement, self._room
 
@@ -201,9 +202,9 @@ class ExchangeBase:
         self.last_sms["route"] = blocks
 
     def _empty_routed(self, max_tokens: int) -> Routed:
-        routed = empty_routed(self.shape, self.local_ranks, self.device, max_tokens)
-        for part in routed if self.debug else ():
-            poison(part)
+        routed = empty_routed(self._sizes, max_tokens, self.device)
+        if self.debug and routed.words_TC is not None:
+            poison(routed.words_TC)
         return routed
 
     def _unwritten(self, tensor: Tensor) -> Tensor:
@@ -236,18 +237,3 @@ class ExchangeBase:
         start = offset + buffer * self._buffer_bytes(rows)
         part = self.heap.local[:, start : start + rows * width * dtype.itemsize]
         return part.view(dtype).view(self.local_ranks, rows, width)
-
-
-def empty_routed(shape: lay.Shape, local_ranks: int, device: torch.device, max_tokens: int) -> Routed:
-    """Room for what the kernel writes of at most `max_tokens` tokens a rank."""
-    ranks, choices, empty, number = shape.ranks, shape.choices, torch.empty, torch.int32
-    all_choices = local_ranks, ranks, max_tokens, choices
-    return Routed(
-        position_LWTK=empty(all_choices, dtype=number, device=device),
-        weights_LWTK=empty(all_choices, dtype=torch.float32, device=device),
-        recv_row_LWT=empty((local_ranks, ranks, max_tokens), dtype=number, device=device),
-        send_row_LTW=empty((local_ranks, max_tokens, ranks), dtype=number, device=device),
-        counts_Le=empty((local_ranks, shape.most_slots), dtype=number, device=device),
-        totals_L4=empty((local_ranks, 4), dtype=number, device=device),
-        tokens_LW=empty((local_ranks, ranks), dtype=number, device=device),
-    )

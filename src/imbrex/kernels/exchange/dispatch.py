@@ -142,20 +142,20 @@ def pull_args(
     early_groups: int = 0,
 ) -> tuple[Any, int]:
     """And the shared memory of a block. buffer: as for `push_args`."""
-    row_bytes, most = x.shape[-1] * x.element_size(), routed.position_LWTK.shape[2]
+    row_bytes, at = x.shape[-1] * x.element_size(), routed.addresses
     stages, shared = lay.mover_shared(row_bytes, shape.choices)
     args = lay.Pull(
         x=x,
         out=out,
-        position=routed.position_LWTK,
-        tokens=routed.tokens_LW,
+        position=at.position_LWTK,
+        tokens=at.tokens_LW,
         staged_at=layout.staged,
         buffer_bytes=shape.max_tokens * shape.row_bytes,
         inbox_at=layout.inbox,
         x_stride=rank_stride(x),
         out_stride=rank_stride(out),
         out_bytes=out.shape[-2] * row_bytes,
-        max_tokens=most,
+        max_tokens=routed.max_tokens,
         choices=shape.choices,
         row_bytes=row_bytes,
         stages=stages,

@@ -350,7 +350,7 @@ class NvlinkExchange(ExchangeBase):
         [L, row_capacity]), and where those of every choice's row go, [T, K] (or [L, max_tokens, K]).
         out: where the result goes, contiguous.
         """
-        width, most = rows.shape[-1], routed.position_LWTK.shape[2]
+        width, most = rows.shape[-1], routed.max_tokens
         num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
         check_wire(wire, width)
         if self.debug:
@@ -396,7 +396,7 @@ class NvlinkExchange(ExchangeBase):
             *(self.shape, self.layout, rows, None, out, routed),
             (rank_stride(rows), 0, rank_stride(out)),
             values,
-            pieces=lay.combine_pieces(routed.position_LWTK.shape[2]),
+            pieces=lay.combine_pieces(routed.max_tokens),
             wire="bf16",
             weighted=False,
         )

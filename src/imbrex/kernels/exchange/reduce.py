@@ -37,7 +37,7 @@ def reduce_args(
 ) -> ctypes.Structure:
     """Arguments of a combine. strides: bytes between the ranks of this launch in rows, addend and out.
     pieces: tokens that a warp draws at once, parts of a row, warps that begin by reducing."""
-    width, most = rows.shape[-1], routed.position_LWTK.shape[2]
+    width, most, at = rows.shape[-1], routed.max_tokens, routed.addresses
     given, home = values or (None, None)
     for value in values or ():
         assert value.dtype == torch.float32
@@ -46,11 +46,11 @@ def reduce_args(
         rows=rows,
         addend=addend,
         out=out,
-        position=routed.position_LWTK,
-        weights=routed.weights_LWTK if weighted else None,
-        recv_row=routed.recv_row_LWT,
-        send_row=routed.send_row_LTW,
-        tokens=routed.tokens_LW,
+        position=at.position_LWTK,
+        weights=at.weights_LWTK if weighted else None,
+        recv_row=at.recv_row_LWT,
+        send_row=at.send_row_LTW,
+        tokens=at.tokens_LW,
         values=given,
         values_out=home,
         values_at=layout.values,

@@ -28,7 +28,7 @@ def route_args(
     traffic: Tensor | None = None,
 ) -> ctypes.Structure:
     """`at`: where ids, scratch and token counts lie in the heap."""
-    most = routed.position_LWTK.shape[2]
+    most, to = routed.max_tokens, routed.addresses
     _check_choices(shape, ids, weights, tokens, most)
     return lay.Route(
         ids=ids,
@@ -37,13 +37,13 @@ def route_args(
         first_replica=tables[0],
         replica_slots=tables[1],
         rank_offsets=tables[2],
-        position=routed.position_LWTK,
-        all_weights=routed.weights_LWTK,
-        recv_row=routed.recv_row_LWT,
-        send_row=routed.send_row_LTW,
-        counts=routed.counts_Le,
-        totals=routed.totals_L4,
-        all_tokens=routed.tokens_LW,
+        position=to.position_LWTK,
+        all_weights=to.weights_LWTK,
+        recv_row=to.recv_row_LWT,
+        send_row=to.send_row_LTW,
+        counts=to.counts_Le,
+        totals=to.totals_L4,
+        all_tokens=to.tokens_LW,
         tally=tally,
         traffic=traffic,
         ids_at=at[0],

@@ -321,6 +321,10 @@ def _fitted(
     return tiling._replace(cluster=1), wide
 
 
+def _at(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def launch_gemm(
     layout: Layout,
     a: torch.Tensor,
@@ -360,9 +364,7 @@ def launch_gemm(
         layout, epilogue, tiling, blocks,
         a.data_ptr(), a.shape, a.stride(0), b.data_ptr(), b.shape, out.data_ptr(), out.shape,
         ends_e.data_ptr(), ends_e.shape, counter.data_ptr(), device,
-        None if gate_up is None else gate_up.data_ptr(),
-        None if weights_R is None else weights_R.data_ptr(),
-        None if index_R is None else index_R.data_ptr(),
+        _at(gate_up), _at(weights_R), _at(index_R),
         None if scales is None else scales.key(), None if slopes is None else slopes.key(),
         None if segments is None else (segments.data_ptr(), segments.shape[0]),
         beside.key,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,7 +13,61 @@ from torch import Tensor
 from imbrex.contracts import Placement
 
 
-class Routed(NamedTuple):
+class Addresses(NamedTuple):
+    """Where the parts of a `Routed` are, as kernels are told."""
+
+    position_LWTK: int
+    weights_LWTK: int
+    recv_row_LWT: int
+    send_row_LTW: int
+    counts_Le: int
+    totals_L4: int
+    tokens_LW: int
+
+
+ALIGNED = 32
+"""Words: parts of packed memory begin at multiples of it."""
+
+
+class Sizes(NamedTuple):
+    """How many local ranks L, ranks W, choices K and slots e at most the parts of a `Routed` have."""
+
+    local_ranks: int
+    ranks: int
+    choices: int
+    most_slots: int
+
+    @property
+    def columns(self) -> int:
+        """Words of packed memory for a token of every rank."""
+        return self.local_ranks * self.ranks * (2 * self.choices + 2)
+
+    @property
+    def more_rows(self) -> int:
+        """Rows of so many words for what does not grow with the tokens, and for parts to be aligned."""
+        few = self.local_ranks * (self.most_slots + 4 + self.ranks) + len(Addresses._fields) * ALIGNED
+        return -(-few // self.columns)
+
+    def parts(self, max_tokens: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """The first word and the shape of every part."""
+        local, ranks, by_rank = self.local_ranks, self.ranks, (self.local_ranks, self.ranks, max_tokens)
+        shapes = (
+            (*by_rank, self.choices),
+            (*by_rank, self.choices),
+            by_rank,
+            (local, max_tokens, ranks),
+            (local, self.most_slots),
+            (local, 4),
+            (local, ranks),
+        )
+        parts, at = {}, 0
+        for name, shape in zip(Addresses._fields, shapes, strict=True):
+            parts[name] = at, shape
+            at += -(-math.prod(shape) // ALIGNED) * ALIGNED
+        return parts
+
+
+class Routed:
     """Positions of every row. L is the number of ranks in this process (1, except for virtual ranks).
 
     position_LWTK: int32; expert-major row, on this rank, of every choice of every rank's tokens; -1: not
@@ -23,6 +80,9 @@ class Routed(NamedTuple):
     totals_L4: int32; expert-major rows R, rows received M, 1 on overflow (then rows past the capacity are
         dropped), 0.
     tokens_LW: int32; tokens of every rank.
+
+    words_TC: int32; the memory of all of them, where it is one piece: then tensors are made when somebody
+        looks at them. Seven of them cost the host as much as a launch, and kernels want addresses only.
     """
 
     position_LWTK: Tensor
@@ -32,6 +92,61 @@ class Routed(NamedTuple):
     counts_Le: Tensor
     totals_L4: Tensor
     tokens_LW: Tensor
+    words_TC: Tensor | None = None
+    addresses: Addresses
+    max_tokens: int
+    _sizes: Sizes
+
+    def __init__(self, *parts: Tensor, **named: Tensor) -> None:
+        named |= zip(Addresses._fields, parts, strict=False)
+        assert set(named) == set(Addresses._fields)
+        self.__dict__.update(named)
+        self.max_tokens = self.position_LWTK.shape[2]
+        self.addresses = Addresses(*(part.data_ptr() for part in self))
+
+    @classmethod
+    def of_words(cls, words_TC: Tensor, sizes: Sizes) -> Routed:
+        """The parts that lie in one piece of memory, as `empty_routed` makes it."""
+        routed = cls.__new__(cls)
+        routed.words_TC, routed._sizes = words_TC, sizes
+        routed.max_tokens = words_TC.shape[0] - sizes.more_rows
+        first = words_TC.data_ptr()
+        routed.addresses = Addresses(*[first + at for at in _offsets(sizes, routed.max_tokens)])
+        return routed
+
+    @property
+    def num_choices(self) -> int:
+        """L W T K."""
+        local, ranks, choices, _ = self._sizes
+        return local * ranks * self.max_tokens * choices
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in Addresses._fields or self.words_TC is None:
+            raise AttributeError(name)
+        at, shape = self._sizes.parts(self.max_tokens)[name]
+        part = self.words_TC.view(-1)[at : at + math.prod(shape)].view(shape)
+        part = part.view(torch.float32) if name == "weights_LWTK" else part
+        self.__dict__[name] = part
+        return part
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (getattr(self, name) for name in Addresses._fields)
+
+    def replace(self, **parts: Tensor) -> Routed:
+        """With other tensors for some parts."""
+        return Routed(**dict(zip(Addresses._fields, self, strict=True)) | parts)
+
+
+@functools.cache
+def _offsets(sizes: Sizes, max_tokens: int) -> tuple[int, ...]:
+    """In bytes."""
+    return tuple(4 * at for at, _ in sizes.parts(max_tokens).values())
+
+
+def empty_routed(sizes: Sizes, max_tokens: int, device: torch.device) -> Routed:
+    """Room for what a routing kernel writes of at most `max_tokens` tokens a rank."""
+    size = max_tokens + sizes.more_rows, sizes.columns
+    return Routed.of_words(torch.empty(size, dtype=torch.int32, device=device), sizes)
 
 
 Tables = tuple[Tensor, Tensor, Tensor]

@@ -54,7 +54,7 @@ def place_compact(
     _, ranks, most, choices = routed.position_LWTK.shape
     device = traffic_WW.device
     placed = Placed(
-        routed=routed._replace(position_LWTK=torch.empty_like(routed.position_LWTK)),
+        routed=routed.replace(position_LWTK=torch.empty_like(routed.position_LWTK)),
         source_R=torch.empty(num_rows, dtype=torch.int64, device=device),
         place_TW=torch.empty(num_tokens, ranks, dtype=torch.int32, device=device),
         received=torch.empty(1, dtype=torch.int32, device=device),

@@ -5,16 +5,25 @@
 
 namespace rows {
 
+struct Weights {
+    const int* position;
+    const float* weights;
+    const int* counts;
+    float* weights_R;
+    i64* counts_e;
+    int choices;
+    int rows;
+    int slots;
+};
+
 __device__ __forceinline__ int first() { return blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int stride() { return gridDim.x * blockDim.x; }
 
-extern "C" __global__ void __launch_bounds__(256)
-    spread_weights(const int* position, const float* weights, const int* counts, int choices, int rows,
-                   int slots, float* weights_R, long long* counts_e) {
-    for (int i = first(); i < slots; i += stride()) counts_e[i] = counts[i];
-    for (int i = first(); i < choices; i += stride()) {
-        const int row = position[i];
-        if (row >= 0 && row < rows) weights_R[row] = weights[i];
+extern "C" __global__ void __launch_bounds__(256) spread_weights(Weights w) {
+    for (int i = first(); i < w.slots; i += stride()) w.counts_e[i] = w.counts[i];
+    for (int i = first(); i < w.choices; i += stride()) {
+        const int row = w.position[i];
+        if (row >= 0 && row < w.rows) w.weights_R[row] = w.weights[i];
     }
 }
 

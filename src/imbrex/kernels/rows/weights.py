@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.jit import Kernel, Variant, load
+from imbrex.kernels.routing.routed import Routed
+from imbrex.kernels.structs import struct
 
 _THREADS, _BLOCKS = 256, 264
 KERNELS = ("spread_weights",)
+Weights = struct("rows/weights.cu", "Weights")
 
 
 def shipped_variants() -> list[Variant]:
@@ -22,29 +25,34 @@ def _kernel(entry: str, device: torch.device) -> Kernel:
     return load(Variant(source="rows/weights.cu", entry=entry), device)
 
 
-def spread(
-    weights: Tensor, position: Tensor, counts: Tensor, num_rows: int, slots: int
-) -> tuple[Tensor, Tensor]:
+def spread(routed: Routed, num_rows: int, slots: int) -> tuple[Tensor, Tensor]:
     """The gate weight of every row, float32 [num_rows], unset where no choice has the row; and rows of every
-    slot, int64 [slots].
-
-    weights: float32; position: int32, of the same shape: the row of a choice, -1 where it has none here.
-    counts: int32, contiguous, `slots` of them or more.
-    """
-    if not weights.is_cuda:
-        weights_R = torch.empty(num_rows, dtype=torch.float32, device=weights.device)
-        here = (position >= 0) & (position < num_rows)
-        weights_R[position[here].long()] = weights[here]
-        return weights_R, counts.flatten()[:slots].long()
-    return run_spread(weights, position, counts, num_rows, slots)
+    slot, int64 [slots]. Of one rank, whose `routed` lies in one piece."""
+    assert routed.words_TC is not None
+    if routed.words_TC.is_cuda:
+        return run_spread(routed, num_rows, slots)
+    position, weights = routed.position_LWTK, routed.weights_LWTK
+    weights_R = torch.empty(num_rows, dtype=torch.float32, device=weights.device)
+    here = (position >= 0) & (position < num_rows)
+    weights_R[position[here].long()] = weights[here]
+    return weights_R, routed.counts_Le[0, :slots].long()
 
 
-def run_spread(
-    weights: Tensor, position: Tensor, counts: Tensor, num_rows: int, slots: int
-) -> tuple[Tensor, Tensor]:
-    device = weights.device
+def run_spread(routed: Routed, num_rows: int, slots: int) -> tuple[Tensor, Tensor]:
+    """The same by the kernel."""
+    assert routed.words_TC is not None
+    device, at = routed.words_TC.device, routed.addresses
     weights_R = torch.empty(num_rows, dtype=torch.float32, device=device)
     counts_e = torch.empty(slots, dtype=torch.int64, device=device)
-    args = [position, weights, counts, position.numel(), num_rows, slots, weights_R, counts_e]
-    _kernel("spread_weights", device).launch(grid=_BLOCKS, block=_THREADS, args=args)
+    args = Weights(
+        position=at.position_LWTK,
+        weights=at.weights_LWTK,
+        counts=at.counts_Le,
+        weights_R=weights_R,
+        counts_e=counts_e,
+        choices=routed.num_choices,
+        rows=num_rows,
+        slots=slots,
+    )
+    _kernel("spread_weights", device).launch(grid=_BLOCKS, block=_THREADS, args=[args])
     return weights_R, counts_e
