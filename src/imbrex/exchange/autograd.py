@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import custom_op, get_ctx
 
 from imbrex.contracts import Crossing, Dispatched, Dispatcher, Routing
-from imbrex.runtime.tracing import differentiated, traced
+from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 Value = TypeVar("Value")
 MOST_FORMS = 1 << 16
@@ -220,7 +219,7 @@ combine_op.register_autograd(differentiate_combine, setup_context=set_up_combine
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        rows_RD, weights_R, addend_TD, num_tokens, key, weighted, begun, ctx.again, *state = inputs
+        rows_RD, weights_R, addend_TD, (num_tokens, key, weighted, begun, ctx.again), *state = inputs
         given = rows_RD, weights_R, addend_TD, state, num_tokens, key, weighted
         set_up_combine(ctx, given, None)
         return run_combine(*given) if begun is None else begun.finish()
@@ -232,7 +231,7 @@ class _Combine(torch.autograd.Function):
         d_rows_RD, d_weights_R, d_addend, *_ = differentiate_combine(ctx, *gradients, run=run)
         if ctx.again is not None:
             ctx.again.fetch()
-        return d_rows_RD, d_weights_R, d_addend, *[None] * (5 + ctx.num_state)
+        return d_rows_RD, d_weights_R, d_addend, None, *[None] * ctx.num_state
 
 
 def combine(
@@ -253,7 +252,8 @@ def combine(
         return combine_op(rows_RD, weights_R, addend_TD, state, *given)
     if not differentiated(rows_RD, weights_R, addend_TD):
         return run_combine(rows_RD, weights_R, addend_TD, state, *given) if begun is None else begun.finish()
-    return _Combine.apply(rows_RD, weights_R, addend_TD, *given, begun, again, *state)
+    # torch looks at every argument by itself
+    return _Combine.apply(rows_RD, weights_R, addend_TD, (*given, begun, again), *state)
 
 
 class _Rows:

@@ -353,7 +353,7 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> Crossing[tuple[Tensor, Tensor]]:
         def work() -> Tensor:
             with self.observer.span("combine_backward", layer=self.layer):
-                given = d_y_TD.contiguous(), self.read_state(state), len(weights_R)
+                given = d_y_TD.contiguous(), self.read_state(state), weights_R.shape[0]
                 return self._move_out(*given, self.wire.combine_backward)
 
         return self._crossing(work, lambda d_y_RD: self._weigh(d_y_RD, rows_RD, weights_R, state))

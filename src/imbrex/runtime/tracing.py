@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import function
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+Backward = Callable[..., Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -30,3 +36,15 @@ def differentiated(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """Makes the backward of a function refuse to be differentiated, as torch's does; where nobody records a
+    backward, without the fifteen calls that switch recording off."""
+    recorded = function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        return (recorded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run

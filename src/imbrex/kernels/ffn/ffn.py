@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import Library, register_autograd, register_fake
 
 from imbrex.kernels.arguments import multiprocessors
@@ -35,7 +34,7 @@ from imbrex.kernels.gemm.gemm import (
 from imbrex.kernels.gemm.tiling import choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.runtime.deferred import Deferral, recording
-from imbrex.runtime.tracing import differentiated, traced
+from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 # Plain dispatcher registrations: `custom_op` adds host time to every call.
 _library = Library("imbrex_experts", "DEF")
@@ -106,7 +105,7 @@ def ffn(
     if not training:
         return run_ffn(*given, beside)[0]
     backward = gradients, recording(gate_up_eGD) and recording(down_eDF)
-    return Ffn.apply(*given, beside, backward)
+    return Ffn.apply(*given[:-1], (keep, beside, backward))  # torch looks at every argument by itself
 
 
 def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None:
@@ -335,7 +334,8 @@ class Ffn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, beside, backward):
+    def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, how):
+        keep, beside, backward = how
         y_RD, gate_up_RG, plan = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, beside)
         ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
         ctx.gradients, ctx.deferral = backward
@@ -345,7 +345,7 @@ class Ffn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_outputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         (d_y_RD,) = grad_outputs
-        rows, gate_up, down, _, weights, *_ = ctx.needs_input_grad
+        rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
         saved, add_to = ctx.saved_tensors, ctx.gradients
         # Zeros of no rows, or no experts, are not worth leaving.
         deferral = ctx.deferral if saved[0].shape[0] and saved[2].shape[0] else None
@@ -366,7 +366,7 @@ class Ffn(torch.autograd.Function):
         d_rows, d_gate_up, d_down, d_weights = (
             found if is_wanted else None for found, is_wanted in zip(found, wanted, strict=True)
         )
-        return d_rows, d_gate_up, d_down, None, d_weights, None, None, None
+        return d_rows, d_gate_up, d_down, None, d_weights, None
 
 
 _library.impl("ffn", run_ffn, "CUDA")

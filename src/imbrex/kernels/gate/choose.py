@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from imbrex.kernels.jit import Kernel, Variant, cached_unavailable, load
-from imbrex.runtime.tracing import differentiated, traced
+from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 KERNELS = ("choose_experts", "choose_experts_backward")
 VALUES = (2, 4, 8, 16)
