@@ -14,9 +14,11 @@ from imbrex.exchange.nvlink import most_rows
 from imbrex.exchange.nvlink_fit import kernel_placement, why_not_nvlink
 from imbrex.kernels import jit
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
-from imbrex.kernels.rows.weights import spread
+from imbrex.kernels.rows import weights
+from imbrex.kernels.rows.weights import run_spread, spread
 from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 from imbrex.transport.nvlink import Nvlink, NvlinkError, Size
+from tests.emulated import kernel
 
 GOOD = Geometry(
     placement=contiguous(8, 4),
@@ -70,6 +72,19 @@ def test_weights_stand_where_their_rows_are() -> None:
     weights_R, counts_e = spread(routed, 3, 2)
     assert weights_R[[0, 2]].tolist() == [0.25, 0.5]
     assert counts_e.tolist() == [1, 1]
+
+
+@pytest.mark.skipif(not kernel.available(), reason="g++ compiles the emulated kernels")
+def test_the_kernel_spreads_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(local_ranks=1, ranks=3, choices=2, most_slots=4)
+    routed = empty_routed(sizes, 40, torch.device("cpu"))
+    routed.position_LWTK[:] = (torch.randperm(240) - 60).view(1, 3, 40, 2)
+    routed.weights_LWTK[:] = torch.rand(1, 3, 40, 2)
+    routed.counts_Le[:] = torch.tensor([50, 0, 70, 9])
+    monkeypatch.setattr(weights, "_BLOCKS", 2)
+    monkeypatch.setattr(weights, "_kernel", lambda entry, device: kernel.load(weights.shipped_variants()[0]))
+    for one, other in zip(run_spread(routed, 170, 3), spread(routed, 170, 3), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_parts_of_one_piece_of_memory() -> None:

@@ -228,6 +228,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_RD, beside = given.rows, replace(given, movers=self.roles.rows)
             else:
                 rows_RD = given
+            assert routed.words_TC is not None
             weights_R, counts_e = spread(routed, rows_RD.shape[0], self._slots)
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 

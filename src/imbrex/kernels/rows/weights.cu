@@ -5,6 +5,8 @@
 
 namespace rows {
 
+constexpr int THREADS = 256;
+
 struct Weights {
     const int* position;
     const float* weights;
@@ -16,10 +18,10 @@ struct Weights {
     int slots;
 };
 
-__device__ __forceinline__ int first() { return blockIdx.x * blockDim.x + threadIdx.x; }
-__device__ __forceinline__ int stride() { return gridDim.x * blockDim.x; }
+__device__ __forceinline__ int first() { return blockIdx.x * THREADS + threadIdx.x; }
+__device__ __forceinline__ int stride() { return gridDim.x * THREADS; }
 
-extern "C" __global__ void __launch_bounds__(256) spread_weights(Weights w) {
+extern "C" __global__ void __launch_bounds__(THREADS) spread_weights(Weights w) {
     for (int i = first(); i < w.slots; i += stride()) w.counts_e[i] = w.counts[i];
     for (int i = first(); i < w.choices; i += stride()) {
         const int row = w.position[i];
