@@ -92,8 +92,8 @@ def make_exchange(case: Case, device: torch.device | str = "cpu", **options: Any
 
 
 def route(case: Case, exchange: NvlinkExchange, inputs: Inputs, tally: Tensor | None = None) -> Routed:
-    given = inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W, tally
-    return exchange.route(*given, balanced=case.balanced)
+    given = inputs.ids_WTK, inputs.weights_WTK, inputs.tokens_W
+    return exchange.route(*given, tally=tally, balanced=case.balanced)
 
 
 def make_plans(case: Case, inputs: Inputs) -> list[Plan]:

@@ -99,12 +99,12 @@ TEXTS = {path: read(path) for path in SOURCES}
 
 
 ROOM_FOR = {
-    "parameters": 12,
+    "parameters": 8,
     "private": 7,
     "probes": 7,
     "doors": 32,
-    "bare": 307,
-    "fragments": 6,
+    "bare": 300,
+    "fragments": 5,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""
 RULES = {

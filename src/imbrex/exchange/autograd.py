@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, get_ctx
 
-from imbrex.contracts import Crossing, Dispatched, Dispatcher, Routing
+from imbrex.contracts import Crossing, Dispatched, Dispatcher, Handle, Routing
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 Value = TypeVar("Value")
@@ -236,18 +236,15 @@ class _Combine(torch.autograd.Function):
 
 def combine(
     rows_RD: Tensor,
-    weights_R: Tensor,
+    handle: Handle,
     addend_TD: Tensor | None,
-    state: Sequence[Tensor],
-    num_tokens: int,
-    key: int,
     weighted: bool,
     begun: Begun | None = None,
     again: Again | None = None,
 ) -> Tensor:
     """Does what `run_combine` does, differentiably. begun: the crossing, where it is under way already.
     again: rows that the backward dispatches once more."""
-    given = num_tokens, key, weighted
+    weights_R, state, given = handle.weights_R, handle.state, (handle.num_tokens, handle.maker, weighted)
     if begun is None and traced(rows_RD, weights_R, addend_TD):
         return combine_op(rows_RD, weights_R, addend_TD, state, *given)
     if not differentiated(rows_RD, weights_R, addend_TD):

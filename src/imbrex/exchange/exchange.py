@@ -308,8 +308,7 @@ class Exchange:
         """
         if not torch.compiler.is_compiling():
             self.check_rows(rows_RD, handle, addend)
-        given = rows_RD, handle.weights_R, addend, handle.state, handle.num_tokens, handle.maker, weighted
-        return autograd.combine(*given, again=again)
+        return autograd.combine(rows_RD, handle, addend, weighted, again=again)
 
     def begin_combine(self, rows_RD: Tensor, handle: Handle, *, weighted: bool = False) -> BegunCombine:
         """Start a combine; its `finish(addend)` gives what `combine` gives. Not inside a compiled graph."""
@@ -406,9 +405,8 @@ class BegunCombine:
 
     def finish(self, addend: Tensor | None = None) -> Tensor:
         """Wait for the partial sums and add them, and `addend`; once."""
-        self._addend_TD, handle = addend, self._handle
-        given = handle.weights_R, addend, handle.state, handle.num_tokens, handle.maker, self._weighted
-        return autograd.combine(self._rows_RD, *given, begun=self._begun)
+        self._addend_TD = addend
+        return autograd.combine(self._rows_RD, self._handle, addend, self._weighted, begun=self._begun)
 
 
 def dispatcher_of(

@@ -43,6 +43,7 @@ from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.layout import Shape
+from imbrex.kernels.exchange.route import Choosing
 from imbrex.kernels.exchange.staged import Staged
 from imbrex.kernels.ffn.glue import weigh_rows
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
@@ -257,7 +258,12 @@ class NvlinkDispatcher(WiredDispatcher):
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
             self.observer.count("expert_load", load_E, **where)
         weights_TK, x_TD = weights_TK.contiguous(), x_TD.contiguous()
-        choose = {"tally": self.tally_WS, "tables": self._tables, "balanced": self.placed.balanced}
+        assert self._tables is not None
+        choose: Choosing = {
+            "tally": self.tally_WS,
+            "tables": self._tables,
+            "balanced": self.placed.balanced,
+        }
         if self.placed.by_slot:
             with self.observer.span("plan", **where):
                 ids_TK = self._choose_slots(ids_TK)

@@ -16,10 +16,10 @@ from imbrex.kernels import jit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.debug import check_choices, poison
 from imbrex.kernels.exchange.error import raise_failure
-from imbrex.kernels.exchange.route import check_shape, route_args
+from imbrex.kernels.exchange.route import Choosing, check_shape, route_args
 from imbrex.kernels.exchange.variants import ROUTE_MANY, shipped_variants
 from imbrex.kernels.heap import Heap
-from imbrex.kernels.routing.routed import Routed, Sizes, Tables, empty_routed, placement_tables
+from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed, placement_tables
 from imbrex.kernels.structs import Struct
 
 _serials = itertools.count()
@@ -87,17 +87,16 @@ class ExchangeBase:
         weights: Tensor,
         tokens: Tensor | None,
         routed: Routed,
-        tally: Tensor | None,
-        tables: Tables | None,
+        choosing: Choosing,
         *,
-        balanced: bool,
-        traffic: Tensor | None = None,
+        small: bool = False,
     ) -> ctypes.Structure:
         if self.debug:
             check_choices(self.shape, ids, tokens)
-        at = self.layout.ids, self.layout.counts, self.layout.tokens
-        made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
-        return route_args(*made, *given, tables or self._tables, balanced=balanced, traffic=traffic)
+        where = self.layout
+        at = (where.small_ids, 0, where.small_tokens) if small else (where.ids, where.counts, where.tokens)
+        tables = choosing.get("tables") or self._tables
+        return route_args(self._made_for, ids, weights, tokens, routed, at, tables, choosing)
 
     @property
     def layer(self) -> int | None:

@@ -27,7 +27,7 @@ written, expired leases included, reads as NaN (`exchange_debug.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from imbrex.kernels import jit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.base import ExchangeBase
-from imbrex.kernels.exchange.debug import check_choices, check_rows, check_sent
+from imbrex.kernels.exchange.debug import check_rows, check_sent
 from imbrex.kernels.exchange.dispatch import (
     STAGE_SMS,
     default_sms,
@@ -49,7 +49,7 @@ from imbrex.kernels.exchange.dispatch import (
 from imbrex.kernels.exchange.error import ExchangeError as ExchangeError
 from imbrex.kernels.exchange.lease import Lease as Lease
 from imbrex.kernels.exchange.reduce import check_wire, reduce_args
-from imbrex.kernels.exchange.route import route_args
+from imbrex.kernels.exchange.route import Choosing
 from imbrex.kernels.exchange.staged import COUNTED, Staged
 from imbrex.kernels.exchange.variants import (
     DISPATCH,
@@ -69,7 +69,7 @@ from imbrex.kernels.exchange.variants import (
     STAGE,
     STAGE_THREADS,
 )
-from imbrex.kernels.routing.routed import Routed, Tables
+from imbrex.kernels.routing.routed import Routed
 
 
 class NvlinkExchange(ExchangeBase):
@@ -80,25 +80,16 @@ class NvlinkExchange(ExchangeBase):
         ids: Tensor,
         weights: Tensor,
         tokens: Tensor | None = None,
-        tally: Tensor | None = None,
-        tables: Tables | None = None,
         *,
-        balanced: bool = False,
         num_sms: int | None = None,
-        traffic: Tensor | None = None,
+        **choosing: Unpack[Choosing],
     ) -> Routed:
         """ids int64 [T, K], weights float32 [T, K]; with virtual ranks [L, max_tokens, K] and `tokens`
-        int32 [L]. tally: int32 [L, W, S]; choices of every rank for every slot are added to it.
-        tables: of another placement of as many experts in the same slots; layers share a heap.
-        balanced: replicas are chosen by the loads of this batch, as `split_balanced`; else in equal parts.
-        num_sms: blocks; more where a batch needs them. traffic: int32 [L, W, W]; how many tokens of every
-        rank every rank wants, its own included, is written to it.
+        int32 [L]. num_sms: blocks; more where a batch needs them.
         """
         ids, weights = ids.contiguous(), weights.contiguous()
         routed = self._empty_routed(self.shape.max_tokens)
-        args = self._route_args(
-            ids, weights, tokens, routed, tally, tables, balanced=balanced, traffic=traffic
-        )
+        args = self._route_args(ids, weights, tokens, routed, choosing)
         blocks, shared = self.route_blocks, self._route_shared
         if num_sms is not None:
             blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)
@@ -140,11 +131,9 @@ class NvlinkExchange(ExchangeBase):
         weights: Tensor,
         num_sms: int | None = None,
         tokens: Tensor | None = None,
-        tally: Tensor | None = None,
-        tables: Tables | None = None,
         *,
-        balanced: bool = False,
         quantise: bool = False,
+        **choosing: Unpack[Choosing],
     ) -> tuple[Lease, Routed]:
         """`route` and `push` in one kernel, rows under way while routing goes on: compact rows and where.
 
@@ -154,11 +143,11 @@ class NvlinkExchange(ExchangeBase):
         num_sms = num_sms or default_sms(row_bytes, compact=True)
         block = dispatch_shape(self.shape, row_bytes, num_sms, quantise=quantise) if not self._room else None
         if block is None:
-            routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced, num_sms=num_sms)
+            routed = self.route(ids, weights, tokens, num_sms=num_sms, **choosing)
             return self.push(x, routed, num_sms, tokens, quantise=quantise), routed
         self._poison_expired()
         routed = self._empty_routed(self.shape.max_tokens)
-        route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=False)
+        route = self._route_args(ids, weights, tokens, routed, choosing)
         buffer = self._next_buffer("push")
         push = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
         args = lay.Dispatch(
@@ -204,11 +193,9 @@ class NvlinkExchange(ExchangeBase):
         weights: Tensor,
         num_sms: int | None = None,
         tokens: Tensor | None = None,
-        tally: Tensor | None = None,
-        tables: Tables | None = None,
         *,
-        balanced: bool = False,
         out: Tensor | None = None,
+        **choosing: Unpack[Choosing],
     ) -> tuple[Tensor, Routed]:
         """`route` and `pull` in one kernel, first tokens under way while ranks route: expert-major rows and
         where.
@@ -223,10 +210,10 @@ class NvlinkExchange(ExchangeBase):
             self._places[at] = expert_shape(self.shape, row_bytes, num_sms, self._room)
         place = self._places[at]
         if place is None:
-            routed = self.route(ids, weights, tokens, tally, tables, balanced=balanced)
+            routed = self.route(ids, weights, tokens, **choosing)
             return self.pull(x, routed, num_sms, out), routed
         routed = self._empty_routed(self.shape.max_tokens)
-        route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
+        route = self._route_args(ids, weights, tokens, routed, choosing)
         out = self._empty_rows(x) if out is None else out
         early, buffer = lay.early_groups(self.shape), self._next_buffer("pull")
         pull, shared = pull_args(self.shape, self.layout, x, out, routed, buffer, early)
@@ -244,19 +231,17 @@ class NvlinkExchange(ExchangeBase):
         tokens: Tensor | None = None,
         *,
         out: Tensor | None = None,
-        **choose: Any,
+        **choosing: Unpack[Choosing],
     ) -> tuple[Staged, Routed]:
         """`route`, and the tokens where peers find them, in one kernel: expert-major rows that a kernel
         brings later (`kernels.fused`), and where.
 
-        Arguments, and `choose`, as there. One kernel brings them, behind this call and before the next one
+        Arguments as there. One kernel brings them, behind this call and before the next one
         that moves rows out. Raises ValueError where routing does not fit a block's shared memory.
         """
         self._row_bytes(x)
         routed = self._empty_routed(self.shape.max_tokens)
-        tally, tables = choose.get("tally"), choose.get("tables")
-        balanced = choose.get("balanced", False)
-        route = self._route_args(ids, weights, tokens, routed, tally, tables, balanced=balanced)
+        route = self._route_args(ids, weights, tokens, routed, choosing)
         blocks, shared = lay.route_blocks(self.shape, num_sms, self._room, fewest=num_sms)
         out = self._empty_rows(x) if out is None else out
         pull, _ = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
@@ -292,10 +277,7 @@ class NvlinkExchange(ExchangeBase):
         weights: Tensor,
         num_sms: int = lay.SMALL_SMS,
         tokens: Tensor | None = None,
-        tally: Tensor | None = None,
-        tables: Tables | None = None,
-        *,
-        balanced: bool = False,
+        **choosing: Unpack[Choosing],
     ) -> tuple[Tensor, Routed]:
         """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
 
@@ -303,13 +285,10 @@ class NvlinkExchange(ExchangeBase):
         """
         row_bytes, few = self._row_bytes(x), min(self.shape.max_tokens, lay.SMALL_TOKENS)
         routed = self._empty_routed(few)
-        if self.debug:
-            check_choices(self.shape, ids, tokens)
+        route = self._route_args(ids, weights, tokens, routed, choosing, small=True)
         out = self._empty_rows(x)
-        at = self.layout.small_ids, 0, self.layout.small_tokens
-        made, given = self._made_for, (ids, weights, tokens, routed, at, tally)
         args = lay.Small(
-            route=route_args(*made, *given, tables or self._tables, balanced=balanced),
+            route=route,
             x=x,
             out=out,
             staged_at=self.layout.small_staged,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -12,22 +13,34 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.routing.routed import Routed, Tables
 
 
+class Choosing(TypedDict, total=False):
+    """How a call of an exchange routes.
+
+    tally: int32 [L, W, S]; choices of every rank for every slot are added to it. tables: of another placement
+    of as many experts in the same slots; layers share a heap. balanced: replicas are chosen by the loads of
+    this batch, as `split_balanced`; else in equal parts. traffic: int32 [L, W, W]; how many tokens of every
+    rank every rank wants, its own included, is written to it (`route` alone).
+    """
+
+    tally: Tensor | None
+    tables: Tables
+    balanced: bool
+    traffic: Tensor | None
+
+
 def route_args(
-    shape: lay.Shape,
-    placement: Placement,
-    room: int,
+    made: tuple[lay.Shape, Placement, int],
     ids: Tensor,
     weights: Tensor,
     tokens: Tensor | None,
     routed: Routed,
     at: tuple[int, int, int],
-    tally: Tensor | None,
     tables: Tables,
-    *,
-    balanced: bool,
-    traffic: Tensor | None = None,
+    choosing: Choosing,
 ) -> ctypes.Structure:
-    """`at`: where ids, scratch and token counts lie in the heap."""
+    """made: what the exchange was made for, and the slots for replicas. at: where ids, scratch and token
+    counts lie in the heap. tables: those of `choosing`, or the exchange's own."""
+    shape, placement, room = made
     most, to = routed.max_tokens, routed.addresses
     _check_choices(shape, ids, weights, tokens, most)
     return lay.Route(
@@ -44,8 +57,8 @@ def route_args(
         counts=to.counts_Le,
         totals=to.totals_L4,
         all_tokens=to.tokens_LW,
-        tally=tally,
-        traffic=traffic,
+        tally=choosing.get("tally"),
+        traffic=choosing.get("traffic"),
         ids_at=at[0],
         counts_at=at[1],
         tokens_at=at[2],
@@ -60,7 +73,7 @@ def route_args(
         tensor=shape.tensor,
         replicated=room > 0,
         slots=placement.num_slots,
-        room=room if balanced else 0,
+        room=room if choosing.get("balanced") else 0,
     )
 
 
