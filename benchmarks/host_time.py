@@ -158,7 +158,7 @@ def make_layer(model: str, tokens: int) -> MoELayer:
 
 
 def _few_products(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
-    return F.linear(x_TD[:, :FEW], weight_ED[:, :FEW])
+    return F.linear(x_TD[:, :FEW], weight_ED[:, :FEW]).float()
 
 
 def report(name: str, call: Callable[[], None], repeats: int, lines: int) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from imbrex.runtime.tracing import differentiated
+from imbrex.runtime.tracing import differentiated, once_differentiable
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
