@@ -77,7 +77,6 @@ class ExchangeBase:
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
         """The first word of every status, in pinned memory that the kernels write: 0 while all is well."""
-        self._sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
         self._tables = placement_tables(placement, self.device)
         self._made_for = shape, placement, self._room
 
@@ -201,7 +200,9 @@ class ExchangeBase:
         self.last_sms["route"] = blocks
 
     def _empty_routed(self, max_tokens: int) -> Routed:
-        routed = empty_routed(self._sizes, max_tokens, self.device)
+        shape = self.shape
+        sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
+        routed = empty_routed(sizes, max_tokens, self.device)
         if self.debug and routed.words_TC is not None:
             poison(routed.words_TC)
         return routed
