@@ -40,8 +40,8 @@ ONCE_SURVIVED_HERE = [
         "credit-after-a-captured-call",
         "kernels/exchange/base.py",
         "a replay writes rows that the call before it still uses",
-        "1 if self._captured else self.shape.buffers",
-        "self.shape.buffers",
+        "1 if self._captured else buffers",
+        "buffers",
         (f"{OUT_OF_STEP}::test_a_captured_push_waits_for_who_uses_its_buffer",),
     ),
 ]
