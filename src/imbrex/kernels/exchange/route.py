@@ -38,8 +38,11 @@ def route_args(
     tables: Tables,
     choosing: Choosing,
 ) -> ctypes.Structure:
-    """made: what the exchange was made for, and the slots for replicas. at: where ids, scratch and token
-    counts lie in the heap. tables: those of `choosing`, or the exchange's own."""
+    """The struct of the routing kernel.
+
+    made: what the exchange was made for, and the slots for replicas. at: where ids, scratch and token counts
+    lie in the heap. tables: those of `choosing`, or the exchange's own.
+    """
     shape, placement, room = made
     most, to = routed.max_tokens, routed.addresses
     _check_choices(shape, ids, weights, tokens, most)

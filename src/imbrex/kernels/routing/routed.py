@@ -139,7 +139,7 @@ class Routed:
 
 @functools.cache
 def _offsets(sizes: Sizes, max_tokens: int) -> tuple[int, ...]:
-    """In bytes."""
+    """Bytes from the first word to each part."""
     return tuple(4 * at for at, _ in sizes.parts(max_tokens).values())
 
 

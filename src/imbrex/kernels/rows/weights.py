@@ -1,4 +1,4 @@
-"""What experts are told of their rows, on the host's side of `weights.cu`; by torch without a GPU."""
+"""Gate weights and counts of rows, as experts take them: the host of `weights.cu`; by torch without a GPU."""
 
 from __future__ import annotations
 
