@@ -14,6 +14,7 @@ import torch
 
 import imbrex
 from imbrex.contracts import RowForm
+from imbrex.exchange import nvlink as nvlink_exchange
 from imbrex.kernels.exchange.error import ExchangeError
 from imbrex.overlap import Auto, Serial
 from imbrex.placement import contiguous, from_slots
@@ -158,6 +159,29 @@ def test_exactly_as_many_rows_as_there_are(pool: Pool) -> None:
     for worst, _, same in answers:
         assert worst == 4 * 512 * 2
         assert same
+
+
+def run_sparing(ranks: Ranks, case: Case, spared: int) -> list[int]:
+    """Rows of a call that is differentiated on the rank with the most tokens, and of one that is not."""
+    counts: list[int] = []
+    layer = make_layer(replace(case, options={"transport": EmulatedNvlink(ranks.group)}), ranks.group)
+    layer.experts.register_forward_pre_hook(lambda _, given: counts.append(len(given[0].rows_RD)))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(nvlink_exchange, "SPARED", spared)
+    for differentiated in (True, False):
+        layer(tokens_of(case, ranks.rank).requires_grad_(differentiated and ranks.rank != 2))
+    patch.undo()
+    return counts
+
+
+def test_rows_that_a_backward_keeps_are_exactly_many_where_that_spares_memory(pool: Pool) -> None:
+    case = replace(CASE, tokens=(300, 0, 3, 8))
+    worst, row = 4 * 512 * 2, 64 * 2
+    spared = worst * 3 // 4 * row
+    answers = pool.run(4, run_sparing, case, spared)
+    assert sum(kept for kept, _ in answers) == 3 * 311
+    assert [rows for _, rows in answers] == [worst] * 4
+    assert pool.run(4, run_sparing, case, spared + 1) == [[worst, worst]] * 4
 
 
 def run_growing(ranks: Ranks, case: Case) -> tuple[list[float], list[int]]:

@@ -114,7 +114,8 @@ class Nvlink(Collective):
     than 512, rounded up to 64, and more when a call has more (a new heap, which waits for the GPUs). Smaller
     batches have heaps of their own.
     exact_rows: the experts' rows are as many as there are, for one host synchronisation a dispatch; else
-        there is room for the worst case, W times their mean.
+        there is room for the worst case, W times their mean. `None`: where a backward keeps them and that
+        spares much memory.
     dispatch_sms, small_sms, push_sms, combine_sms, stage_sms: multiprocessors, as in `Sms`. The blocks of a
         kernel wait for peers: two kernels that may meet on a GPU must both fit it.
     beside_sms: those of every kernel that moves a chunk, with experts at work on the others.
@@ -135,7 +136,7 @@ class Nvlink(Collective):
         combine_sms: int = 96,
         stage_sms: int = 64,
         beside_sms: int = 32,
-        exact_rows: bool = False,
+        exact_rows: bool | None = None,
     ) -> None:
         super().__init__(group, timeout=timeout)
         self.max_tokens, self.exact_rows = max_tokens, exact_rows
