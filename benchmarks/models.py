@@ -1,0 +1,435 @@
+"""What does a whole model gain beside transformers' own ways to train it? `make gpu-bench NAME=models`.
+
+Six published widths of few layers on all GPUs of this machine: the step of a training and a prefill, of
+transformers' model spread in its own ways (DDP, FSDP2, its expert parallelism) and by imbrex. All are the
+same classes of transformers, with its attention, losses and dense layers. Wants transformers 5.23 and
+accelerate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from ceilings import measure_ceilings
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import imbrex
+from imbrex.adapters.huggingface import replace_blocks
+from imbrex.adapters.transformers import register
+from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.results import describe_run, write_results
+from imbrex.transport import Nvlink
+
+QUESTION = "What does a whole model gain beside transformers' own ways to train it?"
+RESULTS = Path(__file__).parent / "results" / "models.json"
+SEQUENCE = 4096
+"""Tokens of a sequence; a rank's batch is as many of them as its tokens need."""
+TOKENS = (4096, 16384)
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """A published model, of fewer layers. layers: those kept, all sparse. of: those it has. Its vocabulary is
+    cut as its layers are, so that the head has the share of the time that it has in the whole model."""
+
+    kind: str
+    layers: int
+    of: int
+    vocabulary: int
+    settings: dict[str, Any]
+
+    def config(self, **changes: Any) -> Any:
+        """A transformers configuration; changes win."""
+        vocabulary = max(self.vocabulary * self.layers // self.of // 128, 1) * 128
+        sizes = {"num_hidden_layers": self.layers, "vocab_size": vocabulary, "use_cache": False}
+        kind = getattr(transformers, self.kind)
+        return kind(**self.settings | sizes | {"pad_token_id": None} | changes)
+
+
+DEEPSEEK_HEADS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+MODELS = {
+    "qwen3-30b-a3b": Published(
+        kind="Qwen3MoeConfig",
+        layers=4,
+        of=48,
+        vocabulary=151936,
+        settings={
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+        },
+    ),
+    "mixtral-8x7b": Published(
+        kind="MixtralConfig",
+        layers=2,
+        of=32,
+        vocabulary=32000,
+        settings={
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "qwen2-57b-a14b": Published(
+        kind="Qwen2MoeConfig",
+        layers=2,
+        of=28,
+        vocabulary=151936,
+        settings={
+            "hidden_size": 3584,
+            "moe_intermediate_size": 2560,
+            "shared_expert_intermediate_size": 20480,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "phi3.5-moe": Published(
+        kind="PhimoeConfig",
+        layers=2,
+        of=32,
+        vocabulary=32064,
+        settings={
+            "hidden_size": 4096,
+            "intermediate_size": 6400,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            # Noise would give every side other experts.
+            "router_jitter_noise": 0.0,
+            "input_jitter_noise": 0.0,
+        },
+    ),
+    "deepseek-v3": Published(
+        kind="DeepseekV3Config",
+        layers=1,
+        of=61,
+        vocabulary=129280,
+        settings=DEEPSEEK_HEADS
+        | {
+            "hidden_size": 7168,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "q_lora_rank": 1536,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "deepseek-v2-lite": Published(
+        kind="DeepseekV2Config",
+        layers=4,
+        of=27,
+        vocabulary=102400,
+        settings=DEEPSEEK_HEADS
+        | {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+        },
+    ),
+}
+
+
+def plain(config: Any, device: torch.device) -> nn.Module:
+    """The model, whole on every rank, with the same weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def spread(config: Any, **sizes: Any) -> nn.Module:
+    """The model as transformers spreads it over all ranks, with weights drawn where they live."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    torch.manual_seed(0)
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind.from_pretrained(
+        None,
+        config=config,
+        state_dict={},
+        dtype=torch.bfloat16,
+        distributed_config=DistributedConfig(**sizes),
+    )
+
+
+class Side:
+    """One way to spread a model. `net` is what is called, `sync` what follows a backward."""
+
+    def __init__(self, name: str, config: Any, device: torch.device, world: int) -> None:
+        self.layers: list[imbrex.MoELayer] = []
+        both = {"fsdp_size": world, "ep_size": world}
+        if name == "transformers-fsdp2":
+            self.net = spread(config, fsdp_size=world)
+        elif name == "transformers-ep":
+            self.net = spread(config, **both)
+        elif name == "imbrex-ep":
+            register()
+            self.net = spread(config, ep_implementation="imbrex", **both)
+        elif name == "transformers-ddp":
+            self.net = _data_parallel(plain(config, device))
+        elif name in ("imbrex", "imbrex-worst-rows", "imbrex-fused"):
+            model, options = plain(config, device), {}
+            if name == "imbrex-worst-rows":
+                options["transport"] = Nvlink(dist.group.WORLD, exact_rows=False)
+            if name == "imbrex-fused":
+                options["schedule"] = "fused"
+            self.layers = replace_blocks(model, dist.group.WORLD, **options)
+            self.net = _data_parallel(model)
+        else:
+            raise ValueError(f"--sides: {name!r} is not known; use {', '.join(SIDES)}")
+
+    def gradients(self, ids: Tensor) -> Tensor:
+        """Forward and backward, until every rank has the gradients of the mean of all ranks' losses."""
+        loss = self.net(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if self.layers:
+            imbrex.sync_gradients(self.net, dense=False)
+        return loss.detach()
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor) -> Tensor:
+        """The last token's logits of every sequence."""
+        model = self.net.module if isinstance(self.net, DistributedDataParallel) else self.net
+        return model(input_ids=ids, logits_to_keep=1).logits
+
+    def close(self) -> None:
+        for layer in self.layers:
+            layer.close()
+
+
+def _data_parallel(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+SIDES = (
+    "transformers-ddp",
+    "transformers-fsdp2",
+    "transformers-ep",
+    "imbrex-ep",
+    "imbrex",
+    "imbrex-worst-rows",
+    "imbrex-fused",
+)
+"""imbrex: replaced blocks, and DDP for the rest, with as many rows as it has by itself, for the worst case,
+or with schedule 'fused'. imbrex-ep: transformers' switch, and FSDP2 for the rest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """Microseconds of a call among calls one after the other, each sample the slowest rank's. busy_us: those
+    in which some kernel ran on this rank, by the profiler."""
+
+    median_us: float
+    min_us: float
+    max_us: float
+    n: int
+    busy_us: float
+
+
+def time_calls(call: Callable[[], Any], repeats: int) -> Timed:
+    """Calls one after the other, as a training makes them, by events between them."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    spans = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)]
+    slowest = torch.tensor(spans, device="cuda", dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    spans = slowest.tolist()
+    return Timed(
+        median_us=statistics.median(spans),
+        min_us=min(spans),
+        max_us=max(spans),
+        n=repeats,
+        busy_us=busy_microseconds(call),
+    )
+
+
+def busy_microseconds(call: Callable[[], Any], calls: int = 2) -> float:
+    """Microseconds of a call in which a kernel or copy ran; a kernel that waits for a peer runs."""
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as heard:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in heard.events() or ()
+        if event.device_type == DeviceType.CUDA
+    )
+    busy, until = 0.0, float("-inf")
+    for start, end in spans:
+        busy += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return busy / calls
+
+
+def foreign_bytes() -> int:
+    """Bytes of this GPU in use that torch's allocator did not take: heaps, communicators, the context."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def measure(side: Side, ids: Tensor, repeats: int, foreign: int) -> list[dict[str, Any]]:
+    """Rows of the gradients, the optimizer's step and the prefill of one batch."""
+    optimizer = torch.optim.AdamW(side.net.parameters(), lr=1e-5, fused=True)
+    losses: list[Tensor] = []
+
+    def gradients() -> None:
+        losses.append(side.gradients(ids))
+        optimizer.zero_grad(set_to_none=True)
+
+    def step() -> None:
+        side.gradients(ids)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    whole = time_calls(step, max(repeats // 4, 3))
+    peak = torch.cuda.max_memory_allocated() + max(foreign_bytes() - foreign, 0)
+    optimizer.state.clear()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    alone = time_calls(gradients, repeats)
+    assert all(loss.isfinite() for loss in losses), "a loss that is not a number"
+    ahead = time_calls(lambda: side.prefill(ids), repeats)
+    timed = {"step": whole, "gradients": alone, "prefill": ahead}
+    mine = [peak, *(time.busy_us for time in timed.values())]
+    most = torch.tensor([mine], device="cuda", dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    peak_gib, *busy = most[0].tolist()
+    rows = []
+    for (op, time), busy_us in zip(timed.items(), busy, strict=True):
+        row = {"op": op, **_spans(time), "tokens_per_s": round(ids.numel() / time.median_us * 1e6)}
+        row["idle_share"] = round(max(1 - busy_us / time.median_us, 0.0), 3)
+        rows.append(row | ({"peak_gib": round(peak_gib / GIB, 2)} if op == "step" else {}))
+    return rows
+
+
+def _spans(time: Timed) -> dict[str, Any]:
+    spans = {name: round(getattr(time, name), 1) for name in ("median_us", "min_us", "max_us")}
+    return spans | {"n": time.n}
+
+
+def contest(
+    rank: int, world: int, models: list[str], sides: list[str], tokens: list[int], plan: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Rows of every model, side and batch; rank 0 writes the file after each model."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    transformers.logging.set_verbosity_error()
+    rows: list[dict[str, Any]] = []
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    for model in models:
+        for name in sides:
+            try:
+                for row in one_side(MODELS[model], name, tokens, plan["repeats"]):
+                    rows.append({"impl": name, **row, "case": {"model": model, **row["case"]}})
+                    if rank == 0:
+                        print(model, name, row["case"]["T"], _line(row), flush=True)
+            except Exception as error:  # noqa: BLE001 (a side that fails is told of, and the others are raced)
+                if rank == 0:
+                    print(model, name, f"failed: {type(error).__name__}: {error}", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            if rank == 0:
+                write_results(plan["out"], QUESTION, plan["run"], rows)
+    return rows
+
+
+def one_side(model: Published, name: str, tokens: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of one side of one model, by number of tokens."""
+    world, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
+    foreign, config = foreign_bytes(), model.config()
+    side = Side(name, config, device, world)
+    side.net.train()
+    try:
+        for count in tokens:
+            case = {"layers": model.layers, "T": count, "W": world, "dtype": "bf16"}
+            torch.manual_seed(1 + dist.get_rank())
+            length = min(count, SEQUENCE)
+            ids = torch.randint(config.vocab_size, (count // length, length), device=device)
+            for row in measure(side, ids, repeats, foreign):
+                yield {"case": case, **row}
+    finally:
+        side.close()
+
+
+def _line(row: dict[str, Any]) -> str:
+    memory = f", {row['peak_gib']} GiB" if "peak_gib" in row else ""
+    return f"{row['op']} {row['median_us'] / 1e3:.2f} ms, idle {row['idle_share']:.0%}{memory}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    args = parser.parse_args()
+    world = torch.cuda.device_count()
+    if world < 2:
+        raise SystemExit("benchmarks/models.py needs two GPUs or more")
+    words = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]
+    options = " ".join(word for word in words if not word.startswith("--out"))
+    command = "make gpu-bench NAME=models" + (f" ARGS='{options}'" if options else "")
+    run = describe_run(command, measure_ceilings())
+    run["versions"]["transformers"] = transformers.__version__
+    plan = {"repeats": args.repeats, "out": str(args.out), "run": run}
+    tokens = [int(count) for count in args.tokens.split(",")]
+    rows = run_ranks(contest, world, args.models.split(","), args.sides.split(","), tokens, plan)
+    print(f"{len(rows)} rows in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
