@@ -1,12 +1,18 @@
 """Every rank loads its own experts, or its piece of them; together they compute the block."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import imbrex
-from imbrex.adapters.huggingface import load_block, moe_config
+from imbrex.adapters.huggingface import SafetensorsFolder, from_pretrained, load_block, moe_config
 from imbrex.placement import from_slots
-from tests.ranks.pool import Ranks
+from tests.ranks.pool import PRELOADED, Ranks
+from tests.tiny_models import model_of
+
+# Loaded once, before the ranks are forked, not by each of them.
+PRELOADED.append("tests.tiny_models")
 
 SETTINGS = {
     "model_type": "qwen2_moe",
@@ -53,3 +59,32 @@ def test_ranks_load_their_own(pool, world, tensor, slots):
     torch.testing.assert_close(torch.cat([y for y, _ in answers]), want, rtol=1e-5, atol=1e-5)
     held = sum(n for _, n in answers)
     assert held == (whole if slots is None else whole * 7 // 5)
+
+
+def loaded(ranks: Ranks, folder: str):
+    """Experts whose tensors this rank read, how far its logits are, and what it holds of the model."""
+    read: list[str] = []
+    plain = SafetensorsFolder.__getitem__
+    patch = pytest.MonkeyPatch()
+    patch.setattr(SafetensorsFolder, "__getitem__", lambda self, n: (read.append(n), plain(self, n))[1])
+    whole = model_of("qwen2_moe")
+    model: Any = from_pretrained(folder, ranks.group)
+    patch.undo()
+    ids = torch.arange(10).view(2, 5) + ranks.rank
+    with torch.no_grad():
+        far = float((model(ids).logits - whole(ids).logits).abs().max())
+    same = torch.equal(*(m.generate(ids, do_sample=False, max_new_tokens=6) for m in (model, whole)))
+    experts = sorted({int(n.split(".experts.")[1].split(".")[0]) for n in read if ".experts." in n})
+    held, all_of_it = (sum(p.numel() for p in m.parameters()) for m in (model, whole))
+    return experts, far, same, held, all_of_it, model.model.layers[1].mlp.experts.down_proj.numel()
+
+
+def test_a_rank_reads_its_own_experts_from_a_folder_and_no_others(pool, tmp_path):
+    model_of("qwen2_moe").save_pretrained(tmp_path)
+    first, second = pool.run(2, loaded, str(tmp_path))
+    assert (first[0], second[0]) == ([0, 1, 2], [3, 4, 5])
+    for _, far, same, held, all_of_it, down in (first, second):
+        assert far < 3e-7
+        assert same
+        # Of two layers, gate, up and down of three experts are elsewhere.
+        assert all_of_it - held == 2 * 3 * down

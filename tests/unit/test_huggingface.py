@@ -21,6 +21,7 @@ import imbrex
 from imbrex.adapters.huggingface import (
     SafetensorsFolder,
     block_prefix,
+    from_pretrained,
     load_block,
     moe_config,
     replace_blocks,
@@ -104,6 +105,41 @@ def test_a_saved_checkpoint(family, tmp_path):
     torch.testing.assert_close(
         layer(x_BSD), model.get_submodule("model.layers.1.mlp")(x_BSD), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_from_a_folder_is_the_one_that_was_saved(family, tmp_path):
+    model = model_of(family)
+    model.save_pretrained(tmp_path)
+    got = from_pretrained(tmp_path)
+    ids = torch.arange(10).view(2, 5)
+    assert type(got) is type(model)
+    assert float((got(ids).logits - model(ids).logits).detach().abs().max()) < 3e-7
+    assert all(not value.is_meta for value in (*got.parameters(), *got.buffers()))
+    got.save_pretrained(tmp_path / "again")
+    assert SafetensorsFolder(tmp_path).keys() == SafetensorsFolder(tmp_path / "again").keys()
+
+
+def test_a_folder_whose_experts_are_fused_is_read_expert_by_expert(tmp_path):
+    block, config = block_of("qwen2_moe")
+    save_file({f"mlp.{n}": v.contiguous() for n, v in block.state_dict().items()}, tmp_path / "a.safetensors")
+    layer, want = (imbrex.MoELayer(moe_config(config)) for _ in range(2))
+    load_block(want, block)
+    weights = SafetensorsFolder(tmp_path)
+    assert torch.equal(weights.part("mlp.experts.down_proj", 2), block.experts.down_proj[2])
+    load_block(layer, weights, "mlp.")
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), want.parameters(), strict=True))
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the blocks have no values; give weights= and device="):
+        replace_blocks(model_of("mixtral").to("meta"))
+    model_of("mixtral").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="is quantised, which transformers would undo for all experts"):
+        from_pretrained(tmp_path)
 
 
 def test_only_what_lives_here_is_read():

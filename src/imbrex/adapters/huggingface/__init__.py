@@ -16,6 +16,7 @@ Every rank reads and keeps only the experts, and the piece of their width, that 
 
 from imbrex.adapters.huggingface.blocks import replace_blocks, restore_blocks
 from imbrex.adapters.huggingface.families import moe_config
+from imbrex.adapters.huggingface.loading import from_pretrained
 from imbrex.adapters.huggingface.saving import save_pretrained
 from imbrex.adapters.huggingface.weights import SafetensorsFolder, block_prefix, load_block
 from imbrex.guards import PartialStateWarning
@@ -24,6 +25,7 @@ __all__ = [
     "PartialStateWarning",
     "SafetensorsFolder",
     "block_prefix",
+    "from_pretrained",
     "load_block",
     "moe_config",
     "replace_blocks",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import MoEConfig, MoELayer, ignore_in_ddp
@@ -21,13 +22,17 @@ from imbrex.adapters.huggingface.replaced import (
     skeleton_of,
 )
 from imbrex.adapters.huggingface.saving import save_pretrained
-from imbrex.adapters.huggingface.weights import BLOCK_NAMES, load_block
+from imbrex.adapters.huggingface.weights import BLOCK_NAMES, block_prefix, load_block
 
 LOGITS_HOOK = "refusal_of_router_logits"
 
 
 def replace_blocks(
-    model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None, **options: Any
+    model: nn.Module,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    **options: Any,
 ) -> list[MoELayer]:
     """Put a `MoELayer` with the same weights in the place of every MoE block of `model`; the layers.
 
@@ -35,26 +40,26 @@ def replace_blocks(
         Blocks are replaced one by one, on their device and in their dtype; what is frozen stays so. Its
         `save_pretrained` becomes the one of this module, which every rank must call; its `generate` goes on
         until all ranks have ended, where `group` is all ranks.
+    weights: the blocks' tensors by a checkpoint's names, read instead of the blocks, which may be on the
+        device `meta` then; give `device=`. See `from_pretrained`.
     options: of `MoELayer`. `output_router_logits` is turned off: blocks that told transformers their logits
         are gone, and `losses=AuxLosses(...)` with `imbrex.aux_loss(model)` take their place.
 
     Raises ValueError for a model without such blocks, and where `moe_config` or `load_block` does.
     """
     config = moe_config(getattr(model, "config", {}))
-    places = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if name in BLOCK_NAMES and hasattr(child, "experts") and not isinstance(child, MoELayer)
-    ]
+    places = moe_blocks(model)
     if not places:
         raise ValueError(f"replace_blocks: a {type(model).__name__} has no MoE blocks; give the whole model")
     settings: Any = model.config
     router_logits = bool(getattr(settings, "output_router_logits", False))
     layers: list[MoELayer] = []
-    for number, (parent, name) in enumerate(places):
-        block = getattr(parent, name)
+    for number, (path, block) in enumerate(places):
+        source = block if weights is None else weights
+        prefix = "" if weights is None else block_prefix(weights, int(path.split(".")[-2]))
+        parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
         layer = _layer_of(block, config, group, {"layer": number, **options})
+        load_block(layer, source, prefix)
         layer.origin = Origin(skeleton=skeleton_of(block), router_logits=router_logits)
         setattr(parent, name, layer)
         layers.append(layer)
@@ -67,6 +72,17 @@ def replace_blocks(
         settings.output_router_logits = False
     _bind(model, layers[0])
     return layers
+
+
+def moe_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, block) of every MoE block of transformers in a model."""
+    return [
+        (path, child)
+        for path, child in model.named_modules()
+        if path.rpartition(".")[2] in BLOCK_NAMES
+        and isinstance(getattr(child, "experts", None), nn.Module)
+        and not isinstance(child, MoELayer)
+    ]
 
 
 def restore_blocks(model: nn.Module) -> list[nn.Module]:
@@ -107,6 +123,8 @@ def _layer_of(
 ) -> ReplacedBlock:
     like = next(block.parameters())
     device = options.pop("device", like.device)
+    if torch.device(device).type == "meta":
+        raise ValueError("replace_blocks: the blocks have no values; give weights= and device=")
     # Made without memory: experts that would be drawn to be overwritten take longer than all the rest.
     layer = ReplacedBlock(config, group, **{"dtype": like.dtype, **options, "device": "meta"})
     layer.to_empty(device=device).train(block.training)
@@ -115,7 +133,6 @@ def _layer_of(
             if expert < 0:
                 for parameter in layer.experts.parameters():
                     parameter[slot].zero_()
-    load_block(layer, block)
     trained = {own_name(name): p.requires_grad for name, p in block.named_parameters()}
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trained.get(name, True))

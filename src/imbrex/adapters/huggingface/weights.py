@@ -66,6 +66,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._file[name].get_tensor(name)
 
+    def __contains__(self, name: object) -> bool:
+        # A mapping's own would read the tensor to see whether it is there.
+        return name in self._file
+
+    def part(self, name: str, number: int) -> Tensor:
+        """`self[name][number]`, without reading the rest."""
+        return self._file[name].get_slice(name)[number : number + 1][0]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file)
 
@@ -94,13 +102,17 @@ def _load_experts(layer: MoELayer, block: _Block) -> None:
             _copy(getattr(experts, name)[slot], experts.shard_of(name, full), name)
 
 
-def _fused(block: _Block) -> Callable[[int], tuple[Tensor, Tensor]]:
-    gate_up, down = block.first("experts.gate_up_proj"), block.first("experts.down_proj")
+def _fused(block: _Block) -> Callable[[int], tuple[Tensor, ...]]:
+    names = "experts.gate_up_proj", "experts.down_proj"
+    weights = block.weights
+    if isinstance(weights, SafetensorsFolder):
+        return lambda expert: tuple(weights.part(block.prefix + name, expert) for name in names)
+    gate_up, down = (block.first(name) for name in names)
     return lambda expert: (gate_up[expert], down[expert])
 
 
-def _one_by_one(block: _Block) -> Callable[[int], tuple[Tensor, Tensor]]:
-    def read(expert: int) -> tuple[Tensor, Tensor]:
+def _one_by_one(block: _Block) -> Callable[[int], tuple[Tensor, ...]]:
+    def read(expert: int) -> tuple[Tensor, ...]:
         gate, up, down = (block.first(f"experts.{expert}.{name}.weight") for name in block.names)
         return torch.cat([gate, up]), down
 

@@ -1,0 +1,74 @@
+"""A transformers model from a checkpoint's folder, each rank reading its own experts only.
+
+transformers builds the model without values and without its MoE blocks, and reads what is left; the layers
+that take the blocks' places look up their own tensors in the same files. So no rank ever holds an expert
+that is not its own, and none is drawn to be overwritten.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from imbrex.adapters.huggingface.blocks import moe_blocks, replace_blocks
+from imbrex.adapters.huggingface.weights import BLOCK_NAMES, SafetensorsFolder
+
+
+def from_pretrained(
+    folder: str | Path,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Any:
+    """The causal language model of a checkpoint, its MoE blocks replaced as by `replace_blocks`.
+
+    folder: with config.json and *.safetensors, as downloaded. dtype: `None` is the checkpoint's own.
+    options: of `MoELayer`.
+
+    Raises ValueError for a quantised checkpoint, and where `replace_blocks` does.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    weights, config = SafetensorsFolder(folder), AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"from_pretrained: {folder} is quantised, which transformers would undo for all experts; build "
+            "the layers with MoELayer(moe_config(config), group) and load_block"
+        )
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    hollow, blocks = _without_blocks(kind)
+    model: Any = hollow.from_pretrained(folder, dtype=dtype or "auto")
+    model.__class__ = kind
+    model.to(device)
+    for path, block in blocks.items():
+        model.set_submodule(path, block)
+    replace_blocks(model, group, weights=weights, device=device, **options)
+    return model
+
+
+def _without_blocks(kind: Any) -> tuple[Any, dict[str, nn.Module]]:
+    """A class of the same model without its MoE blocks, and the blocks of the last one made, by name."""
+    blocks: dict[str, nn.Module] = {}
+
+    class Hollow(kind):
+        """The blocks' tensors are then of no parameter, and transformers leaves them unread."""
+
+        _keys_to_ignore_on_load_unexpected: ClassVar = [rf"\.({'|'.join(BLOCK_NAMES)})\."]
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            blocks.clear()
+            for path, block in moe_blocks(self):
+                blocks[path] = block
+                self.set_submodule(path, nn.Module())
+
+    Hollow.__name__ = Hollow.__qualname__ = kind.__name__
+    return Hollow, blocks
