@@ -37,7 +37,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "launch",
         "serve",
         "demo",
-        "reproduce bench",
+        "bench",
+        "reproduce",
         "cli",
     )
 )

@@ -15,7 +15,18 @@ from imbrex.cli import reproduce as command
 from imbrex.codec import make
 from imbrex.contracts import Codec
 from imbrex.demo.training import Shape
-from imbrex.reproduce import TABLES, Asked, Finding, chart, find, papers, table_1, table_6, table_10
+from imbrex.reproduce import (
+    TABLES,
+    Asked,
+    Finding,
+    chart,
+    comet_figure_8,
+    find,
+    papers,
+    table_1,
+    table_6,
+    table_10,
+)
 from imbrex.reproduce.convergence import learned, summary
 from imbrex.reproduce.exchanges import median
 from imbrex.reproduce.figure_9 import _bound
@@ -253,6 +264,40 @@ def test_the_dense_layer_is_one_expert() -> None:
     gate, up = (x_BSD @ layer.gate_up.weight.T).chunk(2, -1)
     wanted = (torch.nn.functional.silu(gate) * up) @ layer.down.weight.T
     assert torch.allclose(layer(x_BSD), wanted, atol=1e-6)
+
+
+def test_comets_memory_beside_ours() -> None:
+    finding = find("comet-table-3", Asked())
+    assert [row[2] for row in finding.table] == ["32", "16", "32", "64", "32", "64"]
+    assert len(finding.rows) == 18
+    # Two buffers of own tokens alone: 2 * 2 MiB * 4096 / 2 tokens of 4096 values.
+    mixtral = next(row for row in finding.rows if row["case"] == {"model": "mixtral", "M": 4096, "W": 2})
+    assert 32 < mixtral["mib"] < 200
+
+
+def test_comets_figure_8_without_gpus_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comet_figure_8, "unavailable", lambda: "no GPU")
+    finding = find("comet-figure-8", Asked())
+    assert [row[:4] for row in finding.table] == [
+        ("(not said)", "1 x 8", "4096", "18"),
+        ("(not said)", "1 x 8", "16384", "26"),
+        ("(not said)", "2 x 4", "16384", "46"),
+    ]
+    assert {cell for row in finding.table for cell in row[4:]} == {""}
+    assert finding.rows == []
+    assert "nothing of it was measured" in finding.verdict[-1]
+
+
+def test_comets_figure_8_names_the_best_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"rows": {-1: 10.0, 4: 30.0, 8: 12.0, 12: 13.0}, "sums": {-1: 20.0, 4: 19.0, 8: 22.0, 12: 25.0}}
+    sweep = comet_figure_8.Sweep(tensor=2, tokens=4096, times=times)
+    monkeypatch.setattr(comet_figure_8, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(comet_figure_8, "measure", lambda model, world, rounds: [sweep])
+    finding = find("comet-figure-8", Asked())
+    assert finding.table[-1] == ("mixtral", "2 x 2", "4096", "", "8", "1.200", "4", "0.950")
+    assert len(finding.rows) == 8
+    assert "1.200 to 1.200 times as long" in finding.verdict[-1]
 
 
 SIMULATED = [name for name, (module, _) in TABLES.items() if module.startswith("simulated:")]

@@ -21,6 +21,8 @@ TABLES: dict[str, tuple[str, str]] = {
     "aristos-figure-2": ("aristos_figure_2", "one rank late now and then: steps at several quantiles"),
     "aristos-sharding": ("sharding", "Eq. 1 and 2: groups of devices by link costs"),
     "aristos-liveness": ("liveness", "theorem 3.1: every interleaving of a few ranks"),
+    "comet-figure-8": ("comet_figure_8", "a fused kernel over the blocks that communicate; wants GPUs"),
+    "comet-table-3": ("comet_table_3", "memory that peers see"),
     "schemoe-clusters": ("simulated:schemoe", "simulated: table 10 on its cluster and two others"),
     "comet-figures-10-14": ("simulated:comet", "simulated: one layer over tokens, TP x EP, experts, skew"),
     "hybrid-ep-scale": ("simulated:hybrid_ep", "simulated: bandwidth on 8, 4 x 8 and 36 GPUs"),

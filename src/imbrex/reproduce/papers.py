@@ -24,7 +24,7 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         COMET,
         "figure 8",
         "layer 1 over blocks that communicate",
-        "needs one fused kernel at several settings on GPUs: docs/fused.md has ours",
+        "comet-figure-8, on two Hopper GPUs or more",
     ),
     (
         COMET,
@@ -42,7 +42,7 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         COMET,
         "table 3",
         "memory of its heap",
-        "measured as `heap` in benchmarks/results/exchange.json, docs/exchange.md",
+        "comet-table-3",
     ),
     (SLIDES, "expected Pareto curve", "EP 4 and 8 on GB200", SERVING),
     (

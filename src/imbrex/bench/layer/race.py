@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -36,10 +36,12 @@ from imbrex.transport import Nvlink
 OURS, OURS_TORCH, OURS_EXACT = "imbrex-serial", "imbrex-serial-torch-gemm", "imbrex-serial-exact-rows"
 OURS_FUSED, OURS_ALONE = "imbrex-fused", "imbrex-experts-alone"
 OURS_NCCL = "imbrex-alltoall"
+LOCAL, FUSED_LOCAL = "imbrex-serial-local", "imbrex-fused-local"
+"""The same layer with as many rows of every expert, all of its rank's own tokens: nothing crosses."""
 VARIANTS = OURS_FUSED, OURS_ALONE, OURS_TORCH, OURS_EXACT, OURS_NCCL
 FLOOR = "floor"
-FLOORS = FLOOR, OURS_ALONE
-"""The experts, whose rows are there."""
+FLOORS = FLOOR, OURS_ALONE, LOCAL, FUSED_LOCAL
+"""Calls that answer something else: of experts whose rows are there, and of other routings."""
 OPS = ("forward", "forward+backward")
 PAUSE_CYCLES = {"forward": 3_000_000, "forward+backward": 10_000_000}
 """The host queues a call while the GPU waits: about 1.5 and 5 ms."""
@@ -120,6 +122,30 @@ class Race:
         )
         routing = Routing(ids_TK=drawn.ids_TK.cuda(), weights_TK=drawn.weights_TK.cuda())
         return Inputs(x_TD=x, d_y_TD=d_y, routing=routing)
+
+    def local(self, inputs: Inputs) -> Inputs:
+        """The same tokens; every choice is the expert of this rank that stands in the place of the chosen
+        one among its rank's, or the next that its token has not chosen yet. Uniform routing stays so."""
+        ids_TK, count = inputs.routing.ids_TK, self.shape.num_experts // self.world
+        taken_Te = torch.zeros(len(ids_TK), count, dtype=torch.bool, device=ids_TK.device)
+        local_TK = torch.empty_like(ids_TK)
+        for k in range(ids_TK.shape[1]):
+            wanted_Te = (torch.arange(count, device=ids_TK.device) - ids_TK[:, k, None]) % count
+            local_TK[:, k] = (wanted_Te + count * taken_Te).argmin(1)
+            taken_Te.scatter_(1, local_TK[:, k, None], True)
+        routing = replace(inputs.routing, ids_TK=local_TK + self.rank * count)
+        return replace(inputs, routing=routing)
+
+    def local_calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
+        """Calls without the wire; none where a rank has fewer experts than a token wants."""
+        if self.shape.num_experts // self.world < self.shape.top_k:
+            return {}
+        layer = self.experts, self.exchange, self.local(inputs)
+        training = op == "forward+backward"
+        return {
+            LOCAL: self._ours(*layer, training=training),
+            FUSED_LOCAL: self._ours(*layer, training=training, strategy=Fused()),
+        }
 
     def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
         """The calls to time, by implementation; answers: y, then the gradients of x, weights and experts."""
@@ -331,7 +357,8 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
     for op in entry.ops:
         calls = runner.calls(op, inputs)
         if entry.only:
-            calls = {name: calls[name] for name in entry.only}
+            calls |= runner.local_calls(op, inputs)
+            calls = {name: calls[name] for name in entry.only if name in calls}
         elif not entry.variants:
             calls = {name: call for name, call in calls.items() if name not in VARIANTS}
         error = runner.check(calls)
@@ -376,6 +403,8 @@ def row_of(
             OURS_EXACT: "rows as many as there are, after asking the GPU",
             OURS_FUSED: "schedule 'fused'",
             OURS_ALONE: "our experts, rows permuted",
+            LOCAL: "every choice is an expert of the token's rank",
+            FUSED_LOCAL: "schedule 'fused', every choice is an expert of the token's rank",
             FLOOR: "torch's experts, rows permuted",
         }.get(name, "torch's experts, backward by hand"),
     }

@@ -1,0 +1,213 @@
+"""Comet's figure 8: a fused kernel's time over the blocks that communicate, for ways to divide the ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.layer.race import PAUSE_CYCLES, time_in_turns
+from imbrex.bench.shapes import MODELS, Shape
+from imbrex.bench.skew import make_routing
+from imbrex.contracts import Roles, Routing
+from imbrex.exchange.exchange import Exchange
+from imbrex.experts.experts import Experts, Shard
+from imbrex.kernels import unavailable
+from imbrex.overlap import Fused
+from imbrex.placement import contiguous
+from imbrex.reproduce import chart
+from imbrex.reproduce.frame import Asked, Finding
+
+BLOCKS = tuple(range(4, 57, 4))
+PAPER = {(8, 4096): "18", (8, 16384): "26", (4, 16384): "46"}
+"""The best number of blocks that its text gives, by TP and M; its curves stand in a picture only."""
+MODEL = "mixtral"
+KINDS = {"rows": "forward", "sums": "forward+backward"}
+"""The role that is fixed, and what is timed: gate and up whose rows come; dx that goes home."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """Where the ranks are divided, M, and the microseconds by kind and number of blocks; -1: as it is when
+    nothing is fixed."""
+
+    tensor: int
+    tokens: int
+    times: dict[str, dict[int, float]]
+
+    def best(self, kind: str) -> int:
+        times = self.times[kind]
+        return min((n for n in times if n > 0), key=times.__getitem__)
+
+
+def find(asked: Asked) -> Finding:
+    """With blanks where there are fewer GPUs than a way to divide them wants."""
+    world = torch.cuda.device_count() if unavailable() is None else 0
+    models = (MODEL, "qwen2-moe") if asked.full else (MODEL,)
+    sweeps = {model: measure(model, world, asked.rounds or 10) for model in models} if world > 1 else {}
+    rows = [
+        row for model, of_model in sweeps.items() for sweep in of_model for row in _rows(model, world, sweep)
+    ]
+    return Finding(
+        title="Comet, figure 8: time over the blocks that communicate",
+        question="How many blocks of a fused kernel should communicate, for which way to divide the ranks?",
+        head=(
+            "model",
+            "EP x TP",
+            "M",
+            "Comet's best",
+            "best for rows",
+            "over free",
+            "best for sums",
+            "over free",
+        ),
+        table=(*_paper(), *(_line(model, world, each) for model, of in sweeps.items() for each in of)),
+        differs=(
+            f"Here are {world} GPUs that run our kernels; the paper has 8 H800, and its ways to divide 8 are "
+            "blank.",
+            "The paper times layer 1 alone, whose blocks communicate or multiply for the whole launch. Ours: "
+            "the first n blocks bring rows beside gate and up, with warps that have nothing else to do, in a "
+            "forward; and the first n begin with sums of dx beside the weights' gradients, in a forward and "
+            "backward. Blocks multiply as well, whatever n is.",
+            "Free: rows are brought by all blocks, sums begun by 16. A number above 1 is what a fixed split "
+            "costs.",
+        ),
+        verdict=_verdict(sweeps),
+        rows=rows,
+        chart=_chart(sweeps),
+    )
+
+
+def measure(model: str, world: int, rounds: int) -> list[Sweep]:
+    """Every way to divide the GPUs of this machine, at 4096 and 16384 tokens."""
+    ways = [tensor for tensor in (1, 2, 4, 8) if world % tensor == 0 and tensor <= world]
+    return run_ranks(_sweep, world, model, ways, rounds)
+
+
+def _sweep(rank: int, world: int, model: str, ways: Sequence[int], rounds: int) -> list[Sweep]:
+    shape, sweeps = MODELS[model], []
+    for tensor in ways:
+        placement = contiguous(shape.num_experts, world // tensor)
+        sizes = placement, shape.hidden_size, shape.top_k
+        exchange = Exchange(*sizes, group=dist.group.WORLD, transport="nvlink", tensor_parallel=tensor)
+        experts = _experts(shape, placement.local(rank // tensor), Shard(rank=rank % tensor, size=tensor))
+        for tokens in (4096, 16384):
+            calls = _calls(exchange, experts, shape, tokens // world, rank)
+            times = {
+                kind: time_in_turns(calls[kind], PAUSE_CYCLES[op], repeats=rounds)
+                for kind, op in KINDS.items()
+            }
+            medians = {
+                kind: {int(n): statistics.median(times) for n, times in of.items()}
+                for kind, of in times.items()
+            }
+            sweeps.append(Sweep(tensor=tensor, tokens=tokens, times=medians))
+        torch.cuda.synchronize()
+        exchange.transport.close()  # type: ignore[attr-defined]
+        exchange.close()
+        del experts
+        torch.cuda.empty_cache()
+    return sweeps
+
+
+def _experts(shape: Shape, slots: tuple[int, ...], shard: Shard) -> Experts:
+    sizes = shape.hidden_size, shape.intermediate_size
+    experts = Experts(
+        slots, *sizes, shard=shard, implementation="kernels", device="meta", dtype=torch.bfloat16
+    )
+    experts = experts.to_empty(device="cuda")
+    for weight in experts.parameters():
+        weight.data.normal_().mul_(weight.shape[2] ** -0.5)
+    return experts
+
+
+def _calls(exchange: Exchange, experts: Experts, shape: Shape, tokens: int, rank: int) -> dict[str, Any]:
+    """By kind and number of blocks."""
+    drawn = make_routing("uniform", shape, tokens, rank=rank)
+    routing = Routing(ids_TK=drawn.ids_TK.cuda(), weights_TK=drawn.weights_TK.cuda())
+    size = tokens, shape.hidden_size
+    x_TD, d_y_TD = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    leaves = [x_TD.requires_grad_(), experts.gate_up_proj, experts.down_proj]
+
+    def forward(roles: Roles) -> None:
+        with torch.no_grad():
+            Fused(roles).run(x_TD, routing, exchange, experts, None)
+
+    def step(roles: Roles) -> None:
+        y_TD = Fused(roles).run(x_TD, routing, exchange, experts, None).y_TD
+        torch.autograd.grad(y_TD, leaves, d_y_TD)
+
+    counts = (-1, *BLOCKS)
+    return {
+        "rows": {f"{n}": lambda n=n: forward(Roles(rows=n if n > 0 else None)) for n in counts},
+        "sums": {f"{n}": lambda n=n: step(Roles(sums=n if n > 0 else None)) for n in counts},
+    }
+
+
+def _paper() -> list[tuple[str, ...]]:
+    return [
+        ("(not said)", f"{8 // tensor} x {tensor}", str(tokens), best, "", "", "", "")
+        for (tensor, tokens), best in PAPER.items()
+    ]
+
+
+def _line(model: str, world: int, sweep: Sweep) -> tuple[str, ...]:
+    cells = [model, f"{world // sweep.tensor} x {sweep.tensor}", str(sweep.tokens), ""]
+    for kind, times in sweep.times.items():
+        best = sweep.best(kind)
+        cells += [str(best), f"{times[best] / times[-1]:.3f}"]
+    return tuple(cells)
+
+
+def _rows(model: str, world: int, sweep: Sweep) -> list[dict[str, Any]]:
+    case = {"model": model, "M": sweep.tokens, "W": world, "TP": sweep.tensor}
+    return [
+        {
+            "op": KINDS[kind],
+            "impl": "free" if blocks < 0 else f"{blocks} blocks for {kind}",
+            "case": case,
+            "median_us": round(us, 1),
+        }
+        for kind, times in sweep.times.items()
+        for blocks, us in times.items()
+    ]
+
+
+def _verdict(sweeps: dict[str, list[Sweep]]) -> tuple[str, ...]:
+    claim = "Comet's best number moves from 18 to 26 and 46 with M and TP: it has a kernel for each."
+    if not sweeps:
+        return (claim, "No pair of Hopper GPUs is here, so nothing of it was measured.")
+    spans = [
+        [
+            sweep.times[kind][sweep.best(kind)] / sweep.times[kind][-1]
+            for of in sweeps.values()
+            for sweep in of
+        ]
+        for kind in KINDS
+    ]
+    rows, sums = (f"{min(span):.3f} to {max(span):.3f}" for span in spans)
+    return (
+        claim,
+        f"Ours: the best fixed number takes {rows} times as long as letting all blocks bring rows, and {sums}"
+        " times as long as the default of 16 for sums. n is an argument of the launch, not a kernel.",
+    )
+
+
+def _chart(sweeps: dict[str, list[Sweep]]) -> str:
+    curves = {
+        f"{model} TP {sweep.tensor}, M {sweep.tokens}": [
+            (float(n), us) for n, us in sweep.times["rows"].items() if n > 0
+        ]
+        for model, of_model in sweeps.items()
+        for sweep in of_model
+    }
+    if not curves:
+        return chart.bars(
+            {f"TP {tp}, M {m}": {"Comet's best": float(n)} for (tp, m), n in PAPER.items()}, "blocks"
+        )
+    return chart.lines(curves, "blocks that bring rows", "forward, us", logarithmic=False)
