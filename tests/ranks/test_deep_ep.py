@@ -82,6 +82,12 @@ def run_calls(ranks: Ranks, tokens: tuple[int, ...]) -> dict[str, Any]:
     assert again[1:5] == (None, None, None, None)
     found["again"] = again[0]
     found["apart"] = buffer.dispatch(2 * x_TD, handle=tuple(handle))[0]
+    chosen = {"topk_idx": ids_TK, "topk_weights": 2 * weights_TK, "expert_alignment": 4}
+    found["chosen"] = buffer.dispatch(x_TD, handle=handle, **chosen)[:5]
+    per_expert = found["layout"][2]
+    found["chosen apart"] = buffer.dispatch(
+        x_TD, handle=tuple(handle), num_tokens_per_expert=per_expert, **chosen
+    )[:5]
     bias = torch.full_like(x_TD, 16), torch.full_like(x_TD, 32)
     found["sum"] = buffer.combine(rows, handle)[:2]
     found["sum of weights"] = buffer.combine(rows, handle, topk_weights=weights, bias=bias)[:2]
@@ -104,6 +110,13 @@ def test_every_call(pool: Pool, world: int, tokens: tuple[int, ...]) -> None:
         assert found["bare"][1] == expected["counts"]
         assert torch.equal(found["again"], 2 * expected["x"])
         assert torch.equal(found["apart"], 2 * expected["x"])
+        for how in ("chosen", "chosen apart"):
+            rows, ids, weights, counts, handle = found[how]
+            assert torch.equal(rows, expected["x"])
+            assert torch.equal(ids, expected["ids"])
+            assert torch.equal(weights, 2 * expected["weights"])
+            assert counts == found["counts"]
+            assert handle is None
         ranks_T = torch.tensor([len({i // (E // world) for i in ids if i >= 0}) for ids in ids_TK.tolist()])
         total = x_TD * ranks_T[:, None]
         assert torch.equal(found["sum"][0], total)
@@ -274,7 +287,7 @@ def test_mistakes_that_need_no_other_rank(pool: Pool) -> None:
             "torch.int32 [5, 3]; give topk_idx int64 [T, K]",
             "9 experts on 2 ranks; give a multiple",
             "ids outside [-1, 8); -1 drops a choice",
-            "a handle and a routing",
+            "topk_idx without topk_weights",
             "the handle is of 5 tokens; dispatch as many again",
             "give a row for each",
             "give a row for each",

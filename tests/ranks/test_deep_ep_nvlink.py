@@ -23,7 +23,7 @@ HALF_EMPTY = (0, 0, 0, 2)
 def over_nvlink(ranks: Ranks, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """What `auto` picks here is the emulated NVLink."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening.Nvlink, "of_or_reason", lambda group: (EmulatedNvlink(group), ""))
+        patch.setattr(opening.Nvlink, "of_or_reason", lambda group, **_: (EmulatedNvlink(group), ""))
         return function(ranks, *arguments)
 
 

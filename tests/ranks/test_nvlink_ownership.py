@@ -76,7 +76,7 @@ def test_the_last_owner_frees_the_heap(pool: Pool) -> None:
 
 def destroy_a_buffer(ranks: Ranks) -> tuple[bool, bool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening.Nvlink, "of_or_reason", lambda group: (EmulatedNvlink.of(group), ""))
+        patch.setattr(opening.Nvlink, "of_or_reason", lambda group, **_: (EmulatedNvlink.of(group), ""))
         buffers = [Buffer(ranks.group, explicitly_destroy=True) for _ in range(2)]
     transport = EmulatedNvlink.of(ranks.group)
     buffers[0].destroy()
@@ -170,3 +170,17 @@ def test_a_destroyed_groups_transport_never_comes_back(tmp_path: Path) -> None:
         same, name, again = process.apply(come_back, (str(tmp_path / "store"),))
     assert name == again
     assert not same
+
+
+def ask_on_cpus(ranks: Ranks, gpus: tuple[bool, ...]) -> tuple[bool, bool]:
+    """Whether kernels are worth asking for where the group is gloo's, and whether `auto` of a layer does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imbrex.transport.nvlink._uses_gpu", lambda: gpus[ranks.rank])
+        return Nvlink.may_run_on(ranks.group), Nvlink.of_or_reason(ranks.group)[0] is not None
+
+
+@pytest.mark.parametrize(("gpus", "worth"), [((True, True), True), ((True, False), False)])
+def test_a_group_on_cpus_may_have_its_rows_on_gpus_if_all_ranks_do(
+    pool: Pool, gpus: tuple[bool, ...], worth: bool
+) -> None:
+    assert pool.run(2, ask_on_cpus, gpus) == [(worth, False)] * 2

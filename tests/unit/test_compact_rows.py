@@ -7,6 +7,7 @@ import torch
 
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.compact import index_rows, place_compact
+from imbrex.kernels.rows.labels import pack_labels, read_labels
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.scenario import Case, make_exchange, make_inputs
@@ -66,3 +67,22 @@ def test_rows_know_their_tokens() -> None:
     source_R, weights_R = index_rows(position, weights, 6, load=kernel.load)
     assert source_R.tolist() == [1, 1, 0, -1, 3, -1]
     assert weights_R.tolist() == [0.25, 1.0, 0.5, 0.0, 2.0, 0.0]
+
+
+def test_labels_come_as_they_left() -> None:
+    """The example at their head, and of the row to spare nothing."""
+    ids_TK, weights_TK = (
+        torch.tensor([[5, 2], [7, -1], [4, 5]]),
+        torch.tensor([[0.5, 0.25], [1, 2], [3, 4.0]]),
+    )
+    rows_TB = pack_labels(ids_TK, weights_TK, load=kernel.load)
+    assert rows_TB.shape == (3, 16)
+    assert rows_TB[0].view(torch.int32)[:2].tolist() == [6, 3]
+    rows_NB = torch.cat([rows_TB, torch.zeros(1, 16, dtype=torch.uint8)])
+    ids_NK, weights_NK, counts_e = read_labels(rows_NB, 2, 4, 4, load=kernel.load)
+    assert ids_NK.tolist() == [[1, -1], [3, -1], [0, 1], [-1, -1]]
+    assert weights_NK.tolist() == [[0.5, 0.0], [1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
+    assert counts_e.tolist() == [1, 2, 0, 1]
+    nothing = read_labels(rows_NB[:0], 2, 4, 4, load=kernel.load)
+    assert [len(part) for part in nothing] == [0, 0, 4]
+    assert not nothing[2].any()

@@ -98,7 +98,8 @@ class SymmetricHeap:
 
         if symmetric.get_backend(device) != "CUDA":
             symmetric.set_backend("CUDA")
-        meetings.catch_up(group, device, lambda: _meet_alone(device))
+        place = device if "nccl" in str(dist.get_backend(group)) else "cpu"
+        meetings.catch_up(group, place, lambda: _meet_alone(device))
         self._memory = symmetric.empty(-(-nbytes // 4096) * 4096, dtype=torch.uint8, device=device)
         self._memory.zero_()
         torch.cuda.synchronize(device)

@@ -22,7 +22,10 @@ class Message:
 
 
 class Collective:
-    """A process group and how to wait on it. `group=None` is a group of one, which never communicates."""
+    """A process group and how to wait on it. `group=None` is a group of one, which never communicates.
+
+    device: where rows are. message_device: where what the group's own collectives move has to be.
+    """
 
     name = "collective"
     replicated = False
@@ -32,14 +35,14 @@ class Collective:
         self.timeout_s = waits.timeout_seconds(timeout)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.device = torch.device("cpu") if group is None else device_of(group)
+        self.device = self.message_device = torch.device("cpu") if group is None else device_of(group)
 
     def exchange_counts(self, message: Tensor) -> Tensor:
         """int64 [L] of this rank to int64 [W, L] of all ranks, on the host."""
         if self.world_size == 1:
             # host sync: the counts decide the sizes of what follows
             return message.cpu()[None]
-        sent = message.to(self.device)
+        sent = message.to(self.message_device)
         gathered = sent.new_empty(self.world_size * sent.numel())
         work = self.start("plan", lambda: waits.all_gather_single(gathered, sent, self.group, async_op=True))
         self.finish("plan", work)
@@ -51,7 +54,7 @@ class Collective:
     @property
     def groups_messages(self) -> bool:
         """Whether messages that may be under way together must be posted together, as NCCL wants it."""
-        return self.device.type == "cuda"
+        return self.message_device.type == "cuda"
 
     def post(
         self, phase: str, sends: Sequence[Message], receives: Sequence[Message]
@@ -82,7 +85,7 @@ class Collective:
         return waits.start(phase, begin, self.timeout_s, self.group)
 
     def finish(self, phase: str, work: dist.Work | None) -> None:
-        on_host = self.device.type == "cpu"
+        on_host = self.message_device.type == "cpu"
         waits.finish(phase, work, self.timeout_s, on_host=on_host, group=self.group)
 
 

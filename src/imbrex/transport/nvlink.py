@@ -45,6 +45,13 @@ _shared = weakref.WeakKeyDictionary()
 """By group and time-out."""
 
 
+ON_CPUS = "the group does not communicate on GPUs; initialise it with NCCL"
+
+
+def _uses_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
     """The size of kernels and a heap, tokens apart: the slots of every expert rank, of which `tensor`
@@ -139,6 +146,8 @@ class Nvlink(Collective):
         exact_rows: bool | None = None,
     ) -> None:
         super().__init__(group, timeout=timeout)
+        if group is not None and _uses_gpu() and self.may_run_on(group):
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.max_tokens, self.exact_rows = max_tokens, exact_rows
         self.sms = Sms(
             dispatch=dispatch_sms, small=small_sms, push=push_sms, combine=combine_sms, stage=stage_sms
@@ -181,14 +190,20 @@ class Nvlink(Collective):
 
     @staticmethod
     def may_run_on(group: dist.ProcessGroup) -> bool:
-        """Whether it is worth asking all ranks; the same on every rank."""
-        return device_of(group).type == "cuda"
+        """Whether it is worth asking all ranks; the same on every rank. Collective over a group that
+        communicates on CPUs: its ranks may have their rows on GPUs all the same."""
+        if device_of(group).type == "cuda":
+            return True
+        return bool(Collective(group).exchange_counts(words(_uses_gpu())).all())
 
     @classmethod
     def of_or_reason(
-        cls, group: dist.ProcessGroup | None, *, timeout: float | None = None
+        cls, group: dist.ProcessGroup | None, *, timeout: float | None = None, from_cpus: bool = False
     ) -> tuple[Nvlink | None, str]:
-        """The one that layers of this group share, or why it cannot be had. Collective."""
+        """The one that layers of this group share, or why it cannot be had. Collective. from_cpus: also
+        for a group that communicates on CPUs, whose ranks all use a GPU."""
+        if group is not None and not from_cpus and device_of(group).type == "cpu":
+            return None, ON_CPUS
         try:
             return cls.of(group, timeout=timeout), ""
         except NvlinkError as error:
@@ -220,7 +235,7 @@ class Nvlink(Collective):
         if self.world_size > MOST_RANKS:
             return f"the kernels exchange between at most {MOST_RANKS} ranks, not {self.world_size}"
         if self.device.type != "cuda":
-            return "the group does not communicate on GPUs; initialise it with NCCL"
+            return ON_CPUS
         return unavailable(self.device.index) or self._loading_reason()
 
     def _loading_reason(self) -> str | None:

@@ -9,7 +9,7 @@ two sums.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,15 @@ def kind_of(rows_ND: Tensor, beside: Tensor | None) -> dict[str, int]:
         "the dtype of rows": SUMMABLE.index(rows_ND.dtype),
         "what goes home beside them": 0 if beside is None else 1 + sum(beside.shape[1:]),
     }
+
+
+class Labels(NamedTuple):
+    """The choices of compact rows: the local expert of each, int64 [N, K], or -1; its weight, float32, or 0;
+    how many every local expert has [e], or None where nobody has counted."""
+
+    ids_NK: Tensor
+    weights_NK: Tensor
+    counts_e: Tensor | None
 
 
 class Backend(Protocol):
@@ -94,6 +103,18 @@ class Backend(Protocol):
 
     def carry_with_sources(self, columns: Sequence[Tensor], route: Any) -> tuple[list[Tensor], Tensor]:
         """Does as `carry`, and gives the token of every row on its source rank, int32 [N]."""
+        ...
+
+    def carry_labelled(
+        self,
+        columns: Sequence[Tensor],
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        route: Any,
+        num_experts: int,
+    ) -> tuple[list[Tensor], Tensor, Labels]:
+        """Does as `carry_with_sources`, and tells the choices of every row: ids_TK int64, weights_TK
+        float32."""
         ...
 
     def bring_home(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import contracts
-from imbrex.adapters.deep_ep.backend import BackendBase, cut
+from imbrex.adapters.deep_ep.backend import BackendBase, Labels, cut
 from imbrex.adapters.deep_ep.choices import Choices, indices_to_map, pack_choices
 from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows
 from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
@@ -61,6 +61,10 @@ def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
         before=sum(received[:rank]),
         num_tokens=wanted_TW.shape[0],
     )
+
+
+def _number_tokens(route: Route) -> Tensor:
+    return torch.arange(route.num_tokens, dtype=torch.int32, device=route.own_tokens_O.device)[:, None]
 
 
 class BytesBackend(BackendBase):
@@ -185,10 +189,24 @@ class BytesBackend(BackendBase):
         return route
 
     def carry_with_sources(self, columns: Sequence[Tensor], route: Route) -> tuple[list[Tensor], Tensor]:
-        device = route.own_tokens_O.device
-        own_T1 = torch.arange(route.num_tokens, dtype=torch.int32, device=device)[:, None]
-        *arrived, sources_N1 = self.carry([*columns, own_T1], route)
+        *arrived, sources_N1 = self.carry([*columns, _number_tokens(route)], route)
         return arrived, sources_N1[:, 0]
+
+    def carry_labelled(
+        self,
+        columns: Sequence[Tensor],
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        route: Route,
+        num_experts: int,
+    ) -> tuple[list[Tensor], Tensor, Labels]:
+        columns = [*columns, _number_tokens(route), ids_TK.int(), weights_TK]
+        *arrived, sources_N1, ids_NK, weights_NK = self.carry(columns, route)
+        per_rank = num_experts // self.world_size
+        local = ids_NK.long() - self.rank * per_rank
+        here = (local >= 0) & (local < per_rank)
+        ids_NK, weights_NK = torch.where(here, local, -1), torch.where(here, weights_NK, 0.0)
+        return arrived, sources_N1[:, 0], Labels(ids_NK, weights_NK, None)
 
     def heads(self, route: Route, wanted_TW: Tensor) -> Tensor:
         return torch.where(wanted_TW, wanted_TW.cumsum(0) - 1, -1).int()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import absent, events
-from imbrex.adapters.deep_ep.backend import kind_of, pad_rows
+from imbrex.adapters.deep_ep.backend import Labels, kind_of, pad_rows
 from imbrex.adapters.deep_ep.choices import indices_to_map
 from imbrex.adapters.deep_ep.config import Config, tuned
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
@@ -38,6 +38,7 @@ class DispatchHandle(tuple):
     """
 
     route: Any
+    num_experts = 0
 
 
 def make_handle(
@@ -188,8 +189,8 @@ class Buffer(absent.Calls):
         """Tokens to the ranks that want them.
 
         x: [T, D] of any dtype, or values and scales, both [T, ...]; they move as bytes. With `handle` of an
-            earlier dispatch the same tokens go the same way, nothing but `x` moves, and the middle of the
-            return is None.
+            earlier dispatch the same tokens go the same way. Nothing but `x` moves, and the middle of the
+            return is None, unless choices are given: these move, too, and come back with their counts.
         num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank: from `get_dispatch_layout`.
         topk_idx, topk_weights: int64 and float32 [T, K], or neither.
         expert_alignment: counts per expert are rounded up to a multiple of it; rows are not.
@@ -202,12 +203,9 @@ class Buffer(absent.Calls):
         """
         events.begin(previous_event)
         if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                raise ValueError(
-                    "deep_ep.Buffer.dispatch: a handle and a routing; give topk_idx without a handle"
-                )
-            received = self._dispatch_again(x, handle)
-            return received, None, None, None, None, events.end(async_finish)
+            choices = topk_idx, topk_weights
+            received = self._dispatch_again(x, handle, choices, num_tokens_per_expert, expert_alignment)
+            return *received, None, events.end(async_finish)
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         problem = self._find_problem(x, layout, topk_idx, topk_weights)
         received = self._dispatch(
@@ -235,14 +233,8 @@ class Buffer(absent.Calls):
             return f"a layout of {list(wanted_TW.shape)} for {tokens} tokens on {world} ranks; lay out these"
         if per_expert.dim() != 1 or per_expert.numel() % world:
             return f"counts of {list(per_expert.shape)} experts on {world} ranks; give [E] with E a multiple"
-        if (topk_idx is None) != (topk_weights is None):
-            return "topk_idx without topk_weights, or the reverse; give both or neither"
-        if topk_idx is not None and topk_weights is not None:
-            if topk_idx.dim() != 2 or topk_idx.shape[0] != tokens or topk_idx.shape != topk_weights.shape:
-                shapes = list(topk_idx.shape), list(topk_weights.shape)
-                return f"topk_idx and topk_weights are {shapes[0]} and {shapes[1]}; give [{tokens}, K]"
-            if topk_idx.dtype != torch.int64 or topk_weights.dtype != torch.float32:
-                return f"topk_idx {topk_idx.dtype}, topk_weights {topk_weights.dtype}; give int64 and float32"
+        if wrong := _why_not_choices(topk_idx, topk_weights, tokens):
+            return wrong
         if wrong := self._backend.wrong_device(*parts, *layout, topk_idx, topk_weights):
             return wrong
         # Values cost a host synchronisation on a GPU.
@@ -264,7 +256,6 @@ class Buffer(absent.Calls):
     ) -> tuple[Rows, Tensor | None, Tensor | None, list[int], DispatchHandle]:
         _, wanted_TW, per_expert = layout
         columns = list(x) if isinstance(x, tuple) else [x]
-        values = len(columns)
         if problem or wanted_TW is None or per_expert is None:
             columns, topk_idx = [], None
             wanted_TW = torch.zeros(0, self.group_size, dtype=torch.bool, device="cpu")
@@ -275,28 +266,36 @@ class Buffer(absent.Calls):
             "the bytes of a row": sum(column.shape[1] * column.dtype.itemsize for column in columns),
             "whether num_worst_tokens is given": worst > 0,
         }
-        # Labels are one higher on the way, so that rows to spare, which are zero, read -1.
-        labels = []
-        if topk_idx is not None and topk_weights is not None:
-            labels += [topk_idx.int() + 1, topk_weights]
-        route, rows_WW = self._backend.plan_ranks(problem, wanted_TW, [*columns, *labels], worst, settings)
-        counts = [] if worst or labels else self._ask_counts(per_expert, alignment)
-        arrived, sources = self._backend.carry_with_sources([*columns, *labels], route)
-        arrived = [pad_rows(part, worst) for part in arrived]
-        rows, choices = _like(x, arrived[:values]), arrived[values:]
+        choices = () if topk_idx is None or topk_weights is None else (topk_idx, topk_weights)
+        route, rows_WW = self._backend.plan_ranks(problem, wanted_TW, [*columns, *choices], worst, settings)
+        counts = [] if worst or choices else self._ask_counts(per_expert, alignment)
+        labels = None
+        if choices:
+            arrived, sources, labels = self._backend.carry_labelled(
+                columns, *choices, route, per_expert.numel()
+            )
+        else:
+            arrived, sources = self._backend.carry_with_sources(columns, route)
+        rows = _like(x, [pad_rows(part, worst) for part in arrived])
         heads, sources = self._backend.heads(route, wanted_TW), pad_rows(sources, worst, -1)
         handle = make_handle(wanted_TW, rows_WW, route, sources, heads, self.rank)
-        if not choices:
+        handle.num_experts = per_expert.numel()
+        if labels is None:
             return rows, None, None, counts, handle
-        ids_NK, weights_NK = self._make_local(choices[0] - 1, choices[1], per_expert.numel())
-        counts = [] if worst else _count_rows(ids_NK, per_expert.numel() // self.group_size, alignment)
-        return rows, ids_NK, weights_NK, counts, handle
+        return rows, *self._read(labels, handle.num_experts, alignment, worst), handle
 
-    def _make_local(self, ids_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-        per_rank = num_experts // self.group_size
-        local = ids_NK.long() - self.rank * per_rank
-        here = (local >= 0) & (local < per_rank)
-        return torch.where(here, local, -1), torch.where(here, weights_NK, 0.0)
+    def _read(
+        self, labels: Labels, num_experts: int, alignment: int, worst: int
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """The choices of the rows, and the counts of the local experts, for which nobody is asked."""
+        choices = pad_rows(labels.ids_NK, worst, -1), pad_rows(labels.weights_NK, worst)
+        if worst:
+            return *choices, []
+        counts_e = labels.counts_e
+        if counts_e is None:
+            counts_e = plan.count_choices(labels.ids_NK, num_experts // self.group_size)
+        # host sync: programs want the counts as a list
+        return *choices, _align(counts_e, alignment).tolist()
 
     def _ask_counts(self, per_expert: Tensor, alignment: int) -> list[int]:
         """Counts of the local experts from all ranks' layouts, where no choices come with the rows."""
@@ -305,19 +304,43 @@ class Buffer(absent.Calls):
         # on the host: counts were exchanged
         return _align(mine, alignment).tolist()
 
-    def _dispatch_again(self, x: Rows, handle: tuple) -> Rows:
+    def _dispatch_again(
+        self,
+        x: Rows,
+        handle: tuple,
+        choices: tuple[Tensor | None, Tensor | None],
+        per_expert: Tensor | None,
+        alignment: int,
+    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int] | None]:
         columns = list(x) if isinstance(x, tuple) else [x]
-        tokens, problem = len(handle[4]), self._backend.wrong_device(*columns)
-        if len(columns) > 2:
-            problem = f"x is a tuple of {len(columns)}, as NVFP4 with a global scale; {PAIR}"
-        elif any(part.dim() != 2 or part.shape[0] != tokens for part in columns):
-            shapes = [list(part.shape) for part in columns]
-            problem = f"x is {shapes}, the handle is of {tokens} tokens; dispatch as many again"
+        experts = getattr(handle, "num_experts", 0) if per_expert is None else per_expert.numel()
+        problem = self._why_not_again(columns, handle, choices, experts)
         widths = [] if problem else [part.shape[1] * part.dtype.itemsize for part in columns]
-        self._backend.meet("dispatch", problem, {"the bytes of a row": sum(widths)})
-        route = self._route_of(handle, columns)
-        arrived = self._backend.carry(columns, route)
-        return _like(x, [pad_rows(part, handle[3].shape[0]) for part in arrived])
+        columns_of_choices = -1 if problem or choices[0] is None else choices[0].shape[1]
+        settings = {"the bytes of a row": sum(widths), "the number of choices": columns_of_choices}
+        self._backend.meet("dispatch", problem, settings)
+        parts = [part for part in choices if part is not None]
+        route, size = self._route_of(handle, [*columns, *parts]), handle[3].shape[0]
+        if not parts:
+            arrived = self._backend.carry(columns, route)
+            return _like(x, [pad_rows(part, size) for part in arrived]), None, None, None
+        arrived, _, labels = self._backend.carry_labelled(columns, parts[0], parts[1], route, experts)
+        counts = self._read(labels, experts, alignment, 0)[2]
+        ids_NK, weights_NK = pad_rows(labels.ids_NK, size, -1), pad_rows(labels.weights_NK, size)
+        return _like(x, [pad_rows(part, size) for part in arrived]), ids_NK, weights_NK, counts
+
+    def _why_not_again(
+        self, columns: list[Tensor], handle: tuple, choices: tuple[Tensor | None, Tensor | None], experts: int
+    ) -> str:
+        tokens = len(handle[4])
+        if len(columns) > 2:
+            return f"x is a tuple of {len(columns)}, as NVFP4 with a global scale; {PAIR}"
+        if any(part.dim() != 2 or part.shape[0] != tokens for part in columns):
+            shapes = [list(part.shape) for part in columns]
+            return f"x is {shapes}, the handle is of {tokens} tokens; dispatch as many again"
+        if choices[0] is not None and (experts < 1 or experts % self.group_size):
+            return "choices with a handle that tells no number of experts; give num_tokens_per_expert, too"
+        return _why_not_choices(*choices, tokens) or self._backend.wrong_device(*columns, *choices)
 
     def _route_of(self, handle: tuple, columns: list[Tensor]) -> Any:
         """The route of a dispatch, made anew where a program kept only the handle's tensors."""
@@ -376,11 +399,18 @@ def _like(x: Rows, parts: list[Tensor]) -> Rows:
     return (parts[0], parts[1]) if isinstance(x, tuple) else parts[0]
 
 
-def _count_rows(ids_NK: Tensor, num_local: int, alignment: int) -> list[int]:
-    """Counts of the local experts from the choices that came with the rows: nobody is asked again."""
-    # host sync: programs want the counts as a list
-    return _align(plan.count_choices(ids_NK, num_local), alignment).tolist()
+def _why_not_choices(topk_idx: Tensor | None, topk_weights: Tensor | None, tokens: int) -> str:
+    if topk_idx is None and topk_weights is None:
+        return ""
+    if topk_idx is None or topk_weights is None:
+        return "topk_idx without topk_weights, or the reverse; give both or neither"
+    if topk_idx.dim() != 2 or topk_idx.shape[0] != tokens or topk_idx.shape != topk_weights.shape:
+        shapes = list(topk_idx.shape), list(topk_weights.shape)
+        return f"topk_idx and topk_weights are {shapes[0]} and {shapes[1]}; give [{tokens}, K]"
+    if topk_idx.dtype != torch.int64 or topk_weights.dtype != torch.float32:
+        return f"topk_idx {topk_idx.dtype}, topk_weights {topk_weights.dtype}; give int64 and float32"
+    return ""
 
 
 def _align(counts_e: Tensor, alignment: int) -> Tensor:
-    return (counts_e + alignment - 1) // alignment * alignment
+    return counts_e if alignment == 1 else (counts_e + alignment - 1) // alignment * alignment

@@ -8,6 +8,7 @@ three tokens' choices [[0, -1], [-1, -1], [1, 2]]: tokens 0 and 2 are received, 
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from imbrex import contracts
-from imbrex.adapters.deep_ep.backend import BackendBase, cut
+from imbrex.adapters.deep_ep.backend import BackendBase, Labels, cut
 from imbrex.adapters.deep_ep.choices import Choices, pack_choices
 from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
@@ -27,7 +28,7 @@ from imbrex.exchange import rows
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.glue import clear_rows
 from imbrex.kernels.routing.routed import Routed
-from imbrex.kernels.rows.compact import Placed, index_rows, place_compact
+from imbrex.kernels.rows import compact, labels
 from imbrex.observe import Observer
 from imbrex.placement import contiguous
 from imbrex.runtime import waits
@@ -45,7 +46,7 @@ class KernelRoute:
     size: of the kernels. expert: the routing as expert-major rows. traffic_WW: int32; tokens that every rank
     has for every other. num_tokens: T. most: tokens of a rank that there is room for.
     placed: the routing as compact rows, and num_rows: rows of the compact tensors that a program holds;
-    `None` before it has any.
+    `None` before it has any. full: they are known to be received, all of them.
     """
 
     size: Size
@@ -53,11 +54,12 @@ class KernelRoute:
     traffic_WW: Tensor
     num_tokens: int
     most: int
-    placed: Placed | None = None
+    placed: compact.Placed | None = None
     num_rows: int | None = None
+    full: bool = False
 
     @property
-    def compact(self) -> Placed:
+    def compact(self) -> compact.Placed:
         assert self.placed is not None
         return self.placed
 
@@ -81,6 +83,8 @@ class NvlinkBackend(BackendBase):
     def __init__(self, who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> None:
         super().__init__(who, group, transport)
         self._most_choices: dict[int, int] = {}
+        self._ranks_W: Tensor | None = None
+        self._zeros = torch.zeros(0, dtype=torch.float32, device=self.transport.device)
         self.transport.join(self)
 
     def close(self) -> None:
@@ -105,7 +109,7 @@ class NvlinkBackend(BackendBase):
         if self.transport.max_tokens is not None and tokens > self.transport.max_tokens:
             problem = problem or f"{tokens} tokens; Nvlink(max_tokens=) is {self.transport.max_tokens}"
         most = self._meet(call, problem, settings, tokens)
-        placement = contiguous(num_experts, self.world_size)
+        placement = _placement(num_experts, self.world_size)
         size = Size(
             rank_offsets=placement.rank_offsets,
             tensor=1,
@@ -115,10 +119,15 @@ class NvlinkBackend(BackendBase):
             alignment=alignment,
         )
         kernels = self.transport.exchange_for(size, placement, most, Observer())
-        given = (torch.zeros_like(ids_TK) if weights_TK is None else weights_TK).float()
+        given = self._no_weights(tokens, choices) if weights_TK is None else weights_TK.float()
         traffic_WW = torch.empty(self.world_size, self.world_size, dtype=torch.int32, device=ids_TK.device)
         routed = kernels.route(ids_TK.long(), given, traffic=traffic_WW)
         return KernelRoute(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, most=most)
+
+    def _no_weights(self, tokens: int, choices: int) -> Tensor:
+        if self._zeros.numel() < tokens * choices:
+            self._zeros = torch.zeros(tokens * choices, dtype=torch.float32, device=self.transport.device)
+        return self._zeros[: tokens * choices].view(tokens, choices)
 
     def meet(self, call: str, problem: str, settings: dict[str, int]) -> None:
         self._meet(call, problem, settings, 0)
@@ -160,11 +169,13 @@ class NvlinkBackend(BackendBase):
         placed = link.placed
         if placed is None or len(placed.source_R) < size:
             given = link.expert, link.traffic_WW, self.rank, link.num_tokens
-            placed = place_compact(*given, max(worst, size), load=self.transport.load)
+            placed = compact.place_compact(*given, max(worst, size), load=self.transport.load)
+        received = 0
         if size < worst:
             # host sync: the size of what is returned
-            size = max(int(placed.received), size)
-        return replace(link, placed=placed, num_rows=size)
+            received = int(placed.received)
+            size = max(received, size)
+        return replace(link, placed=placed, num_rows=size, full=0 < size == received)
 
     def _kernels(self, link: KernelRoute) -> NvlinkExchange:
         return self.transport.exchange_of(link.size, link.expert.max_tokens)
@@ -176,13 +187,35 @@ class NvlinkBackend(BackendBase):
         pulled = self.pull(columns[0], route, route.compact.routed, source_R)
         if len(columns) == 1:
             return [pulled]
-        labels = torch.cat([as_bytes(column) for column in columns[1:]], 1)
-        return [pulled, *cut(self.pull(labels, route, route.compact.routed, source_R), columns[1:])]
+        others = torch.cat([as_bytes(column) for column in columns[1:]], 1)
+        return [pulled, *cut(self.pull(others, route, route.compact.routed, source_R), columns[1:])]
+
+    def carry_labelled(
+        self,
+        columns: Sequence[Tensor],
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        route: KernelRoute,
+        num_experts: int,
+    ) -> tuple[list[Tensor], Tensor, Labels]:
+        arrived, sources = self.carry_with_sources(columns, route)
+        load, per_rank = self.transport.load, num_experts // self.world_size
+        packed = labels.pack_labels(ids_TK.contiguous(), weights_TK.contiguous(), load=load)
+        source_R = route.compact.source_R[: route.num_rows]
+        rows_NB = self.pull(packed, route, route.compact.routed, source_R)
+        here = self.rank * per_rank, per_rank
+        return arrived, sources, Labels(*labels.read_labels(rows_NB, ids_TK.shape[1], *here, load=load))
 
     def pull(self, column: Tensor, link: KernelRoute, routed: Routed, source_R: Tensor) -> Tensor:
         """A column of a token to its rows [R, ...]; those whose `source_R` is -1 are zero."""
+        size = column.shape[1] * column.dtype.itemsize
+        if size % ROW_MULTIPLE == 0 and source_R.numel() and column.is_contiguous():
+            out = torch.empty(source_R.numel(), column.shape[1], dtype=column.dtype, device=column.device)
+            self._kernels(link).pull(column, routed, self.transport.sms.dispatch, out)
+            if not (link.full and link.compact.routed is routed):
+                clear_rows(out.view(torch.uint8), source_R)
+            return out
         encoded = as_bytes(column)
-        size = encoded.shape[1]
         encoded = F.pad(encoded, [0, -size % ROW_MULTIPLE]).contiguous()
         out = encoded.new_empty(1, source_R.numel(), encoded.shape[1])
         if out.numel():
@@ -253,11 +286,13 @@ class NvlinkBackend(BackendBase):
 
     def send_home(self, given_WTC: Tensor) -> Tensor:
         """float32 [W, most, ...] for the tokens of every rank, summed at home in rank order: [most, ...]."""
-        home, group = torch.empty_like(given_WTC), self.transport.group
+        parts, group = given_WTC.to(self.transport.message_device), self.transport.group
+        home = torch.empty_like(parts)
         work = self.transport.start(
-            "combine", lambda: dist.all_to_all_single(home, given_WTC, group=group, async_op=True)
+            "combine", lambda: dist.all_to_all_single(home, parts, group=group, async_op=True)
         )
         self.transport.finish("combine", work)
+        home = home.to(given_WTC.device)
         total = torch.zeros_like(home[0])
         for part in home:
             total += part
@@ -265,14 +300,14 @@ class NvlinkBackend(BackendBase):
 
     def tell(self, values: Tensor) -> Tensor:
         """The values of every rank, [W, ...], on the device."""
-        given, group = values.contiguous(), self.transport.group
+        given, group = values.contiguous().to(self.transport.message_device), self.transport.group
         told = given.new_empty(self.world_size, *given.shape)
         work = self.transport.start(
             "dispatch",
             lambda: waits.all_gather_single(told.view(-1), given.view(-1), group, async_op=True),
         )
         self.transport.finish("dispatch", work)
-        return told
+        return told.to(values.device)
 
     def reweigh(self, route: KernelRoute, weights_TK: Tensor) -> KernelRoute:
         """Weights of all ranks' tokens."""
@@ -301,8 +336,9 @@ class NvlinkBackend(BackendBase):
         self, problem: str, wanted_TW: Tensor, columns: Sequence[Tensor], settings: dict[str, int]
     ) -> KernelRoute:
         """A token's choices are ranks: the kernels route it once to each."""
-        ranks_W = torch.arange(self.world_size, dtype=torch.int64, device=wanted_TW.device)
-        ranks_TW = torch.where(wanted_TW, ranks_W, -1)
+        if self._ranks_W is None or self._ranks_W.device != wanted_TW.device:
+            self._ranks_W = torch.arange(self.world_size, dtype=torch.int64, device=wanted_TW.device)
+        ranks_TW = torch.where(wanted_TW, self._ranks_W, -1)
         return self.plan("dispatch", problem, ranks_TW, None, settings, self.world_size, columns)
 
     def read_ranks(self, handle: tuple, columns: Sequence[Tensor]) -> KernelRoute:
@@ -352,7 +388,7 @@ class NvlinkBackend(BackendBase):
     ) -> Expanded:
         permutation = permutation or permute(kept.route, budget, on_host=on_host)
         routed = expert_major(kept.route, permutation)
-        source_R, weights_R = index_rows(
+        source_R, weights_R = compact.index_rows(
             routed.position_LWTK, routed.weights_LWTK, permutation.num_rows, load=self.transport.load
         )
         rows_RD, *scales = [self.pull(column, kept.route, routed, source_R) for column in given.columns]
@@ -369,6 +405,11 @@ class NvlinkBackend(BackendBase):
     ) -> tuple[Tensor, Tensor | None]:
         routed = expert_major(kept.route, permutation)
         return self.combine(hidden, kept.route, routed, rounded=True, values=probs)
+
+
+@functools.lru_cache(maxsize=64)
+def _placement(num_experts: int, ranks: int) -> contracts.Placement:
+    return contiguous(num_experts, ranks)
 
 
 def pick(values: Tensor, position: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ from imbrex.transport import Nvlink
 
 
 def open_backend(who: str, group: dist.ProcessGroup | None, transport: str | contracts.Backend) -> Backend:
-    """Opens the way of the rows. transport: `auto` is NVLink where its kernels can run for this group, else
-    `alltoall`. Collective."""
+    """Opens the way of the rows. transport: `auto` is NVLink where its kernels can run for this group, also
+    one of gloo whose ranks all use a GPU, else `alltoall`. Collective."""
     if transport == "auto":
-        transport = "alltoall" if group is None else Nvlink.of_or_reason(group)[0] or "alltoall"
+        link = None if group is None else Nvlink.of_or_reason(group, from_cpus=True)[0]
+        transport = link or "alltoall"
     kernels = transport == "nvlink" or isinstance(transport, Nvlink)
     return (NvlinkBackend if kernels else BytesBackend)(who, group, transport)
