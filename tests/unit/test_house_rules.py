@@ -103,7 +103,7 @@ ROOM_FOR = {
     "private": 7,
     "probes": 7,
     "doors": 32,
-    "bare": 300,
+    "bare": 236,
     "fragments": 5,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""

@@ -23,31 +23,31 @@ NVIDIA_SMI_S = 20.0
 
 def versions() -> dict[str, str]:
     """Version by name; what is not installed is left out."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    found.setdefault("torch", torch.__version__)
-    found.setdefault("imbrex", "source tree")
+    versions.setdefault("torch", torch.__version__)
+    versions.setdefault("imbrex", "source tree")
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     if torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if driver := _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader"):
-        found["driver"] = driver.splitlines()[0].strip()
-    return found
+        versions["driver"] = driver.splitlines()[0].strip()
+    return versions
 
 
 def devices() -> list[dict[str, Any]]:
     """The processor first, then every GPU that torch sees. Memory in GiB."""
-    found: list[dict[str, Any]] = [
+    links: list[dict[str, Any]] = [
         {"kind": "cpu", "name": processor(), "cores": cores(), "memory_gib": round(_memory_gib(), 1)}
     ]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
-        found.append(
+        links.append(
             {
                 "kind": "cuda",
                 "name": gpu.name,
@@ -56,14 +56,14 @@ def devices() -> list[dict[str, Any]]:
                 "capability": f"{gpu.major}.{gpu.minor}",
             }
         )
-    return found
+    return links
 
 
 def links() -> list[dict[str, Any]]:
     """How every pair of GPUs is joined (`via`: nvidia-smi's word, NV18 or PIX), and the network devices."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     via = _topology()
-    found: list[dict[str, Any]] = [
+    networks: list[dict[str, Any]] = [
         {
             "between": [a, b],
             "via": via.get((a, b), "unknown"),
@@ -74,8 +74,8 @@ def links() -> list[dict[str, Any]]:
     ]
     rdma = Path("/sys/class/infiniband")
     if rdma.is_dir():
-        found += [{"network": device.name, "via": "RDMA"} for device in sorted(rdma.iterdir())]
-    return found
+        networks += [{"network": device.name, "via": "RDMA"} for device in sorted(rdma.iterdir())]
+    return networks
 
 
 def hardware() -> dict[str, Any]:
@@ -101,12 +101,12 @@ def _memory_gib() -> float:
 
 def _topology() -> dict[tuple[int, int], str]:
     """The GPU rows of `nvidia-smi topo -m`: word i of row GPU<a> is how it reaches GPU<i>."""
-    found = {}
+    matrix = {}
     for line in _nvidia_smi("topo", "-m").splitlines():
         words = line.split()
         if len(words) > 1 and words[0].startswith("GPU") and words[0][3:].isdigit() and words[1] != "GPU1":
-            found |= {(int(words[0][3:]), b): word for b, word in enumerate(words[1:])}
-    return found
+            matrix |= {(int(words[0][3:]), b): word for b, word in enumerate(words[1:])}
+    return matrix
 
 
 @functools.cache

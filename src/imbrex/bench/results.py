@@ -59,16 +59,16 @@ def write_results(
 def _read(path: Path, question: str, run: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        runs, rows, asked = content["runs"], content["rows"], content["question"]
+        runs, rows, previous = content["runs"], content["rows"], content["question"]
     except FileNotFoundError:
         return [], []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result file ({error!r}); choose another name") from None
-    if asked != question:
-        raise ValueError(f"{path} answers {asked!r}, not {question!r}; choose another name")
-    kept = [r for r in runs if (r["command"], r["hardware"]) != (run["command"], run["hardware"])]
-    ids = {r["id"] for r in kept}
-    return kept, [row for row in rows if row["run"] in ids]
+    if previous != question:
+        raise ValueError(f"{path} answers {previous!r}, not {question!r}; choose another name")
+    others = [r for r in runs if (r["command"], r["hardware"]) != (run["command"], run["hardware"])]
+    ids = {r["id"] for r in others}
+    return others, [row for row in rows if row["run"] in ids]
 
 
 def _layout(content: Mapping[str, Any]) -> str:

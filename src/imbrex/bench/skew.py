@@ -49,11 +49,11 @@ def draw_choices(shares_E: Tensor, num_tokens: int, top_k: int, generator: torch
 
 
 def _shares(kind: str, value: str, skew: str, shape: Shape, generator: torch.Generator) -> Tensor:
-    num_experts, most = shape.num_experts, 1 / shape.top_k
+    num_experts, largest = shape.num_experts, 1 / shape.top_k
     if kind == "uniform" and not value:
         return torch.full((num_experts,), 1 / num_experts, dtype=torch.float64)
     if kind == "load":
-        return _cap(_recorded_shares(value, num_experts), most)
+        return _cap(_recorded_shares(value, num_experts), largest)
     if kind not in ("zipf", "std"):
         raise ValueError(f"--skew: {skew!r} is unknown; use uniform, zipf:A, std:S, trace:FILE or load:FILE")
     try:
@@ -64,8 +64,8 @@ def _shares(kind: str, value: str, skew: str, shape: Shape, generator: torch.Gen
         raise ValueError(f"--skew: {number} makes no popularity; use a number from 0 up")
     if kind == "zipf":
         shares = (torch.arange(num_experts, dtype=torch.float64) + 1) ** -number
-        return _cap(shares / shares.sum(), most)[torch.randperm(num_experts, generator=generator)]
-    return _shares_of_std(number, num_experts, most, generator)
+        return _cap(shares / shares.sum(), largest)[torch.randperm(num_experts, generator=generator)]
+    return _shares_of_std(number, num_experts, largest, generator)
 
 
 def _cap(shares_E: Tensor, most: float) -> Tensor:

@@ -61,7 +61,7 @@ class Network:
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
             inside, across = Link(**read["inside"]), Link(**read["across"])
-            made = Network(
+            network = Network(
                 nodes=read["nodes"],
                 size=read["size"],
                 inside=inside,
@@ -72,12 +72,12 @@ class Network:
             raise ValueError(
                 f"transport: {path} holds no measurement of a network ({error!r}); remove it"
             ) from None
-        if (made.nodes, made.size) != (nodes, size):
+        if (network.nodes, network.size) != (nodes, size):
             raise ValueError(
-                f"transport: {path} was measured on {made.nodes} nodes of {made.size} ranks, these are "
+                f"transport: {path} was measured on {network.nodes} nodes of {network.size} ranks, these are "
                 f"{nodes} of {size}; give another file"
             )
-        return made
+        return network
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,23 +118,23 @@ def sequential(network: Network, load: Load) -> float:
 
 def two_level(network: Network, load: Load) -> float:
     """2DH: inside first, everything that a rank has, then between ranks of equal place."""
-    one, n, m = rows(network, load)[0], network.nodes, network.size
-    return network.inside(m - 1, (m - 1) * n * one) + network.across(n - 1, (n - 1) * m * one)
+    first, n, m = rows(network, load)[0], network.nodes, network.size
+    return network.inside(m - 1, (m - 1) * n * first) + network.across(n - 1, (n - 1) * m * first)
 
 
 def leader(network: Network, load: Load) -> float:
     """1DH: through the node's first rank, whose link carries all rows of the node, in and out again."""
-    one, n, m = rows(network, load)[0], network.nodes, network.size
-    inside = network.inside(m - 1, (m - 1) * n * m * one)
+    first, n, m = rows(network, load)[0], network.nodes, network.size
+    inside = network.inside(m - 1, (m - 1) * n * m * first)
     # One sender a node does not share its link with the others.
-    return 2 * inside + network.across(n - 1, (n - 1) * m * one)
+    return 2 * inside + network.across(n - 1, (n - 1) * m * first)
 
 
 def hierarchical(network: Network, load: Load, pieces: int = 4) -> float:
     """Once to a node, piece by piece, and on to its ranks: the slower tier, and one piece of the other."""
-    (one, once), n, m = rows(network, load), network.nodes, network.size
+    (first, once), n, m = rows(network, load), network.nodes, network.size
     across = network.across(pieces * (n - 1), (n - 1) * once)
-    inside = network.inside((1 + pieces * (n - 1)) * (m - 1), n * (m - 1) * one)
+    inside = network.inside((1 + pieces * (n - 1)) * (m - 1), n * (m - 1) * first)
     return max(across, inside) + min(across, inside) / pieces
 
 

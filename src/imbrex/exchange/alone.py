@@ -72,8 +72,8 @@ class AloneDispatcher(DispatcherBase):
         return self if self.serves(x_TD, routing) else self.general
 
     def serves(self, x_TD: Tensor, routing: Routing) -> bool:
-        given = x_TD, routing.ids_TK, routing.weights_TK
-        if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or traced(*given):
+        inputs = x_TD, routing.ids_TK, routing.weights_TK
+        if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or traced(*inputs):
             return False
         return cached_unavailable(x_TD.get_device()) is None
 

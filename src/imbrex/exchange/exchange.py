@@ -111,8 +111,8 @@ class Exchange:
         problem, observer = None, observer or Observer()
         try:
             self._check()
-            given = self.transport, self.geometry, self.wire, observer, layer
-            self.dispatcher: Dispatcher = dispatcher_of(*given)
+            parts = self.transport, self.geometry, self.wire, observer, layer
+            self.dispatcher: Dispatcher = dispatcher_of(*parts)
         except ValueError as error:
             problem = error
         self._agree(layer, problem)
@@ -126,8 +126,8 @@ class Exchange:
     def _agree(self, layer: int, problem: ValueError | None) -> None:
         """The key that the first rank has for its dispatcher stands for this exchange on all ranks."""
         own = launched_on(), 0 if problem else self.dispatcher.key // autograd.MOST_FORMS
-        told = agree(self.transport, self._settings(layer), "Exchange", problem, own=own)
-        self.dispatcher.met(told[0][1], [node for node, _ in told])
+        words_W = agree(self.transport, self._settings(layer), "Exchange", problem, own=own)
+        self.dispatcher.met(words_W[0][1], [node for node, _ in words_W])
 
     def _check(self) -> None:
         geometry = self.geometry
@@ -242,8 +242,8 @@ class Exchange:
         form = RowForm.ROWS if wants_rows else dispatcher.form_of(forms, x_TD, routing.weights_TK)
         beside = None
         if form is RowForm.ROWS:
-            given = x_TD, routing.weights_TK, routing.ids_TK
-            rows_RD, weights_R, counts_e, state = autograd.dispatch(*given, dispatcher.key)
+            inputs = x_TD, routing.weights_TK, routing.ids_TK
+            rows_RD, weights_R, counts_e, state = autograd.dispatch(*inputs, dispatcher.key)
         else:
             (plan,) = dispatcher.agree([(x_TD, routing)])
             crossing = dispatcher.dispatch(plan, x_TD, routing.weights_TK, form)
@@ -351,7 +351,7 @@ class Exchange:
     def _why_not_rows(self, rows_RD: Tensor, handle: Handle, addend: Tensor | None) -> str | None:
         maker = self.dispatcher
         if maker.key != handle.maker:
-            maker = next((one for one in maker.family if one.key == handle.maker), None)
+            maker = next((member for member in maker.family if member.key == handle.maker), None)
         if maker is None:
             return "the handle is of another exchange; give the one that came with the rows"
         shape, weights_R = (handle.weights_R.shape[0], self.geometry.hidden_size), handle.weights_R
@@ -362,8 +362,8 @@ class Exchange:
         if rows_RD.device != weights_R.device:
             return f"rows are on {rows_RD.device}; give them on {weights_R.device}, as dispatched"
         if addend is not None and addend.shape != (handle.num_tokens, shape[1]):
-            wanted = [handle.num_tokens, shape[1]]
-            return f"the addend is {list(addend.shape)}; give a row for every token, {wanted}"
+            expected = [handle.num_tokens, shape[1]]
+            return f"the addend is {list(addend.shape)}; give a row for every token, {expected}"
         if addend is not None and addend.device != rows_RD.device:
             return f"the addend is on {addend.device}, the rows on {rows_RD.device}; give both on one device"
         return None
@@ -399,9 +399,9 @@ class BegunCombine:
         self._rows_RD, self._handle, self._weighted = rows_RD, handle, weighted
         self._addend_TD: Tensor | None = None
         weights_R, dispatcher = None if weighted else handle.weights_R, autograd.dispatcher_by(handle.maker)
-        given = rows_RD, weights_R, handle.state, handle.num_tokens
+        inputs = rows_RD, weights_R, handle.state, handle.num_tokens
         with torch.no_grad():
-            self._begun = Begun(dispatcher.combine(*given, lambda: self._addend_TD))
+            self._begun = Begun(dispatcher.combine(*inputs, lambda: self._addend_TD))
 
     def finish(self, addend: Tensor | None = None) -> Tensor:
         """Wait for the partial sums and add them, and `addend`; once."""

@@ -91,9 +91,9 @@ def ranks_wanted(slot_TK: Tensor, placement: Placement, tensor_size: int) -> Ten
     one of its slots. W = placement.num_ranks * tensor_size; rank r is tensor rank r % tensor_size."""
     owner = owner_of_slot(placement, slot_TK.device)
     rank_TK = torch.where(slot_TK < 0, placement.num_ranks, owner[slot_TK.clamp(min=0)])
-    wanted = torch.zeros(slot_TK.shape[0], placement.num_ranks + 1, dtype=torch.bool, device=slot_TK.device)
-    wanted.scatter_(1, rank_TK, True)
-    return wanted[:, :-1].repeat_interleave(tensor_size, dim=1)
+    wants_TW = torch.zeros(slot_TK.shape[0], placement.num_ranks + 1, dtype=torch.bool, device=slot_TK.device)
+    wants_TW.scatter_(1, rank_TK, True)
+    return wants_TW[:, :-1].repeat_interleave(tensor_size, dim=1)
 
 
 def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:

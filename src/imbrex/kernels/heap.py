@@ -65,10 +65,10 @@ class Meetings:
         self, group: dist.ProcessGroup, device: torch.device | str, meet_alone: Callable[[], None]
     ) -> None:
         """Collective: `meet_alone` until this process has had as many as any rank of `group`."""
-        most = torch.tensor(self.number, dtype=torch.int64, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        newest = torch.tensor(self.number, dtype=torch.int64, device=device)
+        dist.all_reduce(newest, dist.ReduceOp.MAX, group=group)
         # host sync: once a heap
-        for _ in range(int(most.item()) - self.number):
+        for _ in range(int(newest.item()) - self.number):
             meet_alone()
             self.number += 1
 

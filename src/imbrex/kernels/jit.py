@@ -183,7 +183,7 @@ def read_resources(log: str, entry: str) -> Resources:
     section = section.split("Compiling entry function")[0]
 
     def number(pattern: str) -> int:
-        return sum(int(found) for found in re.findall(pattern, section))
+        return sum(int(number) for number in re.findall(pattern, section))
 
     return Resources(
         registers=number(r"Used (\d+) registers"),
@@ -251,9 +251,9 @@ class Kernel:
         # forces the lazy load now: a load while another kernel spins may deadlock
         self._function = cuda_ok(driver.cuKernelGetFunction(kernel), f"loading {variant}")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        most = 227 * 1024 - compiled.resources.static_smem
+        shared = 227 * 1024 - compiled.resources.static_smem
         cuda_ok(
-            driver.cuFuncSetAttribute(self._function, limit, most), f"allowing shared memory for {variant}"
+            driver.cuFuncSetAttribute(self._function, limit, shared), f"allowing shared memory for {variant}"
         )
 
     def launch(
@@ -303,15 +303,15 @@ class Kernel:
         dependent: bool,
     ) -> Callable[[int, int, int], Any]:
         driver, sizes = cuda_binding("driver"), (grid, 1, 1) if isinstance(grid, int) else grid
-        wanted = attributes(driver, cluster, cooperative, dependent)
-        if not wanted:  # the plain call costs the host half as much
+        extras = attributes(driver, cluster, cooperative, dependent)
+        if not extras:  # the plain call costs the host half as much
             return partial(driver.cuLaunchKernel, self._function, *sizes, block, 1, 1, smem)
         configurations: dict[int, Any] = {}  # one a stream: another thread may launch on another
 
         def queue(stream: int, pointers: int, extra: int) -> Any:
             config = configurations.get(stream)
             if config is None:
-                config = configurations[stream] = configuration(driver, sizes, block, smem, stream, wanted)
+                config = configurations[stream] = configuration(driver, sizes, block, smem, stream, extras)
             return driver.cuLaunchKernelEx(config, self._function, pointers, extra)
 
         return queue
@@ -322,7 +322,7 @@ class Kernel:
             enter_context(self.device)
             code = queue(stream, ctypes.addressof(args), 0)[0]
         if int(code) != 0:
-            how = next(how for how, made in self._queues.items() if made is queue)
+            how = next(how for how, queued in self._queues.items() if queued is queue)
             shape = f"grid {how[0]}, block {how[1]}, {how[2]} bytes of shared memory"
             raise KernelError(f"CUDA said {code.name} while launching {self.variant} ({shape})")
 
@@ -350,8 +350,8 @@ class Prepared:
         values, pointers = _pack(args)
         self._memory = values, pointers, [arg for arg in args if not isinstance(arg, torch.Tensor)]
         self._kernel, self._pointers = kernel, ctypes.addressof(pointers)
-        given = how["grid"], how["block"], how.get("smem", 0), how.get("cluster", 1), False
-        self._queue = kernel.queue_for(*given, how.get("dependent", False))
+        shape = how["grid"], how["block"], how.get("smem", 0), how.get("cluster", 1), False
+        self._queue = kernel.queue_for(*shape, how.get("dependent", False))
 
     def launch(self) -> None:
         kernel = self._kernel

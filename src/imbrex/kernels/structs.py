@@ -53,7 +53,7 @@ def struct(source: str, name: str) -> Any:
         raise ValueError(f"kernels: {source} declares no struct {name}")
     fields = tuple(_fields(source, body[1]))
     namespace = re.search(r"^namespace (\w+) \{", text, re.MULTILINE)
-    made = type(
+    kind = type(
         name,
         (Struct,),
         {
@@ -63,8 +63,8 @@ def struct(source: str, name: str) -> Any:
             "qualified": f"{namespace[1]}::{name}" if namespace else name,
         },
     )
-    made.__init__ = _constructor(made, fields)
-    return made
+    kind.__init__ = _constructor(kind, fields)
+    return kind
 
 
 def _constructor(made: type[Struct], fields: Sequence[tuple[str, Any]]) -> Any:
@@ -105,12 +105,12 @@ def _fields(source: str, body: str) -> Iterator[tuple[str, type[Any]]]:
             if declared is None:
                 raise ValueError(f"kernels: {source} declares '{statement}', which is not understood")
             pointer, field, counts = declared.groups()
-            made: Any = (
+            ctype: Any = (
                 ctypes.c_void_p if pointer else _NUMBERS.get(kind) or struct(_home(source, kind), kind)
             )
             for count in reversed(re.findall(r"\w+", counts)):
-                made = made * _constant(source, count)
-            yield field, made
+                ctype = ctype * _constant(source, count)
+            yield field, ctype
 
 
 def sources_from(source: str) -> dict[str, str]:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from imbrex.router.global_batch import GlobalBatch
 
+NAMES = ("load_balance", "sequence_balance", "z")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuxLosses:
@@ -29,7 +31,7 @@ class AuxLosses:
     z: float = 0.0
 
     def __post_init__(self):
-        for name in ("load_balance", "sequence_balance", "z"):
+        for name in NAMES:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"AuxLosses: {name}={value}; choose a finite number of at least 0")
@@ -37,8 +39,8 @@ class AuxLosses:
     @property
     def names(self) -> tuple[str, ...]:
         """Losses that are computed."""
-        given = {"load_balance": self.load_balance, "sequence_balance": self.sequence_balance, "z": self.z}
-        return tuple([name for name, coefficient in given.items() if coefficient > 0])
+        coefficients = self.load_balance, self.sequence_balance, self.z
+        return tuple([name for name, value in zip(NAMES, coefficients, strict=True) if value > 0])
 
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
         """The sum of `losses` (as in `Routing`), each times its coefficient; 0 where there is none."""

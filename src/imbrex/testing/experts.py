@@ -170,24 +170,24 @@ def _check_slopes(
     """Along a random direction, a gradient is what the sum of outputs gains."""
     named = [(n, p) for n, p in getattr(run.experts, "named_parameters", list)() if p.requires_grad]
     ones_R = torch.ones(len(rows_RD), dtype=torch.float32, device=run.device)
-    found = _gradients(run, rows_RD, weights_R, counts, [p for _, p in named], ones_R)
-    given = [("the rows", rows_RD), ("the weights", weights_R), *((f"`{n}`", p) for n, p in named)]
+    gradients = _gradients(run, rows_RD, weights_R, counts, [p for _, p in named], ones_R)
+    inputs = [("the rows", rows_RD), ("the weights", weights_R), *((f"`{n}`", p) for n, p in named)]
     with torch.no_grad():
         parts_RD = run(rows_RD, weights_R, counts).double() * _direction(rows_RD)
         noise = 3e-3 * parts_RD.norm().item()
-        for (name, value), gradient in zip(given, found, strict=True):
+        for (name, value), gradient in zip(inputs, gradients, strict=True):
             if value is weights_R and not run.experts.applies_weights:
                 continue
             along = torch.randn(value.shape, generator=drawn, **FLOATS).to(value)
-            kept, sums = value.clone(), []
+            before, sums = value.clone(), []
             for sign in (1, -1):
-                value.copy_(kept + sign * step * along)
+                value.copy_(before + sign * step * along)
                 sums.append((run(rows_RD, weights_R, counts).double() * _direction(rows_RD)).sum().item())
-            value.copy_(kept)
-            slope, said = (sums[0] - sums[1]) / (2 * step), (gradient.double() * along).sum().item()
+            value.copy_(before)
+            slope, claim = (sums[0] - sums[1]) / (2 * step), (gradient.double() * along).sum().item()
             require(
-                abs(slope - said) <= noise + 0.05 * abs(slope),
-                f"{where}: the gradient of {name} is wrong: {said:g} along a direction where outputs gain "
+                abs(slope - claim) <= noise + 0.05 * abs(slope),
+                f"{where}: the gradient of {name} is wrong: {claim:g} along a direction where outputs gain "
                 f"{slope:g}",
             )
 

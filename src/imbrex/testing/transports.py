@@ -64,17 +64,17 @@ class _Check:
 
     def together(self, what: str, check) -> None:
         """Run a check, then tell every rank, so that no rank waits for one that has left."""
-        found = None
+        problem = None
         try:
             with on("it raises"):
                 check()
         except ConformityError as error:
-            found = f"{self.transport.name}: {what}: {error}"
-        told = [found]
+            problem = f"{self.transport.name}: {what}: {error}"
+        problems = [problem]
         if self.group is not None:
-            told = [None] * self.world
-            dist.all_gather_object(told, found, group=self.group)
-        for rank, text in enumerate(told):
+            problems = [None] * self.world
+            dist.all_gather_object(problems, problem, group=self.group)
+        for rank, text in enumerate(problems):
             require(text is None, f"rank {rank}: {text}")
 
     def counts(self) -> None:
@@ -148,9 +148,9 @@ class _Check:
         # on the host: both are waited for first, for a rank that stops between them would keep the others
         arrived = [pending.finish().cpu() for pending in under_way]
         for number, moved in enumerate(arrived):
-            shape, wanted = list(moved.shape), list(expected.shape)
+            shape, target = list(moved.shape), list(expected.shape)
             require(moved.dtype == torch.uint8, f"they arrive as {moved.dtype}")
-            require(shape == wanted, f"they arrive as {shape} instead of {wanted}")
+            require(shape == target, f"they arrive as {shape} instead of {target}")
             wrong = (moved != expected).any(1).nonzero().flatten().tolist()
             require(not wrong, f"row {wrong[:1]} is not what was sent (move {number + 1} of 2)")
         require(torch.equal(before, encoded), "the move changed what it was given")

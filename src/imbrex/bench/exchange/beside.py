@@ -46,12 +46,12 @@ def beside_gemm(rows: Rows, world: int) -> None:
             ("combine", n, partial(running.combine_expert, n)),
         ]
     for name, n, call in calls:
-        one = rows.clock(call).median_us
-        times = max(2, round(LONGER * statistics.median(alone) / one))
+        pair_us = rows.clock(call).median_us
+        times = max(2, round(LONGER * statistics.median(alone) / pair_us))
         pairs = [_spans(gemms, partial(_repeat, call, times)) for _ in range(TURNS)]
         gemm, other = (_slowest(list(both)) for both in zip(*pairs, strict=True))
-        slower = statistics.median(other) / times / one
-        more = {"num_sms": n, "exchange_us": round(one, 1), "exchange_slowdown": round(slower, 3)}
+        slower = statistics.median(other) / times / pair_us
+        more = {"num_sms": n, "exchange_us": round(pair_us, 1), "exchange_slowdown": round(slower, 3)}
         _note(rows, name, case, gemm, alone, **more)
     running.close()
 

@@ -26,12 +26,12 @@ def legacy_calls(rows: Rows) -> None:
     job, name = rows.job, "deep_ep.Buffer"
     buffer: Any = Buffer(dist.group.WORLD)
     x, ids, weights = draw(job, rows.rank)
-    per_rank, _, per_expert, wanted, _ = buffer.get_dispatch_layout(ids, job.E)
+    per_rank, _, per_expert, token_in_rank, _ = buffer.get_dispatch_layout(ids, job.E)
     dispatch = partial(
         buffer.dispatch,
         x,
         num_tokens_per_rank=per_rank,
-        is_token_in_rank=wanted,
+        is_token_in_rank=token_in_rank,
         num_tokens_per_expert=per_expert,
         topk_idx=ids,
         topk_weights=weights,

@@ -125,17 +125,17 @@ def _find_fault(job: Job, exchange: NvlinkExchange, rank: int, routed: Routed) -
 
     expect("positions", torch.equal(position >= 0, here))
     expect("positions twice", int(position[here].unique().numel()) == int(here.sum()))
-    rows, found = exchange.dispatch_expert(x, ids, weights, 24)
+    rows, together = exchange.dispatch_expert(x, ids, weights, 24)
     source, token, _ = here.nonzero(as_tuple=True)
     expect("expert-major rows", torch.equal(rows[0][position[here].long()], all_x[source, token]))
-    expect("positions beside staging", torch.equal(found.position_LWTK, routed.position_LWTK))
-    wanted = here.any(-1)
-    wanted[rank] = False
-    source, token = wanted.nonzero(as_tuple=True)
+    expect("positions beside staging", torch.equal(together.position_LWTK, routed.position_LWTK))
+    here_T = here.any(-1)
+    here_T[rank] = False
+    source, token = here_T.nonzero(as_tuple=True)
     if compact := exchange.layout.staged > exchange.layout.received:  # there is room for them
-        lease, found = exchange.dispatch(x, ids, weights, 8)
+        lease, together = exchange.dispatch(x, ids, weights, 8)
         expect("compact rows", torch.equal(lease.rows[0, : len(source)], all_x[source, token]))
-        expect("positions beside rows", torch.equal(found.position_LWTK, routed.position_LWTK))
+        expect("positions beside rows", torch.equal(together.position_LWTK, routed.position_LWTK))
     y = exchange.combine(rows, routed, num_sms=24, num_tokens=job.T)
     again = exchange.combine(rows, routed, num_sms=16, num_tokens=job.T)
     expect("the same bits on 24 and 16 SMs", torch.equal(y, again))

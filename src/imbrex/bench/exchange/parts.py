@@ -93,15 +93,15 @@ def rivals(rows: Rows, job: Job) -> None:
         for layout in ("compact", "expert"):
             expert = layout == "expert"
             moved = rival.dispatch(x, ids, weights, expert)
-            given = moved.rows_RD if moved.rows_RD is not None else moved.pool_PD
-            combine = partial(rival.combine, given, None if expert else x, moved)
+            moved_rows = moved.rows_RD if moved.rows_RD is not None else moved.pool_PD
+            combine = partial(rival.combine, moved_rows, None if expert else x, moved)
             if expert:
                 want = x.float() * weights.sum(-1, keepdim=True)
                 torch.testing.assert_close(combine().float(), want, rtol=0.03, atol=0.05)
             dispatch = partial(rival.dispatch, x, ids, weights, expert)
             rows.time("dispatch", rival.name, layout, dispatch)
             rows.time("combine", rival.name, layout, combine)
-            del moved, given, combine
+            del moved, moved_rows, combine
     torch.cuda.empty_cache()
 
 

@@ -43,15 +43,15 @@ class AllToAll:
         self.job, self.rank, self.local = job, rank, job.E // job.W
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, expert: bool) -> Moved:
-        wanted = torch.zeros(len(x), self.job.W, dtype=torch.bool, device=x.device)
-        wanted.scatter_(1, ids // self.local, True)
-        wanted[:, self.rank] = False
-        counts = wanted.sum(0)
+        ranks_TW = torch.zeros(len(x), self.job.W, dtype=torch.bool, device=x.device)
+        ranks_TW.scatter_(1, ids // self.local, True)
+        ranks_TW[:, self.rank] = False
+        counts = ranks_TW.sum(0)
         there = torch.empty_like(counts)
         dist.all_to_all_single(there, counts)
         # host sync: all-to-all takes its splits on the host
         send, receive = torch.stack([counts, there]).tolist()
-        tokens = torch.nonzero_static(wanted.T, size=sum(send))[:, 1]
+        tokens = torch.nonzero_static(ranks_TW.T, size=sum(send))[:, 1]
         pool = self._cross(x[tokens], send, receive)
         if not expert:
             return Moved(

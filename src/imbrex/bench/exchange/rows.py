@@ -45,12 +45,12 @@ class Rows:
         of every kind of kernel. The busiest rank's traffic is what a time is compared
         with: the most rows that any rank receives or sends, and the most that any keeps."""
         self.job, self.launched = job, launched
-        sent = routed.send_row_LTW[0] >= 0
-        counts = torch.stack([sent.sum() - sent[:, self.rank].sum(), routed.totals_L4[0, 1].long()])
-        most = torch.stack([counts.max(), sent[:, self.rank].sum()])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        leaves_TW = routed.send_row_LTW[0] >= 0
+        counts = torch.stack([leaves_TW.sum() - leaves_TW[:, self.rank].sum(), routed.totals_L4[0, 1].long()])
+        maxima = torch.stack([counts.max(), leaves_TW[:, self.rank].sum()])
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         # host sync: once a job
-        self.crossing, self.staying = (2 * job.D * count for count in most.tolist())
+        self.crossing, self.staying = (2 * job.D * count for count in maxima.tolist())
 
     def time(
         self,

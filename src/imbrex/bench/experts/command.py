@@ -52,10 +52,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError(f"imbrex bench experts: {reason}")
     models = list(MODELS) if args.model == "all" else args.model.split(",")
     ops = list(timing.OPS) if args.ops == "all" else args.ops.split(",")
-    for option, given, known in (("ops", ops, timing.OPS), ("impls", args.impls.split(","), timing.IMPLS)):
-        if unknown := [name for name in given if name not in known]:
+    for option, names, known in (("ops", ops, timing.OPS), ("impls", args.impls.split(","), timing.IMPLS)):
+        if unknown := [name for name in names if name not in known]:
             raise ValueError(f"--{option}: {unknown[0]!r} is not known; use some of {', '.join(known)}")
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for model, count, skew in itertools.product(models, args.rows.split(","), args.skew.split(",")):
         work = make_work(parse_shape(model), args.ranks, int(count), skew)
         case = {
@@ -68,11 +68,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for op in ops:
             rows = measure_op(op, work, case, args)
             show(rows)
-            found += rows
+            results += rows
         del work
         gc.collect()
         torch.cuda.empty_cache()
-    return found
+    return results
 
 
 def name_of(skew: str) -> str:
@@ -124,10 +124,10 @@ def rates(
         }
     limit = 2 * timing.DENSE_SIDE**3 / limit_us / 1e6
     rate = flops / median_us / 1e6
-    found = {"tflops": round(rate, 1), "limit_tflops": round(limit, 1), "share": round(rate / limit, 3)}
+    row = {"tflops": round(rate, 1), "limit_tflops": round(limit, 1), "share": round(rate / limit, 3)}
     if op != "ffn_training" and flops * value_bytes < timing.RIDGE * 2 * weights:
-        found["tbps"] = round(bandwidth, 3)
-    return found
+        row["tbps"] = round(bandwidth, 3)
+    return row
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -148,12 +148,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def ceilings_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The limits that the rows were measured beside: medians, since the clock follows the heat."""
-    found = {}
+    cases = {}
     for name, key in (("dense_tflops", "limit_tflops"), ("copy_tbps", "limit_tbps")):
         values = sorted(row[key] for row in rows if key in row)
         if values:
-            found[name] = values[len(values) // 2]
-    return found
+            cases[name] = values[len(values) // 2]
+    return cases
 
 
 def words_of(args: argparse.Namespace) -> list[str]:

@@ -51,18 +51,18 @@ def ways_to_sum(work: Work) -> dict[str, Way]:
 
 
 def sum_by_product(*inputs: Tensor) -> Tensor:
-    *given, position_TC, weights_TC = inputs
-    return torch.bmm(weights_TC[:, None], _gathered(*given)[position_TC]).squeeze(1)
+    *arguments, position_TC, weights_TC = inputs
+    return torch.bmm(weights_TC[:, None], _gathered(*arguments)[position_TC]).squeeze(1)
 
 
 def sum_multiplied(*inputs: Tensor) -> Tensor:
-    *given, position_TC, weights_TC = inputs
-    return (_gathered(*given)[position_TC] * weights_TC[..., None]).sum(1)
+    *arguments, position_TC, weights_TC = inputs
+    return (_gathered(*arguments)[position_TC] * weights_TC[..., None]).sum(1)
 
 
 def sum_by_bag(*inputs: Tensor) -> Tensor:
-    *given, position_R, starts_T, weights_R = inputs
-    rows_RD = _gathered(*given)
+    *arguments, position_R, starts_T, weights_R = inputs
+    rows_RD = _gathered(*arguments)
     return F.embedding_bag(position_R, rows_RD, starts_T, mode="sum", per_sample_weights=weights_R)
 
 

@@ -77,12 +77,12 @@ def choices_received(shape: Shape, ranks: int, rows: int, skew: str, seed: int =
     while True:
         ids_TK = _choose(shape, tokens, skew, seed)
         here_TK = ids_TK < experts
-        found = int(here_TK.sum())
-        if found >= rows:
+        count = int(here_TK.sum())
+        if count >= rows:
             break
-        if found < LEAST_SHARE * ids_TK.numel() / ranks:
-            raise ValueError(f"--skew: {skew} sends rank 0 of {ranks} only {found} of {ids_TK.numel()} rows")
-        tokens = max(tokens + 1, int(1.05 * tokens * rows / found))
+        if count < LEAST_SHARE * ids_TK.numel() / ranks:
+            raise ValueError(f"--skew: {skew} sends rank 0 of {ranks} only {count} of {ids_TK.numel()} rows")
+        tokens = max(tokens + 1, int(1.05 * tokens * rows / count))
     here_TK &= (here_TK.flatten().cumsum(0) <= rows).view_as(here_TK)
     return ids_TK.masked_fill(~here_TK, -1)[here_TK.any(1)]
 

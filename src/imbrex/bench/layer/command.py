@@ -209,8 +209,8 @@ def show(args: argparse.Namespace, tokens: int, rows: list[dict[str, Any]]) -> N
         low, high = row["spread_us"]
         cells = [row["impl"], _ms(row["median_us"]), f"{_ms(low)}-{_ms(high)}"]
         cells += [_ms(row["phases_us"][phase]) for phase in phases]
-        sent = "-" if row["bytes_sent"] is None else f"{row['bytes_sent'] / 1e6:.2f}"
-        table.add_row(*cells, sent, f"{row['error']:.1e}")
+        megabytes = "-" if row["bytes_sent"] is None else f"{row['bytes_sent'] / 1e6:.2f}"
+        table.add_row(*cells, megabytes, f"{row['error']:.1e}")
     console = Console(width=max(120, Console().width))
     console.print(title, soft_wrap=True, highlight=False)
     console.print(table)

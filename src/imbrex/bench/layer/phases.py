@@ -96,18 +96,18 @@ class Bench:
         if self.rank == 0:
             self._add(ORACLE, None, self._whole(), "serial")
         outputs = {name: call() for name, call in self.calls.items()}
-        wanted = self._oracle_output(outputs.get(ORACLE))
+        expected = self._oracle_output(outputs.get(ORACLE))
         names = list(self.parts)
-        taken: dict[str, list[list[float]]] = {name: [] for name in names}
-        sent = dict.fromkeys(names, 0.0)
+        spans: dict[str, list[list[float]]] = {name: [] for name in names}
+        traffic = dict.fromkeys(names, 0.0)
         for repeat in range(-self.args.warmup, self.args.repeats):
             for name in names:
                 times, nbytes = self._time(name, repeat)
                 if repeat >= 0:
-                    taken[name].append(times)
-                    sent[name] = nbytes
-        errors = {name: self._error(name, outputs.get(name), wanted) for name in names}
-        return [self._row(name, taken[name], sent[name], errors[name]) for name in names]
+                    spans[name].append(times)
+                    traffic[name] = nbytes
+        errors = {name: self._error(name, outputs.get(name), expected) for name in names}
+        return [self._row(name, spans[name], traffic[name], errors[name]) for name in names]
 
     def _drop_calls(self) -> None:
         self.calls.clear()
@@ -227,8 +227,8 @@ class Bench:
         """Every figure is the maximum over ranks; the whole's is taken call by call."""
         times = torch.tensor(taken, device=self.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
-        sent = torch.tensor(nbytes, dtype=torch.float64, device=self.device)
-        dist.all_reduce(sent, dist.ReduceOp.MAX)
+        total = torch.tensor(nbytes, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, dist.ReduceOp.MAX)
         whole, *phases = times.double().round(decimals=1).T.tolist()
         return {
             "op": "layer forward+backward" if self.args.backward else "layer forward",
@@ -242,7 +242,7 @@ class Bench:
             "phases_us": dict(zip((*PHASES, "rest"), map(statistics.median, phases), strict=True)),
             "n": len(whole),
             # The bytes of an AllReduce are the back end's own affair.
-            "bytes_sent": None if len(self.parts[name]) > 1 and name != ORACLE else float(sent),
+            "bytes_sent": None if len(self.parts[name]) > 1 and name != ORACLE else float(total),
             "error": error,
             "note": self._note(name),
         }

@@ -150,7 +150,7 @@ class Race:
     def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
         """The calls to time, by implementation; answers: y, then the gradients of x, weights and experts."""
         training = op == "forward+backward"
-        found: dict[str, Call] = {
+        calls: dict[str, Call] = {
             OURS: self._ours(self.experts, self.exchange, inputs, training=training),
             OURS_FUSED: self._ours(self.experts, self.exchange, inputs, training=training, strategy=Fused()),
             OURS_TORCH: self._ours(self.torch_experts, self.exchange, inputs, training=training),
@@ -158,10 +158,10 @@ class Race:
             OURS_NCCL: self._ours(self.torch_experts, self.over_nccl, inputs, training=training),
         }
         for rival in self.rivals:
-            found[rival.name] = self._rival(rival, inputs, training=training)
-        found[FLOOR] = self._floor(inputs, training=training)
-        found[OURS_ALONE] = self._alone(inputs, training=training)
-        return found
+            calls[rival.name] = self._rival(rival, inputs, training=training)
+        calls[FLOOR] = self._floor(inputs, training=training)
+        calls[OURS_ALONE] = self._alone(inputs, training=training)
+        return calls
 
     def _ours(
         self,
@@ -242,10 +242,10 @@ class Race:
             assert all(torch.equal(a, b) for a, b in pairs), f"{self.model}: fused has other bits than serial"
         for name in (name for name in calls if name not in (OURS, *FLOORS)):
             worst = max(worst, difference(ours, calls[name]()))
-        found = torch.tensor(worst, device="cuda")
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        assert float(found) < CLOSE_ENOUGH, f"{self.model}: implementations differ by {float(found):.3g}"
-        return float(found)
+        errors = torch.tensor(worst, device="cuda")
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+        assert float(errors) < CLOSE_ENOUGH, f"{self.model}: implementations differ by {float(errors):.3g}"
+        return float(errors)
 
     def index_add_microseconds(self, inputs: Inputs, repeats: int = 20) -> float:
         """The median time of one sum of the rows that a rank's experts get, by `GatherScatter`; a forward has
@@ -281,16 +281,16 @@ def time_in_turns(
     """Microseconds of every call, all of them once a round in another order, the slowest rank's. The GPU
     pauses so long while the host queues a call."""
     align = torch.zeros(1, device="cuda")
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(1)  # the same on all ranks
     for turn in range(-warmup, repeats):
         for name, call in order.sample(list(calls.items()), len(calls)):
             spent = device_microseconds(call, pause_cycles, lambda: dist.all_reduce(align))
             if turn >= 0:
-                taken[name].append(spent)
-    slowest = torch.tensor(list(taken.values()), device="cuda")
+                times[name].append(spent)
+    slowest = torch.tensor(list(times.values()), device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(taken, slowest.tolist(), strict=True))
+    return dict(zip(times, slowest.tolist(), strict=True))
 
 
 def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> dict[str, float]:
@@ -362,13 +362,13 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
         elif not entry.variants:
             calls = {name: call for name, call in calls.items() if name not in VARIANTS}
         error = runner.check(calls)
-        taken = time_in_turns(calls, PAUSE_CYCLES[op], repeats=repeats)
-        found = {name: row_of(entry, runner, op, name, times, error) for name, times in taken.items()}
-        if GatherScatter.name in found:
-            found[GatherScatter.name]["index_add_us"] = runner.index_add_microseconds(inputs)
-        rows += found.values()
+        by_name = time_in_turns(calls, PAUSE_CYCLES[op], repeats=repeats)
+        table = {name: row_of(entry, runner, op, name, times, error) for name, times in by_name.items()}
+        if GatherScatter.name in table:
+            table[GatherScatter.name]["index_add_us"] = runner.index_add_microseconds(inputs)
+        rows += table.values()
         if runner.rank == 0:
-            print(line_of(entry, op, taken), flush=True)
+            print(line_of(entry, op, by_name), flush=True)
     return rows
 
 

@@ -97,27 +97,27 @@ class AllToAll:
         dist.all_to_all_single(got_WE, sent_WE, group=self.group)
         both = torch.stack([sent_WE, got_WE]).view(2, self.world_size, local)
         # host sync: all-to-all takes its splits on the host
-        sent, got = both.sum(2).tolist()
-        received_RD = self._cross(x_TD[order_N // choices], got, sent)
+        leaving, got = both.sum(2).tolist()
+        received_RD = self._cross(x_TD[order_N // choices], got, leaving)
         expert_R = torch.arange(local, device=flat.device).repeat(self.world_size)
         expert_R = expert_R.repeat_interleave(got_WE, output_size=sum(got))
         sort_R = torch.argsort(expert_R, stable=True)
         ends_e = got_WE.view(self.world_size, local).sum(0).cumsum(0).to(torch.int32)
         out_RD = self.ffn.forward(received_RD[sort_R], ends_e, keep=keep)
         unsort_R, unsort_N = _inverse(sort_R), _inverse(order_N)
-        back_TKD = self._cross(out_RD[unsort_R], sent, got)[unsort_N].view(tokens, choices, -1)
+        back_TKD = self._cross(out_RD[unsort_R], leaving, got)[unsort_N].view(tokens, choices, -1)
         if keep:
-            self.kept = order_N, unsort_N, sort_R, unsort_R, sent, got, back_TKD, weights_TK
+            self.kept = order_N, unsort_N, sort_R, unsort_R, leaving, got, back_TKD, weights_TK
         return torch.bmm(weights_TK[:, None].to(x_TD.dtype), back_TKD).squeeze(1)
 
     def backward(self, d_y_TD: Tensor) -> Gradients:
-        order_N, unsort_N, sort_R, unsort_R, sent, got, back_TKD, weights_TK = self.kept
+        order_N, unsort_N, sort_R, unsort_R, leaving, got, back_TKD, weights_TK = self.kept
         self.kept, (tokens, choices) = (), weights_TK.shape
         d_weights_TK = torch.bmm(back_TKD, d_y_TD[:, :, None]).squeeze(2).float()
         d_back_TKD = weights_TK[:, :, None].to(d_y_TD.dtype) * d_y_TD[:, None]
-        d_out_RD = self._cross(d_back_TKD.view(tokens * choices, -1)[order_N], got, sent)[sort_R]
+        d_out_RD = self._cross(d_back_TKD.view(tokens * choices, -1)[order_N], got, leaving)[sort_R]
         d_rows_RD, d_gate_up, d_down = self.ffn.backward(d_out_RD)
-        d_x_ND = self._cross(d_rows_RD[unsort_R], sent, got)[unsort_N]
+        d_x_ND = self._cross(d_rows_RD[unsort_R], leaving, got)[unsort_N]
         return d_x_ND.view(tokens, choices, -1).sum(1), d_weights_TK, d_gate_up, d_down
 
 

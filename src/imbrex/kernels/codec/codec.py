@@ -45,8 +45,8 @@ def variant_of(name: str, entry: str, dtype: torch.dtype) -> Variant:
         return Variant(source=_ZFP_SOURCE[zfp[1]], entry=entry, defines=(rows,))
     # Of nibbles a thread stores 16 bytes of rows at once, whatever their dtype; it may load more.
     nibbles = 4 if entry == "decode_rows" and dtype == torch.float32 else 8
-    held = _held(name, encodes=entry == "encode_rows")
-    defines = (("FORMAT", FORMATS[name]), ("HELD", held), ("NIBBLES", nibbles), rows)
+    values = _held(name, encodes=entry == "encode_rows")
+    defines = (("FORMAT", FORMATS[name]), ("HELD", values), ("NIBBLES", nibbles), rows)
     return Variant(source="codec/rows.cu", entry=entry, defines=defines)
 
 

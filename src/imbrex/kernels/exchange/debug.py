@@ -31,9 +31,9 @@ def check_choices(shape: lay.Shape, ids: Tensor, tokens: Tensor | None) -> None:
     ids_LTK = ids if ids.dim() == 3 else ids[None]
     if tokens is not None:
         # host sync: asked for by IMBREX_DEBUG
-        given = tokens.tolist()
-        if min(given) < 0 or max(given) > ids_LTK.shape[1]:
-            raise ValueError(f"exchange: {given} tokens where ids are of {ids_LTK.shape[1]}")
+        counts = tokens.tolist()
+        if min(counts) < 0 or max(counts) > ids_LTK.shape[1]:
+            raise ValueError(f"exchange: {counts} tokens where ids are of {ids_LTK.shape[1]}")
         there = torch.arange(ids_LTK.shape[1], device=ids.device) < tokens.to(ids.device)[:, None]
         ids_LTK = torch.where(there[..., None], ids_LTK, -1)
     sorted_LTK = ids_LTK.sort(-1).values

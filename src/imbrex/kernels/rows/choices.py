@@ -67,11 +67,11 @@ def order_choices(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
         _kernel("count_choices", rounds, device).launch(
             grid=blocks, block=_THREADS, smem=shared, args=[ids_TK, choices, experts, number]
         )
-    made = order.position_TK, order.choice_R, order.token_R, order.weights_R, order.counts_e, order.ends_e
+    results = order.position_TK, order.choice_R, order.token_R, order.weights_R, order.counts_e, order.ends_e
     _kernel("place_choices", rounds, device).launch(
         grid=blocks,
         block=_THREADS,
         smem=shared + 4 * experts,
-        args=[ids_TK, weights_TK, number, choices, ids_TK.shape[1], experts, *made],
+        args=[ids_TK, weights_TK, number, choices, ids_TK.shape[1], experts, *results],
     )
     return order
