@@ -20,6 +20,8 @@ from typing import NoReturn
 from imbrex.runtime.waits import RankLostError
 
 CHECK_S = 0.01
+SPIN_S = 50e-6
+"""For so long a word is looked at without a pause: a pause of 0 s took 65 us beside two H200."""
 BITS = 32
 """A word's value takes the lower half of what is stored; the number of the call stands above it."""
 
@@ -81,8 +83,9 @@ class Board:
             words = here.tolist()
             if min(words) >= first:
                 return words
-            time.sleep(0)
             now = time.monotonic()
+            if now - start > SPIN_S:
+                time.sleep(0)
             if check is not None and now - asked > CHECK_S:
                 check()
                 asked = now

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,16 +19,20 @@ import torch
 import torch.distributed as dist
 
 from imbrex.bench.exchange.beside import beside_gemm
-from imbrex.bench.exchange.ceilings import copy_engine_ceiling, dense_ceiling
 from imbrex.bench.exchange.clock import Clock, run_ranks
 from imbrex.bench.exchange.deep_ep import deep_ep_calls
 from imbrex.bench.exchange.parts import heap_bytes, main_case, push_ceiling, skewed, small, sweep
 from imbrex.bench.exchange.rows import DEFINITIONS, Rows
 from imbrex.bench.results import describe_run, write_results
 from imbrex.kernels import unavailable
+from imbrex.kernels.heap import SymmetricHeap
+from imbrex.observe.clock import device_microseconds
 
 QUESTION = "How fast do dispatch and combine cross NVLink, and on how many SMs?"
 Part = Callable[[Rows, int], None]
+SIDE = 8192
+COPY_BYTES = 256 << 20
+"""For the limits of the machine, which every rank measures at once."""
 PARTS: dict[str, Part] = {
     "main": main_case,
     "small": partial(small, tokens=128),
@@ -111,3 +116,25 @@ def attempt(name: str, part: Callable[[], None], rows: Rows, seconds_left: float
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         rows.add({"op": name, "impl": "imbrex", "skipped": reason[:300]})
         torch.cuda.empty_cache()
+
+
+def dense_ceiling() -> float:
+    """TFLOP/s of a bf16 product of 8192^3, the slowest rank's."""
+    left, right = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = [device_microseconds(lambda: torch.mm(left, right)) for _ in range(13)][3:]
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    # host sync: a measurement
+    return 2 * SIDE**3 / float(slowest) / 1e6
+
+
+def copy_engine_ceiling(clock: Clock) -> float:
+    """GB/s of one direction: every rank copies 256 MiB into the next rank's memory at once."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    heap = SymmetricHeap(group, COPY_BYTES, torch.device("cuda", torch.cuda.current_device()))
+    source = torch.randint(255, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = heap.view((rank + 1) % world, 0, COPY_BYTES)
+    took = clock(lambda: target.copy_(source)).median_us
+    heap.close()
+    return COPY_BYTES / took / 1e3
