@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from imbrex.router.gates import Gate
     from imbrex.router.losses import AuxLosses
     from imbrex.runtime.waits import RankLostError
+    from imbrex.serve.capture import capture
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "Routing",
     "SharedExperts",
     "aux_loss",
+    "capture",
     "clip_grad_norm_",
     "expert_parameters",
     "ignore_in_ddp",
@@ -34,7 +36,7 @@ __all__ = [
 ]
 
 _HOMES = ("contracts", "exchange.exchange", "layer", "parallel.clipping", "parallel.gradients")
-_HOMES += ("router.gates", "router.losses", "runtime.waits")
+_HOMES += ("router.gates", "router.losses", "runtime.waits", "serve.capture")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,57 @@
+"""`imbrex.capture`: a Hugging Face model's decoding with a static cache gives the tokens of `generate`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import imbrex
+from imbrex.adapters.huggingface import replace_blocks
+from tests.tiny_models import FAMILIES
+
+
+def make(family: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family][1], attn_implementation="sdpa").eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_tokens_are_those_of_generate(family: str) -> None:
+    model = make(family)
+    replace_blocks(model, None)
+    decoding = imbrex.capture(model, batch=2, length=20)
+    for length in (7, 3):
+        ids = torch.randint(32, (2, length))
+        truth = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+        assert torch.equal(decoding.generate(ids, max_new_tokens=9), truth[:, length:])
+
+
+def test_a_token_can_be_taken_back() -> None:
+    model = make("qwen3_moe")
+    decoding = imbrex.capture(model, batch=1, length=12)
+    decoding.start(torch.tensor([[3, 4, 5]]))
+    truth = decoding.step(torch.tensor([6])).clone()
+    decoding.rewind()
+    other = decoding.step(torch.tensor([9])).clone()
+    decoding.rewind()
+    assert torch.equal(decoding.step(torch.tensor([6])), truth)
+    assert not torch.equal(other, truth)
+
+
+def test_what_cannot_be_captured_is_refused_with_a_reason() -> None:
+    with pytest.raises(ValueError, match="capture: Linear is no model of transformers"):
+        imbrex.capture(torch.nn.Linear(2, 2), batch=1, length=4)
+    model = make("qwen3_moe")
+    decoding = imbrex.capture(model, batch=1, length=4)
+    with pytest.raises(ValueError, match=r"prompts of shape \(2, 3\)"):
+        decoding.start(torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="2 tokens behind 3, with room for 4"):
+        decoding.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=2)
+    with pytest.raises(ValueError, match="0 sequences"):
+        imbrex.capture(model, batch=0, length=4)
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        imbrex.capture(model, batch=1, length=4)
