@@ -37,17 +37,42 @@ BATCHES = (8, 32, 128)
 ROUNDS = 20
 
 
-def step_bytes(model: Decoder, rows: int, ranks: int, *, alone: bool) -> int:
-    """Bytes that a step must read on a rank: weights, of the experts those that tokens of uniform routing
-    want, and the cache of every row."""
-    config, moe = model.config, model.config.moe
-    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    embedding = model.embedding.weight.numel()
-    dense = sum(p.numel() for p in model.parameters()) - experts - embedding
-    tokens = rows if alone else rows * ranks
-    wanted = 1 - (1 - moe.top_k / moe.num_experts) ** tokens
-    itemsize = model.embedding.weight.element_size()
-    return round((dense + experts * wanted) * itemsize + rows * CONTEXT * config.cache_bytes(itemsize))
+def step_bytes(model: Decoder, rows: int, experts: int) -> int:
+    """Bytes that a step must read on a rank: dense weights, the `experts` of all layers that its tokens want,
+    and the cache of every row."""
+    config, itemsize = model.config, model.embedding.weight.element_size()
+    own = [p for n, p in model.named_parameters() if ".experts." in n]
+    one = sum(p[0].numel() for p in own) // config.num_layers
+    dense = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in own)
+    dense -= model.embedding.weight.numel()
+    return (dense + experts * one) * itemsize + rows * CONTEXT * config.cache_bytes(itemsize)
+
+
+def experts_hit(engine: Engine, rows: int, *, alone: bool) -> int:
+    """Experts of this rank that a step's tokens want, of all layers; the most of any rank."""
+    ready(engine, rows)
+    engine.steps.decode(rows)
+    hit = 0
+    for block in engine.model.blocks:
+        moe: Any = block.moe
+        ids = moe.routing.ids_TK.contiguous()
+        everybody = ids.new_empty(dist.get_world_size() * len(ids), ids.shape[1])
+        dist.all_gather_into_tensor(everybody, ids)
+        own = torch.tensor(moe.experts.expert_ids, device="cuda")
+        hit += int(torch.isin(own, ids if alone else everybody).sum())
+    fullest = torch.tensor(hit, device="cuda")
+    dist.all_reduce(fullest, dist.ReduceOp.MAX)
+    return int(fullest)
+
+
+def ready(engine: Engine, rows: int) -> None:
+    """Random tokens over random caches, other ones in every slot and rank: so routing is spread."""
+    state = engine.steps.state
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    state.last_Z.random_(engine.model.config.vocabulary, generator=generator)
+    state.length_Z.fill_(CONTEXT)
+    state.remaining_Z.fill_(0)
+    state.remaining_Z[:rows] = 1 << 20
 
 
 def read_tbps() -> float:
@@ -72,9 +97,7 @@ def step_seconds(engine: Engine, rows: int) -> float:
     state = engine.steps.state
     align, times = torch.zeros(1, device="cuda"), []
     for _ in range(ROUNDS + 3):
-        state.length_Z.fill_(CONTEXT)
-        state.remaining_Z.fill_(0)
-        state.remaining_Z[:rows] = 1 << 20
+        ready(engine, rows)
         dist.all_reduce(align)
         times.append(_seconds(engine.programs[rows]))
     taken = torch.tensor(statistics.median(times[3:]), device="cuda")
@@ -83,41 +106,42 @@ def step_seconds(engine: Engine, rows: int) -> float:
     return float(taken)
 
 
-def measure(rank: int, world: int, name: str, out: str, run: dict[str, Any], only: list[str]) -> None:
-    """The rows of a model, written as soon as a way's are there."""
-    group, device = dist.group.WORLD, torch.device("cuda", rank)
-    rows: list[dict[str, Any]] = []
-    tbps = read_tbps()
-    for transport in only or WAYS[name]:
-        way = Way(transport=transport, experts="grouped" if transport == "alltoall" else "auto")
-        began = time.perf_counter()
-        settings = Settings(slots=SLOTS, room=CONTEXT + 256, chunk=CHUNK, graphs=way.captured, interval=4)
-        options = {"device": device, "dtype": torch.bfloat16, "drafting": False}
-        model = make_model(name, way, group, positions=settings.capacity, **options)
-        engine = Engine(model, settings, group)
-        torch.cuda.synchronize()
-        ready = f"ready in {time.perf_counter() - began:.0f} s, {torch.cuda.max_memory_allocated() >> 30} GiB"
-        rows += [decode_row(engine, name, transport, batch, tbps) for batch in BATCHES]
-        if way.captured:
-            load = Load(users=32 * world, input=128, output=32, rounds=2)
-            point = serve(engine, load, engine.host_group)
-            case = {"model": name, "users": load.users, "W": world, "input": 128, "output": 32, "interval": 4}
-            rows.append({"op": "serve", "impl": transport, "case": case} | point)
-        if rank == 0:
-            write_results(out, QUESTION, run, rows)
-            print(name, transport, ready, flush=True)
-            for row in rows[-len(BATCHES) - way.captured :]:
-                print({key: value for key, value in row.items() if key not in ("op", "n")}, flush=True)
-        close(engine)
-        del engine, model
-        torch.cuda.empty_cache()
+def measure(rank: int, world: int, name: str, transport: str, out: str) -> None:
+    """The rows of a way, on ranks of its own: two models do not fit."""
+    group, device, began = dist.group.WORLD, torch.device("cuda", rank), time.perf_counter()
+    way = Way(transport=transport, experts="grouped" if transport == "alltoall" else "auto")
+    settings = Settings(
+        slots=SLOTS, room=CONTEXT + 256, chunk=CHUNK, graphs=way.captured, interval=4, sizes=BATCHES
+    )
+    options = {"device": device, "dtype": torch.bfloat16, "drafting": False}
+    model = make_model(name, way, group, positions=settings.capacity, **options)
+    engine = Engine(model, settings, group)
+    torch.cuda.synchronize()
+    ready_s, tbps = time.perf_counter() - began, read_tbps()
+    for cache in engine.steps.caches:
+        for of_layer in cache:
+            of_layer.normal_()
+    rows = [decode_row(engine, name, transport, batch, tbps) for batch in BATCHES]
+    if transport == "nvlink":
+        load = Load(users=32 * world, input=128, output=32, rounds=3)
+        point = serve(engine, load, engine.host_group)
+        case = {"model": name, "users": load.users, "W": world, "input": 128, "output": 32, "interval": 4}
+        rows.append({"op": "serve", "impl": transport, "case": case} | point)
+    if rank == 0:
+        command = f'make gpu-bench NAME=serve ARGS="--model {name} --way {transport}"'
+        write_results(out, QUESTION, describe_run(command), rows)
+        print(f"{name} {transport}: ready in {ready_s:.0f} s, {torch.cuda.max_memory_allocated() >> 30} GiB")
+        for row in rows:
+            print({key: value for key, value in row.items() if key not in ("op", "n")}, flush=True)
+    close(engine)
 
 
 def decode_row(engine: Engine, name: str, transport: str, batch: int, tbps: float) -> dict[str, Any]:
     """A step of decoding beside the time to read what it must."""
     ranks = dist.get_world_size()
+    hit = experts_hit(engine, batch, alone=transport == ALONE)
     taken = step_seconds(engine, batch)
-    floor = step_bytes(engine.model, batch, ranks, alone=transport == ALONE) / tbps / 1e12
+    floor = step_bytes(engine.model, batch, hit) / tbps / 1e12
     return {
         "op": "decode step",
         "impl": transport,
@@ -126,6 +150,7 @@ def decode_row(engine: Engine, name: str, transport: str, batch: int, tbps: floa
         "tokens_per_s_gpu": round(batch / taken),
         "floor_us": round(1e6 * floor, 1),
         "times_floor": round(taken / floor, 3),
+        "experts_hit": hit,
         "read_tbps": round(tbps, 2),
         "n": ROUNDS,
     }
@@ -144,15 +169,12 @@ def close(engine: Engine) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--only", nargs="*", default=[], help="ways, where not all")
+    parser.add_argument("--way", nargs="*", default=[], help="ways to the experts, where not all")
     parser.add_argument("--out", default=str(RESULTS))
     args = parser.parse_args()
-    gpus = torch.cuda.device_count()
-    words = " ".join(
-        ["make gpu-bench NAME=serve", *(["--model", *args.model] if len(args.model) == 1 else [])]
-    )
     for name in args.model:
-        run_ranks(measure, gpus, name, args.out, describe_run(words), args.only)
+        for transport in args.way or WAYS[name]:
+            run_ranks(measure, torch.cuda.device_count(), name, transport, args.out)
 
 
 if __name__ == "__main__":

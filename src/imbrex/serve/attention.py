@@ -143,21 +143,27 @@ def _flash(q_BSHC: Tensor, k_ZLGC: Tensor, v_ZLGC: Tensor, span: Span) -> Tensor
 
 
 class Rotary(nn.Module):
-    """Rotary positions (RoFormer, section 3.4.2): halves of a head turn by position times frequency."""
+    """Rotary positions (RoFormer, section 3.4.2): halves of a head turn by position times frequency.
+
+    (l, r) turns to (l cos - r sin, r cos + l sin), which is x * (cos, cos) + (r, l) * (-sin, sin): three
+    launches for all heads, in the dtype of the heads."""
 
     turn_LC: Tensor
 
-    def __init__(self, width: int, theta: float, most: int, device: torch.device | str) -> None:
+    def __init__(
+        self, width: int, theta: float, positions: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         half = torch.arange(width // 2, dtype=torch.float32, device=device)
-        positions = torch.arange(most, dtype=torch.float32, device=device)
-        angle = positions[:, None] * theta ** (-half * 2 / width)
-        self.register_buffer("turn_LC", torch.cat((angle.cos(), angle.sin()), -1), persistent=False)
+        place_L = torch.arange(positions, dtype=torch.float32, device=device)
+        angle = place_L[:, None] * theta ** (-half * 2 / width)
+        cos, sin = angle.cos(), angle.sin()
+        turn_LC = torch.cat((cos, cos, -sin, sin), -1).to(dtype)
+        self.register_buffer("turn_LC", turn_LC, persistent=False)
 
     def forward(self, x_THC: Tensor, turn_TC: Tensor) -> Tensor:
         cos, sin = turn_TC[:, None].chunk(2, -1)
-        left, right = x_THC.float().chunk(2, -1)
-        return torch.cat((left * cos - right * sin, left * sin + right * cos), -1).to(x_THC.dtype)
+        return torch.addcmul(x_THC * cos, x_THC.roll(x_THC.shape[-1] // 2, -1), sin)
 
 
 class GroupedAttention(nn.Module):
@@ -168,8 +174,9 @@ class GroupedAttention(nn.Module):
         self.sizes, heads, groups = sizes, sizes.num_heads, sizes.num_kv_heads
         self.qkv = nn.Linear(hidden_size, (heads + 2 * groups) * sizes.head_size, bias=False, **kind)
         self.out = nn.Linear(heads * sizes.head_size, hidden_size, bias=False, **kind)
-        self.q_norm = nn.RMSNorm(sizes.head_size, eps=eps, **kind) if sizes.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(sizes.head_size, eps=eps, **kind) if sizes.qk_norm else nn.Identity()
+        if sizes.qk_norm:
+            self.q_norm = nn.RMSNorm(sizes.head_size, eps=eps, **kind)
+            self.k_norm = nn.RMSNorm(sizes.head_size, eps=eps, **kind)
 
     @staticmethod
     def cache(sizes: Grouped, slots: int, capacity: int, **kind) -> Cache:
@@ -183,7 +190,8 @@ class GroupedAttention(nn.Module):
         heads, groups = sizes.num_heads, sizes.num_kv_heads
         qkv = self.qkv(x_TD).view(len(x_TD), -1, sizes.head_size)
         q, k, v = qkv.split([heads, groups, groups], 1)
-        q, k = turned(self.q_norm(q), turn_TC), turned(self.k_norm(k), turn_TC)
+        both = torch.cat((self.q_norm(q), self.k_norm(k)), 1) if sizes.qk_norm else qkv[:, : heads + groups]
+        q, k = turned(both, turn_TC).split([heads, groups], 1)
         q, k, v = (x.unflatten(0, rows) for x in (q, k, v))
         return self.out(attend(q, cache, span, k, v).reshape(len(x_TD), -1))
 

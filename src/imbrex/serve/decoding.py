@@ -217,7 +217,6 @@ class Captured:
         work()
         if not graphs or device.type != "cuda":
             return
-        work()
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

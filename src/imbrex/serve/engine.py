@@ -43,7 +43,8 @@ NO_DRAFTS = Drafting()
 class Settings:
     """The settings of an engine. slots: requests at once on a rank. room: tokens of a request, prompt and
     answer. chunk: rows and tokens a row of a step of prompts. interval: steps between two deliveries.
-    stop: the token that ends an answer. graphs: steps are replayed from CUDA graphs."""
+    stop: the token that ends an answer. graphs: steps are replayed from CUDA graphs. sizes: rows of the steps
+    of decoding that there are, where not powers of two."""
 
     slots: int
     room: int
@@ -52,6 +53,7 @@ class Settings:
     drafting: Drafting = NO_DRAFTS
     stop: int | None = None
     graphs: bool = False
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (("slots", self.slots), ("interval", self.interval), ("chunk", min(self.chunk))):
@@ -68,8 +70,8 @@ class Settings:
 
     @property
     def buckets(self) -> list[int]:
-        """Rows of the steps of decoding that there are: powers of two, and all slots."""
-        powers = [1 << n for n in range(self.slots.bit_length())]
+        """Rows of the steps of decoding that there are; all slots are one of them."""
+        powers = self.sizes or [1 << n for n in range(self.slots.bit_length())]
         return sorted({*(n for n in powers if n <= self.slots), self.slots})
 
 

@@ -101,8 +101,13 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(width, eps=eps, **kind)
         self.head = Head(config.vocabulary, width, head_group, **kind)
         self.draft = Draft(config, make_moe(config.num_layers), **kind) if config.drafting else None
-        device = kind.get("device") or "cpu"
-        self.turned = Rotary(config.rotary, config.attention.theta, config.positions, device)
+        self.turned = Rotary(
+            config.rotary,
+            config.attention.theta,
+            config.positions,
+            dtype=self.embedding.weight.dtype,
+            device=self.embedding.weight.device,
+        )
 
     def forward(self, tokens_BS: Tensor, span: Span, caches: list[Cache] | None = None) -> Tensor:
         """Hidden rows before the last norm, [T, D]. caches: of every block, written and read."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imbrex.contracts import Routing
 from imbrex.experts.experts import Experts, SharedExpert
 from imbrex.experts.products import run_grouped_mm
 from imbrex.layer import MoEConfig
@@ -29,6 +30,7 @@ class GatherScatterMoE(nn.Module):
     def __init__(self, config: MoEConfig, group: dist.ProcessGroup | None, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.group = config, group
+        self.routing: Routing | None = None
         self.ranks = 1 if group is None else group.size()
         slots = contiguous(config.num_experts, self.ranks).local(0 if group is None else group.rank())
         self.first, sizes = slots[0], (config.hidden_size, config.intermediate_size)
@@ -43,7 +45,7 @@ class GatherScatterMoE(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, *, kept_TK: Tensor | None = None) -> Tensor:
-        routing = self.gate(x_TD, kept_TK=kept_TK)
+        routing = self.routing = self.gate(x_TD, kept_TK=kept_TK)
         choices = torch.cat((routing.ids_TK.float(), routing.weights_TK), 1)
         x_all, choices_all = self._gather(x_TD), self._gather(choices)
         ids, weights = choices_all.chunk(2, 1)
