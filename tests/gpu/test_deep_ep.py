@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import Buffer, HybridEPBuffer, indices_to_map
@@ -38,7 +39,10 @@ def draw(ranks: Ranks, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return x_TD.to(ranks.device), ids_TK.to(ranks.device), weights_TK.to(ranks.device)
 
 
-def legacy_calls(buffer: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[Any]:
+def legacy_calls(
+    buffer: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, wide: bool = False
+) -> list[Any]:
+    """Returns of all calls. wide: sums of float32 rows, too."""
     per_rank, _, per_expert, wanted, _ = buffer.get_dispatch_layout(ids_TK, E)
     layout = {
         "num_tokens_per_rank": per_rank,
@@ -51,9 +55,12 @@ def legacy_calls(buffer: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) 
     fp8 = x_TD.to(torch.float8_e4m3fn), x_TD[:, :2].float()
     (values, scales), *_ = buffer.dispatch(fp8, **layout, num_worst_tokens=ROOM)
     again = buffer.dispatch(2 * x_TD, handle=handle)[0]
+    chosen = buffer.dispatch(x_TD, handle=handle, topk_idx=ids_TK, topk_weights=2 * weights_TK)[:4]
     summed = buffer.combine(rows, handle, topk_weights=weights)[:2]
     biased = buffer.combine(rows, handle, bias=x_TD)[0]
-    return [rows, ids, weights, counts, *handle, values.float(), scales, again, *summed, biased]
+    sums = [buffer.combine(rows.float(), handle)[0]] if wide else []
+    parts = values.float(), scales, again, *chosen, *summed, biased
+    return [rows, ids, weights, counts, *handle, *parts, *sums]
 
 
 def hybrid_calls(buffer: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[Any]:
@@ -105,6 +112,25 @@ def test_the_same_bits_as_all_to_all(
     nccl: Pool, world: int, calls: Callable[..., list[Any]], make: Callable[..., Any]
 ) -> None:
     assert [wrong for found in nccl.run(world, run_both, calls, make) for wrong in found] == []
+
+
+def run_over_gloo(ranks: Ranks) -> list[str]:
+    """What differs where the group is gloo's and the rows are on GPUs, as in vLLM; sums of float32, too."""
+    gloo = dist.new_group(backend="gloo")
+    assert isinstance(gloo, dist.ProcessGroup)
+    ours, theirs = Buffer(gloo), make_legacy(ranks, "alltoall")
+    wrong = [] if ours._backend.transport.name == "nvlink" else ["not over NVLink"]
+    for seed in range(2):
+        inputs = draw(ranks, seed)
+        found = [legacy_calls(buffer, *inputs, wide=True) for buffer in (ours, theirs)]
+        for place, (a, b) in enumerate(zip(*found, strict=True)):
+            same = torch.equal(a.cpu(), b.cpu()) if isinstance(a, Tensor) else a == b
+            wrong += [] if same else [f"rank {ranks.rank}, seed {seed}, return {place}: {a} for {b}"]
+    return wrong
+
+
+def test_a_group_of_gloo_moves_rows_over_nvlink(nccl: Pool) -> None:
+    assert [wrong for found in nccl.run(2, run_over_gloo) for wrong in found] == []
 
 
 def run_hot(ranks: Ranks) -> None:

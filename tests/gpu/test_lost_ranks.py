@@ -1,0 +1,162 @@
+"""A rank that dies or falls silent, seen by a layer on the others: NaN over NVLink, an exception within the
+time-out over NCCL, and nothing that hangs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+import imbrex
+from imbrex.kernels.exchange.error import ExchangeError
+from imbrex.runtime.waits import RankLostError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a lost rank needs another"),
+]
+TIMEOUT_S, SILENT_S, D = 3.0, 9.0, 256
+
+
+def make_layer(transport: str) -> imbrex.MoELayer:
+    config = imbrex.MoEConfig(hidden_size=D, intermediate_size=128, num_experts=8, top_k=2)
+    return imbrex.MoELayer(
+        config,
+        dist.group.WORLD,
+        transport=transport,
+        timeout=TIMEOUT_S,
+        dtype=torch.bfloat16,
+        device=f"cuda:{dist.get_rank()}",
+    )
+
+
+def draw(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, D, dtype=torch.bfloat16, device=f"cuda:{dist.get_rank()}")
+
+
+def leave_if_second() -> None:
+    dist.barrier()
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        os._exit(0)
+
+
+def replay_without_a_peer() -> list[str]:
+    layer, x = make_layer("nvlink"), draw(16)
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = layer(x)
+    graph.replay()
+    layer.check(synchronize=True)
+    assert not y.isnan().any()
+    leave_if_second()
+    said = []
+    for _ in range(2):
+        y.zero_()
+        graph.replay()
+        try:
+            layer.check(synchronize=True)
+        except ExchangeError as error:
+            said.append(str(error))
+        assert y.isnan().all()
+    return said
+
+
+def go_back_without_a_peer() -> list[str]:
+    layer, x = make_layer("nvlink"), draw(512).requires_grad_()
+    layer(x).float().square().sum().backward()  # leaves numbers in the memory that the next one finds
+    layer.zero_grad()
+    loss = layer(x).float().square().sum()
+    leave_if_second()
+    loss.backward()
+    torch.cuda.synchronize()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isnan().all(), name
+    try:
+        layer.check()
+    except ExchangeError as error:
+        return [str(error)]
+    return []
+
+
+def call_without_a_peer(leave: Callable[[], None]) -> list[str]:
+    layer, x = make_layer("alltoall"), draw(64).requires_grad_()
+    layer(x).float().sum().backward()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        leave()
+    said, began = [], time.monotonic()
+    for _ in range(2):
+        try:
+            layer(x).float().sum().backward()
+            layer.check(synchronize=True)
+        except RankLostError as error:
+            said.append(f"{time.monotonic() - began:.1f} {error}")
+    return said
+
+
+def call_a_sleeper() -> list[str]:
+    return call_without_a_peer(lambda: time.sleep(SILENT_S))
+
+
+def call_the_dead() -> list[str]:
+    return call_without_a_peer(lambda: os._exit(0))
+
+
+def run(rank: int, job: Callable[[], list[str]], folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        device_id=torch.device("cuda", rank),
+    )
+    Path(folder, f"rank{rank}").write_text("\n".join(job()))
+    os._exit(0)
+
+
+def told(job: Callable[[], list[str]]) -> list[list[str]]:
+    """What the ranks that are left heard."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(run, args=(job, folder), nprocs=2, join=True)
+        files = [Path(folder, f"rank{rank}") for rank in range(2)]
+        return [file.read_text().splitlines() for file in files if file.exists()]
+
+
+def test_replays_after_a_death_are_no_numbers_and_say_so() -> None:
+    (said,) = told(replay_without_a_peer)
+    assert len(said) == 2
+    assert "timed out, waiting for" in said[0]
+
+
+def test_every_gradient_of_a_backward_that_lost_a_peer_is_no_number() -> None:
+    (said,) = told(go_back_without_a_peer)
+    assert len(said) == 1
+    assert "timed out, waiting for" in said[0]
+
+
+def test_a_silent_rank_ends_a_wait_over_nccl_within_the_time_out() -> None:
+    for said in told(call_a_sleeper):
+        assert len(said) == 2, said
+        assert float(said[0].split()[0]) < TIMEOUT_S + 3.0
+        assert "lost its peers in" in said[0]
+        assert float(said[1].split()[0]) < TIMEOUT_S + 4.0
+
+
+def test_a_dead_rank_ends_a_wait_over_nccl_within_the_time_out() -> None:
+    (said,) = told(call_the_dead)
+    assert len(said) == 2, said
+    assert float(said[0].split()[0]) < TIMEOUT_S + 3.0
