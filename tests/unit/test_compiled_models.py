@@ -45,6 +45,16 @@ def test_a_model_of_several_layers_compiles(dynamic: bool | None) -> None:
                 assert torch.equal(a, b)
 
 
+def test_torchs_own_compiler_takes_it() -> None:
+    """Half a minute of g++; on GPUs whole models: tests/gpu/test_compiled_models.py."""
+    torch._dynamo.reset()
+    model, x = Block(4), torch.randn(5, 8)
+    with real_empty():
+        compiled = torch.compile(model)
+        for a, b in zip(gradients(model, compiled, x), gradients(model, model, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 @torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)  # pytest's own would leave it deleted
 def test_one_graph_serves_the_blocks_of_a_form() -> None:
     """Ten blocks, more than torch compiles the same code for; as docs/layer.md says."""

@@ -39,6 +39,20 @@ def test_every_family_computes_the_same(family):
         torch.testing.assert_close(theirs[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_router_logits_and_their_loss_stay_transformers(family):
+    model, ids = model_of(family), torch.randint(32, (2, 7))
+    plain = model(ids, labels=ids, output_router_logits=True)
+    model.set_experts_implementation("imbrex")
+    ours = model(ids, labels=ids, output_router_logits=True)
+    assert len(ours.router_logits) == len(plain.router_logits) == model.config.num_hidden_layers
+    for mine, theirs in zip(ours.router_logits, plain.router_logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.aux_loss, plain.aux_loss)
+    ours.loss.backward()
+    assert model.get_submodule("model.layers.0.mlp.gate").weight.grad.abs().sum() > 0
+
+
 def test_experts_that_are_no_plain_swiglu_are_transformers_and_it_says_why():
     torch.manual_seed(0)
     config = small(GptOssConfig, intermediate_size=12, num_local_experts=4, head_dim=8, num_experts_per_tok=2)
