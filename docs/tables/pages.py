@@ -12,6 +12,7 @@ from docs.tables import (
     experts,
     fused,
     layer,
+    models,
     pictures,
     placement,
     schedules,
@@ -47,6 +48,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "sums": fused.sums,
         "sustained": fused.sustained,
     },
+    "docs/huggingface.md": {"steps": models.steps, "mean": models.mean},
     "docs/codecs.md": {"rates": codecs.rates, "learning": codecs.learning},
     "docs/placement.md": {
         "halves": placement.halves,

@@ -4,9 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import imbrex
-from imbrex.adapters.huggingface import SafetensorsFolder, from_pretrained, load_block, moe_config
+from imbrex.adapters.huggingface import (
+    SafetensorsFolder,
+    from_pretrained,
+    load_block,
+    moe_config,
+    replace_blocks,
+)
 from imbrex.placement import from_slots
 from tests.ranks.pool import PRELOADED, Ranks
 from tests.tiny_models import model_of
@@ -88,3 +95,44 @@ def test_a_rank_reads_its_own_experts_from_a_folder_and_no_others(pool, tmp_path
         assert same
         # Of two layers, gate, up and down of three experts are elsewhere.
         assert all_of_it - held == 2 * 3 * down
+
+
+def checkpointed(ranks: Ranks, reentrant: bool):
+    """Gradients of blocks whose rows cross again in the backward, and of those that keep them."""
+    found = []
+    for again in (False, True):
+        model = model_of("qwen3_moe").train()
+        replace_blocks(model, ranks.group)
+        if again:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        torch.manual_seed(ranks.rank)
+        ids = torch.randint(32, (2, 5 + ranks.rank))
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_keeps_all_bits(pool, reentrant):
+    for same in pool.run(2, checkpointed, reentrant):
+        assert len(same) > 20
+        assert all(same)
+
+
+def batched_continuously(ranks: Ranks):
+    """Whether requests of other lengths that share a batch get the tokens that each gets alone."""
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]]
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=31, pad_token_id=0)
+    model = model_of("qwen3_moe")
+    alone = [model.generate(torch.tensor([p]), generation_config=settings)[0, len(p) :] for p in prompts]
+    replace_blocks(model, ranks.group)
+    sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=16)
+    given = {"generation_config": settings, "continuous_batching_config": sizes}
+    together = model.generate_batch(prompts, **given)
+    return [list(t.generated_tokens) for t in together.values()], [tokens.tolist() for tokens in alone]
+
+
+def test_continuous_batching_of_the_same_requests_on_every_rank(pool):
+    for together, alone in pool.run(2, batched_continuously):
+        assert together == alone
+        assert sum(map(len, alone)) > 9

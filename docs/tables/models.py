@@ -1,0 +1,57 @@
+"""The table of huggingface.md: steps of whole models."""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+
+from docs.tables.results import Row, Table, read, select
+
+THEIRS = ("transformers-ddp", "transformers-fsdp2", "transformers-ep")
+SWITCH = "imbrex-ep"
+
+
+def cases() -> list[dict[str, Row]]:
+    """The complete steps by side, a case each, of those where imbrex ran and one of the others."""
+    steps = select(read("models"), op="step")
+    found: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in steps:
+        sides = found.setdefault((row["case"]["model"], row["case"]["T"]), {})
+        sides[row["impl"]] = row
+    whole = [sides for sides in found.values() if "imbrex" in sides and sides.keys() & set(THEIRS)]
+    for sides in whole:
+        sides["imbrex"] = default(sides)
+    return whole
+
+
+def default(sides: dict[str, Row]) -> Row:
+    """The row of imbrex as it chooses rows by itself now, which the first runs had to ask for."""
+    case = sides["imbrex"]["case"]
+    large = case["T"] >= 16384 or case["model"] == "deepseek-v3"
+    return sides.get("imbrex-exact-rows", sides["imbrex"]) if large else sides["imbrex"]
+
+
+def gain(sides: dict[str, Row]) -> float:
+    best = min(sides[name]["median_us"] for name in THEIRS if name in sides)
+    return best / sides["imbrex"]["median_us"]
+
+
+def steps() -> Table:
+    head = ("model, layers", "tokens", "DDP", "FSDP2", "their EP", "their switch", "blocks", "gain", "GiB")
+    lines, used = [], []
+    for sides in cases():
+        case, names = sides["imbrex"]["case"], (*THEIRS, SWITCH, "imbrex")
+        times = [f"{sides[n]['median_us'] / 1e3:.1f}" if n in sides else "-" for n in names]
+        memory = [f"{sides[n]['peak_gib']:.1f}" if n in sides else "-" for n in ("transformers-ep", "imbrex")]
+        used += [sides[name] for name in names if name in sides]
+        cells = (f"{case['model']}, {case['layers']}", case["T"], *times, f"{gain(sides):.2f}")
+        lines.append([*cells, " and ".join(memory)])
+    return Table(head=head, body=lines, rows=used)
+
+
+def mean() -> str:
+    """A sentence: how much faster in the mean than the best of transformers' own ways."""
+    gains = [gain(sides) for sides in cases()]
+    return (
+        f"Over the best of transformers' own ways a step with replaced blocks is {geometric_mean(gains):.2f} "
+        f"times as fast in the geometric mean of these {len(gains)} cases."
+    )
