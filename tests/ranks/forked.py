@@ -126,8 +126,9 @@ def _run(
     os.setsid()
     if not traced:
         tracing.stop()
-        for name in tracing.IN_PROCESSES:
-            os.environ.pop(name, None)
+    # Ranks that a launcher starts import all of torch: traced, for twice as long.
+    for name in tracing.IN_PROCESSES:
+        os.environ.pop(name, None)
     os.environ.update(environment)
     for stream, path in zip((sys.stdout, sys.stderr), paths, strict=True):
         stream.flush()

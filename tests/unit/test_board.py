@@ -45,7 +45,7 @@ def test_a_rank_that_does_not_come_is_named(file: Path) -> None:
         for answer in answers:
             with pytest.raises(RankLostError, match=r"ranks \[1\] did not come to call 1 .* within 0.3 s"):
                 answer.result()
-    assert 0.3 <= time.monotonic() - begin < 6.0
+    assert 0.3 <= time.monotonic() - begin < 15.0
 
 
 def test_the_largest_word(file: Path) -> None:

@@ -25,6 +25,7 @@ def test_the_printed_algorithm_strands_a_third_with_equal_epsilon() -> None:
     assert explored.fault.endswith("wait for ever")
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("epsilons", [(0, 0), (0, 1), (1, 1), (0, 0, 0), (1, 1, 1), (0, 1, 2)])
 def test_ours_has_none_in_any_interleaving(epsilons: Any, at_once: bool) -> None:

@@ -62,7 +62,7 @@ def test_the_code_of_the_rank_that_failed_comes_soon() -> None:
     ranks = [subprocess.Popen(["sh", "-c", word]) for word in words]
     begin = time.monotonic()
     assert netlab._wait(ranks, begin + 50) == 3
-    assert time.monotonic() - begin < netlab.GRACE_S + 2
+    assert time.monotonic() - begin < 3 * netlab.GRACE_S
     assert [rank.poll() for rank in ranks] == [3] + [-9] * 5
 
 

@@ -61,6 +61,7 @@ def test_window_forgets_and_weighs() -> None:
             window.add(np.array(wrong))
 
 
+@pytest.mark.untraced
 def test_online_follows_a_drift_and_a_stale_plan_does_not() -> None:
     first, second = drifting()
     everything = join([first, second])
@@ -103,6 +104,7 @@ def test_sampling_noise_moves_nothing(ranks: int, slots: int) -> None:
         assert step_through(planner, constant_load(ranks, 12, 3)) == [0] * 12
 
 
+@pytest.mark.untraced
 def test_a_constant_load_is_met_and_then_left_alone() -> None:
     """8 ranks, from a placement that knows nothing: the fullest rank falls by half and more, and rests."""
     start = plan_layers(np.ones((1, 64)), 8, 72)[0]

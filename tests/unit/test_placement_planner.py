@@ -93,6 +93,7 @@ def test_tiny_layers_are_exact(num_experts: int, capacity: list[int]) -> None:
         assert rank_loads(load, search(load, capacity)).max() == pytest.approx(optimum(load, capacity))
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("num_experts", "capacity"), [(7, [3, 3, 3]), (6, [2, 2, 2, 2]), (9, [4, 3, 2])])
 def test_small_layers_are_within_two_percent_of_the_optimum(num_experts: int, capacity: list[int]) -> None:
     """Just above what is searched exactly."""

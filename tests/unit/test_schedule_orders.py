@@ -192,6 +192,7 @@ def test_optsche_is_not_the_best_elsewhere() -> None:
     assert (makespan(optsche(other), other), makespan(exact(other), other)) == (25, 23)
 
 
+@pytest.mark.untraced
 def test_optsche_takes_twice_as_long_as_the_best_and_never_longer() -> None:
     seconds = {(Kind.encode_out, 0), (Kind.move_back, 0), (Kind.move_out, 1), (Kind.decode_back, 1)}
     times = {task: float((task.kind, task.chunk) in seconds) for task in tasks(2)}
@@ -202,6 +203,7 @@ def test_optsche_takes_twice_as_long_as_the_best_and_never_longer() -> None:
         assert makespan(optsche(times), times) <= 2 * makespan(exact(times), times) + 1e-9
 
 
+@pytest.mark.untraced
 def test_how_much_optsche_loses_on_other_chunks() -> None:
     """Chunk sizes from 0.2 to 1.8, three chunks: it loses somewhere, on average a few percent, at most 30."""
     drawn = random.Random(5)
@@ -217,6 +219,7 @@ def test_how_much_optsche_loses_on_other_chunks() -> None:
     assert max(loss) < 0.3
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("degree", "mean", "most"), [(1, 1.06, 1.35), (2, 1.02, 1.3), (3, 1.007, 1.25)])
 def test_weight_gradients_fill_gaps(degree: int, mean: float, most: float) -> None:
     """Over times from 0.02 to 2 by their logarithm: as a part of the experts' task they cost 10, 4 and 1.5 %
