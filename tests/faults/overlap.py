@@ -56,7 +56,7 @@ EVENTS = [
         "what came for a call before it began is forgotten",
         "record.letters += self.early.pop(self.calls, [])",
         "self.early.pop(self.calls, [])",
-        ("ranks/test_demo.py::test_events_give_the_same_losses_or_say_what_they_dropped",),
+        ("ranks/test_events.py::test_what_comes_before_its_call_is_kept_for_it",),
     ),
 ]
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import imbrex
+from imbrex.overlap.events.forward import Forward
+from imbrex.overlap.events.ledger import Kind
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import SMALL, largest_error
@@ -185,6 +187,36 @@ def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, options: dict[str, 
 def test_bad_patience(tau: Any, epsilon: Any) -> None:
     with pytest.raises(ValueError, match=r"schedule: (tau|epsilon) is .*; give"):
         imbrex.overlap.Events(tau, epsilon)
+
+
+def _ahead(ranks: Ranks) -> tuple[bool, bool]:
+    """Whether rank 0 was a call ahead of this one, whose last reply comes late; whether bits are serial's."""
+    schedule = imbrex.overlap.Events(1.0, 0)
+    options = {"transport": "alltoall"}
+    ours: Any = make_layer(Case(config=SMALL, options=options | {"schedule": schedule}), ranks.group)
+    serial = make_layer(Case(config=SMALL, options=options), ranks.group)
+    x_TD, post, early, y_TD = torch.randn(5, SMALL.hidden_size), Forward.post, False, None
+
+    def late(self: Any, peer: int, kind: Kind, *rest: Any) -> None:
+        if ranks.rank == 1 and peer == LATE and kind is Kind.REPLY:
+            time.sleep(LATE_S)
+        post(self, peer, kind, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Forward, "post", late)
+        for _ in range(3):
+            y_TD = ours(x_TD)
+            (seat,) = schedule._seats.values()
+            early |= bool(seat.early)
+            # Making the layer takes longer on a busy machine.
+            seat.timeout_s = 10.0
+        dist.barrier(ranks.group)
+        assert y_TD is not None
+        return early, torch.equal(y_TD, serial(x_TD))
+
+
+def test_what_comes_before_its_call_is_kept_for_it(pool: Pool) -> None:
+    assert pool.run(4, _ahead)[LATE] == (True, True)
 
 
 SILENT_S = 1.0
