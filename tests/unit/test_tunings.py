@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ SECONDS = dict.fromkeys(("encode_out", "move_out", "decode_out", "experts", "enc
 SECONDS |= {"move_back": 0.5, "decode_back": 0.0}
 CHOICE = Choice(scheduler="exact", degree=3, forward=1.5, backward=2.5)
 DECISION = Decision(
-    choice=CHOICE, seconds=(SECONDS, SECONDS | {"weights": 1.0}), gains=Gains(device=1.05, called=1.0)
+    choice=CHOICE,
+    seconds=(SECONDS, SECONDS | {"weights": 1.0}),
+    gains=Gains(device=1.05, called=1.0, over="serial"),
 )
 
 
@@ -133,12 +136,23 @@ def test_a_decision_comes_back_with_its_order() -> None:
         ({"backward_s": float("nan")}, "nan is no time"),
         ({"tasks_s": {"forward": SECONDS, "backward": {}}}, "encode_out"),
         ({"tasks_s": {"forward": SECONDS | {"tea": 1.0}, "backward": SECONDS}}, "tea"),
-        ({"fused": {"device": "fast", "called": 1.0}}, "'fast' is no time"),
+        ({"fused": {"device": "fast", "called": 1.0, "over": "serial"}}, "'fast' is no time"),
+        ({"fused": {"device": 1.1, "called": 1.0}}, "over"),
     ],
 )
 def test_what_is_no_decision_is_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises((ValueError, KeyError, TypeError), match=why):
         Decision.of_json(DECISION.as_json() | change)
+
+
+def test_what_is_fastest_without_fused_is_what_it_gains_over() -> None:
+    device = {"serial": (1.0, 2.0), "exact-3": (2.0, 2.0), "fused": (1.0, 1.5)}
+    called = {"serial": (4.0, 4.0), "exact-3": (3.0, 3.0), "fused": (4.0, 6.0)}
+    gains = Gains.of(device, called, "fused")
+    assert gains == Gains(device=1.2, called=0.8, over="serial")
+    assert replace(DECISION, gains=gains).apart().name == "serial"
+    assert replace(DECISION, gains=replace(gains, over="exact-3")).apart().name == "exact-3"
+    assert replace(DECISION, gains=None).apart().name == "exact-3"
 
 
 def test_tokens_are_tuned_in_powers_of_two() -> None:

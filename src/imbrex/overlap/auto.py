@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Experts, Output, Roles, Routing, RowExchange, Strategy
-from imbrex.overlap.decision import Decision, Gains, roles_as_json, roles_of_json
+from imbrex.overlap.decision import FUSED, SERIAL, Decision, Gains, roles_as_json, roles_of_json
 from imbrex.overlap.fused import Fused, run_in_graph, why_not_exchange, why_not_experts
 from imbrex.overlap.pipelined import find, parameters_of
 from imbrex.overlap.profiler import compare, measure
@@ -23,7 +23,7 @@ from imbrex.schedule.choice import choose
 from imbrex.schedule.profile import Profile
 
 FUSED_GAIN = 1.02
-"""Times as fast as the best order of chunks that `fused` must be on the device, forward and backward."""
+"""Times as fast as the fastest without it that `fused` must be on the device, forward and backward."""
 FUSED_CALLED = 0.98
 """And as called: what is within the noise of a host that queues more slowly than its GPU works."""
 ROLES = (Roles(stage=32, sums=8), Roles(stage=96, sums=24), Roles(stage=128, sums=32))
@@ -78,9 +78,10 @@ class Auto:
             return f"{decision.name}, predicted {times}; {origin}"
         measured = f"{gains.device:.2f} times as fast on the device, {gains.called:.2f} as called"
         if is_faster(gains):
-            return f"fused, {measured}, as {decision.name}, forward and backward together; {origin}"
+            return f"fused, {measured}, as {gains.over}, forward and backward together; {origin}"
         needed = f"must be {FUSED_GAIN} and {FUSED_CALLED}"
-        return f"{decision.name}, predicted {times}; fused is {measured}, and {needed}; {origin}"
+        picked = SERIAL if gains.over == SERIAL else f"{decision.name}, predicted {times}"
+        return f"{picked}; fused is {measured}, and {needed}; {origin}"
 
     def run(
         self,
@@ -113,7 +114,7 @@ class Auto:
                 origin = f"{origin}; {at}" if origin else at
         self.decisions[exchange], self._origins[exchange] = decision, origin
         fused = decision.gains is not None and is_faster(decision.gains)
-        self._running[exchange] = Fused(roles) if fused else decision.order()
+        self._running[exchange] = Fused(roles) if fused else decision.apart()
         exchange.dispatcher.roles = roles or Roles()
         self.fuses_in_graphs = all(isinstance(each, Fused) for each in self._running.values())
 
@@ -138,12 +139,11 @@ class Auto:
         decision = Decision.of(choose(profile, self.degrees, self.scheduler), profile)
         if roles is None:
             return decision
-        both = {"order": decision.order(), "fused": Fused(roles)}
+        ways = {SERIAL: Serial(), decision.name: decision.order(), FUSED: Fused(roles)}
         called, device = (
-            compare(*layer, parameters_of(layer[1]), both, queued=queued) for queued in (False, True)
+            compare(*layer, parameters_of(layer[1]), ways, queued=queued) for queued in (False, True)
         )
-        ratios = [sum(times["order"]) / sum(times["fused"]) for times in (device, called)]
-        return replace(decision, gains=Gains(device=ratios[0], called=ratios[1]))
+        return replace(decision, gains=Gains.of(device, called, FUSED))
 
     def _profile(self, layer: Layer) -> Profile:
         exchange, experts, x_TD, _ = layer

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from imbrex.contracts import Roles
+from imbrex.contracts import Roles, Strategy
 from imbrex.overlap.pipelined import MOST_CHUNKS, Pipelined, find
+from imbrex.overlap.serial import Serial
 from imbrex.schedule.choice import Choice
 from imbrex.schedule.profile import Profile
 from imbrex.schedule.tasks import Kind, Times, tasks
 
+SERIAL, FUSED = "serial", "fused"
 MOST_BLOCKS = 1024
 """No GPU has so many multiprocessors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gains:
-    """How many times as fast as the best order of chunks `fused` is, forward and backward together.
+    """How many times as fast `fused` is as what is the fastest without it, forward and backward together.
 
     device: by the device's clock, with the work queued ahead, as in a CUDA graph or behind other layers.
-    called: by the host's, from the call until the device is done.
+    called: by the host's, from the call until the device is done. over: that fastest, `serial` or an order.
     """
 
     device: float
     called: float
+    over: str
+
+    @staticmethod
+    def of(device: Mapping[str, Sequence[float]], called: Mapping[str, Sequence[float]], fused: str) -> Gains:
+        """The gains of `fused`, from the seconds of each by both clocks; by the device's one is fastest."""
+        over = min((name for name in device if name != fused), key=lambda name: sum(device[name]))
+        ratios = [sum(seconds[over]) / sum(seconds[fused]) for seconds in (device, called)]
+        return Gains(device=ratios[0], called=ratios[1], over=over)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +58,12 @@ class Decision:
 
     @property
     def name(self) -> str:
+        """The order's."""
         return f"{self.choice.scheduler}-{self.choice.degree}"
+
+    def apart(self) -> Strategy:
+        """The fastest without fused kernels."""
+        return Serial() if self.gains is not None and self.gains.over == SERIAL else self.order()
 
     def order(self) -> Pipelined:
         """The best order, the same from the same values on every rank."""
@@ -61,7 +76,7 @@ class Decision:
         value |= {"forward_s": choice.forward, "backward_s": choice.backward}
         value["tasks_s"] = {"forward": dict(forward), "backward": dict(backward)}
         gains = self.gains
-        value["fused"] = None if gains is None else {"device": gains.device, "called": gains.called}
+        value["fused"] = None if gains is None else asdict(gains)
         return value
 
     @staticmethod
@@ -80,8 +95,11 @@ class Decision:
             for side in ("forward", "backward")
         )
         fused = value["fused"]
-        gains = fused and Gains(device=_positive(fused["device"]), called=_positive(fused["called"]))
-        decision = Decision(choice=choice, seconds=(forward, backward), gains=gains or None)
+        gains = None
+        if fused is not None:
+            ratios = {name: _positive(fused[name]) for name in ("device", "called")}
+            gains = Gains(**ratios, over=str(fused["over"]))
+        decision = Decision(choice=choice, seconds=(forward, backward), gains=gains)
         for seconds in (forward, backward):
             _times(seconds, degree)
         return decision
@@ -115,4 +133,4 @@ def _positive(number: Any) -> float:
     return float(number)
 
 
-__all__ = ["Decision", "Gains", "roles_as_json", "roles_of_json"]
+__all__ = ["FUSED", "SERIAL", "Decision", "Gains", "roles_as_json", "roles_of_json"]

@@ -23,8 +23,8 @@ from imbrex.schedule.contention import Contention, fit
 from imbrex.schedule.profile import Profile
 from imbrex.schedule.tasks import Kind
 
-PAUSE_CYCLES = 12_000_000
-"""About six milliseconds: what a host takes to queue a forward, or a backward."""
+PAUSE_CYCLES = 20_000_000
+"""About ten milliseconds: more than a slow host takes to queue a forward, or a backward."""
 TASK_REPEATS = 3
 """Repeats of single tasks: whole runs correct what they miss."""
 
