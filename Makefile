@@ -61,7 +61,7 @@ types: $(DEV)
 
 unit: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/coverage erase
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --ignore=tests/gpu -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 matrix: $(DEV)  ## every codec x transport x schedule x tensor ranks, forward and backward, on 4 and 8 ranks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks/test_matrix.py --matrix full -n 2 $(ARGS)

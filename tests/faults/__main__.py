@@ -103,6 +103,8 @@ def verdict(fault: Fault, folder: Path) -> tuple[bool, str]:
     """Whether a fault is caught, and by what; else what happened."""
     package = folder / "imbrex"
     shutil.copytree(ROOT / PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    if (moved := why_not_fault(fault, package)) is not None:
+        return False, moved  # somebody has changed the code meanwhile
     put_in(fault, package)
     code, said = run_tests(fault.tests, package)
     if code == FAILED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from tests.ranks.balancer_jobs import (
 )
 from tests.ranks.pool import Pool, RankError
 
+Still = Callable[[int], list[dict]]
 CONFIG = imbrex.MoEConfig(hidden_size=12, intermediate_size=8, num_experts=16, top_k=3)
 
 
@@ -34,6 +36,19 @@ def largest_difference(ours: list[dict], theirs: list[dict]) -> float:
         for one, two in zip(ours, theirs, strict=True)
         for a, b in zip(one["outputs"], two["outputs"], strict=True)
     )
+
+
+@pytest.fixture(scope="module")
+def still(pool: Pool) -> Still:
+    """From a number of iterations to what four ranks compute in them where nothing moves; computed once."""
+    longest: list[dict] = []
+
+    def of(iterations: int) -> list[dict]:
+        if not longest or len(longest[0]["outputs"]) < iterations:
+            longest[:] = pool.run(4, infer, CONFIG, iterations, None, {})
+        return [{"outputs": found["outputs"][:iterations]} for found in longest]
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -114,12 +129,11 @@ def test_groups_with_other_tokens_move_together(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_weights_written_into_a_peers_memory(pool: Pool, training: bool) -> None:
+def test_weights_written_into_a_peers_memory(pool: Pool, still: Still, training: bool) -> None:
     moving = pool.run(4, infer_by_peer_copies, CONFIG, 16, training)
-    still = pool.run(4, infer, CONFIG, len(moving[0]["outputs"]), None, {})
     assert moving[0]["switched"] >= 5
     assert sum(found["moved"] for found in moving) > 0
-    assert largest_difference(moving, still) <= 1e-5
+    assert largest_difference(moving, still(len(moving[0]["outputs"]))) <= 1e-5
 
 
 @pytest.mark.untraced
@@ -132,19 +146,17 @@ def test_five_hundred_switches_change_no_bit(pool: Pool) -> None:
     assert [one["wrong"] for one in found] == [0] * 4
 
 
-def test_a_slow_rank_is_waited_for(pool: Pool) -> None:
+def test_a_slow_rank_is_waited_for(pool: Pool, still: Still) -> None:
     slow = pool.run(4, infer_unlucky, CONFIG, 24, 256, {"slow_s": 0.04}, {"switches": 2})
-    still = pool.run(4, infer, CONFIG, len(slow[0]["outputs"]), None, {})
-    assert largest_difference(slow, still) <= 1e-5
+    assert largest_difference(slow, still(len(slow[0]["outputs"]))) <= 1e-5
     assert sum(map(len, slow[0]["switched"])) >= 2
     assert all(found["switched"] == slow[0]["switched"] for found in slow)
     assert slow[0]["tally"]["drops"] <= 1
 
 
-def test_late_migrations_are_dropped_and_reported(pool: Pool) -> None:
+def test_late_migrations_are_dropped_and_reported(pool: Pool, still: Still) -> None:
     late = pool.run(4, infer_unlucky, CONFIG, 30, 1, {"slow_steps": 4}, {"stopped": 1})
-    still = pool.run(4, infer, CONFIG, len(late[0]["outputs"]), None, {})
-    assert largest_difference(late, still) <= 1e-5
+    assert largest_difference(late, still(len(late[0]["outputs"]))) <= 1e-5
     for found in late:
         assert found["placements"][0] == found["placements"][-1]
         assert "failed or were late" in found["stopped"]
@@ -153,10 +165,9 @@ def test_late_migrations_are_dropped_and_reported(pool: Pool) -> None:
         assert found["tally"]["stopped"] == 1
 
 
-def test_a_migration_cut_off_leaves_the_placement_whole(pool: Pool) -> None:
+def test_a_migration_cut_off_leaves_the_placement_whole(pool: Pool, still: Still) -> None:
     cut = pool.run(4, infer_unlucky, CONFIG, 20, 256, {"failing": (1, 2)}, {"drops": 2, "switches": 3})
-    still = pool.run(4, infer, CONFIG, len(cut[0]["outputs"]), None, {})
-    assert largest_difference(cut, still) <= 1e-5
+    assert largest_difference(cut, still(len(cut[0]["outputs"]))) <= 1e-5
     for found in cut:
         assert found["placements"] == cut[0]["placements"]
         assert found["tally"]["drops"] >= 2

@@ -10,7 +10,6 @@ from tests.poison import real_empty
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 
-pytestmark = pytest.mark.untraced
 CONFIG = imbrex.MoEConfig(hidden_size=8, intermediate_size=16, num_experts=6, top_k=2)
 
 
@@ -42,6 +41,7 @@ def compare(ranks: Ranks, case: Case, backend: str) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("transport", ["alltoall", "allgather", "allreduce"])
 def test_fullgraph_equals_eager(pool: Pool, transport: str) -> None:
     losses = imbrex.AuxLosses(load_balance=0.01, z=0.001)
