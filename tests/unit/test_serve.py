@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import imbrex
+from imbrex.bench.serve.training import train
+from imbrex.demo.corpus import Corpus
 from imbrex.serve.attention import Grouped, Latent, Span
 from imbrex.serve.decoding import Drafting, Steps
 from imbrex.serve.engine import Engine, Settings
@@ -178,3 +180,30 @@ def test_keys_order_all_floats() -> None:
     keys = pack(values, torch.zeros(8, dtype=torch.int64))
     assert torch.equal(keys.argsort(), torch.arange(8))
     assert unpack(pack(torch.zeros(1), torch.tensor([2**32 - 1]))).item() == 2**32 - 1
+
+
+def test_a_trained_block_drafts_what_comes() -> None:
+    """A text that repeats every five bytes: soon most drafts are right, and tokens are as ever."""
+    moe = imbrex.MoEConfig(hidden_size=32, intermediate_size=32, num_experts=4, top_k=2)
+    attention = Grouped(num_heads=2, num_kv_heads=2, head_size=16)
+    config = ModelConfig(
+        moe=moe, attention=attention, num_layers=1, vocabulary=256, positions=96, drafting=True
+    )
+    model = Decoder(config, lambda layer: imbrex.MoELayer(moe, layer=layer))
+    draw(model, seed=3)
+    text = torch.frombuffer(bytearray(b"tiles" * 60), dtype=torch.uint8)
+    corpus = Corpus(name="tiles", num_files=1, train=text, held_out=text)
+    first, last = (train(model, corpus, steps, None, rate=1e-2) for steps in (1, 40))
+    assert last["loss"] < 0.5 < first["loss"]
+    assert last["draft_loss"] < 1.0 < first["draft_loss"]
+    tokens = []
+    for drafts in (0, 3):
+        settings = Settings(slots=1, room=60, chunk=(1, 16), drafting=Drafting(length=drafts))
+        engine = Engine(model, settings)
+        answer = engine.submit(Request(prompt=list(b"lestil"), max_tokens=40))
+        engine.run()
+        tokens.append(answer.tokens)
+    assert tokens[0] == tokens[1]
+    # 39 tokens behind the first, of at most four a step.
+    assert engine.host.row_tokens == 39
+    assert engine.host.row_steps <= 20

@@ -84,12 +84,15 @@ class Seat:
 
 
 class HostTime:
-    """Seconds of the host by what it did, over `steps` steps. wait: for the device, which is no work."""
+    """Seconds of the host by what it did, over `steps` steps. wait: for the device, which is no work.
+
+    row_tokens, row_steps: tokens that steps of decoding gave, and the rows that they gave some of them to."""
 
     NAMES = ("agree", "launch", "deliver", "check", "wait")
 
     def __init__(self) -> None:
         self.steps, self.launches = 0, 0
+        self.row_steps, self.row_tokens = 0, 0
         self.seconds: dict[str, float] = dict.fromkeys(self.NAMES, 0.0)
         self._since = 0.0
 
@@ -331,6 +334,8 @@ class Engine:
             tokens: list[int] = []
             for step in steps:
                 count = taken[step % interval][slot]
+                self.host.row_steps += count > 0
+                self.host.row_tokens += count
                 tokens += ring[step % interval][slot][:count]
             if tokens and not seat.answer.done:
                 self._give(slot, seat, tokens, now)

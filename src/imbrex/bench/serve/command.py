@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, Way, make_model
+from imbrex.bench.serve.training import LENGTH, train
 from imbrex.launch.local import Rank, is_worker, launch
 from imbrex.layer import MoELayer
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
+from imbrex.serve.model import Decoder
 
 START_S = 300.0
 """Ranks may take this long to start and to draw their weights, whatever the time-out of a step."""
@@ -49,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafts", default="0", metavar="N,...", help="tokens that a step drafts: 0, 1, 3 (0)")
     accepted = "count so many drafts as right in the mean, whatever was drafted; figures are labelled forced"
     add("--forced", type=float, metavar="N", help=accepted)
+    trained = "train the demo's model on its text for so many steps first; prompts are of held-out text (0)"
+    add("--train", type=int, default=0, metavar="N", help=trained)
     add("--dtype", choices=tuple(DTYPES), help="of weights and caches (bfloat16 on GPUs, float32 on CPUs)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--json", metavar="FILE", help="put the rows into this result file")
@@ -102,6 +106,7 @@ def check(args: argparse.Namespace) -> None:
         if min(numbers(args, name)) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}: give numbers of {least} or more")
     _chunk(args)
+    _check_training(args)
     for drafts in numbers(args, "drafts"):
         if drafts:
             Drafting(length=drafts, forced=args.forced)
@@ -115,6 +120,16 @@ def check(args: argparse.Namespace) -> None:
     args.timeout = timeout_seconds(args.timeout)
     if args.json and not os.access(Path(args.json).resolve().parent, os.W_OK):
         raise ValueError(f"--json {args.json}: its folder is missing or cannot be written; make it first")
+
+
+def _check_training(args: argparse.Namespace) -> None:
+    if args.train < 0:
+        raise ValueError(f"--train is {args.train}: give 0 or more")
+    if args.train and (args.model != "demo" or {GATHER, ALONE} & set(args.transport.split(","))):
+        raise ValueError(
+            f"--train {args.train}: the demo's model is trained, over a transport of the layer's; give "
+            "--model demo and --transport auto, alltoall or another"
+        )
 
 
 def numbers(args: argparse.Namespace, name: str) -> list[int]:
@@ -185,39 +200,53 @@ def compare(args: argparse.Namespace, way: Way, device: torch.device) -> list[di
     """A row for every number of users, of drafts and of steps between deliveries."""
     group = dist.group.WORLD
     assert group is not None
-    users, chunk = max(numbers(args, "users")), _chunk(args)
-    longest = 2 * max(numbers(args, "drafts")) + 1
-    room, slots = args.input + args.output, -(-users // args.ranks)
-    drafts = numbers(args, "drafts")
-    model = make_model(
-        args.model,
-        way,
-        group,
-        positions=room + max(chunk[1], longest),
-        device=device,
-        dtype=DTYPES[args.dtype],
-        drafting=any(drafts),
-    )
+    model, text = _make(args, way, device, group)
     rows = []
-    for length in drafts:
+    for drafts in numbers(args, "drafts"):
         for interval in numbers(args, "interval"):
             settings = Settings(
-                slots=slots,
-                room=room,
-                chunk=chunk,
+                slots=-(-max(numbers(args, "users")) // args.ranks),
+                room=args.input + args.output,
+                chunk=_chunk(args),
                 interval=interval,
-                drafting=Drafting(length=length, forced=args.forced if length else None),
+                drafting=Drafting(length=drafts, forced=args.forced if drafts else None),
                 graphs=way.captured,
             )
             engine = Engine(model, settings, group)
-            for count in numbers(args, "users"):
-                load = Load(users=count, input=args.input, output=args.output, rounds=args.rounds)
-                point = serve(engine, load, engine.host_group)
+            for users in numbers(args, "users"):
+                load = Load(users=users, input=args.input, output=args.output, rounds=args.rounds)
+                point = serve(engine, load, engine.host_group, text=text)
                 rows.append({"op": "serve", "impl": way.name, "case": case_of(args, load, settings)} | point)
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.close()
     return rows
+
+
+def _make(
+    args: argparse.Namespace, way: Way, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Decoder, torch.Tensor | None]:
+    """The model, and the text that prompts are cut from where it was trained."""
+    drafts = max(numbers(args, "drafts"))
+    longest = args.input + args.output + max(_chunk(args)[1], 2 * drafts + 1)
+    model = make_model(
+        args.model,
+        way,
+        group,
+        positions=max(longest, LENGTH),
+        device=device,
+        dtype=DTYPES[args.dtype],
+        drafting=drafts > 0,
+        whole_head=args.train > 0,
+    )
+    if not args.train:
+        return model, None
+    from imbrex.demo.corpus import load_corpus
+
+    corpus = load_corpus(length=LENGTH + 1)
+    train(model, corpus, args.train, group)
+    model.head.split(group)
+    return model, corpus.held_out
 
 
 def case_of(args: argparse.Namespace, load: Load, settings: Settings) -> dict[str, Any]:
@@ -233,7 +262,7 @@ def case_of(args: argparse.Namespace, load: Load, settings: Settings) -> dict[st
         "drafts": drafting.length,
         "interval": settings.interval,
         "dtype": args.dtype,
-        "weights": "random",
+        "weights": f"{args.train} steps" if args.train else "random",
     } | forced
 
 
@@ -247,23 +276,37 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     about = hardware()
     where = f"{about['count']} x {about['gpu']}" if args.device == "cuda" else f"{cores()} CPU cores"
     title = f"{args.model}, {args.ranks} ranks, {args.input} tokens in and {args.output} out, {args.dtype}, "
-    title += f"random weights, on {where}"
+    title += f"{f'{args.train} steps of training' if args.train else 'random weights'}, on {where}"
     table = Table(caption="host: microseconds of work a step, without waiting", caption_justify="left")
-    heads = ["", "users", "drafts", "interval", "tokens/s a rank", "tokens/s a user", "gap p50, p99 ms"]
-    heads += ["step ms", "host us", "launches a step"]
-    for head in heads:
+    for head in HEADS:
         table.add_column(head, justify="left" if not head else "right")
     for row in rows:
-        case, gap, host = row["case"], row["gap_ms"], row["host_us"]
-        drafts = f"{case['drafts']} ({case['forced']:g} forced)" if "forced" in case else str(case["drafts"])
-        busy = sum(us for name, us in host.items() if name != "wait")
-        rates = [_number(row[name]) for name in ("tokens_per_s_gpu", "tokens_per_s_user")]
-        gaps = f"{gap['p50']:.2f}, {gap['p99']:.2f}" if gap else "-"
-        cells = [row["impl"], str(case["users"]), drafts, str(case["interval"]), *rates, gaps]
-        table.add_row(*cells, f"{row['step_ms']:.2f}", f"{busy:.0f}", f"{row['launches']:.1f}")
+        table.add_row(*_cells(row))
     console = Console(width=max(140, Console().width))
     console.print(title, soft_wrap=True, highlight=False)
     console.print(table)
+
+
+HEADS = ("", "users", "drafts", "tokens a step", "interval", "tokens/s a rank", "tokens/s a user")
+HEADS += ("gap p50, p99 ms", "step ms", "host us", "launches a step")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    case, gap, host = row["case"], row["gap_ms"], row["host_us"]
+    forced = f" ({case['forced']:g} forced)" if "forced" in case else ""
+    busy = sum(us for name, us in host.items() if name != "wait")
+    return [
+        row["impl"],
+        str(case["users"]),
+        f"{case['drafts']}{forced}",
+        f"{row['tokens_per_row_step']:.2f}",
+        str(case["interval"]),
+        *(_number(row[name]) for name in ("tokens_per_s_gpu", "tokens_per_s_user")),
+        f"{gap['p50']:.2f}, {gap['p99']:.2f}" if gap else "-",
+        f"{row['step_ms']:.2f}",
+        f"{busy:.0f}",
+        f"{row['launches']:.1f}",
+    ]
 
 
 def _number(value: float | None) -> str:

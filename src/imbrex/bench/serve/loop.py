@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from imbrex.serve.engine import Engine, HostTime
 from imbrex.serve.request import Answer, Request
@@ -39,9 +40,11 @@ class Load:
 class Users:
     """The users of a rank."""
 
-    def __init__(self, engine: Engine, load: Load, *, rank: int, ranks: int, seed: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, load: Load, *, rank: int, ranks: int, text: Tensor | None = None
+    ) -> None:
         self.engine, self.load, self.count = engine, load, load.users_of(rank, ranks)
-        self.random = random.Random(1000 * seed + rank)
+        self.random, self.text = random.Random(rank), text
         self.answers: list[list[Answer]] = [[] for _ in range(self.count)]
         self.of_answer: dict[int, int] = {}
         engine.answered = self.answered
@@ -56,8 +59,12 @@ class Users:
             self._ask(user, self.load.output)
 
     def _ask(self, user: int, wanted: int) -> None:
-        vocabulary = self.engine.model.config.vocabulary
-        prompt = [self.random.randrange(vocabulary) for _ in range(self.load.input)]
+        size, vocabulary = self.load.input, self.engine.model.config.vocabulary
+        if self.text is None:
+            prompt = [self.random.randrange(vocabulary) for _ in range(size)]
+        else:
+            begin = self.random.randrange(len(self.text) - size)
+            prompt = self.text[begin : begin + size].tolist()
         answer = self.engine.submit(Request(prompt=prompt, max_tokens=wanted))
         if answer.refused is not None:
             raise ValueError(f"serve: a request of the load is refused: {answer.refused}")
@@ -90,12 +97,15 @@ class Users:
         }
 
 
-def serve(engine: Engine, load: Load, group: dist.ProcessGroup | None, *, seed: int = 0) -> dict[str, Any]:
-    """One point of the curve, the same on every rank. group: of the hosts.
+def serve(
+    engine: Engine, load: Load, group: dist.ProcessGroup | None, *, text: Tensor | None = None
+) -> dict[str, Any]:
+    """One point of the curve, the same on every rank. group: of the hosts. text: what prompts are cut from,
+    where not random.
 
     Seconds are of clocks that processes of one host share."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    users = Users(engine, load, rank=rank, ranks=ranks, seed=seed)
+    users = Users(engine, load, rank=rank, ranks=ranks, text=text)
     engine.host = HostTime()
     users.begin()
     began = time.perf_counter()
@@ -114,6 +124,7 @@ def serve(engine: Engine, load: Load, group: dist.ProcessGroup | None, *, seed: 
         "tokens_per_s_user": statistics.fmean(rates) if rates else None,
         "gap_ms": _quantiles([1e3 * gap for gap in gaps]),
         "requests": sum(len(of["rates"]) for of in counted),
+        "tokens_per_row_step": round(host.row_tokens / max(host.row_steps, 1), 3),
         "steps": host.steps,
         "step_ms": 1e3 * took / host.steps,
         "host_us": {name: round(1e6 * s / host.steps, 1) for name, s in host.seconds.items()},

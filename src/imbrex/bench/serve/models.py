@@ -122,14 +122,15 @@ def make_model(
     device: torch.device,
     dtype: torch.dtype,
     drafting: bool | None = None,
+    whole_head: bool = False,
 ) -> Decoder:
     """The model with random weights, drawn where it stands. Collective. drafting: its drafting block, where
-    not as published."""
+    not as published. whole_head: every rank has the head of the whole vocabulary."""
     config = MODELS[name]
     drafting = config.drafting if drafting is None else drafting
     config = replace(config, positions=positions, drafting=drafting)
-    whole = None if way.transport == ALONE else group
+    split = None if way.transport == ALONE or whole_head else group
     moe = make_moe(config.moe, way, group, device, dtype)
-    model = Decoder(config, moe, head_group=whole, device=device, dtype=dtype)
+    model = Decoder(config, moe, head_group=split, device=device, dtype=dtype)
     draw(model, seed=SEED)
     return model
