@@ -110,7 +110,7 @@ def _over_ranks(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
     mine = norm.to(device_of(group))[None]
     norms_W = mine.new_empty(group.size())
     gather = partial(waits.all_gather_single, norms_W, mine, group, async_op=True)
-    waits.run("the norm of gradients", gather, on_host=not mine.is_cuda)
+    waits.run("the norm of gradients", gather, on_host=not mine.is_cuda, group=group)
     return torch.linalg.vector_norm(norms_W, order)
 
 

@@ -35,7 +35,7 @@ class Team:
             for group in self.groups:
                 here = torch.zeros(1, dtype=torch.int32, device=wire_device(group))
                 call = partial(dist.all_reduce, here, group=group, async_op=True)
-                waits.run(self.what, call, on_host=not here.is_cuda)
+                waits.run(self.what, call, on_host=not here.is_cuda, group=group)
         except RankLostError as error:
             raise RankLostError(f"{error}; {self.what} is collective: call it on every rank") from error
 
@@ -128,8 +128,8 @@ def _pass(
         call = partial(dist.irecv, raw, group=group, group_src=source)
     else:
         call = partial(dist.isend, raw, group=group, group_dst=0)
-    work = waits.start("the gathering of experts", call, WRITING_S)
-    waits.finish("the gathering of experts", work, WRITING_S, on_host=not raw.is_cuda)
+    work = waits.start("the gathering of experts", call, WRITING_S, group)
+    waits.finish("the gathering of experts", work, WRITING_S, on_host=not raw.is_cuda, group=group)
     return values
 
 
