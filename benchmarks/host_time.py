@@ -1,4 +1,4 @@
-"""What does a layer over NVLink cost the host before the GPU has anything to do?
+"""What does a layer over NVLink, or a call of DeepEP's, cost the host before the GPU has anything to do?
 `python benchmarks/host_time.py`, on any machine, no GPU.
 
 Python and torch's dispatcher run as on a GPU; kernels do nothing, so the rows mean nothing. A launch packs
@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as listen
 
 from imbrex import MoEConfig, MoELayer
+from imbrex.adapters.deep_ep import Buffer
 from imbrex.bench.shapes import MODELS
 from imbrex.contracts import Dispatched
 from imbrex.exchange import agreement
@@ -157,11 +158,43 @@ def make_layer(model: str, tokens: int) -> MoELayer:
     return layer
 
 
+def time_deep_ep(model: str, tokens: int, repeats: int, lines: int) -> None:
+    """The calls of a program written for DeepEP. One number is read back by the host: how many rows there
+    are, which the idle kernel writes all the same."""
+    shape, group = MODELS[model], dist.group.WORLD
+    launch = Idle.launch
+
+    def place(self: Idle, *, args: list[Any], **how: Any) -> None:
+        if self.variant.entry == "place_compact":
+            ctypes.c_int.from_address(args[0].received).value = tokens
+        launch(self, args=args, **how)
+
+    Idle.launch = place  # type: ignore[method-assign]
+    buffer: Any = Buffer(group, transport=IdleNvlink(group, max_tokens=tokens))
+    x = torch.randn(tokens, WIDTH, dtype=torch.bfloat16)
+    ids = torch.rand(tokens, shape.num_experts).topk(shape.top_k, dim=1).indices
+    weights = torch.rand(tokens, shape.top_k)
+    per_rank, _, per_expert, wanted, _ = buffer.get_dispatch_layout(ids, shape.num_experts)
+
+    def dispatch() -> Any:
+        return buffer.dispatch(x, None, per_rank, None, wanted, per_expert, ids, weights)
+
+    rows, _, _, _, handle, _ = dispatch()
+    calls: dict[str, Callable[[], Any]] = {
+        "deep_ep layout": lambda: buffer.get_dispatch_layout(ids, shape.num_experts),
+        "deep_ep dispatch": dispatch,
+        "deep_ep again": lambda: buffer.dispatch(x, handle),
+        "deep_ep combine": lambda: buffer.combine(rows, handle),
+    }
+    for name, call in calls.items():
+        report(name, call, repeats, lines)
+
+
 def _few_products(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
     return F.linear(x_TD[:, :FEW], weight_ED[:, :FEW]).float()
 
 
-def report(name: str, call: Callable[[], None], repeats: int, lines: int) -> None:
+def report(name: str, call: Callable[[], Any], repeats: int, lines: int) -> None:
     for _ in range(20):
         call()
     spent = []
@@ -219,6 +252,7 @@ def main() -> None:
 
     report("forward", forward, args.repeats, args.profile)
     report("training step", step, args.repeats, args.profile)
+    time_deep_ep(args.model, args.tokens, args.repeats, args.profile)
     os._exit(0)
 
 

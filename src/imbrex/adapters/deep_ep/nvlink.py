@@ -432,7 +432,7 @@ def _row_bytes(columns: Sequence[Tensor], more: int) -> int:
 def expert_major(link: KernelRoute, permutation: Permutation) -> Routed:
     """The routing with the rows where `permutation` has them."""
     position = permutation.position_NK.view_as(link.expert.position_LWTK).int()
-    return link.expert.replace(position_LWTK=position)
+    return link.expert.with_position(position)
 
 
 def permute(link: KernelRoute, budget: int | None, *, on_host: bool) -> Permutation:

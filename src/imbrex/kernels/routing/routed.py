@@ -132,6 +132,13 @@ class Routed:
     def __iter__(self) -> Iterator[Tensor]:
         return (getattr(self, name) for name in Addresses._fields)
 
+    def with_position(self, position_LWTK: Tensor) -> Routed:
+        """With other positions; the other parts stay what they are, made or not."""
+        other = Routed.__new__(Routed)
+        other.__dict__ |= self.__dict__ | {"position_LWTK": position_LWTK}
+        other.addresses = self.addresses._replace(position_LWTK=position_LWTK.data_ptr())
+        return other
+
     def replace(self, **parts: Tensor) -> Routed:
         """With other tensors for some parts."""
         return Routed(**dict(zip(Addresses._fields, self, strict=True)) | parts)

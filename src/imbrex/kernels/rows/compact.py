@@ -54,14 +54,14 @@ def place_compact(
     _, ranks, most, choices = routed.position_LWTK.shape
     device = traffic_WW.device
     placed = Placed(
-        routed=routed.replace(position_LWTK=torch.empty_like(routed.position_LWTK)),
+        routed=routed.with_position(torch.empty_like(routed.position_LWTK)),
         source_R=torch.empty(num_rows, dtype=torch.int64, device=device),
         place_TW=torch.empty(num_tokens, ranks, dtype=torch.int32, device=device),
         received=torch.empty(1, dtype=torch.int32, device=device),
     )
     args = Compact(
-        recv_row=routed.recv_row_LWT,
-        send_row=routed.send_row_LTW,
+        recv_row=routed.addresses.recv_row_LWT,
+        send_row=routed.addresses.send_row_LTW,
         traffic=traffic_WW,
         position=placed.routed.position_LWTK,
         source=placed.source_R,
