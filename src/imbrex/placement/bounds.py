@@ -99,16 +99,19 @@ def _teams(held_WE: Held) -> list[tuple[Ints, Ints]]:
     nobody = len(held_WE)
     number_E = held_WE.sum(0)
     several = np.flatnonzero(number_E > 1)
-    busy: list[set[int]] = []
+    several = several[np.argsort(-number_E[several], kind="stable")]
+    ends = number_E[several].cumsum().tolist()
+    all_ranks = np.nonzero(held_WE.T[several])[1].tolist()
+    busy: list[int] = []  # a bit for every rank of a team
     teams: list[list[tuple[int, list[int]]]] = []
-    for expert in several[np.argsort(-number_E[several], kind="stable")].tolist():
-        ranks = np.flatnonzero(held_WE[:, expert]).tolist()
-        free = next((at for at, taken in enumerate(busy) if taken.isdisjoint(ranks)), None)
-        if free is None:
-            free = len(teams)
-            busy.append(set())
+    for expert, begin, end in zip(several.tolist(), [0, *ends], ends, strict=False):
+        ranks = all_ranks[begin:end]
+        ours = sum(1 << rank for rank in ranks)
+        free = next((at for at, taken in enumerate(busy) if not taken & ours), len(teams))
+        if free == len(teams):
+            busy.append(0)
             teams.append([])
-        busy[free].update(ranks)
+        busy[free] |= ours
         teams[free].append((expert, ranks))
     found = []
     for team in teams:

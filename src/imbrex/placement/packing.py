@@ -50,18 +50,17 @@ def pack(load_E: Floats, counts_E: Ints, capacity_W: Sequence[int]) -> Held:
     num_ranks, num_experts = len(capacity_W), len(load_E)
     held = np.zeros((num_ranks, num_experts), dtype=bool)
     share_E = load_E / counts_E
-    loads, free = [0.0] * num_ranks, list(capacity_W)
-    unplaced = []
+    free = list(capacity_W)
+    # Ranks with a free slot, the least loaded first.
+    open_ranks = [(0.0, rank) for rank in range(num_ranks) if free[rank]]
     for expert in np.argsort(-share_E, kind="stable").tolist():
-        for _ in range(int(counts_E[expert])):
-            open_ranks = [r for r in range(num_ranks) if free[r] and not held[r, expert]]
-            if not open_ranks:
-                unplaced.append(expert)
-                continue
-            rank = min(open_ranks, key=loads.__getitem__)
+        # The next lowest ranks are other ranks, so none of them has the expert.
+        lowest = [heapq.heappop(open_ranks) for _ in range(min(int(counts_E[expert]), len(open_ranks)))]
+        for load, rank in lowest:
             held[rank, expert] = True
             free[rank] -= 1
-            loads[rank] += float(share_E[expert])
+            if free[rank]:
+                heapq.heappush(open_ranks, (load + float(share_E[expert]), rank))
     for rank in range(num_ranks):
         for _ in range(free[rank]):
             share = np.where(held[rank], -1.0, load_E / np.maximum(held.sum(0), 1))
