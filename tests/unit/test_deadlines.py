@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,17 @@ def test_what_is_captured_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> Non
     Stream.stream.queue.clear()
     time.sleep(3 * TIMEOUT_S)
     assert not group.aborted.is_set()
+
+
+def test_where_streams_cannot_tell_it_is_said_once_and_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Stream, number: int) -> None:
+        raise RuntimeError("a stream cannot write to host memory: no")
+
+    monkeypatch.setattr(Stream, "write", refuse)
+    group = Group()
+    with pytest.warns(UserWarning, match="not bounded by timeout= here: a stream cannot write"):
+        call(group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(group)
+    assert group.calls == 2

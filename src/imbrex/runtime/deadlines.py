@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -70,18 +71,16 @@ class Deadlines:
         self._lost: weakref.WeakKeyDictionary[Any, Exception] = weakref.WeakKeyDictionary()
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
-        self._tick = LONGEST_TICK_S
+        self._tick, self._blind = LONGEST_TICK_S, False
 
     def bound(
         self, wait: Callable[[], object], group: Any, seconds: float, error: Callable[[], Exception]
     ) -> None:
         """`wait()`, which lets the current stream wait; `error` makes what is raised if it does not end."""
-        key = Word.current()
-        watched = self._streams.get(key)
+        watched = self._begin()
         if watched is None:
-            watched = self._streams[key] = Watched(Word())
-        watched.count += 1
-        watched.word.write(2 * watched.count - 1)
+            wait()
+            return
         wait()
         watched.word.write(2 * watched.count)
         watched.waits.append(Wait(watched.count, group, seconds, error))
@@ -90,6 +89,23 @@ class Deadlines:
             self._thread = threading.Thread(target=self._look, name="imbrex-deadlines", daemon=True)
             self._thread.start()
         self._work.set()
+
+    def _begin(self) -> Watched | None:
+        """Note that the current stream comes to a wait; None where it cannot."""
+        if self._blind:
+            return None
+        try:
+            key = Word.current()
+            watched = self._streams.get(key)
+            if watched is None:
+                watched = self._streams[key] = Watched(Word())
+            watched.word.write(2 * watched.count + 1)
+        except (ImportError, RuntimeError) as error:
+            self._blind = True
+            warnings.warn(f"waits over NCCL are not bounded by timeout= here: {error}", stacklevel=4)
+            return None
+        watched.count += 1
+        return watched
 
     def refuse_lost(self, group: Any) -> None:
         """Raise what was noted of a group whose wait did not end."""

@@ -111,9 +111,10 @@ class Word:
         return stream.device.index, stream.cuda_stream
 
     def write(self, number: int) -> None:
-        """Queue it on the caller's stream."""
+        """Queue it on the caller's stream. Raises RuntimeError where the driver does not."""
         (error,) = self._driver.cuStreamWriteValue64(self.current()[1], self._at, number, 0)
-        assert not int(error), f"a stream cannot write to host memory: {error}"
+        if int(error):
+            raise RuntimeError(f"a stream cannot write to host memory: {error}")
 
     @property
     def value(self) -> int:
