@@ -6,7 +6,7 @@ Two kinds are better left out: what no input can tell from the right code, and w
 from __future__ import annotations
 
 from tests.faults.fault import Fault
-from tests.faults.overlap import EVENTS, FUSED, SIMULATE
+from tests.faults.overlap import EVENTS, FUSED, SIMULATE, TUNING
 from tests.faults.protocol import ONCE_SURVIVED_HERE, PROTOCOL
 
 ONCE_SURVIVED = [
@@ -498,6 +498,7 @@ FAULTS: list[Fault] = [
     *ROUTER,
     *SCHEDULES,
     *FUSED,
+    *TUNING,
     *EVENTS,
     *SIMULATE,
     *BALANCER,

@@ -23,6 +23,50 @@ FUSED = [
     ),
 ]
 
+TUNING = [
+    Fault(
+        "each-rank-reads-for-itself",
+        "overlap/tuner.py",
+        "a rank decides by its own file, not by the first rank's",
+        "answer = json.loads(spread(self.gather, text, leads=self.leads))",
+        "spread(self.gather, text, leads=self.leads)\n        answer = json.loads("
+        "self._text(decision, parse))",
+        ("ranks/test_tuning.py::test_ranks_run_what_the_first_has_kept",),
+    ),
+    Fault(
+        "tuned-whatever-the-tokens",
+        "overlap/tuner.py",
+        "what was measured of few tokens serves many",
+        '"tokens": bucket(max(tokens_W))',
+        '"tokens": 0',
+        ("ranks/test_tuning.py::test_a_kept_result_is_not_measured_again",),
+    ),
+    Fault(
+        "result-of-another-subject",
+        "overlap/tunings.py",
+        "a file under another's name is taken for its result",
+        'if (content["decision"], content["subject"]) != (decision, subject):',
+        "if False:",
+        ("unit/test_tunings.py::test_what_is_no_result_is_ignored_with_a_sentence",),
+    ),
+    Fault(
+        "fused-however-slow-as-called",
+        "overlap/auto.py",
+        "fused is taken where the device alone gains, and calls take longer",
+        "return gains.device >= FUSED_GAIN and gains.called >= FUSED_CALLED",
+        "return gains.device >= FUSED_GAIN",
+        ("ranks/test_fused.py::test_auto_takes_it_where_it_is_faster",),
+    ),
+    Fault(
+        "graph-forgets-what-was-added",
+        "exchange/layer_op.py",
+        "in a compiled fused layer no gradient reaches what was added to the outputs",
+        "d_addend = d_y_TD if ctx.has_addend else None",
+        "d_addend = None",
+        ("ranks/test_fused.py::test_a_compiled_graph_runs_fused",),
+    ),
+]
+
 EVENTS = [
     Fault(
         "silence-sixty-times-as-long",
