@@ -102,7 +102,7 @@ ROOM_FOR = {
     "parameters": 8,
     "private": 7,
     "probes": 7,
-    "doors": 32,
+    "doors": 31,
     "bare": 236,
     "fragments": 3,
 }
