@@ -21,6 +21,8 @@ WAYS = {
     "sums beside": "blocks",
     "gated idle warps, wire": "idle",
 }
+FUSED_LOCAL = "imbrex-fused-local"
+"""As many rows of every expert, all of its rank's own tokens."""
 MOVERS, IDLE = "gated movers, wire", "gated idle warps, wire"
 
 
@@ -33,6 +35,9 @@ def layer() -> Table:
     head = ("model", "tokens", "", "serial", "fused", "gain", "experts alone", "hidden", "rival")
     lines, used = [], []
     measured = last_run(read("fused"))
+    has_wire = bool(select(measured, impl=FUSED_LOCAL))
+    if has_wire:
+        head = (*head[:-1], "of the wire", head[-1])
     cases = {(r["case"]["model"], r["case"]["M"], r["op"]): None for r in measured}
     for model, tokens, op in cases:
         rows_of = {r["impl"]: r for r in select(measured, op=op, case={"model": model, "M": tokens})}
@@ -40,9 +45,19 @@ def layer() -> Table:
         rival = fastest(rows_of[name] for name in ("nccl-a2a", "nccl-agrs-bag"))
         used += [serial, fused, alone, rival]
         saved, beyond = (serial["median_us"] - row["median_us"] for row in (fused, alone))
-        times = us(serial), us(fused), ratio(serial, fused, 2), us(alone), f"{saved / beyond:.0%}"
+        times = [us(serial), us(fused), ratio(serial, fused, 2), us(alone), f"{saved / beyond:.0%}"]
+        times += [of_the_wire(rows_of)] if has_wire else []
         lines.append([model, tokens, op.replace("+backward", ", backward"), *times, ratio(rival, fused, 2)])
     return Table(head=head, body=lines, rows=used)
+
+
+def of_the_wire(rows_of: dict[str, Row]) -> str:
+    """Comet's measure of what is hidden: the share of what serial takes longer with the wire than without."""
+    if FUSED_LOCAL not in rows_of:
+        return ""
+    names = "imbrex-serial", "imbrex-fused", "imbrex-serial-local", FUSED_LOCAL
+    serial, fused, serial_local, fused_local = (rows_of[name]["median_us"] for name in names)
+    return f"{1 - (fused - fused_local) / (serial - serial_local):.0%}"
 
 
 def fastest(found: Iterable[Row]) -> Row:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from docs.tables import experts as shown
-from docs.tables import pages
+from docs.tables import fused, pages
 from docs.tables.results import Table, sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,3 +132,11 @@ def test_a_table_says_where_it_is_from() -> None:
     assert sources(rows) == said + "4 x H200, revision def, 2026-11-22.*"
     table = Table(head=["a", "b"], body=[[1, "x"]], rows=rows)
     assert str(table).startswith("| a | b |\n| --- | --- |\n| 1 | x |\n\n*`a.json`")
+
+
+def test_comets_measure_counts_the_wire_alone() -> None:
+    """The wire costs serial 4 us, and fused 1 of them."""
+    names = ("serial", 10.0), ("fused", 8.0), ("serial-local", 6.0), ("fused-local", 7.0)
+    rows_of = {f"imbrex-{name}": {"median_us": us} for name, us in names}
+    assert fused.of_the_wire(rows_of) == "75%"
+    assert fused.of_the_wire({"imbrex-serial": rows_of["imbrex-serial"]}) == ""
