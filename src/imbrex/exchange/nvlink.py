@@ -284,7 +284,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 return self._expand(lease.rows, x_TD, routed, num_rows, expand), routed
             if most <= FEW_TOKENS:
                 rows_1RD, routed = kernels.dispatch_small(*given, sms.small, **choose)
-                return rows_1RD[0], routed
+                return rows_1RD[0, : most_rows(kernels.shape, most)], routed
             if stages or not exact:
                 rows_RD = x_TD.new_empty(most_rows(kernels.shape, most), x_TD.shape[1])
                 if stages:

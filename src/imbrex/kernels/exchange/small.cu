@@ -10,7 +10,11 @@
 // call n - 1, and nobody leaves call n before all have begun it, so nothing of call n - 1 is read when call n
 // + 1 writes. Replays of a graph count on.
 //
+// Every instruction runs a few times at most, so that fetching them is much of the time: with loops unrolled,
+// 187 KB, a call of 1 to 128 tokens takes 27 us, without, 108 KB, 21 (two H200).
+//
 // Example: as routing/route.cu, whose positions it computes, and exchange/pull.cu, whose rows it writes.
+#define ROUTE_LOOP _Pragma("unroll 1")
 #include "exchange/copy.cuh"
 #include "routing/results.cuh"
 
@@ -41,6 +45,7 @@ __device__ inline void route_alone(const Call& call, const Route& route, const S
     cut_chunks(route, s, tokens);
     fetch_choices<1>(call, route, s);
     mark_experts(call, route, s);
+#pragma unroll 1
     for (int i = thread; i < s.chunks * route.experts; i += kRouteThreads) columns[i] = held(&s.mask[4 * i]);
     __syncthreads();
     scan_chunks<4>(s, columns, route.experts, ranks, s.before, s.total);
@@ -74,8 +79,10 @@ __device__ inline void push_tokens(const Call& call, const Small& small, int tok
     const u8* x = small.x + call.local * small.x_stride;
     const int words = tokens * (small.row_bytes / 16), step = small.pushers * kRouteThreads;
     Words<4> held;
+#pragma unroll 1
     for (int first = pusher * kRouteThreads + thread; first < words; first += 4 * step) {
         held.load(x, first, step, words);
+#pragma unroll 1
         for (int i = 1; i < ranks; ++i) {
             const int p = call.me + i < ranks ? call.me + i : call.me + i - ranks;
             held.store(staged_of(call, small, p, call.me), first, step, words);
@@ -91,6 +98,7 @@ __device__ inline void push_tokens(const Call& call, const Small& small, int tok
 
 __device__ inline bool take_tokens(const Call& call, const Small& small) {
     bool fine = true;
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < call.group->ranks * small.pushers; i += kRouteThreads) {
         const int p = i / small.pushers;
         if (p != call.me)
@@ -110,6 +118,7 @@ __device__ inline void place_parts(const Call& call, const Small& small, const S
               wide = (columns + 32 * small.parts - 1) / (32 * small.parts) * 32;
     const int units = sources * s.per_source * kChunk * small.parts;
     u8* out = small.out + call.local * small.out_stride;
+#pragma unroll 1
     for (int u = static_cast<int>(threadIdx.x) / 32 * call.blocks + call.block; u < units;
          u += call.blocks * warps) {  // evenly over the SMs, which stores bound
         const int pair = u / small.parts, first = u % small.parts * wide, token = pair / sources;
@@ -122,9 +131,11 @@ __device__ inline void place_parts(const Call& call, const Small& small, const S
         const u8* x = source == call.me ? small.x + call.local * small.x_stride
                                         : staged_of(call, small, call.me, source);
         Words<4> words;
+#pragma unroll 1
         for (int column = first; column < min(first + wide, columns); column += 32 * 4) {
             words.load(x + static_cast<i64>(token) * small.row_bytes, column + lane, 32,
                        min(first + wide, columns));
+#pragma unroll 1
             for (u32 left = taken; left; left &= left - 1) {
                 const int target = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
                 words.store(out + static_cast<i64>(target) * small.row_bytes, column + lane, 32,

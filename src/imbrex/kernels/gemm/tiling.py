@@ -124,6 +124,8 @@ def _fastest(
         many, few = GRADIENT_TILINGS
         return many if rows // experts > OWN.block_m // 2 else few
     columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
+    if rows <= experts and rows * math.ceil(columns / SHARED.block_n) <= sms and not fp8:
+        return SMALL  # wide tiles of the experts that have a row leave multiprocessors idle
     mean = max(1, rows // experts)
     spread = math.isqrt(mean) if experts > 1 else 0  # a standard deviation of what an expert gets
     tilings = (SHARED, SMALL)

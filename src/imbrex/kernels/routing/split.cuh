@@ -12,6 +12,12 @@
 #pragma once
 #include "ptx/exchange.cuh"
 
+// Before a loop that a launch runs through once. Not unrolled where fetching instructions is what takes the
+// time: see exchange/small.cu.
+#ifndef ROUTE_LOOP
+#define ROUTE_LOOP
+#endif
+
 namespace route {
 
 struct Tables {
@@ -87,6 +93,7 @@ __device__ __forceinline__ int warp_sum(int value) {
 __device__ inline void list_several(const Tables& t, const Flow& f) {
     const int lane = static_cast<int>(ptx::lane_id());
     int found = 0;
+ROUTE_LOOP
     for (int base = 0; base < t.experts; base += 32) {
         const int e = base + lane;
         const int first = e < t.experts ? t.first_replica[e] : 0;
@@ -108,12 +115,14 @@ __device__ inline void stay_home(const Tables& t, const Flow& f, int i, Count co
     const int e = f.expert[i], first = t.first_replica[e], slots = t.first_replica[e + 1] - first;
     int* takes = f.takes + f.start[i];
     u32 hosts = 0;
+ROUTE_LOOP
     for (int p = 0; p < slots; ++p) {
         hosts |= 1u << owner_of(t, t.replica_slots[first + p]);
         takes[p] = 0;
     }
     f.hosts[i] = hosts;
     int rest = 0;
+ROUTE_LOOP
     for (int w = 0; w < t.sources; ++w) {
         const int home = home_rank(t, w);
         if (hosted(hosts, home))
@@ -122,10 +131,12 @@ __device__ inline void stay_home(const Tables& t, const Flow& f, int i, Count co
             rest += count(w, e);
     }
     int p = 0;
+ROUTE_LOOP
     for (u32 from = hosts; from; from &= from - 1, ++p) {
         const int rank = __ffs(from) - 1;
         takes[p] += rest * (p + 1) / slots - rest * p / slots;
         atomicAdd(&f.load[rank], takes[p]);
+ROUTE_LOOP
         for (u32 to = hosts; to; to &= to - 1)
             atomicAdd(&f.between[rank * (t.ranks + 1) + __ffs(to) - 1], takes[p]);
     }
@@ -134,6 +145,7 @@ __device__ inline void stay_home(const Tables& t, const Flow& f, int i, Count co
 // The first warp moves `amount` tokens from rank `a` to `b`; the experts they share give in their order.
 __device__ inline void shift_tokens(const Tables& t, const Flow& f, int a, int b, int amount) {
     const int lane = static_cast<int>(ptx::lane_id()), several = *f.several;
+ROUTE_LOOP
     for (int base = 0; base < several && amount > 0; base += 32) {
         const int i = base + lane;
         const u32 hosts = i < several ? f.hosts[i] : 0;
@@ -150,6 +162,7 @@ __device__ inline void shift_tokens(const Tables& t, const Flow& f, int a, int b
         if (given > 0) {
             takes[place_of(hosts, a)] -= given;
             takes[place_of(hosts, b)] += given;
+ROUTE_LOOP
             for (u32 to = hosts; to; to &= to - 1) {
                 atomicAdd(&f.between[a * (t.ranks + 1) + __ffs(to) - 1], -given);
                 atomicAdd(&f.between[b * (t.ranks + 1) + __ffs(to) - 1], given);
@@ -163,16 +176,20 @@ __device__ inline void shift_tokens(const Tables& t, const Flow& f, int a, int b
 // The first warp. Every push lowers the sum of squared loads, so it ends.
 __device__ inline void even_out(const Tables& t, const Flow& f) {
     const int lane = static_cast<int>(ptx::lane_id()), stride = t.ranks + 1;
+ROUTE_LOOP
     for (;;) {
         const int load = lane < t.ranks ? f.load[lane] : -1;
         u32 gives = 0;
+ROUTE_LOOP
         for (int b = 0; b < t.ranks; ++b)
             gives |= static_cast<u32>(lane < t.ranks && f.between[lane * stride + b] > 0) << b;
         const int most = warp_max(load), fullest = __ffs(__ballot_sync(~0u, load == most)) - 1;
         u32 reached = 1u << fullest;
         int before = -1;
+ROUTE_LOOP
         for (u32 level = reached; level;) {
             u32 next = 0;
+ROUTE_LOOP
             for (; level; level &= level - 1) {
                 const int rank = __ffs(level) - 1;
                 const u32 fresh =
@@ -190,12 +207,14 @@ __device__ inline void even_out(const Tables& t, const Flow& f) {
         const int total = warp_sum(mine ? load : 0), number = __popc(reached);
         int amount = min(most - (total + number - 1) / number, total / number - least);
         if (amount == 0) amount = (most - least) / 2;
+ROUTE_LOOP
         for (int at = emptiest; at != fullest;) {
             const int from = __shfl_sync(~0u, before, at);
             amount = min(amount, f.between[from * stride + at]);
             at = from;
         }
         __syncwarp();
+ROUTE_LOOP
         for (int at = emptiest; at != fullest;) {
             const int from = __shfl_sync(~0u, before, at);
             shift_tokens(t, f, from, at, amount);
@@ -216,7 +235,9 @@ __device__ inline void assign_sources(const Tables& t, const Flow& f, int i, Cou
     const u32 hosts = f.hosts[i];
     int* takes = f.takes + f.start[i];
     int* share = f.share + f.start[i];
+ROUTE_LOOP
     for (int w = 0; w < t.sources; ++w) {
+ROUTE_LOOP
         for (int p = 0; p < slots; ++p) share[w * width + p] = 0;
         const int home = home_rank(t, w);
         if (!hosted(hosts, home)) continue;
@@ -225,6 +246,7 @@ __device__ inline void assign_sources(const Tables& t, const Flow& f, int i, Cou
         takes[p] -= given;
     }
     int p = 0;
+ROUTE_LOOP
     for (int w = 0; w < t.sources; ++w) {
         const int home = home_rank(t, w);
         int rest = count(w, e) - (hosted(hosts, home) ? share[w * width + place_of(hosts, home)] : 0);
@@ -243,21 +265,27 @@ __device__ inline void assign_sources(const Tables& t, const Flow& f, int i, Cou
 template <class Count, class Sync>
 __device__ inline void split_choices(const Tables& t, const Flow& f, int thread, int threads, Count count,
                                      Sync sync) {
+ROUTE_LOOP
     for (int x = thread; x < t.ranks; x += threads) f.load[x] = 0;
+ROUTE_LOOP
     for (int x = thread; x < t.ranks * (t.ranks + 1); x += threads) f.between[x] = 0;
     if (thread < 32) list_several(t, f);
     sync();
+ROUTE_LOOP
     for (int e = thread; e < t.experts; e += threads) {
         const int first = t.first_replica[e];
         if (t.first_replica[e + 1] - first != 1) continue;
         int sum = 0;
+ROUTE_LOOP
         for (int w = 0; w < t.sources; ++w) sum += count(w, e);
         atomicAdd(&f.load[owner_of(t, t.replica_slots[first])], sum);
     }
+ROUTE_LOOP
     for (int i = thread; i < *f.several; i += threads) stay_home(t, f, i, count);
     sync();
     if (thread < 32) even_out(t, f);
     sync();
+ROUTE_LOOP
     for (int i = thread; i < *f.several; i += threads) assign_sources(t, f, i, count);
     sync();
 }

@@ -19,6 +19,7 @@ __device__ inline void give_choices(const Call& call, const Route& route) {
     const i64* ids = route.ids + call.local * mine;
     const float* weights = route.weights + call.local * mine;
     const int count = tokens * route.choices, step = call.blocks * kRouteThreads;
+ROUTE_LOOP
     for (int first = call.block * kRouteThreads + thread; first < count; first += 4 * step) {
         int id[4];
         float weight[4];
@@ -28,6 +29,7 @@ __device__ inline void give_choices(const Call& call, const Route& route) {
                 id[u] = short_id(ids[first + u * step]);
                 weight[u] = weights[first + u * step];
             }
+ROUTE_LOOP
         for (int p = 0; p < group.ranks; ++p) {
             int* there = reinterpret_cast<int*>(group.heap[p] + route.ids_at) + parity_at(call, route) +
                          call.me * mine + first;
@@ -59,6 +61,7 @@ __device__ inline void tell_given(const Call& call) {
 __device__ inline bool take_choices(const Call& call) {
     const int words = call.group->ranks * call.blocks;
     bool fine = true;
+ROUTE_LOOP
     for (int i = route_thread(); i < words; i += kRouteThreads) {
         const int p = i / call.blocks;
         fine = fine &&
@@ -81,12 +84,14 @@ __device__ inline bool own_blocks(const Call& call, u32 times) {
 }
 
 __device__ __forceinline__ void clear_masks(const Route& route, const Scratch& s) {
+ROUTE_LOOP
     for (int i = route_thread(); i < s.chunks * route.experts * 4; i += kRouteThreads) s.mask[i] = 0;
 }
 
 // A table that needs nobody: where experts with one slot live.
 __device__ inline void find_homes(const Route& route, const Scratch& s) {
     const int thread = route_thread();
+ROUTE_LOOP
     for (int e = thread; e < route.experts; e += kRouteThreads) {
         const int first = route.first_replica[e];
         int home = -1;
@@ -101,6 +106,7 @@ __device__ inline void find_homes(const Route& route, const Scratch& s) {
 }
 
 __device__ inline void cut_chunks(const Route& route, const Scratch& s, const int* tokens) {
+ROUTE_LOOP
     for (int i = route_thread(); i < s.chunks; i += kRouteThreads) {
         const int source = (s.first + i) / s.per_source,
                   first = (s.first + i - source * s.per_source) * kChunk;
@@ -115,7 +121,9 @@ __device__ inline void cut_chunks(const Route& route, const Scratch& s, const in
 template <class Each, class Done>
 __device__ __forceinline__ void for_choices(const Route& route, const Scratch& s, Each each, Done done) {
     const int token = route_thread() / kPerToken, lane = route_thread() % kPerToken;
+ROUTE_LOOP
     for (int c = 0; c < s.chunks; ++c) {
+ROUTE_LOOP
         for (int k = lane; k < route.choices; k += kPerToken)
             each(c, token, k, s.ids[(c * kChunk + token) * route.choices + k]);
         done(c, token);
@@ -127,6 +135,7 @@ __device__ __forceinline__ void for_choices(const Route& route, const Scratch& s
 __device__ __forceinline__ void note_owners(const Scratch& s, int c, int token, Owners& bits) {
     const u32 mine = ((1u << kPerToken) - 1) << (ptx::lane_id() / kPerToken * kPerToken);
     Owners wanted = 0;
+ROUTE_LOOP
     for (int p = 0; p < s.owners; ++p)
         wanted |= static_cast<Owners>((__ballot_sync(0xffffffffu, bits >> p & 1) & mine) != 0) << p;
     if (route_thread() % kPerToken == 0) s.wanted[c * kChunk + token] = static_cast<Wanted>(wanted);
@@ -155,9 +164,11 @@ __device__ inline void mark_experts(const Call& call, const Route& route, const 
 template <int kScan>
 __device__ inline void scan_chunks(const Scratch& s, const int* columns, int width, int ranks, int* before,
                                    int* total) {
+ROUTE_LOOP
     for (int x = route_thread(); x < ranks * width; x += kRouteThreads) {
         const int source = x / width, column = x - source * width;
         int sum = 0;
+ROUTE_LOOP
         for (int j = 0; j < s.per_source; j += kScan) {
             int value[kScan];
 #pragma unroll
@@ -181,6 +192,7 @@ __device__ inline void balance(const Call& call, const Route& route, const Scrat
         route.first_replica, route.replica_slots, route.rank_offsets, route.experts, s.owners, ranks};
     const auto count = [&](int source, int expert) { return s.total[source * route.experts + expert]; };
     split_choices(tables, s.flow, route_thread(), kRouteThreads, count, [] { route_sync(); });
+ROUTE_LOOP
     for (int i = route_thread(); i < *s.flow.several; i += kRouteThreads)
         s.home[s.flow.expert[i]] = -1 - s.flow.start[i];
     route_sync();
@@ -189,11 +201,14 @@ __device__ inline void balance(const Call& call, const Route& route, const Scrat
 // The same for the few columns of owners, which come in one load and are added in shared memory. All threads.
 __device__ inline void scan_owners(const Scratch& s, const int* columns, int ranks) {
     const int thread = route_thread(), width = s.owners;
+ROUTE_LOOP
     for (int i = thread; i < ranks * s.per_source * width; i += kRouteThreads) s.staged[i] = columns[i];
     route_sync();
+ROUTE_LOOP
     for (int x = thread; x < ranks * width; x += kRouteThreads) {
         const int source = x / width, column = x - source * width;
         int sum = 0;
+ROUTE_LOOP
         for (int j = source * s.per_source; j < (source + 1) * s.per_source; ++j) {
             if (j >= s.first && j < s.first + s.chunks) s.rank_before[(j - s.first) * width + column] = sum;
             sum += s.staged[j * width + column];
@@ -219,6 +234,7 @@ __device__ inline int home_of(const Route& route, const Scratch& s, int source, 
     if (s.home[expert] >= 0) return s.home[expert];
     const int first = route.first_replica[expert], replicas = route.first_replica[expert + 1] - first;
     int number = 0;
+ROUTE_LOOP
     for (; number + 1 < replicas; ++number) {
         const int share = share_of(route, s, source, expert, replicas, number);
         if (nth < share) break;
@@ -252,14 +268,17 @@ __device__ inline void mark_owners(const Route& route, const Scratch& s) {
 // Masks of owners, and how many tokens want each.
 __device__ inline void give_owners(const Scratch& s, int* columns) {
     const int warp = route_thread() / 32, lane = static_cast<int>(ptx::lane_id());
+ROUTE_LOOP
     for (int x = warp; x < 4 * s.chunks; x += kRouteThreads / 32) {
         const Owners bits = s.wanted[32 * x + lane];
+ROUTE_LOOP
         for (int p = 0; p < s.owners; ++p) {
             const u32 mask = __ballot_sync(0xffffffffu, bits >> p & 1);
             if (lane == 0) s.rank_mask[(x / 4 * s.owners + p) * 4 + x % 4] = mask;
         }
     }
     route_sync();
+ROUTE_LOOP
     for (int i = route_thread(); i < s.chunks * s.owners; i += kRouteThreads)
         columns[s.first * s.owners + i] = held(&s.rank_mask[4 * i]);
 }
@@ -269,16 +288,20 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
     const int ranks = call.group->ranks, owner = call.me / route.tensor;
     const int first = route.rank_offsets[owner], slots = route.rank_offsets[owner + 1] - first;
     const int thread = route_thread();
+ROUTE_LOOP
     for (int x = thread; x < route.most_slots; x += kRouteThreads) s.slot_rows[x] = 0;
     route_sync();
+ROUTE_LOOP
     for (int e = thread; e < route.experts; e += kRouteThreads) {
         const int home = s.home[e];
         const int begin = home < 0 ? route.first_replica[e] : 0,
                   replicas = home < 0 ? route.first_replica[e + 1] - begin : 1;
+ROUTE_LOOP
         for (int number = 0; number < replicas; ++number) {
             const int slot = (home < 0 ? route.replica_slots[begin + number] : home & 0xffff) - first;
             if (slot < 0 || slot >= slots) continue;
             int sum = 0;
+ROUTE_LOOP
             for (int source = 0; source < ranks; ++source) {
                 s.slot_base[source * route.most_slots + slot] = sum;
                 sum += share_of(route, s, source, e, replicas, number);
@@ -287,10 +310,12 @@ __device__ inline void place_slots(const Call& call, const Route& route, const S
         }
     }
     route_sync();
+ROUTE_LOOP
     for (int slot = thread; slot < slots; slot += kRouteThreads) {
         int start = 0;
 #pragma unroll 8
         for (int i = 0; i < slot; ++i) start += s.slot_rows[i];
+ROUTE_LOOP
         for (int source = 0; source < ranks; ++source) s.slot_base[source * route.most_slots + slot] += start;
     }
     route_sync();
@@ -312,6 +337,7 @@ __device__ inline void place_choices(const Call& call, const Route& route, const
         return row < route.row_capacity ? row : -1;
     };
     const int token = route_thread() / kPerToken, lane = route_thread() % kPerToken;
+ROUTE_LOOP
     for (int k = lane; k < route.choices; k += kPerToken)
 #pragma unroll 4
         for (int c = 0; c < s.chunks; ++c) {
@@ -324,9 +350,11 @@ __device__ inline void place_choices(const Call& call, const Route& route, const
 
 // First compact row on every rank of the tokens of every source.
 __device__ inline void place_sources(const Route& route, const Scratch& s, int ranks) {
+ROUTE_LOOP
     for (int x = route_thread(); x < ranks * ranks; x += kRouteThreads) {
         const int source = x / ranks, to = x - source * ranks;
         int sum = 0;
+ROUTE_LOOP
         for (int p = 0; p < source; ++p)
             if (p != to) sum += s.rank_total[p * s.owners + to / route.tensor];
         s.base[x] = sum;
