@@ -99,7 +99,7 @@ PROTOCOL = [
         "sums are written a call before their buffer is free",
         "fine = wait_credit(call, lane, 2);",
         "fine = wait_credit(call, lane, 3);",
-        (f"{OUT_OF_STEP}::test_sums_are_those_of_their_call",),
+        (f"{OUT_OF_STEP}::test_sums_are_not_written_where_those_of_two_calls_before_may_be_read",),
     ),
     Fault(
         "own-sum-first-in-the-kernel",

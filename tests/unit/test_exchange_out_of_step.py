@@ -3,6 +3,7 @@ in different calls. A flag too early, a barrier or a credit left out gives other
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from imbrex.kernels.exchange.exchange import Routed
+from imbrex.kernels.exchange.exchange import ExchangeError, Routed
 from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.emulated.out_of_step import OutOfStep
@@ -183,6 +184,26 @@ def check_sums(case: Case, calls: int, seed: int) -> None:
         every = [given[r, call][0] for r in range(3)]
         want = combined(case, plans, inputs_of(call, case), every, weighted=True)[rank]
         assert torch.equal(sums[: case.tokens[rank]], want[: case.tokens[rank]]), (rank, call)
+
+
+def test_sums_are_not_written_where_those_of_two_calls_before_may_be_read() -> None:
+    """The rank without tokens goes on alone: a call ahead of the others it may be, two it waits."""
+    ranks = OutOfStep(CASE, routed_case())
+    most = ranks.exchanges[0].shape.row_capacity
+    rows = [ranks.keep(torch.zeros(1, most, CASE.width, dtype=torch.bfloat16)) for _ in range(3)]
+    for rank, exchange in enumerate(ranks.exchanges):
+        ranks.keep(exchange.combine(rows[rank], ranks.routed[rank], num_sms=1))
+    ranks.run(0)
+    alone = ranks.exchanges[1]
+    for group in alone._groups.values():
+        group.timeout_ns = 10**9
+    for ahead in (1, 2):
+        ranks.keep(alone.combine(rows[1], ranks.routed[1], num_sms=1))
+        ((variant, (grid, block, smem), _, given),) = ranks.launches[1]
+        ranks.launches[1].clear()
+        kernel.load(variant).launch(grid=grid, block=block, smem=smem, args=given)
+        with pytest.raises(ExchangeError, match="timed out") if ahead == 2 else nullcontext():
+            alone.check()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
