@@ -10,7 +10,7 @@ import multiprocessing as mp
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,7 +27,7 @@ from imbrex.contracts import Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import IMPLEMENTATIONS, Experts
 from imbrex.kernels import unavailable
-from imbrex.kernels.jit import KernelError, compile_variant
+from imbrex.kernels.jit import ARCH, KernelError, compile_variant
 from imbrex.kernels.shipped import FAMILIES
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import leave
@@ -170,17 +170,29 @@ def _try_implementation(name: str, device: str) -> Finding:
     return _attempt("experts", name, device, compare)
 
 
+def arch_here() -> str:
+    """The compiler's name of this machine's GPU; without one, that of the GPUs that kernels are for."""
+    if not torch.cuda.is_available():
+        return ARCH
+    major, minor = torch.cuda.get_device_capability()
+    return ARCH if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
 def try_kernels() -> Iterator[Finding]:
-    """Whether each family of CUDA kernels compiles here, and whether it can run."""
-    missing = unavailable()
+    """Whether each family of CUDA kernels compiles for this GPU, and whether it can run."""
+    missing, arch = unavailable(), arch_here()
     for family in FAMILIES:
         name = family.rpartition(".")[2]
         try:
-            compiled = compile_variant(importlib.import_module(family).shipped_variants()[0])
+            variants = importlib.import_module(family).shipped_variants()
+            # Elsewhere one of every source, since some of a family may do without what Hopper alone has.
+            tried = variants[:1] if arch == ARCH else {v.source: v for v in reversed(variants)}.values()
+            *_, compiled = (compile_variant(replace(variant, arch=arch)) for variant in tried)
         except (ImportError, KernelError) as error:
             yield _finding("kernels", name, "cuda", f"does not compile: {_one_line(error)}")
             continue
-        seen = f"compiles for sm_90a ({compiled.resources.registers} registers a thread)"
+        untried = "" if arch == ARCH else ", never run by us"
+        seen = f"compiles for {arch}{untried} ({compiled.resources.registers} registers a thread)"
         yield _finding("kernels", name, "cuda", f"{seen}; {missing}" if missing else "", seen)
 
 

@@ -1,0 +1,50 @@
+"""Which kernels compile for GPUs that nobody has run them on: all but the wgmma products on Blackwell, those
+without Hopper's copies and barriers on Ampere. A kernel that ceases to compile there is seen here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-core and NVRTC")
+
+import torch
+
+from imbrex.kernels.jit import compile_variant
+from imbrex.kernels.shipped import shipped_variants
+from imbrex.testing import trials
+
+PRODUCTS = {"gemm/gemm.cu", "fused/home.cu", "fused/rows_out.cu"}
+HOPPER = PRODUCTS | {
+    "exchange/dispatch.cu",
+    "exchange/expert.cu",
+    "exchange/gather.cu",
+    "exchange/pull.cu",
+    "exchange/push.cu",
+    "ffn/quantise.cu",
+    "rows/expand.cu",
+}
+
+
+@pytest.mark.timeout(900)  # without a cache on a busy machine
+@pytest.mark.parametrize(
+    ("arch", "not_there"), [("sm_80", HOPPER), ("sm_100", PRODUCTS), ("sm_120", PRODUCTS)]
+)
+def test_a_variant_of_every_source_compiles_but_for_these(arch: str, not_there: set[str]) -> None:
+    first = {variant.source: variant for variant in reversed(shipped_variants())}
+    assert not_there < first.keys()
+    for source in first.keys() - not_there:
+        compiled = compile_variant(replace(first[source], arch=arch))
+        assert compiled.cubin[:4] == b"\x7fELF"
+
+
+def test_doctor_says_what_was_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    monkeypatch.setattr(trials, "FAMILIES", ("imbrex.kernels.rows.choices", "imbrex.kernels.ffn.ffn"))
+    monkeypatch.setattr(trials, "unavailable", lambda: "this GPU has 10.0")
+    choices, ffn = trials.try_kernels()
+    assert choices.why.startswith("compiles for sm_100, never run by us (")
+    assert choices.why.endswith(" registers a thread); this GPU has 10.0")
+    assert ffn.why.startswith("does not compile: NVRTC could not compile ")
