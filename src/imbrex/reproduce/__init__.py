@@ -26,6 +26,8 @@ TABLES: dict[str, tuple[str, str]] = {
     "schemoe-clusters": ("simulated:schemoe", "simulated: table 10 on its cluster and two others"),
     "comet-figures-10-14": ("simulated:comet", "simulated: one layer over tokens, TP x EP, experts, skew"),
     "hybrid-ep-scale": ("simulated:hybrid_ep", "simulated: bandwidth on 8, 4 x 8 and 36 GPUs"),
+    "trtllm-pareto": ("serving:pareto", "tokens/s of a GPU over tokens/s of a user: EP, DP, drafts"),
+    "trtllm-lm-head": ("serving:lm_head", "a head split over ranks against a whole one"),
     "tensorrt-llm-ep-scale": ("simulated:wide_ep", "simulated: decode over the size of EP"),
 }
 """The module of this room, where it is not `find` its function, and one line, by name."""

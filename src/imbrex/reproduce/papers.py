@@ -8,7 +8,6 @@ from collections.abc import Sequence
 COMET, SLIDES, SCHEMOE = "Comet", "TensorRT-LLM, slides", "ScheMoE"
 ARISTOS, HYBRID = "Aristos", "Hybrid-EP"
 DRAWN = "an illustration: nothing is measured in it"
-SERVING = "needs a serving stack and GB200s, which are not here"
 
 PAPERS: Sequence[tuple[str, str, str, str]] = (
     (
@@ -44,7 +43,7 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         "memory of its heap",
         "comet-table-3",
     ),
-    (SLIDES, "expected Pareto curve", "EP 4 and 8 on GB200", SERVING),
+    (SLIDES, "expected Pareto curve", "EP 4 and 8 on GB200", "needs GB200s; at a small size trtllm-pareto"),
     (
         SLIDES,
         "heat maps of imbalance",
@@ -70,8 +69,8 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         "simulated: tensorrt-llm-ep-scale; measured at 2 and 4: docs/exchange.md",
     ),
     (SLIDES, "auxiliary kernels", "time over valid rows", "`make gpu-bench NAME=glue`, docs/exchange.md"),
-    (SLIDES, "LM head", "tensor parallel head of small batches", "not a part of an expert layer"),
-    (SLIDES, "Pareto curves", "tokens a second and user", SERVING),
+    (SLIDES, "LM head", "tensor parallel head of small batches", "trtllm-lm-head"),
+    (SLIDES, "Pareto curves", "tokens a second and user", "trtllm-pareto; real widths: `imbrex bench serve`"),
     (SCHEMOE, "table 1", "share of the all-to-all", "schemoe-table-1"),
     (SCHEMOE, "tables 2, 9", "notations", "a notation"),
     (SCHEMOE, "tables 3, 5", "servers and models", "a configuration"),

@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=tuple(DTYPES), help="of weights and caches (bfloat16 on GPUs, float32 on CPUs)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--json", metavar="FILE", help="put the rows into this result file")
+    add("--report", metavar="FILE", help="draw Pareto curves over --users into this HTML file")
     add("--timeout", type=float, metavar="SECONDS", help="until a silent rank ends the run (60)")
     add("--board", help=argparse.SUPPRESS)
 
@@ -118,8 +119,10 @@ def check(args: argparse.Namespace) -> None:
     make_wire(args.codec)
     pick_implementation(args.experts)
     args.timeout = timeout_seconds(args.timeout)
-    if args.json and not os.access(Path(args.json).resolve().parent, os.W_OK):
-        raise ValueError(f"--json {args.json}: its folder is missing or cannot be written; make it first")
+    for name in ("json", "report"):
+        path = getattr(args, name)
+        if path and not os.access(Path(path).resolve().parent, os.W_OK):
+            raise ValueError(f"--{name} {path}: its folder is missing or cannot be written; make it first")
 
 
 def _check_training(args: argparse.Namespace) -> None:
@@ -186,6 +189,11 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
         rows += compare(args, way, device)
     if rank == 0:
         show(args, rows)
+        if args.report:
+            from imbrex.bench.serve.report import write_report
+
+            facts = {name: str(value) for name, value in rows[0]["case"].items() if name != "users"}
+            write_report(args.report, facts=facts, rows=rows)
         if args.json:
             from imbrex.bench.results import describe_run, write_results
 

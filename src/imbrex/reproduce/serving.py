@@ -1,0 +1,170 @@
+"""TensorRT-LLM's Pareto curves and LM head, on ranks of this machine: the same questions at a small size."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex.bench.serve.loop import Load, serve
+from imbrex.bench.serve.models import ALONE, Way, make_model
+from imbrex.bench.serve.report import curves, front, name_of
+from imbrex.layer import MoELayer
+from imbrex.reproduce import chart
+from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.stage import Network, on_ranks
+from imbrex.serve.decoding import Drafting
+from imbrex.serve.engine import Engine, Settings
+from imbrex.serve.heads import sharded_argmax, slice_of
+
+PLAIN = Network(nodes=1, ranks_per_node=2, inter="none")
+INPUT, OUTPUT, CHUNK = 16, 12, (2, 16)
+HEAD_WIDTH, HEAD_VOCABULARY = 512, 32768
+
+
+def pareto(asked: Asked) -> Finding:
+    """EP over data parallelism, with drafts and without, over the number of users."""
+    users = [2, 4, 8, 16] if asked.full else [2, 8]
+    rows, ran_on = on_ranks("serving", {"what": "pareto", "users": users}, PLAIN)
+    by_name = curves(rows)
+    points = [row for of in by_name.values() for row in of]
+    best = {id(row) for row in front(points)}
+    lines = {
+        name: [(r["tokens_per_s_user"], r["tokens_per_s_gpu"]) for r in of] for name, of in by_name.items()
+    }
+    kinds = sorted({name_of(row) for row in points if id(row) in best})
+    return Finding(
+        title="TensorRT-LLM, Pareto curves: tokens a second of a GPU over those of a user",
+        question="How much does a GPU give at what a user sees, by way to the experts and drafts?",
+        head=("way", "users", "tokens/s a user", "tokens/s a rank", "nothing beats it"),
+        table=tuple(
+            (
+                name_of(row),
+                str(row["case"]["users"]),
+                f"{row['tokens_per_s_user']:.1f}",
+                f"{row['tokens_per_s_gpu']:.1f}",
+                "*" if id(row) in best else "",
+            )
+            for row in points
+        ),
+        differs=(
+            f"Two CPU ranks over gloo ({ran_on}) and the demo's model, not GB200s and DeepSeek-R1; {INPUT} "
+            f"tokens in, {OUTPUT} out. `imbrex bench serve` takes real widths on GPUs.",
+            "Weights are random, so every draft is forced to count as right; real acceptance: "
+            "`imbrex bench serve --train`.",
+        ),
+        verdict=(f"On the common front: {'; '.join(kinds)}.",),
+        rows=rows,
+        chart=chart.lines(lines, "tokens/s a user", "tokens/s a rank", logarithmic=False),
+    )
+
+
+def lm_head(asked: Asked) -> Finding:
+    """A head whose vocabulary is split over the ranks, against one that every rank has."""
+    rounds = asked.rounds or (50 if asked.full else 20)
+    rows, ran_on = on_ranks("serving", {"what": "lm_head", "rounds": rounds}, PLAIN)
+    by_tokens = {row["case"]["T"]: row for row in rows if row["impl"] == "split"}
+    whole = {row["case"]["T"]: row["median_us"] for row in rows if row["impl"] == "whole"}
+    gains = {tokens: whole[tokens] / row["median_us"] for tokens, row in by_tokens.items()}
+    return Finding(
+        title="TensorRT-LLM, LM head: tensor parallelism of a small batch's head",
+        question="From how few tokens on does it pay to split the head, with a local argmax?",
+        head=("tokens a rank", "whole, us", "split, us", "gain"),
+        table=tuple(
+            (str(tokens), f"{whole[tokens]:.0f}", f"{row['median_us']:.0f}", f"{gains[tokens]:.2f}x")
+            for tokens, row in by_tokens.items()
+        ),
+        differs=(
+            f"Two CPU ranks over gloo ({ran_on}), D = {HEAD_WIDTH}, {HEAD_VOCABULARY} tokens of vocabulary, "
+            "float32; the slides have 4 GPUs, 129280 x 7168 and MTP-3.",
+            "One packed key a token and one maximum in place of the slides' two values and AllGather.",
+        ),
+        verdict=(
+            "The split head reads half the weight and multiplies as much. Whole over split by tokens a rank: "
+            + ", ".join(f"{gain:.2f}x at {tokens}" for tokens, gain in gains.items())
+            + ".",
+            "Both choose the same tokens, ties included.",
+        ),
+        rows=rows,
+        chart=chart.bars(
+            {str(t): {"whole": whole[t], "split": row["median_us"]} for t, row in by_tokens.items()}, "us"
+        ),
+    )
+
+
+def on_rank(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one of the two."""
+    if settings["what"] == "pareto":
+        return _curve(settings["users"])
+    return [row for tokens in (1, 8, 32, 128) for row in _heads(tokens, settings["rounds"])]
+
+
+def _curve(users: list[int]) -> list[dict[str, Any]]:
+    group = dist.group.WORLD
+    assert group is not None
+    rows = []
+    for transport in ("alltoall", ALONE):
+        options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "drafting": True}
+        model = make_model("demo", Way(transport=transport), group, positions=64, **options)
+        for drafts in (0, 1):
+            drafting = Drafting(length=drafts, forced=1.0 if drafts else None)
+            slots = -(-max(users) // group.size())
+            settings = Settings(slots=slots, room=INPUT + OUTPUT, chunk=CHUNK, drafting=drafting)
+            engine = Engine(model, settings, group)
+            for count in users:
+                load = Load(users=count, input=INPUT, output=OUTPUT)
+                case = {"users": count, "drafts": drafts, "interval": 1, "W": group.size(), "model": "demo"}
+                case |= {"forced": 1.0} if drafts else {}
+                point = serve(engine, load, engine.host_group)
+                rows.append({"op": "serve", "impl": transport, "case": case} | point)
+        for module in model.modules():
+            if isinstance(module, MoELayer):
+                module.close()
+    return rows
+
+
+def _heads(tokens: int, rounds: int) -> list[dict[str, Any]]:
+    group = dist.group.WORLD
+    assert group is not None
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(HEAD_VOCABULARY, HEAD_WIDTH, generator=generator)
+    x_TD = torch.randn(tokens, HEAD_WIDTH, generator=generator.manual_seed(1 + group.rank()))
+    begin, end = slice_of(HEAD_VOCABULARY, group.rank(), group.size())
+    own = weight[begin:end].clone()
+    ways: dict[str, Callable[[], Tensor]] = {
+        "whole": lambda: (x_TD @ weight.T).argmax(-1),
+        "split": lambda: sharded_argmax(x_TD, own, HEAD_VOCABULARY, group),
+    }
+    assert torch.equal(*(way() for way in ways.values()))
+    case = {"T": tokens, "D": HEAD_WIDTH, "V": HEAD_VOCABULARY, "W": group.size()}
+    times = {name: _slowest([_seconds(way) for _ in range(rounds)]) for name, way in ways.items()}
+    return [
+        {
+            "op": "head",
+            "impl": name,
+            "case": case,
+            "median_us": 1e6 * statistics.median(of),
+            "min_us": 1e6 * min(of),
+            "max_us": 1e6 * max(of),
+            "n": rounds,
+        }
+        for name, of in times.items()
+    ]
+
+
+def _seconds(way: Callable[[], Tensor]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    way()
+    return time.perf_counter() - began
+
+
+def _slowest(own: list[float]) -> list[float]:
+    times = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.tolist()
