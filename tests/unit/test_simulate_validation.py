@@ -26,7 +26,7 @@ def test_the_median_is_within_8_percent(predicted: list[dict]) -> None:
     (_, number, median, worst, _) = bench.digest(predicted)[-1]
     assert number > 240
     assert median <= 0.08
-    # The aim is 0.20, which small layers and four chunks of few rows miss: docs/plan.md.
+    # The aim is 0.20, which layers of few tokens and backwards over sockets miss: docs/plan.md.
     assert worst <= 0.30
 
 
@@ -38,7 +38,7 @@ def test_whole_layers_over_nvlink(predicted: list[dict]) -> None:
 def test_choices_lose_little(predicted: list[dict]) -> None:
     lost = [one for some in bench.losses(predicted).values() for one in some]
     assert len(lost) > 40
-    assert sum(one <= 0.05 for one in lost) >= 0.85 * len(lost)
+    assert sum(one <= 0.05 for one in lost) >= 0.88 * len(lost)
     assert sorted(lost)[len(lost) // 2] == 0.0
 
 

@@ -91,7 +91,11 @@ def backward_weights(profile: Profile, shape: Shape, share: Share, *, adds: bool
         total += waves * unit * 2 * share.rows_W / share.experts / profile["product_flops_s"]
     written = 3 * share.experts * shape.width * share.inner * shape.value_bytes * (2 if adds else 1)
     per_weight = written / profile["gradients_bytes_s"]
-    slowed = _throttled(profile, np.maximum(total, per_weight)) * profile["backward_weights_factor"]
+    computed = total * profile["backward_weights_factor"]
+    # A processor writes while it multiplies. A multiprocessor's tile of a gradient has as few steps as the
+    # expert has rows, too few to hide the writing of the tile before.
+    together = np.maximum(computed, per_weight) if sms == 1 else computed + per_weight
+    slowed = _throttled(profile, together)
     return slowed + np.where(share.rows_W > 0, profile["experts_start_s"], 0.0)
 
 
