@@ -110,7 +110,7 @@ def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
     words = ["bench", "serve", "--device", "cpu", "--users", "2", "--rounds", "2", "--input", "3"]
     words += ["--output", "3", "--chunk", "1x4", "--transport", "alltoall", "--drafts", "1", "--forced", "1"]
     printed = run_ranks(words, ranks=2, folder=tmp_path)
-    for word in ("demo, 2 ranks, 3 tokens in and 3 out", "alltoall", "1 (1 forced)", "tokens a step"):
+    for word in ("demo, 2 ranks, 3 tokens in and 3 out", "alltoall", "1 (1 forced)", "random weights"):
         assert word in printed
 
 
