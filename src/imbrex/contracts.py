@@ -177,6 +177,7 @@ class Dispatched:
     index_R: of `RowForm.INDEXED` alone: `rows_RD` are the tokens [T, D], and row r is token `index_R[r]`
         (int64).
     staged: of `RowForm.UNDER_WAY` alone: `imbrex.kernels.exchange.staged.Staged`.
+    leave: experts may give it the product that makes their result: somebody calls it before that is read.
     """
 
     rows_RD: Tensor
@@ -186,6 +187,7 @@ class Dispatched:
     scales_RB: Tensor | None = None
     index_R: Tensor | None = None
     staged: Any = None
+    leave: Callable[[Any], None] | None = None
 
 
 @runtime_checkable
@@ -393,14 +395,12 @@ class Dispatcher(Protocol):
         """Gradients of the tokens and of their weights, in `out` where there is one."""
         ...
 
+    def combine_beside(self, left: Sequence[Any], *args: Any, **kwargs: Any) -> Crossing[Tensor]:
+        """`combine`; what experts have left (`Dispatched.leave`) is called before, or computed beside it."""
+        ...
+
     def dispatch_backward_beside(
-        self,
-        left: Any,
-        d_rows_RD: Tensor,
-        d_weights_R: Tensor,
-        state: Sequence[Tensor],
-        num_tokens: int,
-        out: tuple[Tensor, Tensor],
+        self, left: Any, *args: Any, **kwargs: Any
     ) -> Crossing[tuple[Tensor, Tensor]]:
         """The same. The gradients of weights that experts have left in a `Deferral` may be computed beside
         it; it has the results then."""

@@ -103,6 +103,9 @@ inline u32 lane_id() { return emu::self().thread % 32; }
 inline u64 global_timer() { return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count()); }
 inline void pause() { emu::nap(1 + emu::machine->random() % 4); }
 
+inline void rest() { pause(); }
+inline void forget(u32&) {}
+
 inline void fence_async_shared() {}
 inline void fence_async() {}
 inline void fence_barrier_init() {}
@@ -205,6 +208,8 @@ uint4 load_once(const void* from, bool wanted) {
     if (wanted) std::memcpy(&v, static_cast<const u8*>(from) + kOffset, 16);
     return v;
 }
+template <int kOffset = 0>
+uint4 load_relaxed_gpu(const void* from, bool wanted) { return load_once<kOffset>(from, wanted); }
 inline uint4 load_shared(u32 address) { uint4 v; std::memcpy(&v, shared_memory() + address, 16); return v; }
 inline uint2 load_shared_pair(u32 address) { uint2 v; std::memcpy(&v, shared_memory() + address, 8); return v; }
 inline void store_shared(u32 address, uint4 v) { std::memcpy(shared_memory() + address, &v, 16); }

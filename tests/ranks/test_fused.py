@@ -14,7 +14,7 @@ import imbrex
 from imbrex.contracts import Roles, RowForm, Strategy
 from imbrex.experts.experts import Experts
 from imbrex.kernels.ffn.ffn import ffn
-from imbrex.kernels.fused import home
+from imbrex.kernels.fused import down_home, home
 from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.overlap import Auto, Fused, Serial, tuner
 from imbrex.placement import contiguous
@@ -63,6 +63,8 @@ class Kernels(torch.nn.Module):
     def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
         self.brought += dispatched.form is RowForm.UNDER_WAY
         beside = None if dispatched.staged is None else rows_out(dispatched.staged)
+        if beside is not None:
+            beside = beside._replace(leave=dispatched.leave)
         return ffn(dispatched.rows_RD, self.gate_up, self.down, dispatched.counts_e, beside=beside)
 
 
@@ -78,6 +80,7 @@ def an_exchange(ranks: Ranks, **codec: str) -> Iterator[tuple[imbrex.Exchange, l
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, blocks=2)
         patch.setattr(home, "multiprocessors", lambda device: 2)
+        patch.setattr("imbrex.kernels.exchange.exchange.multiprocessors", lambda device: 2)
         patch.setattr("imbrex.exchange.nvlink.home_beside_gradients", launch)
         # So few tokens would come in one kernel.
         patch.setattr("imbrex.exchange.nvlink.FEW_TOKENS", 0)
@@ -183,6 +186,28 @@ def test_a_compiled_graph_runs_fused(pool: Pool, name: str, train_down: bool, tr
         assert same == [True] * (4 + train_down if train else 1)
         assert launched == (train_down and train)
         assert brought == 1
+
+
+def run_sums(ranks: Ranks, train: bool, tokens: int) -> tuple[list[bool], int]:
+    """`run_both` where so few tokens' sums go home beside down, too, and how many launches did."""
+    sums = []
+
+    def launch(*args, **options):
+        sums.append(1)
+        return down_home.down_and_sums(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imbrex.exchange.nvlink.why_not_sums", lambda *_: None)
+        patch.setattr("imbrex.exchange.nvlink.down_and_sums", launch)
+        same, _, _ = run_both(ranks, "identity", train, tokens)
+    return same, len(sums)
+
+
+@pytest.mark.parametrize(("train", "tokens"), [(True, 40), (False, 0)])
+def test_sums_go_home_beside_down(pool: Pool, train: bool, tokens: int) -> None:
+    for same, launched in pool.run(2, run_sums, train, tokens):
+        assert same == [True] * (5 + train)
+        assert launched == 2
 
 
 def run_otherwise(ranks: Ranks) -> str:

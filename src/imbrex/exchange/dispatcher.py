@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from imbrex.codec.fp8 import BLOCK, Fp8
-from imbrex.contracts import Geometry, Listener, Roles, Routing, RowForm, Wire
+from imbrex.contracts import Addend, Geometry, Listener, Roles, Routing, RowForm, Wire
 from imbrex.exchange import autograd
 from imbrex.exchange.agreement import DTYPES, find_problem
 from imbrex.runtime.tracing import differentiated, traced
@@ -60,6 +60,20 @@ class DispatcherBase:
 
     def fusing(self, roles: Roles | None = None) -> Any:
         return self
+
+    def combine_beside(
+        self: Any,
+        left: Sequence[Callable[[], Any]],
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        addend: Addend | None,
+        out_TD: Tensor,
+    ) -> Any:
+        for product in left:
+            product()
+        return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
 
     def dispatch_backward_beside(
         self: Any,

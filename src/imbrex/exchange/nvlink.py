@@ -46,7 +46,9 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.layout import Shape
 from imbrex.kernels.exchange.route import Choosing
 from imbrex.kernels.exchange.staged import Staged
+from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.ffn.glue import weigh_rows
+from imbrex.kernels.fused.down_home import cut_of, down_and_sums, pieces_of, why_not_sums
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
 from imbrex.kernels.routing.routed import Sizes, Tables, placement_tables, write_tables
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
@@ -364,6 +366,54 @@ class NvlinkDispatcher(WiredDispatcher):
         if self.start is None:  # what is added may not be there before it is read
             return Crossing(nothing_to_move, lambda _: work())
         return self._crossing(work, _as_it_is)
+
+    def why_not_sums(self, left: Sequence[Any], most: int) -> str | None:
+        """Why `combine_beside` computes what the experts have left before the move, or `None`; `most`: tokens
+        of a rank that the kernels have room for."""
+        if is_coded(self.wire.combine):
+            return "sums cross as fp8"
+        if len(left) != 1 or not isinstance(left[0], LeftProduct):
+            return "the experts have not left the last product of imbrex's own kernels"
+        inner, geometry = left[0].act_RF.shape[1], self.geometry
+        return why_not_sums(most, geometry.hidden_size, inner, geometry.top_k, self.world_size)
+
+    def combine_beside(
+        self,
+        left: Sequence[Any],
+        rows_RD: Tensor,
+        weights_R: Tensor | None,
+        state: Sequence[Tensor],
+        num_tokens: int,
+        addend: Addend | None,
+        out_TD: Tensor,
+    ) -> Crossing[Tensor]:
+        """`combine` and, in the same launch, the product that makes `rows_RD`, which the experts have left:
+        `left` holds it. The same bits.
+
+        In the caller's stream, so with nothing of the transport under way in another one.
+        """
+        routed = self.read_state(state)
+        if self.why_not_sums(left, routed.max_tokens) is not None:
+            for product in left:
+                product()
+            return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
+
+        def work() -> Tensor:
+            added_TD = None if addend is None else addend()
+            added_TD = None if added_TD is None else added_TD.contiguous()
+            weighted = weights_R is not None
+            with self.observer.span("combine", layer=self.layer):
+                kernels, given = self._kernels(routed), (rows_RD.contiguous(), routed)
+                if not left[0].is_empty:
+                    more = {"weighted": weighted, "addend": added_TD}
+                    down_and_sums(kernels, *given, left, out_TD, **more)
+                else:  # the peers' flags are those of pieces
+                    pieces = pieces_of(cut_of(rows_RD.shape[1]))
+                    more = {"num_sms": self.sms.combine, "out": out_TD, "pieces": pieces}
+                    kernels.combine(*given, weighted=weighted, addend=added_TD, **more)
+            return out_TD
+
+        return Crossing(nothing_to_move, lambda _: work())
 
     def combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]

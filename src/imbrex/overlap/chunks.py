@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Chunk:
     beside: Any = None
     counts_e: Tensor | None = None
     out_RD: Tensor | None = None
+    left: list[Any] = field(default_factory=list)
     deferral: Deferral | None = None
 
 
@@ -112,6 +113,7 @@ class Forward:
                 form=self.form if c.beside is not None else RowForm.ROWS,
                 scales_RB=c.beside if self.form is RowForm.FP8 else None,
                 staged=c.beside if self.form is RowForm.UNDER_WAY else None,
+                leave=c.left.append if self.fused else None,
             )
             c.beside = None
             c.deferral = Deferral() if self.defer else None
@@ -126,7 +128,10 @@ class Forward:
         addend_TD = None if self.addend_TD is None else self.addend_TD[c.tokens]
         out_TD, addend = self.y_TD[c.tokens], None if addend_TD is None else lambda: addend_TD
         inputs = c.out_RD.detach(), weights, c.state, len(out_TD), addend, out_TD
-        c.crossing = self.dispatcher.combine(*inputs)
+        if self.fused:
+            c.crossing, c.left = self.dispatcher.combine_beside(c.left, *inputs), []
+        else:
+            c.crossing = self.dispatcher.combine(*inputs)
 
     def move_back(self, chunk: int) -> Pending | None:
         return _crossing(self.chunks[chunk]).move()

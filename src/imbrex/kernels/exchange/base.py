@@ -144,6 +144,7 @@ class ExchangeBase:
         shared: int,
         args: ctypes.Structure,
         besides: Sequence[Any] = (),
+        cluster: int = 1,
     ) -> None:
         """`besides`: what a kernel that does more takes behind the ranks and `args`."""
         self.check()
@@ -156,6 +157,7 @@ class ExchangeBase:
             block=threads,
             args=[self._group(blocks), args, *besides],
             smem=shared,
+            cluster=cluster,
         )
 
     def _group(self, blocks: int) -> Struct:

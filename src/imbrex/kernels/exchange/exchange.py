@@ -27,12 +27,13 @@ written, expired leases included, reads as NaN (`exchange_debug.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from imbrex.kernels import jit
+from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.base import ExchangeBase
 from imbrex.kernels.exchange.debug import check_rows, check_sent
@@ -70,6 +71,17 @@ from imbrex.kernels.exchange.variants import (
     STAGE_THREADS,
 )
 from imbrex.kernels.routing.routed import Routed
+
+
+class Summed(NamedTuple):
+    """How `NvlinkExchange.combine_beside` sums; the first four as of `combine`. cluster: blocks that are
+    launched together."""
+
+    values: tuple[Tensor, Tensor] | None = None
+    weighted: bool = False
+    addend: Tensor | None = None
+    pieces: tuple[int, int, int] | None = None
+    cluster: int = 1
 
 
 class NvlinkExchange(ExchangeBase):
@@ -319,6 +331,7 @@ class NvlinkExchange(ExchangeBase):
         out_dtype: torch.dtype = torch.bfloat16,
         values: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        pieces: tuple[int, int, int] | None = None,
     ) -> Tensor:
         """Expert-major bf16 rows [L, row_capacity, D], or of one rank [rows, D], to [T, D] ([L, max_tokens,
         D] with virtual ranks).
@@ -327,7 +340,7 @@ class NvlinkExchange(ExchangeBase):
         shared experts' output). wire: "bf16", or "fp8": a rank's sums cross as rows of the `fp8` codec; D is
         then a multiple of 256. out_dtype: bfloat16 or float32. values: float32 numbers of the rows, [R] (or
         [L, row_capacity]), and where those of every choice's row go, [T, K] (or [L, max_tokens, K]).
-        out: where the result goes, contiguous.
+        out: where the result goes, contiguous. pieces: as of `lay.combine_pieces`, the same on all ranks.
         """
         width, most = rows.shape[-1], routed.max_tokens
         num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
@@ -337,13 +350,12 @@ class NvlinkExchange(ExchangeBase):
         self._next_buffer("combine")
         if out is None:
             out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
-        tokens, parts, reducers = lay.combine_pieces(most, wire)
         shared = lay.reduce_shared(2 * width, wire)
         args = reduce_args(
             *(self.shape, self.layout, rows, addend, out, routed),
             (rank_stride(rows), rank_stride(addend), rank_stride(out)),
             values,
-            pieces=(tokens, parts, reducers),
+            pieces=pieces or lay.combine_pieces(most, wire),
             wire=wire,
             weighted=weighted,
         )
@@ -360,27 +372,39 @@ class NvlinkExchange(ExchangeBase):
         routed: Routed,
         *,
         out: Tensor,
-        values: tuple[Tensor, Tensor] | None = None,
+        how: Summed,
     ) -> None:
-        """`combine` of bf16 sums without weights by a kernel that does something else as well, on which ranks
-        need not agree. variant: of the kernel, which takes `besides` behind what a combine takes. block:
-        blocks of a rank, threads of one and its shared memory.
+        """`combine` of bf16 sums by a kernel that does something else as well, on which ranks need not agree.
+        variant: of the kernel, which takes `besides` behind what a combine takes. block: blocks of a rank,
+        threads of one and its shared memory.
         """
         if self.debug:
             check_rows(routed, rows.shape[-2])
-        if variant not in self._kernels:
-            self._kernels[variant] = self._load(variant, self.device)
         self._next_buffer("combine")
         args = reduce_args(
-            *(self.shape, self.layout, rows, None, out, routed),
-            (rank_stride(rows), 0, rank_stride(out)),
-            values,
-            pieces=lay.combine_pieces(routed.max_tokens),
+            *(self.shape, self.layout, rows, how.addend, out, routed),
+            (rank_stride(rows), rank_stride(how.addend), rank_stride(out)),
+            how.values,
+            pieces=how.pieces or lay.combine_pieces(routed.max_tokens),
             wire="bf16",
-            weighted=False,
+            weighted=how.weighted,
         )
         blocks, threads, shared = block
-        self._launch(variant, "combine", blocks, threads, shared, args, besides)
+        self._kernel(variant)
+        self._launch(variant, "combine", blocks, threads, shared, args, besides, how.cluster)
+
+    def most_blocks(self, variant: jit.Variant, block: tuple[int, int, int]) -> int:
+        """Blocks of a launch of one rank. block: of a cluster, threads of one and its shared memory."""
+        cluster, threads, shared = block
+        if cluster == 1:
+            return min(multiprocessors(self.heap.local.get_device()), lay.MAX_BLOCKS)
+        most = cluster * self._kernel(variant).clusters(cluster, threads, shared)
+        return min(most, lay.MAX_BLOCKS // cluster * cluster)
+
+    def _kernel(self, variant: jit.Variant) -> Any:
+        if variant not in self._kernels:
+            self._kernels[variant] = self._load(variant, self.device)
+        return self._kernels[variant]
 
     def reduced_rows(self, width: int) -> Tensor:
         """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the

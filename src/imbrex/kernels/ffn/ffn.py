@@ -28,6 +28,7 @@ from imbrex.kernels.gemm.gemm import (
     Epilogue,
     Layout,
     Slopes,
+    Tiling,
     gemm_variant,
     launch_gemm,
 )
@@ -73,8 +74,9 @@ def ffn(
     gradients: tensors like the two weights, contiguous, float32 or bfloat16: the backward adds the weights'
     gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
 
-    beside: the kernel of the first product, which brings the rows as well (`kernels.fused.rows_out`). Not
-    under `torch.compile`.
+    beside: the kernel of the first product, which brings the rows as well (`kernels.fused.rows_out`). Its
+    `leave` takes the last product; nothing may read the result before that is called. Not under
+    `torch.compile`.
 
     Under a `Deferral` the backward leaves the weights' gradients to it. Widths that are no multiples of 8 are
     padded, which copies the weights in every call; such weights' gradients cannot be added to `gradients`.
@@ -155,9 +157,40 @@ def run_experts(
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
         more = {"gate_up": gate_up_RG, "index": index_R, "beside": beside or ALONE}
         _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
-        down = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
-        _gemm(Layout.FORWARD, act_RF, down_eDF, groups, y_RD, down, weights=weights_R)
+    last = LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=y_RD, weights_R=weights_R)
+    last() if beside is None or beside.leave is None else beside.leave(last)
     return y_RD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftProduct:
+    """The experts' last product, which writes `out_RD` when it is called, or which another kernel computes:
+    rows of act_RF times down_eDF [e, D, F] in `groups`, times `weights_R` where given."""
+
+    act_RF: Tensor
+    down_eDF: Tensor
+    groups: Groups
+    out_RD: Tensor
+    weights_R: Tensor | None
+
+    @property
+    def epilogue(self) -> Epilogue:
+        return Epilogue.PLAIN if self.weights_R is None else Epilogue.WEIGHTED
+
+    def tiling(self) -> Tiling:
+        rows, experts = len(self.act_RF), self.groups.ends_e.numel()
+        return _tiling(Layout.FORWARD, self.epilogue, rows, experts, self.act_RF, self.out_RD, gather=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no rows, or no experts."""
+        return not (len(self.act_RF) and len(self.down_eDF))
+
+    def __call__(self) -> None:
+        if self.is_empty:
+            return
+        given = self.act_RF, self.down_eDF, self.groups, self.out_RD, self.epilogue
+        _gemm(Layout.FORWARD, *given, weights=self.weights_R)
 
 
 def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
@@ -390,16 +423,7 @@ def _gemm(
     beside: Beside = ALONE,
 ) -> None:
     rows, experts = a.shape[0] if index is None else index.shape[0], groups.ends_e.numel()
-    tiling = choose_tiling(
-        layout,
-        epilogue,
-        rows,
-        experts,
-        (out.shape[-2], out.shape[-1]),
-        sms=multiprocessors(a.get_device()),
-        depth=a.shape[1],
-        gather=index is not None,
-    )
+    tiling = _tiling(layout, epilogue, rows, experts, a, out, gather=index is not None)
     launch_gemm(
         layout,
         a,
@@ -413,6 +437,21 @@ def _gemm(
         weights_R=weights,
         index_R=index,
         beside=beside,
+    )
+
+
+def _tiling(
+    layout: Layout, epilogue: Epilogue, rows: int, experts: int, a: Tensor, out: Tensor, *, gather: bool
+) -> Tiling:
+    return choose_tiling(
+        layout,
+        epilogue,
+        rows,
+        experts,
+        (out.shape[-2], out.shape[-1]),
+        sms=multiprocessors(a.get_device()),
+        depth=a.shape[1],
+        gather=gather,
     )
 
 

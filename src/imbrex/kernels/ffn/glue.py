@@ -29,8 +29,9 @@ _BLOCKS_PER_SM = 8
 _UNIT = 8  # bf16 values in 16 bytes
 
 
-COUNTERS = 4
-"""int32 zeros before the ends: a product counts its tiles in two; four let the ends begin at 16 bytes."""
+COUNTERS = 12
+"""int32 zeros before the ends, which begin at 16 bytes: a product counts its tiles in the first two, and the
+parts of its result that are written in the last eight (fused/down_home.cu)."""
 
 
 class Groups:
@@ -42,6 +43,11 @@ class Groups:
         self.plan, self.ends_e = plan, plan[COUNTERS:]
         self.counter = plan
         """Two zeros, and then others."""
+
+    @property
+    def written(self) -> Tensor:
+        """Rows of every part of the last product's result that are in memory, times tiles."""
+        return self.plan[4:COUNTERS]
 
 
 def glue_variants() -> list[Variant]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.exchange import NvlinkExchange, Summed
 from imbrex.kernels.ffn.ffn import LeftGradient
 from imbrex.kernels.gemm.gemm import (
     Epilogue,
@@ -118,8 +118,8 @@ def home_beside_gradients(
         [home, ByValue(b"".join(maps))],
         d_rows,
         routed,
-        values=values,
         out=out,
+        how=Summed(values=values),
     )
     check_products(device)
     return [(one, other) for one, other in results]

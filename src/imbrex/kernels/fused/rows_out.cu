@@ -3,7 +3,7 @@
 // exchange/stage.cu. The same bits.
 //
 // Why idle warps, and what else was tried: docs/fused.md.
-#define BESIDE 1
+#define BESIDE 72
 #include "fused/movers.cuh"
 #include "gemm/cut.cuh"
 #include "gemm/run.cuh"

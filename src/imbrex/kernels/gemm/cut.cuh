@@ -15,7 +15,7 @@ struct Cut {
     static constexpr int kGroups = GROUPS, kBlocksM = BLOCKS_M, kBlockN = BLOCK_N, kStages = STAGES;
     static constexpr int kPanels = PANELS, kGroupM = GROUP_M, kCluster = CLUSTER, kWave = WAVE;
     static constexpr int kGather = GATHER;
-    static constexpr bool kBeside = BESIDE;
+    static constexpr int kBeside = BESIDE;
 };
 using C = Config<Cut>;
 

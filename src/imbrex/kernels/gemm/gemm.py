@@ -111,6 +111,8 @@ class Beside(NamedTuple):
     file: tuple[str, str]
     args: Callable[[int], tuple[Any, ...]]
     key: tuple[int, ...]
+    leave: Callable[[Any], None] | None = None
+    """Takes the product that follows (`imbrex.kernels.ffn.ffn.LeftProduct`), and computes it."""
 
 
 GATHER_WARPS = 4

@@ -76,9 +76,9 @@ __device__ __forceinline__ void write_slots(const Shared<C>& shared, u32 slot, c
 }
 
 // The producer thread of either block; `counter` as in `produce`, for clusters.
-template <class C, class Team, class Ready>
-__device__ __forceinline__ void produce_pairs(const Problem& problem, const Shared<C>& shared,
-                                              typename C::Pairs order, const Team& team, Ready& ready) {
+template <class C, class Walk, class Team, class Ready>
+__device__ __forceinline__ void produce_pairs(const Problem& problem, const Shared<C>& shared, Walk order,
+                                              const Team& team, Ready& ready) {
     static_assert(!Ready::kWaits || !C::kFp8, "consumers ask for scales before rows are there");
     const int k = problem.k;
     u32* counter = problem.counter;

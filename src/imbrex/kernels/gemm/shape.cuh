@@ -42,11 +42,15 @@ struct Config : Cut {
     static constexpr int kBoxM = kTwoHeights ? 64 : kBlockM;
     static constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
     static constexpr bool kManyRegisters = (Cut::kFp8 && !Cut::kGather && Cut::kCluster == 1) || kSlopes;
-    // kBeside: three warps of the producer's group do something else. A block has 65536.
-    static constexpr int kProducerRegisters = Cut::kBeside ? (Cut::kGroups > 1 ? 72 : 120)
+    // kBeside: registers of three warps of the producer's group that do something else, or 0. Who asks for
+    // more gets what others gave back: a thread begins with 168, so three groups have 504, or the launch
+    // fails.
+    static constexpr int kProducerRegisters = Cut::kBeside ? (Cut::kGroups > 1 ? Cut::kBeside : 120)
                                                            : (kManyRegisters ? 40 : 56);
-    static constexpr int kConsumerRegisters =
-        Cut::kGroups == 1 ? 240 : Cut::kBeside ? 216 : kManyRegisters ? 232 : 224;
+    static constexpr int kConsumerRegisters = Cut::kGroups == 1 ? 240
+                                              : Cut::kBeside    ? (504 - Cut::kBeside) / 2
+                                              : kManyRegisters  ? 232
+                                                                : 224;
     static constexpr int kThreads = 128 * (Cut::kGroups + 1);
     static constexpr int kReaders = Cut::kPingpong ? 4 : 4 * Cut::kGroups;  // warps, of a stage or a slot
     // bf16 tiles of 256 columns are two halves, of which one is stored while the other is multiplied
@@ -77,6 +81,9 @@ struct Config : Cut {
     static_assert(!kHalved || Cut::kStages > 1,
                   "a tile's last step and the next one's first are there at once");
     static_assert(!Cut::kGather || (kForward && !Cut::kPingpong), "rows are gathered in a forward product");
+    static_assert(Cut::kGroups == 1 || 2 * kConsumerRegisters + kProducerRegisters <= 504,
+                  "more registers than the block begins with");
+    static_assert(kConsumerRegisters % 8 == 0 && kProducerRegisters % 8 == 0, "registers come in eights");
     static_assert(!Cut::kBeside || !(kManyRegisters || Cut::kGather), "the producer's warps are not idle");
     static_assert(!Cut::kGather || (Cut::kGather % kTurns == 0 && Cut::kStages >= kTurns), "crews are alike");
 };

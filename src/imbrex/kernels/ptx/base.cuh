@@ -48,6 +48,10 @@ __device__ __forceinline__ bool elect_one() {
     return chosen != 0;
 }
 
+// The compiler forgets how `value` came about: what was computed from it before is computed again behind
+// this, not kept in registers.
+__device__ __forceinline__ void forget(u32& value) { asm volatile("" : "+r"(value)); }
+
 // Section: kernels that overlap.
 
 // The next kernel of the stream may be launched once all blocks of this one have said so or ended, if its

@@ -132,6 +132,19 @@ __device__ __forceinline__ uint4 load_once(const void* from, bool wanted) {
     return v;
 }
 
+// The same of what another SM may have written in this launch: past L1.
+template <int kOffset = 0>
+__device__ __forceinline__ uint4 load_relaxed_gpu(const void* from, bool wanted) {
+    uint4 v;
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
+        " @p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4 + %6];\n}"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(from), "r"(static_cast<u32>(wanted)), "n"(kOffset)
+        : "memory");
+    return v;
+}
+
 // 16 bytes from memory to shared memory, of this thread; nothing where not `wanted`. Offsets are part of the
 // instruction.
 template <int kTo, int kFrom>
@@ -170,5 +183,7 @@ __device__ __forceinline__ void unpack_e4m3(u32 packed, float& low, float& high)
 
 // Lets a spinning warp give way to the others of its SM.
 __device__ __forceinline__ void pause() { __nanosleep(32); }
+// The same, where many warps look at one word.
+__device__ __forceinline__ void rest() { __nanosleep(500); }
 
 }  // namespace ptx
