@@ -61,6 +61,8 @@ class Switch:
 
     def __init__(self) -> None:
         self._counting, self._on = stop()[:1], False
+        for one in self._counting:
+            one._auto_load = False  # else it reads its file when it starts, and forgets
 
     def turn(self, on: bool) -> None:
         if on and not self._on:

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from imbrex.balancer.channel import Channel
+from imbrex.placement import contiguous
 from tests import tracing
 from tests.ranks.forked import threads
 from tests.ranks.pool import Pool, RankError, Ranks
@@ -55,3 +56,23 @@ def test_one_rank_is_traced_and_none_of_an_untraced_test(pool: Pool) -> None:
         assert pool.run(2, traced) == [False, False]
     assert sys.gettrace() is not None
     assert pool.run(2, traced) == [True, False]
+
+
+def make_placement(ranks: Ranks) -> int:
+    return contiguous(4, ranks.world_size).num_slots
+
+
+def counted_files(ranks: Ranks) -> list[str]:
+    counting = sys.modules["coverage"].Coverage.current()
+    lines = None if counting is None else counting.get_data()
+    return [] if lines is None else [path for path in lines.measured_files() if lines.lines(path)]
+
+
+@pytest.mark.skipif(sys.gettrace() is None, reason="nothing counts lines")
+def test_what_was_counted_outlives_an_untraced_test(pool: Pool) -> None:
+    pool.run(2, make_placement)
+    with tracing.stopped():
+        pool.run(2, traced)
+    counted, others = pool.run(2, counted_files)
+    assert any(path.endswith("placement/layouts.py") for path in counted)
+    assert others == []
