@@ -327,9 +327,10 @@ class Dispatcher(Protocol):
         """The one for crossings that are under way while experts compute, in so many chunks."""
         ...
 
-    def fusing(self, roles: Roles | None = None) -> Dispatcher:
+    def fusing(self, roles: Roles | None = None, inner: int = 0) -> Dispatcher:
         """The one whose rows are under way where experts ask for that, and whose gradients of tokens go home
-        beside those of weights, unless `why_not_form` has something against it. All ranks ask it, or none."""
+        beside those of weights, unless `why_not_form` forbids. All ranks ask it, or none; inner: the experts'
+        width, or 0."""
         ...
 
     def why_not_form(self, form: RowForm) -> str | None:
@@ -399,9 +400,7 @@ class Dispatcher(Protocol):
         """`combine`; what experts have left (`Dispatched.leave`) is called before, or computed beside it."""
         ...
 
-    def dispatch_backward_beside(
-        self, left: Any, *args: Any, **kwargs: Any
-    ) -> Crossing[tuple[Tensor, Tensor]]:
+    def dispatch_backward_beside(self, left: Any, *args: Any, **kwargs: Any) -> Crossing[Any]:
         """The same. The gradients of weights that experts have left in a `Deferral` may be computed beside
         it; it has the results then."""
         ...

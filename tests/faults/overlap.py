@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FUSED = [
     Fault(
+        "flags-of-pieces-on-some-ranks",
+        "exchange/nvlink.py",
+        "a rank whose experts leave nothing sums in other pieces than its peers",
+        "pieces = self._pieces(self.read_state(state)) if self.fuses else None",
+        "pieces = None",
+        ("ranks/test_fused.py::test_sums_go_home_beside_down",),
+    ),
+    Fault(
         "fused-token-at-its-lowest-row-only",
         "kernels/fused/movers.cuh",
         "a token whose experts share a rank is stored for the first of them alone",

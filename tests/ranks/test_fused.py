@@ -50,7 +50,7 @@ class Kernels(torch.nn.Module):
     """Experts of imbrex's kernels; down's weight may be trained or not."""
 
     applies_weights, forms = False, (RowForm.ROWS, RowForm.UNDER_WAY)
-    brought = 0
+    brought, leaves = 0, True
 
     def __init__(self, rank: int, *, train_down: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Kernels(torch.nn.Module):
     def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
         self.brought += dispatched.form is RowForm.UNDER_WAY
         beside = None if dispatched.staged is None else rows_out(dispatched.staged)
-        if beside is not None:
+        if beside is not None and self.leaves:
             beside = beside._replace(leave=dispatched.leave)
         return ffn(dispatched.rows_RD, self.gate_up, self.down, dispatched.counts_e, beside=beside)
 
@@ -188,8 +188,11 @@ def test_a_compiled_graph_runs_fused(pool: Pool, name: str, train_down: bool, tr
         assert brought == 1
 
 
-def run_sums(ranks: Ranks, train: bool, tokens: int) -> tuple[list[bool], int]:
-    """`run_both` where so few tokens' sums go home beside down, too, and how many launches did."""
+def run_sums(ranks: Ranks, train: bool, tokens: int, leaving: int) -> tuple[list[bool], int]:
+    """`run_both` where so few tokens' sums go home beside down, too, and how many launches did.
+
+    leaving: ranks whose experts leave their last product.
+    """
     sums = []
 
     def launch(*args, **options):
@@ -199,15 +202,17 @@ def run_sums(ranks: Ranks, train: bool, tokens: int) -> tuple[list[bool], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("imbrex.exchange.nvlink.why_not_sums", lambda *_: None)
         patch.setattr("imbrex.exchange.nvlink.down_and_sums", launch)
+        patch.setattr(Kernels, "leaves", ranks.rank < leaving)
         same, _, _ = run_both(ranks, "identity", train, tokens)
     return same, len(sums)
 
 
-@pytest.mark.parametrize(("train", "tokens"), [(True, 40), (False, 0)])
-def test_sums_go_home_beside_down(pool: Pool, train: bool, tokens: int) -> None:
-    for same, launched in pool.run(2, run_sums, train, tokens):
+@pytest.mark.parametrize(("train", "tokens", "leaving"), [(True, 40, 2), (False, 0, 2), (True, 40, 1)])
+def test_sums_go_home_beside_down(pool: Pool, train: bool, tokens: int, leaving: int) -> None:
+    """Also where one rank's experts leave nothing: their peers' flags are those of pieces all the same."""
+    for rank, (same, launched) in enumerate(pool.run(2, run_sums, train, tokens, leaving)):
         assert same == [True] * (5 + train)
-        assert launched == 2
+        assert launched == (2 if rank < leaving else 0)
 
 
 def run_otherwise(ranks: Ranks) -> str:

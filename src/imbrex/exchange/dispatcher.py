@@ -58,7 +58,7 @@ class DispatcherBase:
     def beside(self, chunks: int) -> Any:
         return self
 
-    def fusing(self, roles: Roles | None = None) -> Any:
+    def fusing(self, roles: Roles | None = None, inner: int = 0) -> Any:
         return self
 
     def combine_beside(

@@ -54,7 +54,7 @@ def run_fused(
 ) -> tuple[Tensor, list[Tensor]]:
     """y_TD; and for the backward the rows, their weights, gate and up, the plan of the groups, and the state
     of the crossings."""
-    dispatcher = dispatcher_by(key).fusing(None)
+    dispatcher = dispatcher_by(key).fusing(inner=down_eDF.shape[2])
     (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
     arrived = complete(dispatcher.dispatch(plan, x_TD, weights_TK, RowForm.UNDER_WAY))
     weights_R, rows_RD = arrived.weights_R, arrived.rows_RD

@@ -104,7 +104,7 @@ class NvlinkDispatcher(WiredDispatcher):
         self.tally_WS: Tensor | None = None
         self.sms = self.sms_home = transport.sms
         self.start: Callable[[Callable[[], Any]], Pending] | None = None
-        self.fuses, self.calls = False, 0
+        self.fuses, self.inner, self.calls = False, 0, 0
         super().__init__(geometry, observer, layer)
         transport.join(self)
 
@@ -120,9 +120,9 @@ class NvlinkDispatcher(WiredDispatcher):
         other.sms = self.transport.sms if chunks == 1 else self.transport.sms_beside
         return other
 
-    def fusing(self, roles: Roles | None = None) -> NvlinkDispatcher:
+    def fusing(self, roles: Roles | None = None, inner: int = 0) -> NvlinkDispatcher:
         other = copy.copy(self)
-        other.fuses, other.roles = True, roles or self.roles
+        other.fuses, other.inner, other.roles = True, inner, roles or self.roles
         if other.roles.stage is not None:
             other.sms = replace(self.sms, stage=other.roles.stage)
         return other
@@ -360,22 +360,31 @@ class NvlinkDispatcher(WiredDispatcher):
             y_TD = rows_RD.new_empty(num_tokens, rows_RD.shape[1]) if out_TD is None else out_TD
             with self.observer.span("combine", layer=self.layer):
                 codec, weighted = self.wire.combine, weights_R is not None
-                self._sum(rows_RD, state, y_TD, codec, self.sms, addend=added_TD, weighted=weighted)
+                pieces = self._pieces(self.read_state(state)) if self.fuses else None
+                more = {"addend": added_TD, "weighted": weighted, "pieces": pieces}
+                self._sum(rows_RD, state, y_TD, codec, self.sms, **more)
             return y_TD
 
         if self.start is None:  # what is added may not be there before it is read
             return Crossing(nothing_to_move, lambda _: work())
         return self._crossing(work, _as_it_is)
 
-    def why_not_sums(self, left: Sequence[Any], most: int) -> str | None:
-        """Why `combine_beside` computes what the experts have left before the move, or `None`; `most`: tokens
-        of a rank that the kernels have room for."""
+    def why_not_sums(self, most: int) -> str | None:
+        """Why sums do not go home beside the experts' last product, or `None`, by what all ranks know.
+
+        most: tokens of a rank that the kernels have room for.
+        """
         if is_coded(self.wire.combine):
             return "sums cross as fp8"
-        if len(left) != 1 or not isinstance(left[0], LeftProduct):
-            return "the experts have not left the last product of imbrex's own kernels"
-        inner, geometry = left[0].act_RF.shape[1], self.geometry
-        return why_not_sums(most, geometry.hidden_size, inner, geometry.top_k, self.world_size)
+        geometry = self.geometry
+        return why_not_sums(most, geometry.hidden_size, self.inner, geometry.top_k, self.world_size)
+
+    def _pieces(self, routed: Routed) -> tuple[int, int, int] | None:
+        """Of the sums of a fused forward: the same on all ranks, also on one that sums after its product,
+        since its experts have a hook, or leave nothing, or run in a compiled graph."""
+        if self.why_not_sums(routed.max_tokens) is not None:
+            return None
+        return pieces_of(cut_of(self.geometry.hidden_size))
 
     def combine_beside(
         self,
@@ -387,13 +396,14 @@ class NvlinkDispatcher(WiredDispatcher):
         addend: Addend | None,
         out_TD: Tensor,
     ) -> Crossing[Tensor]:
-        """`combine` and, in the same launch, the product that makes `rows_RD`, which the experts have left:
-        `left` holds it. The same bits.
+        """`combine` and, in the same launch, the product that makes `rows_RD`, where the experts have left it
+        in `left`. The same bits.
 
         In the caller's stream, so with nothing of the transport under way in another one.
         """
         routed = self.read_state(state)
-        if self.why_not_sums(left, routed.max_tokens) is not None:
+        one = len(left) == 1 and isinstance(left[0], LeftProduct) and not left[0].is_empty
+        if not one or self._pieces(routed) is None:
             for product in left:
                 product()
             return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
@@ -401,16 +411,9 @@ class NvlinkDispatcher(WiredDispatcher):
         def work() -> Tensor:
             added_TD = None if addend is None else addend()
             added_TD = None if added_TD is None else added_TD.contiguous()
-            weighted = weights_R is not None
             with self.observer.span("combine", layer=self.layer):
-                kernels, given = self._kernels(routed), (rows_RD.contiguous(), routed)
-                if not left[0].is_empty:
-                    more = {"weighted": weighted, "addend": added_TD}
-                    down_and_sums(kernels, *given, left, out_TD, **more)
-                else:  # the peers' flags are those of pieces
-                    pieces = pieces_of(cut_of(rows_RD.shape[1]))
-                    more = {"num_sms": self.sms.combine, "out": out_TD, "pieces": pieces}
-                    kernels.combine(*given, weighted=weighted, addend=added_TD, **more)
+                more = {"weighted": weights_R is not None, "addend": added_TD}
+                down_and_sums(self._kernels(routed), rows_RD.contiguous(), routed, left, out_TD, **more)
             return out_TD
 
         return Crossing(nothing_to_move, lambda _: work())
@@ -521,6 +524,7 @@ class NvlinkDispatcher(WiredDispatcher):
         weighted: bool,
         addend: Tensor | None = None,
         values: tuple[Tensor, Tensor] | None = None,
+        pieces: tuple[int, int, int] | None = None,
     ) -> None:
         """The rows of a token, and what is added, into `out_TD`, contiguous; and the values of its rows."""
         routed = self.read_state(state)
@@ -533,6 +537,7 @@ class NvlinkDispatcher(WiredDispatcher):
             out=out_TD,
             values=values,
             wire="fp8" if is_coded(codec) else "bf16",
+            pieces=pieces,
         )
 
 

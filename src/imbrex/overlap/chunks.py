@@ -21,6 +21,7 @@ from imbrex.contracts import (
     RowExchange,
     RowForm,
 )
+from imbrex.experts.experts import Experts as Ours
 from imbrex.runtime.deferred import Deferral
 
 
@@ -64,7 +65,8 @@ class Forward:
         self.exchange, self.layer_experts = exchange, experts
         self.fused, whole = sizes is None or isinstance(sizes, Roles), exchange.dispatcher
         if sizes is None or isinstance(sizes, Roles):
-            self.dispatcher, sizes = whole.fusing(sizes), [len(x_TD)]
+            inner = experts.down_proj.shape[2] if isinstance(experts, Ours) else 0
+            self.dispatcher, sizes = whole.fusing(sizes, inner), [len(x_TD)]
         else:
             self.dispatcher = whole.beside(len(sizes))
         self.keep, self.defer = keep, keep and defer
