@@ -142,16 +142,28 @@ def test_bits_are_those_of_serial(
         assert brought == 2
 
 
-def run_compiled(ranks: Ranks, name: str, train_down: bool, train: bool) -> tuple[list[bool], int, int]:
-    """As `run_both`, for a whole graph of fused, and serial outside."""
-    brought = []
+def run_compiled(
+    ranks: Ranks, name: str, train_down: bool, train: bool, sums: bool
+) -> tuple[list[bool], int, int, int]:
+    """As `run_both`, for a whole graph of fused, and serial outside.
+
+    sums: so few tokens' go home beside down, too; the last number is of launches that did.
+    """
+    brought, home_beside_down = [], []
 
     def bring(*staged):
         brought.append(1)
         return rows_out(*staged)
 
+    def launch(*args, **options):
+        home_beside_down.append(1)
+        return down_home.down_and_sums(*args, **options)
+
     with an_exchange(ranks) as (exchange, launches), real_empty(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("imbrex.exchange.layer_op.rows_out", bring)
+        if sums:
+            patch.setattr("imbrex.exchange.nvlink.why_not_sums", lambda *_: None)
+            patch.setattr("imbrex.exchange.nvlink.down_and_sums", launch)
         torch._dynamo.reset()
         experts, answers = Own(ranks.rank, train_down=train_down), []
         fused = Fused() if name == "fused" else Auto()
@@ -173,17 +185,26 @@ def run_compiled(ranks: Ranks, name: str, train_down: bool, train: bool) -> tupl
                 grads += torch.autograd.grad((y_TD.float() * coefficients(y_TD)).sum(), leaves)
             answers.append([y_TD, *grads])
         exchange.check()
-    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], len(launches), len(brought)
+    same = [torch.equal(a, b) for a, b in zip(*answers, strict=True)]
+    return same, len(launches), len(brought), len(home_beside_down)
 
 
 @pytest.mark.untraced
 @pytest.mark.parametrize(
-    ("name", "train_down", "train"),
-    [("fused", True, True), ("fused", False, True), ("fused", True, False), ("auto", True, True)],
+    ("name", "train_down", "train", "sums"),
+    [
+        ("fused", True, True, True),
+        ("fused", False, True, False),
+        ("fused", True, False, False),
+        ("auto", True, True, False),
+    ],
 )
-def test_a_compiled_graph_runs_fused(pool: Pool, name: str, train_down: bool, train: bool) -> None:
-    for same, launched, brought in pool.run(2, run_compiled, name, train_down, train):
+def test_a_compiled_graph_runs_fused(
+    pool: Pool, name: str, train_down: bool, train: bool, sums: bool
+) -> None:
+    for same, launched, brought, summed in pool.run(2, run_compiled, name, train_down, train, sums):
         assert same == [True] * (4 + train_down if train else 1)
+        assert summed == sums
         assert launched == (train_down and train)
         assert brought == 1
 

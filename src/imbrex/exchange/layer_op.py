@@ -59,10 +59,12 @@ def run_fused(
     arrived = complete(dispatcher.dispatch(plan, x_TD, weights_TK, RowForm.UNDER_WAY))
     weights_R, rows_RD = arrived.weights_R, arrived.rows_RD
     work = rows_RD, gate_up_eGD, down_eDF, arrived.counts_e, weights_R, keep
-    beside = None if arrived.beside is None else rows_out(arrived.beside)
+    left: list[Any] = []
+    beside = None if arrived.beside is None else rows_out(arrived.beside)._replace(leave=left.append)
     out_RD, gate_up_RG, groups = run_ffn(*work, beside)
-    addend = None if addend_TD is None else lambda: addend_TD
-    y_TD = complete(dispatcher.combine(out_RD, None, arrived.state, x_TD.shape[0], addend))
+    addend, y_TD = None if addend_TD is None else lambda: addend_TD, x_TD.new_empty(x_TD.shape)
+    sums = out_RD, None, arrived.state, x_TD.shape[0], addend, y_TD
+    complete(dispatcher.combine_beside(left, *sums))
     return y_TD, [rows_RD, weights_R, gate_up_RG, groups, *arrived.state]
 
 

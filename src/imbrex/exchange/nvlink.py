@@ -380,8 +380,8 @@ class NvlinkDispatcher(WiredDispatcher):
         return why_not_sums(most, geometry.hidden_size, self.inner, geometry.top_k, self.world_size)
 
     def _pieces(self, routed: Routed) -> tuple[int, int, int] | None:
-        """Of the sums of a fused forward: the same on all ranks, also on one that sums after its product,
-        since its experts have a hook, or leave nothing, or run in a compiled graph."""
+        """Of the sums of a fused forward: the same on all ranks, also on one that sums after its product, whose
+        experts leave nothing because a hook reads the result."""
         if self.why_not_sums(routed.max_tokens) is not None:
             return None
         return pieces_of(cut_of(self.geometry.hidden_size))

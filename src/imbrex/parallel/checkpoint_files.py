@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -279,10 +280,19 @@ _TAKEN = {
 }
 
 
+def _member(kind: Any, name: str) -> Enum:
+    """A member of an enumeration, which Python up to 3.11.3 writes as a call of `getattr`."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks {kind!r} for {name!r}, which is not part of a checkpoint")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name in _TAKEN.get(module, ()):
             # Python 3.13 keeps its paths in a module that others do not have.
             return getattr(importlib.import_module(module.removesuffix("._local")), name)

@@ -38,7 +38,9 @@ from imbrex.runtime.deferred import Deferral, recording
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 # Plain dispatcher registrations: `custom_op` adds host time to every call.
-_library = Library("imbrex_experts", "DEF")
+# v2: torch keeps compiled graphs on disk by what they call, with the sizes that results had that day. When a
+# result's size changes, so must the name.
+_library = Library("imbrex_experts_v2", "DEF")
 _library.define(
     "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor counts_e, Tensor? weights_R, bool keep)"
     " -> (Tensor, Tensor, Tensor)"
@@ -103,7 +105,7 @@ def ffn(
         if traced(*given[:-1]):
             raise ValueError("ffn: under torch.compile gradients cannot be added to tensors; give none")
     elif beside is None and traced(*given[:-1]):
-        return torch.ops.imbrex_experts.ffn(*given)[0]
+        return torch.ops.imbrex_experts_v2.ffn(*given)[0]
     if not training:
         return run_ffn(*given, beside)[0]
     backward = gradients, recording(gate_up_eGD) and recording(down_eDF)
@@ -348,7 +350,7 @@ def _backward(ctx, d_y_RD, *_):
     if d_y_RD is None:
         return (None,) * 6
     rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
-    d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts.ffn_backward(
+    d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts_v2.ffn_backward(
         d_y_RD, *ctx.saved_tensors, rows, gate_up, down
     )
     return (
@@ -384,7 +386,7 @@ class Ffn(torch.autograd.Function):
         deferral = ctx.deferral if saved[0].shape[0] and saved[2].shape[0] else None
         ours = add_to is None and deferral is None
         if ours and traced(d_y_RD):
-            found = torch.ops.imbrex_experts.ffn_backward(d_y_RD, *saved, rows, gate_up, down)
+            found = torch.ops.imbrex_experts_v2.ffn_backward(d_y_RD, *saved, rows, gate_up, down)
         else:
             found = run_ffn_backward(
                 d_y_RD,
@@ -404,9 +406,9 @@ class Ffn(torch.autograd.Function):
 
 _library.impl("ffn", run_ffn, "CUDA")
 _library.impl("ffn_backward", run_ffn_backward, "CUDA")
-register_fake("imbrex_experts::ffn", _fake_ffn, lib=_library)
-register_fake("imbrex_experts::ffn_backward", _fake_ffn_backward, lib=_library)
-register_autograd("imbrex_experts::ffn", _backward, setup_context=_setup, lib=_library)
+register_fake("imbrex_experts_v2::ffn", _fake_ffn, lib=_library)
+register_fake("imbrex_experts_v2::ffn_backward", _fake_ffn_backward, lib=_library)
+register_autograd("imbrex_experts_v2::ffn", _backward, setup_context=_setup, lib=_library)
 
 
 def _gemm(
