@@ -55,7 +55,7 @@ from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread
 from imbrex.runtime.deferred import Deferral
 from imbrex.transport.collective import Done
-from imbrex.transport.nvlink import Nvlink, Size, Sms
+from imbrex.transport.nvlink import Nvlink, Size
 
 FEW_TOKENS = 256
 """Most tokens of a rank for which one kernel routes and moves: of 128 tokens in 43 us, against 59 in two
@@ -362,7 +362,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 codec, weighted = self.wire.combine, weights_R is not None
                 pieces = self._pieces(self.read_state(state)) if self.fuses else None
                 more = {"addend": added_TD, "weighted": weighted, "pieces": pieces}
-                self._sum(rows_RD, state, y_TD, codec, self.sms, **more)
+                self._sum(rows_RD, state, y_TD, codec, **more)
             return y_TD
 
         if self.start is None:  # what is added may not be there before it is read
@@ -380,8 +380,8 @@ class NvlinkDispatcher(WiredDispatcher):
         return why_not_sums(most, geometry.hidden_size, self.inner, geometry.top_k, self.world_size)
 
     def _pieces(self, routed: Routed) -> tuple[int, int, int] | None:
-        """Of the sums of a fused forward: the same on all ranks, also on one that sums after its product, whose
-        experts leave nothing because a hook reads the result."""
+        """Pieces of a fused forward's sums: the same on all ranks, also on one that sums after its product,
+        whose experts leave nothing because a hook reads the result."""
         if self.why_not_sums(routed.max_tokens) is not None:
             return None
         return pieces_of(cut_of(self.geometry.hidden_size))
@@ -443,7 +443,7 @@ class NvlinkDispatcher(WiredDispatcher):
             )
             with self.observer.span("dispatch_backward", layer=self.layer):
                 values, codec = (d_weights_R.contiguous(), d_weights_TK), self.wire.dispatch_backward
-                self._sum(d_rows_RD, state, d_x_TD, codec, self.sms_home, weighted=False, values=values)
+                self._sum(d_rows_RD, state, d_x_TD, codec, weighted=False, values=values)
             return d_x_TD, d_weights_TK
 
         return self._crossing(work, _as_it_is)
@@ -519,15 +519,15 @@ class NvlinkDispatcher(WiredDispatcher):
         state: Sequence[Tensor],
         out_TD: Tensor,
         codec: Codec,
-        sms: Sms,
         *,
         weighted: bool,
         addend: Tensor | None = None,
         values: tuple[Tensor, Tensor] | None = None,
         pieces: tuple[int, int, int] | None = None,
     ) -> None:
-        """The rows of a token, and what is added, into `out_TD`, contiguous; and the values of its rows."""
-        routed = self.read_state(state)
+        """Sums the rows of a token, and what is added, into `out_TD`, contiguous; and the `values` of its rows,
+        which go home with a gradient."""
+        routed, sms = self.read_state(state), self.sms if values is None else self.sms_home
         self._kernels(routed).combine(
             rows_RD.contiguous(),
             routed,
