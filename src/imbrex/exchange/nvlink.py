@@ -525,8 +525,8 @@ class NvlinkDispatcher(WiredDispatcher):
         values: tuple[Tensor, Tensor] | None = None,
         pieces: tuple[int, int, int] | None = None,
     ) -> None:
-        """Sums the rows of a token, and what is added, into `out_TD`, contiguous; and the `values` of its rows,
-        which go home with a gradient."""
+        """Sums the rows of a token, and what is added, into `out_TD`, contiguous; the `values` of its rows go
+        home with a gradient."""
         routed, sms = self.read_state(state), self.sms if values is None else self.sms_home
         self._kernels(routed).combine(
             rows_RD.contiguous(),
