@@ -7,18 +7,16 @@ are started here, one a GPU, or by torchrun or `imbrex netlab run -- imbrex tune
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from imbrex.bench.layer.command import DTYPES, be_a_rank, hint, join, settle, words_of
+from imbrex.bench.layer.command import DTYPES
+from imbrex.bench.ranks import join, run_on_ranks, settle
 from imbrex.bench.shapes import MODELS, parse_shape
-from imbrex.launch.local import is_worker, launch
+from imbrex.launch.local import is_worker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,15 +41,7 @@ def run(args: argparse.Namespace) -> int:
     worker = is_worker()
     settle(args, worker=worker)
     check(args)
-    if worker:
-        return be_a_rank(args, partial(_tune, args))
-    args.board = tempfile.mkdtemp(prefix="imbrex-tune-")
-    words = ["tune", *words_of(args)]
-    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
-    if not code:
-        # After a failure the ranks' tracebacks stay there.
-        shutil.rmtree(args.board)
-    return code
+    return run_on_ranks(args, ("tune",), partial(_tune, args), worker=worker)
 
 
 def check(args: argparse.Namespace) -> None:

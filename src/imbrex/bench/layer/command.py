@@ -6,10 +6,6 @@ import argparse
 import math
 import os
 import shlex
-import shutil
-import tempfile
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imbrex.bench.ranks import join, run_on_ranks, settle, words_of
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.bench.skew import make_routing
-from imbrex.launch.local import Rank, is_worker, launch
+from imbrex.launch.local import is_worker
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-START_S = 300.0
 """Ranks may take this long to start and to draw their experts, whatever the time-out of a step."""
 CPU_SCALE = 16
-
-
-def hint() -> str:
-    return "run the command again"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,36 +51,10 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 where a rank was lost, 2 where the input was refused."""
     worker = is_worker()
     settle(args, worker=worker)
+    if args.scale is None:
+        args.scale = 1 if args.device == "cuda" else CPU_SCALE
     check(args)
-    if worker:
-        return be_a_rank(args, partial(_measure, args))
-    args.board = tempfile.mkdtemp(prefix="imbrex-bench-")
-    words = ["bench", "layer", *words_of(args)]
-    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
-    if not code:
-        # After a failure the ranks' tracebacks stay there.
-        shutil.rmtree(args.board)
-    return code
-
-
-def settle(args: argparse.Namespace, *, worker: bool) -> None:
-    """Fill in what depends on the machine."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if worker:
-        world = int(os.environ["WORLD_SIZE"])
-        if args.ranks not in (None, world):
-            raise ValueError(f"--ranks {args.ranks}, but torchrun started {world}: leave --ranks out")
-        args.ranks = world
-    elif args.ranks is None:
-        args.ranks = 2 if args.device == "cpu" or not gpus else gpus
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
-    if args.device == "auto":
-        args.device = "cuda" if gpus >= local > 0 else "cpu"
-    if args.device == "cuda" and gpus < local:
-        raise ValueError(f"--device cuda: {local} ranks need a GPU each, and this machine has {gpus}")
-    on_gpu = args.device == "cuda"
-    args.scale = (1 if on_gpu else CPU_SCALE) if args.scale is None else args.scale
-    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    return run_on_ranks(args, ("bench", "layer"), partial(_measure, args), worker=worker)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -124,47 +90,6 @@ def transports_of(args: argparse.Namespace) -> list[str]:
     from imbrex.transport import TRANSPORTS
 
     return list(TRANSPORTS) if args.transport == "all" else args.transport.split(",")
-
-
-def words_of(args: argparse.Namespace) -> list[str]:
-    """The command line that says what `args` say, after `imbrex bench layer`."""
-    words: list[str] = []
-    for name, value in vars(args).items():
-        if name in ("run", "bench", "command", "what") or value is None or value is False:
-            continue
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
-
-
-def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int:
-    """Call `work` with this rank's number and its board; the exit code. Does not return where it is not 0."""
-    from imbrex.observe import PhaseBoard, death
-
-    rank = int(os.environ["RANK"])
-    run_id = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ.get('MASTER_PORT', '')}"
-    board_at = Path(args.board or Path(tempfile.gettempdir()) / f"imbrex-bench-{run_id}")
-    board_at.mkdir(exist_ok=True)
-    death.forget(board_at, rank)
-    board = PhaseBoard(board_at, rank)
-    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint)
-    code = end.run(lambda: work(rank, board))
-    if code:
-        # A peer is gone: what waits for it in a destructor would wait for ever.
-        os._exit(code)
-    if args.board is None and rank == 0:
-        shutil.rmtree(board_at, ignore_errors=True)
-    return 0
-
-
-def join(args: argparse.Namespace) -> torch.device:
-    """Join the ranks that were started; this rank's device."""
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=max(START_S, args.timeout)))
-    return device
 
 
 def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:

@@ -5,33 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
-import tempfile
 from collections.abc import Sequence
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from imbrex.bench.ranks import join, run_on_ranks, settle, words_of
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, Way, make_model
 from imbrex.bench.serve.training import LENGTH, train
-from imbrex.launch.local import Rank, is_worker, launch
+from imbrex.launch.local import is_worker
 from imbrex.layer import MoELayer
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.model import Decoder
 
-START_S = 300.0
 """Ranks may take this long to start and to draw their weights, whatever the time-out of a step."""
 QUESTION = "How many tokens a second does a GPU give, and a user see?"
 LISTS = ("users", "drafts", "interval")
-
-
-def hint() -> str:
-    return "run the command again"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,30 +60,7 @@ def run(args: argparse.Namespace) -> int:
     worker = is_worker()
     settle(args, worker=worker)
     check(args)
-    if worker:
-        return _be_a_rank(args)
-    args.board = tempfile.mkdtemp(prefix="imbrex-serve-")
-    words = ["bench", "serve", *words_of(args)]
-    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
-    if not code:
-        # After a failure the ranks' tracebacks stay there.
-        shutil.rmtree(args.board)
-    return code
-
-
-def settle(args: argparse.Namespace, *, worker: bool) -> None:
-    """Fill in what depends on the machine."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if worker:
-        args.ranks = int(os.environ["WORLD_SIZE"])
-    elif args.ranks is None:
-        args.ranks = 2 if args.device == "cpu" or not gpus else gpus
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
-    if args.device == "auto":
-        args.device = "cuda" if gpus >= local > 0 else "cpu"
-    if args.device == "cuda" and gpus < local:
-        raise ValueError(f"--device cuda: {local} ranks need a GPU each, and this machine has {gpus}")
-    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    return run_on_ranks(args, ("bench", "serve"), partial(_measure, args), worker=worker)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -149,40 +120,9 @@ def _chunk(args: argparse.Namespace) -> tuple[int, int]:
     return int(rows), int(length)
 
 
-def words_of(args: argparse.Namespace) -> list[str]:
-    """The command line that says what `args` say, after `imbrex bench serve`."""
-    skipped = ("run", "bench", "command", "what")
-    pairs = [(n, v) for n, v in vars(args).items() if n not in skipped and v is not None]
-    return [word for name, value in pairs for word in (f"--{name}", str(value))]
-
-
-def _be_a_rank(args: argparse.Namespace) -> int:
-    from imbrex.observe import PhaseBoard, death
-
-    rank = int(os.environ["RANK"])
-    run_id = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ.get('MASTER_PORT', '')}"
-    board_at = Path(args.board or Path(tempfile.gettempdir()) / f"imbrex-serve-{run_id}")
-    board_at.mkdir(exist_ok=True)
-    death.forget(board_at, rank)
-    board = PhaseBoard(board_at, rank)
-    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint)
-    code = end.run(lambda: _measure(args, rank, board))
-    if code:
-        # A peer is gone: what waits for it in a destructor would wait for ever.
-        os._exit(code)
-    if args.board is None and rank == 0:
-        shutil.rmtree(board_at, ignore_errors=True)
-    return 0
-
-
 def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
     os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=max(START_S, args.timeout)))
+    device = join(args)
     rows: list[dict[str, Any]] = []
     for transport in args.transport.split(","):
         way = Way(transport=transport, codec=args.codec, experts=args.experts)

@@ -1,0 +1,98 @@
+"""Starting, joining and ending of the ranks of a command, the same for all that start some."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imbrex.launch.local import Rank, launch
+
+START_S = 300.0
+
+
+def hint() -> str:
+    return "run the command again"
+
+
+def settle(args: argparse.Namespace, *, worker: bool) -> None:
+    """Fill in `ranks`, `device` and `dtype` where they depend on the machine, as options of these names."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if worker:
+        world = int(os.environ["WORLD_SIZE"])
+        if args.ranks not in (None, world):
+            raise ValueError(f"--ranks {args.ranks}, but torchrun started {world}: leave --ranks out")
+        args.ranks = world
+    elif args.ranks is None:
+        args.ranks = 2 if args.device == "cpu" or not gpus else gpus
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+    if args.device == "auto":
+        args.device = "cuda" if gpus >= local > 0 else "cpu"
+    if args.device == "cuda" and gpus < local:
+        raise ValueError(f"--device cuda: {local} ranks need a GPU each, and this machine has {gpus}")
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+
+
+def run_on_ranks(
+    args: argparse.Namespace, command: Sequence[str], work: Callable[[int, Any], None], *, worker: bool
+) -> int:
+    """Start ranks that run `imbrex` with the words of `command` and of `args`, or call `work` as one of them;
+    returns the exit code."""
+    if worker:
+        return be_a_rank(args, work)
+    args.board = tempfile.mkdtemp(prefix=f"imbrex-{command[-1]}-")
+    words = [*command, *words_of(args)]
+    code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)
+    if not code:
+        # After a failure the ranks' tracebacks stay there.
+        shutil.rmtree(args.board)
+    return code
+
+
+def words_of(args: argparse.Namespace) -> list[str]:
+    """The command line that says what `args` say, after the command's own words."""
+    words: list[str] = []
+    for name, value in vars(args).items():
+        if name in ("run", "bench", "command", "what") or value is None or value is False:
+            continue
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int:
+    """Call `work` with this rank's number and its board; the exit code. Does not return where it is not 0."""
+    from imbrex.observe import PhaseBoard, death
+
+    rank = int(os.environ["RANK"])
+    run_id = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ.get('MASTER_PORT', '')}"
+    board_at = Path(args.board or Path(tempfile.gettempdir()) / f"imbrex-bench-{run_id}")
+    board_at.mkdir(exist_ok=True)
+    death.forget(board_at, rank)
+    board = PhaseBoard(board_at, rank)
+    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint)
+    code = end.run(lambda: work(rank, board))
+    if code:
+        # A peer is gone: what waits for it in a destructor would wait for ever.
+        os._exit(code)
+    if args.board is None and rank == 0:
+        shutil.rmtree(board_at, ignore_errors=True)
+    return 0
+
+
+def join(args: argparse.Namespace) -> torch.device:
+    """Join the ranks that were started; this rank's device."""
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=max(START_S, args.timeout)))
+    return device
