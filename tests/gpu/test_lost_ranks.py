@@ -16,7 +16,8 @@ from torch.multiprocessing.spawn import spawn
 
 import imbrex
 from imbrex.kernels.exchange.error import ExchangeError
-from imbrex.runtime.waits import RankLostError
+from imbrex.router.collectives import sum_over_ranks
+from imbrex.runtime.waits import RankLostError, refuse_lost
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,8 +116,36 @@ def call_the_dead() -> list[str]:
     return call_without_a_peer(lambda: os._exit(0))
 
 
+def replay_without_an_answer() -> list[str]:
+    """A sum over NCCL, captured; a rank that goes to sleep between two replays."""
+    group, x = dist.group.WORLD, torch.ones(8, device=f"cuda:{dist.get_rank()}")
+    assert group is not None
+    sum_over_ranks(x, group.group_name, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        total = sum_over_ranks(x, group.group_name, 2)
+    for _ in range(200):
+        graph.replay()
+    torch.cuda.synchronize()
+    refuse_lost(group)
+    assert total.tolist() == [2.0] * 8
+    if dist.get_rank() == 1:
+        time.sleep(SILENT_S)
+        return []
+    said, began = [], time.monotonic()
+    for _ in range(2):
+        try:
+            graph.replay()
+            torch.cuda.synchronize()
+            refuse_lost(group)
+        except RankLostError as error:
+            said.append(f"{time.monotonic() - began:.1f} {error}")
+    return said
+
+
 def run(rank: int, job: Callable[[], list[str]], folder: str) -> None:
     torch.cuda.set_device(rank)
+    os.environ["IMBREX_TIMEOUT_S"] = f"{TIMEOUT_S:g}"  # of what is of no layer
     dist.init_process_group(
         "nccl",
         init_method=f"file://{folder}/store",
@@ -160,3 +189,11 @@ def test_a_dead_rank_ends_a_wait_over_nccl_within_the_time_out() -> None:
     (said,) = told(call_the_dead)
     assert len(said) == 2, said
     assert float(said[0].split()[0]) < TIMEOUT_S + 3.0
+
+
+def test_a_captured_wait_over_nccl_ends_within_the_time_out_at_a_replay() -> None:
+    (said,) = [words for words in told(replay_without_an_answer) if words]
+    assert len(said) == 2, said
+    assert float(said[0].split()[0]) < TIMEOUT_S + 3.0
+    assert "rank 0 lost its peers in route" in said[0]
+    assert float(said[1].split()[0]) < TIMEOUT_S + 4.0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
+from imbrex.bench import results
 from imbrex.bench.exchange.command import PARTS, QUICK, attempt
 from imbrex.bench.exchange.job import Job, shape_of
 from imbrex.bench.exchange.rows import FP8_SHARE, describe
@@ -75,3 +79,22 @@ def test_a_part_that_fails_is_a_row_with_its_reason(
     assert rows.found == [{"op": "sweep", "impl": "imbrex", "skipped": reason}]
     assert len(calls) == (left > 0)
     assert describe(rows.found[0]) == f"sweep imbrex: skipped {reason}"
+
+
+def test_a_result_that_a_run_wrote_is_no_change_of_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next benchmark of the same checkout runs the revision as it is."""
+    code, result = tmp_path / "code.py", tmp_path / "benchmarks/results/layer.json"
+    result.parent.mkdir(parents=True)
+    for file in (code, result):
+        file.write_text("1")
+    who = "-c", "user.name=a", "-c", "user.email=a@b"
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "a"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(results, "__file__", str(code))
+    clean = results._commit()
+    result.write_text("2")
+    assert results._commit() == clean != "unknown"
+    code.write_text("2")
+    assert results._commit() == f"{clean}-dirty"

@@ -19,19 +19,23 @@ class Stream:
     """Does what is queued at once, until it has to wait for something."""
 
     stream: Stream
+    captured: list[Callable[[], object]] | None = None
 
     def __init__(self) -> None:
         self.value, self.queue, self.busy = 0, list[Callable[[], object]](), False
         Stream.stream = self
 
     @staticmethod
-    def current() -> str:
-        return "the stream"
+    def current() -> tuple[int, int]:
+        return 0, 0
 
     def write(self, number: int) -> None:
         self.do(lambda: setattr(self, "value", number))
 
     def do(self, work: Callable[[], object]) -> None:
+        if Stream.captured is not None:
+            Stream.captured.append(work)
+            return
         self.queue.append(work)
         self.go_on(busy=self.busy)
 
@@ -39,6 +43,23 @@ class Stream:
         self.busy = busy
         while self.queue and not self.busy:
             self.queue.pop(0)()
+
+
+class Counts:
+    """Stands in for `Tallies`."""
+
+    def __init__(self) -> None:
+        self.numbers = list[int]()
+
+    def take(self) -> int:
+        self.numbers.append(0)
+        return len(self.numbers) - 1
+
+    def count(self, index: int) -> None:
+        Stream.stream.do(lambda: self.numbers.__setitem__(index, self.numbers[index] + 1))
+
+    def __getitem__(self, index: int) -> int:
+        return self.numbers[index]
 
 
 class Group:
@@ -57,21 +78,29 @@ class Group:
 
     def begin(self) -> Any:
         self.calls += 1
-        return Work(silent=self.calls > self.silent_from)
+        return Work(self)
+
+    @property
+    def silent(self) -> bool:
+        return self.calls > self.silent_from
 
 
 class Work:
-    def __init__(self, *, silent: bool) -> None:
-        self.silent = silent
+    """group: whose peers a replay asks again."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.silent = group, group.silent
 
     def wait(self) -> None:
-        if self.silent:
-            Stream.stream.do(lambda: setattr(Stream.stream, "busy", True))
+        if self.silent or Stream.captured is not None:
+            Stream.stream.do(lambda: setattr(Stream.stream, "busy", self.group.silent))
 
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines, "Word", Stream)
+    monkeypatch.setattr(deadlines, "Tallies", Counts)
+    monkeypatch.setattr(Stream, "captured", None)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(waits, "deadlines", deadlines.Deadlines())
 
@@ -113,14 +142,59 @@ def test_a_stream_that_is_busy_before_the_wait_loses_nobody() -> None:
     waits.refuse_lost(group)  # pyright: ignore
 
 
-def test_what_is_captured_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Group(silent_from=1)
-    call(group)
+def capture(group: Group, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A replay of one call."""
+    captured: list[Callable[[], object]] = []
+    monkeypatch.setattr(Stream, "captured", captured)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    call(group, "combine")
+    monkeypatch.setattr(Stream, "captured", None)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+
+    def replay() -> None:
+        for work in captured:
+            Stream.stream.do(work)
+
+    return replay
+
+
+def test_a_replay_that_does_not_end_is_aborted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends is not, however often, nor while it waits for less than the time-out."""
+    group = Group()
     call(group)
-    Stream.stream.queue.clear()
-    time.sleep(3 * TIMEOUT_S)
+    replay = capture(group, monkeypatch)
+    end = time.monotonic() + 3 * TIMEOUT_S
+    while time.monotonic() < end:
+        replay()
+        time.sleep(TIMEOUT_S / 50)
+    group.silent_from = 0
+    replay()
+    time.sleep(TIMEOUT_S / 2)
     assert not group.aborted.is_set()
+    waits.refuse_lost(group)  # pyright: ignore
+    assert group.aborted.wait(20 * TIMEOUT_S)
+    with pytest.raises(waits.RankLostError, match=r"in combine.*: a rank was silent for 0.2 s"):
+        waits.refuse_lost(group)  # pyright: ignore
+
+
+def test_replays_that_always_stand_in_another_wait_lose_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever one looks: a replay is in its wait, but not in the same."""
+    group = Group()
+    call(group)
+    replay = capture(group, monkeypatch)
+    group.silent_from = 0
+    replay()
+    for _ in range(6):
+        time.sleep(TIMEOUT_S / 2)
+        Stream.stream.go_on()
+        replay()
+    assert not group.aborted.is_set()
+    Stream.stream.go_on()
+
+
+def test_a_capture_before_any_call_says_that_nobody_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="a captured wait over NCCL .* make one such call before"):
+        capture(Group(), monkeypatch)
 
 
 def test_where_streams_cannot_tell_it_is_said_once_and_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

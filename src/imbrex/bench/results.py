@@ -80,16 +80,26 @@ def _layout(content: Mapping[str, Any]) -> str:
     return ",\n".join(parts) + "}\n"
 
 
+RESULTS = ":(top,exclude)benchmarks/results"
+
+
 def _commit() -> str:
+    """The revision, and whether files that git knows differ from it: results apart, which runs write."""
     try:
-        ran = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
+        revision = _git("describe", "--always")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", RESULTS)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return ran.stdout.strip() or "unknown"
+    return (revision + "-dirty" * bool(changed)) if revision else "unknown"
+
+
+def _git(*words: str) -> str:
+    ran = subprocess.run(
+        ["git", *words],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    return ran.stdout.strip()

@@ -10,9 +10,12 @@ thread reads it:
     host     is told by the next thing that it does with the group: `refuse_lost`
 
 - The time before a stream comes to a wait does not count: a host that runs ahead loses nobody.
-- The thread asks CUDA for nothing, so it disturbs no capture. A captured wait is not bounded: it has no group
-  of its own to abort at a replay.
-- Costs two writes of a stream a wait. The thread sleeps while nothing is waited for.
+- The thread asks CUDA for nothing, so it disturbs no capture.
+- A captured wait has a number of its own that every replay counts up, before the wait and behind it: odd, and
+  the same for the whole time-out, says that a replay stands there. Its group is lost then as any other; the
+  communicator stays in memory as long as the graph, whose replays end from then on, over nothing.
+- Costs two writes of a stream a wait, two small kernels and copies a captured one. The thread sleeps while
+  nothing is waited for, and looks on while something is captured.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from imbrex.runtime.streams import Word
+from imbrex.runtime.streams import Tallies, Word
 
 LONGEST_TICK_S = 0.5
 TICKS = 20
@@ -63,11 +66,32 @@ class Watched:
         return front if now - self._since > front.seconds else None
 
 
+class Replayed:
+    """A captured wait, by the number that its replays count up. The group is not kept alive."""
+
+    def __init__(self, tallies: Any, index: int, wait: Wait) -> None:
+        self.tallies, self.index, self.seconds, self.error = tallies, index, wait.seconds, wait.error
+        self.group = weakref.ref(wait.group)
+        self._standing, self._since = 0, 0.0
+
+    def late(self, now: float) -> Wait | None:
+        """The wait, where a replay has stood in it for too long."""
+        number, group = self.tallies[self.index], self.group()
+        if self._standing != number:
+            self._standing, self._since = number, now
+        if group is None or number % 2 == 0 or now - self._since <= self.seconds:
+            return None
+        return Wait(number, group, self.seconds, self.error)
+
+
 class Deadlines:
     """The waits of this process's streams, and the thread that looks after them."""
 
     def __init__(self) -> None:
         self._streams: dict[Any, Watched] = {}
+        self._tallies: dict[int, Any] = {}
+        self._replayed: list[Replayed] = []
+        self._changing = threading.Lock()
         self._lost: weakref.WeakKeyDictionary[Any, Exception] = weakref.WeakKeyDictionary()
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
@@ -84,6 +108,27 @@ class Deadlines:
         wait()
         watched.word.write(2 * watched.count)
         watched.waits.append(Wait(watched.count, group, seconds, error))
+        self._watch(seconds)
+
+    def bound_replays(
+        self, wait: Callable[[], object], group: Any, seconds: float, error: Callable[[], Exception]
+    ) -> None:
+        """`wait()`, which is being captured: bounds it at every replay, as `bound` does once."""
+        tallies = self._tallies.get(Word.current()[0])
+        index = None if tallies is None else tallies.take()
+        if tallies is None or index is None:
+            why = "make one such call before it is captured" if tallies is None else "too many are captured"
+            warnings.warn(f"a captured wait over NCCL is not bounded by timeout=: {why}", stacklevel=4)
+            wait()
+            return
+        tallies.count(index)
+        wait()
+        tallies.count(index)
+        with self._changing:
+            self._replayed.append(Replayed(tallies, index, Wait(0, group, seconds, error)))
+        self._watch(seconds)
+
+    def _watch(self, seconds: float) -> None:
         self._tick = min(self._tick, seconds / TICKS)
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="imbrex-deadlines", daemon=True)
@@ -99,6 +144,8 @@ class Deadlines:
             watched = self._streams.get(key)
             if watched is None:
                 watched = self._streams[key] = Watched(Word())
+                if key[0] not in self._tallies:
+                    self._tallies[key[0]] = Tallies()
             watched.word.write(2 * watched.count + 1)
         except (ImportError, RuntimeError) as error:
             self._blind = True
@@ -121,11 +168,17 @@ class Deadlines:
                 time.sleep(self._tick)
 
     def _pending(self) -> bool:
-        for watched in list(self._streams.values()):
-            late = watched.late(time.monotonic())
+        for one in (*self._streams.values(), *self._replayed):
+            late = one.late(time.monotonic())
             if late is not None:
                 self._give_up(late)
-        return any(watched.waits for watched in list(self._streams.values()))
+        self._forget(None)
+        return bool(self._replayed) or any(watched.waits for watched in list(self._streams.values()))
+
+    def _forget(self, group: Any) -> None:
+        """Captured waits of a group; `None`: of those that are gone."""
+        with self._changing:
+            self._replayed = [one for one in self._replayed if one.group() is not group]
 
     def _give_up(self, wait: Wait) -> None:
         self._lost[wait.group] = wait.error()
@@ -133,7 +186,9 @@ class Deadlines:
             others = [other for other in watched.waits if other.group is not wait.group]
             watched.waits.clear()
             watched.waits.extend(others)
-        wait.group.abort()
+        self._forget(wait.group)
+        # Beside this thread: NCCL's may wait for graphs to go.
+        threading.Thread(target=wait.group.abort, name="imbrex-abort", daemon=True).start()
 
 
 deadlines = Deadlines()

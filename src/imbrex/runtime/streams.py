@@ -121,6 +121,37 @@ class Word:
         return self._word.value
 
 
+class Tallies:
+    """Numbers in host memory that captured streams of the current device count up, one more at every replay.
+
+    What is written at a capture is the same at each replay, so a GPU's memory does the counting. Made before
+    any capture: memory that is made within one is cleared by every replay.
+    """
+
+    ROOM = 4096
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            self._there = torch.zeros(self.ROOM, dtype=torch.int64, device="cuda")
+            self._here = torch.zeros(self.ROOM, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._numbers = (ctypes.c_int64 * self.ROOM).from_address(self._here.data_ptr())
+        self._taken = 0
+
+    def take(self) -> int | None:
+        """The index of a number that nobody counts yet; `None`: all are taken."""
+        self._taken += 1
+        return self._taken - 1 if self._taken <= self.ROOM else None
+
+    def count(self, index: int) -> None:
+        """Queue it on the caller's stream."""
+        there = self._there[index : index + 1]
+        there.add_(1)
+        self._here[index : index + 1].copy_(there, non_blocking=True)
+
+    def __getitem__(self, index: int) -> int:
+        return self._numbers[index]
+
+
 class Aside:
     """A stream for a thread of its own: its work waits for nothing but the marks that it is given."""
 

@@ -82,19 +82,19 @@ def finish(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Wait for a collective, at most `timeout_s`. On a GPU only the stream waits: where it stands there for
-    longer, the group is aborted, which `refuse_lost` says from then on; see `deadlines`."""
+    longer, the group is aborted, which `refuse_lost` says from then on; see `deadlines`. So at every replay
+    of a captured wait."""
     try:
         if work is None:
             return
         if on_host:
             work.wait(timedelta(seconds=timeout_s))
-        elif group is None or torch.cuda.is_current_stream_capturing():
+        elif group is None:
             work.wait()
         else:
-            place = _place(what)
-            deadlines.bound(
-                work.wait, group, timeout_s, lambda: _silent(place, timeout_s, _missing(group, timeout_s))
-            )
+            place, captured = _place(what), torch.cuda.is_current_stream_capturing()
+            bound = deadlines.bound_replays if captured else deadlines.bound
+            bound(work.wait, group, timeout_s, lambda: _silent(place, timeout_s, _missing(group, timeout_s)))
     except RuntimeError as error:
         raise _lost(what, timeout_s, error, group) from error
 

@@ -21,12 +21,15 @@ DEFINITIONS = {
     "share_of_push": "wire_gbps over the push ceiling of the same run",
     "num_sms": "multiprocessors asked for",
     "sms": "multiprocessors of every kernel of the call, by its phase; one kernel may be of two phases",
+    "host_us": "of a call that does not wait for the GPU: what its host takes to queue it; a median of 20",
+    "called_us": "from an idle GPU to the results, by the host's clock; a median of 20",
     "host_syncs": "how often one call makes the host wait for the GPU, by torch's account",
 }
 FP8_SHARE = (1 + 4 / 128) / 2
 """Bytes of an fp8 row with its scales over those of a bf16 row."""
 
-SHOWN = ("median_us", "wire_gbps", "share_of_push", "slowdown", "nbytes", "host_syncs", "skipped")
+TIMES = "median_us", "host_us", "called_us"
+SHOWN = (*TIMES, "wire_gbps", "share_of_push", "slowdown", "nbytes", "host_syncs", "skipped")
 """Fields that a line for the terminal ends with, where they say something."""
 
 
