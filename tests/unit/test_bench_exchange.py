@@ -16,6 +16,8 @@ from imbrex.cli import main
 from imbrex.codec import make as make_codec
 from imbrex.kernels.exchange import layout as lay
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where nothing is")
 def test_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,3 +100,16 @@ def test_a_result_that_a_run_wrote_is_no_change_of_the_code(
     assert results._commit() == clean != "unknown"
     code.write_text("2")
     assert results._commit() == f"{clean}-dirty"
+
+
+def test_a_tree_without_its_history_knows_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a file that `git archive` fills in; in a copy of the files nobody knows."""
+    own, copied = Path(results.__file__).with_name("revision.txt"), tmp_path / "revision.txt"
+    assert f"{own.relative_to(ROOT)} export-subst" in (ROOT / ".gitattributes").read_text()
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+    copied.write_text(own.read_text())
+    assert results._commit() == "unknown"
+    copied.write_text("0123abc\n")
+    assert results._commit() == "0123abc"

@@ -84,13 +84,17 @@ RESULTS = ":(top,exclude)benchmarks/results"
 
 
 def _commit() -> str:
-    """The revision, and whether files that git knows differ from it: results apart, which runs write."""
+    """The revision, and whether files that git knows differ from it: results apart, which runs write. Of a
+    tree that `git archive` wrote, the revision that it was."""
     try:
         revision = _git("describe", "--always")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", RESULTS)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return (revision + "-dirty" * bool(changed)) if revision else "unknown"
+    if revision:
+        return revision + "-dirty" * bool(changed)
+    archived = Path(__file__).with_name("revision.txt").read_text(encoding="utf-8").strip()
+    return "unknown" if archived.startswith("$") else archived
 
 
 def _git(*words: str) -> str:
