@@ -176,7 +176,7 @@ class Dispatched:
     scales_RB: of `RowForm.FP8` alone, float32 [R, D/128], the factor of every 128 values of `rows_RD`.
     index_R: of `RowForm.INDEXED` alone: `rows_RD` are the tokens [T, D], and row r is token `index_R[r]`
         (int64).
-    staged: of `RowForm.UNDER_WAY` alone: `imbrex.kernels.exchange.staged.Staged`.
+    staged: of `RowForm.UNDER_WAY` alone: `imbrex.kernels.exchange.lease.Staged`.
     leave: experts may give it the product that makes their result: somebody calls it before that is read.
     """
 

@@ -38,7 +38,7 @@ ONCE_SURVIVED_HERE = [
     ),
     Fault(
         "credit-after-a-captured-call",
-        "kernels/exchange/base.py",
+        "kernels/exchange/exchange.py",
         "a replay writes rows that the call before it still uses",
         "1 if self._captured else buffers",
         "buffers",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from imbrex.kernels.exchange.exchange import ExchangeError
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated.scenario import (
     Case,
@@ -74,7 +74,7 @@ def test_small_dispatch(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_routing_beside_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imbrex.kernels.exchange.dispatch.FEW_SMS", 0)
+    monkeypatch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 0)
     case = CASES[name]
     exchange = make_exchange(case, "cuda", timeout=10.0)
     for seed in range(4):

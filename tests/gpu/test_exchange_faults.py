@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.exchange import ExchangeError, NvlinkExchange, Routed
+from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.heap import SymmetricHeap
 from imbrex.placement.layouts import contiguous
 from tests.ranks.pool import Pool, Ranks

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import imbrex
-from imbrex.kernels.exchange.error import ExchangeError
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.router.collectives import sum_over_ranks
 from imbrex.runtime.waits import RankLostError, refuse_lost
 

@@ -15,8 +15,8 @@ import torch
 import imbrex
 from imbrex.contracts import RowForm
 from imbrex.exchange import nvlink as nvlink_exchange
-from imbrex.kernels.exchange.error import ExchangeError
 from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.overlap import Auto, Serial
 from imbrex.placement import contiguous, from_slots
 from tests.emulated import kernel

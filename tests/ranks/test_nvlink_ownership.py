@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import imbrex
 from imbrex.adapters.deep_ep import Buffer, opening
-from imbrex.kernels.exchange.error import ExchangeError
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.placement import contiguous
 from imbrex.transport import Nvlink
 from tests.emulated import kernel

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from imbrex.kernels.exchange.exchange import ExchangeError
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.fused.down_home import MOST_PARTS, Cut, cut_of, pieces_of, why_not_sums
 from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, Tiling
 from imbrex.placement.layouts import contiguous

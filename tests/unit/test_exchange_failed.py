@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels import jit
-from imbrex.kernels.exchange.exchange import ExchangeError, NvlinkExchange, Routed
+from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.gemm.tiling import SHARED
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
@@ -107,7 +108,7 @@ CALLS: dict[str, Callable[[NvlinkExchange, Inputs, Routed], Called]] = {
 def zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that nobody writes holds numbers, as it may on a GPU."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    monkeypatch.setattr("imbrex.kernels.exchange.dispatch.FEW_SMS", 0)
+    monkeypatch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 0)
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["first", "replay"])

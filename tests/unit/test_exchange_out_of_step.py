@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from imbrex.kernels.exchange.exchange import ExchangeError, Routed
+from imbrex.kernels.exchange.exchange import Routed
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.placement import from_slots
 from tests.emulated import kernel
 from tests.emulated.out_of_step import OutOfStep

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from imbrex.kernels import jit
-from imbrex.kernels.exchange.debug import check_choices
-from imbrex.kernels.exchange.exchange import ExchangeError, NvlinkExchange
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.failures import ExchangeError, check_choices
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
@@ -189,7 +189,7 @@ def test_rows_among_sixteen_ranks_and_no_more() -> None:
 
 
 def test_multiprocessors_are_chosen_by_the_length_of_a_row() -> None:
-    """As measured on H200: `kernels/exchange/dispatch.py`."""
+    """As measured on H200: `kernels/exchange/launches.py`."""
     for width, few, more in ((4096, 8, 24), (4088, 16, 32)):
         case = Case(placement=contiguous(4, 2), tokens=(3, 2), choices=1, width=width)
         exchange, inputs = make_exchange(case, load=Counting, timeout=30.0), make_inputs(case)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.exchange import ExchangeError
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.placement.layouts import contiguous, from_slots
 from tests.emulated import kernel
 from tests.emulated.scenario import (
@@ -89,7 +89,7 @@ def test_tokens_are_staged_while_routing_goes_on(name: str, monkeypatch: pytest.
     case = replace(CASES[name], width=max(1024, CASES[name].width))
     some = 2 * (32 // case.ranks) * (case.ranks - 1) * 2 * case.width
     monkeypatch.setattr("imbrex.kernels.exchange.layout.EARLY_BYTES", some)
-    monkeypatch.setattr("imbrex.kernels.exchange.dispatch.FEW_SMS", 0)
+    monkeypatch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 0)
     exchange = make_exchange(case, load=kernel.load, timeout=20.0)
     assert lay.early_groups(exchange.shape) == min(2, -(-max(case.tokens) // (32 // case.ranks)))
     for seed in range(2):
@@ -148,7 +148,7 @@ def test_a_missing_rank_ends_in_one_exception() -> None:
 def test_a_missing_rank_of_a_call_in_one_kernel_ends_in_one_exception(
     missing: int, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imbrex.kernels.exchange.dispatch.FEW_SMS", 0)
+    monkeypatch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 0)
     case = Case(placement=contiguous(8, 4), tokens=(16,) * 4, choices=2, width=1024)
     exchange = make_exchange(case, load=kernel.load, timeout=1.0)
     inputs = make_inputs(case)

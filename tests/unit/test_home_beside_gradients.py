@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from imbrex.kernels.exchange.exchange import ExchangeError
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.ffn.ffn import LeftGradient
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.fused.home import home_beside_gradients, why_not_home

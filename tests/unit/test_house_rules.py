@@ -99,11 +99,11 @@ TEXTS = {path: read(path) for path in SOURCES}
 
 
 ROOM_FOR = {
-    "parameters": 8,
+    "parameters": 6,
     "private": 7,
     "probes": 7,
     "doors": 31,
-    "bare": 236,
+    "bare": 230,
     "fragments": 3,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""

@@ -328,7 +328,7 @@ class Exchange:
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise where a call has failed on the device, whose results are wrong: over `nvlink`,
-        `imbrex.kernels.exchange.error.ExchangeError`; over NCCL `RankLostError`. The next call,
+        `imbrex.kernels.exchange.failures.ExchangeError`; over NCCL `RankLostError`. The next call,
         `sync_gradients` and the step of an optimizer do it by themselves; a loop that replays a CUDA graph
         asks, or goes on with NaN.
 

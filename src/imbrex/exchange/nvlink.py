@@ -43,9 +43,9 @@ from imbrex.exchange.agreement import explain, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
+from imbrex.kernels.exchange.launches import Choosing
 from imbrex.kernels.exchange.layout import Shape
-from imbrex.kernels.exchange.route import Choosing
-from imbrex.kernels.exchange.staged import Staged
+from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.ffn.glue import weigh_rows
 from imbrex.kernels.fused.down_home import cut_of, down_and_sums, pieces_of, why_not_sums

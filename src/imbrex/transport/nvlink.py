@@ -28,8 +28,8 @@ import torch.distributed as dist
 from imbrex.contracts import Listener, Placement
 from imbrex.kernels import jit, unavailable
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.error import ExchangeError
 from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.variants import shipped_variants
 from imbrex.kernels.heap import Heap, SymmetricHeap
 from imbrex.runtime import waits
@@ -269,7 +269,7 @@ class Nvlink(Collective):
         return max(words) >> 1, wrong[0] if wrong else None
 
     def check(self, *, synchronize: bool = False) -> None:
-        """Raise `ExchangeError` if a call has failed, on any heap; see `ExchangeBase.check`."""
+        """Raise `ExchangeError` if a call has failed, on any heap; see `NvlinkExchange.check`."""
         if self._failure is not None:
             raise self._failure
         for exchanges in (self._exchanges.values(), self._captured):

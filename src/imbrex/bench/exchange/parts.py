@@ -15,8 +15,9 @@ from imbrex.bench.exchange.rivals import AllToAll, GatherScatter
 from imbrex.bench.exchange.rows import Rows
 from imbrex.codec.fp8 import Fp8
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.dispatch import default_sms
-from imbrex.kernels.exchange.exchange import Lease, NvlinkExchange, Routed
+from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
+from imbrex.kernels.exchange.launches import default_sms
+from imbrex.kernels.exchange.lease import Lease
 
 COMPACT_SMS, EXPERT_SMS = 8, 24
 MAIN = Job(T=4096, D=7168, K=8, E=256, W=4)

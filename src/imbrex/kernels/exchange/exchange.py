@@ -11,7 +11,7 @@
     lease, routed = exchange.dispatch(x_TD, ids_TK, weights_TK)
     y_TD = exchange.combine(rows_RD, routed)                  # weighted, summed, home again
 
-Who writes what and who waits for whom stands in `exchange_layout.py` and at the head of each `.cu` file.
+Who writes what and who waits for whom stands in `layout.py` and at the head of each `.cu` file.
 Nothing can wait in a circle: in every kernel somebody does what needs no peer (choices, staging, reducing),
 whatever others wait for, and all blocks of a launch are resident, one to an SM.
 
@@ -21,71 +21,128 @@ that waits longer than `timeout` seconds stores what it missed, tells its peers 
 and every later call, raises `ExchangeError` on all of them, and `usable` is False for good.
 
 Under `IMBREX_DEBUG=1` ids, positions and sizes are looked at before a kernel uses them, and what nobody has
-written, expired leases included, reads as NaN (`exchange_debug.py`).
+written, expired leases included, reads as NaN (`failures.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+import ctypes
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from imbrex.contracts import Placement
 from imbrex.kernels import jit
 from imbrex.kernels.arguments import multiprocessors
+from imbrex.kernels.exchange import launches as how
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.base import ExchangeBase
-from imbrex.kernels.exchange.debug import check_rows, check_sent
-from imbrex.kernels.exchange.dispatch import (
-    STAGE_SMS,
-    default_sms,
-    dispatch_shape,
-    expert_shape,
-    pull_args,
-    push_args,
-    push_shape,
-    rank_stride,
-)
-from imbrex.kernels.exchange.error import ExchangeError as ExchangeError
-from imbrex.kernels.exchange.lease import Lease as Lease
-from imbrex.kernels.exchange.reduce import check_wire, reduce_args
-from imbrex.kernels.exchange.route import Choosing
-from imbrex.kernels.exchange.staged import COUNTED, Staged
-from imbrex.kernels.exchange.variants import (
-    DISPATCH,
-    EXPERT,
-    EXPERT_THREADS,
-    GATHER,
-    PULL,
-    PULL_THREADS,
-    PUSH,
-    REDUCE,
-    REDUCE_THREADS,
-    ROUTE,
-    ROUTE_MANY,
-    ROUTE_MANY_THREADS,
-    ROUTE_THREADS,
-    SMALL,
-    STAGE,
-    STAGE_THREADS,
-)
-from imbrex.kernels.routing.routed import Routed
+from imbrex.kernels.exchange import variants as kernel
+from imbrex.kernels.exchange.failures import check_choices, check_rows, check_sent, poison, raise_failure
+from imbrex.kernels.exchange.launches import Choosing, Sums, default_sms
+from imbrex.kernels.exchange.lease import COUNTED, Lease, Staged
+from imbrex.kernels.heap import Heap
+from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed, placement_tables
+from imbrex.kernels.structs import Struct
+
+_serials = itertools.count()
 
 
-class Summed(NamedTuple):
-    """How `NvlinkExchange.combine_beside` sums; the first four as of `combine`. cluster: blocks that are
-    launched together."""
+class NvlinkExchange:
+    """One exchange over the ranks of one host.
 
-    values: tuple[Tensor, Tensor] | None = None
-    weighted: bool = False
-    addend: Tensor | None = None
-    pieces: tuple[int, int, int] | None = None
-    cluster: int = 1
+    make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
+    compact, expert: which layouts of rows to keep room for; with neither, only `route` can be called, among
+        up to 64 ranks. timeout: seconds.
+    route_blocks: SMs that route; 8, or as many as `pull` has where there are expert-major rows only.
+    load: `jit.load`, or what stands in for it.
 
+    layer: of the calls that follow, for the message of one that fails; `None`: nobody said.
+    """
 
-class NvlinkExchange(ExchangeBase):
-    """One exchange over the ranks of one host; constructed as `ExchangeBase` says."""
+    def __init__(
+        self,
+        make_heap: Callable[[int], Heap],
+        placement: Placement,
+        shape: lay.Shape,
+        *,
+        compact: bool = True,
+        expert: bool = True,
+        timeout: float = 60.0,
+        route_blocks: int | None = None,
+        load: Callable[..., Any] = jit.load,
+    ) -> None:
+        how.check_shape(placement, shape, moves=compact or expert)
+        self.shape, self.placement = shape, placement
+        # where replicas may come to be, also those of placements that follow
+        self._room = max(placement.num_slots - placement.num_experts, 0)
+        self.layout = lay.layout(shape, compact=compact, expert=expert)
+        self.heap = make_heap(self.layout.nbytes)
+        self.device = self.heap.local.device
+        self.local_ranks = self.heap.local.shape[0]
+        self.timeout = timeout
+        self._layer = 0
+        self.debug = os.environ.get("IMBREX_DEBUG") == "1"
+        self.last_sms: dict[str, int] = {}
+        self._calls: dict[str, int] = dict.fromkeys(lay.KINDS, 0)
+        self._captured = False
+        self._groups: dict[Any, Struct] = {}
+        self._places: dict[tuple[int, int], tuple[int, int] | None] = {}
+        """`expert_shape` by bytes of a row and multiprocessors."""
+        self.serial = next(_serials)
+        few = shape.ranks <= lay.MOST_RANKS
+        variants = kernel.shipped_variants() if few else [kernel.ROUTE_MANY]
+        self._load = load
+        self._kernels = {variant: load(variant, self.device) for variant in variants}
+        wanted = route_blocks or (8 if compact else 24)
+        self.route_blocks, self._route_shared = lay.route_blocks(shape, wanted, self._room)
+        pinned = self.device.type == "cuda"
+        self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
+        """The first word of every status, in pinned memory that the kernels write: 0 while all is well."""
+        tables = placement_tables(placement, self.device)
+        self._plan = how.RoutingPlan(shape, self.layout, placement, self._room, tables)
+
+    @property
+    def layer(self) -> int | None:
+        return self._layer - 1 if self._layer else None
+
+    @layer.setter
+    def layer(self, layer: int | None) -> None:
+        self._layer = 0 if layer is None else 1 + layer
+        for group in self._groups.values():
+            group.layer = self._layer
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise `ExchangeError` if a call has failed; without `synchronize`, of those known to have ended."""
+        if synchronize and self.device.type == "cuda":
+            # host sync: asked for
+            torch.cuda.synchronize(self.device)
+        for word in self._codes:
+            if word.value:
+                # on the host: pinned memory that the kernels write
+                raise_failure(self._status.tolist(), self.timeout)
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls can go on. One that has failed stays so on every rank: `close()` it, and make
+        another, if all ranks are there."""
+        return not any(word.value for word in self._codes)
+
+    def overflows(self) -> list[int]:
+        """How many routings of each local rank did not fit `row_capacity` or `token_capacity`; the flag of
+        one of them is in its `totals_L4`."""
+        at = lay.OVERFLOWS_AT
+        # host sync: asked for
+        return self.heap.local[:, at : at + 4].clone().view(torch.int32)[:, 0].tolist()
+
+    def close(self, *, together: bool = True) -> None:
+        """Free the heap; collective if `together`, unless the exchange has failed: then its peers may be
+        gone."""
+        self.heap.close(together=together and self.usable)
 
     def route(
         self,
@@ -106,8 +163,9 @@ class NvlinkExchange(ExchangeBase):
         if num_sms is not None:
             blocks, shared = lay.route_blocks(self.shape, num_sms, self._room)
         few = self.shape.ranks <= lay.MOST_RANKS
-        kernel, threads = (ROUTE, ROUTE_THREADS) if few else (ROUTE_MANY, ROUTE_MANY_THREADS)
-        self._launch(kernel, "route", blocks, threads, shared, args)
+        variant = kernel.ROUTE if few else kernel.ROUTE_MANY
+        threads = kernel.ROUTE_THREADS if few else kernel.ROUTE_MANY_THREADS
+        self._launch(variant, "route", blocks, threads, shared, args)
         return routed
 
     def push(
@@ -130,10 +188,10 @@ class NvlinkExchange(ExchangeBase):
         self._poison_expired()
         row_bytes = self._row_bytes(x)
         num_sms = num_sms or default_sms(row_bytes, compact=True)
-        block = push_shape(row_bytes, self.shape.ranks, quantise=quantise)
+        block = how.push_shape(row_bytes, self.shape.ranks, quantise=quantise)
         buffer = self._next_buffer("push")
-        args = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
-        self._launch(PUSH[quantise], "push", num_sms, block.threads, block.shared, args)
+        args = how.push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
+        self._launch(kernel.PUSH[quantise], "push", num_sms, block.threads, block.shared, args)
         return self._lease(x, buffer[0], quantise=quantise)
 
     def dispatch(
@@ -153,7 +211,9 @@ class NvlinkExchange(ExchangeBase):
         """
         row_bytes = self._row_bytes(x)
         num_sms = num_sms or default_sms(row_bytes, compact=True)
-        block = dispatch_shape(self.shape, row_bytes, num_sms, quantise=quantise) if not self._room else None
+        block = (
+            how.dispatch_shape(self.shape, row_bytes, num_sms, quantise=quantise) if not self._room else None
+        )
         if block is None:
             routed = self.route(ids, weights, tokens, num_sms=num_sms, **choosing)
             return self.push(x, routed, num_sms, tokens, quantise=quantise), routed
@@ -161,7 +221,7 @@ class NvlinkExchange(ExchangeBase):
         routed = self._empty_routed(self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, choosing)
         buffer = self._next_buffer("push")
-        push = push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
+        push = how.push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
         args = lay.Dispatch(
             route=route,
             push=push,
@@ -171,7 +231,7 @@ class NvlinkExchange(ExchangeBase):
             window=block.window,
         )
         self._count_routing(num_sms)
-        self._launch(DISPATCH[quantise], "push", num_sms, block.threads, block.shared, args)
+        self._launch(kernel.DISPATCH[quantise], "push", num_sms, block.threads, block.shared, args)
         return self._lease(x, buffer[0], quantise=quantise), routed
 
     def _lease(self, x: Tensor, buffer: int, *, quantise: bool) -> Lease:
@@ -194,8 +254,8 @@ class NvlinkExchange(ExchangeBase):
         out = self._empty_rows(x) if out is None else out
         if self.debug:
             check_rows(routed, out.shape[-2])
-        args, shared = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
-        self._launch(PULL, "pull", num_sms, PULL_THREADS, shared, args)
+        args, shared = how.pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        self._launch(kernel.PULL, "pull", num_sms, kernel.PULL_THREADS, shared, args)
         return out
 
     def dispatch_expert(
@@ -219,7 +279,7 @@ class NvlinkExchange(ExchangeBase):
         num_sms = num_sms or default_sms(row_bytes, compact=False)
         at = row_bytes, num_sms
         if at not in self._places:
-            self._places[at] = expert_shape(self.shape, row_bytes, num_sms, self._room)
+            self._places[at] = how.expert_shape(self.shape, row_bytes, num_sms, self._room)
         place = self._places[at]
         if place is None:
             routed = self.route(ids, weights, tokens, **choosing)
@@ -228,10 +288,10 @@ class NvlinkExchange(ExchangeBase):
         route = self._route_args(ids, weights, tokens, routed, choosing)
         out = self._empty_rows(x) if out is None else out
         early, buffer = lay.early_groups(self.shape), self._next_buffer("pull")
-        pull, shared = pull_args(self.shape, self.layout, x, out, routed, buffer, early)
+        pull, shared = how.pull_args(self.shape, self.layout, x, out, routed, buffer, early)
         self._count_routing(num_sms)
         args = lay.Expert(route=route, pull=pull, scratch_at=place[0], fine_at=place[1])
-        self._launch(EXPERT, "pull", num_sms, EXPERT_THREADS, shared, args)
+        self._launch(kernel.EXPERT, "pull", num_sms, kernel.EXPERT_THREADS, shared, args)
         return out, routed
 
     def stage(
@@ -239,7 +299,7 @@ class NvlinkExchange(ExchangeBase):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        num_sms: int = STAGE_SMS,
+        num_sms: int = how.STAGE_SMS,
         tokens: Tensor | None = None,
         *,
         out: Tensor | None = None,
@@ -256,7 +316,7 @@ class NvlinkExchange(ExchangeBase):
         route = self._route_args(ids, weights, tokens, routed, choosing)
         blocks, shared = lay.route_blocks(self.shape, num_sms, self._room, fewest=num_sms)
         out = self._empty_rows(x) if out is None else out
-        pull, _ = pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
         room = out.shape[-2]
         sizes = (self.local_ranks, room), (self.local_ranks, -(-room // COUNTED))
         token_LR, there_LC = (torch.empty(size, dtype=torch.int32, device=self.device) for size in sizes)
@@ -264,7 +324,7 @@ class NvlinkExchange(ExchangeBase):
             route=route, pull=pull, token=token_LR, there=there_LC, rows=room, counters=there_LC.shape[1]
         )
         self._count_routing(blocks)
-        self._launch(STAGE, "pull", blocks, STAGE_THREADS, shared, args)
+        self._launch(kernel.STAGE, "pull", blocks, kernel.STAGE_THREADS, shared, args)
         staged = Staged(
             x=x,
             rows=out,
@@ -295,27 +355,14 @@ class NvlinkExchange(ExchangeBase):
 
         Arguments as there. A captured call follows new ids and tokens at every replay.
         """
-        row_bytes, few = self._row_bytes(x), min(self.shape.max_tokens, lay.SMALL_TOKENS)
+        self._row_bytes(x)
+        few = min(self.shape.max_tokens, lay.SMALL_TOKENS)
         routed = self._empty_routed(few)
         route = self._route_args(ids, weights, tokens, routed, choosing, small=True)
         out = self._empty_rows(x)
-        args = lay.Small(
-            route=route,
-            x=x,
-            out=out,
-            staged_at=self.layout.small_staged,
-            buffer_bytes=self.shape.ranks * few * self.shape.row_bytes,
-            x_stride=rank_stride(x),
-            out_stride=rank_stride(out),
-            out_bytes=out.shape[-2] * row_bytes,
-            row_bytes=row_bytes,
-            parts=lay.SMALL_PARTS,
-            pushers=lay.small_pushers(self.shape.ranks, num_sms),
-        )
-        if num_sms < 2:
-            raise ValueError("exchange: a small dispatch needs at least 2 SMs: some push, some route")
+        args = how.small_args(self.shape, self.layout, route, x, out, few, num_sms)
         shared = lay.small_shared(self.shape, few, self._room)
-        self._launch(SMALL, "small", num_sms, ROUTE_THREADS, shared, args)
+        self._launch(kernel.SMALL, "small", num_sms, kernel.ROUTE_THREADS, shared, args)
         return out, routed
 
     def combine(
@@ -323,75 +370,54 @@ class NvlinkExchange(ExchangeBase):
         rows: Tensor,
         routed: Routed,
         *,
-        weighted: bool = True,
-        addend: Tensor | None = None,
         num_sms: int | None = None,
         num_tokens: int | None = None,
-        wire: str = "bf16",
         out_dtype: torch.dtype = torch.bfloat16,
-        values: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
-        pieces: tuple[int, int, int] | None = None,
+        **sums: Unpack[Sums],
     ) -> Tensor:
         """Expert-major bf16 rows [L, row_capacity, D], or of one rank [rows, D], to [T, D] ([L, max_tokens,
         D] with virtual ranks).
 
-        weighted: multiply by the gate weights. addend: bf16, shaped as the result, joins the sum last (the
-        shared experts' output). wire: "bf16", or "fp8": a rank's sums cross as rows of the `fp8` codec; D is
-        then a multiple of 256. out_dtype: bfloat16 or float32. values: float32 numbers of the rows, [R] (or
-        [L, row_capacity]), and where those of every choice's row go, [T, K] (or [L, max_tokens, K]).
-        out: where the result goes, contiguous. pieces: as of `lay.combine_pieces`, the same on all ranks.
+        out_dtype: bfloat16 or float32. out: where the result goes, contiguous. sums: as `Sums` says.
         """
-        width, most = rows.shape[-1], routed.max_tokens
+        width, wire = rows.shape[-1], sums.get("wire", "bf16")
         num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
-        check_wire(wire, width)
-        if self.debug:
-            check_rows(routed, rows.shape[-2])
-        self._next_buffer("combine")
+        how.check_wire(wire, width)
         if out is None:
-            out = self._empty_out(most if num_tokens is None else num_tokens, width, out_dtype)
-        shared = lay.reduce_shared(2 * width, wire)
-        args = reduce_args(
-            *(self.shape, self.layout, rows, addend, out, routed),
-            (rank_stride(rows), rank_stride(addend), rank_stride(out)),
-            values,
-            pieces=pieces or lay.combine_pieces(most, wire),
-            wire=wire,
-            weighted=weighted,
-        )
-        variant = REDUCE[wire == "fp8"]
-        self._launch(variant, "combine", num_sms, REDUCE_THREADS, shared, args)
+            tokens = routed.max_tokens if num_tokens is None else num_tokens
+            out = self._empty_out(tokens, width, out_dtype)
+        sums.setdefault("weighted", True)
+        args, shared = self._reduce_args(rows, out, routed, sums), lay.reduce_shared(2 * width, wire)
+        variant = kernel.REDUCE[wire == "fp8"]
+        self._launch(variant, "combine", num_sms, kernel.REDUCE_THREADS, shared, args)
         return out
 
     def combine_beside(
         self,
         variant: jit.Variant,
-        block: tuple[int, int, int],
+        block: tuple[int, int, int, int],
         besides: Sequence[Any],
         rows: Tensor,
         routed: Routed,
         *,
         out: Tensor,
-        how: Summed,
+        **sums: Unpack[Sums],
     ) -> None:
         """`combine` of bf16 sums by a kernel that does something else as well, on which ranks need not agree.
         variant: of the kernel, which takes `besides` behind what a combine takes. block: blocks of a rank,
-        threads of one and its shared memory.
+        threads of one, its shared memory, and blocks that are launched together.
         """
+        blocks, threads, shared, cluster = block
+        args = self._reduce_args(rows, out, routed, sums)
+        self._kernel(variant)
+        self._launch(variant, "combine", blocks, threads, shared, args, besides, cluster)
+
+    def _reduce_args(self, rows: Tensor, out: Tensor, routed: Routed, sums: Sums) -> ctypes.Structure:
         if self.debug:
             check_rows(routed, rows.shape[-2])
         self._next_buffer("combine")
-        args = reduce_args(
-            *(self.shape, self.layout, rows, how.addend, out, routed),
-            (rank_stride(rows), rank_stride(how.addend), rank_stride(out)),
-            how.values,
-            pieces=how.pieces or lay.combine_pieces(routed.max_tokens),
-            wire="bf16",
-            weighted=how.weighted,
-        )
-        blocks, threads, shared = block
-        self._kernel(variant)
-        self._launch(variant, "combine", blocks, threads, shared, args, besides, how.cluster)
+        return how.reduce_args(self.shape, self.layout, rows, out, routed, sums)
 
     def most_blocks(self, variant: jit.Variant, block: tuple[int, int, int]) -> int:
         """Blocks of a launch of one rank. block: of a cluster, threads of one and its shared memory."""
@@ -424,30 +450,11 @@ class NvlinkExchange(ExchangeBase):
         """Sums that stand in `reduced_rows()` to [T, D], T of `own`. own, addend: bf16, shaped as the result;
         own: the sums of the own tokens.
         """
-        s, width = self.shape, own.shape[-1]
         buffer, _ = self._next_buffer("gather")
-        block = lay.gather_shape(2 * width)
-        num_sms = num_sms or default_sms(2 * width, compact=True)
-        out = self._empty_out(own.shape[-2], width, out_dtype)
-        args = lay.Gather(
-            own=own,
-            addend=addend,
-            out=out,
-            send_row=routed.send_row_LTW,
-            tokens=routed.tokens_LW,
-            sums_at=self.layout.reduced + buffer * self._buffer_bytes(s.token_capacity),
-            x_stride=rank_stride(own),
-            out_stride=rank_stride(out),
-            out_bytes=out.shape[-2] * width * out.element_size(),
-            max_tokens=routed.send_row_LTW.shape[1],
-            row_bytes=2 * width,
-            piece_bytes=block.piece_bytes,
-            crews=block.crews,
-            adders=block.adders,
-            slots=block.slots,
-            out_float=out_dtype == torch.float32,
-        )
-        self._launch(GATHER, "gather", num_sms, block.threads, block.shared, args)
+        num_sms = num_sms or default_sms(2 * own.shape[-1], compact=True)
+        out = self._empty_out(own.shape[-2], own.shape[-1], out_dtype)
+        args, block = how.gather_args(self.shape, self.layout, own, addend, out, routed, buffer)
+        self._launch(kernel.GATHER, "gather", num_sms, block.threads, block.shared, args)
         return out
 
     def _empty_out(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -455,3 +462,122 @@ class NvlinkExchange(ExchangeBase):
             raise ValueError(f"exchange: combine to {dtype}; bfloat16 or float32")
         size = (self.local_ranks, tokens, width) if self.local_ranks > 1 else (tokens, width)
         return self._unwritten(torch.empty(size, dtype=dtype, device=self.device))
+
+    def _route_args(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        tokens: Tensor | None,
+        routed: Routed,
+        choosing: Choosing,
+        *,
+        small: bool = False,
+    ) -> ctypes.Structure:
+        if self.debug:
+            check_choices(self.shape, ids, tokens)
+        return how.route_args(self._plan, ids, weights, tokens, routed, choosing, small=small)
+
+    def _launch(
+        self,
+        variant: jit.Variant,
+        kind: str,
+        blocks: int,
+        threads: int,
+        shared: int,
+        args: ctypes.Structure,
+        besides: Sequence[Any] = (),
+        cluster: int = 1,
+    ) -> None:
+        """`besides`: what a kernel that does more takes behind the ranks and `args`."""
+        self.check()
+        if not 1 <= blocks <= lay.MAX_BLOCKS:
+            raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
+        self._calls[kind] += 1
+        self.last_sms[kind] = blocks
+        self._kernels[variant].launch(
+            grid=blocks * self.local_ranks,
+            block=threads,
+            args=[self._group(blocks), args, *besides],
+            smem=shared,
+            cluster=cluster,
+        )
+
+    def _group(self, blocks: int) -> Struct:
+        """The ranks as every kernel is told of them; made once a number of blocks."""
+        made = self._groups.get(blocks)
+        if made is None:
+            made = self._groups[blocks] = lay.Group(
+                heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
+                timeout_ns=int(self.timeout * 1e9),
+                host_status=self._status,
+                staged_flags=self.layout.staged_flags,
+                reduced_flags=self.layout.reduced_flags,
+                flags=self.layout.flags,
+                ranks=self.shape.ranks,
+                first=self.heap.first,
+                blocks=blocks,
+                layer=self._layer,
+            )
+        return made
+
+    def group_of(self, local: int, blocks: int) -> Struct:
+        """Makes, once, what a launch of one rank of this process, number `local`, is told of the ranks."""
+        group = self._groups.get((local, blocks))
+        if group is None:
+            whole = self._group(blocks)
+            group = self._groups[local, blocks] = type(whole).from_buffer_copy(whole)
+            group.first = self.heap.first + local
+            group.host_status = self._status[local].data_ptr()
+        return group
+
+    def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
+        """The buffer of the next call and how many calls ago it was last used; a captured call keeps its
+        buffer, so from the first capture on that may have been the call before."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:
+            self._captured = True
+        buffers = self.shape.buffers
+        return self._calls[kind] % buffers, 1 if self._captured else buffers
+
+    def _count_routing(self, blocks: int) -> None:
+        """A kernel that is launched for rows routes too."""
+        self._calls["route"] += 1
+        self.last_sms["route"] = blocks
+
+    def _empty_routed(self, max_tokens: int) -> Routed:
+        shape = self.shape
+        sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
+        routed = empty_routed(sizes, max_tokens, self.device)
+        if self.debug and routed.words_TC is not None:
+            poison(routed.words_TC)
+        return routed
+
+    def _unwritten(self, tensor: Tensor) -> Tensor:
+        return poison(tensor) if self.debug else tensor
+
+    def _poison_expired(self) -> None:
+        """The rows whose lease the next push ends; no peer writes there before that has begun."""
+        s = self.shape
+        call = self._calls["push"] - max(1, s.buffers - 1) + 1
+        if self.debug and call > 0:
+            start = self.layout.received + (call - 1) % s.buffers * self._buffer_bytes(s.token_capacity)
+            poison(self.heap.local[:, start : start + self._buffer_bytes(s.token_capacity)])
+
+    def _buffer_bytes(self, rows: int) -> int:
+        return rows * self.shape.row_bytes
+
+    def _row_bytes(self, x: Tensor) -> int:
+        if not x.is_contiguous():
+            raise ValueError("exchange: the tokens must be contiguous")
+        nbytes = x.shape[-1] * x.element_size()
+        if nbytes % 16 or nbytes > self.shape.row_bytes:
+            raise ValueError(
+                f"exchange: rows of {nbytes} bytes; they must be a multiple of 16, at most "
+                f"{self.shape.row_bytes}: pad them"
+            )
+        return nbytes
+
+    def _rows(self, offset: int, buffer: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        rows = self.shape.token_capacity
+        start = offset + buffer * self._buffer_bytes(rows)
+        part = self.heap.local[:, start : start + rows * width * dtype.itemsize]
+        return part.view(dtype).view(self.local_ranks, rows, width)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.exchange import NvlinkExchange, Summed
+from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.gemm.gemm import (
     Epilogue,
@@ -152,14 +152,14 @@ def down_and_sums(
     maps = b"".join(_maps(product, tiling) for product in products)
     exchange.combine_beside(
         variant,
-        (blocks, threads, tiling.smem),
+        (blocks, threads, tiling.smem, tiling.cluster),
         [down, ByValue(maps)],
         rows,
         routed,
         out=out,
-        how=Summed(
-            weighted=weighted, addend=addend, pieces=pieces_of(cut, how.piece), cluster=tiling.cluster
-        ),
+        weighted=weighted,
+        addend=addend,
+        pieces=pieces_of(cut, how.piece),
     )
     check_products(device)
 

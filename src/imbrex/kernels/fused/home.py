@@ -15,7 +15,7 @@ from torch import Tensor
 
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.exchange import NvlinkExchange, Summed
+from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.ffn import LeftGradient
 from imbrex.kernels.gemm.gemm import (
     Epilogue,
@@ -114,12 +114,12 @@ def home_beside_gradients(
     maps = [_maps(pair, both, tiling) for pair, both in zip(gradients, results, strict=True)]
     exchange.combine_beside(
         variant,
-        (blocks, 128 * (tiling.groups + 1), tiling.smem),
+        (blocks, 128 * (tiling.groups + 1), tiling.smem, 1),
         [home, ByValue(b"".join(maps))],
         d_rows,
         routed,
         out=out,
-        how=Summed(values=values),
+        values=values,
     )
     check_products(device)
     return [(one, other) for one, other in results]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from imbrex.kernels.exchange.staged import Staged
+from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.gemm.gemm import Beside, Epilogue, Layout, gemm_variant
 from imbrex.kernels.gemm.tiling import gemm_choices
 from imbrex.kernels.jit import Variant

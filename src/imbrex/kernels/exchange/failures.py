@@ -1,16 +1,40 @@
-"""Checks that `IMBREX_DEBUG=1` adds to the calls of an exchange: bounds, looked at before a kernel uses them,
-and memory that nobody has written filled with ones, which read as NaN, or as no row.
+"""Failures of an exchange, and who says so.
+
+The error of a failed call is made of the words that its kernels leave on the host. Checks that
+`IMBREX_DEBUG=1` adds look at bounds before a kernel uses them, and fill memory that nobody has written with
+ones, which read as NaN, or as no row.
 
 Looking costs a host synchronisation a call; a call that is being captured in a CUDA graph is not looked at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.routing.routed import Routed
+
+
+class ExchangeError(RuntimeError):
+    """A wait ran out or a peer gave up: says who missed what. The exchange cannot be used again."""
+
+
+def raise_failure(statuses: Sequence[Sequence[int]], timeout: float) -> None:
+    """Where one of the ranks' statuses says so; the rank that failed itself before one that a peer told."""
+    failures = [status for status in statuses if status[0]]
+    if not failures:
+        return
+    cause = min(failures, key=lambda status: status[0] == lay.CODES.index(lay.PEER_GAVE_UP))
+    code, rank, peer, kind, phase, epoch, block, layer = cause
+    where = f" of layer {layer - 1}" if layer else ""
+    raise ExchangeError(
+        f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch}{where} (block {block}): {lay.CODES[code]}, "
+        f"waiting for {lay.PHASES[phase]} of rank {peer} (time-out {timeout} s); close this exchange and "
+        f"make a new one"
+    )
 
 
 def poison(tensor: Tensor) -> Tensor:
