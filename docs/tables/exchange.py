@@ -81,37 +81,21 @@ def sweep() -> Table:
     return Table(head=["EP", "call", "rows", "dtype", *(f"{n} SMs" for n in sms)], body=body, rows=rows)
 
 
-def beside() -> Table:
-    rows = [row for row in rows_of("exchange") if row["op"] == "gemm" and "num_sms" in row]
-    rows.sort(key=lambda row: row["case"]["W"])
-    lines = [
-        [
-            row["case"]["W"],
-            row["impl"].removeprefix("beside "),
-            row["num_sms"],
-            f"{row['slowdown']:.2f}",
-            row["exchange_slowdown"],
-        ]
-        for row in rows
-    ]
-    head = ["GPUs", "beside", "SMs", "GEMM's time over alone", "exchange's time over alone"]
-    return Table(head=head, body=lines, rows=rows)
-
-
 def doors() -> Table:
-    rows = [row for row in main_rows() if row["impl"].startswith("deep_ep")]
+    """Calls of DeepEP's buffers, where the host was timed, too."""
+    rows = [row for row in main_rows() if row["impl"].startswith("deep_ep") and "called_us" in row]
     lines = [
         [
             row["case"]["W"],
             row["impl"],
             row["op"],
             "a handle" if "cached" in row else "none",
-            row["median_us"],
+            *(row.get(name, "-") for name in ("median_us", "host_us", "called_us")),
             row["host_syncs"],
         ]
         for row in rows
     ]
-    head = ["GPUs", "buffer", "call", "handle", "us", "host synchronisations"]
+    head = ["GPUs", "buffer", "call", "handle", "us", "host, us", "called, us", "host synchronisations"]
     return Table(head=head, body=lines, rows=rows)
 
 

@@ -31,6 +31,7 @@ MANY_ROWS = 16384
 WIDE = 1408
 """F from which a product's share of the dense rate has a target."""
 TOKENS = "ffn_unpermuted"
+LEAST_CALLS = 20
 OVER_TORCH = (
     ("grouped GEMM", "grouped_gemm", ""),
     ("forward", "ffn", "1.10 / 1.18"),
@@ -85,9 +86,17 @@ def key_of(row: Row) -> tuple[str, int, str]:
     return row["op"], row["case"]["rows"], row["case"]["skew"]
 
 
+def quoted() -> list[Row]:
+    """The rows of cases that were timed twenty times, also where somebody was faster in ten further calls:
+    that counts against us. 65536 rows were timed ten times only."""
+    rows = read("experts")
+    often = {(row["op"], repr(row["case"])) for row in rows if row.get("n", 0) >= LEAST_CALLS}
+    return [row for row in rows if (row["op"], repr(row["case"])) in often]
+
+
 def over_torch() -> Table:
     """A line per operation, rows and skew: torch's time over ours, and our share of the limit."""
-    found = pairs(read("experts"), "torch", "imbrex")
+    found = pairs(quoted(), "torch", "imbrex")
     return by_case(
         Column(title="torch's time over ours: mean, least", pairs=found),
         Column(
@@ -101,7 +110,7 @@ def over_torch() -> Table:
 
 def fp8() -> Table:
     """A line per operation, rows and skew of the fp8 forward, quantising rows or not."""
-    rows, ours = read("experts"), "imbrex-fp8"
+    rows, ours = quoted(), "imbrex-fp8"
     return by_case(
         Column(title="our bf16 time over it: mean, least", pairs=pairs(rows, "imbrex", ours)),
         Column(

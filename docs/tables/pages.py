@@ -17,18 +17,16 @@ from docs.tables import (
     placement,
     schedules,
     simulate,
-    transports,
 )
 from docs.tables.results import ROOT, Table
 
 TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
-    "README.md": {"claim": layer.claim, "layer": layer.shown, "missing": layer.missing},
+    "README.md": {"claim": layer.claim, "layer": layer.shown},
     "docs/nvlink.md": {"layer": layer.every, "missing": layer.missing},
     "docs/exchange.md": {
         "targets": exchange.targets,
         "skew": exchange.skew,
         "sweep": exchange.sweep,
-        "beside": exchange.beside,
         "doors": exchange.doors,
         "glue": exchange.glue,
     },
@@ -59,13 +57,9 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "skewed": placement.skewed,
     },
     "docs/plan.md": {"validated": simulate.validated, "gains": simulate.gains},
-    "docs/transports.md": {"two cores": transports.two_cores, "four GPUs": transports.four_gpus},
     "docs/schedules.md": {
         "order loss": schedules.order_loss,
-        "two nodes": schedules.two_nodes,
-        "four GPUs": schedules.four_gpus,
         "nvlink": schedules.nvlink,
-        "weights in the waits": schedules.weights_in_the_waits,
     },
 }
 END = "<!-- end of the table -->"

@@ -38,7 +38,8 @@ def layer_bars() -> str:
     height = y + len(found) * (len(bars) * BAR + GAP) + 24
     parts = [
         HEAD.format(WIDTH, height) + f'font-size="12" fill="{BOTH_GREY}">',
-        "<title>Time of one MoE layer on four H200, over the time of its experts alone</title>",
+        f"<title>Time of one MoE layer on {layer.WORDS[layer.ranks_shown()]} H200, over the time of its "
+        "experts alone</title>",
     ]
     parts += names
     top = y - 6
