@@ -34,6 +34,8 @@ def test_the_example_of_its_head() -> None:
     assert placed.source_R.tolist() == [0, 2, 1, -1, -1, -1]
     assert placed.place_TW.tolist() == [[0, -1], [-1, 0], [1, 1]]
     assert placed.received.tolist() == [3]
+    assert placed.source_int_R.tolist() == [0, 2, 1, -1, -1, -1]
+    assert placed.sums.tolist() == [2, 2, 3, 2, 2, 2, 0, 0]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -58,6 +60,10 @@ def test_tokens_are_placed_by_source_then_token(rank: int) -> None:
     own_TW = wanted_WTW[rank, :tokens]
     assert torch.equal(placed.place_TW, torch.where(own_TW, own_TW.cumsum(0) - 1, -1).int())
     assert placed.received.tolist() == [received]
+    assert torch.equal(placed.source_int_R, placed.source_R.int())
+    traffic_WW = traffic_LWW[rank]
+    sums = [*traffic_WW.cumsum(0).flatten().tolist(), *traffic_WW[rank].tolist(), 0, 0, 0]
+    assert placed.sums.tolist() == sums
 
 
 def test_rows_know_their_tokens() -> None:
@@ -82,7 +88,14 @@ def test_labels_come_as_they_left() -> None:
     ids_NK, weights_NK, counts_e = read_labels(rows_NB, 2, 4, 4, load=kernel.load)
     assert ids_NK.tolist() == [[1, -1], [3, -1], [0, 1], [-1, -1]]
     assert weights_NK.tolist() == [[0.5, 0.0], [1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
+    assert counts_e is not None
     assert counts_e.tolist() == [1, 2, 0, 1]
-    nothing = read_labels(rows_NB[:0], 2, 4, 4, load=kernel.load)
-    assert [len(part) for part in nothing] == [0, 0, 4]
-    assert not nothing[2].any()
+    spare = torch.tensor([3, -1, 0, -1])  # which nobody cleared
+    ids_NK, weights_NK, counts_e = read_labels(rows_NB, 2, 4, 4, spare, counted=False, load=kernel.load)
+    assert ids_NK.tolist() == [[1, -1], [-1, -1], [0, 1], [-1, -1]]
+    assert weights_NK.tolist() == [[0.5, 0.0], [0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
+    assert counts_e is None
+    *nothing, counts_e = read_labels(rows_NB[:0], 2, 4, 4, load=kernel.load)
+    assert [len(part) for part in nothing] == [0, 0]
+    assert counts_e is not None
+    assert counts_e.tolist() == [0, 0, 0, 0]

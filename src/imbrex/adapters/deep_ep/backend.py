@@ -112,9 +112,16 @@ class Backend(Protocol):
         weights_TK: Tensor,
         route: Any,
         num_experts: int,
+        *,
+        counted: bool = True,
     ) -> tuple[list[Tensor], Tensor, Labels]:
         """Does as `carry_with_sources`, and tells the choices of every row: ids_TK int64, weights_TK
-        float32."""
+        float32. counted: somebody wants to know how many each expert has."""
+        ...
+
+    def sums_of(self, route: Any, rows_WW: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that ranks 0 to i send to rank j, [W, W]; that this one sends to every rank, [W, 1]; zeros,
+        [W, 1]. int32, on `device`."""
         ...
 
     def bring_home(
@@ -159,6 +166,10 @@ class BackendBase:
 
     def close(self) -> None:
         """Nothing is held here."""
+
+    def sums_of(self, route: Any, rows_WW: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        own = rows_WW[self.rank][:, None].int().to(device)
+        return rows_WW.cumsum(0, dtype=torch.int32).to(device), own, torch.zeros_like(own)
 
     def wrong_device(self, *tensors: Tensor | None) -> str:
         """Says what is wrong with the devices of a call's tensors, or nothing."""

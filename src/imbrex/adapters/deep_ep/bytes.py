@@ -199,6 +199,8 @@ class BytesBackend(BackendBase):
         weights_TK: Tensor,
         route: Route,
         num_experts: int,
+        *,
+        counted: bool = True,
     ) -> tuple[list[Tensor], Tensor, Labels]:
         columns = [*columns, _number_tokens(route), ids_TK.int(), weights_TK]
         *arrived, sources_N1, ids_NK, weights_NK = self.carry(columns, route)

@@ -42,12 +42,10 @@ class DispatchHandle(tuple):
 
 
 def make_handle(
-    wanted_TW: Tensor, rows_WW: Tensor, route: Any, sources_N: Tensor, heads: Tensor, rank: int
+    wanted_TW: Tensor, sums: tuple[Tensor, Tensor, Tensor], route: Any, sources_N: Tensor, heads: Tensor
 ) -> DispatchHandle:
-    device = wanted_TW.device
-    sent = rows_WW[rank][:, None].int().to(device)
-    prefix = rows_WW.cumsum(0, dtype=torch.int32).to(device)
-    handle = DispatchHandle((prefix, sent, torch.zeros_like(sent), sources_N, wanted_TW, heads))
+    """Makes the tuple, which begins with `sums`."""
+    handle = DispatchHandle((*sums, sources_N, wanted_TW, heads))
     handle.route = route
     return handle
 
@@ -272,13 +270,14 @@ class Buffer(absent.Calls):
         labels = None
         if choices:
             arrived, sources, labels = self._backend.carry_labelled(
-                columns, *choices, route, per_expert.numel()
+                columns, *choices, route, per_expert.numel(), counted=not worst
             )
         else:
             arrived, sources = self._backend.carry_with_sources(columns, route)
         rows = _like(x, [pad_rows(part, worst) for part in arrived])
         heads, sources = self._backend.heads(route, wanted_TW), pad_rows(sources, worst, -1)
-        handle = make_handle(wanted_TW, rows_WW, route, sources, heads, self.rank)
+        sums = self._backend.sums_of(route, rows_WW, wanted_TW.device)
+        handle = make_handle(wanted_TW, sums, route, sources, heads)
         handle.num_experts = per_expert.numel()
         if labels is None:
             return rows, None, None, counts, handle

@@ -84,6 +84,7 @@ class NvlinkBackend(BackendBase):
         super().__init__(who, group, transport)
         self._most_choices: dict[int, int] = {}
         self._ranks_W: Tensor | None = None
+        self._none: Tensor
         self._zeros = torch.zeros(0, dtype=torch.float32, device=self.transport.device)
         self.transport.join(self)
 
@@ -197,22 +198,34 @@ class NvlinkBackend(BackendBase):
         weights_TK: Tensor,
         route: KernelRoute,
         num_experts: int,
+        *,
+        counted: bool = True,
     ) -> tuple[list[Tensor], Tensor, Labels]:
         arrived, sources = self.carry_with_sources(columns, route)
         load, per_rank = self.transport.load, num_experts // self.world_size
         packed = labels.pack_labels(ids_TK.contiguous(), weights_TK.contiguous(), load=load)
         source_R = route.compact.source_R[: route.num_rows]
-        rows_NB = self.pull(packed, route, route.compact.routed, source_R)
-        here = self.rank * per_rank, per_rank
-        return arrived, sources, Labels(*labels.read_labels(rows_NB, ids_TK.shape[1], *here, load=load))
+        rows_NB = self.pull(packed, route, route.compact.routed, source_R, clear=False)
+        here = ids_TK.shape[1], self.rank * per_rank, per_rank
+        read = labels.read_labels(rows_NB, *here, source_R, counted=counted, load=load)
+        return arrived, sources, Labels(*read)
 
-    def pull(self, column: Tensor, link: KernelRoute, routed: Routed, source_R: Tensor) -> Tensor:
-        """A column of a token to its rows [R, ...]; those whose `source_R` is -1 are zero."""
+    def sums_of(
+        self, route: KernelRoute, rows_WW: Tensor, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums, world = route.compact.sums, self.world_size
+        own, zeros = (sums.as_strided((world, 1), (1, 1), world * (world + i)) for i in range(2))
+        return sums.as_strided((world, world), (world, 1)), own, zeros
+
+    def pull(
+        self, column: Tensor, link: KernelRoute, routed: Routed, source_R: Tensor, *, clear: bool = True
+    ) -> Tensor:
+        """A column of a token to its rows [R, ...]; those whose `source_R` is -1 are zero if `clear`."""
         size = column.shape[1] * column.dtype.itemsize
         if size % ROW_MULTIPLE == 0 and source_R.numel() and column.is_contiguous():
             out = torch.empty(source_R.numel(), column.shape[1], dtype=column.dtype, device=column.device)
             self._kernels(link).pull(column, routed, self.transport.sms.dispatch, out)
-            if not (link.full and link.compact.routed is routed):
+            if clear and not (link.full and link.compact.routed is routed):
                 clear_rows(out.view(torch.uint8), source_R)
             return out
         encoded = as_bytes(column)
@@ -338,7 +351,8 @@ class NvlinkBackend(BackendBase):
         """A token's choices are ranks: the kernels route it once to each."""
         if self._ranks_W is None or self._ranks_W.device != wanted_TW.device:
             self._ranks_W = torch.arange(self.world_size, dtype=torch.int64, device=wanted_TW.device)
-        ranks_TW = torch.where(wanted_TW, self._ranks_W, -1)
+            self._none = torch.full_like(self._ranks_W[:1], -1)
+        ranks_TW = torch.where(wanted_TW, self._ranks_W, self._none)
         return self.plan("dispatch", problem, ranks_TW, None, settings, self.world_size, columns)
 
     def read_ranks(self, handle: tuple, columns: Sequence[Tensor]) -> KernelRoute:
@@ -375,7 +389,7 @@ class NvlinkBackend(BackendBase):
     def carry_with_sources(
         self, columns: Sequence[Tensor], route: KernelRoute
     ) -> tuple[list[Tensor], Tensor]:
-        return self.carry(columns, route), route.compact.source_R[: route.num_rows].int()
+        return self.carry(columns, route), route.compact.source_int_R[: route.num_rows]
 
     def heads(self, route: KernelRoute, wanted_TW: Tensor) -> Tensor:
         return route.compact.place_TW

@@ -3,7 +3,7 @@
 //
 // Routing numbers what a rank receives (`recv_row`) and leaves its own tokens out; here they stand between
 // those of lower and of higher ranks. A block takes 1024 tokens of one rank; those of the own rank count the
-// own tokens before them.
+// own tokens before them. The sums of traffic that programs for DeepEP hold are written beside.
 //
 // Example, 2 ranks, on rank 0: of its tokens 0 and 2 stay, token 1 of rank 1 arrives, recv_row [[-1, -1, -1],
 // [-1, 0, -1]]. Rows [[0, -1, 1], [-1, 2, -1]], sources [0, 2, 1, -1, ..], received 3. Its token 2 goes to
@@ -23,6 +23,8 @@ struct Compact {
     i64* source;          // [rows]; which token of its rank a row is, -1: there is no such row
     int* place;           // [tokens, W]; number of an own token among those for a rank, or -1
     int* received;        // [1]
+    int* source_int;      // [rows]; `source`, as programs hold it
+    int* sums;            // [W, W] rows that ranks up to `row` send to `column`; [W] sent from here; [W] 0
     int ranks, me, max_tokens, choices, rows, tokens;
 };
 
@@ -79,12 +81,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int k = 0; k < compact.choices; ++k)
             compact.position[(static_cast<i64>(source) * compact.max_tokens + token) * compact.choices + k] =
                 k == 0 ? row : -1;
-    if (row >= 0 && row < compact.rows) compact.source[row] = token;
+    if (row >= 0 && row < compact.rows) {
+        compact.source[row] = token;
+        compact.source_int[row] = token;
+    }
     const int blocks = ranks * per_source;
     for (int r = all + static_cast<int>(blockIdx.x) * kThreads + thread; r < compact.rows;
-         r += blocks * kThreads)
+         r += blocks * kThreads) {
         compact.source[r] = -1;
+        compact.source_int[r] = -1;
+    }
     if (blockIdx.x == 0 && thread == 0) compact.received[0] = all;
+    if (blockIdx.x == 0 && thread < ranks) {
+        int rows = 0;
+        for (int s = 0; s < ranks; ++s) {
+            rows += compact.traffic[s * ranks + thread];
+            compact.sums[s * ranks + thread] = rows;
+        }
+        compact.sums[ranks * ranks + thread] = compact.traffic[me * ranks + thread];
+        compact.sums[ranks * ranks + ranks + thread] = 0;
+    }
 }
 
 // Where every expert-major row comes from, and its gate weight; the rows that no choice has are as they were.

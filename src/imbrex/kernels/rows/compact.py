@@ -31,13 +31,17 @@ class Placed:
 
     routed: the routing with that row as the position of a token's first choice, the others -1: what `pull`
         and `combine` take. source_R: int64; which token of its rank a row is, -1 past the rows that there
-        are. place_TW: int32; the number of an own token among those for a rank, or -1. received: int32 [1].
+        are; source_int_R the same, int32. place_TW: int32; the number of an own token among those for a rank,
+        or -1. received: int32 [1].
+    sums: int32 [W * W + 2 W]: rows that ranks 0 to r send to every rank, those that this one sends, zeros.
     """
 
     routed: Routed
     source_R: Tensor
+    source_int_R: Tensor
     place_TW: Tensor
     received: Tensor
+    sums: Tensor
 
 
 def place_compact(
@@ -56,8 +60,10 @@ def place_compact(
     placed = Placed(
         routed=routed.with_position(torch.empty_like(routed.position_LWTK)),
         source_R=torch.empty(num_rows, dtype=torch.int64, device=device),
+        source_int_R=torch.empty(num_rows, dtype=torch.int32, device=device),
         place_TW=torch.empty(num_tokens, ranks, dtype=torch.int32, device=device),
         received=torch.empty(1, dtype=torch.int32, device=device),
+        sums=torch.empty(ranks * ranks + 2 * ranks, dtype=torch.int32, device=device),
     )
     args = Compact(
         recv_row=routed.addresses.recv_row_LWT,
@@ -67,6 +73,8 @@ def place_compact(
         source=placed.source_R,
         place=placed.place_TW,
         received=placed.received,
+        source_int=placed.source_int_R,
+        sums=placed.sums,
         ranks=ranks,
         me=rank,
         max_tokens=most,

@@ -14,7 +14,8 @@ struct Labels {
     i64* ids;        // [count, K]
     float* weights;  // [count, K]
     u8* rows;        // [count, pitch]
-    int* counts;     // [experts], zero before; null when packing
+    int* counts;     // [experts], zero before; null: nobody counts
+    const i64* source;  // [count]; where a row is from, -1: it is to spare, whatever it holds; null: read it
     int count, choices, pitch;
     int first, experts;  // of this rank
 };
@@ -39,11 +40,12 @@ extern "C" __global__ void __launch_bounds__(256) read_labels(const __grid_const
     for (int i = static_cast<int>(blockIdx.x) * 256 + static_cast<int>(threadIdx.x); i < all;
          i += static_cast<int>(gridDim.x) * 256) {
         const u32* label = label_of(labels, i);
-        const int local = static_cast<int>(label[0]) - 1 - labels.first;
+        const bool spare = labels.source != nullptr && labels.source[i / labels.choices] < 0;
+        const int local = spare ? -1 : static_cast<int>(label[0]) - 1 - labels.first;
         const bool here = local >= 0 && local < labels.experts;
         labels.ids[i] = here ? local : -1;
         labels.weights[i] = here ? __uint_as_float(label[labels.choices]) : 0.0f;
-        if (here) atomicAdd(&labels.counts[local], 1);
+        if (here && labels.counts != nullptr) atomicAdd(&labels.counts[local], 1);
     }
 }
 

@@ -27,20 +27,29 @@ def pack_labels(ids_TK: Tensor, weights_TK: Tensor, *, load: Callable[..., Any] 
     tokens, choices = ids_TK.shape
     pitch = -(-8 * choices // MULTIPLE) * MULTIPLE
     rows = torch.empty(tokens, pitch, dtype=torch.uint8, device=ids_TK.device)
-    _launch(load, PACK, ids_TK, weights_TK, rows, None, 0, 0)
+    _launch(load, PACK, ids_TK, weights_TK, rows, None, range(0))
     return rows
 
 
 def read_labels(
-    rows_NB: Tensor, choices: int, first: int, num_local: int, *, load: Callable[..., Any] = jit.load
-) -> tuple[Tensor, Tensor, Tensor]:
+    rows_NB: Tensor,
+    choices: int,
+    first: int,
+    num_local: int,
+    source_N: Tensor | None = None,
+    *,
+    counted: bool = True,
+    load: Callable[..., Any] = jit.load,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Labels as they came, of a rank whose experts are `num_local` from `first` on: local expert of every
-    choice, int64 [N, K], or -1; its weight, float32, or 0; choices of every local expert, int32 [e]."""
+    choice, int64 [N, K], or -1; its weight, float32, or 0; choices of every local expert, int32 [e], if
+    `counted`. source_N: int64; rows whose source is -1 have no choices, whatever they hold."""
     size, device = (rows_NB.shape[0], choices), rows_NB.device
     ids_NK = torch.empty(size, dtype=torch.int64, device=device)
     weights_NK = torch.empty(size, dtype=torch.float32, device=device)
-    counts_e = torch.zeros(num_local, dtype=torch.int32, device=device)
-    _launch(load, READ, ids_NK, weights_NK, rows_NB, counts_e, first, num_local)
+    counts_e = torch.zeros(num_local, dtype=torch.int32, device=device) if counted else None
+    here = range(first, first + num_local)
+    _launch(load, READ, ids_NK, weights_NK, rows_NB, counts_e, here, source_N)
     return ids_NK, weights_NK, counts_e
 
 
@@ -51,8 +60,8 @@ def _launch(
     weights: Tensor,
     rows: Tensor,
     counts: Tensor | None,
-    first: int,
-    experts: int,
+    here: range,
+    source: Tensor | None = None,
 ) -> None:
     count, choices = ids.shape
     if count == 0:
@@ -64,11 +73,12 @@ def _launch(
         weights=weights,
         rows=rows,
         counts=counts,
+        source=source,
         count=count,
         choices=choices,
         pitch=rows.shape[1],
-        first=first,
-        experts=experts,
+        first=here.start,
+        experts=len(here),
     )
     blocks = min(-(-count * choices // THREADS), MOST_BLOCKS) if ids.is_cuda else 2
     load(variant, ids.device).launch(grid=blocks, block=THREADS, args=[args])
