@@ -176,7 +176,7 @@ class Dispatched:
     scales_RB: of `RowForm.FP8` alone, float32 [R, D/128], the factor of every 128 values of `rows_RD`.
     index_R: of `RowForm.INDEXED` alone: `rows_RD` are the tokens [T, D], and row r is token `index_R[r]`
         (int64).
-    staged: of `RowForm.UNDER_WAY` alone: `imbrex.kernels.exchange.lease.Staged`.
+    beside: of `RowForm.UNDER_WAY` kernels' `Staged`; of `RowForm.ROWS` their `Groups`, or `None`.
     leave: experts may give it the product that makes their result: somebody calls it before that is read.
     """
 
@@ -186,7 +186,7 @@ class Dispatched:
     form: RowForm = RowForm.ROWS
     scales_RB: Tensor | None = None
     index_R: Tensor | None = None
-    staged: Any = None
+    beside: Any = None
     leave: Callable[[Any], None] | None = None
 
 
@@ -246,8 +246,8 @@ class Crossing(NamedTuple, Generic[Value]):
 
 class Arrived(NamedTuple):
     """The rows that the crossing of a dispatch gives: see `Dispatched` and `Handle`. beside: the scales of
-    rows in fp8, the index of rows that stayed where they are, or what brings rows that are under way: `None`
-    where these were so few that they have come."""
+    rows in fp8, the index of rows that stayed where they are, or what brings rows that are under way. Of rows
+    that have come, which few do though they are asked for under way, their `Groups` or `None`."""
 
     rows_RD: Tensor
     weights_R: Tensor

@@ -16,6 +16,7 @@ from imbrex.contracts import Placement, Plan
 from imbrex.exchange import plan as oracle
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
+from imbrex.kernels.exchange.groups import RowGroups, empty_groups
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement.flow import split_balanced
 from imbrex.placement.split import split_evenly
@@ -357,6 +358,16 @@ def check_dispatch(
             assert torch.equal(weights, inputs.weights_WTK[me, :tokens].cpu().expand_as(weights))
 
 
+def check_groups(groups: RowGroups, routed: Routed, me: int) -> None:
+    """What a small dispatch writes for the experts, from what it writes for the exchange."""
+    counts, (position, weights) = routed.counts_Le[me], (routed.position_LWTK[me], routed.weights_LWTK[me])
+    assert groups.counts_Le[me].tolist() == counts.tolist()
+    ends = counts.cumsum(0).tolist()
+    assert groups.plan_LC[me].tolist() == [0] * 12 + ends
+    here = position >= 0
+    assert torch.equal(groups.weights_LR[me][position[here].long()], weights[here])
+
+
 def check_small(
     case: Case,
     exchange: NvlinkExchange,
@@ -372,10 +383,17 @@ def check_small(
     plans = make_plans(case, inputs)
     dispatch = exchange.dispatch_expert if large else exchange.dispatch_small
     given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
-    rows, routed = dispatch(*given, balanced=case.balanced)
+    groups, more = None, {}
+    if not large:
+        slots = exchange.shape.most_slots
+        groups = empty_groups(exchange.local_ranks, exchange.shape.row_capacity, slots, 12, exchange.device)
+        more = {"groups": groups}
+    rows, routed = dispatch(*given, balanced=case.balanced, **more)
     exchange.check(synchronize=True)
     check_positions(case, plans, routed)
     for me in range(case.ranks):
+        if groups is not None:
+            check_groups(groups, routed, me)
         x = [inputs.x_WTD[s, :t, None].cpu().expand(-1, case.choices, -1) for s, t in enumerate(case.tokens)]
         filled = rows_at(
             case, plans, me, lambda s: torch.ones(case.tokens[s], case.choices, dtype=torch.bool)

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from imbrex.kernels.ffn import ffn as ffn_module
-from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.ffn.ffn import FOLLOWING, ffn
 from imbrex.kernels.ffn.glue import gather_rows, plan_groups, sum_rows
 from imbrex.kernels.ffn.inputs import supports
 from imbrex.kernels.ffn.tokens import TILINGS as GATHER_TILINGS
 from imbrex.kernels.ffn.tokens import ffn_tokens
-from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.gemm.tiling import PAIRED, SHARED, gemm_choices
 
 pytestmark = pytest.mark.gpu
@@ -94,6 +94,27 @@ def test_forward_and_weighted(case, tiling: Tiling) -> None:
         )
         check_rows(out, reference * scale)
     assert groups.counter[:2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("tiling", FOLLOWING, ids=str)
+def test_a_product_that_follows_waits_for_its_rows(case, tiling: Tiling) -> None:
+    """A first product makes the rows in the launch right before, twenty times."""
+    counts, a, b = case
+    groups, down = groups_of(counts), draw(len(counts), a.shape[1], b.shape[1], scale=0.1)
+    for _ in range(20):
+        found = []
+        for beside, counter in ((ALONE, groups.counter), (FOLLOWS, groups.other_counter)):
+            middle, out = poisoned(a.shape[0], b.shape[1]), poisoned(a.shape[0], a.shape[1])
+            if beside is ALONE:
+                torch.cuda.synchronize()
+            launch_gemm(Layout.FORWARD, a, b, groups.ends_e, middle, groups.counter, tiling=tiling)
+            if beside is ALONE:
+                torch.cuda.synchronize()
+            more = {"tiling": tiling, "beside": beside}
+            launch_gemm(Layout.FORWARD, middle, down, groups.ends_e, out, counter, **more)
+            found.append(out)
+        assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
+    assert groups.plan[:4].tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)

@@ -62,7 +62,7 @@ class Kernels(torch.nn.Module):
 
     def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
         self.brought += dispatched.form is RowForm.UNDER_WAY
-        beside = None if dispatched.staged is None else rows_out(dispatched.staged)
+        beside = None if dispatched.form is RowForm.ROWS else rows_out(dispatched.beside)
         if beside is not None and self.leaves:
             beside = beside._replace(leave=dispatched.leave)
         return ffn(dispatched.rows_RD, self.gate_up, self.down, dispatched.counts_e, beside=beside)

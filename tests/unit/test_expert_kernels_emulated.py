@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from imbrex.kernels.gemm import gemm
-from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.gemm.tiling import LOW, NARROW, OWN, SHARED, SMALL
 from imbrex.kernels.jit import KernelError
 from tests.emulated.gemm import emulate
@@ -144,6 +144,26 @@ def test_gathered_rows_give_the_bits_of_a_copy(monkeypatch: pytest.MonkeyPatch, 
         found.append(out)
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
     assert found[0].isnan().sum() == TAIL * 144
+
+
+@pytest.mark.parametrize("depth", [64, 512, 1160], ids=["one step", "all stages", "more than stages"])
+def test_a_product_that_follows_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """Columns of a block's first tile are asked for before its rows, which come in boxes of 16; few blocks
+    have several tiles."""
+    torch.manual_seed(9)
+    counts = [3, 0, 1, 70]
+    a, b, weights = rows_of(counts, depth), draw(4, 264, depth), torch.rand(sum(counts) + TAIL)
+    found = []
+    for beside in (ALONE, FOLLOWS):
+        out, counter = poisoned(len(a), 264), torch.zeros(2, dtype=torch.int32)
+        emulate(monkeypatch, [a, b, out], blocks=3)
+        tiling = SMALL._replace(box=16) if beside is FOLLOWS else SMALL
+        how = {"tiling": tiling, "epilogue": Epilogue.WEIGHTED, "weights_R": weights, "beside": beside}
+        launch_gemm(Layout.FORWARD, a, b, ends_of(counts), out, counter, **how)
+        assert counter.tolist() == [0, 0]
+        found.append(out)
+    assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
+    assert found[0].isnan().sum() == TAIL * 264
 
 
 @pytest.mark.parametrize("columns", [128, 136], ids=["wide", "narrow"])

@@ -22,7 +22,7 @@ struct Cut {
     static constexpr Epilogue kEpilogue = Epilogue::kPlain;
     static constexpr bool kFp8 = false, kPingpong = false, kWide = false;
     static constexpr int kGroups = 2, kBlocksM = 1, kBlockN = 256, kStages = 4;
-    static constexpr int kPanels = 2, kGroupM = 8, kCluster = 1, kWave = 128, kGather = 0;
+    static constexpr int kPanels = 2, kGroupM = 8, kCluster = 1, kWave = 128, kGather = 0, kBox = 128;
     static constexpr bool kBeside = false;
 };
 using C = Config<Cut>;
@@ -35,6 +35,7 @@ struct Team {
 };
 struct Follow {
     static constexpr bool kWaits = true;
+    static constexpr int kAhead = kPeek;
     static constexpr u32 kPatience = ptx::kPatience;
     const u32* arrived;  // of every 64 rows
     __device__ void operator()(const Tile& tile) const {

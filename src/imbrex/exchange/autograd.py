@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, get_ctx
 
-from imbrex.contracts import Crossing, Dispatched, Dispatcher, Handle, Routing
+from imbrex.contracts import Arrived, Crossing, Dispatched, Dispatcher, Handle, Routing
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 Value = TypeVar("Value")
@@ -72,13 +72,18 @@ class Begun:
         return self.read(None if self.pending is None else self.pending.finish())
 
 
+def arrive(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int) -> Arrived:
+    """The rows of a dispatch and what comes with them. See `Exchange`."""
+    dispatcher = dispatcher_by(key)
+    (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
+    return complete(dispatcher.dispatch(plan, x_TD, weights_TK))
+
+
 def run_dispatch(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """rows_RD, weights_R, counts_e, and the state that the other operators want. See `Exchange`."""
-    dispatcher = dispatcher_by(key)
-    (plan,) = dispatcher.agree([(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))])
-    return complete(dispatcher.dispatch(plan, x_TD, weights_TK))[:4]
+    """rows_RD, weights_R, counts_e, and the state that the other operators want."""
+    return arrive(x_TD, weights_TK, ids_TK, key)[:4]
 
 
 dispatch_op = custom_op("imbrex::dispatch", run_dispatch, mutates_args=())
@@ -150,14 +155,14 @@ class _Dispatch(torch.autograd.Function):
 
 def dispatch(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int, begun: Begun | None = None
-) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+) -> Arrived:
     """Does what `run_dispatch` does, differentiably. begun: the crossing, where it is under way already."""
     if begun is None and traced(x_TD, weights_TK, ids_TK):
-        return dispatch_op(x_TD, weights_TK, ids_TK, key)
+        return Arrived(*dispatch_op(x_TD, weights_TK, ids_TK, key))
     if not differentiated(x_TD, weights_TK):
-        return run_dispatch(x_TD, weights_TK, ids_TK, key) if begun is None else begun.finish()[:4]
+        return arrive(x_TD, weights_TK, ids_TK, key) if begun is None else begun.finish()
     rows_RD, weights_R, counts_e, *state = _Dispatch.apply(x_TD, weights_TK, ids_TK, key, begun)
-    return rows_RD, weights_R, counts_e, state
+    return Arrived(rows_RD, weights_R, counts_e, state)
 
 
 def run_combine(

@@ -240,14 +240,14 @@ class Exchange:
         dispatcher = self.dispatcher.for_call(x_TD, routing)
         wants_rows = forms[0] is RowForm.ROWS
         form = RowForm.ROWS if wants_rows else dispatcher.form_of(forms, x_TD, routing.weights_TK)
-        beside = None
         if form is RowForm.ROWS:
             inputs = x_TD, routing.weights_TK, routing.ids_TK
-            rows_RD, weights_R, counts_e, state = autograd.dispatch(*inputs, dispatcher.key)
+            arrived = autograd.dispatch(*inputs, dispatcher.key)
         else:
             (plan,) = dispatcher.agree([(x_TD, routing)])
             crossing = dispatcher.dispatch(plan, x_TD, routing.weights_TK, form)
-            rows_RD, weights_R, counts_e, state, beside = autograd.complete(crossing)
+            arrived = autograd.complete(crossing)
+        rows_RD, weights_R, counts_e, state, beside = arrived
         handle = Handle(
             weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0], maker=dispatcher.key
         )
@@ -258,6 +258,7 @@ class Exchange:
             form=form,
             scales_RB=beside if form is RowForm.FP8 else None,
             index_R=beside if form is RowForm.INDEXED else None,
+            beside=beside if form is RowForm.ROWS else None,
         )
 
     def begin_dispatch(self, x_TD: Tensor, routing: Routing) -> BegunDispatch:
@@ -387,7 +388,7 @@ class BegunDispatch:
     def finish(self) -> Dispatched:
         """Wait for the rows; once."""
         x_TD, *_, key = self._given
-        rows_RD, weights_R, counts_e, state = autograd.dispatch(*self._given, self._begun)
+        rows_RD, weights_R, counts_e, state, _ = autograd.dispatch(*self._given, self._begun)
         handle = Handle(weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0], maker=key)
         return Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle)
 

@@ -19,6 +19,7 @@ from torch.library import custom_op, get_ctx
 
 from imbrex.contracts import Routing, RowForm
 from imbrex.exchange.autograd import complete, dispatcher_by
+from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import run_ffn, run_ffn_backward
 from imbrex.kernels.ffn.glue import COUNTERS
 from imbrex.kernels.fused.rows_out import rows_out
@@ -60,8 +61,9 @@ def run_fused(
     weights_R, rows_RD = arrived.weights_R, arrived.rows_RD
     work = rows_RD, gate_up_eGD, down_eDF, arrived.counts_e, weights_R, keep
     left: list[Any] = []
-    beside = None if arrived.beside is None else rows_out(arrived.beside)._replace(leave=left.append)
-    out_RD, gate_up_RG, groups = run_ffn(*work, beside)
+    staged = isinstance(arrived.beside, Staged)
+    beside = rows_out(arrived.beside)._replace(leave=left.append) if staged else None
+    out_RD, gate_up_RG, groups = run_ffn(*work, beside, None if staged else arrived.beside)
     addend, y_TD = None if addend_TD is None else lambda: addend_TD, x_TD.new_empty(x_TD.shape)
     sums = out_RD, None, arrived.state, x_TD.shape[0], addend, y_TD
     complete(dispatcher.combine_beside(left, *sums))

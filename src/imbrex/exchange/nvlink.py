@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,11 +43,12 @@ from imbrex.exchange.agreement import explain, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
+from imbrex.kernels.exchange.groups import RowGroups, empty_groups
 from imbrex.kernels.exchange.launches import Choosing
 from imbrex.kernels.exchange.layout import Shape
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import LeftProduct
-from imbrex.kernels.ffn.glue import weigh_rows
+from imbrex.kernels.ffn.glue import COUNTERS, Groups, weigh_rows
 from imbrex.kernels.fused.down_home import cut_of, down_and_sums, pieces_of, why_not_sums
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
 from imbrex.kernels.routing.routed import Sizes, Tables, placement_tables, write_tables
@@ -77,6 +78,13 @@ def most_rows(shape: Shape, most: int) -> int:
     while room % 2 == 0 and room // 2 >= most:
         room //= 2
     return shape.row_capacity // shape.max_tokens * room
+
+
+class FewRows(NamedTuple):
+    """Rows of a small dispatch, which writes what the experts take besides, too."""
+
+    rows_RD: Tensor
+    groups: RowGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +241,10 @@ class NvlinkDispatcher(WiredDispatcher):
 
         def read(sent: tuple[Any, Routed]) -> Arrived:
             given, routed = sent
+            assert routed.words_TC is not None
+            if isinstance(given, FewRows):
+                weights_R, counts_e, plan = (part[0] for part in given.groups)
+                return Arrived(given.rows_RD, weights_R, counts_e, [routed.words_TC], Groups(plan))
             beside = None
             if form is RowForm.FP8:
                 rows_RD, beside = given
@@ -240,7 +252,6 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_RD, beside = given.rows, replace(given, movers=self.roles.rows)
             else:
                 rows_RD = given
-            assert routed.words_TC is not None
             weights_R, counts_e = spread(routed, rows_RD.shape[0], self._slots)
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
@@ -285,8 +296,10 @@ class NvlinkDispatcher(WiredDispatcher):
                 num_rows = self._count_rows(routed) if exact else most_rows(kernels.shape, most)
                 return self._expand(lease.rows, x_TD, routed, num_rows, expand), routed
             if most <= FEW_TOKENS:
-                rows_1RD, routed = kernels.dispatch_small(*given, sms.small, **choose)
-                return rows_1RD[0, : most_rows(kernels.shape, most)], routed
+                room = most_rows(kernels.shape, most)
+                groups = empty_groups(1, room, self._slots, COUNTERS, x_TD.device)
+                rows_1RD, routed = kernels.dispatch_small(*given, sms.small, groups=groups, **choose)
+                return FewRows(rows_1RD[0, :room], groups), routed
             if stages or not exact:
                 rows_RD = x_TD.new_empty(most_rows(kernels.shape, most), x_TD.shape[1])
                 if stages:

@@ -170,9 +170,10 @@ class Experts(nn.Module):
             return ffn_fp8(rows_RD, self.quantised(), counts_e, weights_R=weights_R)
         gate_up, down = self.gate_up_proj.to(rows_RD.dtype), self.down_proj.to(rows_RD.dtype)
         if self.implementation.startswith("kernels"):
-            beside = None if dispatched.staged is None else rows_out(dispatched.staged)
+            staged = dispatched.form is RowForm.UNDER_WAY
+            beside = rows_out(dispatched.beside) if staged else dispatched.beside
             # who changes the result reads it: a subclass, or a hook
-            if beside and type(self).forward is Experts.forward and not self._forward_hooks:
+            if staged and type(self).forward is Experts.forward and not self._forward_hooks:
                 beside = beside._replace(leave=dispatched.leave)
             more = {"weights_R": weights_R, "gradients": self.gradient_sums, "beside": beside}
             return ffn(rows_RD, gate_up, down, counts_e, **more)

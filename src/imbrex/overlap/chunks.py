@@ -22,6 +22,7 @@ from imbrex.contracts import (
     RowForm,
 )
 from imbrex.experts.experts import Experts as Ours
+from imbrex.kernels.ffn.glue import Groups
 from imbrex.runtime.deferred import Deferral
 
 
@@ -108,13 +109,14 @@ class Forward:
             c.weights_R = c.weights_R.detach().requires_grad_(self.keep and weighs)
             tokens, maker = c.tokens.stop - c.tokens.start, self.dispatcher.key
             handle = Handle(weights_R=c.weights_R, state=tuple(c.state), num_tokens=tokens, maker=maker)
+            scales_RB = c.beside if isinstance(c.beside, Tensor) else None
             dispatched = Dispatched(
                 rows_RD=c.rows_RD,
                 counts_e=c.counts_e,
                 handle=handle,
-                form=self.form if c.beside is not None else RowForm.ROWS,
-                scales_RB=c.beside if self.form is RowForm.FP8 else None,
-                staged=c.beside if self.form is RowForm.UNDER_WAY else None,
+                form=RowForm.ROWS if c.beside is None or isinstance(c.beside, Groups) else self.form,
+                scales_RB=scales_RB,
+                beside=c.beside if scales_RB is None else None,
                 leave=c.left.append if self.fused else None,
             )
             c.beside = None

@@ -42,6 +42,7 @@ from imbrex.kernels.exchange import launches as how
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange import variants as kernel
 from imbrex.kernels.exchange.failures import check_choices, check_rows, check_sent, poison, raise_failure
+from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launches import Choosing, Sums, default_sms
 from imbrex.kernels.exchange.lease import COUNTED, Lease, Staged
 from imbrex.kernels.heap import Heap
@@ -349,18 +350,21 @@ class NvlinkExchange:
         weights: Tensor,
         num_sms: int = lay.SMALL_SMS,
         tokens: Tensor | None = None,
+        *,
+        groups: RowGroups | None = None,
         **choosing: Unpack[Choosing],
     ) -> tuple[Tensor, Routed]:
         """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
 
-        Arguments as there. A captured call follows new ids and tokens at every replay.
+        Arguments as there. A captured call follows new ids and tokens at every replay. groups: is written
+        too.
         """
         self._row_bytes(x)
         few = min(self.shape.max_tokens, lay.SMALL_TOKENS)
         routed = self._empty_routed(few)
         route = self._route_args(ids, weights, tokens, routed, choosing, small=True)
         out = self._empty_rows(x)
-        args = how.small_args(self.shape, self.layout, route, x, out, few, num_sms)
+        args = how.small_args(self.shape, self.layout, route, x, out, few, num_sms, groups)
         shared = lay.small_shared(self.shape, few, self._room)
         self._launch(kernel.SMALL, "small", num_sms, kernel.ROUTE_THREADS, shared, args)
         return out, routed
@@ -500,6 +504,7 @@ class NvlinkExchange:
             args=[self._group(blocks), args, *besides],
             smem=shared,
             cluster=cluster,
+            dependent=variant in kernel.DEPENDENT,
         )
 
     def _group(self, blocks: int) -> Struct:

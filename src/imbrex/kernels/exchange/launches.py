@@ -11,6 +11,7 @@ from torch import Tensor
 
 from imbrex.contracts import Placement
 from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.groups import RowGroups, group_fields
 from imbrex.kernels.exchange.variants import BESIDE_THREADS, MOVER_THREADS
 from imbrex.kernels.routing.routed import Routed, Tables
 
@@ -346,9 +347,16 @@ def reduce_args(
 
 
 def small_args(
-    shape: lay.Shape, layout: lay.Layout, route: Any, x: Tensor, out: Tensor, few: int, num_sms: int
+    shape: lay.Shape,
+    layout: lay.Layout,
+    route: Any,
+    x: Tensor,
+    out: Tensor,
+    few: int,
+    num_sms: int,
+    groups: RowGroups | None,
 ) -> ctypes.Structure:
-    """Arguments of a dispatch of at most `few` tokens a rank, which routes by `route`."""
+    """Arguments of a dispatch of at most `few` tokens a rank, which routes by `route` and writes `groups`."""
     if num_sms < 2:
         raise ValueError("exchange: a small dispatch needs at least 2 SMs: some push, some route")
     row_bytes = x.shape[-1] * x.element_size()
@@ -364,6 +372,7 @@ def small_args(
         row_bytes=row_bytes,
         parts=lay.SMALL_PARTS,
         pushers=lay.small_pushers(shape.ranks, num_sms),
+        **group_fields(groups),
     )
 
 

@@ -7,6 +7,7 @@ using Whole = Form<16, 6, kColumns, 2>;
 
 extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
     reduce_rows(const __grid_constant__ Group group, const __grid_constant__ Reduce reduce) {
+    ptx::wait_for_launches();
     const Call call = begin_call(group, kCombine);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()),
               ranks = group.ranks;

@@ -57,4 +57,6 @@ REDUCE = {
     fp8: jit.Variant(source="exchange/reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))
     for fp8 in (False, True)
 }
+DEPENDENT = frozenset((SMALL, *REDUCE.values()))
+"""Kernels that may begin before the one before them has ended, and wait for it themselves."""
 GATHER = jit.Variant(source="exchange/gather.cu", entry="gather_sums")

@@ -12,7 +12,8 @@ or, for wide rows, a kernel of its own; gate and up (bf16) are kept, or computed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from imbrex.kernels.ffn.inputs import check_inputs
 from imbrex.kernels.ffn.widths import MULTIPLE, fits, pad_widths
 from imbrex.kernels.gemm.gemm import (
     ALONE,
+    FOLLOWS,
     Beside,
     Epilogue,
     Layout,
@@ -32,7 +34,7 @@ from imbrex.kernels.gemm.gemm import (
     gemm_variant,
     launch_gemm,
 )
-from imbrex.kernels.gemm.tiling import choose_tiling, gemm_choices
+from imbrex.kernels.gemm.tiling import SHARED, SMALL, choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.runtime.deferred import Deferral, recording
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
@@ -64,7 +66,7 @@ def ffn(
     weights_R: Tensor | None = None,
     recompute: bool = False,
     gradients: tuple[Tensor, Tensor] | None = None,
-    beside: Beside | None = None,
+    beside: Beside | Groups | None = None,
 ) -> Tensor:
     """down(silu(gate) * up) of every row by its expert, times `weights_R` (float32) where given; [R, D] bf16.
 
@@ -78,13 +80,14 @@ def ffn(
 
     beside: the kernel of the first product, which brings the rows as well (`kernels.fused.rows_out`). Its
     `leave` takes the last product; nothing may read the result before that is called. Not under
-    `torch.compile`.
+    `torch.compile`. Or, for who does not differentiate, what `plan_groups` makes of `counts_e`.
 
     Under a `Deferral` the backward leaves the weights' gradients to it. Widths that are no multiples of 8 are
     padded, which copies the weights in every call; such weights' gradients cannot be added to `gradients`.
 
     Raises ValueError for tensors of other shapes or dtypes, or on several devices.
     """
+    beside, groups = (None, beside) if isinstance(beside, Groups) else (beside, None)
     weights = gate_up_eGD, down_eDF
     check_inputs("ffn", rows_RD, weights, counts_e, weights_R, bf16=(rows_RD, *weights))
     if beside is not None and not (fits(*down_eDF.shape[1:]) and rows_RD.is_contiguous()):
@@ -107,7 +110,7 @@ def ffn(
     elif beside is None and traced(*given[:-1]):
         return torch.ops.imbrex_experts_v2.ffn(*given)[0]
     if not training:
-        return run_ffn(*given, beside)[0]
+        return run_ffn(*given, beside, groups)[0]
     backward = gradients, recording(gate_up_eGD) and recording(down_eDF)
     return Ffn.apply(*given[:-1], (keep, beside, backward))  # torch looks at every argument by itself
 
@@ -122,6 +125,11 @@ def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None
             )
 
 
+FOLLOWING = (SHARED, SMALL)
+FEW_ROWS = 64
+"""Rows of an expert, in the mean, up to which the last product asks for weights while the first one runs."""
+
+
 def run_ffn(
     rows_RD: Tensor,
     gate_up_eGD: Tensor,
@@ -130,9 +138,10 @@ def run_ffn(
     weights_R: Tensor | None,
     keep: bool,
     beside: Beside | None = None,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_RD; gate_up_RG where kept (else empty); the plan of the groups, for the backward."""
-    groups, rows_RD = plan_groups(counts_e), rows_RD.contiguous()
+    groups, rows_RD = groups or plan_groups(counts_e), rows_RD.contiguous()
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     weights_R = None if weights_R is None else weights_R.contiguous()
     gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
@@ -192,7 +201,7 @@ class LeftProduct:
         if self.is_empty:
             return
         given = self.act_RF, self.down_eDF, self.groups, self.out_RD, self.epilogue
-        _gemm(Layout.FORWARD, *given, weights=self.weights_R)
+        _gemm(Layout.FORWARD, *given, weights=self.weights_R, follows=True)
 
 
 def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
@@ -423,22 +432,25 @@ def _gemm(
     weights: Tensor | None = None,
     index: Tensor | None = None,
     beside: Beside = ALONE,
+    follows: bool = False,
 ) -> None:
+    """Queues one product of `groups`. follows: the launch right before makes its rows."""
     rows, experts = a.shape[0] if index is None else index.shape[0], groups.ends_e.numel()
     tiling = _tiling(layout, epilogue, rows, experts, a, out, gather=index is not None)
+    early = follows and tiling in FOLLOWING and rows <= FEW_ROWS * experts
     launch_gemm(
         layout,
         a,
         b,
         groups.ends_e,
         out,
-        groups.counter,
+        groups.other_counter if early else groups.counter,
         tiling=tiling,
         epilogue=epilogue,
         gate_up=gate_up,
         weights_R=weights,
         index_R=index,
-        beside=beside,
+        beside=FOLLOWS if early else beside,
     )
 
 
@@ -460,4 +472,11 @@ def _tiling(
 def shipped_variants() -> list[Variant]:
     """Every kernel that `ffn` and its backward can launch."""
     gemms = [gemm_variant(c.layout, c.epilogue, c.tiling, c.wide) for c in gemm_choices()]
-    return [*glue_variants(), *gemms]
+    plain = itertools.product((Epilogue.PLAIN, Epilogue.WEIGHTED), FOLLOWING)
+    return [*glue_variants(), *gemms, *(following_variant(*cut) for cut in plain)]
+
+
+def following_variant(epilogue: Epilogue, tiling: Tiling) -> Variant:
+    """The product that begins before the one before it has ended."""
+    variant = gemm_variant(Layout.FORWARD, epilogue, tiling)
+    return replace(variant, source=FOLLOWS.file[0], entry=FOLLOWS.file[1])

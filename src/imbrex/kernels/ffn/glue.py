@@ -30,8 +30,9 @@ _UNIT = 8  # bf16 values in 16 bytes
 
 
 COUNTERS = 12
-"""int32 zeros before the ends, which begin at 16 bytes: a product counts its tiles in the first two, and the
-parts of its result that are written in the last eight (fused/down_home.cu)."""
+"""int32 zeros before the ends, which begin at 16 bytes: a product counts its tiles in the first two, one that
+begins before the product before it has ended in the next two, and the parts of its result that are written
+in the last eight (fused/down_home.cu)."""
 
 
 class Groups:
@@ -43,6 +44,11 @@ class Groups:
         self.plan, self.ends_e = plan, plan[COUNTERS:]
         self.counter = plan
         """Two zeros, and then others."""
+
+    @property
+    def other_counter(self) -> Tensor:
+        """Two zeros for a product that begins before the one before it has ended."""
+        return self.plan[2:4]
 
     @property
     def written(self) -> Tensor:

@@ -22,7 +22,7 @@
 // counters 0 and 1. Of 210 rows counter 0 is full at 128, counter 1 at 82.
 #pragma once
 #include "peers/protocol.cuh"
-#include "gemm/shape.cuh"
+#include "gemm/load.cuh"
 
 namespace fused {
 
@@ -176,6 +176,7 @@ struct Bring {
 template <int kBlockM>
 struct Come {
     static constexpr bool kWaits = true;
+    static constexpr int kAhead = gemm::kPeek;
     static constexpr u32 kPatience = 1u << 28;  // who multiplies waits for the movers, and theirs ends first
     const Group& group;
     const Rows& rows;

@@ -110,6 +110,8 @@ __device__ __forceinline__ u32 open_groups(const Gate& gate, const float (&wante
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     choose_experts(const float* logits, const float* bias, int tokens, int experts, int top_k, int groups,
                    int open, int best_two, int normalize, float scale, i64* ids, float* weights) {
+    ptx::wait_for_launches();
+    ptx::launch_dependents();
     const Gate gate{experts, top_k, groups, open, best_two, normalize, scale};
     const int token = blockIdx.x * kWarps + threadIdx.x / 32;
     if (token >= tokens) return;

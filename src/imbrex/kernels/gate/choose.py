@@ -114,7 +114,8 @@ def _launch(entry: str, logits_TE: Tensor, choice: Choice, args: list[Any]) -> N
     tokens, experts = logits_TE.shape
     if tokens:
         kernel = _kernel(entry, experts, choice.sigmoid, logits_TE.device)
-        kernel.launch(grid=-(-tokens // (THREADS // 32)), block=THREADS, args=args)
+        dependent = entry == "choose_experts"
+        kernel.launch(grid=-(-tokens // (THREADS // 32)), block=THREADS, args=args, dependent=dependent)
 
 
 def _variant(entry: str, values: int, sigmoid: bool) -> Variant:

@@ -14,7 +14,7 @@ struct Cut {
     static constexpr bool kFp8 = FP8, kPingpong = PINGPONG, kWide = WIDE;
     static constexpr int kGroups = GROUPS, kBlocksM = BLOCKS_M, kBlockN = BLOCK_N, kStages = STAGES;
     static constexpr int kPanels = PANELS, kGroupM = GROUP_M, kCluster = CLUSTER, kWave = WAVE;
-    static constexpr int kGather = GATHER;
+    static constexpr int kGather = GATHER, kBox = BOX;
     static constexpr int kBeside = BESIDE;
 };
 using C = Config<Cut>;

@@ -17,6 +17,7 @@
 //             loads all their panels of 64
 //   CLUSTER   2: two blocks work on two row tiles of the same columns, and each loads half of B for both
 //             (forward, dgrad; tiles shared by the groups; the same bits): gemm/pairs.cuh
+//   BOX       rows of A that an instruction loads at most (bf16, forward and dgrad)
 //   GATHER    warps that ask for the rows of A one by one, through an index (forward); 0: rows are in order:
 //             gemm/gather.cuh
 //   BLOCK_N   columns of a tile; STAGES of the load ring; PANELS of store staging a group

@@ -36,6 +36,7 @@ class Tiling(NamedTuple):
     panels: int = 2
     group_m: int = 8
     cluster: int = 1
+    box: int = 128
 
     @property
     def block_m(self) -> int:
@@ -43,8 +44,13 @@ class Tiling(NamedTuple):
 
     @property
     def box_m(self) -> int:
-        """Rows of A in bf16 that an instruction loads (kBoxM of gemm/shape.cuh)."""
-        return 64 if (self.pingpong, self.block_m, self.block_n) == (False, 128, 256) else self.block_m
+        """Rows of A in bf16 that an instruction loads at most (kBoxM of gemm/shape.cuh)."""
+        return min(self.box, 64 if self.two_heights else self.block_m)
+
+    @property
+    def two_heights(self) -> bool:
+        """Whether tiles in bf16 are 64 rows high where that is faster (gemm/height.cuh)."""
+        return (self.pingpong, self.block_m, self.block_n) == (False, 128, 256)
 
     @property
     def halved(self) -> bool:
@@ -121,6 +127,8 @@ GATHER_WARPS = 4
 
 SOURCE, ENTRY = "gemm/gemm.cu", "grouped_gemm"
 ALONE = Beside(file=(SOURCE, ENTRY), args=lambda blocks: (), key=())
+FOLLOWS = Beside(file=("gemm/follow.cu", "product_that_follows"), args=lambda blocks: (), key=(-1,))
+"""A product whose rows the launch right before makes, with a counter of its own."""
 
 
 def gemm_variant(
@@ -146,6 +154,7 @@ def gemm_variant(
             ("PANELS", tiling.panels),
             ("GROUP_M", tiling.group_m),
             ("CLUSTER", tiling.cluster),
+            ("BOX", tiling.box),
             ("WIDE", int(wide and layout is not Layout.FORWARD)),
             ("FP8", int(fp8)),
             ("WAVE", 128 if tiling.groups == 2 else 64),

@@ -23,11 +23,19 @@ __device__ __forceinline__ void load_columns(const TensorMap* map_b, u32 full, u
 // the copy engine more than rows that are.
 template <class C>
 __device__ __forceinline__ void load_rows(const TensorMap* map_a, u32 full, u32 a, int row, int rows, int k) {
-#pragma unroll
-    for (int box = 0; box < C::kBlockM; box += C::kBoxM) {
-        const int live = least(rows - box, C::kBoxM);
-        if (box == 0 || live > 0)
+    if constexpr (C::kBlockM > 2 * C::kBoxM) {
+#pragma unroll 1
+        for (int box = 0; box < rows; box += C::kBoxM) {
+            const int live = least(rows - box, C::kBoxM);
             ptx::tma_load_3d(a + box * 128, map_a, full, k, C::kBoxM - live, row + box + live);
+        }
+    } else {
+#pragma unroll
+        for (int box = 0; box < C::kBlockM; box += C::kBoxM) {
+            const int live = least(rows - box, C::kBoxM);
+            if (box == 0 || live > 0)
+                ptx::tma_load_3d(a + box * 128, map_a, full, k, C::kBoxM - live, row + box + live);
+        }
     }
 }
 
@@ -82,6 +90,7 @@ constexpr int kPeek = 2;
 // Rows are there before the launch: what `run` is told where nobody brings them (gemm/run.cuh).
 struct Always {
     static constexpr bool kWaits = false;
+    static constexpr int kAhead = kPeek;  // steps of a block's first tile whose columns are asked for before
     static constexpr u32 kPatience = ptx::kPatience;  // of everybody who waits in the block
     __device__ __forceinline__ void operator()(const Tile&) const {}
 };
@@ -128,7 +137,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
                              k_count - step * C::kBlockK, product);
             }
         };
-        const int few = least(steps, kPeek);
+        const int few = least(steps, Ready::kAhead > kPeek && index == 0 ? Ready::kAhead : kPeek);
         if constexpr (Ready::kWaits) {
             Ring<C> rows = ring;
 #pragma unroll 1
@@ -147,7 +156,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
             Tile then;
             if constexpr (!Ready::kWaits) load(0, few);
             found = order.seek(next, then);
-            load(kPeek, steps);
+            load(Ready::kAhead > kPeek ? few : kPeek, steps);
             tile = then;
         } else {
             load(Ready::kWaits ? few : 0, steps);

@@ -5,7 +5,7 @@
 //   ready  is asked by the thread that loads, before a tile's rows; columns of its first steps are asked for
 //          before it. It may wait for whatever brings the rows (a counter that movers add to), fences for the
 //          copy engine, must return in bounded time, and reports itself what did not come: the tile is
-//          computed all the same, so that nobody waits for it.
+//          computed all the same, so that nobody waits for it. kAhead: see gemm/follow.cu.
 //   sink   gets a tile's results as panels of staging, and is told when a group has sent all of its own of a
 //          tile, and when all of them are written.
 //   team   says which blocks take tiles, where those are not all of the launch.

@@ -39,7 +39,8 @@ struct Config : Cut {
     // to 2 %).
     static constexpr bool kTwoHeights =
         !Cut::kFp8 && !Cut::kPingpong && !kWgrad && kBlockM == 128 && kBlockN == 256;
-    static constexpr int kBoxM = kTwoHeights ? 64 : kBlockM;
+    static constexpr int kMostBox = kTwoHeights ? 64 : kBlockM,
+                         kBoxM = Cut::kFp8 || kMostBox < Cut::kBox ? kMostBox : Cut::kBox;
     static constexpr int kOutputs = (kSwiglu ? kBlockN / 2 : kBlockN) / 64;
     static constexpr bool kManyRegisters = (Cut::kFp8 && !Cut::kGather && Cut::kCluster == 1) || kSlopes;
     // kBeside: registers of three warps of the producer's group that do something else, or 0. Who asks for

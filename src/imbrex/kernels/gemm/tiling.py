@@ -156,9 +156,9 @@ def _time(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int,
     like = SHARED if tiling == STAGED else tiling
     parts = columns, sms, tiling.block_n, _READ[like]
     found = _waves(tiling.block_m, _COSTS[like], groups, *parts)
-    if fp8 or tiling.box_m == tiling.block_m:
+    if fp8 or not tiling.two_heights:
         return found
-    return min(found, _waves(tiling.box_m, _LOW_COST, groups, *parts))
+    return min(found, _waves(64, _LOW_COST, groups, *parts))
 
 
 def _waves(

@@ -10,6 +10,9 @@
 #pragma once
 #include "ptx/exchange.cuh"
 
+#ifndef SELDOM
+#define SELDOM inline  // __noinline__ where instructions that are not run are in the way of those that are
+#endif
 #ifndef LAST_TRIES
 #define LAST_TRIES (1u << 16)  // of a barrier, once the call has failed: a second or so
 #endif
@@ -101,8 +104,9 @@ __device__ __forceinline__ u32* flag_of(const Group& group, i64 flags, int at, i
     return reinterpret_cast<u32*>(group.heap[at] + flags) + static_cast<i64>(from) * group.flags + index;
 }
 
+// All of a call but its epoch, which nothing may ask for before the kernels before this one have ended.
 // `aside`: blocks, the last ones, that do something else.
-__device__ __forceinline__ Call begin_call(const Group& group, Kind kind, int aside = 0) {
+__device__ __forceinline__ Call name_call(const Group& group, Kind kind, int aside = 0) {
     Call call;
     call.group = &group;
     call.local = static_cast<int>(blockIdx.x) / group.blocks;
@@ -111,8 +115,18 @@ __device__ __forceinline__ Call begin_call(const Group& group, Kind kind, int as
     call.blocks = group.blocks - aside;
     call.kind = kind;
     call.own = control_of(group, call.me);
-    call.epoch = ptx::load_relaxed_sys(&call.own->epoch[kind]) + 1;  // written by a kernel before
+    call.epoch = 0;
+    return call;
+}
+
+__device__ __forceinline__ void count_call(Call& call) {
+    call.epoch = ptx::load_relaxed_sys(&call.own->epoch[call.kind]) + 1;  // written by a kernel before
     stall(call, 0);
+}
+
+__device__ __forceinline__ Call begin_call(const Group& group, Kind kind, int aside = 0) {
+    Call call = name_call(group, kind, aside);
+    count_call(call);
     return call;
 }
 
@@ -159,12 +173,13 @@ __device__ __forceinline__ bool failed(const Call& call) {
 }
 
 // Keep the first failure, show it to the host, and let no peer wait for us in vain.
-__device__ inline void give_up(const Call& call, Code code, Phase phase, int peer) {
+__device__ SELDOM void give_up(const Call call, Code code, Phase phase, int peer) {
     if (ptx::claim_zero_sys(&call.own->status[0], code) != 0) return;
     const u32 what[8] = {static_cast<u32>(code),       static_cast<u32>(call.me),
                          static_cast<u32>(peer),       static_cast<u32>(call.kind),
                          static_cast<u32>(phase),      call.epoch,
                          static_cast<u32>(call.block), static_cast<u32>(call.group->layer)};
+#pragma unroll
     for (int i = 7; i >= 1; --i) {
         call.own->status[i] = what[i];
         ptx::store_relaxed_sys(&call.group->host_status[call.local * 8 + i], what[i]);

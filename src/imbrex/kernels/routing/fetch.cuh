@@ -24,6 +24,7 @@ template <int kFetch, bool kWeights = true>
 __device__ inline void fetch_fours(const Call& call, const Route& route, const Scratch& s, const int* ids,
                                    const float* given, float* weights) {
     const int per = kChunk * route.choices / 4, fours = s.chunks * per;
+ROUTE_LOOP
     for (int first = route_thread(); first < fours; first += kFetch * kRouteThreads) {
         FourIds id[kFetch];
         FourWeights weight[kFetch];
@@ -59,6 +60,7 @@ template <bool kWeights>
 __device__ inline void fetch_ones(const Call& call, const Route& route, const Scratch& s, const int* ids,
                                   const float* given, float* weights) {
     const int per = kChunk * route.choices;
+ROUTE_LOOP
     for (int i = route_thread(); i < s.chunks * per; i += kRouteThreads) {
         const int c = i / per, in_chunk = i - c * per, token = in_chunk / route.choices;
         const bool here = token < s.chunk[c].tokens;

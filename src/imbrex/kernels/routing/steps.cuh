@@ -339,7 +339,7 @@ __device__ inline void place_choices(const Call& call, const Route& route, const
     const int token = route_thread() / kPerToken, lane = route_thread() % kPerToken;
 ROUTE_LOOP
     for (int k = lane; k < route.choices; k += kPerToken)
-#pragma unroll 4
+ROUTE_FOUR
         for (int c = 0; c < s.chunks; ++c) {
             const int row = row_of(c, token, s.ids[(c * kChunk + token) * route.choices + k]);
             also(c, token, k, row);
