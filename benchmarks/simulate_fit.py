@@ -48,7 +48,9 @@ FITTED = {
     "exchange": "whole calls to expert-major rows, bf16, uniform or recorded; products beside kernels",
     "layer_fp8": "dispatch, experts and what is left of forward, imbrex-serial",
     "codecs": "encode and decode, bfloat16",
-    "schedule": "run 12 (NCCL over NVLink) and run 5 (two cores, first half of the sweep)",
+    "schedule": "run 12 (NCCL over NVLink), two rows of run 7 and run 5 (two cores, first half of the sweep)",
+    "fused": "run 0: experts alone, serial layers of 4096 tokens, fused over serial for two of five models",
+    "layer": "imbrex-alltoall, two of four models",
     "collectives": "run 7, top-8, copy-per-rank (sockets); run 3, top-8, copy-per-rank and hierarchical",
 }
 
@@ -110,22 +112,26 @@ def entries(names: Sequence[str], values: Iterable[float], source: str, status: 
 
 def share_of(row: Row) -> tuple[Shape, Share]:
     case, shape = row["case"], shape_of(row["case"])
-    rows_W = np.array([float(case["rows"])])
-    return shape, Share(experts=shape.experts / case["ranks"], inner=shape.inner, rows_W=rows_W)
+    ranks = case["ranks"] if "ranks" in case else case["W"]
+    number = case["rows"] if "rows" in case else case["M"] * case["K"] / ranks
+    rows_W = np.array([float(number)])
+    return shape, Share(experts=shape.experts / ranks, inner=shape.inner, rows_W=rows_W)
 
 
 def fit_experts(profile: Profile) -> Profile:
     """One GPU's products, forward first, then what the backward takes more."""
     ours = [r for r in rows("experts") if r["impl"] == "imbrex" and r["case"].get("skew") == "uniform"]
-    ahead = [r for r in ours if r["op"] in ("ffn", "decode")]
-    both = [r for r in ours if r["op"] == "ffn_training"]
-    source = commits("experts", {r["run"] for r in ours})
+    pair = [r for r in rows("fused") if r["run"] == 0 and r["impl"] == "imbrex-experts-alone"]
+    ahead = [r for r in (*ours, *pair) if r["op"] in ("ffn", "decode", "forward")]
+    both = [r for r in (*ours, *pair) if r["op"] in ("ffn_training", "forward+backward")]
+    source = f"{commits('experts', {r['run'] for r in ours})}; {commits('fused', [0])}: experts alone"
     first = (
         "product_flops_s",
         "weights_bytes_s",
         "experts_start_s",
         "rows_bytes_s",
         "power_slowdown",
+        "reading_exponent",
     )
 
     def forward(some: Profile, row: Row) -> float:
@@ -142,7 +148,9 @@ def fit_experts(profile: Profile) -> Profile:
     def with_first(x: Iterable[float]) -> Profile:
         return profile.with_entries(entries(first, x, source))
 
-    best = minimise(lambda x: off(pairs(with_first(x), ahead, forward)), (9e14, 4.7e12, 33e-6, 6.8e12, 0.1))
+    best = minimise(
+        lambda x: off(pairs(with_first(x), ahead, forward)), (9e14, 4.7e12, 33e-6, 6.8e12, 0.1, 3.0), 600
+    )
     profile = with_first(best)
     second = ("backward_rows_factor", "backward_weights_factor", "gradients_bytes_s")
 
@@ -184,6 +192,60 @@ def fit_nvlink(profile: Profile) -> Profile:
 
     start = (3.3e11, 4.3e10, 2.5e-5, 1e-9, 1.03, 1.54e12, 2.5e-5)
     return fitted(minimise(lambda x: off(pairs(fitted(x))), start, 500))
+
+
+def fit_pieces(profile: Profile) -> Profile:
+    """What a layer over NVLink takes beside its kernels."""
+    names = ("piece_forward_s", "piece_backward_s")
+    ours = [row for row in rows("fused") if is_piece_fitted(row)]
+    source = f"{commits('fused', [0])}: serial, 4096 tokens"
+
+    def fitted(x: Iterable[float]) -> Profile:
+        return profile.with_entries(entries(names, x, source))
+
+    def pairs(some: Profile) -> list:
+        return [(of_schedule(some, one_node(some, 2), row), 1e-6 * row["median_us"]) for row in ours]
+
+    return fitted(minimise(lambda x: off(pairs(fitted(x))), (4e-5, 4e-5), 100))
+
+
+def is_piece_fitted(row: Row) -> bool:
+    return row["run"] == 0 and row["impl"] == "imbrex-serial" and row["case"]["M"] == 4096
+
+
+FUSED_MODELS = ("qwen2-moe", "mixtral")
+"""Narrow and wide experts, whose fused layers are fitted; those of other models are held out."""
+
+
+def fit_fused(profile: Profile) -> Profile:
+    """Fit what fused kernels hide, and their start, to their gain over serial, without serial's own error."""
+    names = ("fused_hides_out", "fused_hides_home", "fused_start_s")
+    ours = [row for row in rows("fused") if is_fused_fitted(row)]
+    serial = {
+        (row["op"], str(row["case"])): row["median_us"]
+        for row in rows("fused")
+        if row["run"] == 0 and row["impl"] == "imbrex-serial"
+    }
+    source = f"{commits('fused', [0])}: fused over serial, {', '.join(FUSED_MODELS)}"
+
+    def fitted(x: Iterable[float]) -> Profile:
+        return profile.with_entries(entries(names, x, source))
+
+    def gains(some: Profile) -> list:
+        fabric = one_node(some, 2)
+        return [
+            (
+                of_schedule(some, fabric, row) / of_schedule(some, fabric, {**row, "impl": "serial"}),
+                row["median_us"] / serial[row["op"], str(row["case"])],
+            )
+            for row in ours
+        ]
+
+    return fitted(minimise(lambda x: off(gains(fitted(x))), (0.5, 0.5, 1e-5), 150))
+
+
+def is_fused_fitted(row: Row) -> bool:
+    return row["run"] == 0 and row["impl"] == "imbrex-fused" and row["case"]["model"] in FUSED_MODELS
 
 
 def _exchange_points() -> list[dict]:
@@ -259,28 +321,53 @@ def codec_rates() -> dict:
 
 
 def fit_bytes(profile: Profile) -> Profile:
-    """The host's time and the copies over NCCL, from schedules over NVLink."""
-    names = ("plan_s", "chunk_forward_s", "chunk_backward_s", "copied_bytes_s")
-    ours = [r for r in rows("schedule") if r["run"] == 12 and r["op"] in ("layer-forward", "layer-backward")]
+    """Copies and the host's time over NCCL, from whole layers of today's code on 2 GPUs; then the host's time
+    of the older code whose schedules were measured, from those on 4 GPUs."""
+    whole = [row for row in rows("layer") if is_bytes_fitted(row)]
+    source = f"{commits('layer', {r['run'] for r in whole})}: imbrex-alltoall"
+    within = entries(["plan_s"], [0.0], "part of the chunk's", "assumed")
+    timed = [r for r in rows("schedule") if r["run"] == 12 and r["op"] in ("layer-forward", "layer-backward")]
 
-    def fitted(x: Iterable[float]) -> Profile:
-        return profile.with_entries(entries(names, x, commits("schedule", [12])))
+    def now(x: Iterable[float]) -> Profile:
+        return profile.with_entries(within | entries((*HOST, "copied_bytes_s"), x, source))
 
-    def pairs(some: Profile) -> list:
-        return [(of_schedule(some, one_node(some, 4), row), 1e-6 * row["median_us"]) for row in ours]
+    def off_by(some: Profile, of: Sequence[Row]) -> float:
+        return off(
+            (of_schedule(some, one_node(some, row["case"]["W"]), row), 1e-6 * row["median_us"]) for row in of
+        )
 
-    return fitted(minimise(lambda x: off(pairs(fitted(x))), (1e-3, 3e-3, 1e-3, 1e12)))
+    today = now(minimise(lambda x: off_by(now(x), whole), (1.5e-3, 1e-3, 7e11), 120))
+
+    def earlier(x: Iterable[float]) -> Profile:
+        return today.with_entries(entries(HOST, x, commits("schedule", [12])))
+
+    then = earlier(minimise(lambda x: off_by(earlier(x), timed), (3.7e-3, 2.9e-3), 40))
+    return today.with_entries({f"{name}:{OLDER}": then.entries[name] for name in HOST})
+
+
+HOST = ("chunk_forward_s", "chunk_backward_s")
+OLDER = "819f242"
+"""The revision of the schedules that were measured over NCCL: its host took longer for a chunk."""
+
+
+def with_older_host(profile: Profile) -> Profile:
+    return profile.with_entries({name: profile.entries[f"{name}:{OLDER}"] for name in HOST})
+
+
+def is_bytes_fitted(row: Row) -> bool:
+    return row["impl"] == "imbrex-alltoall" and row["case"]["model"] in ("qwen2-moe", "deepseek-v3")
 
 
 def of_schedule(profile: Profile, fabric: Fabric, row: Row) -> float:
     """Predicted seconds of a row of schedule.json or layer.json: a forward, a backward, or both."""
     case = row["case"]
-    schedule = str(row["impl"])
+    schedule = str(row["impl"]).removeprefix("imbrex-").removesuffix("-joined")
+    whole = schedule == "alltoall"
     layout = Layout(
         ep=case["W"],
-        transport=case.get("transport", "nvlink"),
+        transport="alltoall" if whole else case.get("transport", "nvlink"),
         codec=case.get("codec", "identity"),
-        schedule=schedule.removeprefix("imbrex-").removesuffix("-joined"),
+        schedule="serial" if whole else schedule,
     )
     tokens = case["M"] // case["W"] if "M" in case else case["T"]
     layer = Case(profile=profile, fabric=fabric, shape=shape_of(case), tokens=tokens)
@@ -322,12 +409,16 @@ def fit_h200() -> Profile:
     defaults = "transport/nvlink.py's defaults"
     profile = profile.with_entries(entries(sms, (32, 64, 32), defaults, "measured") | codec_rates())
     profile = profile.with_entries(links("node", 3.3e11, "", "fitted", start=0.0))
-    profile = fit_nvlink(fit_experts(profile))
+    profile = profile.with_entries(
+        entries(("piece_forward_s", "piece_backward_s"), (0.0, 0.0), "", "assumed")
+    )
+    profile = fit_pieces(fit_nvlink(fit_experts(profile)))
     slowed = "a guess: NCCL takes few multiprocessors"
     profile = profile.with_entries(
         entries(("bytes_slows_compute", "bytes_slows_moves"), (1.05, 1.1), slowed, "assumed")
     )
-    profile = fit_bytes(beside(profile))
+    nothing = entries(("host_holds_moves",), (0.0,), "", "assumed")
+    profile = fit_bytes(beside(profile.with_entries(nothing)))
     network = "400 Gb/s a GPU, nine tenths of it reached (Hybrid-EP's article: near the card's peak)"
     profile = profile.with_entries(links("network", 45e9, network, "assumed", start=5e-6))
     moved = exchange_rows(7, 8, "copy-per-rank", "move")[0]
@@ -341,27 +432,30 @@ def fit_h200() -> Profile:
     profile = profile.with_entries(
         links("sockets", float(f"{rate:.5g}"), source, "fitted", start=1e-4) | memory
     )
-    return fit_pair(profile)
+    return fit_fused(fit_pair(profile))
 
 
 def fit_pair(profile: Profile) -> Profile:
-    """The sockets of another machine, with two GPUs, from one forward."""
-    (row,) = [r for r in rows("schedule") if is_pair_fitted(r)]
-    source = f"{commits('schedule', [7])}: serial, kernels, forward"
+    """The sockets of another machine, with two GPUs, and how much of a chunk's host time holds them up."""
+    ours = [r for r in rows("schedule") if is_pair_fitted(r)]
+    source = f"{commits('schedule', [7])}: forwards, serial by kernels and optsche-4 by torch's products"
 
     def fitted(x: np.ndarray) -> Profile:
-        return profile.with_entries(links("sockets-pair", float(f"{x[0]:.5g}"), source, "fitted", start=1e-4))
+        tier = links("sockets-pair", float(f"{x[0]:.5g}"), source, "fitted", start=1e-4)
+        return profile.with_entries(tier | entries(["host_holds_moves"], x[1:], source))
 
     def pairs(some: Profile) -> list:
         fabric = islands(some, 2, 1, network="sockets-pair")
-        return [(of_schedule(some, fabric, row), 1e-6 * row["median_us"])]
+        return [(of_schedule(with_older_host(some), fabric, row), 1e-6 * row["median_us"]) for row in ours]
 
-    return fitted(minimise(lambda x: off(pairs(fitted(x))), (2e9,), 60))
+    return fitted(minimise(lambda x: off(pairs(fitted(x))), (2e9, 0.3), 100))
 
 
 def is_pair_fitted(row: Row) -> bool:
-    plain = row["impl"] == "serial" and row["op"] == "layer-forward"
-    return row["run"] == 7 and plain and row["case"].get("experts") == "kernels"
+    """Two forwards between two GPUs over sockets."""
+    which = row["impl"], row["case"].get("experts")
+    ways = (("serial", "kernels"), ("optsche-4", None))
+    return row["run"] == 7 and row["op"] == "layer-forward" and which in ways
 
 
 def exchange_rows(run: int, top_k: int, impl: str, op: str) -> list[Row]:
@@ -378,6 +472,8 @@ OF_CORES = {
     "experts_start_s": (5e-5, "a few operators' start"),
     "rows_bytes_s": (1e10, "one core's copying rate"),
     "power_slowdown": (0.0, "no limit seen"),
+    "host_holds_moves": (0.0, "gloo's threads ask"),
+    "reading_exponent": (50.0, "a core reads while it multiplies"),
     "gradients_bytes_s": (1e10, "one core's writing rate"),
     "backward_weights_factor": (1.0, "as many operations as the forward"),
     "memory_bytes": (8e9, "a share of a small machine"),

@@ -96,6 +96,7 @@ def test_a_product_is_its_waves_or_its_weights() -> None:
     """Two experts of 1024 rows, 256 columns: 16 tiles, one wave of 132. Many experts: the weights."""
     plain = {"tile_rows": 128, "tile_columns": 256, "multiprocessors": 132, "product_flops_s": 1e12}
     plain |= {"weights_bytes_s": 1e9, "rows_bytes_s": 1e30, "experts_start_s": 0.0, "power_slowdown": 0.0}
+    plain |= {"reading_exponent": 50.0}
     entries = {n: Entry(value=v, status="assumed", source="by hand") for n, v in plain.items()}
     profile = Profile(machine="by hand", most_ranks=1, entries=entries)
     shape = Shape(width=128, inner=128, experts=2, top_k=1)
@@ -107,6 +108,15 @@ def test_a_product_is_its_waves_or_its_weights() -> None:
     few = Share(experts=1000, inner=128, rows_W=np.array([1e5]))
     weights = 1000 * 3 * 128 * 128 * 2 / 1e9
     assert float(device.forward(profile, shape, few)[0]) == pytest.approx(weights, rel=1e-6)
+
+
+def test_reading_hides_less_beside_a_product_of_its_length() -> None:
+    """128 rows an expert of DeepSeek-V3: multiplying and reading take about as long, together more."""
+    deepseek = Shape(width=7168, inner=2048, experts=256, top_k=8)
+    share = Share(experts=128, inner=2048, rows_W=np.array([16384.0]))
+    sharp = Entry(value=50.0, status="assumed", source="the longer alone")
+    alone = device.forward(H200.with_entries({"reading_exponent": sharp}), deepseek, share)[0]
+    assert 1.1 < float(device.forward(H200, deepseek, share)[0] / alone) < 1.4
 
 
 def test_loads_of_ranks() -> None:
@@ -199,8 +209,28 @@ def test_where_ideas_stop_helping() -> None:
     assert curves["once to a rank"][1][1] < curves["once to a rank"][0][1] < 1.1
     slow = scale.over_rates(growth, (45e9, 12.5e6), 64)
     assert slow["fp8 rows"][1][1] == pytest.approx(7168 * 2 / (7168 + 7168 / 128 * 4), rel=0.05)
-    assert slow["fused"][1][1] < scale.HELPS < slow["fused"][0][1]
-    assert scale.ends(slow)["fused"].startswith("from 4.5e+10 to 4.5e+10")
+    assert slow["one kernel"][1][1] < scale.HELPS < slow["one kernel"][0][1]
+    assert scale.ends(slow)["one kernel"].startswith("from 4.5e+10 to ")
+
+
+def test_fused_layers_hide_what_they_can_and_are_chosen_where_they_gain() -> None:
+    case = Case(profile=H200, fabric=islands(H200, 2, 2), shape=QWEN, tokens=8192)
+    serial, fused = (predict(case, Layout(ep=2, transport="nvlink", schedule=s)) for s in ("serial", "fused"))
+    assert 1.03 < serial.step / fused.step < 1.12
+    moved = serial.tasks["move_out"] + serial.tasks["move_back"]
+    assert serial.forward - fused.forward < 0.5 * moved
+    world = World(profile=H200, fabric=case.fabric, spread=Spread(), stragglers=Stragglers())
+    best = choose(Request(shape=QWEN, ranks=2, tokens=8192), world)[0]
+    assert best.layout.schedule == "fused"
+    assert best.extrapolates == ()
+    few = choose(Request(shape=QWEN, ranks=2, tokens=256), world)
+    said = {plan.why_not for plan in few if plan.layout.schedule == "fused"}
+    assert "calls of 256 tokens a rank or fewer have a kernel of their own, not fused" in said
+    four = World(profile=H200, fabric=islands(H200, 4, 4), spread=Spread(), stragglers=Stragglers())
+    plans = choose(Request(shape=QWEN, ranks=4, tokens=8192, codecs=("identity", "fp8")), four)
+    wide = next(p for p in plans if p.layout.schedule == "fused" and p.layout.group == 4 and p.outcome)
+    assert "fused kernels on 4 ranks, at most 2 were measured" in wide.extrapolates
+    assert "fused kernels move rows as they are" in {plan.why_not for plan in plans}
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -1,9 +1,10 @@
 """Seconds of what one rank computes, from a profile's rates.
 
 A product of n columns and k inner values multiplies tiles of `tile_rows` x `tile_columns`, one on every
-multiprocessor at a time: waves of tiles at `product_flops_s`, or the reading of the weights at
-`weights_bytes_s`, whichever takes longer. Rows of an expert fill whole tiles. A processor has tiles of one
-row and column.
+multiprocessor at a time: waves of tiles at `product_flops_s`, beside the reading of the weights at
+`weights_bytes_s`. The longer of the two hides the shorter, the less the more they are alike: of m and r
+seconds it takes (m^p + r^p)^(1/p), p being `reading_exponent`. Rows of an expert fill whole tiles. A
+processor has tiles of one row and column.
 Example: 2 experts of 1024 rows, n = 256 columns and 132 multiprocessors are 16 tiles of 128 rows: one wave,
 as many seconds as 132 tiles would take.
 """
@@ -107,7 +108,9 @@ def _product(
     waves_W = np.ceil(np.round(number_W * np.ceil(n / columns), 6) / sms)
     computed = waves_W * sms * height * columns * 2 * k / profile["product_flops_s"]
     read = touched_W * n * k * value_bytes / profile["weights_bytes_s"]
-    return np.maximum(computed, read)
+    power = profile["reading_exponent"]
+    longer = np.maximum(np.maximum(computed, read), 1e-15)
+    return longer * ((computed / longer) ** power + (read / longer) ** power) ** (1 / power)
 
 
 def _throttled(profile: Profile, seconds: Floats) -> Floats:

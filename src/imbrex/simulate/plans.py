@@ -22,11 +22,13 @@ from imbrex.simulate.run import Case, Layout, Outcome
 
 TRANSPORTS = ("nvlink", "alltoall", "allgather", "hierarchical", "2dh", "pipe")
 SCHEDULES = {
-    "train": ("serial", "optsche-1", "optsche-2", "optsche-4"),
-    "forward": ("serial", "optsche-2", "optsche-4"),
+    "train": ("serial", "fused", "optsche-1", "optsche-2", "optsche-4"),
+    "forward": ("serial", "fused", "optsche-2", "optsche-4"),
     "decode": ("serial",),
 }
 """Schedules worth a look, by mode: in one chunk only the backward has something to hide."""
+FUSED_RANKS = 2
+"""Ranks on which fused kernels were measured (`benchmarks/results/fused.json`)."""
 NVLINK_CODECS = ("identity", "fp8")
 MODES = ("train", "forward", "decode")
 CLOSE = 1.02
@@ -105,6 +107,8 @@ def layouts(request: Request) -> Iterator[Layout]:
             codecs = NVLINK_CODECS if transport == "nvlink" else request.codecs
             for codec in (name for name in codecs if name in request.codecs):
                 for schedule in SCHEDULES[request.mode]:
+                    if schedule == "fused" and transport != "nvlink":
+                        continue
                     for replicas in request.replicas:
                         yield Layout(
                             ep=ep,
@@ -166,6 +170,10 @@ def why_not_possible(request: Request, fabric: Fabric, layout: Layout) -> str | 
             return f"its kernels exchange among at most {min(node, run.NVLINK_RANKS)} ranks of a node"
         if request.shape.value_bytes != 2:
             return "its kernels move bfloat16 only"
+        if layout.schedule == "fused" and layout.codec != "identity":
+            return "fused kernels move rows as they are"
+        if layout.schedule == "fused" and request.tokens <= run.FEW_FUSED:
+            return f"calls of {run.FEW_FUSED} tokens a rank or fewer have a kernel of their own, not fused"
     elif layout.transport in ("hierarchical", "2dh", "pipe") and (group <= node or group % node):
         return f"{group} ranks are not several whole nodes of {node}"
     elif group == 1 and layout.transport != "alltoall":
@@ -199,7 +207,9 @@ def beyond(world: World, layout: Layout) -> tuple[str, ...]:
         t for t, number in zip(world.fabric.tiers, world.fabric.peers(layout.world), strict=True) if number
     ]
     reasons += [f"tier {t.name} is assumed: {t.source}" for t in used if t.status == "assumed"]
-    if layout.schedule in ("fused", "events"):
+    if layout.schedule == "fused" and layout.group > FUSED_RANKS:
+        reasons.append(f"fused kernels on {layout.group} ranks, at most {FUSED_RANKS} were measured")
+    if layout.schedule in run.DESIGNS:
         reasons.append(f"schedule {layout.schedule} is a design, not measured")
     return tuple(reasons)
 
@@ -246,8 +256,15 @@ def _against(plan: Plan, best: Plan, request: Request) -> str:
     reason, loss = max(parts.items(), key=lambda pair: pair[1])
     if loss >= 0.3 * (plan.seconds - best.seconds):
         return f"{slower:.0%} slower: {reason} ({1e3 * loss:.2g} ms)"
-    fewer = run.divided(plan.layout.schedule)[1] < run.divided(best.layout.schedule)[1]
-    return f"{slower:.0%} slower: {'it hides less' if fewer else 'its chunks cost more than they hide'}"
+    if _hiding(plan.layout) < _hiding(best.layout):
+        return f"{slower:.0%} slower: it hides less"
+    what = "launches" if plan.layout.schedule == "fused" else "chunks"
+    return f"{slower:.0%} slower: its {what} cost more than they hide"
+
+
+def _hiding(layout: Layout) -> tuple[int, bool]:
+    """How much a layout tries to hide: chunks, then fused kernels."""
+    return run.divided(layout.schedule)[1], layout.schedule == "fused"
 
 
 def rivals(plans: Sequence[Plan]) -> list[Plan]:

@@ -28,14 +28,20 @@ NVLINK_RANKS = 16
 """Ranks among which the kernels over NVLink exchange rows (`transport/nvlink.py`)."""
 FEW_TOKENS = 512
 """Tokens of a rank up to which a crossing over NVLink has more multiprocessors."""
-FUSED_PIECES = 8
+FEW_FUSED = 256
+"""Tokens of a rank up to which a fused layer runs serially."""
+PIECES = 8
+"""Parts into which a layer of one kernel is thought to be cut."""
+DESIGNS = ("one-kernel", "events")
+"""Schedules that were designed, and measured on no GPU."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """How a layer runs. ranks: ep x tp x dp, tensor ranks next to each other, groups of data farthest apart.
-    schedule: `serial`, a scheduler and a number of chunks, `fused` or `events`."""
+    schedule: `serial`, a scheduler and a number of chunks, `fused` (over NVLink, the kernels that there are),
+    or a design: `one-kernel` for the whole layer, `events` for that without waiting for all ranks."""
 
     ep: int = 1
     tp: int = 1
@@ -112,14 +118,14 @@ def predict(case: Case, layout: Layout, *, backward: bool = True) -> Outcome:
 
 def divided(schedule: str) -> tuple[str, int]:
     """The scheduler and the number of chunks of a schedule's name."""
-    if schedule == "serial":
+    if schedule in ("serial", "fused"):
         return "sequential", 1
-    if schedule in ("fused", "events"):
-        return "optsche", FUSED_PIECES
+    if schedule in DESIGNS:
+        return "optsche", PIECES
     name, _, number = schedule.rpartition("-")
     if name not in SCHEDULERS or not number.isdecimal() or int(number) < 1:
         known = ", ".join(f"{part}-2" for part in SCHEDULERS)
-        raise ValueError(f"simulate: schedule {schedule!r}; use serial, {known}, fused or events")
+        raise ValueError(f"simulate: schedule {schedule!r}; use serial, fused, {known}, {', '.join(DESIGNS)}")
     return name, int(number)
 
 
@@ -147,7 +153,8 @@ def _makespan(costs: _Costs, scheduler: str, degree: int, backward: bool) -> flo
     serial = scheduler == "sequential"
     arrival = Arrival.ONE_SIDED if costs.layout.schedule == "events" else Arrival.COLLECTIVE
     contention = Contention() if serial else costs.contention()
-    return simulate(order, seconds, contention=contention, arrival=arrival).seconds
+    span = simulate(order, seconds, contention=contention, arrival=arrival).seconds
+    return max(span, costs.queued(degree, backward=backward))
 
 
 class _Costs:
@@ -170,11 +177,23 @@ class _Costs:
         ones = np.ones(group)
         self.load_W = ones if case.loads_W is None else np.repeat(case.loads_W, group // len(case.loads_W))
         self.speed_W = ones if case.speeds_W is None else case.speeds_W
+        self.runs_ahead = self.profile["multiprocessors"] > 1
         self.rows = case.tokens * shape.top_k * layout.tp
         self.slots = (shape.experts + layout.replicas) / layout.ep
 
     def planning(self) -> float:
         return 0.0 if self.nvlink or self.case.decode else self.profile["plan_s"]
+
+    def host(self, *, backward: bool) -> float:
+        """The host's seconds a chunk over bytes."""
+        if self.nvlink or self.case.decode:
+            return 0.0
+        return self.profile[f"chunk_{'backward' if backward else 'forward'}_s"]
+
+    def queued(self, degree: int, *, backward: bool) -> float:
+        """Seconds until the host of a GPU has queued a backward. It runs ahead, since all counts of rows are
+        known by then; in a forward, and where the host computes itself, its time is part of the tasks."""
+        return degree * self.host(backward=True) if backward and self.runs_ahead else 0.0
 
     def contention(self) -> Contention:
         kind = "nvlink" if self.nvlink else "bytes"
@@ -183,12 +202,14 @@ class _Costs:
         )
 
     def seconds(self, degree: int, *, backward: bool) -> dict[Task, Floats]:
-        """Seconds of every task of `degree` equal chunks. Fused and event-driven pieces are no smaller
-        launches: they share one, so a piece takes its part of the whole."""
-        whole = self.layout.schedule in ("fused", "events")
+        """Seconds of every task of `degree` equal chunks. Pieces of one kernel are no smaller launches: they
+        share one, so a piece takes its part of the whole."""
+        whole = self.layout.schedule in DESIGNS
         part = 1 if whole else degree
         by_kind = self._bytes(part, backward) if not self.nvlink else self._nvlink(part, backward)
         by_kind |= self._experts(part, backward)
+        if self.layout.schedule == "fused":
+            by_kind |= self._fused(by_kind, backward)
         scale = 1 / degree if whole else 1.0
         every = tasks(degree, weights=backward)
         return {task: by_kind[task.kind] * scale * self._slowed(task.kind) for task in every}
@@ -202,11 +223,13 @@ class _Costs:
             inner=max(1, self.case.shape.inner // self.layout.tp),
             rows_W=self.rows * self.load_W / degree,
         )
+        # What a piece over NVLink takes beside its kernels: their gaps, and ranks that meet.
+        beside = self.profile[f"piece_{'backward' if backward else 'forward'}_s"] if self.nvlink else 0.0
         if not backward:
-            return {Kind.experts: device.forward(self.profile, self.case.shape, share)}
+            return {Kind.experts: device.forward(self.profile, self.case.shape, share) + beside}
         adds = degree > 1
         return {
-            Kind.experts: device.backward_rows(self.profile, self.case.shape, share),
+            Kind.experts: device.backward_rows(self.profile, self.case.shape, share) + beside,
             Kind.weights: device.backward_weights(self.profile, self.case.shape, share, adds=adds),
         }
 
@@ -230,7 +253,7 @@ class _Costs:
         nothing = np.zeros_like(self.load_W)
         wire_W = self._wire(degree)
         rows_W = self.rows * self.load_W / degree * shape.width * shape.value_bytes
-        beside = degree > 1 or self.layout.schedule != "serial"
+        beside = degree > 1 or self.layout.schedule not in ("serial", "fused")
         few = self.case.tokens <= FEW_TOKENS
         kind = "beside" if beside else "small" if few else "dispatch"
         sms = profile[f"{kind}_multiprocessors"]
@@ -241,6 +264,17 @@ class _Costs:
         by_kind = dict.fromkeys(Kind, nothing)
         return by_kind | {Kind.move_out: out, Kind.move_back: back + profile["combine_start_s"]}
 
+    def _fused(self, alone: Mapping[Kind, Floats], backward: bool) -> dict[Kind, Floats]:
+        """The rest of a crossing that is inside a product's launch. In a forward rows come beside gate and
+        up, two thirds of the experts; in a backward dx goes home beside the weights' gradients."""
+        profile = self.profile
+        if backward:
+            kind, beside = Kind.move_back, alone[Kind.weights]
+        else:
+            kind, beside = Kind.move_out, alone[Kind.experts] * 2 / 3
+        share = profile[f"fused_hides_{'home' if backward else 'out'}"]
+        return {kind: alone[kind] + profile["fused_start_s"] - share * np.minimum(alone[kind], beside)}
+
     def _bytes(self, degree: int, backward: bool) -> dict[Kind, Floats]:
         profile, shape, codec = self.profile, self.case.shape, self.layout.codec
         value = shape.width * shape.value_bytes
@@ -248,15 +282,15 @@ class _Costs:
         out_W = rows_out * np.ones_like(self.load_W)
         arrived_W, rows_W = rows_out * self.load_W, self.rows * self.load_W / degree
         copied = value / profile["copied_bytes_s"]
-        host = 0.0
-        if not self.case.decode:
-            host = profile["chunk_backward_s" if backward else "chunk_forward_s"]
+        host = 0.0 if backward and self.runs_ahead else self.host(backward=backward)
+        # While the host asks for counts, it computes nothing and no rows are under way.
+        pause = 0.0 if backward else host * profile["host_holds_moves"]
         wire_W = self._wire(degree)
         coded = device.coded
         width = shape.width
         return {
             Kind.encode_out: host + out_W * copied + coded(profile, codec, "encode", out_W, width),
-            Kind.move_out: wire_W,
+            Kind.move_out: wire_W + pause,
             Kind.decode_out: rows_W * copied + coded(profile, codec, "decode", arrived_W, width),
             Kind.encode_back: rows_W * copied + coded(profile, codec, "encode", arrived_W, width),
             Kind.move_back: wire_W,
