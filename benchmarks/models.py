@@ -13,7 +13,8 @@ import gc
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from imbrex.adapters.huggingface import replace_blocks
 from imbrex.adapters.transformers import register
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import describe_run, write_results
+from imbrex.parallel.backward import sync_in_backward
 from imbrex.transport import Nvlink
 
 QUESTION = "What does a whole model gain beside transformers' own ways to train it?"
@@ -196,6 +198,7 @@ class Side:
     def __init__(self, name: str, config: Any, device: torch.device, world: int) -> None:
         self.layers: list[imbrex.MoELayer] = []
         both = {"fsdp_size": world, "ep_size": world}
+        name, compiled = name.removesuffix("-compiled"), name.endswith("-compiled")
         if name == "transformers-fsdp2":
             self.net = spread(config, fsdp_size=world)
         elif name == "transformers-ep":
@@ -204,15 +207,17 @@ class Side:
             register()
             self.net = spread(config, ep_implementation="imbrex", **both)
         elif name == "transformers-ddp":
-            self.net = _data_parallel(plain(config, device))
-        elif name in ("imbrex", "imbrex-worst-rows", "imbrex-fused"):
+            self.net = _data_parallel(plain(config, device), compiled=compiled)
+        elif name in ("imbrex", "imbrex-worst-rows", "imbrex-fused", "imbrex-divided-after"):
             model, options = plain(config, device), {}
             if name == "imbrex-worst-rows":
                 options["transport"] = Nvlink(dist.group.WORLD, exact_rows=False)
             if name == "imbrex-fused":
                 options["schedule"] = "fused"
             self.layers = replace_blocks(model, dist.group.WORLD, **options)
-            self.net = _data_parallel(model)
+            self.net = _data_parallel(model, compiled=compiled)
+            if name != "imbrex-divided-after":
+                sync_in_backward(model, dense=False)
         else:
             raise ValueError(f"--sides: {name!r} is not known; use {', '.join(SIDES)}")
 
@@ -235,7 +240,9 @@ class Side:
             layer.close()
 
 
-def _data_parallel(model: nn.Module) -> nn.Module:
+def _data_parallel(model: nn.Module, *, compiled: bool = False) -> nn.Module:
+    if compiled:
+        model.compile()
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
@@ -247,9 +254,14 @@ SIDES = (
     "imbrex",
     "imbrex-worst-rows",
     "imbrex-fused",
+    "imbrex-divided-after",
+    "transformers-ddp-compiled",
+    "imbrex-compiled",
 )
 """imbrex: replaced blocks, and DDP for the rest, with as many rows as it has by itself, for the worst case,
-or with schedule 'fused'. imbrex-ep: transformers' switch, and FSDP2 for the rest."""
+with schedule 'fused', or with experts' gradients divided by the ranks after the backward, not in it.
+imbrex-ep: transformers' switch, and FSDP2 for the rest. compiled: by `model.compile()`, before DDP."""
+OPS = ("step", "gradients", "prefill")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,8 +328,8 @@ def foreign_bytes() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-def measure(side: Side, ids: Tensor, repeats: int, foreign: int) -> list[dict[str, Any]]:
-    """Rows of the gradients, the optimizer's step and the prefill of one batch."""
+def measure(side: Side, ids: Tensor, repeats: int, foreign: int, ops: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of those of `OPS` that are asked for, of one batch; complete steps always."""
     optimizer = torch.optim.AdamW(side.net.parameters(), lr=1e-5, fused=True)
     losses: list[Tensor] = []
 
@@ -333,31 +345,30 @@ def measure(side: Side, ids: Tensor, repeats: int, foreign: int) -> list[dict[st
     step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    whole = time_calls(step, max(repeats // 4, 3))
+    timed = {"step": time_calls(step, repeats)}
     peak = torch.cuda.max_memory_allocated() + max(foreign_bytes() - foreign, 0)
     optimizer.state.clear()
     torch.cuda.empty_cache()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    alone = time_calls(gradients, repeats)
+    if "gradients" in ops:
+        timed["gradients"] = time_calls(gradients, repeats)
+    if "prefill" in ops:
+        timed["prefill"] = time_calls(lambda: side.prefill(ids), repeats)
     assert all(loss.isfinite() for loss in losses), "a loss that is not a number"
-    ahead = time_calls(lambda: side.prefill(ids), repeats)
-    timed = {"step": whole, "gradients": alone, "prefill": ahead}
-    mine = [peak, *(time.busy_us for time in timed.values())]
+    mine = [peak, *(clock.busy_us for clock in timed.values())]
     most = torch.tensor([mine], device="cuda", dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     peak_gib, *busy = most[0].tolist()
     rows = []
-    for (op, time), busy_us in zip(timed.items(), busy, strict=True):
-        row = {"op": op, **_spans(time), "tokens_per_s": round(ids.numel() / time.median_us * 1e6)}
-        row["idle_share"] = round(max(1 - busy_us / time.median_us, 0.0), 3)
+    for (op, clock), busy_us in zip(timed.items(), busy, strict=True):
+        row = {"op": op, **_spans(clock), "tokens_per_s": round(ids.numel() / clock.median_us * 1e6)}
+        row["idle_share"] = round(max(1 - busy_us / clock.median_us, 0.0), 3)
         rows.append(row | ({"peak_gib": round(peak_gib / GIB, 2)} if op == "step" else {}))
     return rows
 
 
-def _spans(time: Timed) -> dict[str, Any]:
-    spans = {name: round(getattr(time, name), 1) for name in ("median_us", "min_us", "max_us")}
-    return spans | {"n": time.n}
+def _spans(clock: Timed) -> dict[str, Any]:
+    spans = {name: round(getattr(clock, name), 1) for name in ("median_us", "min_us", "max_us")}
+    return spans | {"n": clock.n}
 
 
 def contest(
@@ -371,8 +382,10 @@ def contest(
     dist.all_reduce(torch.zeros(1, device="cuda"))
     for model in models:
         for name in sides:
+            if not agreed(time.monotonic() < plan["end"]):
+                continue
             try:
-                for row in one_side(MODELS[model], name, tokens, plan["repeats"]):
+                for row in one_side(MODELS[model], name, tokens, plan):
                     rows.append({"impl": name, **row, "case": {"model": model, **row["case"]}})
                     if rank == 0:
                         print(model, name, row["case"]["T"], _line(row), flush=True)
@@ -386,7 +399,16 @@ def contest(
     return rows
 
 
-def one_side(model: Published, name: str, tokens: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+def agreed(mine: bool) -> bool:
+    """Whether it holds on all ranks."""
+    both = torch.tensor([int(mine)], device="cuda")
+    dist.all_reduce(both, op=dist.ReduceOp.MIN)
+    return bool(both)
+
+
+def one_side(
+    model: Published, name: str, tokens: list[int], plan: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Rows of one side of one model, by number of tokens."""
     world, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
     foreign, config = foreign_bytes(), model.config()
@@ -398,7 +420,7 @@ def one_side(model: Published, name: str, tokens: list[int], repeats: int) -> It
             torch.manual_seed(1 + dist.get_rank())
             length = min(count, SEQUENCE)
             ids = torch.randint(config.vocab_size, (count // length, length), device=device)
-            for row in measure(side, ids, repeats, foreign):
+            for row in measure(side, ids, plan["repeats"], foreign, plan["ops"]):
                 yield {"case": case, **row}
     finally:
         side.close()
@@ -416,6 +438,8 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--ops", default=",".join(OPS), help="what is timed beside complete steps")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no side after so many")
     args = parser.parse_args()
     world = torch.cuda.device_count()
     if world < 2:
@@ -425,7 +449,8 @@ def main() -> None:
     command = "make gpu-bench NAME=models" + (f" ARGS='{options}'" if options else "")
     run = describe_run(command, measure_ceilings())
     run["versions"]["transformers"] = transformers.__version__
-    plan = {"repeats": args.repeats, "out": str(args.out), "run": run}
+    plan = {"repeats": args.repeats, "out": str(args.out), "run": run, "ops": args.ops.split(",")}
+    plan["end"] = time.monotonic() + args.seconds
     tokens = [int(count) for count in args.tokens.split(",")]
     rows = run_ranks(contest, world, args.models.split(","), args.sides.split(","), tokens, plan)
     print(f"{len(rows)} rows in {args.out}")

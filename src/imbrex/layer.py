@@ -8,11 +8,11 @@ every row, encodes rows and moves them; the strategy decides when these steps ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import NoneType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import guards, overlap
 from imbrex.balancer import OnlineBalancer
-from imbrex.contracts import Backend, Codec, Placement, Routing, RowForm, Split, Strategy, Wire
+from imbrex.contracts import Backend, Codec, Output, Placement, Routing, RowForm, Split, Strategy, Wire
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import agree
 from imbrex.exchange.exchange import Exchange
@@ -98,6 +98,8 @@ class MoELayer(nn.Module):
     """
 
     _copied = False
+    mean_over = 1
+    """A power of two by which the experts' gradients come divided: `imbrex.parallel.backward` sets it."""
 
     def __init__(
         self,
@@ -177,10 +179,23 @@ class MoELayer(nn.Module):
             pairs_EE = plan.count_pairs(routing.ids_TK, self.config.num_experts)
             observer.count("co_activation", pairs_EE, layer=number)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
-        output = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
+        if self.mean_over > 1 and torch.is_grad_enabled():
+            output = self._run_for_mean(x_TD, routing, shared)
+        else:
+            output = self.strategy.run(x_TD, routing, self.exchange, self.experts, shared)
         # Module's own way to set an attribute looks for parameters and buffers first, in ten calls.
         object.__setattr__(self, "routing", routing.keep(output.kept_TK))
         return output.y_TD if x.dim() == 2 else output.y_TD.view_as(x)
+
+    def _run_for_mean(self, x_TD: Tensor, routing: Routing, shared: Callable[[], Tensor] | None) -> Output:
+        """Run the strategy so that what goes back through the experts is divided by `mean_over`, and what
+        comes out of them is multiplied again: exact for powers of two, and two passes over tokens in place of
+        one over the gradients of all experts."""
+        over = float(self.mean_over)
+        weighted = replace(routing, weights_TK=scale_gradient(routing.weights_TK, over))
+        addend = None if shared is None else lambda: scale_gradient(shared(), over)
+        run = self.strategy.run(scale_gradient(x_TD, over), weighted, self.exchange, self.experts, addend)
+        return replace(run, y_TD=scale_gradient(run.y_TD, 1 / over))
 
     def aux_loss(self) -> Tensor | float:
         """The auxiliary losses of the last call, each times its coefficient, summed."""
@@ -332,6 +347,23 @@ class MoELayer(nn.Module):
         return f"expert_parallel={ranks.expert_size}, tensor_parallel={ranks.tensor_size}, " + ", ".join(
             f"{piece}={choice.split(':')[0]}" for piece, choice in self.reasons.items()
         )
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0] * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """`x`, whose gradient is `factor` times what comes back."""
+    scaled: Any = _ScaledGradient.apply(x, factor)
+    return scaled
 
 
 def _check_given(

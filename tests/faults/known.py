@@ -429,7 +429,7 @@ CHECKPOINTS = [
 GRADIENTS = [
     Fault(
         "experts-not-averaged",
-        "parallel/gradients.py",
+        "parallel/buckets.py",
         "experts' gradients are those of the sum of losses",
         "        gradient /= num_token_ranks(layer)\n",
         "",
@@ -437,9 +437,9 @@ GRADIENTS = [
     ),
     Fault(
         "replicas-do-not-sum",
-        "parallel/gradients.py",
+        "parallel/buckets.py",
         "a replica keeps the gradient of its own tokens",
-        "        if layer.placement.has_replicas:\n            _sum_replicas(gradient, layer)\n",
+        "        if layer.placement.has_replicas:\n            yield from _of_replicas(gradient, layer)\n",
         "",
         ("ranks/test_parallel.py::test_replicas_sum_theirs",),
     ),
