@@ -81,11 +81,11 @@ def test_cuts_and_reasons() -> None:
     assert cut_of(640) == Cut(2, (1, 2))
     assert cut_of(7168) == Cut(7, (3, 5, 6, 7))
     assert cut_of(1 << 16, 99).parts == MOST_PARTS
-    assert why_not_sums(8192, 2048, 1408, 8, 2) is None
-    assert "512 or fewer" in str(why_not_sums(512, 2048, 1408, 8, 2))
-    assert "more than 32 terms" in str(why_not_sums(8192, 2048, 1408, 24, 16))
-    assert "no two parts" in str(why_not_sums(8192, 512, 1408, 8, 2))
-    assert "shorter than what sums take" in str(why_not_sums(8192, 2048, 512, 8, 2))
+    assert why_not_sums(8192, 4096, 6400, 2, 2) is None
+    assert "fewer than 4096" in str(why_not_sums(2048, 4096, 6400, 2, 2))
+    assert "more than 32 terms" in str(why_not_sums(8192, 4096, 6400, 24, 16))
+    assert "no two parts" in str(why_not_sums(8192, 512, 6400, 8, 2))
+    assert "shorter than what sums take" in str(why_not_sums(8192, 2048, 1408, 8, 2))
 
 
 FAULTS = {
@@ -94,8 +94,8 @@ FAULTS = {
         "if (exchange::fault != 1) ptx::bulk_wait<C::kOutputs>();",
     ),
     "no wait for the product": (
-        "if (job.part >= ready &&",
-        "if (fault != 2 && job.part >= ready &&",
+        "for (; ready <= job.part; ++ready)",
+        "for (; fault != 2 && ready <= job.part; ++ready)",
     ),
     "no wait for the peers' sums": (
         "if (job.home && !wait_reduced())",

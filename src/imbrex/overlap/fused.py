@@ -2,7 +2,7 @@
 
 step                 serial                               fused
 rows out, gate/up    route and pull | product             route and stage | rows and product
-down, y home         product | sums                       one launch, of wide experts
+down, y home         product | sums                       one launch, of the widest experts
 dy out               pull | products                      the same
 dx home              product, product | sums              one launch
 

@@ -82,7 +82,7 @@ class Race:
         size = self.placement, self.shape.hidden_size, self.shape.top_k
         self.exchange, self.exact, self.over_nccl = (
             Exchange(*size, group=group, transport=transport)
-            for transport in ("nvlink", Nvlink(group, exact_rows=True), "alltoall")
+            for transport in (*(Nvlink(group, exact_rows=exact) for exact in (False, True)), "alltoall")
         )
         self.experts = self.make_experts("auto")
         self.torch_experts = self.make_experts("grouped")
@@ -397,7 +397,7 @@ def row_of(
         "n": len(times),
         "host_syncs": int(name.startswith("nccl") or name in (OURS_EXACT, OURS_NCCL)),
         "note": {
-            OURS: f"experts: {runner.experts.implementation}",
+            OURS: f"experts: {runner.experts.implementation}; rows for the worst case",
             OURS_TORCH: "torch's grouped GEMM, own SwiGLU",
             OURS_NCCL: "a token once to a rank over NCCL, torch's grouped GEMM, own SwiGLU",
             OURS_EXACT: "rows as many as there are, after asking the GPU",

@@ -191,7 +191,6 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         else
             consume<C>(problem, shared, sink, Always::kPatience);
         if (!summers.run<Many>()) spoil(call, reduce);
-        
     }
     if constexpr (C::kCluster > 1) meet<C>();  // arrivals and panels of the other block have come
     end_call(call);

@@ -44,8 +44,8 @@ MOST_TERMS = 32
 """Choices and ranks whose terms a warp can hold: a lane each."""
 
 
-LEAST_DEPTH = 1024
-"""Width F of experts from which sums beside down gain."""
+LEAST_DEPTH, LEAST_TOKENS = 4096, 4096
+"""Width F of experts, and tokens of a rank, from which a layer gains from sums beside down."""
 
 
 class Cut(NamedTuple):
@@ -102,8 +102,8 @@ def shipped_variants() -> list[Variant]:
 def why_not_sums(most: int, width: int, inner: int, choices: int, ranks: int) -> str | None:
     """Why sums of a call with `most` tokens a rank do not go home beside the product of experts of width
     `inner`, or `None`; the same on all ranks."""
-    if most <= lay.SMALL_TOKENS:
-        return f"{most} tokens a rank are {lay.SMALL_TOKENS} or fewer"
+    if most < LEAST_TOKENS:
+        return f"{most} tokens a rank are fewer than {LEAST_TOKENS}: sums beside take longer than behind"
     if choices + ranks > MOST_TERMS:
         return f"{choices} choices and {ranks} ranks are more than {MOST_TERMS} terms of a sum"
     if cut_of(width).parts < 2:

@@ -104,8 +104,8 @@ struct Summers {
             const u32 next = draw_ahead();
             if (ptx::lane_id() == 0) find_job(number);
             __syncwarp();
-            if (job.part >= ready && !wait_written()) return false;
-            ready = job.part + 1;
+            for (; ready <= job.part; ++ready)  // also those before: an own piece of one may come next
+                if (!wait_written(ready)) return false;
             if (job.home && !wait_reduced()) return false;
             sum_piece<F>();
             __syncwarp();
@@ -150,12 +150,12 @@ struct Summers {
                           : partial_at(call, reduce, piece.source, call.me, 0);
     }
 
-    // Until this rank's rows of the part are written. All lanes. The product ends in bounded time, so this
+    // Until this rank's rows of a part are written. All lanes. The product ends in bounded time, so this
     // limit is one for a broken kernel only.
-    __device__ __forceinline__ bool wait_written() const {
+    __device__ __forceinline__ bool wait_written(int part) const {
         bool fine = true;
         if (ptx::lane_id() == 0) {
-            const int part = job.part, wide = 8 * columns_of_part(reduce),
+            const int wide = 8 * columns_of_part(reduce),
                       columns = min(wide, written.columns - part * wide);
             const u32 rows = written.experts > 0 ? written.ends[written.experts - 1] : 0,
                       due = rows * static_cast<u32>((columns + written.tile - 1) / written.tile);
