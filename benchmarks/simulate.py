@@ -102,7 +102,8 @@ def _gpu_parts(profile: Profile) -> list[Part]:
     fused = tuple(
         row
         for row in rows("fused")
-        if row["impl"] in ("imbrex-serial", "imbrex-fused")
+        if row["run"] == 0
+        and row["impl"] in ("imbrex-serial", "imbrex-fused")
         and not is_piece_fitted(row)
         and not is_fused_fitted(row)
     )

@@ -259,6 +259,7 @@ def _testbed() -> Profile:
     rates |= dict.fromkeys(("chunk_forward_s", "chunk_backward_s"), 0.0)
     rates |= dict.fromkeys(("tile_rows", "tile_columns", "multiprocessors"), 1.0)
     rates |= {"bytes_slows_compute": 1.0, "bytes_slows_moves": 1.0}
+    rates |= {"host_holds_moves": 0.0, "reading_exponent": 50.0}
     # 130 GB/s of rows that are four bytes a value.
     rates |= {f"{what}_values_s:zfp1d-8": 130e9 / 4 for what in ("encode", "decode")}
     source = "ScheMoE's tables 1, 9 and 10, as in reproduce/testbed.py"

@@ -106,7 +106,7 @@ def predict(case: Case, layout: Layout, *, backward: bool = True) -> Outcome:
     costs = _Costs(case, layout)
     scheduler, degree = divided(layout.schedule)
     spans = [_makespan(costs, scheduler, degree, back) for back in ((False, True) if backward else (False,))]
-    seconds = costs.seconds(1, backward=False)
+    seconds = costs.seconds(1, backward=False, apart=True)
     return Outcome(
         forward=spans[0] + costs.planning(),
         backward=spans[1] if backward else 0.0,
@@ -201,14 +201,14 @@ class _Costs:
             compute=self.profile[f"{kind}_slows_compute"], moves=self.profile[f"{kind}_slows_moves"]
         )
 
-    def seconds(self, degree: int, *, backward: bool) -> dict[Task, Floats]:
+    def seconds(self, degree: int, *, backward: bool, apart: bool = False) -> dict[Task, Floats]:
         """Seconds of every task of `degree` equal chunks. Pieces of one kernel are no smaller launches: they
-        share one, so a piece takes its part of the whole."""
+        share one, so a piece takes its part of the whole. apart: with nothing inside of another's launch."""
         whole = self.layout.schedule in DESIGNS
         part = 1 if whole else degree
         by_kind = self._bytes(part, backward) if not self.nvlink else self._nvlink(part, backward)
         by_kind |= self._experts(part, backward)
-        if self.layout.schedule == "fused":
+        if self.layout.schedule == "fused" and not apart:
             by_kind |= self._fused(by_kind, backward)
         scale = 1 / degree if whole else 1.0
         every = tasks(degree, weights=backward)
@@ -223,8 +223,9 @@ class _Costs:
             inner=max(1, self.case.shape.inner // self.layout.tp),
             rows_W=self.rows * self.load_W / degree,
         )
-        # What a piece over NVLink takes beside its kernels: their gaps, and ranks that meet.
-        beside = self.profile[f"piece_{'backward' if backward else 'forward'}_s"] if self.nvlink else 0.0
+        # A piece over NVLink takes more than its kernels: their gaps, and ranks that meet. No graph has gaps.
+        gaps = self.nvlink and not self.case.decode
+        beside = self.profile[f"piece_{'backward' if backward else 'forward'}_s"] if gaps else 0.0
         if not backward:
             return {Kind.experts: device.forward(self.profile, self.case.shape, share) + beside}
         adds = degree > 1
