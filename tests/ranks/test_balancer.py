@@ -138,12 +138,12 @@ def test_weights_written_into_a_peers_memory(pool: Pool, still: Still, training:
 
 @pytest.mark.untraced
 def test_five_hundred_switches_change_no_bit(pool: Pool) -> None:
-    """Eight layers on four ranks, all of them moved in nearly every step."""
+    """Eight layers on two ranks, all of them moved in nearly every step; tests above have more ranks."""
     pace = replace(EAGER, layer_updates_per_iter=8, window=1, proposals=40, max_moves=4)
-    found = pool.run(4, infer_exactly, CONFIG, 500, pace, 8, "allreduce")
+    found = pool.run(2, infer_exactly, CONFIG, 500, pace, 8, "allreduce")
     assert {one["switched"] for one in found} == {found[0]["switched"]}
     assert found[0]["switched"] >= 500
-    assert [one["wrong"] for one in found] == [0] * 4
+    assert [one["wrong"] for one in found] == [0] * 2
 
 
 def test_a_slow_rank_is_waited_for(pool: Pool, still: Still) -> None:

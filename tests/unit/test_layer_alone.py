@@ -229,9 +229,10 @@ def test_the_time_out_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert timeout_seconds(3) == 3.0
     monkeypatch.setenv("IMBREX_TIMEOUT_S", "5")
     assert timeout_seconds() == 5.0
-    monkeypatch.setenv("IMBREX_TIMEOUT_S", "soon")
-    with pytest.raises(ValueError, match="'soon' is not a number of seconds above 0"):
-        timeout_seconds()
+    for wrong in ("soon", "inf", "nan", "-1", "0", "1e7"):
+        monkeypatch.setenv("IMBREX_TIMEOUT_S", wrong)
+        with pytest.raises(ValueError, match=f"'{wrong}' is not a number of seconds above 0"):
+            timeout_seconds()
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
