@@ -29,10 +29,7 @@ namespace fused {
 using exchange::Call;
 using exchange::Group;
 
-#ifndef TICKET
-#define TICKET 8
-#endif
-constexpr int kTicket = TICKET, kPerRow = 32 / kTicket;  // rows; lanes that look for the token of one
+constexpr int kTicket = 4, kPerRow = 32 / kTicket;  // rows; lanes that look for the token of one
 constexpr int kCounted = 128;
 constexpr int kWords = 8;  // of 16 bytes that a lane has in flight
 
