@@ -63,7 +63,7 @@ def test_any_two_meet() -> None:
         assert all(second == "nvlink" and first not in codecs_of("nvlink") for first, second in missed)
     assert {*EVERY} == {*TRANSPORTS, "auto", NODES}
     whole = [cell for transport in EVERY for cell in product(transport, 4)]
-    assert len(whole) == len(set(whole)) == (15 * 10 + 2) * 6 * 2
+    assert len(whole) == len(set(whole)) == (15 * 11 + 2) * 6 * 2
 
 
 class OneScaleTooLarge(Int8):

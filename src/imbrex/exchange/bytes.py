@@ -58,8 +58,9 @@ class BytesDispatcher(WiredDispatcher):
         wire: Wire,
         observer: Listener,
         layer: int,
+        *form: Any,
     ) -> None:
-        super().__init__(geometry, observer, layer, type(transport))
+        super().__init__(geometry, observer, layer, type(transport), *form)
         self.transport, self.wire, self.world_size = transport, wire, geometry.world_size
         size = transport.ranks_per_node
         self.nodes = None if size is None else Nodes(num_nodes=self.world_size // size, size=size)

@@ -38,11 +38,12 @@ from imbrex.exchange.autograd import Again, Begun
 from imbrex.exchange.bytes import BytesDispatcher
 from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.exchange.nvlink_fit import why_not_dtype, why_not_nvlink
+from imbrex.exchange.tiered import TieredDispatcher
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
 from imbrex.runtime.checks import piece
 from imbrex.runtime.waits import refuse_lost
-from imbrex.transport import Auto, Nvlink
+from imbrex.transport import Auto, Nvlink, Tiers
 from imbrex.transport import make as make_transport
 from imbrex.transport.nodes import launched_on
 
@@ -413,13 +414,16 @@ class BegunCombine:
 def dispatcher_of(
     backend: Backend, geometry: Geometry, wire: Wire, observer: Observer, layer: int
 ) -> Dispatcher:
-    """The dispatcher over a backend: of kernels over `Nvlink`, of bytes over a `Transport`. This is the one
-    place that asks which it is. Raises ValueError where the backend cannot serve the exchange."""
+    """The dispatcher over a backend: of kernels over `Nvlink`, of bytes over a `Transport`, of both over
+    `Tiers`. This is the one place that asks which it is. Raises ValueError where the backend cannot serve the
+    exchange."""
     if isinstance(backend, Nvlink):
         reason = why_not_nvlink(geometry, wire)
         if reason is not None:
             raise ValueError(f"Exchange: transport 'nvlink' cannot serve it: {reason}; use 'alltoall'")
         return NvlinkDispatcher(geometry, backend, wire, observer, layer)
+    if isinstance(backend, Tiers):
+        return TieredDispatcher(geometry, backend, wire, observer, layer)
     transport = piece("transport of bytes", cast("Transport", backend))
     encoded = {wire.combine.name, wire.dispatch_backward.name} - {"identity"}
     if transport.replicated and encoded and not transport.sums_encoded:

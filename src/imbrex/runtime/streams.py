@@ -23,10 +23,11 @@ POLL_S = 1e-4
 
 
 class Lane:
-    """Takes work and does it beside the caller, begun in the order given."""
+    """Takes work and does it beside the caller, begun in the order given; with one of `threads`, also done in
+    that order."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, threads: int = THREADS) -> None:
+        self.device, self._most = device, threads
         self._threads: ThreadPoolExecutor | None = None
         self._stream: Any = None
 
@@ -37,7 +38,7 @@ class Lane:
         if self.device.type == "cuda":
             return self._queue(work)
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="imbrex-lane")
+            self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="imbrex-lane")
         return Begun(future=self._threads.submit(work))
 
     def _queue(self, work: Callable[[], Any]) -> Begun:
@@ -45,8 +46,8 @@ class Lane:
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            work()
-        return Begun(stream=self._stream)
+            result = work()
+        return Begun(result=result, over=Mark(self.device, self._stream))
 
     def close(self) -> None:
         if self._threads is not None:
@@ -57,15 +58,17 @@ class Lane:
 class Begun:
     """Work under way."""
 
-    def __init__(self, future: Future | None = None, stream: Any = None) -> None:
-        self.future, self.stream = future, stream
+    def __init__(self, future: Future | None = None, result: Any = None, over: Mark | None = None) -> None:
+        self.future, self.result, self.over = future, result, over
 
-    def finish(self) -> None:
-        """Wait for it, on a GPU with the current stream only; raises what it raised."""
+    def finish(self) -> Any:
+        """Wait for it, on a GPU with the current stream only, and for nothing that the lane took later.
+        Returns its result; raises what it raised."""
         if self.future is not None:
-            self.future.result()
-        else:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            return self.future.result()
+        if self.over is not None:
+            self.over.hold()
+        return self.result
 
 
 class Mark:

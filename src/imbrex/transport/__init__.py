@@ -19,6 +19,7 @@ from imbrex.transport.hierarchical import Hierarchical
 from imbrex.transport.leader import Leader
 from imbrex.transport.nvlink import Nvlink
 from imbrex.transport.pipe import Pipe, Sequential
+from imbrex.transport.tiers import Tiers
 from imbrex.transport.twolevel import TwoLevel
 
 TRANSPORTS: dict[str, Callable[..., Backend]] = {
@@ -31,9 +32,10 @@ TRANSPORTS: dict[str, Callable[..., Backend]] = {
     "pipe": Pipe,
     "sequential": Sequential,
     "hierarchical": Hierarchical,
+    "tiered": Tiers,
 }
 
-TWO_TIERS = ("1dh", "2dh", "pipe", "sequential", "hierarchical")
+TWO_TIERS = ("1dh", "2dh", "pipe", "sequential", "hierarchical", "tiered")
 
 BROADCAST_FROM = 0.8
 """Share of ranks a token wants from which sending it to all of them costs less than sorting out which."""
@@ -76,7 +78,8 @@ def make(
     chosen = automatic if isinstance(automatic, Auto) else None
     name, reason = pick("auto" if chosen else str(transport), num_ranks=num_ranks, top_k=top_k)
     if chosen is None or group is None or dist.get_world_size(group) == 1:
-        return TRANSPORTS[name](group, timeout=timeout), reason
+        more = {"not_nvlink": not_nvlink} if name == Tiers.name else {}
+        return TRANSPORTS[name](group, timeout=timeout, **more), reason
     nodes = chosen.nodes(group)
     reason_against = not_nvlink
     if reason_against is None:
@@ -106,6 +109,7 @@ __all__ = [
     "Pipe",
     "RankLostError",
     "Sequential",
+    "Tiers",
     "TwoLevel",
     "make",
     "pick",

@@ -1,0 +1,206 @@
+"""What hides behind the network? Two tiers in chunks and in one piece, beside the network alone.
+
+    imbrex netlab run --nodes 2 --ranks-per-node 2 --inter 1gbit -- benchmarks/tiers.py
+
+Forward is dispatch, experts and combine; step is that and its backward, weights' gradients included.
+`network` is an all-to-all of the rows that must cross, each to a node once, out and back, in one piece, with
+nothing else: twice for the forward, four times for a step. Medians over rounds of the slowest rank, all in
+turn within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import imbrex
+from imbrex.bench.results import describe_run, write_results
+from imbrex.experts.experts import Experts
+from imbrex.launch.local import meet
+from imbrex.launch.netlab import started_by
+from imbrex.overlap.pipelined import Pipelined
+from imbrex.placement import contiguous
+from imbrex.runtime.waits import leave
+from imbrex.transport import TRANSPORTS, TWO_TIERS
+
+QUESTION = "How much of two tiers hides behind the network?"
+OPS = ("forward", "step")
+
+
+def main() -> None:
+    args = parse()
+    device = meet(args.store)
+    group = dist.group.WORLD
+    assert group is not None
+    works = {"network": network(args, group, device), **layers(args, group, device)}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in works}
+    for number in range(args.rounds + args.warm_up):
+        for name, work in works.items():
+            took = torch.tensor([together(work[op], group, device) for op in OPS], device=device)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if number >= args.warm_up:
+                seconds[name].append(took.tolist())
+    if group.rank() == 0:
+        rows = report(args, group.size(), crossing_rows(args, group.rank(), group.size()), seconds)
+        if args.out:
+            words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
+            command = " ".join((started_by(), "benchmarks/tiers.py", *words))
+            write_results(args.out, QUESTION, describe_run(command, gpus=group.size()), rows)
+    leave()
+
+
+def together(work: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of a work that all ranks begin at once."""
+    dist.barrier(group)
+    wait_for(device)
+    begin = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - begin
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def choices(args: argparse.Namespace, rank: int) -> Tensor:
+    """Of a rank's tokens, the same wherever they are drawn."""
+    drawn = torch.Generator().manual_seed(rank)
+    return torch.rand(args.tokens, args.experts, generator=drawn).topk(args.top_k).indices
+
+
+def crossing_rows(args: argparse.Namespace, rank: int, world: int) -> list[int]:
+    """This rank's tokens that every other node wants; none for its own."""
+    node_TK = choices(args, rank) // (args.experts // world) // args.ranks_per_node
+    nodes = world // args.ranks_per_node
+    return [int((node_TK == n).any(1).sum()) * (n != rank // args.ranks_per_node) for n in range(nodes)]
+
+
+def network(
+    args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Callable[[], Any]]:
+    """Rows between counterparts, by one all-to-all over all ranks each way."""
+    rank, world, size = group.rank(), group.size(), args.ranks_per_node
+    send, receive = [0] * world, [0] * world
+    for n in range(world // size):
+        peer = n * size + rank % size
+        send[peer] = crossing_rows(args, rank, world)[n]
+        receive[peer] = crossing_rows(args, peer, world)[rank // size]
+    width, dtype = args.width, getattr(torch, args.dtype)
+    here, there = (torch.zeros(sum(sizes), width, dtype=dtype, device=device) for sizes in (send, receive))
+
+    def both() -> None:
+        dist.all_to_all_single(there, here, receive, send, group)
+        dist.all_to_all_single(here, there, send, receive, group)
+
+    return {"forward": both, "step": lambda: (both(), both())}
+
+
+def layers(
+    args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """The same experts behind every transport and number of chunks, by name."""
+    placement, dtype = contiguous(args.experts, group.size()), getattr(torch, args.dtype)
+    kind: dict[str, Any] = {"device": "meta", "dtype": dtype, "implementation": args.implementation}
+    experts = Experts(placement.local(group.rank()), args.width, args.inner, **kind).to_empty(device=device)
+    torch.manual_seed(group.rank())
+    for parameter in experts.parameters():
+        torch.nn.init.uniform_(parameter, -0.02, 0.02)
+    x_TD = torch.randn(args.tokens, args.width, device=device).to(dtype)
+    ids_TK = choices(args, group.rank()).to(device)
+    weights_TK = torch.full(ids_TK.shape, 1 / args.top_k, device=device)
+    inputs = x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK), experts
+    works = {}
+    for name in args.transports.split(","):
+        more = {"ranks_per_node": args.ranks_per_node} if name in TWO_TIERS else {}
+        more |= {"not_nvlink": None} if name == "tiered" and dtype == torch.bfloat16 else {}
+        made = TRANSPORTS[name](group, **more)
+        exchange = imbrex.Exchange(
+            placement, args.width, args.top_k, group=group, transport=made, dtype=dtype
+        )
+        for degree in map(int, args.degrees.split(",")):
+            works[f"{name}-{degree}"] = calls(exchange, Pipelined("optsche", degree), *inputs)
+    check(works)
+    return works
+
+
+def check(works: dict[str, dict[str, Callable[[], Any]]]) -> None:
+    """All the same numbers; those of `tiered` in any number of chunks nearly to the bit."""
+    first = next(iter(works.values()))["forward"]()
+    scale = first.abs().float().max()
+    for name, work in works.items():
+        error = (work["forward"]().float() - first.float()).abs().max() / scale
+        assert float(error) < 0.02, f"{name} is {float(error)} away"
+
+
+def calls(
+    exchange: imbrex.Exchange, schedule: Pipelined, x_TD: Tensor, routing: imbrex.Routing, experts: Experts
+) -> dict[str, Callable[[], Any]]:
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return schedule.run(x_TD, routing, exchange, experts, None).y_TD
+
+    def step() -> None:
+        given = x_TD.detach().requires_grad_()
+        experts.zero_grad(set_to_none=True)
+        schedule.run(given, routing, exchange, experts, None).y_TD.backward(torch.ones_like(given))
+
+    return {"forward": forward, "step": step}
+
+
+def report(
+    args: argparse.Namespace, world: int, rows_N: list[int], seconds: dict[str, list[list[float]]]
+) -> list[dict]:
+    size, row_bytes = args.ranks_per_node, args.width * getattr(torch, args.dtype).itemsize
+    case = {"nodes": world // size, "ranks_per_node": size, "T": args.tokens, "D": args.width}
+    case |= {"F": args.inner, "E": args.experts, "K": args.top_k, "dtype": args.dtype, "rates": args.rates}
+    crossing = sum(rows_N) * row_bytes
+    sys.stdout.write(f"{case}\n{1e-6 * crossing:.1f} MB a rank cross each way\n")
+    alone = [statistics.median(of) for of in zip(*seconds["network"], strict=True)]
+    rows = []
+    for name, rounds in seconds.items():
+        for op, ways, base, times in zip(OPS, (2, 4), alone, zip(*rounds, strict=True), strict=True):
+            median = statistics.median(times)
+            rate = 1e-9 * ways * crossing / median
+            ratio = median / base
+            sys.stdout.write(
+                f"{name:16} {op:8} {1e3 * median:8.2f} ms ({1e3 * min(times):.2f} to {1e3 * max(times):.2f})"
+                f", {rate:6.3f} GB/s, {ratio:.3f} of the network alone\n"
+            )
+            micro = {key: 1e6 * of(times) for key, of in (("min_us", min), ("max_us", max))}
+            more = {"median_us": 1e6 * median, "gbps": rate, "of_network": ratio, "n": len(times)}
+            rows.append({"op": op, "impl": name, "case": case | {"bytes": crossing}, **micro, **more})
+    return rows
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--inner", type=int, default=64)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--transports", default="tiered,hierarchical,alltoall")
+    parser.add_argument("--degrees", default="1,2,4,8")
+    parser.add_argument("--implementation", default="auto", help="of the experts")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--rates", default="1gbit between nodes", help="said in the result file")
+    parser.add_argument("--store", default=None, help="a file where ranks meet, instead of MASTER_ADDR")
+    parser.add_argument("--out", default=None, help="a results file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Ranks in two tiers: those of a node, and those of equal place on all nodes, each exchanging by itself.
+
+`imbrex.exchange.tiered` takes rows over the second tier and then over the first. Messages between two ranks
+carry tags, so that those of several chunks and of both tiers are under way together, over one group.
+
+NCCL does one thing at a time for a group. Inside a node kernels over NVLink have nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imbrex.contracts import Pending
+from imbrex.runtime.streams import Lane
+from imbrex.runtime.words import words
+from imbrex.transport.alltoall import AllToAll
+from imbrex.transport.collective import Collective, Done, Message
+from imbrex.transport.nodes import Nodes
+from imbrex.transport.nvlink import Nvlink
+
+ACROSS, INSIDE, WORDS = 0, 1, 2
+"""Rows between nodes, rows inside one, and numbers inside one, in the tags of messages."""
+INSIDES = ("auto", "alltoall", "nvlink")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Shared:
+    """All that layers of a group have in common: the numbers of its messages by tier, and a lane that does
+    one work after the other, which gives those numbers in the order of the calls."""
+
+    lane: Lane
+    calls: tuple[Iterator[int], ...] = field(default_factory=lambda: tuple(itertools.count() for _ in "123"))
+    node: dist.ProcessGroup | None = None
+
+
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Shared]] = weakref.WeakKeyDictionary()
+"""By group and ranks of a node."""
+
+
+class Flight:
+    """Rows of an uneven all-to-all by messages. Places for what comes are told when it is made, on the
+    caller's thread, which numbers it; `send` may follow from another."""
+
+    def __init__(self, members: Members, phase: str, tier: int, out: Tensor, receive: Sequence[int]) -> None:
+        self.members, self.phase, self.out = members, phase, out
+        call = next(members.calls[tier]) % (1 << 12)
+        # The highest bit keeps it apart from the caller's own messages, the low ones from `steps.Crossing`'s.
+        self.tag = 1 << 30 | call << 18 | tier << 16 | 0xFFFF
+        self.places = self._messages(out, receive)
+        self.held: list[Tensor] = []
+        self.sent: list[dist.Work] = []
+        self.came = [] if members.groups_messages else members.post(phase, [], self.places)[1]
+
+    def _messages(self, rows: Tensor, sizes: Sequence[int]) -> list[Message]:
+        blocks, rank = rows.split(list(sizes)), self.members.rank
+        return [Message(rows=b, peer=p, tag=self.tag) for p, b in enumerate(blocks) if p != rank]
+
+    def send(self, rows: Tensor, send: Sequence[int]) -> Flight:
+        """Rows by destination, `send[r]` of them to member r."""
+        rows = rows.contiguous()
+        self.held.append(rows)
+        places = self.places if self.members.groups_messages else []
+        self.sent, came = self.members.post(self.phase, self._messages(rows, send), places)
+        self.came += came
+        return self
+
+    def wait(self) -> Tensor:
+        """Wait for what comes, on a GPU with the current stream only; once."""
+        came, self.came = self.came, []
+        for work in came:
+            self.members.finish(self.phase, work)
+        return self.out
+
+    def finish(self) -> Tensor:
+        """The same, and for what leaves."""
+        self.wait()
+        for work in self.sent:
+            self.members.finish(self.phase, work)
+        self.held.clear()
+        return self.out
+
+
+class Members(AllToAll):
+    """Some ranks of a group, as a transport between them alone; member r is rank `ranks[r]` of the group."""
+
+    def __init__(self, whole: Collective, ranks: Sequence[int], calls: tuple[Iterator[int], ...]) -> None:
+        super().__init__(whole.group, timeout=whole.timeout_s)
+        self.ranks, self.calls = tuple(ranks), calls
+        self.rank, self.world_size = self.ranks.index(whole.rank), len(self.ranks)
+
+    def post(
+        self, phase: str, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> tuple[list[dist.Work], list[dist.Work]]:
+        sides = ([replace(m, peer=self.ranks[m.peer]) for m in side] for side in (sends, receives))
+        return super().post(phase, *sides)
+
+    def exchange_counts(self, message: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return super().exchange_counts(message)
+        own = message.to(self.message_device).contiguous().view(torch.uint8)[None]
+        out = own.new_empty(self.world_size, own.shape[1])
+        out[self.rank] = own[0]
+        each = [1] * self.world_size
+        flight = Flight(self, "plan", WORDS, out, each)
+        flight.send(own.expand(self.world_size, -1), each).finish()
+        # host sync: the counts decide the sizes of what follows
+        return out.view(torch.int64).cpu()
+
+    def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        return (
+            Done(rows) if self.world_size == 1 else self.begin(INSIDE, phase, rows, receive).send(rows, send)
+        )
+
+    def begin(self, tier: int, phase: str, like: Tensor, receive: Sequence[int]) -> Flight:
+        """Places for rows as wide as `like`, `receive[r]` of them from member r."""
+        return Flight(self, phase, tier, like.new_empty(sum(receive), like.shape[1]), receive)
+
+
+class Tiers(Collective):
+    """Nodes of equally many neighbouring ranks, for a dispatcher that takes rows over the network once.
+
+    ranks_per_node: where the launcher does not say it.
+    inside: how rows move in a node: `nvlink` by kernels, for bfloat16 tokens on GPUs; `alltoall` as bytes;
+        `auto` by kernels where `not_nvlink` is None and the GPUs can, else as bytes.
+    """
+
+    name = "tiered"
+    broadcasts, relays = False, True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        ranks_per_node: int | None = None,
+        inside: str = "auto",
+        timeout: float | None = None,
+        not_nvlink: str | None = "nobody said that tokens are bfloat16",
+    ) -> None:
+        super().__init__(group, timeout=timeout)
+        if inside not in INSIDES:
+            raise ValueError(f"transport: inside={inside!r} is not known; use one of {', '.join(INSIDES)}")
+        nodes = Nodes.met(self, ranks_per_node)
+        if nodes is None:
+            raise ValueError(
+                "transport: tiered needs nodes of equally many neighbouring ranks, which this group's are "
+                "not; give ranks_per_node=, or use transport='alltoall'"
+            )
+        self.nodes, self.ranks_per_node = nodes, nodes.size
+        self.node, self.place = divmod(self.rank, nodes.size)
+        shared = self._meet()
+        self.lane = shared.lane
+        self.rail = Members(self, [nodes.rank(n, self.place) for n in range(nodes.num_nodes)], shared.calls)
+        self.bytes_inside = Members(self, [nodes.rank(self.node, p) for p in range(nodes.size)], shared.calls)
+        self.kernels = self._kernels(shared, inside, not_nvlink)
+
+    def _meet(self) -> _Shared:
+        if self.group is None:
+            return _Shared(lane=Lane(self.device, 1))
+        by_size = _shared.setdefault(self.group, {})
+        if self.nodes.size not in by_size:
+            by_size[self.nodes.size] = _Shared(lane=Lane(self.device, 1))
+        return by_size[self.nodes.size]
+
+    def _kernels(self, shared: _Shared, inside: str, not_nvlink: str | None) -> Nvlink | None:
+        """The kernels inside the node: on all nodes, or on none."""
+        settings = words(INSIDES.index(inside), not_nvlink is None)
+        if (self.exchange_counts(settings) != settings).any():
+            raise ValueError(
+                f"transport: ranks disagree about inside= (here {inside!r}) or the dtype; give every rank "
+                "of the group the same"
+            )
+        if inside == "alltoall" or (inside == "auto" and not_nvlink is not None):
+            return None
+        kernels, reason = None, self._why_no_group()
+        if reason is None:
+            kernels, reason = Nvlink.of_or_reason(self._group_of_node(shared), timeout=self.timeout_s)
+        if not self.exchange_counts(words(kernels is None)).any():
+            return kernels
+        if inside == "nvlink":
+            raise ValueError(
+                f"transport: inside='nvlink' does not work here: {reason or 'another node cannot'}; use "
+                "inside='alltoall'"
+            )
+        return None
+
+    def _why_no_group(self) -> str | None:
+        """Why a node's ranks cannot have a group of their own, or `None`: the same on every rank."""
+        if self.group is None or self.nodes.size == 1:
+            return "a node has one rank"
+        numbers = self.exchange_counts(words(len(dist.distributed_c10d._world.pg_names)))  # pyright: ignore
+        if self.world_size < dist.get_world_size() and (numbers != numbers[0]).any():
+            return "ranks have made different numbers of process groups, by which torch names another"
+        return None
+
+    def _group_of_node(self, shared: _Shared) -> dist.ProcessGroup:
+        """Where the kernels' heap is met. Collective at its first call.
+
+        torch names a group that its members alone make after how many groups a process has. Ranks may differ
+        in that, and would wait for each other; where all ranks are here, all make all groups.
+        """
+        if shared.node is None:
+            assert self.group is not None
+            whole, nodes = dist.get_process_group_ranks(self.group), self.nodes
+            alone = len(whole) != dist.get_world_size()
+            for node in range(nodes.num_nodes):
+                ranks = [whole[nodes.rank(node, place)] for place in range(nodes.size)]
+                group = dist.new_group(ranks, use_local_synchronization=alone)
+                shared.node = group if node == self.node else shared.node  # pyright: ignore
+        assert shared.node is not None
+        return shared.node
+
+
+__all__ = ["ACROSS", "INSIDE", "Flight", "Members", "Tiers"]
