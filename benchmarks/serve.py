@@ -35,6 +35,7 @@ WAYS = {
 """Experts of DeepSeek-V3's widths do not fit one GPU."""
 BATCHES = (8, 32, 128)
 ROUNDS = 20
+KERNELS = 34
 
 
 def step_bytes(model: Decoder, rows: int, experts: int) -> int:
@@ -106,7 +107,28 @@ def step_seconds(engine: Engine, rows: int) -> float:
     return float(taken)
 
 
-def measure(rank: int, world: int, name: str, transport: str, out: str) -> None:
+def kernels(engine: Engine, rows: int) -> list[str]:
+    """The kernels of a replayed step by their time, of three steps, a line each."""
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(3):
+            ready(engine, rows)
+            engine.programs[rows]()
+        torch.cuda.synchronize()
+    of_name: dict[str, list[float]] = {}
+    for event in profiler.events() or ():
+        if "Memset" not in event.name:
+            of_name.setdefault(event.name, []).append(event.device_time)
+    longest = sorted(of_name.items(), key=lambda one: -sum(one[1]))
+    total = sum(sum(times) for times in of_name.values())
+    lines = [f"{rows} rows: {total / 3:.0f} us of kernels a step"]
+    return lines + [
+        f"{sum(times) / 3:9.1f} us {len(times) / 3:6.1f} x {statistics.median(times):7.2f} us  {name[:90]}"
+        for name, times in longest[:KERNELS]
+    ]
+
+
+def measure(rank: int, world: int, args: argparse.Namespace, name: str, transport: str) -> None:
     """The rows of a way, on ranks of its own: two models do not fit."""
     group, device, began = dist.group.WORLD, torch.device("cuda", rank), time.perf_counter()
     way = Way(transport=transport, experts="grouped" if transport == "alltoall" else "auto")
@@ -115,6 +137,7 @@ def measure(rank: int, world: int, name: str, transport: str, out: str) -> None:
     )
     options = {"device": device, "dtype": torch.bfloat16, "drafting": False}
     model = make_model(name, way, group, positions=settings.capacity, **options)
+    model.compiled = False if args.as_written else None
     engine = Engine(model, settings, group)
     torch.cuda.synchronize()
     ready_s, tbps = time.perf_counter() - began, read_tbps()
@@ -122,14 +145,18 @@ def measure(rank: int, world: int, name: str, transport: str, out: str) -> None:
         for of_layer in cache:
             of_layer.normal_()
     rows = [decode_row(engine, name, transport, batch, tbps) for batch in BATCHES]
-    if transport == "nvlink":
+    if args.kernels:
+        lines = [line for batch in BATCHES for line in kernels(engine, batch)]
+        if rank == 0:
+            print("\n".join(lines))
+    if transport == "nvlink" and not args.kernels:
         load = Load(users=32 * world, input=128, output=32, rounds=3)
         point = serve(engine, load, engine.host_group)
         case = {"model": name, "users": load.users, "W": world, "input": 128, "output": 32, "interval": 4}
         rows.append({"op": "serve", "impl": transport, "case": case} | point)
     if rank == 0:
         command = f'make gpu-bench NAME=serve ARGS="--model {name} --way {transport}"'
-        write_results(out, QUESTION, describe_run(command), rows)
+        write_results(args.out, QUESTION, describe_run(command), rows)
         print(f"{name} {transport}: ready in {ready_s:.0f} s, {torch.cuda.max_memory_allocated() >> 30} GiB")
         for row in rows:
             print({key: value for key, value in row.items() if key not in ("op", "n")}, flush=True)
@@ -170,11 +197,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--way", nargs="*", default=[], help="ways to the experts, where not all")
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, too")
+    parser.add_argument("--as-written", action="store_true", help="what stands between products, uncompiled")
     parser.add_argument("--out", default=str(RESULTS))
     args = parser.parse_args()
     for name in args.model:
         for transport in args.way or WAYS[name]:
-            run_ranks(measure, torch.cuda.device_count(), name, transport, args.out)
+            run_ranks(measure, torch.cuda.device_count(), args, name, transport)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imbrex.serve.between import Between, grouped_heads, latent_row
+
 Cache = tuple[Tensor, ...]
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -98,18 +100,8 @@ class Span:
         return cache[: self.rows] if self.given_B is None else cache[self.given_B]
 
 
-def write(cache: Tensor, rows_T: Tensor, span: Span) -> None:
-    """Put a row a token into its place of a cache [Z, L, ...]."""
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, span.row_T, rows_T)
-
-
-def attend(q_BSHC: Tensor, cache: Cache | None, span: Span, k_BSGC: Tensor, v_BSGC: Tensor) -> Tensor:
-    """Write keys and values to the cache, then attend to all before and the token itself; [B, S, H, C].
-    Without a cache, to the tokens of the call alone, each row from its beginning."""
-    if cache is None:
-        return _dot(q_BSHC, k_BSGC, v_BSGC, None)
-    for slots, new in zip(cache, (k_BSGC, v_BSGC), strict=True):
-        write(slots, new.flatten(0, 1), span)
+def attend(q_BSHC: Tensor, cache: Cache, span: Span) -> Tensor:
+    """Attend to all tokens of the cache up to each row's own; [B, S, H, C]."""
     if q_BSHC.is_cuda and q_BSHC.dtype in FLASH_DTYPES:
         return _flash(q_BSHC, cache[0], cache[1], span)
     keys, values = (span.of_rows(slots) for slots in cache)
@@ -145,8 +137,7 @@ def _flash(q_BSHC: Tensor, k_ZLGC: Tensor, v_ZLGC: Tensor, span: Span) -> Tensor
 class Rotary(nn.Module):
     """Rotary positions (RoFormer, section 3.4.2): halves of a head turn by position times frequency.
 
-    (l, r) turns to (l cos - r sin, r cos + l sin), which is x * (cos, cos) + (r, l) * (-sin, sin): three
-    launches for all heads, in the dtype of the heads."""
+    A row of `turn_LC` is what `between.turned` takes for a position, (cos, cos, -sin, sin)."""
 
     turn_LC: Tensor
 
@@ -161,17 +152,13 @@ class Rotary(nn.Module):
         turn_LC = torch.cat((cos, cos, -sin, sin), -1).to(dtype)
         self.register_buffer("turn_LC", turn_LC, persistent=False)
 
-    def forward(self, x_THC: Tensor, turn_TC: Tensor) -> Tensor:
-        cos, sin = turn_TC[:, None].chunk(2, -1)
-        return torch.addcmul(x_THC * cos, x_THC.roll(x_THC.shape[-1] // 2, -1), sin)
-
 
 class GroupedAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, sizes: Grouped, hidden_size: int, *, eps: float, **kind) -> None:
         super().__init__()
-        self.sizes, heads, groups = sizes, sizes.num_heads, sizes.num_kv_heads
+        self.sizes, self.eps, heads, groups = sizes, eps, sizes.num_heads, sizes.num_kv_heads
         self.qkv = nn.Linear(hidden_size, (heads + 2 * groups) * sizes.head_size, bias=False, **kind)
         self.out = nn.Linear(heads * sizes.head_size, hidden_size, bias=False, **kind)
         if sizes.qk_norm:
@@ -184,16 +171,19 @@ class GroupedAttention(nn.Module):
         return torch.zeros(shape, **kind), torch.zeros(shape, **kind)
 
     def forward(
-        self, x_TD: Tensor, span: Span, cache: Cache | None, turned: Rotary, turn_TC: Tensor
+        self, x_TD: Tensor, span: Span, cache: Cache | None, turn_TC: Tensor, between: Between
     ) -> Tensor:
         sizes, rows = self.sizes, (span.rows, span.length)
-        heads, groups = sizes.num_heads, sizes.num_kv_heads
-        qkv = self.qkv(x_TD).view(len(x_TD), -1, sizes.head_size)
-        q, k, v = qkv.split([heads, groups, groups], 1)
-        both = torch.cat((self.q_norm(q), self.k_norm(k)), 1) if sizes.qk_norm else qkv[:, : heads + groups]
-        q, k = turned(both, turn_TC).split([heads, groups], 1)
-        q, k, v = (x.unflatten(0, rows) for x in (q, k, v))
-        return self.out(attend(q, cache, span, k, v).reshape(len(x_TD), -1))
+        qkv_THC = self.qkv(x_TD).view(len(x_TD), -1, sizes.head_size)
+        norms = (self.q_norm.weight, self.k_norm.weight) if sizes.qk_norm else None
+        of_heads = qkv_THC, norms, turn_TC, sizes.num_heads, self.eps
+        if cache is None:
+            q, k, v = (x.unflatten(0, rows) for x in grouped_heads(*of_heads))
+            y = _dot(q, k, v, None)
+        else:
+            q = between.grouped_into_cache(*of_heads, cache, span.row_T)
+            y = attend(q.unflatten(0, rows), cache, span)
+        return self.out(y.reshape(len(x_TD), -1))
 
 
 class LatentAttention(nn.Module):
@@ -202,7 +192,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, sizes: Latent, hidden_size: int, *, eps: float, **kind) -> None:
         super().__init__()
-        self.sizes, heads = sizes, sizes.num_heads
+        self.sizes, self.eps, heads = sizes, eps, sizes.num_heads
         self.q_down = nn.Linear(hidden_size, sizes.query_rank, bias=False, **kind)
         self.q_norm = nn.RMSNorm(sizes.query_rank, eps=eps, **kind)
         self.q_up = nn.Linear(sizes.query_rank, heads * (sizes.nope + sizes.rope), bias=False, **kind)
@@ -219,33 +209,26 @@ class LatentAttention(nn.Module):
         return (torch.zeros(slots, capacity, sizes.kv_rank + sizes.rope, **kind),)
 
     def forward(
-        self, x_TD: Tensor, span: Span, cache: Cache | None, turned: Rotary, turn_TC: Tensor
+        self, x_TD: Tensor, span: Span, cache: Cache | None, turn_TC: Tensor, between: Between
     ) -> Tensor:
         sizes, tokens, rows = self.sizes, len(x_TD), (span.rows, span.length)
         q_THC = self.q_up(self.q_norm(self.q_down(x_TD))).view(tokens, sizes.num_heads, -1)
         nope, rope = q_THC.split([sizes.nope, sizes.rope], -1)
-        latent, k_rope = self.kv_down(x_TD).split([sizes.kv_rank, sizes.rope], -1)
-        k_rope = turned(k_rope[:, None], turn_TC)[:, 0]
-        row_TC = torch.cat((self.kv_norm(latent), k_rope), -1)
-        absorbed = torch.bmm(nope.transpose(0, 1), self.k_up).transpose(0, 1)
-        q_THC = torch.cat((absorbed, turned(rope, turn_TC)), -1)
+        of_row = self.kv_down(x_TD), self.kv_norm.weight, turn_TC, self.eps
         if cache is None:
-            kept_BLC, mask_BSL = row_TC.unflatten(0, rows), _causal(span)
+            kept_BLC, mask_BSL = latent_row(*of_row).unflatten(0, rows), _causal(span)
         else:
-            write(cache[0], row_TC, span)
+            between.latent_into_cache(*of_row, cache[0], span.row_T)
             kept_BLC, mask_BSL = span.of_rows(cache[0]), span.mask_B1SL()[:, 0]
-        y_HTC = self._weighted(q_THC.unflatten(0, rows), kept_BLC, mask_BSL)
-        return self.out(torch.bmm(y_HTC, self.v_up).transpose(0, 1).reshape(tokens, -1))
-
-    def _weighted(self, q_BSHC: Tensor, kept_BLC: Tensor, mask_BSL: Tensor) -> Tensor:
-        """The latents that every head attends to, [H, T, kv_rank]."""
-        sizes, (rows, length, heads, _) = self.sizes, q_BSHC.shape
+        absorbed_HTC = torch.bmm(nope.transpose(0, 1), self.k_up)
         scale = (sizes.nope + sizes.rope) ** -0.5
-        scores = torch.bmm(q_BSHC.reshape(rows, length * heads, -1) * scale, kept_BLC.mT)
-        scores = scores.view(rows, length, heads, -1).masked_fill(~mask_BSL[:, :, None], -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.float32).to(kept_BLC.dtype).flatten(1, 2)
-        y_BSHC = torch.bmm(weights, kept_BLC[..., : sizes.kv_rank])
-        return y_BSHC.view(rows * length, heads, -1).transpose(0, 1)
+        q_THC = between.latent_queries(absorbed_HTC, rope, turn_TC, scale)
+        # The latents that every head attends to.
+        scores_BXL = torch.bmm(q_THC.view(span.rows, -1, q_THC.shape[-1]), kept_BLC.mT)
+        weights_BXL = between.latent_weights(scores_BXL, mask_BSL)
+        y_BXC = torch.bmm(weights_BXL, kept_BLC[..., : sizes.kv_rank])
+        y_HTC = y_BXC.view(tokens, sizes.num_heads, -1).transpose(0, 1)
+        return self.out(torch.bmm(y_HTC, self.v_up).transpose(0, 1).reshape(tokens, -1))
 
 
 def _causal(span: Span) -> Tensor:

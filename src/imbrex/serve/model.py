@@ -25,8 +25,11 @@ from imbrex.serve.attention import (
     Rotary,
     Span,
 )
+from imbrex.serve.between import Between, between
 from imbrex.serve.heads import Head
 
+Rows = tuple[Tensor, Tensor | None]
+"""Rows [T, D], and what is yet to be added to them."""
 MakeMoE = Callable[[int], nn.Module]
 """The feed-forward part of a block from the block's index: [T, D] to [T, D], with `kept_TK` as MoELayer."""
 
@@ -58,7 +61,8 @@ class ModelConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm mixture of experts."""
+    """Pre-norm attention, then a pre-norm mixture of experts. What the latter adds to the rows is left to the
+    next norm, which reads both anyway."""
 
     def __init__(self, config: ModelConfig, moe: nn.Module, **kind) -> None:
         super().__init__()
@@ -73,21 +77,31 @@ class Block(nn.Module):
         self.moe_norm = nn.RMSNorm(width, eps=eps, **kind)
         self.moe = moe
 
-    def forward(
-        self, x_TD: Tensor, span: Span, cache: Cache | None, turned: Rotary, turn_TC: Tensor
-    ) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), span, cache, turned, turn_TC)
+    def forward(self, rows: Rows, span: Span, cache: Cache | None, turn_TC: Tensor, between: Between) -> Rows:
+        x_TD, added_TD = rows
+        if added_TD is None:
+            normed_TD = self.attention_norm(x_TD)
+        else:
+            x_TD, normed_TD = between.residual_norm(x_TD, added_TD, *_of(self.attention_norm))
+        added_TD = self.attention(normed_TD, span, cache, turn_TC, between)
+        x_TD, normed_TD = between.residual_norm(x_TD, added_TD, *_of(self.moe_norm))
         live_T = span.live_T
         if live_T is None:
-            return x_TD + self.moe(self.moe_norm(x_TD))
+            return x_TD, self.moe(normed_TD)
         kept_TK = live_T[:, None].expand(-1, self.moe.config.top_k)  # type: ignore[union-attr]
-        return x_TD + self.moe(self.moe_norm(x_TD), kept_TK=kept_TK)
+        return x_TD, self.moe(normed_TD, kept_TK=kept_TK)
+
+
+def _of(norm: nn.RMSNorm) -> tuple[Tensor, float]:
+    assert norm.eps is not None
+    return norm.weight, norm.eps
 
 
 class Decoder(nn.Module):
     """Tokens [B, S] to hidden rows [T, D]; `head` chooses the tokens that follow, after `norm`.
 
-    head_group: ranks that the vocabulary is split over.
+    head_group: ranks that the vocabulary is split over. `compiled`: whether `torch.compile` makes kernels of
+    what stands between products; `None`, on a GPU.
     """
 
     def __init__(
@@ -95,6 +109,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.compiled: bool | None = None
         width, eps = config.moe.hidden_size, config.eps
         self.embedding = nn.Embedding(config.vocabulary, width, **kind)
         self.blocks = nn.ModuleList(Block(config, make_moe(i), **kind) for i in range(config.num_layers))
@@ -111,17 +126,20 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BS: Tensor, span: Span, caches: list[Cache] | None = None) -> Tensor:
         """Hidden rows before the last norm, [T, D]. caches: of every block, written and read."""
-        x_TD, turn_TC = self.embedding(tokens_BS.flatten()), self.turned.turn_LC[span.position_T]
+        turn_TC = self.turned.turn_LC[span.position_T]
+        rows: Rows = self.embedding(tokens_BS.flatten()), None
+        of_device = between(turn_TC.device, self.compiled)
         for index, block in enumerate(self.blocks):
-            x_TD = block(x_TD, span, caches and caches[index], self.turned, turn_TC)
-        return x_TD
+            rows = block(rows, span, caches and caches[index], turn_TC, of_device)
+        return rows[0] if rows[1] is None else rows[0] + rows[1]
 
     def drafted(self, hidden_TD: Tensor, next_T: Tensor, span: Span, cache: Cache | None) -> Tensor:
         """Hidden rows of the token after the next, [T, D], from the model's own rows and the tokens that
         follow them. To draft further it takes its own rows."""
         assert self.draft is not None
         turn_TC = self.turned.turn_LC[span.position_T]
-        return self.draft(hidden_TD, self.embedding(next_T), span, cache, self.turned, turn_TC)
+        of_device = between(turn_TC.device, self.compiled)
+        return self.draft(hidden_TD, self.embedding(next_T), span, cache, turn_TC, of_device)
 
     def best(self, hidden_TD: Tensor) -> Tensor:
         """The tokens that follow, int64 [T]; collective where the head is split."""
@@ -160,11 +178,12 @@ class Draft(nn.Module):
         token_TD: Tensor,
         span: Span,
         cache: Cache | None,
-        turned: Rotary,
         turn_TC: Tensor,
+        between: Between,
     ) -> Tensor:
         joined_TD = self.join(torch.cat((self.hidden_norm(hidden_TD), self.token_norm(token_TD)), -1))
-        return self.block(joined_TD, span, cache, turned, turn_TC)
+        x_TD, added_TD = self.block((joined_TD, None), span, cache, turn_TC, between)
+        return x_TD + added_TD
 
 
 @torch.no_grad()

@@ -1,0 +1,126 @@
+"""Small operators between the products of a block: residual sums, norms, rotary positions, new rows of the cache,
+the softmax of latent attention.
+
+A launch takes 2 to 3 us in a graph, however little it does, and a layer had fourteen of these. So each is a
+function here, of tensors to tensors, and a GPU that decodes has `torch.compile` make one or two kernels of
+each. Elsewhere, and where gradients are wanted, they run as they are written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def residual_norm(x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The rows with what the part before adds to them, and those normed."""
+    x_TD = x_TD + added_TD
+    return x_TD, F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+def turned(x_THC: Tensor, turn_TC: Tensor) -> Tensor:
+    """Heads by their token's position: (l, r) turns to (l cos - r sin, r cos + l sin), which is
+    x * (cos, cos) + (r, l) * (-sin, sin)."""
+    cos, sin = turn_TC[:, None].chunk(2, -1)
+    return torch.addcmul(x_THC * cos, x_THC.roll(x_THC.shape[-1] // 2, -1), sin)
+
+
+def put(cache_ZLC: Tensor, row_TC: Tensor, place_T: Tensor) -> None:
+    """Put a row a token into its place of a cache [Z, L, ...]."""
+    cache_ZLC.view(-1, *cache_ZLC.shape[2:]).index_copy_(0, place_T, row_TC)
+
+
+def normed_heads(both_THC: Tensor, weights: tuple[Tensor, Tensor], heads: int, eps: float) -> Tensor:
+    """Queries, and keys behind them, normed by head. One reduction for both, each with its own weight."""
+    groups = both_THC.shape[1] - heads
+    weight_HC = torch.cat((weights[0].expand(heads, -1), weights[1].expand(groups, -1)))
+    return F.rms_norm(both_THC, both_THC.shape[-1:], None, eps) * weight_HC
+
+
+def grouped_heads(
+    qkv_THC: Tensor, norms: tuple[Tensor, Tensor] | None, turn_TC: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of grouped-query attention. norms: weights of queries' and keys'."""
+    groups = (qkv_THC.shape[1] - heads) // 2
+    both, values = qkv_THC.split([heads + groups, groups], 1)
+    if norms is not None:
+        both = normed_heads(both, norms, heads, eps)
+    queries, keys = turned(both, turn_TC).split([heads, groups], 1)
+    return queries, keys, values
+
+
+def grouped_into_cache(
+    qkv_THC: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    turn_TC: Tensor,
+    heads: int,
+    eps: float,
+    cache: tuple[Tensor, Tensor],
+    place_T: Tensor,
+) -> Tensor:
+    """Queries; keys and values are in the cache."""
+    queries, keys, values = grouped_heads(qkv_THC, norms, turn_TC, heads, eps)
+    put(cache[0], keys, place_T)
+    put(cache[1], values, place_T)
+    return queries.contiguous()
+
+
+def latent_row(kept_TC: Tensor, weight_C: Tensor, turn_TC: Tensor, eps: float) -> Tensor:
+    """The row that the cache keeps of a token: the latent, normed, and the turned key of all heads."""
+    latent, key = kept_TC.split([len(weight_C), kept_TC.shape[1] - len(weight_C)], -1)
+    key = turned(key[:, None], turn_TC)[:, 0]
+    return torch.cat((F.rms_norm(latent, weight_C.shape, weight_C, eps), key), -1)
+
+
+def latent_into_cache(
+    kept_TC: Tensor, weight_C: Tensor, turn_TC: Tensor, eps: float, cache_ZLC: Tensor, place_T: Tensor
+) -> None:
+    put(cache_ZLC, latent_row(kept_TC, weight_C, turn_TC, eps), place_T)
+
+
+def latent_queries(absorbed_HTC: Tensor, rope_THC: Tensor, turn_TC: Tensor, scale: float) -> Tensor:
+    """Queries in the latents' space, scaled, [T, H, kv_rank + rope]."""
+    return torch.cat((absorbed_HTC.transpose(0, 1), turned(rope_THC, turn_TC)), -1) * scale
+
+
+def latent_weights(scores_BXL: Tensor, mask_BSL: Tensor) -> Tensor:
+    """The softmax of a row's scores, X = S * H, over the tokens that each sees, in the scores' dtype."""
+    rows, length, positions = mask_BSL.shape
+    scores = scores_BXL.view(rows, length, -1, positions).masked_fill(~mask_BSL[:, :, None], -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype).view_as(scores_BXL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Between:
+    """The functions of this file that a block calls, as written or compiled."""
+
+    residual_norm: Callable[..., tuple[Tensor, Tensor]] = residual_norm
+    grouped_into_cache: Callable[..., Tensor] = grouped_into_cache
+    latent_into_cache: Callable[..., None] = latent_into_cache
+    latent_queries: Callable[..., Tensor] = latent_queries
+    latent_weights: Callable[..., Tensor] = latent_weights
+
+
+AS_WRITTEN = Between()
+
+
+@functools.cache
+def compiled() -> Between:
+    """All of them by `torch.compile`, each once for all layers; sizes that change become variables."""
+    names = Between.__dataclass_fields__
+    return Between(**{name: torch.compile(getattr(AS_WRITTEN, name), fullgraph=True) for name in names})
+
+
+def between(device: torch.device, wanted: bool | None) -> Between:
+    """The functions for a call on a device. wanted: compiled or not, where not by what there is."""
+    if torch.is_grad_enabled():
+        return AS_WRITTEN
+    if wanted is None:
+        wanted = device.type == "cuda" and find_spec("triton") is not None
+    return compiled() if wanted else AS_WRITTEN
