@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.models import ALONE, GATHER, Way, make_model
-from imbrex.layer import MoELayer
+from imbrex.serve.decoding import Captured
 from imbrex.serve.engine import Engine, Settings
+from imbrex.serve.heads import best_keys, maximum, unpack
 from imbrex.serve.model import Decoder
 
 RESULTS = Path(__file__).parent / "results" / "serve.json"
@@ -34,7 +36,7 @@ WAYS = {
 }
 """Experts of DeepSeek-V3's widths do not fit one GPU."""
 BATCHES = (8, 32, 128)
-ROUNDS = 20
+ROUNDS, CHOICES = 20, 20
 KERNELS = 34
 
 
@@ -145,6 +147,8 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
         for of_layer in cache:
             of_layer.normal_()
     rows = [decode_row(engine, name, transport, batch, tbps) for batch in BATCHES]
+    if transport == "nvlink" and name == next(iter(WAYS)):
+        rows += choice_rows(engine)
     if args.kernels:
         lines = [line for batch in BATCHES for line in kernels(engine, batch)]
         if rank == 0:
@@ -161,6 +165,42 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
         for row in rows:
             print({key: value for key, value in row.items() if key not in ("op", "n")}, flush=True)
     close(engine)
+
+
+def choice_rows(engine: Engine) -> list[dict[str, Any]]:
+    """From logits to tokens with the vocabulary split, by the kernel and by an all-reduce, and the argmax
+    that both begin with; a graph of `CHOICES` calls each."""
+    head, group, rows = engine.model.head, engine.group, []
+    assert group is not None
+    choice = head.choices[-1]
+    begin, end = head.slice
+    for tokens in (1, 8, 32, 128):
+        logits = torch.randn(group.size() * tokens, end - begin, device="cuda").bfloat16()
+        ways = {
+            "heap": lambda: choice.choose(logits[None], head.vocabulary)[0],  # noqa: B023
+            "all-reduce": lambda: unpack(maximum(best_keys(logits, begin), group)),  # noqa: B023
+            "argmax": lambda: logits.argmax(-1),  # noqa: B023
+        }
+        mine = ways["all-reduce"]().view(-1, tokens)[group.rank()]
+        assert torch.equal(ways["heap"](), mine)
+        case = {"T": tokens, "V": head.vocabulary, "W": group.size(), "dtype": "bf16"}
+        for name, way in ways.items():
+            taken = graph_seconds(way)
+            timed = {"median_us": round(1e6 * taken / CHOICES, 2), "n": ROUNDS}
+            rows.append({"op": "token choice", "impl": name, "case": case} | timed)
+    return rows
+
+
+def graph_seconds(way: Callable[[], object]) -> float:
+    """The median replay of `CHOICES` calls in one graph, the slowest rank's."""
+    align, times = torch.zeros(1, device="cuda"), []
+    program = Captured(lambda: [way() for _ in range(CHOICES)], torch.device("cuda"))
+    for _ in range(ROUNDS + 3):
+        dist.all_reduce(align)
+        times.append(_seconds(program))
+    taken = torch.tensor(statistics.median(times[3:]), device="cuda")
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
 
 
 def decode_row(engine: Engine, name: str, transport: str, batch: int, tbps: float) -> dict[str, Any]:
@@ -187,10 +227,7 @@ def close(engine: Engine) -> None:
     """Let go of graphs before what they use."""
     torch.cuda.synchronize()
     dist.barrier()
-    engine.programs.clear()
-    for layer in engine.model.modules():
-        if isinstance(layer, MoELayer):
-            layer.close()
+    engine.close()
 
 
 def main() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import imbrex
+from imbrex.kernels.heap import VirtualHeap
+from imbrex.kernels.rows.keys import TokenChoice
 from imbrex.serve import attention
 from imbrex.serve.attention import Grouped, Span
 from imbrex.serve.decoding import Drafting
@@ -58,3 +61,29 @@ def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
         tokens.append([answer.tokens for answer in answers])
     assert [len(of) for of in tokens[0]] == [9, 12, 1, 20]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_over_a_split_vocabulary_are_those_of_argmax(dtype: torch.dtype) -> None:
+    """Four virtual ranks; logits tie, and a graph's replays go on counting calls."""
+    torch.manual_seed(0)
+    choice = TokenChoice(lambda nbytes: VirtualHeap(4, nbytes, "cuda"), 4, 128)
+    logits = torch.empty(4, 4 * 128, 250, dtype=dtype, device="cuda")
+
+    def expected() -> Tensor:
+        return logits.transpose(0, 1).flatten(1).argmax(-1)
+
+    def fill() -> None:
+        logits.copy_(torch.randn(logits.shape, device="cuda").mul(2).round())
+        logits[1, 7, 3] = torch.nan
+
+    fill()
+    assert torch.equal(choice.choose(logits, 1000).flatten(), expected())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_LT = choice.choose(logits, 1000)
+    for _ in range(20):
+        fill()
+        graph.replay()
+        assert torch.equal(token_LT.flatten(), expected())
+    choice.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 
@@ -12,12 +13,15 @@ import torch
 import imbrex
 from imbrex.bench.serve.models import ALONE, GATHER, Way, make_moe
 from imbrex.cli import main
+from imbrex.kernels.rows.keys import TokenChoice
 from imbrex.serve.attention import Grouped
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.heads import sharded_argmax, slice_of
 from imbrex.serve.model import Decoder, ModelConfig, draw
 from imbrex.serve.request import Request
+from tests.emulated import kernel
+from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.forked import run_ranks
 from tests.ranks.pool import Pool, RankError, Ranks
 
@@ -104,6 +108,35 @@ def chosen(ranks: Ranks) -> bool:
 def test_a_split_head_chooses_as_a_whole_one(pool: Pool, world: int) -> None:
     """Whole numbers, so that logits tie; on eight ranks the last has none of thirteen tokens."""
     assert pool.run(world, chosen) == [True] * world
+
+
+def chosen_on_heap(ranks: Ranks) -> int:
+    """Calls that chose wrongly. Ranks dawdle between calls, each as it likes, so that one is often ahead."""
+    nvlink, dawdle, wrong = EmulatedNvlink(ranks.group), random.Random(ranks.rank), 0
+    choice = TokenChoice(nvlink._make_heap, ranks.world_size, 5, timeout=20.0, load=kernel.load)
+    torch.manual_seed(2)
+    weight = torch.randn(7, 8).round()
+    begin, end = slice_of(7, ranks.rank, ranks.world_size)
+    own = weight[begin:end]
+    for call in range(150):
+        rows = 1 + call % 5
+        logits = torch.randn(ranks.world_size * rows, 8).round() @ weight.T
+        part = logits[:, begin:end].contiguous()
+        assert choice.why_not(part) is None
+        token_T = choice.choose(part[None], 7)[0]
+        wrong += not torch.equal(token_T, logits.view(-1, rows, 7)[ranks.rank].argmax(-1))
+        time.sleep(dawdle.choice([0, 0, 0, 0.001, 0.003]))
+    # And by the head, whose rows come from all ranks.
+    x_TD = torch.randn(ranks.world_size, 4, 8).round()[ranks.rank]
+    token_T = sharded_argmax(x_TD, own, 7, ranks.group, choice)
+    return wrong + (not torch.equal(token_T, (x_TD @ weight.T).argmax(-1)))
+
+
+@pytest.mark.skipif(not kernel.available(), reason="compiles the kernel with g++")
+@pytest.mark.parametrize("world", [2, 4])
+def test_tokens_are_chosen_over_the_heap(pool: Pool, world: int) -> None:
+    """Of seven tokens over four ranks, each has two and the last one."""
+    assert pool.run(world, chosen_on_heap) == [0] * world
 
 
 def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:

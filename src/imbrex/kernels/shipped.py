@@ -13,6 +13,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.rows.choices",
     "imbrex.kernels.codec.codec",
     "imbrex.kernels.rows.compact",
+    "imbrex.kernels.rows.keys",
     "imbrex.kernels.rows.labels",
     "imbrex.kernels.ffn.ffn",
     "imbrex.kernels.ffn.fp8",

@@ -1,5 +1,5 @@
-"""Small operators between the products of a block: residual sums, norms, rotary positions, new rows of the cache,
-the softmax of latent attention.
+"""Small operators between the products of a block: residual sums, norms, rotary positions, new rows of the
+cache, the softmax of latent attention.
 
 A launch takes 2 to 3 us in a graph, however little it does, and a layer had fourteen of these. So each is a
 function here, of tensors to tensors, and a GPU that decodes has `torch.compile` make one or two kernels of

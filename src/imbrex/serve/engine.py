@@ -153,6 +153,7 @@ class Engine:
         self._undelivered = 0
         self._prefilled_last = False
         self.chunk = self._empty_chunk(self.device)
+        model.head.use_heap(max(settings.slots * (settings.drafting.length + 1), settings.chunk[0]))
         self._first_B = torch.zeros(settings.chunk[0], dtype=torch.int64, device=self.device)
         self.programs = self._capture()
 
@@ -191,15 +192,15 @@ class Engine:
             self._decode(rows)
         host.spent("launch")
         self._land(landed)
-        for layer in self.layers:
-            layer.check()
+        for part in (*self.layers, self.model.head):
+            part.check()
         host.spent("check")
         return True
 
     def close(self) -> None:
         self.programs.clear()
-        for layer in self.layers:
-            layer.close()
+        for part in (*self.layers, self.model.head):
+            part.close()
 
     def _admit(self) -> None:
         free = (slot for slot in range(self.settings.slots) if slot not in self.seats)

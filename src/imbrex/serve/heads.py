@@ -2,7 +2,8 @@
 
 A small batch is bound by reading the head's weight, so every rank reads its slice of it, for the tokens of
 all ranks. What crosses then is one number a token: the rank's largest logit and where it stood, packed into
-64 bits whose order is that of `torch.argmax`.
+64 bits whose order is that of `torch.argmax`. Among GPUs that reach each other's memory one kernel packs,
+sends and chooses (`kernels/rows/keys.cu`); else torch packs, and the group's all-reduce takes the maximum.
 
     high half: the float32, its bits turned so that they order as integers; NaN above all, as torch has it
     low half:  the complement of the index, so that of equal logits the lowest index is the maximum
@@ -12,19 +13,20 @@ Example: logits 2.0 at 5 on rank 0 and 2.0 at 7 on rank 1: high halves are equal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imbrex.kernels.heap import SymmetricHeap
+from imbrex.kernels.rows.keys import TokenChoice
 from imbrex.runtime import waits
+from imbrex.transport.nvlink import Nvlink
 
 NOT_A_NUMBER = 0x7FFFFFFF
 LOW = 0xFFFFFFFF
-Maximum = Callable[[Tensor], Tensor]
-"""The elementwise maximum over the ranks, int64 in and out."""
 
 
 def pack(value_T: Tensor, index_T: Tensor) -> Tensor:
@@ -54,27 +56,28 @@ def slice_of(vocabulary: int, rank: int, ranks: int) -> tuple[int, int]:
     return min(rank * each, vocabulary), min((rank + 1) * each, vocabulary)
 
 
-def maximum_over(group: dist.ProcessGroup | None) -> Maximum:
-    """The maximum by the group's own all-reduce."""
-
-    def maximum(key_T: Tensor) -> Tensor:
-        waits.run(
-            "token choice",
-            lambda: dist.all_reduce(key_T, dist.ReduceOp.MAX, group=group, async_op=True),
-            on_host=not key_T.is_cuda,
-            group=group,
-        )
-        return key_T
-
-    return maximum
+def maximum(key_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The elementwise maximum over the ranks, in place."""
+    waits.run(
+        "token choice",
+        lambda: dist.all_reduce(key_T, dist.ReduceOp.MAX, group=group, async_op=True),
+        on_host=not key_T.is_cuda,
+        group=group,
+    )
+    return key_T
 
 
 def sharded_argmax(
-    x_TD: Tensor, weight_VD: Tensor, vocabulary: int, group: dist.ProcessGroup, maximum: Maximum | None = None
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    vocabulary: int,
+    group: dist.ProcessGroup,
+    choice: TokenChoice | None = None,
 ) -> Tensor:
     """`torch.argmax` of the logits of every row over the whole vocabulary, int64 [T].
 
-    x_TD: this rank's rows, as many on every rank. weight_VD: this rank's slice, by `slice_of`. Collective.
+    x_TD: this rank's rows, as many on every rank. weight_VD: this rank's slice, by `slice_of`. choice: the
+    kernel, where it has room for the rows. Collective.
     """
     rank, ranks = group.rank(), group.size()
     begin, end = slice_of(vocabulary, rank, ranks)
@@ -86,23 +89,26 @@ def sharded_argmax(
         on_host=not x_TD.is_cuda,
         group=group,
     )
+    logits_PV = F.linear(x_all, weight_VD)
+    if choice is not None and choice.why_not(logits_PV) is None:
+        return choice.choose(logits_PV[None], vocabulary)[0]
     if begin == end:
         key = torch.full((len(x_all),), torch.iinfo(torch.int64).min, dtype=torch.int64, device=x_TD.device)
     else:
-        key = best_keys(F.linear(x_all, weight_VD), begin)
-    return unpack((maximum or maximum_over(group))(key).view(ranks, -1)[rank])
+        key = best_keys(logits_PV, begin)
+    return unpack(maximum(key, group).view(ranks, -1)[rank])
 
 
 class Head(nn.Module):
     """Rows to the tokens that follow them. group: the ranks that the vocabulary is split over, or `None`:
-    all of it is here. maximum: of the keys, where not the group's all-reduce."""
+    all of it is here. choices: kernels that choose, see `use_heap`."""
 
     def __init__(
         self, vocabulary: int, hidden_size: int, group: dist.ProcessGroup | None = None, **kind
     ) -> None:
         super().__init__()
         self.vocabulary, self.group = vocabulary, group if group is not None and group.size() > 1 else None
-        self.maximum: Maximum | None = None
+        self.choices: list[TokenChoice] = []
         begin, end = self.slice
         self.weight = nn.Parameter(torch.empty(end - begin, hidden_size, **kind))
 
@@ -122,7 +128,36 @@ class Head(nn.Module):
         many rows a rank."""
         if self.group is None:
             return self(x_TD).argmax(-1)
-        return sharded_argmax(x_TD, self.weight, self.vocabulary, self.group, self.maximum)
+        choice = self.choices[-1] if self.choices else None
+        return sharded_argmax(x_TD, self.weight, self.vocabulary, self.group, choice)
+
+    def use_heap(self, room: int) -> str | None:
+        """Choose by the kernel for up to `room` rows a rank; `None`, or why not. Collective. Graphs that have
+        captured an older one, with less room, go on with that."""
+        if self.group is None:
+            return "the whole vocabulary is here"
+        if not self.weight.is_cuda:
+            return "the head is on a CPU"
+        if self.choices and self.choices[-1].room >= room:
+            return None
+        nvlink, reason = Nvlink.of_or_reason(self.group)
+        if nvlink is None:
+            return reason
+        make_heap = partial(_heap, self.group, self.weight.device)
+        timeout = waits.timeout_seconds()
+        self.choices.append(TokenChoice(make_heap, self.group.size(), room, timeout=timeout))
+        return None
+
+    def check(self) -> None:
+        """Raise `ExchangeError` where a choice among ranks has failed."""
+        for choice in self.choices:
+            choice.check()
+
+    def close(self) -> None:
+        """Free the heaps of `use_heap`; asks no other rank."""
+        for choice in self.choices:
+            choice.close()
+        self.choices.clear()
 
     @torch.no_grad()
     def split(self, group: dist.ProcessGroup | None) -> None:
@@ -133,3 +168,7 @@ class Head(nn.Module):
         self.group = group
         begin, end = self.slice
         self.weight = nn.Parameter(self.weight[begin:end].clone())
+
+
+def _heap(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricHeap:
+    return SymmetricHeap(group, nbytes, device)

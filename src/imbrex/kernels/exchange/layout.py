@@ -34,7 +34,7 @@ from imbrex.kernels.structs import struct
 MAX_RANKS, MOST_RANKS = 64, 16
 """Most ranks that can route, and that can exchange rows."""
 MAX_BLOCKS = 132
-KINDS = ("route", "push", "pull", "combine", "small", "gather")
+KINDS = ("route", "push", "pull", "combine", "small", "gather", "small rows", "token choice")
 PHASES = (
     "",
     "start of the call",
@@ -43,6 +43,7 @@ PHASES = (
     "staged rows",
     "reduced rows",
     "own blocks",
+    "keys",
 )
 PEER_GAVE_UP = "a peer gave up"
 CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
