@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="what there is")
     parser.add_argument("--full", action="store_true", help="all of it, not what takes minutes on a laptop")
     parser.add_argument("--rounds", type=int, default=0, metavar="N", help="of every timing")
-    parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help="text to train on")
+    parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help="text to train on, or a trace")
     parser.add_argument("--out", default="runs/reproduce", metavar="DIR", help="where the files go")
     parser.add_argument("--results", default=None, metavar="FILE", help="put the rows in this file instead")
 

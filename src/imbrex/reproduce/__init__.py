@@ -28,6 +28,11 @@ TABLES: dict[str, tuple[str, str]] = {
     "hybrid-ep-scale": ("simulated:hybrid_ep", "simulated: bandwidth on 8, 4 x 8 and 36 GPUs"),
     "trtllm-pareto": ("serving:pareto", "tokens/s of a GPU over tokens/s of a user: EP, DP, drafts"),
     "trtllm-lm-head": ("serving:lm_head", "a head split over ranks against a whole one"),
+    "trtllm-intensity": ("wide_ep:intensity", "operations a byte of a rank's products over the size of EP"),
+    "trtllm-auxiliary-kernels": ("wide_ep:auxiliary", "glue over the rows that there are, or the room"),
+    "trtllm-collectives": ("wide_ep:collectives", "AllGather and ReduceScatter against all-to-all"),
+    "trtllm-rank-heat-map": ("imbalance:heat_map", "choices by rank and layer; --data takes a trace"),
+    "trtllm-load-similarity": ("imbalance:similarity", "loads of iterations and requests; --data, a trace"),
     "tensorrt-llm-ep-scale": ("simulated:wide_ep", "simulated: decode over the size of EP"),
 }
 """The module of this room, where it is not `find` its function, and one line, by name."""
@@ -39,6 +44,8 @@ ALIASES = {
 
 TRAINED = ("schemoe-table-6",)
 """The reproductions that read text."""
+TRACED = ("trtllm-rank-heat-map", "trtllm-load-similarity")
+"""Those that read traces of routing."""
 
 
 def find(name: str, asked: Asked) -> Finding:
@@ -48,9 +55,9 @@ def find(name: str, asked: Asked) -> Finding:
         raise ValueError(f"reproduce: {name!r} is not known; use one of {', '.join([*TABLES, *ALIASES])}")
     if asked.rounds < 0:
         raise ValueError(f"reproduce: {asked.rounds} rounds; give at least 1, or 0 for {name}'s own number")
-    if asked.data and name not in TRAINED:
+    if asked.data and name not in TRAINED + TRACED:
         raise ValueError(f"reproduce: {name} reads no text; leave --data out, or ask for {TRAINED[0]}")
-    if asked.rounds and name in TRAINED:
+    if asked.rounds and name in TRAINED + TRACED:
         raise ValueError(f"reproduce: {name} times nothing; leave --rounds out")
     if asked.rounds and TABLES[name][0].startswith("simulated:"):
         raise ValueError(f"reproduce: {name} is simulated and times nothing; leave --rounds out")

@@ -78,6 +78,21 @@ def dots(columns: Mapping[str, Sequence[float]], y_title: str, *, bands: Sequenc
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def heat(rows: Sequence[Sequence[float]], x_title: str, y_title: str) -> str:
+    """Draw a cell a value, rows from the top: white is 1, red more, blue less; full colour from twice and
+    from nothing."""
+    parts = _frame(y_title, x_title, ())
+    width, height = (WIDTH - LEFT - RIGHT) / len(rows[0]), (HEIGHT - TOP - BOTTOM) / len(rows)
+    for y, row in enumerate(rows):
+        for x, value in enumerate(row):
+            rest = round(255 * (1 - min(1.0, abs(value - 1))))
+            colour = f"rgb(255,{rest},{rest})" if value > 1 else f"rgb({rest},{rest},255)"
+            at = f'x="{LEFT + x * width:.1f}" y="{TOP + y * height:.1f}"'
+            size = f'width="{width:.1f}" height="{height:.1f}"'
+            parts.append(f'<rect {at} {size} fill="{colour}"><title>{value:.2f}</title></rect>')
+    return "".join([*parts, "</svg>"])
+
+
 def _frame(y_title: str, x_title: str, series: Sequence[str]) -> list[str]:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '

@@ -181,7 +181,7 @@ class GroupedAttention(nn.Module):
             q, k, v = (x.unflatten(0, rows) for x in grouped_heads(*of_heads))
             y = _dot(q, k, v, None)
         else:
-            q = between.grouped_into_cache(*of_heads, cache, span.row_T)
+            q = between.grouped_into_cache(*of_heads, [part.flatten(0, 1) for part in cache], span.row_T)
             y = attend(q.unflatten(0, rows), cache, span)
         return self.out(y.reshape(len(x_TD), -1))
 
@@ -218,7 +218,7 @@ class LatentAttention(nn.Module):
         if cache is None:
             kept_BLC, mask_BSL = latent_row(*of_row).unflatten(0, rows), _causal(span)
         else:
-            between.latent_into_cache(*of_row, cache[0], span.row_T)
+            between.latent_into_cache(*of_row, cache[0].flatten(0, 1), span.row_T)
             kept_BLC, mask_BSL = span.of_rows(cache[0]), span.mask_B1SL()[:, 0]
         absorbed_HTC = torch.bmm(nope.transpose(0, 1), self.k_up)
         scale = (sizes.nope + sizes.rope) ** -0.5

@@ -31,15 +31,16 @@ def turned(x_THC: Tensor, turn_TC: Tensor) -> Tensor:
     return torch.addcmul(x_THC * cos, x_THC.roll(x_THC.shape[-1] // 2, -1), sin)
 
 
-def put(cache_ZLC: Tensor, row_TC: Tensor, place_T: Tensor) -> None:
-    """Put a row a token into its place of a cache [Z, L, ...]."""
-    cache_ZLC.view(-1, *cache_ZLC.shape[2:]).index_copy_(0, place_T, row_TC)
+def put(cache_RC: Tensor, row_TC: Tensor, place_T: Tensor) -> None:
+    """Put a row a token into its place. The cache is flat and the call is `index_put_`, since of all ways to
+    write rows the compiler does this one in place: of `index_copy_` it made two copies of the whole cache."""
+    cache_RC.index_put_((place_T,), row_TC)
 
 
 def normed_heads(both_THC: Tensor, weights: tuple[Tensor, Tensor], heads: int, eps: float) -> Tensor:
     """Queries, and keys behind them, normed by head. One reduction for both, each with its own weight."""
-    groups = both_THC.shape[1] - heads
-    weight_HC = torch.cat((weights[0].expand(heads, -1), weights[1].expand(groups, -1)))
+    queries_H = torch.arange(both_THC.shape[1], device=both_THC.device) < heads
+    weight_HC = torch.where(queries_H[:, None], *weights)
     return F.rms_norm(both_THC, both_THC.shape[-1:], None, eps) * weight_HC
 
 
@@ -64,11 +65,11 @@ def grouped_into_cache(
     cache: tuple[Tensor, Tensor],
     place_T: Tensor,
 ) -> Tensor:
-    """Queries; keys and values are in the cache."""
+    """Queries; keys and values are in the cache, [rows of all slots, G, C]."""
     queries, keys, values = grouped_heads(qkv_THC, norms, turn_TC, heads, eps)
     put(cache[0], keys, place_T)
     put(cache[1], values, place_T)
-    return queries.contiguous()
+    return queries
 
 
 def latent_row(kept_TC: Tensor, weight_C: Tensor, turn_TC: Tensor, eps: float) -> Tensor:
@@ -79,9 +80,9 @@ def latent_row(kept_TC: Tensor, weight_C: Tensor, turn_TC: Tensor, eps: float) -
 
 
 def latent_into_cache(
-    kept_TC: Tensor, weight_C: Tensor, turn_TC: Tensor, eps: float, cache_ZLC: Tensor, place_T: Tensor
+    kept_TC: Tensor, weight_C: Tensor, turn_TC: Tensor, eps: float, cache_RC: Tensor, place_T: Tensor
 ) -> None:
-    put(cache_ZLC, latent_row(kept_TC, weight_C, turn_TC, eps), place_T)
+    put(cache_RC, latent_row(kept_TC, weight_C, turn_TC, eps), place_T)
 
 
 def latent_queries(absorbed_HTC: Tensor, rope_THC: Tensor, turn_TC: Tensor, scale: float) -> Tensor:

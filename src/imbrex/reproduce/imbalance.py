@@ -1,0 +1,202 @@
+"""TensorRT-LLM's slides on imbalance: choices by rank and layer, and how alike iterations are.
+
+Of a trace of ids, where one is given with `--data` (`.npz`, or any file that `imbrex balance` reads); else of
+the served demo's model, trained for a minute, over held-out text of the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from imbrex.placement import read_history
+from imbrex.placement.packing import Ints
+from imbrex.reproduce import chart
+from imbrex.reproduce.frame import Asked, Finding
+
+STEPS, TEXTS, LENGTH = 60, 8, 256
+BATCH = 32
+"""Tokens of an iteration of one request."""
+
+
+def heat_map(asked: Asked) -> Finding:
+    """Choices by rank and layer with experts in their order, and the fullest rank over the mean."""
+    requests, source = _requests(asked)
+    counts_LE = np.concatenate([of for _, of in requests]).sum(0)
+    layers, experts = counts_LE.shape
+    ranks = next(w for w in (32, 16, 8, 4, 2, 1) if experts % w == 0 and experts > w)
+    loads_LW = counts_LE.reshape(layers, ranks, -1).sum(2)
+    share_LW = loads_LW / loads_LW.mean(1, keepdims=True)
+    worst = int(share_LW.max(1).argmax())
+    hottest = counts_LE[worst].reshape(ranks, -1)[share_LW[worst].argmax()]
+    rows = [
+        {
+            "op": "choices",
+            "impl": "contiguous",
+            "case": {"layer": layer, "W": ranks, "E": experts, "source": source},
+            "most_over_mean": round(float(of.max()), 3),
+            "least_over_mean": round(float(of.min()), 3),
+        }
+        for layer, of in enumerate(share_LW)
+    ]
+    return Finding(
+        title="TensorRT-LLM, heat map of choices by rank and layer",
+        question="How uneven are ranks of a wide EP, and in which layers?",
+        head=("layer", "fullest rank over the mean", "emptiest rank", "fullest expert of that rank"),
+        table=tuple(
+            (
+                str(layer),
+                f"{of.max():.2f} (rank {of.argmax()})",
+                f"{of.min():.2f}",
+                f"{counts_LE[layer].reshape(ranks, -1)[of.argmax()].max() / counts_LE[layer].mean():.2f} "
+                "of the mean expert",
+            )
+            for layer, of in enumerate(share_LW)
+        ),
+        differs=(
+            f"{source}, {experts} experts on {ranks} ranks of {experts // ranks}; the slides show "
+            "DeepSeek-R1 at 32 ranks in a translation task.",
+        ),
+        verdict=(
+            f"Layer {worst} is the hottest: its fullest rank has {share_LW[worst].max():.2f} times the mean, "
+            f"and waits for {100 * (1 - 1 / share_LW[worst].max()):.0f} % of the others' time.",
+            _cause(hottest / counts_LE[worst].mean()),
+            f"Layers differ, as in the slides: from {share_LW.max(1).min():.2f} to "
+            f"{share_LW.max(1).max():.2f}.",
+        ),
+        rows=rows,
+        chart=chart.heat(share_LW.tolist(), "rank", "layer"),
+    )
+
+
+def _cause(of_rank: np.ndarray) -> str:
+    """Which of the slides' two causes a rank's experts show; as shares of the mean expert."""
+    warm = int((of_rank > 1).sum())
+    if of_rank.max() >= 0.5 * of_rank.sum():
+        return "One expert makes half of that rank's load and more: the slides' first cause, a hot expert."
+    return (
+        f"{warm} of its {len(of_rank)} experts have more than the mean: the slides' second cause, warm "
+        "experts on one rank."
+    )
+
+
+def similarity(asked: Asked) -> Finding:
+    """Cosine similarity of experts' loads: of neighbouring iterations, of requests, of tasks."""
+    requests, source = _requests(asked)
+    pairs = _similarities(requests)
+    rows = [
+        {"op": "similarity", "impl": name, "case": {"source": source, "T": BATCH}, "n": len(of)}
+        | {"median": round(float(np.median(of)), 4), "p5": round(float(np.quantile(of, 0.05)), 4)}
+        for name, of in pairs.items()
+        if len(of)
+    ]
+    means = {row["impl"]: row["median"] for row in rows}
+    near, far = means[NAMES[0]], means[NAMES[1]]
+    return Finding(
+        title="TensorRT-LLM, similarity of loads between iterations and between requests",
+        question="For how long does what was counted say what comes?",
+        head=("iterations compared", "median cosine", "5 % quantile", "pairs"),
+        table=tuple((row["impl"], f"{row['median']:.3f}", f"{row['p5']:.3f}", str(row["n"])) for row in rows),
+        differs=(
+            f"{source}, {BATCH} tokens of one request an iteration, all layers; the slides show decoding of "
+            "DeepSeek-R1 as pictures, without figures.",
+        ),
+        verdict=(
+            f"Neighbouring iterations of a request: {near:.3f}; other requests: {far:.3f}. "
+            + (
+                "The slides' order holds: alike within a request, less so between requests."
+                if near > far
+                else "The slides' order does not hold here."
+            ),
+        ),
+        rows=rows,
+        chart=chart.bars({name: {"median": value} for name, value in means.items()}, "cosine"),
+    )
+
+
+NAMES = ("neighbours of a request", "two requests", "two tasks")
+
+
+def _similarities(requests: Sequence[tuple[str, Ints]]) -> dict[str, list[float]]:
+    """By kind of pair, over all layers. Of two requests their first iterations, of neighbours in order."""
+    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    for (task, of), (other_task, other) in zip(requests, [*requests[1:], requests[0]], strict=True):
+        found[NAMES[0]] += [x for a, b in pairwise(of) for x in _cosines(a, b)]
+        if len(requests) > 1:
+            found[NAMES[1 if task == other_task else 2]] += _cosines(of[0], other[0])
+    return found
+
+
+def _cosines(a_LE: Ints, b_LE: Ints) -> list[float]:
+    both = (a_LE * b_LE).sum(1) / (np.linalg.norm(a_LE, axis=1) * np.linalg.norm(b_LE, axis=1))
+    return both.tolist()
+
+
+def _requests(asked: Asked) -> tuple[list[tuple[str, Ints]], str]:
+    """Of every request its task and counts [iterations, layers, experts], and what they are of."""
+    if not asked.data:
+        return _of_demo(), f"the demo's model after {STEPS} steps"
+    found = [request for name in asked.data for request in _of_file(Path(name))]
+    if len(found) < 2:
+        raise ValueError(f"reproduce: {asked.data[0]} has one request; give a longer trace, or several files")
+    return found, ", ".join(Path(name).name for name in asked.data)
+
+
+def _of_file(path: Path) -> list[tuple[str, Ints]]:
+    """Arrays `{task}_ids` are tasks, `{task}_lens` says where their requests end. Without, and of other
+    files, sixteen iterations are taken for a request."""
+    if path.suffix != ".npz":
+        counts_ILE = read_history(path, batch=BATCH).counts_ILE
+        return [(path.stem, counts_ILE[at : at + 16]) for at in range(0, len(counts_ILE), 16)]
+    try:
+        arrays = dict(np.load(path, allow_pickle=False))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"reproduce: {path} cannot be read as a trace: {error}") from None
+    tasks = [name for name in arrays if name.endswith("ids")]
+    if not tasks:
+        raise ValueError(f"reproduce: {path} has no array of ids; name it ..._ids, [layers, tokens, choices]")
+    experts = 1 + max(int(arrays[name].max()) for name in tasks)
+    found = []
+    for name in tasks:
+        ids_LTK = arrays[name].astype(np.int64)
+        lens = arrays.get(
+            name.removesuffix("ids") + "lens", np.full(ids_LTK.shape[1] // (16 * BATCH), 16 * BATCH)
+        )
+        for begin, length in zip(np.cumsum(lens) - lens, lens, strict=True):
+            counts = _counted(ids_LTK[:, begin : begin + length], experts)
+            found += [(name, counts)] if len(counts) else []
+    return found
+
+
+def _counted(ids_LTK: np.ndarray, experts: int) -> Ints:
+    """Counts [iterations, layers, experts] of whole batches."""
+    layers, batches = ids_LTK.shape[0], ids_LTK.shape[1] // BATCH
+    counts = np.zeros((batches, layers, experts), dtype=np.int64)
+    for at in range(batches):
+        for layer in range(layers):
+            ids = ids_LTK[layer, at * BATCH : (at + 1) * BATCH].ravel()
+            counts[at, layer] = np.bincount(ids[ids >= 0], minlength=experts)
+    return counts
+
+
+def _of_demo() -> list[tuple[str, Ints]]:
+    from imbrex.bench.serve.models import MODELS, Way, make_model
+    from imbrex.bench.serve.training import train
+    from imbrex.demo.corpus import load_corpus
+    from imbrex.serve.attention import Span
+
+    options = {"positions": LENGTH, "device": torch.device("cpu"), "dtype": torch.float32, "drafting": False}
+    model = make_model("demo", Way(), None, **options)
+    corpus = load_corpus(length=LENGTH)
+    train(model, corpus, STEPS, None)
+    found = []
+    for tokens_S in corpus.held_out_batches(TEXTS, batch=1, length=LENGTH)[:, 0, :LENGTH]:
+        with torch.no_grad():
+            model(tokens_S[None], Span(torch.zeros(1, dtype=torch.int64), LENGTH, 0))
+        ids_LTK = np.stack([block.moe.routing.ids_TK.numpy() for block in model.blocks])
+        found.append(("held-out text", _counted(ids_LTK, MODELS["demo"].moe.num_experts)))
+    return found
