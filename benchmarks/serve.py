@@ -110,12 +110,11 @@ def step_seconds(engine: Engine, rows: int) -> float:
 
 
 def kernels(engine: Engine, rows: int) -> list[str]:
-    """The kernels of a replayed step by their time, of three steps, a line each."""
+    """The kernels of a replayed step by their time, a line each."""
     activity = torch.profiler.ProfilerActivity.CUDA
+    ready(engine, rows)
     with torch.profiler.profile(activities=[activity]) as profiler:
-        for _ in range(3):
-            ready(engine, rows)
-            engine.programs[rows]()
+        engine.programs[rows]()
         torch.cuda.synchronize()
     of_name: dict[str, list[float]] = {}
     for event in profiler.events() or ():
@@ -123,9 +122,9 @@ def kernels(engine: Engine, rows: int) -> list[str]:
             of_name.setdefault(event.name, []).append(event.device_time)
     longest = sorted(of_name.items(), key=lambda one: -sum(one[1]))
     total = sum(sum(times) for times in of_name.values())
-    lines = [f"{rows} rows: {total / 3:.0f} us of kernels a step"]
+    lines = [f"{rows} rows: {total:.0f} us of kernels a step"]
     return lines + [
-        f"{sum(times) / 3:9.1f} us {len(times) / 3:6.1f} x {statistics.median(times):7.2f} us  {name[:90]}"
+        f"{sum(times):9.1f} us {len(times):5} x {statistics.median(times):7.2f} us  {name[:90]}"
         for name, times in longest[:KERNELS]
     ]
 
@@ -149,11 +148,16 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
     rows = [decode_row(engine, name, transport, batch, tbps) for batch in BATCHES]
     if transport == "nvlink" and name == next(iter(WAYS)):
         rows += choice_rows(engine)
+    if rank == 0:
+        print(f"{name} {transport}: ready in {ready_s:.0f} s, {torch.cuda.max_memory_allocated() >> 30} GiB")
+        for row in rows:
+            print({key: value for key, value in row.items() if key not in ("op", "n")}, flush=True)
     if args.kernels:
-        lines = [line for batch in BATCHES for line in kernels(engine, batch)]
-        if rank == 0:
-            print("\n".join(lines))
-    if transport == "nvlink" and not args.kernels:
+        for batch in BATCHES[::2]:
+            lines = kernels(engine, batch)
+            if rank == 0:
+                print("\n".join(lines), flush=True)
+    elif transport == "nvlink":
         load = Load(users=32 * world, input=128, output=32, rounds=3)
         point = serve(engine, load, engine.host_group)
         case = {"model": name, "users": load.users, "W": world, "input": 128, "output": 32, "interval": 4}
@@ -161,9 +165,6 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
     if rank == 0:
         command = f'make gpu-bench NAME=serve ARGS="--model {name} --way {transport}"'
         write_results(args.out, QUESTION, describe_run(command), rows)
-        print(f"{name} {transport}: ready in {ready_s:.0f} s, {torch.cuda.max_memory_allocated() >> 30} GiB")
-        for row in rows:
-            print({key: value for key, value in row.items() if key not in ("op", "n")}, flush=True)
     close(engine)
 
 
