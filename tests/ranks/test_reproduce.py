@@ -31,6 +31,16 @@ def test_layers_without_a_network_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     assert serial.least <= serial.most
 
 
+def test_ways_send_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks: AllGather sends all 32 tokens, all-to-all those that want the other rank's half."""
+    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
+    network = stage.Network(nodes=1, ranks_per_node=2)
+    rows, _ = stage.on_ranks("wide_ep", {"rounds": 1}, network)
+    sent = {row["impl"]: row["rows_sent"] for row in rows}
+    assert sent["allgather"] == 32
+    assert 16 <= sent["alltoall"] < 32
+
+
 def test_ranks_that_fail_are_told() -> None:
     with pytest.raises(RuntimeError, match=r"the ranks ended with codes \[3, 3\]"):
         stage._on_loopback([sys.executable, "-c", "raise SystemExit(3)"], PAIR, 20)

@@ -63,7 +63,7 @@ def heat_map(asked: Asked) -> Finding:
         ),
         verdict=(
             f"Layer {worst} is the hottest: its fullest rank has {share_LW[worst].max():.2f} times the mean, "
-            f"and waits for {100 * (1 - 1 / share_LW[worst].max()):.0f} % of the others' time.",
+            f"so a rank with the mean idles for {1 - 1 / share_LW[worst].max():.0%} of the layer's time.",
             _cause(hottest / counts_LE[worst].mean()),
             f"Layers differ, as in the slides: from {share_LW.max(1).min():.2f} to "
             f"{share_LW.max(1).max():.2f}.",
@@ -75,12 +75,12 @@ def heat_map(asked: Asked) -> Finding:
 
 def _cause(of_rank: np.ndarray) -> str:
     """Which of the slides' two causes a rank's experts show; as shares of the mean expert."""
-    warm = int((of_rank > 1).sum())
-    if of_rank.max() >= 0.5 * of_rank.sum():
-        return "One expert makes half of that rank's load and more: the slides' first cause, a hot expert."
+    warm, excess = int((of_rank > 1).sum()), of_rank.sum() - len(of_rank)
+    if of_rank.max() - 1 > 0.75 * excess:
+        return "One expert is most of what that rank has above the mean: a hot expert, the first cause."
     return (
-        f"{warm} of its {len(of_rank)} experts have more than the mean: the slides' second cause, warm "
-        "experts on one rank."
+        f"{warm} of its {len(of_rank)} experts have more than the mean: warm experts on one rank, the second "
+        "cause."
     )
 
 
@@ -102,15 +102,17 @@ def similarity(asked: Asked) -> Finding:
         head=("iterations compared", "median cosine", "5 % quantile", "pairs"),
         table=tuple((row["impl"], f"{row['median']:.3f}", f"{row['p5']:.3f}", str(row["n"])) for row in rows),
         differs=(
-            f"{source}, {BATCH} tokens of one request an iteration, all layers; the slides show decoding of "
+            f"{source}, {BATCH} tokens of one request an iteration, second halves of requests, all layers; "
+            "the slides show decoding of "
             "DeepSeek-R1 as pictures, without figures.",
         ),
         verdict=(
-            f"Neighbouring iterations of a request: {near:.3f}; other requests: {far:.3f}. "
+            f"Neighbouring iterations of a request: {near:.3f}; of two requests: {far:.3f}"
+            + (f"; of two tasks: {means[NAMES[2]]:.3f}. " if NAMES[2] in means else ". ")
             + (
                 "The slides' order holds: alike within a request, less so between requests."
                 if near > far
-                else "The slides' order does not hold here."
+                else "The slides' order does not hold here: requests end as alike as neighbours are."
             ),
         ),
         rows=rows,
@@ -122,12 +124,13 @@ NAMES = ("neighbours of a request", "two requests", "two tasks")
 
 
 def _similarities(requests: Sequence[tuple[str, Ints]]) -> dict[str, list[float]]:
-    """By kind of pair, over all layers. Of two requests their first iterations, of neighbours in order."""
+    """By kind of pair, over all layers, of the second halves of requests: prompts of a task begin alike. Of
+    two requests their last iterations, of neighbours in order."""
     found: dict[str, list[float]] = {name: [] for name in NAMES}
-    for (task, of), (other_task, other) in zip(requests, [*requests[1:], requests[0]], strict=True):
+    later = [(task, of[len(of) // 2 :]) for task, of in requests]
+    for (task, of), (other_task, other) in zip(later, [*later[1:], later[0]], strict=True):
         found[NAMES[0]] += [x for a, b in pairwise(of) for x in _cosines(a, b)]
-        if len(requests) > 1:
-            found[NAMES[1 if task == other_task else 2]] += _cosines(of[0], other[0])
+        found[NAMES[1 if task == other_task else 2]] += _cosines(of[-1], other[-1])
     return found
 
 
