@@ -162,6 +162,8 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
         point = serve(engine, load, engine.host_group)
         case = {"model": name, "users": load.users, "W": world, "input": 128, "output": 32, "interval": 4}
         rows.append({"op": "serve", "impl": transport, "case": case} | point)
+        if rank == 0:
+            print(rows[-1], flush=True)
     if rank == 0:
         command = f'make gpu-bench NAME=serve ARGS="--model {name} --way {transport}"'
         write_results(args.out, QUESTION, describe_run(command), rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from imbrex.kernels.exchange.error import ExchangeError
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.kernels.rows.keys import TokenChoice
 from tests.emulated import kernel

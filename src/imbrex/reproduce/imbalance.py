@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def similarity(asked: Asked) -> Finding:
     """Cosine similarity of experts' loads: of neighbouring iterations, of requests, of tasks."""
     requests, source = _requests(asked)
     pairs = _similarities(requests)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"op": "similarity", "impl": name, "case": {"source": source, "T": BATCH}, "n": len(of)}
         | {"median": round(float(np.median(of)), 4), "p5": round(float(np.quantile(of, 0.05)), 4)}
         for name, of in pairs.items()
@@ -190,6 +191,7 @@ def _of_demo() -> list[tuple[str, Ints]]:
     from imbrex.bench.serve.models import MODELS, Way, make_model
     from imbrex.bench.serve.training import train
     from imbrex.demo.corpus import load_corpus
+    from imbrex.layer import MoELayer
     from imbrex.serve.attention import Span
 
     options = {"positions": LENGTH, "device": torch.device("cpu"), "dtype": torch.float32, "drafting": False}
@@ -200,6 +202,7 @@ def _of_demo() -> list[tuple[str, Ints]]:
     for tokens_S in corpus.held_out_batches(TEXTS, batch=1, length=LENGTH)[:, 0, :LENGTH]:
         with torch.no_grad():
             model(tokens_S[None], Span(torch.zeros(1, dtype=torch.int64), LENGTH, 0))
-        ids_LTK = np.stack([block.moe.routing.ids_TK.numpy() for block in model.blocks])
+        layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        ids_LTK = np.stack([layer.routing.ids_TK.numpy() for layer in layers if layer.routing is not None])
         found.append(("held-out text", _counted(ids_LTK, MODELS["demo"].moe.num_experts)))
     return found

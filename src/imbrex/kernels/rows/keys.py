@@ -11,7 +11,7 @@ from torch import Tensor
 
 from imbrex.kernels import jit
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.error import raise_failure
+from imbrex.kernels.exchange.failures import raise_failure
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.structs import struct
 
