@@ -22,7 +22,7 @@ from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.models import ALONE, GATHER, Way, make_model
-from imbrex.serve.decoding import Captured
+from imbrex.serve.decoding import Captured, Drafting
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.heads import best_keys, maximum, unpack
 from imbrex.serve.model import Decoder
@@ -45,7 +45,7 @@ def step_bytes(model: Decoder, rows: int, experts: int) -> int:
     and the cache of every row."""
     config, itemsize = model.config, model.embedding.weight.element_size()
     own = [p for n, p in model.named_parameters() if ".experts." in n]
-    one = sum(p[0].numel() for p in own) // config.num_layers
+    one = sum(p[0].numel() for p in own) // (config.num_layers + config.drafting)
     dense = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in own)
     dense -= model.embedding.weight.numel()
     return (dense + experts * one) * itemsize + rows * CONTEXT * config.cache_bytes(itemsize)
@@ -56,7 +56,8 @@ def experts_hit(engine: Engine, rows: int, *, alone: bool) -> int:
     ready(engine, rows)
     engine.steps.decode(rows)
     hit = 0
-    for block in engine.model.blocks:
+    draft = engine.model.draft
+    for block in [*engine.model.blocks, *([] if draft is None else [draft.block])]:
         moe: Any = block.moe
         ids = moe.routing.ids_TK.contiguous()
         everybody = ids.new_empty(dist.get_world_size() * len(ids), ids.shape[1])
@@ -134,9 +135,15 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
     group, device, began = dist.group.WORLD, torch.device("cuda", rank), time.perf_counter()
     way = Way(transport=transport, experts="grouped" if transport == "alltoall" else "auto")
     settings = Settings(
-        slots=SLOTS, room=CONTEXT + 256, chunk=CHUNK, graphs=way.captured, interval=4, sizes=BATCHES
+        slots=SLOTS,
+        room=CONTEXT + 256,
+        chunk=CHUNK,
+        graphs=way.captured,
+        interval=4,
+        sizes=BATCHES,
+        drafting=Drafting(length=args.drafts, forced=args.forced if args.drafts else None),
     )
-    options = {"device": device, "dtype": torch.bfloat16, "drafting": False}
+    options = {"device": device, "dtype": torch.bfloat16, "drafting": args.drafts > 0}
     model = make_model(name, way, group, positions=settings.capacity, **options)
     model.compiled = False if args.as_written else None
     engine = Engine(model, settings, group)
@@ -146,7 +153,8 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
         for of_layer in cache:
             of_layer.normal_()
     rows = [decode_row(engine, name, transport, batch, tbps) for batch in BATCHES]
-    if transport == "nvlink" and name == next(iter(WAYS)):
+    whole = transport == "nvlink" and not args.drafts
+    if whole and name == next(iter(WAYS)):
         rows += choice_rows(engine)
     if rank == 0:
         print(f"{name} {transport}: ready in {ready_s:.0f} s, {torch.cuda.max_memory_allocated() >> 30} GiB")
@@ -157,7 +165,7 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
             lines = kernels(engine, batch)
             if rank == 0:
                 print("\n".join(lines), flush=True)
-    elif transport == "nvlink":
+    elif whole:
         load = Load(users=32 * world, input=128, output=32, rounds=3)
         point = serve(engine, load, engine.host_group)
         case = {"model": name, "users": load.users, "W": world, "input": 128, "output": 32, "interval": 4}
@@ -165,7 +173,8 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
         if rank == 0:
             print(rows[-1], flush=True)
     if rank == 0:
-        command = f'make gpu-bench NAME=serve ARGS="--model {name} --way {transport}"'
+        drafts = f" --drafts {args.drafts} --forced {args.forced}" if args.drafts else ""
+        command = f'make gpu-bench NAME=serve ARGS="--model {name} --way {transport}{drafts}"'
         write_results(args.out, QUESTION, describe_run(command), rows)
     close(engine)
 
@@ -212,12 +221,17 @@ def decode_row(engine: Engine, name: str, transport: str, batch: int, tbps: floa
     hit = experts_hit(engine, batch, alone=transport == ALONE)
     taken = step_seconds(engine, batch)
     floor = step_bytes(engine.model, batch, hit) / tbps / 1e12
+    case = {"model": name, "B": batch, "W": ranks, "context": CONTEXT, "dtype": "bf16"}
+    drafting, leaving = engine.settings.drafting, 1.0
+    if drafting.length:
+        case |= {"drafts": drafting.length, "forced": drafting.forced}
+        leaving += drafting.forced or 0.0
     return {
         "op": "decode step",
         "impl": transport,
-        "case": {"model": name, "B": batch, "W": ranks, "context": CONTEXT, "dtype": "bf16"},
+        "case": case,
         "median_us": round(1e6 * taken, 1),
-        "tokens_per_s_gpu": round(batch / taken),
+        "tokens_per_s_gpu": round(leaving * batch / taken),
         "floor_us": round(1e6 * floor, 1),
         "times_floor": round(taken / floor, 3),
         "experts_hit": hit,
@@ -237,6 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--way", nargs="*", default=[], help="ways to the experts, where not all")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that a step drafts (0)")
+    parser.add_argument("--forced", type=float, default=0.7, help="drafts that count as right, in the mean")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, too")
     parser.add_argument("--as-written", action="store_true", help="what stands between products, uncompiled")
     parser.add_argument("--out", default=str(RESULTS))

@@ -45,7 +45,7 @@ ALIASES = {
 TRAINED = ("schemoe-table-6",)
 """The reproductions that read text."""
 TRACED = ("trtllm-rank-heat-map", "trtllm-load-similarity")
-"""Those that read traces of routing."""
+"""The reproductions that read traces of routing."""
 
 
 def find(name: str, asked: Asked) -> Finding:

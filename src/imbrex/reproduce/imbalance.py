@@ -48,16 +48,7 @@ def heat_map(asked: Asked) -> Finding:
         title="TensorRT-LLM, heat map of choices by rank and layer",
         question="How uneven are ranks of a wide EP, and in which layers?",
         head=("layer", "fullest rank over the mean", "emptiest rank", "fullest expert of that rank"),
-        table=tuple(
-            (
-                str(layer),
-                f"{of.max():.2f} (rank {of.argmax()})",
-                f"{of.min():.2f}",
-                f"{counts_LE[layer].reshape(ranks, -1)[of.argmax()].max() / counts_LE[layer].mean():.2f} "
-                "of the mean expert",
-            )
-            for layer, of in enumerate(share_LW)
-        ),
+        table=tuple(_line(layer, of, counts_LE[layer]) for layer, of in enumerate(share_LW)),
         differs=(
             f"{source}, {experts} experts on {ranks} ranks of {experts // ranks}; the slides show "
             "DeepSeek-R1 at 32 ranks in a translation task.",
@@ -71,6 +62,17 @@ def heat_map(asked: Asked) -> Finding:
         ),
         rows=rows,
         chart=chart.heat(share_LW.tolist(), "rank", "layer"),
+    )
+
+
+def _line(layer: int, share_W: np.ndarray, counts_E: Ints) -> tuple[str, ...]:
+    fullest = int(share_W.argmax())
+    expert = counts_E.reshape(len(share_W), -1)[fullest].max() / counts_E.mean()
+    return (
+        str(layer),
+        f"{share_W.max():.2f} (rank {fullest})",
+        f"{share_W.min():.2f}",
+        f"{expert:.2f} of the mean expert",
     )
 
 
@@ -127,12 +129,12 @@ NAMES = ("neighbours of a request", "two requests", "two tasks")
 def _similarities(requests: Sequence[tuple[str, Ints]]) -> dict[str, list[float]]:
     """By kind of pair, over all layers, of the second halves of requests: prompts of a task begin alike. Of
     two requests their last iterations, of neighbours in order."""
-    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    cosines: dict[str, list[float]] = {name: [] for name in NAMES}
     later = [(task, of[len(of) // 2 :]) for task, of in requests]
     for (task, of), (other_task, other) in zip(later, [*later[1:], later[0]], strict=True):
-        found[NAMES[0]] += [x for a, b in pairwise(of) for x in _cosines(a, b)]
-        found[NAMES[1 if task == other_task else 2]] += _cosines(of[-1], other[-1])
-    return found
+        cosines[NAMES[0]] += [x for a, b in pairwise(of) for x in _cosines(a, b)]
+        cosines[NAMES[1 if task == other_task else 2]] += _cosines(of[-1], other[-1])
+    return cosines
 
 
 def _cosines(a_LE: Ints, b_LE: Ints) -> list[float]:
@@ -141,13 +143,13 @@ def _cosines(a_LE: Ints, b_LE: Ints) -> list[float]:
 
 
 def _requests(asked: Asked) -> tuple[list[tuple[str, Ints]], str]:
-    """Of every request its task and counts [iterations, layers, experts], and what they are of."""
+    """Requests, each with its task and counts [iterations, layers, experts], and what they are of."""
     if not asked.data:
         return _of_demo(), f"the demo's model after {STEPS} steps"
-    found = [request for name in asked.data for request in _of_file(Path(name))]
-    if len(found) < 2:
+    requests = [request for name in asked.data for request in _of_file(Path(name))]
+    if len(requests) < 2:
         raise ValueError(f"reproduce: {asked.data[0]} has one request; give a longer trace, or several files")
-    return found, ", ".join(Path(name).name for name in asked.data)
+    return requests, ", ".join(Path(name).name for name in asked.data)
 
 
 def _of_file(path: Path) -> list[tuple[str, Ints]]:
@@ -164,7 +166,7 @@ def _of_file(path: Path) -> list[tuple[str, Ints]]:
     if not tasks:
         raise ValueError(f"reproduce: {path} has no array of ids; name it ..._ids, [layers, tokens, choices]")
     experts = 1 + max(int(arrays[name].max()) for name in tasks)
-    found = []
+    requests = []
     for name in tasks:
         ids_LTK = arrays[name].astype(np.int64)
         lens = arrays.get(
@@ -172,8 +174,8 @@ def _of_file(path: Path) -> list[tuple[str, Ints]]:
         )
         for begin, length in zip(np.cumsum(lens) - lens, lens, strict=True):
             counts = _counted(ids_LTK[:, begin : begin + length], experts)
-            found += [(name, counts)] if len(counts) else []
-    return found
+            requests += [(name, counts)] if len(counts) else []
+    return requests
 
 
 def _counted(ids_LTK: np.ndarray, experts: int) -> Ints:
@@ -198,11 +200,11 @@ def _of_demo() -> list[tuple[str, Ints]]:
     model = make_model("demo", Way(), None, **options)
     corpus = load_corpus(length=LENGTH)
     train(model, corpus, STEPS, None)
-    found = []
+    requests = []
     for tokens_S in corpus.held_out_batches(TEXTS, batch=1, length=LENGTH)[:, 0, :LENGTH]:
         with torch.no_grad():
             model(tokens_S[None], Span(torch.zeros(1, dtype=torch.int64), LENGTH, 0))
         layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         ids_LTK = np.stack([layer.routing.ids_TK.numpy() for layer in layers if layer.routing is not None])
-        found.append(("held-out text", _counted(ids_LTK, MODELS["demo"].moe.num_experts)))
-    return found
+        requests.append(("held-out text", _counted(ids_LTK, MODELS["demo"].moe.num_experts)))
+    return requests

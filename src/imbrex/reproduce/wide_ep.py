@@ -195,12 +195,12 @@ def on_rank(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of one of the ranks of `collectives`."""
     group = dist.group.WORLD
     assert group is not None
-    world, found = group.size(), []
+    world, timings = group.size(), []
     generator = torch.Generator().manual_seed(group.rank())
     ids_TK = torch.rand(TOKENS, EXPERTS, generator=generator).topk(2).indices
     x_TD = torch.randn(TOKENS, WIDTH, generator=generator).round()
     routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.ones(TOKENS, 2))
-    wanted = len(torch.unique(torch.arange(TOKENS)[:, None] * world + ids_TK * world // EXPERTS))
+    letters = len(torch.unique(torch.arange(TOKENS)[:, None] * world + ids_TK * world // EXPERTS))
     own = len(torch.unique(torch.where(ids_TK * world // EXPERTS == group.rank(), 1, 0).amax(1).nonzero()))
     for way in WAYS:
         exchange = imbrex.Exchange(contiguous(EXPERTS, world), WIDTH, 2, group=group, transport=way)
@@ -212,10 +212,10 @@ def on_rank(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         torch.testing.assert_close(work(), 2 * x_TD)
         timed = _timed(work, settings["rounds"], together=True)
         case = {"W": world, "T": TOKENS, "E": EXPERTS, "K": 2, "D": WIDTH}
-        sent = TOKENS * (world - 1) if way == "allgather" else wanted - own
-        row = {"op": "exchange", "impl": way, "case": case, "n": settings["rounds"], "rows_sent": sent}
-        found.append(row | timed)
-    return found
+        leaving = TOKENS * (world - 1) if way == "allgather" else letters - own
+        row = {"op": "exchange", "impl": way, "case": case, "n": settings["rounds"], "rows_sent": leaving}
+        timings.append(row | timed)
+    return timings
 
 
 def _timed(work: Callable[[], object], rounds: int, *, together: bool = False) -> dict[str, float]:

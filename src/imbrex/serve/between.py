@@ -118,10 +118,10 @@ def compiled() -> Between:
     return Between(**{name: torch.compile(getattr(AS_WRITTEN, name), fullgraph=True) for name in names})
 
 
-def between(device: torch.device, wanted: bool | None) -> Between:
-    """The functions for a call on a device. wanted: compiled or not, where not by what there is."""
+def between(device: torch.device, compiles: bool | None) -> Between:
+    """The functions for a call on a device. compiles: whether, where not by what there is."""
     if torch.is_grad_enabled():
         return AS_WRITTEN
-    if wanted is None:
-        wanted = device.type == "cuda" and find_spec("triton") is not None
-    return compiled() if wanted else AS_WRITTEN
+    if compiles is None:
+        compiles = device.type == "cuda" and find_spec("triton") is not None
+    return compiled() if compiles else AS_WRITTEN

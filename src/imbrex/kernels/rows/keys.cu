@@ -5,9 +5,9 @@
 //     high half: the logit, as a number of the same order; NaN above all
 //     low half:  the complement of the token, so that of equal logits the lowest token is the maximum
 //
-// A half crosses in one word with the epoch of the call in the word's other half, so a word carries its own
-// flag and no fence stands anywhere. There are two mailboxes by turns: who writes one again has had the keys of
-// the call between from every peer, which had begun that call, and so had read the older ones.
+// A half crosses in a word with the epoch of the call in its other half, so that a word carries its own
+// flag and no fence stands anywhere. There are two mailboxes by turns: who writes one again has had the keys
+// of the call between from every peer, which had begun that call, and so had read the older ones.
 //
 // Example: 2 ranks of 4 tokens each, the largest logits of a row are 2.0 at 3 of rank 0 and 2.0 at 1 of rank
 // 1, token 5: high halves are equal, ~3 > ~5, so 3 is chosen.

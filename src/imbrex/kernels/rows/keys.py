@@ -52,6 +52,7 @@ class TokenChoice:
         self._status = torch.zeros(
             local, 8, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
+        self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
         self._group = lay.Group(
             heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
             timeout_ns=int(timeout * 1e9),
@@ -102,8 +103,8 @@ class TokenChoice:
 
     def check(self) -> None:
         """Raise `ExchangeError` if a call is known to have failed."""
-        # on the host: pinned memory that the kernel writes
-        if self._status[:, 0].any():
+        if any(word.value for word in self._codes):
+            # on the host: pinned memory that the kernel writes
             raise_failure(self._status.tolist(), self.timeout)
 
     def close(self) -> None:
