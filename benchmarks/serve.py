@@ -130,11 +130,8 @@ def kernels(engine: Engine, rows: int) -> list[str]:
     ]
 
 
-def measure(rank: int, world: int, args: argparse.Namespace, name: str, transport: str) -> None:
-    """The rows of a way, on ranks of its own: two models do not fit."""
-    group, device, began = dist.group.WORLD, torch.device("cuda", rank), time.perf_counter()
-    way = Way(transport=transport, experts="grouped" if transport == "alltoall" else "auto")
-    settings = Settings(
+def settings_of(args: argparse.Namespace, way: Way) -> Settings:
+    return Settings(
         slots=SLOTS,
         room=CONTEXT + 256,
         chunk=CHUNK,
@@ -143,6 +140,21 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
         sizes=BATCHES,
         drafting=Drafting(length=args.drafts, forced=args.forced if args.drafts else None),
     )
+
+
+def loop_row(engine: Engine, name: str, transport: str) -> dict[str, Any]:
+    """A closed loop of 32 users a rank."""
+    load = Load(users=32 * dist.get_world_size(), input=128, output=32, rounds=3)
+    point = serve(engine, load, engine.host_group)
+    case = {"model": name, "users": load.users, "W": dist.get_world_size(), "input": 128, "output": 32}
+    return {"op": "serve", "impl": transport, "case": case | {"interval": 4}} | point
+
+
+def measure(rank: int, world: int, args: argparse.Namespace, name: str, transport: str) -> None:
+    """The rows of a way, on ranks of its own: two models do not fit."""
+    group, device, began = dist.group.WORLD, torch.device("cuda", rank), time.perf_counter()
+    way = Way(transport=transport, experts="grouped" if transport == "alltoall" else "auto")
+    settings = settings_of(args, way)
     options = {"device": device, "dtype": torch.bfloat16, "drafting": args.drafts > 0}
     model = make_model(name, way, group, positions=settings.capacity, **options)
     model.compiled = False if args.as_written else None
@@ -166,10 +178,7 @@ def measure(rank: int, world: int, args: argparse.Namespace, name: str, transpor
             if rank == 0:
                 print("\n".join(lines), flush=True)
     elif whole:
-        load = Load(users=32 * world, input=128, output=32, rounds=3)
-        point = serve(engine, load, engine.host_group)
-        case = {"model": name, "users": load.users, "W": world, "input": 128, "output": 32, "interval": 4}
-        rows.append({"op": "serve", "impl": transport, "case": case} | point)
+        rows.append(loop_row(engine, name, transport))
         if rank == 0:
             print(rows[-1], flush=True)
     if rank == 0:
