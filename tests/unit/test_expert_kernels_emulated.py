@@ -97,6 +97,24 @@ def test_segments_give_the_order_and_the_part(monkeypatch: pytest.MonkeyPatch) -
     check_rows(out, per_expert(COUNTS, a, b.mT) * weights[: sum(COUNTS), None].double())
 
 
+@pytest.mark.parametrize("blocks", [1, 7, 40], ids=["one block", "few", "more than tiles"])
+@pytest.mark.parametrize("tiling", [SMALL, SHARED], ids=["small", "shared"])
+def test_blocks_begin_near_their_first_tile(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, tiling: Tiling
+) -> None:
+    """Of 70 experts, of which few have rows, the last one too or not; every row is computed."""
+    torch.manual_seed(3)
+    for filled in ({2: 3, 3: 70, 33: 1, 69: 66}, {0: 1, 40: 5}, {68: 2}):
+        counts = [filled.get(expert, 0) for expert in range(70)]
+        a, b, weights = rows_of(counts, 64), draw(70, 264, 64), torch.rand(sum(counts) + TAIL)
+        out, counter = poisoned(a.shape[0], 264), torch.zeros(2, dtype=torch.int32)
+        emulate(monkeypatch, [a, b, out], blocks=blocks)
+        how = {"tiling": tiling, "epilogue": Epilogue.WEIGHTED, "weights_R": weights}
+        launch_gemm(Layout.FORWARD, a, b, ends_of(counts), out, counter, **how)
+        check_rows(out, per_expert(counts, a, b.mT) * weights[: sum(counts), None].double())
+        assert counter.tolist() == [0, 0]
+
+
 PAIRED = {
     "swiglu": (Layout.FORWARD, Epilogue.SWIGLU, SHARED, 192, 288),
     "forward": (Layout.FORWARD, Epilogue.PLAIN, SHARED, 136, 600),

@@ -220,6 +220,9 @@ __device__ __forceinline__ void run(const Problem& problem, const Shared<C>& sha
                 produce_gathered<C>(problem, shared, order);
             } else {
                 order.count_from(-static_cast<int>(team.reserved()));
+                if constexpr (kSame<typename C::Walk, typename C::Order> && Team::kEvery && C::kEarly)
+                    if (order.segments == nullptr && order.count > kFewSegments)
+                        order = near_first_tile<C>(order, team.first(problem.counter, false));
                 if (threadIdx.x == C::kGroups * 128) {
                     if constexpr (C::kCluster > 1)
                         produce_pairs<C>(problem, shared, order, team, ready);

@@ -8,6 +8,13 @@
 
 namespace gemm {
 
+__device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
+
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
 template <int kCluster, class Single, class Pair>
 struct WalkOf {
     using Type = Single;
@@ -126,6 +133,37 @@ __device__ __forceinline__ Any with_height(Any order) {
     return order;
 }
 
+// Stands right before the segment of this block's first tile, or near it: a thread that walks there alone
+// waits for 64 experts' ends one after the other, 4 us in which nothing is loaded. All lanes of a warp; of
+// teams whose first tiles are not drawn.
+constexpr int kFewSegments = 16;
+template <class C>
+__device__ __forceinline__ typename C::Order near_first_tile(typename C::Order order, int number) {
+    const int lane = static_cast<int>(threadIdx.x % 32), each = (order.count + 31) / 32;
+    const int begin = least(lane * each, order.count), end = least(begin + each, order.count);
+    const int columns = (order.columns + C::kColumns - 1) / C::kColumns;
+    const int before = begin > 0 ? order.ends[begin - 1] : 0;
+    int row = before, tiles = 0;
+#pragma unroll 1
+    for (int expert = begin; expert < end; ++expert) {
+        const int next = order.ends[expert];
+        tiles += order.row_tiles_of(next - row) * columns;
+        row = next;
+    }
+    int sum = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int left = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += left;
+    }
+    const u32 past = __ballot_sync(~0u, number - order.first >= sum);  // lanes whose tiles are all before it
+    const int found = least(__popc(past), 31);
+    order.segment = __shfl_sync(~0u, begin, found) - 1;
+    order.row_end = __shfl_sync(~0u, before, found);
+    order.first += __shfl_sync(~0u, sum - tiles, found);
+    return order;
+}
+
 // What consumers know of a tile; `position` counts the load steps before it. steps < 0: no more tiles. rows
 // 0: none for this block; `together`: the cluster's two tiles share their columns, or, of single blocks, the
 // number of the product that the tile is of.
@@ -174,8 +212,6 @@ __device__ __forceinline__ void release_slot(u32 barrier) {
     else
         ptx::mbarrier_arrive(barrier);
 }
-
-__device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
 
 // The value of lane 0, where all have the same, and the compiler has to know.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
