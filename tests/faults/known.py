@@ -428,11 +428,27 @@ CHECKPOINTS = [
 
 GRADIENTS = [
     Fault(
+        "replays-wait-for-ever",
+        "runtime/deadlines.py",
+        "a captured wait over NCCL is looked at by nobody",
+        "            self._replayed.append(Replayed(tallies, index, Wait(0, group, seconds, error)))\n",
+        "            pass\n",
+        ("unit/test_deadlines.py::test_a_replay_that_does_not_end_is_aborted_and_named",),
+    ),
+    Fault(
+        "spare-labels-read",
+        "kernels/rows/labels.cu",
+        "choices of rows that nobody sent are read from what the memory held",
+        "labels.source[i / labels.choices] < 0",
+        "false",
+        ("unit/test_compact_rows.py::test_labels_come_as_they_left",),
+    ),
+    Fault(
         "experts-not-averaged",
         "parallel/buckets.py",
         "experts' gradients are those of the sum of losses",
-        "        gradient /= num_token_ranks(layer)\n",
-        "",
+        "        left = num_token_ranks(layer) / layer.mean_over\n",
+        "        left = 1.0\n",
         ("ranks/test_parallel.py::test_replicas_sum_theirs",),
     ),
     Fault(

@@ -11,6 +11,8 @@ import torch
 
 from tests import house
 from tests.as_a_user import run_python
+from tests.faults.__main__ import PACKAGE, why_not_fault
+from tests.faults.known import FAULTS
 
 pytestmark = pytest.mark.untraced
 ROOT = Path(__file__).resolve().parents[2]
@@ -412,3 +414,10 @@ def test_empty_is_poisoned_here() -> None:
     assert torch.ones(2).new_empty(3).isnan().all()
     assert torch.empty_like(torch.ones(2, dtype=torch.bfloat16)).isnan().all()
     torch.empty(3, dtype=torch.int64)
+
+
+def test_every_known_fault_can_be_put_in() -> None:
+    """The texts that `make faults` replaces follow the code, and so do the tests that should notice."""
+    assert [why for fault in FAULTS if (why := why_not_fault(fault, ROOT / PACKAGE))] == []
+    files = {test.split("::")[0] for fault in FAULTS for test in fault.tests}
+    assert [file for file in sorted(files) if not (ROOT / "tests" / file).is_file()] == []
