@@ -322,6 +322,7 @@ class MoELayer(nn.Module):
             refuse_ddp(self.experts, self.ranks)
             refuse_sharded(self.experts, self.ranks)
             refuse_meta(self)
+            self.exchange.settle(x)
         if self._copied and self.placement != self.exchange.geometry.placement:
             raise ValueError(
                 "MoELayer: this is a copy, and the experts of the layer that it was copied from have moved, "

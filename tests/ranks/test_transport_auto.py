@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import imbrex
 from imbrex import Exchange
 from imbrex.cost import Link, Network
+from imbrex.exchange.exchange import _may_choose_again as may_choose_again
 from imbrex.placement import contiguous
 from imbrex.transport import Auto, make, pick
+from tests.emulated import kernel
+from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.pool import Pool, RankError, Ranks
 from tests.ranks.test_layer import SMALL, largest_error
@@ -104,3 +109,43 @@ def told_of_dtype(ranks: Ranks) -> list[int]:
 
 def test_tokens_that_became_bfloat16_are_told_of_nvlink_once(pool: Pool) -> None:
     assert pool.run(2, told_of_dtype) == [[1, 0, 0]] * 2
+
+
+def settled(ranks: Ranks, kind: str) -> tuple[str, Any]:
+    """The transport behind a first call under autocast, of ranks on which NVLink is there; what came of it,
+    and the gradient of an expert."""
+    from imbrex.exchange import exchange as home
+
+    real, nvlink = home.make_transport, EmulatedNvlink(ranks.group)
+
+    def make_here(*arguments: Any, not_nvlink: str | None = None, **options: Any) -> Any:
+        return (nvlink, "here") if not_nvlink is None else real(*arguments, not_nvlink=not_nvlink, **options)
+
+    config = imbrex.MoEConfig(hidden_size=128, intermediate_size=16, num_experts=4, top_k=2)
+    torch.manual_seed(1)
+    x_TD = torch.randn(6 + ranks.rank, 128)
+    home.make_transport, home._may_choose_again = make_here, lambda group: True
+    try:
+        asked = kind == "asked for"
+        layer = imbrex.MoELayer(config, ranks.group, transport=nvlink if asked else "auto")
+        assert (layer.exchange.transport.name == "nvlink") is asked
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind != "one rank" or ranks.rank == 0):
+            y_TD = layer(x_TD)
+        y_TD.float().sum().backward()
+    except ValueError as error:
+        return "none", str(error)
+    finally:
+        home.make_transport, home._may_choose_again = real, may_choose_again
+    return layer.exchange.transport.name, (y_TD.detach(), layer.experts.down_proj.grad)
+
+
+@pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+def test_autocast_over_float32_weights_takes_nvlink(pool: Pool) -> None:
+    by_itself, asked = (pool.run(2, settled, kind) for kind in ("autocast", "asked for"))
+    for (name, found), (other, wanted) in zip(by_itself, asked, strict=True):
+        assert name == other == "nvlink"
+        assert found[0].dtype == torch.bfloat16
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    for name, said in pool.run(2, settled, "one rank"):
+        assert name != "nvlink"
+        assert "the dtype of x" in said

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -43,8 +44,10 @@ from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
 from imbrex.runtime.checks import piece
 from imbrex.runtime.waits import refuse_lost
+from imbrex.runtime.words import words
 from imbrex.transport import Auto, Nvlink, Tiers
 from imbrex.transport import make as make_transport
+from imbrex.transport.collective import device_of
 from imbrex.transport.nodes import launched_on
 
 
@@ -100,15 +103,16 @@ class Exchange:
         automatic = isinstance(transport, Auto) or transport == "auto"
         asks_dtype = self.world_size > 1 and automatic
         self._missed_for_dtype = asks_dtype and misfit is None and misuse is not None
-        self.transport, self.transport_reason = make_transport(
+        self._make_transport = partial(
+            make_transport,
             transport,
             group,
             num_ranks=placement.num_ranks,
             top_k=top_k,
             timeout=timeout,
-            not_nvlink=misfit or misuse,
             row_bytes=self.wire.dispatch.nbytes(hidden_size, dtype or torch.float32),
         )
+        self.transport, self.transport_reason = self._make_transport(not_nvlink=misfit or misuse)
         problem, observer = None, observer or Observer()
         try:
             self._check()
@@ -203,6 +207,7 @@ class Exchange:
         on the device; `None` ends it. A captured call goes on adding to the tensor that it was captured with.
         Raises ValueError unless `counts_on_device`.
         """
+        self._missed_for_dtype = False  # another dispatcher would not know of it
         self.dispatcher.count_into(tally_WS)
 
     def why_not_tokens(self, x: Tensor) -> str | None:
@@ -273,6 +278,26 @@ class Exchange:
         dispatched. Give what the context is to the `combine` of these rows."""
         return Again(x_TD, dispatched)
 
+    def settle(self, x: Tensor) -> None:
+        """Before the first call: where `auto` has not taken `nvlink` because of the dtype alone, and the
+        tokens of all ranks turn out to be bfloat16, as under autocast, take it now. Collective over the
+        group, of ranks that were all made with the same settings; without an effect afterwards."""
+        if not self._missed_for_dtype or self.group is None or not _may_choose_again(self.group):
+            return
+        answers_W = self.transport.exchange_counts(words(int(x.dtype == torch.bfloat16)))
+        # on the host: counts are told there
+        if not bool(answers_W.all()):
+            return
+        self._missed_for_dtype = False
+        transport, reason = self._make_transport()
+        if not isinstance(transport, Nvlink):
+            self.transport_reason = reason
+            return
+        self.transport, self.transport_reason = transport, f"{reason}, seen at the first call"
+        observer, layer = self.observer, self.layer
+        self.dispatcher = dispatcher_of(transport, self.geometry, self.wire, observer, layer)
+        self._agree(layer, None)
+
     def _check_devices(self, x_TD: Tensor, routing: Routing) -> None:
         if self._missed_for_dtype:
             self._tell_of_dtype(x_TD.dtype, x_TD.device.type)
@@ -286,8 +311,7 @@ class Exchange:
             self._missed_for_dtype = False
             warnings.warn(
                 f"transport 'auto' took {self.transport.name} for tokens that are not bfloat16, and these "
-                "are: give dtype=torch.bfloat16, or transport='nvlink' under autocast, and kernels over "
-                "NVLink can move them",
+                "are: give dtype=torch.bfloat16 or transport='nvlink', and kernels over NVLink can move them",
                 stacklevel=4,
             )
 
@@ -409,6 +433,10 @@ class BegunCombine:
         """Wait for the partial sums and add them, and `addend`; once."""
         self._addend_TD = addend
         return autograd.combine(self._rows_RD, self._handle, addend, self._weighted, begun=self._begun)
+
+
+def _may_choose_again(group: dist.ProcessGroup) -> bool:
+    return device_of(group).type == "cuda"
 
 
 def dispatcher_of(
