@@ -80,7 +80,7 @@ class Pouring:
         order = np.argsort(-loads, axis=1, kind="stable")
         place_HW = np.empty_like(order)
         np.put_along_axis(place_HW, order, np.arange(num_ranks)[None], axis=1)
-        expert_of, rank_of = np.nonzero(self.held.T)
+        expert_of, rank_of = np.divmod(np.flatnonzero(self.held.T), num_ranks)
         firsts = np.searchsorted(expert_of, np.arange(self.held.shape[1]))
         last_HE = np.maximum.reduceat(place_HW[:, rank_of], firsts, axis=1)
         bins = (last_HE + batches * num_ranks).ravel()
@@ -101,7 +101,7 @@ def _teams(held_WE: Held) -> list[tuple[Ints, Ints]]:
     several = np.flatnonzero(number_E > 1)
     several = several[np.argsort(-number_E[several], kind="stable")]
     ends = number_E[several].cumsum().tolist()
-    all_ranks = np.nonzero(held_WE.T[several])[1].tolist()
+    all_ranks = (np.flatnonzero(held_WE.T[several]) % nobody).tolist()
     busy: list[int] = []  # a bit for every rank of a team
     teams: list[list[tuple[int, list[int]]]] = []
     for expert, begin, end in zip(several.tolist(), [0, *ends], ends, strict=False):

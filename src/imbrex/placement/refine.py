@@ -40,12 +40,15 @@ def best_swap(load_E: Floats, held_WE: Held, loads_W: Floats, fullest: int) -> M
     """The swap between the fullest rank and another that leaves the lower of the two fullest."""
     share_E = load_E / held_WE.sum(0)
     ours = np.flatnonzero(held_WE[fullest] & (share_E > 0))
-    ranks, theirs = np.nonzero(held_WE & ~held_WE[fullest])
-    if not len(ours) or not len(ranks):
+    if not len(ours):
+        return None
+    # In flat places, which numpy finds several times faster than pairs.
+    ranks, theirs = np.divmod(np.flatnonzero(held_WE & ~held_WE[fullest]), held_WE.shape[1])
+    if not len(ranks):
         return None
     less = share_E[ours][:, None] - share_E[theirs]
     worst = np.maximum(loads_W[fullest] - less, loads_W[ranks] + less)
-    worst[held_WE[ranks][:, ours].T] = np.inf
+    worst[held_WE[:, ours][ranks].T] = np.inf
     at = int(worst.argmin())
     mine, other = divmod(at, len(ranks))
     expert, back, rank = int(ours[mine]), int(theirs[other]), int(ranks[other])
@@ -61,7 +64,7 @@ def best_replacement(load_E: Floats, held_WE: Held, loads_W: Floats, fullest: in
     fullest rank among those changed."""
     counts_E = held_WE.sum(0)
     share_E = load_E / counts_E
-    slot_ranks, slot_experts = np.nonzero(held_WE & (counts_E > 1))
+    slot_ranks, slot_experts = np.divmod(np.flatnonzero(held_WE & (counts_E > 1)), len(load_E))
     elsewhere = slot_ranks != fullest
     slot_ranks, slot_experts = slot_ranks[elsewhere], slot_experts[elsewhere]
     gainers = np.flatnonzero(held_WE[fullest] & (share_E > 0))
@@ -124,7 +127,7 @@ def refine(
 
 def count_moves(old_WE: Held, new_WE: Held) -> int:
     """Experts that ranks of the new placement must fetch."""
-    return int((new_WE & ~old_WE).sum())
+    return int(np.count_nonzero(new_WE & ~old_WE))
 
 
 def shake(load_E: Floats, held_WE: Held, draw: np.random.Generator, strength: int) -> Held:
