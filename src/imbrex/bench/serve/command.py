@@ -19,6 +19,7 @@ from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, Way, make_m
 from imbrex.bench.serve.training import LENGTH, train
 from imbrex.launch.local import is_worker
 from imbrex.layer import MoELayer
+from imbrex.serve.checkpoint import served_config
 from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.model import Decoder
@@ -31,6 +32,7 @@ LISTS = ("users", "drafts", "interval")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="demo", choices=tuple(MODELS), help="whose widths (demo)")
+    add("--weights", metavar="DIR", help="serve a checkpoint of Qwen3-MoE or Mixtral, not --model's widths")
     add("--ranks", type=int, metavar="W", help="local processes (one a GPU; 2 without)")
     ways = f"which to compare: auto, {GATHER}, {ALONE}, or a transport (auto,{GATHER})"
     add("--transport", default=f"auto,{GATHER}", metavar="NAME,...", help=ways)
@@ -79,14 +81,16 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is {getattr(args, name)}: give numbers of {least} or more")
     _chunk(args)
     _check_training(args)
+    config = served_config(args.weights) if args.weights else MODELS[args.model]
+    model = args.weights or args.model
     for drafts in numbers(args, "drafts"):
         if drafts:
             Drafting(length=drafts, forced=args.forced)
-            if not MODELS[args.model].drafting:
-                raise ValueError(f"--drafts {drafts}: {args.model} has no block to draft with; leave it out")
+            if args.weights or not MODELS[args.model].drafting:
+                raise ValueError(f"--drafts {drafts}: {model} has no block to draft with; leave it out")
     for name in args.transport.split(","):
         if name not in (GATHER, ALONE):
-            pick(name, num_ranks=args.ranks, top_k=MODELS[args.model].moe.top_k)
+            pick(name, num_ranks=args.ranks, top_k=config.moe.top_k)
     make_wire(args.codec)
     pick_implementation(args.experts)
     args.timeout = timeout_seconds(args.timeout)
@@ -99,7 +103,9 @@ def check(args: argparse.Namespace) -> None:
 def _check_training(args: argparse.Namespace) -> None:
     if args.train < 0:
         raise ValueError(f"--train is {args.train}: give 0 or more")
-    if args.train and (args.model != "demo" or {GATHER, ALONE} & set(args.transport.split(","))):
+    if args.train and (
+        args.weights or args.model != "demo" or {GATHER, ALONE} & set(args.transport.split(","))
+    ):
         raise ValueError(
             f"--train {args.train}: the demo's model is trained, over a transport of the layer's; give "
             "--model demo and --transport auto, alltoall or another"
@@ -178,7 +184,7 @@ def _make(
     drafts = max(numbers(args, "drafts"))
     longest = args.input + args.output + max(_chunk(args)[1], 2 * drafts + 1)
     model = make_model(
-        args.model,
+        args.weights or args.model,
         way,
         group,
         positions=max(longest, LENGTH),
@@ -202,7 +208,7 @@ def case_of(args: argparse.Namespace, load: Load, settings: Settings) -> dict[st
     drafting = settings.drafting
     forced = {"forced": drafting.forced} if drafting.forced is not None else {}
     return {
-        "model": args.model,
+        "model": Path(args.weights).name if args.weights else args.model,
         "W": args.ranks,
         "users": load.users,
         "input": load.input,
@@ -210,7 +216,7 @@ def case_of(args: argparse.Namespace, load: Load, settings: Settings) -> dict[st
         "drafts": drafting.length,
         "interval": settings.interval,
         "dtype": args.dtype,
-        "weights": f"{args.train} steps" if args.train else "random",
+        "weights": "loaded" if args.weights else f"{args.train} steps" if args.train else "random",
     } | forced
 
 
@@ -223,8 +229,12 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
 
     about = hardware()
     where = f"{about['count']} x {about['gpu']}" if args.device == "cuda" else f"{cores()} CPU cores"
-    title = f"{args.model}, {args.ranks} ranks, {args.input} tokens in and {args.output} out, {args.dtype}, "
-    title += f"{f'{args.train} steps of training' if args.train else 'random weights'}, on {where}"
+    case = rows[0]["case"]
+    weights = {"random": "random weights", "loaded": "its own weights"}.get(case["weights"])
+    title = (
+        f"{case['model']}, {args.ranks} ranks, {args.input} tokens in and {args.output} out, {args.dtype}, "
+    )
+    title += f"{weights or f'{args.train} steps of training'}, on {where}"
     table = Table(caption="host: microseconds of work a step, without waiting", caption_justify="left")
     for head in HEADS:
         table.add_column(head, justify="left" if not head else "right")

@@ -13,6 +13,7 @@ from imbrex.bench.serve.rivals import GatherScatterMoE
 from imbrex.layer import MoEConfig, MoELayer, SharedExperts
 from imbrex.router.gates import Gate, Groups
 from imbrex.serve.attention import Grouped, Latent
+from imbrex.serve.checkpoint import load_weights, served_config
 from imbrex.serve.model import Decoder, ModelConfig, draw
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -124,13 +125,17 @@ def make_model(
     drafting: bool | None = None,
     whole_head: bool = False,
 ) -> Decoder:
-    """The model with random weights, drawn where it stands. Collective. drafting: its drafting block, where
-    not as published. whole_head: every rank has the head of the whole vocabulary."""
-    config = MODELS[name]
+    """The model of a name with random weights, drawn where it stands, or that of a checkpoint's folder with
+    its own. Collective. drafting: its drafting block, where not as published. whole_head: every rank has the
+    head of the whole vocabulary."""
+    config = MODELS[name] if name in MODELS else served_config(name)
     drafting = config.drafting if drafting is None else drafting
     config = replace(config, positions=positions, drafting=drafting)
     split = None if way.transport == ALONE or whole_head else group
     moe = make_moe(config.moe, way, group, device, dtype)
     model = Decoder(config, moe, head_group=split, device=device, dtype=dtype)
-    draw(model, seed=SEED)
+    if name in MODELS:
+        draw(model, seed=SEED)
+    else:
+        load_weights(model, name)
     return model
