@@ -66,6 +66,8 @@ SPARED = 200 << 20
 whole models on two H200 take as long then, within 1 %, with 9 to 26 % less memory; of half as many bytes a
 rank's host, which no longer runs ahead, makes them 10 % longer (Qwen3, 4096 tokens; benchmarks/models.py)."""
 NOTES = 1 << 32
+_WIRES = {"fp8": "fp8"}
+"""How sums cross, by the name of a codec; else as bfloat16."""
 
 
 def most_rows(shape: Shape, most: int) -> int:
@@ -108,6 +110,7 @@ class NvlinkDispatcher(WiredDispatcher):
         self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Listener, layer: int
     ) -> None:
         self.transport, self.wire, self.world_size = transport, wire, transport.world_size
+        self._writes_fp8 = is_coded(wire.dispatch)
         self._tables: Tables | None = None
         self.tally_WS: Tensor | None = None
         self.sms = self.sms_home = transport.sms
@@ -291,7 +294,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 ids_TK = self._choose_slots(ids_TK)
         given = x_TD, ids_TK, weights_TK
         with self.observer.span("dispatch", **where):
-            if is_coded(self.wire.dispatch):
+            if self._writes_fp8:
                 lease, routed = kernels.dispatch(*given, sms.push, quantise=True, **choose)
                 num_rows = self._count_rows(routed) if exact else most_rows(kernels.shape, most)
                 return self._expand(lease.rows, x_TD, routed, num_rows, expand), routed
@@ -549,7 +552,7 @@ class NvlinkDispatcher(WiredDispatcher):
             num_sms=sms.combine,
             out=out_TD,
             values=values,
-            wire="fp8" if is_coded(codec) else "bf16",
+            wire=_WIRES.get(codec.name, "bf16"),
             pieces=pieces,
         )
 

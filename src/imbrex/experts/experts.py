@@ -194,9 +194,11 @@ class Experts(nn.Module):
     def forms(self) -> tuple[RowForm, ...]:
         """Without gradients: rows in fp8 for who computes in fp8, and tokens that rows are read from through
         an index, or copied from where that is faster. For strategies that fuse, rows that are under way."""
+        if not self.implementation.startswith("kernels"):
+            return (RowForm.ROWS,)
         fit = fits(self.hidden_size, self.down_proj.shape[2])
         under_way = (RowForm.UNDER_WAY,) if fit and self.implementation == "kernels" else ()
-        if torch.is_grad_enabled() or not self.implementation.startswith("kernels"):
+        if torch.is_grad_enabled():
             return RowForm.ROWS, *under_way
         fp8 = (RowForm.FP8,) if self.implementation == "kernels-fp8" else ()
         indexed = (RowForm.INDEXED,) if fit else ()

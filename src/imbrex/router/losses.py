@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,18 +29,15 @@ class AuxLosses:
     load_balance: float = 0.0
     sequence_balance: float = 0.0
     z: float = 0.0
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Losses that are computed."""
 
     def __post_init__(self):
         for name in NAMES:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"AuxLosses: {name}={value}; choose a finite number of at least 0")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Losses that are computed."""
-        coefficients = self.load_balance, self.sequence_balance, self.z
-        return tuple([name for name, value in zip(NAMES, coefficients, strict=True) if value > 0])
+        object.__setattr__(self, "names", tuple(name for name in NAMES if getattr(self, name) > 0))
 
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
         """The sum of `losses` (as in `Routing`), each times its coefficient; 0 where there is none."""

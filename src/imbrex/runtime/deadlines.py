@@ -92,7 +92,7 @@ class Deadlines:
         self._tallies: dict[int, Any] = {}
         self._replayed: list[Replayed] = []
         self._changing = threading.Lock()
-        self._lost: weakref.WeakKeyDictionary[Any, Exception] = weakref.WeakKeyDictionary()
+        self.lost: weakref.WeakKeyDictionary[Any, Exception] = weakref.WeakKeyDictionary()
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
         self._tick, self._blind = LONGEST_TICK_S, False
@@ -156,7 +156,7 @@ class Deadlines:
 
     def refuse_lost(self, group: Any) -> None:
         """Raise what was noted of a group whose wait did not end."""
-        error = self._lost.get(group) if group is not None and self._lost else None
+        error = self.lost.get(group) if group is not None and self.lost else None
         if error is not None:
             raise type(error)(*error.args)
 
@@ -181,7 +181,7 @@ class Deadlines:
             self._replayed = [one for one in self._replayed if one.group() is not group]
 
     def _give_up(self, wait: Wait) -> None:
-        self._lost[wait.group] = wait.error()
+        self.lost[wait.group] = wait.error()
         for watched in list(self._streams.values()):
             others = [other for other in watched.waits if other.group is not wait.group]
             watched.waits.clear()

@@ -105,6 +105,7 @@ class NvlinkExchange:
         self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
         """The first word of every status, in pinned memory that the kernels write: 0 while all is well."""
         tables = placement_tables(placement, self.device)
+        self._sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
         self._plan = how.RoutingPlan(shape, self.layout, placement, self._room, tables)
 
     @property
@@ -549,9 +550,7 @@ class NvlinkExchange:
         self.last_sms["route"] = blocks
 
     def _empty_routed(self, max_tokens: int) -> Routed:
-        shape = self.shape
-        sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
-        routed = empty_routed(sizes, max_tokens, self.device)
+        routed = empty_routed(self._sizes, max_tokens, self.device)
         if self.debug and routed.words_TC is not None:
             poison(routed.words_TC)
         return routed

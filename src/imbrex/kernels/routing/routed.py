@@ -109,9 +109,9 @@ class Routed:
         """The parts that lie in one piece of memory, as `empty_routed` makes it."""
         routed = cls.__new__(cls)
         routed.words_TC, routed._sizes = words_TC, sizes
-        routed.max_tokens = words_TC.shape[0] - sizes.more_rows
+        routed.max_tokens, offsets = _offsets(sizes, words_TC.shape[0])
         first = words_TC.data_ptr()
-        routed.addresses = Addresses(*[first + at for at in _offsets(sizes, routed.max_tokens)])
+        routed.addresses = Addresses(*[first + at for at in offsets])
         return routed
 
     @property
@@ -145,15 +145,21 @@ class Routed:
 
 
 @functools.cache
-def _offsets(sizes: Sizes, max_tokens: int) -> tuple[int, ...]:
-    """Bytes from the first word to each part."""
-    return tuple(4 * at for at, _ in sizes.parts(max_tokens).values())
+def _offsets(sizes: Sizes, rows: int) -> tuple[int, tuple[int, ...]]:
+    """Most tokens of a rank in so many rows of words, and bytes from the first word to each part."""
+    max_tokens = rows - sizes.more_rows
+    return max_tokens, tuple(4 * at for at, _ in sizes.parts(max_tokens).values())
 
 
 def empty_routed(sizes: Sizes, max_tokens: int, device: torch.device) -> Routed:
     """Room for what a routing kernel writes of at most `max_tokens` tokens a rank."""
-    size = max_tokens + sizes.more_rows, sizes.columns
-    return Routed.of_words(torch.empty(size, dtype=torch.int32, device=device), sizes)
+    words_TC = torch.empty(_size(sizes, max_tokens), dtype=torch.int32, device=device)
+    return Routed.of_words(words_TC, sizes)
+
+
+@functools.cache
+def _size(sizes: Sizes, max_tokens: int) -> tuple[int, int]:
+    return max_tokens + sizes.more_rows, sizes.columns
 
 
 Tables = tuple[Tensor, Tensor, Tensor]
