@@ -10,6 +10,7 @@ from imbrex.cli import demo as command
 from imbrex.cli import main
 from imbrex.demo import asked as demo
 from imbrex.demo import folder
+from imbrex.launch.ranks import words_of
 from imbrex.parallel import checkpoint
 
 
@@ -100,7 +101,7 @@ def run_in(out, *words):
     demo.check(args)
     folder.prepare(out, args, [*demo.DEFAULTS])
     folder.begin(out, args, [*demo.DEFAULTS])
-    return demo.arguments_of(args)
+    return words_of(args)
 
 
 def contents(folder):

@@ -35,7 +35,7 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> 
     down, weights = draw(3, width, inner) / inner**0.5, torch.rand(rows + TAIL)
     emulate(monkeypatch, blocks=1)
     y, kept, plan = run_ffn(x, gate_up, down, torch.tensor(counts), weights, True)
-    found = run_ffn_backward(d_y, x, gate_up, down, plan, weights, kept, True, True, True)
+    found = run_ffn_backward(d_y, x, gate_up, down, plan, weights, kept, (True, True, True))
     exact = [t.detach().double().requires_grad_() for t in (x[:rows], gate_up, down, weights[:rows])]
     expected = torch.autograd.grad(reference_ffn(counts, *exact), exact, d_y[:rows].double())
     assert error(y[:rows], reference_ffn(counts, *exact).detach()) < 5e-3

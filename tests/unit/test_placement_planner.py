@@ -10,8 +10,7 @@ import torch
 
 from imbrex.placement import imbalance, plan_layers, rebalance_experts
 from imbrex.placement.engines import deepseek, tensorrt_llm
-from imbrex.placement.exact import MOST_PLACEMENTS, num_placements
-from imbrex.placement.packing import rank_loads
+from imbrex.placement.packing import MOST_PLACEMENTS, num_placements, rank_loads
 from imbrex.placement.planner import search, to_held
 from tests.as_a_user import run_python
 

@@ -80,11 +80,13 @@ def run(args: argparse.Namespace) -> int:
         from imbrex.demo.rank import work
 
         return work(args)
+    from imbrex.launch.ranks import words_of
+
     out = Path(args.out)
     folder.prepare(out, args, [*DEFAULTS])
     # The words of this command, after its name, are those of its ranks.
     return launch(
-        ["demo", *asked.arguments_of(args)],
+        ["demo", *words_of(args)],
         num_ranks=args.ranks,
         board=out / folder.RANKS,
         timeout_s=args.timeout,

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from imbrex.bench.layer.command import DTYPES
-from imbrex.bench.ranks import join, run_on_ranks, settle
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.launch.local import is_worker
+from imbrex.launch.ranks import join, run_on_ranks, settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

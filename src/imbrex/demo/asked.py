@@ -36,25 +36,12 @@ MAX_SEED = 2**63 - 1
 """The largest seed of a generator of torch."""
 
 
-def arguments_of(args: argparse.Namespace) -> list[str]:
-    """The command line that says what `args` say."""
-    words: list[str] = []
-    for name, value in vars(args).items():
-        if name in ("run", "command") or value is None or value is False or value == []:
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words += map(str, value if isinstance(value, list) else [value])
-    return words
-
-
 def settle(args: argparse.Namespace, *, worker: bool) -> None:
     """Fill in the flags that were left out: from the run to resume, then from the defaults."""
     if worker:
-        world = int(os.environ["WORLD_SIZE"])
-        if args.ranks not in (None, world):
-            raise ValueError(f"--ranks {args.ranks}, but torchrun started {world}: leave --ranks out")
-        args.ranks = world
+        from imbrex.launch.ranks import take_world
+
+        take_world(args)
     if not args.out.strip():
         raise ValueError("--out is empty: give a folder")
     before = folder.earlier(Path(args.out)) if args.resume else None

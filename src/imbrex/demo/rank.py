@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 import warnings
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from imbrex.demo.run import Run, Saving
 from imbrex.demo.training import Recipe, Shape, Trainer, make_model
 from imbrex.launch.factors import Factors, factorise, new_group
 from imbrex.launch.local import EXIT_REFUSED, Rank, complain, is_launched
+from imbrex.launch.ranks import end_as, join
 from imbrex.observe import PhaseBoard, Recorder, death
 from imbrex.parallel import checkpoint
 
@@ -50,12 +49,7 @@ def work(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         hint=lambda: folder.hint(out, args),
     )
-    code = end.run(lambda: _train(args, rank, board))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        # A peer is gone: what waits for it in a destructor would wait for ever.
-        os._exit(code)
+    end_as(end, lambda rank, board: _train(args, rank, board), board)
     return 0
 
 
@@ -96,21 +90,14 @@ def _make_trainer(
     balancer = balance.make(args, rank) if args.balance else None
     options: dict[str, Any] = {"timeout_s": args.timeout, "observer": recorder, "balancer": balancer}
     model = make_model(shape, recipe, factors, transport=args.transport, codec=args.codec, **options)
-    return Trainer(model.to(device), corpus, recipe, factors, rank=rank, device=device, **options)
+    return Trainer(model.to(device), corpus, recipe, factors, rank=rank, **options)
 
 
 def _join(args: argparse.Namespace) -> torch.device:
     # torch 2.13 deprecates names that 2.11 has no others for.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ["IMBREX_TIMEOUT_S"] = str(args.timeout)
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=max(START_S, args.timeout)),
-    )
+    device = join(args, START_S)
     if not is_launched() and dist.get_rank() == 0:
         folder.prepare(Path(args.out), args, [*asked.DEFAULTS])
     dist.barrier()

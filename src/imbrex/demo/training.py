@@ -125,13 +125,12 @@ class Trainer:
         factors: Factors,
         *,
         rank: int,
-        device: torch.device,
         timeout_s: float,
         observer: Observer,
         balancer: OnlineBalancer | None = None,
     ) -> None:
         self.model, self.corpus, self.recipe, self.factors = model, corpus, recipe, factors
-        self.rank, self.device, self.observer = rank, device, observer
+        self.rank, self.observer, self.device = rank, observer, next(model.parameters()).device
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
         self.balancer = balancer
         if balancer is not None:

@@ -13,9 +13,18 @@ import numpy as np
 from torch import Tensor
 
 from imbrex.contracts import Placement
-from imbrex.placement.exact import MOST_PLACEMENTS, best_placement, num_placements
 from imbrex.placement.layouts import from_slots
-from imbrex.placement.packing import Floats, Held, pack, rank_loads, replicate, spread
+from imbrex.placement.packing import (
+    MOST_PLACEMENTS,
+    Floats,
+    Held,
+    best_placement,
+    num_placements,
+    pack,
+    rank_loads,
+    replicate,
+    spread,
+)
 from imbrex.placement.refine import refine, shake
 
 CLOSE = 1e-3

@@ -154,7 +154,6 @@ def _trainer(name: str, recipe: Recipe, corpus: Corpus, size: Size) -> Trainer:
         recipe,
         factors,
         rank=dist.get_rank(),
-        device=torch.device("cpu"),
         timeout_s=size.timeout_s,
         observer=Observer(),
     )

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imbrex.bench.ranks import join, run_on_ranks, settle, words_of
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.bench.skew import make_routing
 from imbrex.launch.local import is_worker
+from imbrex.launch.ranks import join, run_on_ranks, settle, words_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Ranks may take this long to start and to draw their experts, whatever the time-out of a step."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imbrex.bench.ranks import join, run_on_ranks, settle, words_of
 from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, Way, make_model
 from imbrex.bench.serve.training import LENGTH, train
 from imbrex.launch.local import is_worker
+from imbrex.launch.ranks import join, run_on_ranks, settle, words_of
 from imbrex.layer import MoELayer
 from imbrex.serve.checkpoint import served_config
 from imbrex.serve.decoding import Drafting

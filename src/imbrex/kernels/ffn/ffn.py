@@ -13,7 +13,9 @@ or, for wide rows, a kernel of its own; gate and up (bf16) are kept, or computed
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from imbrex.kernels.gemm.gemm import (
     FOLLOWS,
     Beside,
     Epilogue,
+    Extras,
     Layout,
     Slopes,
     Tiling,
@@ -40,16 +43,16 @@ from imbrex.runtime.deferred import Deferral, recording
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 # Plain dispatcher registrations: `custom_op` adds host time to every call.
-# v2: torch keeps compiled graphs on disk by what they call, with the sizes that results had that day. When a
-# result's size changes, so must the name.
-_library = Library("imbrex_experts_v2", "DEF")
+# v3: torch keeps compiled graphs on disk by what they call, with the sizes that results had that day. When a
+# result's size changes, or an argument, so must the name.
+_library = Library("imbrex_experts_v3", "DEF")
 _library.define(
     "ffn(Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor counts_e, Tensor? weights_R, bool keep)"
     " -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "ffn_backward(Tensor d_y_RD, Tensor rows_RD, Tensor gate_up_eGD, Tensor down_eDF, Tensor plan,"
-    " Tensor? weights_R, Tensor gate_up_RG, bool need_rows, bool need_gate_up, bool need_down)"
+    " Tensor? weights_R, Tensor gate_up_RG, bool[3] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -108,7 +111,7 @@ def ffn(
         if traced(*given[:-1]):
             raise ValueError("ffn: under torch.compile gradients cannot be added to tensors; give none")
     elif beside is None and traced(*given[:-1]):
-        return torch.ops.imbrex_experts_v2.ffn(*given)[0]
+        return torch.ops.imbrex_experts_v3.ffn(*given)[0]
     if not training:
         return run_ffn(*given, beside, groups)[0]
     backward = gradients, recording(gate_up_eGD) and recording(down_eDF)
@@ -166,7 +169,7 @@ def run_experts(
     act_RF, y_RD = rows_RD.new_empty(rows, down_eDF.shape[2]), rows_RD.new_empty(rows, rows_RD.shape[1])
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
-        more = {"gate_up": gate_up_RG, "index": index_R, "beside": beside or ALONE}
+        more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}
         _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
     last = LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=y_RD, weights_R=weights_R)
     last() if beside is None or beside.leave is None else beside.leave(last)
@@ -201,13 +204,24 @@ class LeftProduct:
         if self.is_empty:
             return
         given = self.act_RF, self.down_eDF, self.groups, self.out_RD, self.epilogue
-        _gemm(Layout.FORWARD, *given, weights=self.weights_R, follows=True)
+        _gemm(Layout.FORWARD, *given, weights_R=self.weights_R, follows=True)
 
 
 def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
     gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])
     plan = counts_e.new_empty(COUNTERS + counts_e.shape[0], dtype=torch.int32)
     return rows_RD.new_empty(rows_RD.shape), gate_up_RG, plan
+
+
+class Saved(NamedTuple):
+    """Tensors that the backward of `ffn` needs: `gate_up_RG` without rows is computed again."""
+
+    rows_RD: Tensor
+    gate_up_eGD: Tensor
+    down_eDF: Tensor
+    plan: Tensor
+    weights_R: Tensor | None
+    gate_up_RG: Tensor
 
 
 def run_ffn_backward(
@@ -218,14 +232,25 @@ def run_ffn_backward(
     plan: Tensor,
     weights_R: Tensor | None,
     gate_up_RG: Tensor,
-    need_rows: bool,
-    need_gate_up: bool,
-    need_down: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed. needs: of rows, gate_up and
+    down."""
+    return ffn_gradients(d_y_RD, Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG), needs)
+
+
+def ffn_gradients(
+    d_y_RD: Tensor,
+    saved: Saved,
+    needs: Sequence[bool],
+    *,
     gradients: tuple[Tensor, Tensor] | None = None,
     deferral: Deferral | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R; empty where not needed. The weights' gradients are
-    not among the results where they are added to `gradients`, or left to `deferral`."""
+    """The same. The weights' gradients are not among the results where they are added to `gradients`, or left
+    to `deferral`."""
+    rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG = saved
+    need_rows, need_gate_up, need_down = needs
     rows, groups = rows_RD.shape[0], Groups(plan=plan)
     d_y_RD, rows_RD, given = d_y_RD.contiguous(), rows_RD.contiguous(), (gate_up_eGD, down_eDF)
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
@@ -336,9 +361,8 @@ def _swiglu_gradient(
     return d_gate_up_RG, act_RF, None if parts is None else parts.sum(0)
 
 
-def _fake_ffn_backward(
-    d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, need_rows, need_gate_up, need_down
-):
+def _fake_ffn_backward(d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, needs):
+    need_rows, need_gate_up, need_down = needs
     return (
         rows_RD.new_empty(rows_RD.shape if need_rows else 0),
         gate_up_eGD.new_empty(gate_up_eGD.shape if need_gate_up else 0),
@@ -359,8 +383,8 @@ def _backward(ctx, d_y_RD, *_):
     if d_y_RD is None:
         return (None,) * 6
     rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
-    d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts_v2.ffn_backward(
-        d_y_RD, *ctx.saved_tensors, rows, gate_up, down
+    d_rows, d_gate_up, d_down, d_weights = torch.ops.imbrex_experts_v3.ffn_backward(
+        d_y_RD, *ctx.saved_tensors, (rows, gate_up, down)
     )
     return (
         d_rows if rows else None,
@@ -390,34 +414,26 @@ class Ffn(torch.autograd.Function):
     def backward(ctx, *grad_outputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         (d_y_RD,) = grad_outputs
         rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
-        saved, add_to = ctx.saved_tensors, ctx.gradients
+        saved, add_to = Saved(*ctx.saved_tensors), ctx.gradients
         # Zeros of no rows, or no experts, are not worth leaving.
-        deferral = ctx.deferral if saved[0].shape[0] and saved[2].shape[0] else None
-        ours = add_to is None and deferral is None
+        deferral = ctx.deferral if saved.rows_RD.shape[0] and saved.down_eDF.shape[0] else None
+        ours, needs = add_to is None and deferral is None, (rows, gate_up, down)
         if ours and traced(d_y_RD):
-            found = torch.ops.imbrex_experts_v2.ffn_backward(d_y_RD, *saved, rows, gate_up, down)
+            results = torch.ops.imbrex_experts_v3.ffn_backward(d_y_RD, *saved, needs)
         else:
-            found = run_ffn_backward(
-                d_y_RD,
-                *saved,
-                need_rows=rows,
-                need_gate_up=gate_up,
-                need_down=down,
-                gradients=add_to,
-                deferral=deferral,
-            )
-        wanted = rows, gate_up and ours, down and ours, weights
+            results = ffn_gradients(d_y_RD, saved, needs, gradients=add_to, deferral=deferral)
+        given = rows, gate_up and ours, down and ours, weights
         d_rows, d_gate_up, d_down, d_weights = (
-            found if is_wanted else None for found, is_wanted in zip(found, wanted, strict=True)
+            result if is_given else None for result, is_given in zip(results, given, strict=True)
         )
         return d_rows, d_gate_up, d_down, None, d_weights, None
 
 
 _library.impl("ffn", run_ffn, "CUDA")
 _library.impl("ffn_backward", run_ffn_backward, "CUDA")
-register_fake("imbrex_experts_v2::ffn", _fake_ffn, lib=_library)
-register_fake("imbrex_experts_v2::ffn_backward", _fake_ffn_backward, lib=_library)
-register_autograd("imbrex_experts_v2::ffn", _backward, setup_context=_setup, lib=_library)
+register_fake("imbrex_experts_v3::ffn", _fake_ffn, lib=_library)
+register_fake("imbrex_experts_v3::ffn_backward", _fake_ffn_backward, lib=_library)
+register_autograd("imbrex_experts_v3::ffn", _backward, setup_context=_setup, lib=_library)
 
 
 def _gemm(
@@ -428,16 +444,16 @@ def _gemm(
     out: Tensor,
     epilogue: Epilogue = Epilogue.PLAIN,
     *,
-    gate_up: Tensor | None = None,
-    weights: Tensor | None = None,
-    index: Tensor | None = None,
-    beside: Beside = ALONE,
     follows: bool = False,
+    **more: Unpack[Extras],
 ) -> None:
     """Queues one product of `groups`. follows: the launch right before makes its rows."""
-    rows, experts = a.shape[0] if index is None else index.shape[0], groups.ends_e.numel()
-    tiling = _tiling(layout, epilogue, rows, experts, a, out, gather=index is not None)
+    index_R, experts = more.get("index_R"), groups.ends_e.numel()
+    rows = a.shape[0] if index_R is None else index_R.shape[0]
+    tiling = _tiling(layout, epilogue, rows, experts, a, out, gather=index_R is not None)
     early = follows and tiling in FOLLOWING and rows <= FEW_ROWS * experts
+    if early:
+        more["beside"] = FOLLOWS
     launch_gemm(
         layout,
         a,
@@ -447,10 +463,7 @@ def _gemm(
         groups.other_counter if early else groups.counter,
         tiling=tiling,
         epilogue=epilogue,
-        gate_up=gate_up,
-        weights_R=weights,
-        index_R=index,
-        beside=FOLLOWS if early else beside,
+        **more,
     )
 
 

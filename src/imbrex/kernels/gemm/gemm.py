@@ -8,18 +8,40 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 
-from imbrex.kernels.arguments import multiprocessors
-from imbrex.kernels.gemm.kinds import Epilogue as Epilogue
-from imbrex.kernels.gemm.kinds import Layout as Layout
+from imbrex.kernels.arguments import declare_enums, multiprocessors
 from imbrex.kernels.gemm.tensor_map import tensor_map
-from imbrex.kernels.jit import ByValue, Kernel, KernelError, Variant, load
+from imbrex.kernels.jit import ByValue, Kernel, KernelError, Prepared, Variant, load
 from imbrex.kernels.structs import Struct, struct
+
+
+class Layout(IntEnum):
+    """The dimension that is contracted: see `gemm/gemm.cu`, which has it as `Layout::kForward` and so on."""
+
+    FORWARD = 0
+    DGRAD = 1
+    WGRAD = 2
+
+
+class Epilogue(IntEnum):
+    """The end of a tile; as in gemm/gemm.cu."""
+
+    PLAIN = 0
+    SWIGLU = 1
+    SWIGLU_KEEP = 2
+    WEIGHTED = 3
+    SWIGLU_GRADIENT = 4
+    ADD = 5
+    ADD_FLOAT = 6
+
+
+declare_enums("gemm/kinds.cuh", "gemm", Layout, Epilogue)
 
 
 class Tiling(NamedTuple):
@@ -336,6 +358,26 @@ def _at(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+class Extras(TypedDict, total=False):
+    """Options of a grouped GEMM beyond its operands.
+
+    scales: then a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows any multiple of 16
+    bytes apart); `out` is bf16, and fp8 again with SWIGLU. slopes (DGRAD): a b is the gradient of SwiGLU's
+    result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32. index_R (int64,
+    FORWARD): row r is a[index_R[r]], a [T, K]: the bits of a permuted copy. blocks: of the launch. beside: a
+    kernel that does more (FORWARD, bf16, no index).
+    """
+
+    gate_up: torch.Tensor | None
+    weights_R: torch.Tensor | None
+    scales: Scales | None
+    slopes: Slopes | None
+    segments: torch.Tensor | None
+    index_R: torch.Tensor | None
+    blocks: int | None
+    beside: Beside
+
+
 def launch_gemm(
     layout: Layout,
     a: torch.Tensor,
@@ -346,14 +388,7 @@ def launch_gemm(
     *,
     tiling: Tiling,
     epilogue: Epilogue = Epilogue.PLAIN,
-    gate_up: torch.Tensor | None = None,
-    weights_R: torch.Tensor | None = None,
-    scales: Scales | None = None,
-    slopes: Slopes | None = None,
-    segments: torch.Tensor | None = None,
-    index_R: torch.Tensor | None = None,
-    blocks: int | None = None,
-    beside: Beside = ALONE,
+    **more: Unpack[Extras],
 ) -> None:
     """Queue one grouped GEMM into `out`; all contiguous bf16, but `ends_e` int32 and `weights_R` float32.
 
@@ -362,54 +397,69 @@ def launch_gemm(
     FORWARD  a [R, K], b [e, N, K], out [R, N] (SwiGLU: b [e, 2F, K], out [R, F], gate_up [R, 2F] if kept)
     DGRAD    a [R, K], b [e, K, N], out [R, N]
     WGRAD    a [R, M], b [R, N],    out [e, M, N]
-
-    With `scales`, a and b are float8_e4m3fn (FORWARD; K, N and F multiples of 128, a's rows any multiple of
-    16 bytes apart); `out` is bf16, and fp8 again with SWIGLU. With `slopes` (DGRAD) a b is the gradient of
-    SwiGLU's result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32.
-
-    With `index_R` (int64, FORWARD) row r is a[index_R[r]], a [T, K]: the bits of a permuted copy.
-    beside: a kernel that does more (FORWARD, bf16, no index).
     """
-    device = a.get_device()
+    device, option = a.get_device(), more.get
+    scales, slopes, segments = option("scales"), option("slopes"), option("segments")
     key = (
-        layout, epilogue, tiling, blocks,
+        layout, epilogue, tiling, option("blocks"),
         a.data_ptr(), a.shape, a.stride(0), b.data_ptr(), b.shape, out.data_ptr(), out.shape,
         ends_e.data_ptr(), ends_e.shape, counter.data_ptr(), device,
-        _at(gate_up), _at(weights_R), _at(index_R),
+        _at(option("gate_up")), _at(option("weights_R")), _at(option("index_R")),
         None if scales is None else scales.key(), None if slopes is None else slopes.key(),
         None if segments is None else (segments.data_ptr(), segments.shape[0]),
-        beside.key,
+        option("beside", ALONE).key,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        fp8, gather = scales is not None, index_R is not None
-        tiling, wide = _fitted(layout, tiling, a, b, blocks)
-        halves = gate_up if slopes is None else slopes.d_gate_up
-        kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, gather, device, beside.file)
-        launch = kernel.prepare(
-            grid=blocks or sms,
-            block=128 * (tiling.groups + 1),
-            smem=smem,
-            cluster=tiling.cluster,
-            dependent=True,
-            args=[
-                *_operand_maps(layout, a, b, tiling, epilogue, wide, gather),
-                *_result_maps(layout, out, halves),
-                ends_e,
-                segments,
-                ends_e.numel() if segments is None else segments.shape[0],
-                *(out.shape[-2], out.shape[-1], a.shape[-1], weights_R, counter, products_status(device)),
-                _NO_SCALES if scales is None else scales.argument(),
-                _NO_SLOPES if slopes is None else slopes.argument(),
-                index_R,
-                *beside.args(blocks or sms),
-            ],
-        )
+        launch = _prepare(layout, (a, b, ends_e, out, counter), tiling, epilogue, more)
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
     launch.launch()
     check_products(device)
+
+
+def _prepare(
+    layout: Layout, operands: Sequence[torch.Tensor], tiling: Tiling, epilogue: Epilogue, more: Extras
+) -> Prepared:
+    (a, b, ends_e, out, counter), option = operands, more.get
+    scales, slopes, segments, index_R = (
+        option("scales"),
+        option("slopes"),
+        option("segments"),
+        option("index_R"),
+    )
+    blocks, beside = option("blocks"), option("beside", ALONE)
+    fp8, gather, device = scales is not None, index_R is not None, a.get_device()
+    tiling, wide = _fitted(layout, tiling, a, b, blocks)
+    halves = option("gate_up") if slopes is None else slopes.d_gate_up
+    kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, gather, device, beside.file)
+    return kernel.prepare(
+        grid=blocks or sms,
+        block=128 * (tiling.groups + 1),
+        smem=smem,
+        cluster=tiling.cluster,
+        dependent=True,
+        args=[
+            *_operand_maps(layout, a, b, tiling, epilogue, wide, gather),
+            *_result_maps(layout, out, halves),
+            ends_e,
+            segments,
+            ends_e.numel() if segments is None else segments.shape[0],
+            *(
+                out.shape[-2],
+                out.shape[-1],
+                a.shape[-1],
+                option("weights_R"),
+                counter,
+                products_status(device),
+            ),
+            _NO_SCALES if scales is None else scales.argument(),
+            _NO_SLOPES if slopes is None else slopes.argument(),
+            index_R,
+            *beside.args(blocks or sms),
+        ],
+    )
 
 
 _launches: dict[tuple[Any, ...], Any] = {}

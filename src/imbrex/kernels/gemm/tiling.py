@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
 
@@ -85,6 +86,14 @@ def override_tilings(given: Mapping[tuple[Layout, Epilogue], Tiling]) -> Iterato
         _overridden.update(before)
 
 
+class Reading(TypedDict, total=False):
+    """How a product reads its operands. depth: of a sum; gather: rows come through an index."""
+
+    depth: int
+    fp8: bool
+    gather: bool
+
+
 def choose_tiling(
     layout: Layout,
     epilogue: Epilogue,
@@ -93,17 +102,15 @@ def choose_tiling(
     out: tuple[int, int],
     *,
     sms: int,
-    depth: int = 0,
-    fp8: bool = False,
-    gather: bool = False,
+    **reading: Unpack[Reading],
 ) -> Tiling:
     """`rows`: rows of all experts together, at most (the counts stay on the device); `out`: shape of one
-    expert's output, for a weight gradient, else (rows, columns); `sms`: of the device; `depth`: of a sum;
-    `gather`: rows are read through an index."""
+    expert's output, for a weight gradient, else (rows, columns); `sms`: of the device."""
     if (given := _overridden.get((layout, epilogue))) is not None:
         return given
-    chosen = _fastest(layout, epilogue, rows, experts, out, sms, depth, fp8)
-    paired = gather and not fp8 and chosen == SHARED and rows >= _GATHERED_PAIRS * experts
+    fp8 = reading.get("fp8", False)
+    chosen = _fastest(layout, epilogue, rows, experts, out, sms, reading.get("depth", 0), fp8)
+    paired = reading.get("gather") and not fp8 and chosen == SHARED and rows >= _GATHERED_PAIRS * experts
     return PAIRED if paired else chosen
 
 

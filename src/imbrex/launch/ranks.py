@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,14 +24,19 @@ def hint() -> str:
     return "run the command again"
 
 
+def take_world(args: argparse.Namespace) -> None:
+    """Fill in `ranks` as whoever started this rank says."""
+    world = int(os.environ["WORLD_SIZE"])
+    if args.ranks not in (None, world):
+        raise ValueError(f"--ranks {args.ranks}, but torchrun started {world}: leave --ranks out")
+    args.ranks = world
+
+
 def settle(args: argparse.Namespace, *, worker: bool) -> None:
     """Fill in `ranks`, `device` and `dtype` where they depend on the machine, as options of these names."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if worker:
-        world = int(os.environ["WORLD_SIZE"])
-        if args.ranks not in (None, world):
-            raise ValueError(f"--ranks {args.ranks}, but torchrun started {world}: leave --ranks out")
-        args.ranks = world
+        take_world(args)
     elif args.ranks is None:
         args.ranks = 2 if args.device == "cpu" or not gpus else gpus
     local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
@@ -61,9 +67,11 @@ def words_of(args: argparse.Namespace) -> list[str]:
     """The command line that says what `args` say, after the command's own words."""
     words: list[str] = []
     for name, value in vars(args).items():
-        if name in ("run", "bench", "command", "what") or value is None or value is False:
+        if name in ("run", "bench", "command", "what") or value is None or value is False or value == []:
             continue
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
     return words
 
 
@@ -77,22 +85,29 @@ def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int
     board_at.mkdir(exist_ok=True)
     death.forget(board_at, rank)
     board = PhaseBoard(board_at, rank)
-    end = Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint)
-    code = end.run(lambda: work(rank, board))
-    if code:
-        # A peer is gone: what waits for it in a destructor would wait for ever.
-        os._exit(code)
+    end_as(Rank(board_at, rank=rank, num_ranks=args.ranks, timeout_s=args.timeout, hint=hint), work, board)
     if args.board is None and rank == 0:
         shutil.rmtree(board_at, ignore_errors=True)
     return 0
 
 
-def join(args: argparse.Namespace) -> torch.device:
-    """Join the ranks that were started; this rank's device."""
+def end_as(rank: Rank, work: Callable[[int, Any], None], board: Any) -> None:
+    """Call `work` with this rank's number and its board. Ends the process where that fails."""
+    code = rank.run(lambda: work(rank.rank, board))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # A peer is gone: what waits for it in a destructor would wait for ever.
+        os._exit(code)
+
+
+def join(args: argparse.Namespace, start_s: float = START_S) -> torch.device:
+    """Join the ranks that were started; this rank's device. start_s: they may take so long to come up,
+    whatever the time-out of a step."""
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=max(START_S, args.timeout)))
+    dist.init_process_group(backend, timeout=timedelta(seconds=max(start_s, args.timeout)))
     return device
