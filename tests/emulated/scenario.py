@@ -383,7 +383,8 @@ def check_small(
     plans = make_plans(case, inputs)
     dispatch = exchange.dispatch_expert if large else exchange.dispatch_small
     given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
-    groups, more = None, {}
+    groups: RowGroups | None = None
+    more: dict[str, Any] = {}
     if not large:
         slots = exchange.shape.most_slots
         groups = empty_groups(exchange.local_ranks, exchange.shape.row_capacity, slots, 12, exchange.device)
