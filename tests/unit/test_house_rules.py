@@ -101,12 +101,12 @@ TEXTS = {path: read(path) for path in SOURCES}
 
 
 ROOM_FOR = {
-    "parameters": 6,
+    "parameters": 0,
     "private": 7,
     "probes": 7,
     "doors": 31,
-    "bare": 230,
-    "fragments": 3,
+    "bare": 227,
+    "fragments": 1,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""
 RULES = {
