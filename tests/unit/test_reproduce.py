@@ -25,6 +25,7 @@ from imbrex.reproduce import (
     papers,
     table_1,
     table_6,
+    table_7,
     table_10,
 )
 from imbrex.reproduce.convergence import learned, summary
@@ -235,6 +236,16 @@ def test_table_1_says_what_is_wrong_with_the_paper_s() -> None:
     assert Timed(forward=1.0, backward=2.0, least=3, most=3).step == 3.0
     assert settings({"a": Way()}, table_1.WORK, rounds=2)["ways"]["a"]["schedule"] == "serial"
     assert median({"seconds": [3.0, 1.0, 2.0]}) == 2.0
+
+
+def test_table_7_says_at_which_share_of_moving_it_ran() -> None:
+    def ran(moving: float) -> dict[int, dict[str, Timed]]:
+        one = Timed(forward=0.4, backward=0.6, least=0.9, most=1.1, moving=moving)
+        return {layers: {"serial": one} for layers in (12, 24)}
+
+    assert table_7.share_of_moving(ran(0.55)).endswith("51% to 59% in the paper's table 1: the same share.")
+    assert "72% to 72%" in table_7.share_of_moving(ran(0.72))
+    assert "another share" in table_7.share_of_moving(ran(0.72))
 
 
 def test_table_6_says_whether_experts_gain() -> None:
