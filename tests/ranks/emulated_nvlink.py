@@ -6,6 +6,7 @@ A rank's kernel runs in its own process and waits for its peers' flags as on a G
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class EmulatedNvlink(Nvlink):
 
     def _make_heap(self, nbytes: int) -> SharedHeap:
         nbytes = -(-nbytes // 4096) * 4096
-        name = int(self.exchange_counts(words(id(self)))[0, 0])
+        name = int(self.exchange_counts(words(os.getpid() << 40 ^ id(self)))[0, 0])
         path = Board.path_of(name)
         if self.rank == 0:
             with path.open("wb") as file:

@@ -22,13 +22,17 @@ from imbrex.overlap.pipelined import Pipelined
 from imbrex.placement import contiguous
 from imbrex.transport import Hierarchical, Tiers
 from imbrex.transport.collective import Collective
+from tests.emulated import kernel
+from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, run_layer
+from tests.ranks.matrix import NVLINK, OF_BFLOAT16, TOKENS
 from tests.ranks.pool import Pool, RankError, Ranks
 from tests.ranks.test_bad_input import MESSAGES, bad_input, good_input
 from tests.ranks.test_compile import CONFIG as COMPILED
 from tests.ranks.test_compile import run_compiled
 from tests.ranks.test_layer import SMALL, SPLIT_SLOTS, largest_error
 
+EMULATED = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 NODES = [(1, 1), (2, 1), (4, 4), (4, 2), (8, 4)]
 """Ranks, and ranks of a node."""
 
@@ -36,6 +40,13 @@ NODES = [(1, 1), (2, 1), (4, 4), (4, 2), (8, 4)]
 @pytest.fixture(scope="module")
 def six() -> Iterator[Pool]:
     ranks = Pool(6, timeout_s=120.0)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    ranks = Pool(4, timeout_s=120.0)
     yield ranks
     ranks.close()
 
@@ -62,6 +73,26 @@ def test_oracle_on_six_ranks(six: Pool, per_node: int) -> None:
     case = Case(config=SMALL, options={"schedule": "optsche-3"})
     errors = largest_error(case, 6, six.run(6, run_on_nodes, case, per_node))
     assert max(errors.values()) < 1e-5, errors
+
+
+def run_over_kernels(ranks: Ranks, per_node: int, schedule: str) -> dict[str, Any]:
+    """Kernels over NVLink inside the nodes, as `tests.emulated` runs them."""
+    firsts = range(0, ranks.world_size, per_node)
+    groups = [dist.new_group(list(range(first, first + per_node))) for first in firsts]
+    made: Any = Tiers(ranks.group, ranks_per_node=per_node)
+    made.kernels = EmulatedNvlink(groups[made.node])
+    options = {"transport": made, "schedule": schedule}
+    case = Case(config=NVLINK, dtype=torch.bfloat16, tokens=TOKENS[4], options=options)
+    return run_layer(ranks, case)
+
+
+@EMULATED
+@pytest.mark.parametrize("schedule", ["serial", "optsche-3"])
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_kernels_inside_the_nodes(four: Pool, per_node: int, schedule: str) -> None:
+    case = Case(config=NVLINK, dtype=torch.bfloat16, tokens=TOKENS[4])
+    errors = largest_error(case, 4, four.run(4, run_over_kernels, per_node, schedule))
+    assert max(errors.values()) < OF_BFLOAT16, errors
 
 
 def test_tensor_ranks(pool: Pool) -> None:
