@@ -184,7 +184,7 @@ def _make(
     drafts = max(numbers(args, "drafts"))
     longest = args.input + args.output + max(_chunk(args)[1], 2 * drafts + 1)
     model = make_model(
-        args.weights or args.model,
+        str(Path(args.weights).resolve()) if args.weights else args.model,
         way,
         group,
         positions=max(longest, LENGTH),
