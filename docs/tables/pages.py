@@ -8,6 +8,7 @@ from pathlib import Path
 
 from docs.tables import (
     codecs,
+    decode,
     exchange,
     experts,
     fused,
@@ -22,7 +23,7 @@ from docs.tables.results import ROOT, Table
 
 TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     "README.md": {"claim": layer.claim, "layer": layer.shown},
-    "docs/nvlink.md": {"layer": layer.every, "missing": layer.missing},
+    "docs/nvlink.md": {"layer": layer.every, "missing": layer.missing, "decode": decode.decode},
     "docs/exchange.md": {
         "targets": exchange.targets,
         "skew": exchange.skew,

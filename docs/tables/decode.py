@@ -1,0 +1,21 @@
+"""The table of a layer in a step of decoding."""
+
+from __future__ import annotations
+
+from docs.tables.results import Table, last_run, read, select
+
+HEAD = "model", "tokens a rank", "experts hit", "weights", "imbrex", "times weights", "over NCCL", "gain"
+
+
+def decode() -> Table:
+    """Captured layers beside the time to read the weights that they need, and the rival over NCCL."""
+    lines, used = [], []
+    measured = last_run(read("decode"))
+    for row in select(measured, impl="imbrex"):
+        (rival,) = select(measured, impl="nccl-agrs", case=row["case"])
+        ours, theirs, least = row["median_us"], rival["median_us"], row["read_us"]
+        used += [row, rival]
+        sizes = [row["case"]["model"], row["case"]["T"], row["experts_hit"]]
+        times = [f"{least:.0f}", f"{ours:.0f}", f"{ours / least:.2f}", f"{theirs:.0f}"]
+        lines.append([*sizes, *times, f"{theirs / ours:.2f}"])
+    return Table(head=HEAD, body=lines, rows=used)
