@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.fused.down_home import MOST_PARTS, Cut, cut_of, pieces_of, why_not_sums
 from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, Tiling
+from imbrex.kernels.structs import struct
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.down_home import apart, begin, differences, together
@@ -18,6 +22,7 @@ from tests.emulated.scenario import Case
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
 
+CONTROL = struct("peers/protocol.cuh", "Control")
 BLOCKS = 4
 CASE = Case(placement=contiguous(4, 2), tokens=(210, 180), choices=2, width=640, drop=0.05, skew=0.4)
 """Three parts of a tile, the last of half a one; experts of more than a tile of rows."""
@@ -74,6 +79,18 @@ def test_a_rank_that_never_comes_ends_the_sums(monkeypatch: pytest.MonkeyPatch) 
     exchange.check()
     with pytest.raises(ExchangeError, match=r"timed out, waiting for reduced rows of rank 1"):
         together(first, blocks=2)
+
+
+@pytest.mark.parametrize("way", [apart, together])
+def test_a_host_hears_of_a_peer_that_had_given_up_before(
+    monkeypatch: pytest.MonkeyPatch, way: Callable[..., Tensor]
+) -> None:
+    emulate(monkeypatch, blocks=2)
+    forward = begin(FEW, 64, load=loader(), timeout=2.0)
+    given_up = CONTROL.gave_up.offset
+    forward.exchange.heap.local[0][given_up : given_up + 4].view(torch.int32).fill_(2)  # 1 + the rank
+    with pytest.raises(ExchangeError, match=r"rank 0 .* a peer gave up, .* rows of rank 1"):
+        way(forward)
 
 
 def test_cuts_and_reasons() -> None:

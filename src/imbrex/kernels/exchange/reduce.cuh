@@ -345,8 +345,10 @@ __device__ __forceinline__ bool add_piece(const Call& call, const Reduce& reduce
     return true;
 }
 
-// The call has failed, and nobody may take what was summed of it for a sum.
+// The call has failed, and nobody may take what was summed of it for a sum. A rank that found that a peer had
+// given up, and so waited for nobody, has not told its host yet.
 __device__ inline void spoil(const Call& call, const Reduce& reduce) {
+    if (ptx::lane_id() == 0) leave_if_failed(call, kRowsReduced);
     const i64 row_bytes = (reduce.out_float ? 2 : 1) * static_cast<i64>(reduce.row_bytes);
     fill_nan(reduce.out + call.local * reduce.out_stride, reduce.out_tokens * row_bytes / 4);
     const i64 first = call.local * (reduce.out_stride / row_bytes) * reduce.choices;
