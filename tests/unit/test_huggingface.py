@@ -283,3 +283,34 @@ def test_router_logits_are_refused_until_the_blocks_are_back():
         model(ids)
     restore_blocks(model)
     assert len(model(ids, labels=ids, output_router_logits=True).router_logits) == 2
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_the_router_s_arithmetic_can_be_theirs(family):
+    """In bfloat16: the experts and weights of transformers' own gate, to the bit, and logits near its own."""
+    _, config = FAMILIES[family]
+    model = model_of(family, torch.bfloat16)
+    ids = torch.randint(32, (8, 16), generator=torch.Generator().manual_seed(3))
+    gates = [
+        module.gate
+        for module in model.modules()
+        if isinstance(getattr(module, "experts", None), torch.nn.Module)
+    ]
+    x_TD = torch.randn(512, config.hidden_size).bfloat16()
+    with torch.no_grad():
+        truth, theirs = model(ids).logits, [gate(x_TD) for gate in gates]
+        layers = replace_blocks(model, router="transformers")
+        for layer, (_, weights_TK, ids_TK) in zip(layers, theirs, strict=True):
+            ours = layer.gate(x_TD)
+            order, other = ours.ids_TK.argsort(1), ids_TK.argsort(1)
+            assert torch.equal(ours.ids_TK.gather(1, order), ids_TK.gather(1, other))
+            assert torch.equal(ours.weights_TK.gather(1, order), weights_TK.float().gather(1, other))
+        far = (model(ids).logits - truth).float().abs().mean() / truth.float().abs().mean()
+    assert far < 0.01, far
+
+
+def test_a_router_that_is_not_offered():
+    with pytest.raises(ValueError, match="SparseMixer in bfloat16 is not offered; leave router= out"):
+        replace_blocks(model_of("phimoe"), router="transformers")
+    with pytest.raises(ValueError, match="router='theirs' is not known; use one of imbrex, transformers"):
+        replace_blocks(model_of("mixtral"), router="theirs")

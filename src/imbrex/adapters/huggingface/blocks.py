@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from imbrex import MoEConfig, MoELayer, ignore_in_ddp
+from imbrex.adapters.huggingface.arithmetic import use_router, why_not_router
 from imbrex.adapters.huggingface.families import moe_config
 from imbrex.adapters.huggingface.gathering import Team, gather_experts, why_not_gathered
 from imbrex.adapters.huggingface.replaced import (
@@ -32,6 +33,7 @@ def replace_blocks(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     weights: Mapping[str, Tensor] | None = None,
+    router: str = "imbrex",
     **options: Any,
 ) -> list[MoELayer]:
     """Put a `MoELayer` with the same weights in the place of every MoE block of `model`; the layers.
@@ -42,6 +44,8 @@ def replace_blocks(
         until all ranks have ended, where `group` is all ranks.
     weights: the blocks' tensors by a checkpoint's names, read instead of the blocks, which may be on the
         device `meta` then; give `device=`. See `from_pretrained`.
+    router: whose arithmetic the gates have: `imbrex` (float32) or `transformers`; see
+        `imbrex.adapters.huggingface.arithmetic`.
     options: of `MoELayer`. `output_router_logits` is turned off: blocks that told transformers their logits
         are gone, and `losses=AuxLosses(...)` with `imbrex.aux_loss(model)` take their place.
 
@@ -52,6 +56,9 @@ def replace_blocks(
     if not places:
         raise ValueError(f"replace_blocks: a {type(model).__name__} has no MoE blocks; give the whole model")
     settings: Any = model.config
+    reason = why_not_router(router, settings.model_type)
+    if reason is not None:
+        raise ValueError(f"replace_blocks: {reason}")
     router_logits = bool(getattr(settings, "output_router_logits", False))
     layers: list[MoELayer] = []
     for number, (path, block) in enumerate(places):
@@ -60,6 +67,7 @@ def replace_blocks(
         parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
         layer = _layer_of(block, config, group, {"layer": number, **options})
         load_block(layer, source, prefix)
+        use_router(layer, router, settings.model_type)
         layer.origin = Origin(skeleton=skeleton_of(block), router_logits=router_logits)
         setattr(parent, name, layer)
         layers.append(layer)

@@ -30,7 +30,7 @@ def from_pretrained(
     """The causal language model of a checkpoint, its MoE blocks replaced as by `replace_blocks`.
 
     folder: with config.json and *.safetensors, as downloaded. dtype: `None` is the checkpoint's own.
-    options: of `MoELayer`.
+    options: of `replace_blocks`.
 
     Raises ValueError for a quantised checkpoint, and where `replace_blocks` does.
     """
