@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import tomllib
 import typing
+from pathlib import Path
 
 import pytest
 import torch
@@ -331,3 +333,35 @@ def test_a_hybrid_handle_must_be_whole_and_fit() -> None:
         with pytest.raises(ValueError, match="HybridEPBuffer") as error:
             call()
         assert says in str(error.value)
+
+
+PLUG_IN = """
+import importlib, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+home, name = sys.argv[2].split(":")
+getattr(importlib.import_module(home), name)()
+import deep_ep
+
+print(deep_ep.Buffer.__module__)
+"""
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
+def test_engines_find_it_by_a_plug_in(tmp_path: Path, group: str, there: bool) -> None:
+    """The entry points install it, and leave a deep_ep that is there alone."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    if there:
+        (tmp_path / "deep_ep.py").write_text("class Buffer: ...\n")
+    target = project["entry-points"][group]["imbrex"]
+    said = subprocess.run(
+        [sys.executable, "-c", PLUG_IN, str(tmp_path), target],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    assert said.stdout.strip() == ("deep_ep" if there else "imbrex.adapters.deep_ep.legacy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -44,6 +45,14 @@ def install() -> None:
     }
     package = _module("deep_ep", {**event_names, **top})
     sys.modules.update({module.__name__: module for module in (package, utils, event, hybrid_module)})
+
+
+def plug_in() -> None:
+    """Install for vLLM and SGLang, which call this in each of their processes where imbrex is installed. A
+    deep_ep that is there itself is left alone. Nothing uses ours before a DeepEP back end is asked for.
+    """
+    if "deep_ep" not in sys.modules and importlib.util.find_spec("deep_ep") is None:
+        install()
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
