@@ -105,7 +105,7 @@ ROOM_FOR = {
     "private": 7,
     "probes": 7,
     "doors": 31,
-    "bare": 227,
+    "bare": 80,
     "fragments": 1,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""

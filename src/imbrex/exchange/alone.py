@@ -167,8 +167,8 @@ class AloneDispatcher(DispatcherBase):
     def combine_backward(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> Crossing[tuple[Tensor, Tensor]]:
-        given = rows_RD, weights_R, state
-        return Crossing(nothing_to_move, lambda _: self._weigh(d_y_TD.contiguous(), *given))
+        inputs = rows_RD, weights_R, state
+        return Crossing(nothing_to_move, lambda _: self._weigh(d_y_TD.contiguous(), *inputs))
 
     def _weigh(
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]

@@ -140,10 +140,12 @@ dispatch_op.register_autograd(differentiate_dispatch, setup_context=set_up_dispa
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        *given, begun = inputs
-        rows_RD, weights_R, counts_e, state, *_ = run_dispatch(*given) if begun is None else begun.finish()
+        *arguments, begun = inputs
+        rows_RD, weights_R, counts_e, state, *_ = (
+            run_dispatch(*arguments) if begun is None else begun.finish()
+        )
         ctx.mark_non_differentiable(counts_e, *state)
-        set_up_dispatch(ctx, given, (rows_RD, weights_R, counts_e, state))
+        set_up_dispatch(ctx, arguments, (rows_RD, weights_R, counts_e, state))
         return rows_RD, weights_R, counts_e, *state
 
     @staticmethod
@@ -225,9 +227,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         rows_RD, weights_R, addend_TD, (num_tokens, key, weighted, begun, ctx.again), *state = inputs
-        given = rows_RD, weights_R, addend_TD, state, num_tokens, key, weighted
-        set_up_combine(ctx, given, None)
-        return run_combine(*given) if begun is None else begun.finish()
+        arguments = rows_RD, weights_R, addend_TD, state, num_tokens, key, weighted
+        set_up_combine(ctx, arguments, None)
+        return run_combine(*arguments) if begun is None else begun.finish()
 
     @staticmethod
     @once_differentiable
@@ -249,13 +251,13 @@ def combine(
 ) -> Tensor:
     """Does what `run_combine` does, differentiably. begun: the crossing, where it is under way already.
     again: rows that the backward dispatches once more."""
-    weights_R, state, given = handle.weights_R, handle.state, (handle.num_tokens, handle.maker, weighted)
+    weights_R, state, facts = handle.weights_R, handle.state, (handle.num_tokens, handle.maker, weighted)
     if begun is None and traced(rows_RD, weights_R, addend_TD):
-        return combine_op(rows_RD, weights_R, addend_TD, state, *given)
+        return combine_op(rows_RD, weights_R, addend_TD, state, *facts)
     if not differentiated(rows_RD, weights_R, addend_TD):
-        return run_combine(rows_RD, weights_R, addend_TD, state, *given) if begun is None else begun.finish()
+        return run_combine(rows_RD, weights_R, addend_TD, state, *facts) if begun is None else begun.finish()
     # torch looks at every argument by itself
-    return _Combine.apply(rows_RD, weights_R, addend_TD, (*given, begun, again), *state)
+    return _Combine.apply(rows_RD, weights_R, addend_TD, (*facts, begun, again), *state)
 
 
 class _Rows:
@@ -291,10 +293,10 @@ class Again:
             return place, (saved.shape, saved.stride(), saved.storage_offset() - first)
 
         def unpack(packed: Any) -> Tensor:
-            kept, part = packed
+            source, part = packed
             if part is None:
-                return kept
-            rows_RD = self.fetch() if kept.rows_RD is None else kept.rows_RD
+                return source
+            rows_RD = self.fetch() if source.rows_RD is None else source.rows_RD
             return rows_RD.as_strided(*part)
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)

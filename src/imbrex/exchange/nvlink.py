@@ -243,18 +243,18 @@ class NvlinkDispatcher(WiredDispatcher):
         expand = expand_fp8_rows if form is RowForm.FP8 else expand_fp8
 
         def read(sent: tuple[Any, Routed]) -> Arrived:
-            given, routed = sent
+            arrived, routed = sent
             assert routed.words_TC is not None
-            if isinstance(given, FewRows):
-                weights_R, counts_e, plan = (part[0] for part in given.groups)
-                return Arrived(given.rows_RD, weights_R, counts_e, [routed.words_TC], Groups(plan))
+            if isinstance(arrived, FewRows):
+                weights_R, counts_e, plan = (part[0] for part in arrived.groups)
+                return Arrived(arrived.rows_RD, weights_R, counts_e, [routed.words_TC], Groups(plan))
             beside = None
             if form is RowForm.FP8:
-                rows_RD, beside = given
-            elif isinstance(given, Staged):
-                rows_RD, beside = given.rows, replace(given, movers=self.roles.rows)
+                rows_RD, beside = arrived
+            elif isinstance(arrived, Staged):
+                rows_RD, beside = arrived.rows, replace(arrived, movers=self.roles.rows)
             else:
-                rows_RD = given
+                rows_RD = arrived
             weights_R, counts_e = spread(routed, rows_RD.shape[0], self._slots)
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
@@ -292,22 +292,22 @@ class NvlinkDispatcher(WiredDispatcher):
         if self.placed.by_slot:
             with self.observer.span("plan", **where):
                 ids_TK = self._choose_slots(ids_TK)
-        given = x_TD, ids_TK, weights_TK
+        inputs = x_TD, ids_TK, weights_TK
         with self.observer.span("dispatch", **where):
             if self._writes_fp8:
-                lease, routed = kernels.dispatch(*given, sms.push, quantise=True, **choose)
+                lease, routed = kernels.dispatch(*inputs, sms.push, quantise=True, **choose)
                 num_rows = self._count_rows(routed) if exact else most_rows(kernels.shape, most)
                 return self._expand(lease.rows, x_TD, routed, num_rows, expand), routed
             if most <= FEW_TOKENS:
                 room = most_rows(kernels.shape, most)
                 groups = empty_groups(1, room, self._slots, COUNTERS, x_TD.device)
-                rows_1RD, routed = kernels.dispatch_small(*given, sms.small, groups=groups, **choose)
+                rows_1RD, routed = kernels.dispatch_small(*inputs, sms.small, groups=groups, **choose)
                 return FewRows(rows_1RD[0, :room], groups), routed
             if stages or not exact:
                 rows_RD = x_TD.new_empty(most_rows(kernels.shape, most), x_TD.shape[1])
                 if stages:
-                    return kernels.stage(*given, sms.stage, out=rows_RD, **choose)
-                return kernels.dispatch_expert(*given, sms.dispatch, out=rows_RD, **choose)
+                    return kernels.stage(*inputs, sms.stage, out=rows_RD, **choose)
+                return kernels.dispatch_expert(*inputs, sms.dispatch, out=rows_RD, **choose)
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)
         with self.observer.span("dispatch", **where):
@@ -418,8 +418,8 @@ class NvlinkDispatcher(WiredDispatcher):
         In the caller's stream, so with nothing of the transport under way in another one.
         """
         routed = self.read_state(state)
-        one = len(left) == 1 and isinstance(left[0], LeftProduct) and not left[0].is_empty
-        if not one or self._pieces(routed) is None:
+        is_single = len(left) == 1 and isinstance(left[0], LeftProduct) and not left[0].is_empty
+        if not is_single or self._pieces(routed) is None:
             for product in left:
                 product()
             return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
@@ -439,8 +439,8 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> Crossing[tuple[Tensor, Tensor]]:
         def work() -> Tensor:
             with self.observer.span("combine_backward", layer=self.layer):
-                given = d_y_TD.contiguous(), self.read_state(state), weights_R.shape[0]
-                return self._move_out(*given, self.wire.combine_backward)
+                inputs = d_y_TD.contiguous(), self.read_state(state), weights_R.shape[0]
+                return self._move_out(*inputs, self.wire.combine_backward)
 
         return self._crossing(work, lambda d_y_RD: self._weigh(d_y_RD, rows_RD, weights_R, state))
 

@@ -113,12 +113,12 @@ def _teams(held_WE: Held) -> list[tuple[Ints, Ints]]:
             teams.append([])
         busy[free] |= ours
         teams[free].append((expert, ranks))
-    found = []
+    members = []
     for team in teams:
         widest = max(len(ranks) for _, ranks in team)
         rows = [ranks + [nobody] * (widest - len(ranks)) for _, ranks in team]
-        found.append((np.array([expert for expert, _ in team]), np.array(rows)))
-    return found
+        members.append((np.array([expert for expert, _ in team]), np.array(rows)))
+    return members
 
 
 def bounds(load_HE: Floats, held_WE: Held, rounds: int = ROUNDS) -> Bounds:

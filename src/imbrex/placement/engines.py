@@ -117,9 +117,9 @@ def deepseek(load_E: Floats, num_slots: int, num_groups: int, num_nodes: int, nu
 def _node(load_E: np.ndarray, num_slots: int, num_gpus: int) -> Ints:
     experts, counts = list(range(len(load_E))), np.ones(len(load_E), dtype=np.float32)
     for _ in range(num_slots - len(load_E)):
-        most = int((load_E / counts).argmax())
-        experts.append(most)
-        counts[most] += 1
+        heaviest = int((load_E / counts).argmax())
+        experts.append(heaviest)
+        counts[heaviest] += 1
     packs = _pack_evenly((load_E / counts)[experts], num_gpus)
     return np.array([experts[item] for pack in packs for item in pack], dtype=np.int64)
 

@@ -72,13 +72,13 @@ def split_nearest(counts_WE: Tensor, placement: Placement) -> Tensor:
     homes = [home(source, len(counts), placement.num_ranks) for source in range(len(counts))]
     for expert, slots in layout.several:
         number = len(slots)
-        for source, wanted in enumerate(counts[:, expert].tolist()):
+        for source, count in enumerate(counts[:, expert].tolist()):
             near = next((slot for slot in slots if layout.rank_of[slot] == homes[source]), None)
             if near is not None:
-                rows[source, near] = wanted
+                rows[source, near] = count
                 continue
             for place, slot in enumerate(slots):
-                rows[source, slot] = wanted * (place + 1) // number - wanted * place // number
+                rows[source, slot] = count * (place + 1) // number - count * place // number
     return torch.from_numpy(rows).to(counts_WE.device)
 
 
@@ -136,14 +136,14 @@ def layout_of(placement: Placement) -> Layout:
 def _hops(
     several: Sequence[tuple[int, tuple[int, ...]]], rank_of: Sequence[int], num_ranks: int
 ) -> dict[int, tuple[Ints, Ints]]:
-    found: dict[int, list[tuple[int, int]]] = {}
+    hops: dict[int, list[tuple[int, int]]] = {}
     first = 0
     for _, slots in several:
         for gives, takes in permutations(range(len(slots)), 2):
             hop = rank_of[slots[gives]] * num_ranks + rank_of[slots[takes]]
-            found.setdefault(hop, []).append((first + gives, first + takes))
+            hops.setdefault(hop, []).append((first + gives, first + takes))
         first += len(slots)
-    return {hop: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for hop, pairs in found.items()}
+    return {hop: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for hop, pairs in hops.items()}
 
 
 def home(source: int, num_sources: int, num_ranks: int) -> int:
@@ -182,13 +182,13 @@ def _reach(start: int, flow: list[int], ranks: int) -> dict[int, int]:
     """Ranks that tokens of `start` can be pushed to, each with the rank before it on a shortest path."""
     before, level = {start: -1}, [start]
     while level:
-        found = {}
+        reached = {}
         for rank in sorted(level):
             for other in range(ranks):
-                if flow[rank * ranks + other] and other not in before and other not in found:
-                    found[other] = rank
-        before |= found
-        level = list(found)
+                if flow[rank * ranks + other] and other not in before and other not in reached:
+                    reached[other] = rank
+        before |= reached
+        level = list(reached)
     return before
 
 
@@ -202,9 +202,9 @@ def _surplus(loads: list[int], fullest: int, emptiest: int, reached: list[int]) 
 def _shift(takes_J: Ints, gives: Ints, gets: Ints, amount: int) -> None:
     """Move tokens over one hop; the experts shared give in their order."""
     held = takes_J[gives]
-    given = np.clip(amount - (np.cumsum(held) - held), 0, held)
-    takes_J[gives] -= given
-    takes_J[gets] += given
+    amounts = np.clip(amount - (np.cumsum(held) - held), 0, held)
+    takes_J[gives] -= amounts
+    takes_J[gets] += amounts
 
 
 def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
@@ -215,11 +215,11 @@ def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
     ends = np.concatenate([[0], np.cumsum(per_slot)])[list(placement.rank_offsets)]
     loads = np.diff(ends).tolist()
     homes = [home(source, num_sources, layout.num_ranks) for source in range(num_sources)]
-    wanted = [counts_WE[:, expert].tolist() for expert, _ in layout.several]
+    counts_by_rank = [counts_WE[:, expert].tolist() for expert, _ in layout.several]
     takes_J = np.array(
         [
             amount
-            for of_source, (_, slots) in zip(wanted, layout.several, strict=True)
+            for of_source, (_, slots) in zip(counts_by_rank, layout.several, strict=True)
             for amount in _stay_home(of_source, homes, [layout.rank_of[slot] for slot in slots])
         ],
         dtype=np.int64,
@@ -229,7 +229,7 @@ def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
         loads[layout.rank_of[slot]] += amount
     even_out(loads, takes_J, layout)
     left = iter(takes_J.tolist())
-    for of_source, (_, slots) in zip(wanted, layout.several, strict=True):
+    for of_source, (_, slots) in zip(counts_by_rank, layout.several, strict=True):
         taken = {layout.rank_of[slot]: next(left) for slot in slots}
         slot_on = {layout.rank_of[slot]: slot for slot in slots}
         for source, at in enumerate(homes):
@@ -243,16 +243,16 @@ def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
 
 def _stay_home(of_source: list[int], homes: list[int], ranks: list[int]) -> list[int]:
     """Tokens that each rank of a replicated expert takes at first: its own, and an even share of the rest."""
-    taken = dict.fromkeys(ranks, 0)
+    number_of_rank = dict.fromkeys(ranks, 0)
     rest = 0
     for amount, at in zip(of_source, homes, strict=True):
-        if at in taken:
-            taken[at] += amount
+        if at in number_of_rank:
+            number_of_rank[at] += amount
         else:
             rest += amount
     for place, rank in enumerate(ranks):
-        taken[rank] += rest * (place + 1) // len(ranks) - rest * place // len(ranks)
-    return list(taken.values())
+        number_of_rank[rank] += rest * (place + 1) // len(ranks) - rest * place // len(ranks)
+    return list(number_of_rank.values())
 
 
 def _assign(

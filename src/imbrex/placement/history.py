@@ -46,14 +46,14 @@ class LoadHistory:
     def window(self, begin: int, end: int) -> LoadHistory:
         """Iterations `begin <= i < end`, by number. Raises ValueError where there is none."""
         first = self.first_iteration
-        kept = self.counts_ILE[max(begin - first, 0) : max(end - first, 0)]
-        if not len(kept):
+        window_ILE = self.counts_ILE[max(begin - first, 0) : max(end - first, 0)]
+        if not len(window_ILE):
             raise ValueError(
                 f"statistics: no iteration from {begin} to {end}; there are {first} to "
                 f"{first + self.num_iterations - 1}"
             )
         return LoadHistory(
-            counts_ILE=kept, layers=self.layers, top_k=self.top_k, first_iteration=max(begin, first)
+            counts_ILE=window_ILE, layers=self.layers, top_k=self.top_k, first_iteration=max(begin, first)
         )
 
     def pooled(self, number: int) -> LoadHistory:

@@ -92,14 +92,14 @@ def _read_tensorrt_llm(path: Path) -> LoadHistory:
     files = [f for f in sorted(path.glob("rank*.safetensors")) if not f.stem.endswith("_raw")]
     if not files:
         raise ValueError("it holds no rank*.safetensors")
-    found: dict[tuple[int, int], Ints] = {}
+    counts: dict[tuple[int, int], Ints] = {}
     for file in files:
         for name, counts_E in read_arrays(file).items():
             if counts_E.shape != (num_experts,):
                 raise ValueError(f"{file.name}: {name} has shape {counts_E.shape}, not [{num_experts}]")
             iteration, layer = (int(part) for part in name.split("_"))
-            found[iteration, layer] = found.get((iteration, layer), 0) + counts_E.astype(np.int64)
-    return _from_cells(found, int(meta.get("num_experts_per_token", 0)))
+            counts[iteration, layer] = counts.get((iteration, layer), 0) + counts_E.astype(np.int64)
+    return _from_cells(counts, int(meta.get("num_experts_per_token", 0)))
 
 
 def _from_cells(found: dict[tuple[int, int], Ints], top_k: int = 0) -> LoadHistory:
@@ -155,11 +155,11 @@ def _read_megatron(files: Iterable[Path], path: Path, num_experts: int) -> LoadH
     places = sorted({(str(line.get("block", "")), int(line["layer"])) for line in lines})
     layers = [layer for _, layer in places]
     number = dict(zip(places, layers if len(set(layers)) == len(layers) else range(len(places)), strict=True))
-    found: dict[tuple[int, int], Ints] = {}
+    counts: dict[tuple[int, int], Ints] = {}
     for line in lines:
         where = int(line["iter"]), number[str(line.get("block", "")), int(line["layer"])]
-        found[where] = found.get(where, 0) + np.asarray(line["tpe"], dtype=np.int64)
-    return _from_cells(found)
+        counts[where] = counts.get(where, 0) + np.asarray(line["tpe"], dtype=np.int64)
+    return _from_cells(counts)
 
 
 def _largest_id(lines: list[dict]) -> int:

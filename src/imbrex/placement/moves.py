@@ -28,9 +28,9 @@ def keep_in_place(old: Placement, held_WE: Held) -> Placement:
     slots left, in ascending order; slots without an expert are spares."""
     rows = []
     for rank, held_E in enumerate(held_WE):
-        wanted = set(np.flatnonzero(held_E).tolist())
-        row = [expert if expert in wanted else -1 for expert in old.local(rank)]
-        newcomers = sorted(wanted - set(row))
+        experts = set(np.flatnonzero(held_E).tolist())
+        row = [expert if expert in experts else -1 for expert in old.local(rank)]
+        newcomers = sorted(experts - set(row))
         for place, expert in enumerate(row):
             if expert < 0 and newcomers:
                 row[place] = newcomers.pop(0)
@@ -44,12 +44,12 @@ def match_ranks(old_WE: Held, new_WE: Held) -> Held:
     slots, the pair that shares most is matched first."""
     shared = (old_WE.astype(np.int64) @ new_WE.T).astype(np.float64)
     shared[old_WE.sum(1)[:, None] != new_WE.sum(1)] = -1
-    found = np.empty_like(new_WE)
+    matched_WE = np.empty_like(new_WE)
     for _ in range(len(old_WE)):
         old, new = divmod(int(shared.argmax()), len(new_WE))
-        found[old] = new_WE[new]
+        matched_WE[old] = new_WE[new]
         shared[old], shared[:, new] = -2, -2
-    return found
+    return matched_WE
 
 
 def fetches(old: Placement, new: Placement) -> list[Fetch]:
@@ -67,7 +67,7 @@ def fetches(old: Placement, new: Placement) -> list[Fetch]:
     holders: dict[int, list[int]] = {}
     for slot, expert in enumerate(old.slots):
         holders.setdefault(expert, []).append(slot)
-    served, found = [0] * old.num_ranks, []
+    served, copies = [0] * old.num_ranks, []
     for slot, expert in enumerate(new.slots):
         if expert < 0 or expert == old.slots[slot]:
             continue
@@ -76,7 +76,7 @@ def fetches(old: Placement, new: Placement) -> list[Fetch]:
         candidates = at_home or holders[expert]
         source_slot = min(candidates, key=lambda s: (served[owner[s]], s))
         served[owner[source_slot]] += 1
-        found.append(
+        copies.append(
             Fetch(
                 slot=slot,
                 expert=expert,
@@ -85,4 +85,4 @@ def fetches(old: Placement, new: Placement) -> list[Fetch]:
                 from_slot=source_slot,
             )
         )
-    return found
+    return copies

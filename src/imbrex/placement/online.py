@@ -112,9 +112,9 @@ def weigh(recent: Iterable[Ints], decay: float) -> Floats:
     known = [np.atleast_2d(counts) for counts in recent if counts.any()]
     if not known:
         return np.zeros((0, 0))
-    found = [_parts(counts, max(MOST_PARTS // len(known), 1)) for counts in known]
-    ages = range(len(found) - 1, -1, -1)
-    weighted = [decay**age * parts_PE for age, parts_PE in zip(ages, found, strict=True)]
+    parts = [_parts(counts, max(MOST_PARTS // len(known), 1)) for counts in known]
+    ages = range(len(parts) - 1, -1, -1)
+    weighted = [decay**age * parts_PE for age, parts_PE in zip(ages, parts, strict=True)]
     return np.concatenate(weighted, dtype=np.float64)
 
 

@@ -119,18 +119,18 @@ def search(
     starts = [pack(load_E, replicate(load_E, num_slots, num_ranks), capacity_W), *others]
     best, lowest = starts[0], np.inf
     for start in starts:
-        found = refine(load_E, start, target=target / (1 + CLOSE))
-        fullest = rank_loads(load_E, found).max()
+        candidate = refine(load_E, start, target=target / (1 + CLOSE))
+        fullest = rank_loads(load_E, candidate).max()
         if fullest < lowest:
-            best, lowest = found, fullest
+            best, lowest = candidate, fullest
     draw = np.random.default_rng(0)
     for attempt in range(min(250, SEARCH // max(num_slots, 1) ** 2)):
         if lowest <= target:
             break
-        found = refine(load_E, shake(load_E, best, draw, 1 + attempt % 3), target=target / (1 + CLOSE))
-        fullest = rank_loads(load_E, found).max()
+        candidate = refine(load_E, shake(load_E, best, draw, 1 + attempt % 3), target=target / (1 + CLOSE))
+        fullest = rank_loads(load_E, candidate).max()
         if fullest < lowest:
-            best, lowest = found, fullest
+            best, lowest = candidate, fullest
     return best
 
 

@@ -135,12 +135,12 @@ def shake(load_E: Floats, held_WE: Held, draw: np.random.Generator, strength: in
     held = held_WE.copy()
     num_ranks, num_experts = held.shape
     for _ in range(strength):
-        one, two = draw.integers(num_ranks, size=2)
-        mine = np.flatnonzero(held[one] & ~held[two])
-        theirs = np.flatnonzero(held[two] & ~held[one])
-        if one != two and len(mine) and len(theirs):
+        first, two = draw.integers(num_ranks, size=2)
+        mine = np.flatnonzero(held[first] & ~held[two])
+        theirs = np.flatnonzero(held[two] & ~held[first])
+        if first != two and len(mine) and len(theirs):
             a, b = draw.choice(mine), draw.choice(theirs)
-            held[one, [a, b]] = False, True
+            held[first, [a, b]] = False, True
             held[two, [a, b]] = True, False
         rank, expert = draw.integers(num_ranks), draw.integers(num_experts)
         spare = np.flatnonzero(held[rank] & (held.sum(0) > 1))

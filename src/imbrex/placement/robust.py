@@ -125,14 +125,14 @@ class Crowded:
         outside, confined = (~self.sets_AW[worst]).nonzero()[0], self.inside_EA[:, worst].nonzero()[0]
         if not len(outside) or not len(confined):
             return None
-        to, given = _pick(outside, rank), _pick(confined, expert)
+        to, expert_back = _pick(outside, rank), _pick(confined, expert)
         theirs = (held[to] & self.several_E).nonzero()[0]
         if kind < 0.5 and len(theirs):
-            return self._replace(to, _pick(theirs, other), given)
-        at_home = _pick(held[:, given].nonzero()[0], 2 * kind % 1)
-        lighter = self.load_HE[at] < self.load_HE[at, given]
+            return self._replace(to, _pick(theirs, other), expert_back)
+        at_home = _pick(held[:, expert_back].nonzero()[0], 2 * kind % 1)
+        lighter = self.load_HE[at] < self.load_HE[at, expert_back]
         theirs = (held[to] & ~held[at_home] & lighter).nonzero()[0]
-        return self._swap(at_home, given, to, _pick(theirs, other)) if len(theirs) else None
+        return self._swap(at_home, expert_back, to, _pick(theirs, other)) if len(theirs) else None
 
     def _replace(self, rank: int, taken: int, given: int) -> Change:
         columns = self.held[:, [taken, given]]
@@ -147,14 +147,14 @@ class Crowded:
     def undo(self) -> list[Change]:
         """Changes that each bring one rank, or two that swap, nearer to the base."""
         new, gone = self.held & ~self.base, self.base & ~self.held
-        found = []
+        changes = []
         for rank, mine in np.argwhere(new).tolist():
             if self.several_E[mine]:
-                found += [self._replace(rank, mine, back) for back in gone[rank].nonzero()[0].tolist()]
+                changes += [self._replace(rank, mine, back) for back in gone[rank].nonzero()[0].tolist()]
             for other in gone[:, mine].nonzero()[0].tolist():
                 back = (gone[rank] & new[other]).nonzero()[0].tolist()
-                found += [self._swap(rank, mine, other, theirs) for theirs in back if rank < other]
-        return found
+                changes += [self._swap(rank, mine, other, theirs) for theirs in back if rank < other]
+        return changes
 
     def take(self, change: Change, max_moves: int | None) -> bool:
         """Take a change where the cost does not rise, or, where fetches have a price, falls."""
@@ -219,13 +219,13 @@ def _search(state: Crowded, numbers: list[list[float]], left: int, max_moves: in
 
 def _walk(state: Crowded, numbers: list[list[float]], step: int, max_moves: int | None) -> int:
     """Changes taken, at most `step`."""
-    taken = 0
+    steps = 0
     for _ in range(GIVE_UP):
-        if not numbers or taken == step:
+        if not numbers or steps == step:
             break
         change = state.propose(*numbers.pop())
-        taken += change is not None and state.take(change, max_moves)
-    return taken
+        steps += change is not None and state.take(change, max_moves)
+    return steps
 
 
 def _take_back(state: Crowded) -> None:

@@ -34,8 +34,8 @@ class Learned:
 def learned(found: Sequence[dict[str, Any]]) -> list[Learned]:
     """Results by variant, in the order they first appear; see `training.train` for a result."""
     by_variant: dict[str, dict[int, float]] = {}
-    for one in found:
-        by_variant.setdefault(one["variant"], {})[one["seed"]] = one["held_out_nats"]
+    for run in found:
+        by_variant.setdefault(run["variant"], {})[run["seed"]] = run["held_out_nats"]
     plain = by_variant.get("none", {})
     return [
         Learned(
@@ -53,8 +53,8 @@ def summary(found: Sequence[dict[str, Any]]) -> list[str]:
         "| variant | nats a byte held out | perplexity | minus `none`, seed by seed |",
         "|---|---|---|---|",
     ]
-    for one in learned(found):
-        apart = ", ".join(f"{value:+.4f}" for _, value in sorted(one.apart.items()))
-        mean = f"{one.mean:.4f} ± {one.spread:.4f}"
-        lines.append(f"| {one.variant} | {mean} | {perplexity(one.mean):.2f} | {apart} |")
+    for run in learned(found):
+        apart = ", ".join(f"{value:+.4f}" for _, value in sorted(run.apart.items()))
+        mean = f"{run.mean:.4f} ± {run.spread:.4f}"
+        lines.append(f"| {run.variant} | {mean} | {perplexity(run.mean):.2f} | {apart} |")
     return lines

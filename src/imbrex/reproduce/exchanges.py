@@ -25,7 +25,7 @@ def settings(transports: Sequence[str], sizes: Sequence[int], *, rounds: int) ->
 
 def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`transport`, `bytes` and `seconds` of every round of the slowest rank, after one for warming up."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for size in asked["sizes"]:
         moves = {name: _Move(name, size) for name in asked["transports"]}
         times: dict[str, list[float]] = {name: [] for name in moves}
@@ -39,8 +39,8 @@ def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
                     move.check(received)
                 else:
                     times[name].append(took)
-        found += [{"transport": name, "bytes": size, "seconds": times[name]} for name in moves]
-    return found
+        rows += [{"transport": name, "bytes": size, "seconds": times[name]} for name in moves]
+    return rows
 
 
 def median(one: Mapping[str, Any]) -> float:

@@ -29,7 +29,7 @@ def find(asked: Asked) -> Finding:
     measured, ran_on = on_ranks(
         "exchanges", settings(TRANSPORTS, sizes, rounds=rounds), NETWORK, timeout_s=600
     )
-    at = {(one["transport"], one["bytes"]): median(one) for one in measured}
+    at = {(row["transport"], row["bytes"]): median(row) for row in measured}
     largest = max(sizes)
     bound = _bound(NETWORK)
     gain = {name: at[name, largest] / at["pipe", largest] for name in TRANSPORTS}
@@ -55,7 +55,7 @@ def find(asked: Asked) -> Finding:
             "neither gloo nor NCCL, whose guide says that grouped calls progress independently.",
             "Only 60 of the paper's 675 layers have messages above 200 MB, where it finds a gain.",
         ),
-        rows=[_row(one, ran_on) for one in measured],
+        rows=[_row(row, ran_on) for row in measured],
         chart=chart.lines(
             {name: [(size, 1e3 * at[name, size]) for size in sizes] for name in TRANSPORTS},
             "bytes of a rank",

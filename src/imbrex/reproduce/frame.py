@@ -39,8 +39,8 @@ class Finding:
     def text(self) -> str:
         """Markdown."""
         lines = [f"## {self.title}", "", *_table(self.head, self.table), "", "What differs:"]
-        lines += [f"- {one}" for one in self.differs]
-        lines += ["", "What it shows:", *(f"- {one}" for one in self.verdict)]
+        lines += [f"- {sentence}" for sentence in self.differs]
+        lines += ["", "What it shows:", *(f"- {sentence}" for sentence in self.verdict)]
         return "\n".join(lines) + "\n"
 
 
@@ -62,13 +62,13 @@ def timed_rows(
             "op": op,
             "impl": name,
             "case": dict(case),
-            "median_us": 1e6 * one.step,
-            "min_us": 1e6 * one.least,
-            "max_us": 1e6 * one.most,
-            "forward_us": 1e6 * one.forward,
-            "moving_us": 1e6 * one.moving,
-            "experts_us": 1e6 * one.experts,
+            "median_us": 1e6 * times.step,
+            "min_us": 1e6 * times.least,
+            "max_us": 1e6 * times.most,
+            "forward_us": 1e6 * times.forward,
+            "moving_us": 1e6 * times.moving,
+            "experts_us": 1e6 * times.experts,
             "n": rounds,
         }
-        for name, one in timed.items()
+        for name, times in timed.items()
     ]

@@ -80,19 +80,19 @@ def on_rank(asked: Mapping[str, Any]) -> dict[str, Any]:
     stacks = {name: _Stack(work, Way(**way)) for name, way in asked["ways"].items()}
     torch.manual_seed(1 + dist.get_rank())
     x_TD = torch.randn(work.tokens, work.width)
-    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in stacks}
+    rounds_by_name: dict[str, list[tuple[float, ...]]] = {name: [] for name in stacks}
     for number in range(asked["rounds"] + 2):
         for name, stack in stacks.items():
             took = stack.step(x_TD, number)
             if number >= 2:
-                found[name].append(took)
-    return {name: _digest(rounds) for name, rounds in found.items()}
+                rounds_by_name[name].append(took)
+    return {name: _digest(rounds) for name, rounds in rounds_by_name.items()}
 
 
 def _digest(rounds: list[tuple[float, ...]]) -> dict[str, float]:
     names = ("forward", "backward", "moving", "experts")
     medians = map(statistics.median, zip(*rounds, strict=True))
-    whole = [one[0] + one[1] for one in rounds]
+    whole = [pair[0] + pair[1] for pair in rounds]
     return dict(zip(names, medians, strict=True)) | {"least": min(whole), "most": max(whole)}
 
 

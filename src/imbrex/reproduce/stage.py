@@ -82,13 +82,13 @@ def on_ranks(
     Raises RuntimeError with the ranks' last words where they failed.
     """
     with tempfile.TemporaryDirectory(prefix="imbrex-") as folder:
-        asked, told = Path(folder, "asked.json"), Path(folder, "told.json")
-        asked.write_text(json.dumps(settings))
-        words = [sys.executable, "-m", "imbrex.reproduce.stage", job, str(asked), str(told)]
+        request, answer = Path(folder, "asked.json"), Path(folder, "told.json")
+        request.write_text(json.dumps(settings))
+        words = [sys.executable, "-m", "imbrex.reproduce.stage", job, str(request), str(answer)]
         why_not = _on_netlab(words, network, timeout_s)
         if why_not is not None:
             _on_loopback(words, network, timeout_s)
-        return json.loads(told.read_text()), RanOn(network=network, why_not=why_not)
+        return json.loads(answer.read_text()), RanOn(network=network, why_not=why_not)
 
 
 def _on_netlab(words: list[str], network: Network, timeout_s: float) -> str | None:
@@ -138,12 +138,14 @@ def _on_loopback(words: list[str], network: Network, timeout_s: float) -> None:
 
 def main() -> None:
     """Be one rank."""
-    job, asked, told = sys.argv[1:]
+    job, request, answer = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = importlib.import_module(f"imbrex.reproduce.{job}").on_rank(json.loads(Path(asked).read_text()))
+    results = importlib.import_module(f"imbrex.reproduce.{job}").on_rank(
+        json.loads(Path(request).read_text())
+    )
     if dist.get_rank() == 0:
-        Path(told).write_text(json.dumps(found))
+        Path(answer).write_text(json.dumps(results))
     dist.barrier()
     leave()
 

@@ -22,19 +22,19 @@ ROUNDS = 7
 def find(asked: Asked) -> Finding:
     rounds = asked.rounds or (20 if asked.full else ROUNDS)
     rows: list[dict[str, Any]] = []
-    found: dict[int, Timed] = {}
+    times_of: dict[int, Timed] = {}
     ran_on = RanOn(network=NETWORK)
     for layers in PAPER:
         work = replace(WORK, layers=layers // LAYERS_FOR)
         measured, ran_on = on_ranks("layers", settings({"serial": Way()}, work, rounds=rounds), NETWORK)
         timed = read(measured)
-        found[layers] = timed["serial"]
+        times_of[layers] = timed["serial"]
         rows += timed_rows("share", timed, asdict(work) | ran_on.case, rounds=rounds)
     return Finding(
         title="ScheMoE, table 1: the share of the all-to-all in a step",
         question="What share of a step is the all-to-all?",
         head=("layers, paper / here", "paper, ms", "paper", "here, ms", "here"),
-        table=tuple(_line(layers, one) for layers, one in found.items()),
+        table=tuple(_line(layers, times) for layers, times in times_of.items()),
         differs=(
             f"The network: {ran_on}; the paper has 32 GPUs, 8 nodes, 100 Gb/s.",
             f"{WORK.tokens} tokens a rank of width {WORK.width} in place of 4216 of 512, a quarter of the "
@@ -42,11 +42,11 @@ def find(asked: Asked) -> Finding:
             "experts' rows, and waiting for slower ranks.",
             "The share is a choice of network and sizes: at twice the rate the moving halves.",
         ),
-        verdict=(_growth(), _spread(found)),
+        verdict=(_growth(), _spread(times_of)),
         rows=rows,
         chart=chart.bars(
             {
-                f"{layers}": {"paper": 100 * moved / step, "here": 100 * _share(found[layers])}
+                f"{layers}": {"paper": 100 * moved / step, "here": 100 * _share(times_of[layers])}
                 for layers, (moved, step) in PAPER.items()
             },
             "share of the all-to-all, %",
@@ -81,5 +81,5 @@ def _growth() -> str:
 
 
 def _spread(found: dict[int, Timed]) -> str:
-    shares = [_share(one) for one in found.values()]
+    shares = [_share(times) for times in found.values()]
     return f"Here the share is {min(shares):.0%} to {max(shares):.0%}: layers alike, nothing outside of them."

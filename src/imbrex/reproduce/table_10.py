@@ -47,7 +47,7 @@ def find(asked: Asked) -> Finding:
     work, timed, ran_on = _measure(rounds)
     naive, whole = timed["naive"], timed["codec+a2a+schedule"]
     after = timed["codec"].step / whole.step
-    gains = {name: naive.step / one.step for name, one in timed.items()}
+    gains = {name: naive.step / times.step for name, times in timed.items()}
     case = asdict(work) | ran_on.case | {"exchange_over_experts": round(_ratio(work, timed), 2)}
     return Finding(
         title="ScheMoE, table 10: what each part gives one layer",
@@ -96,19 +96,19 @@ def _measure(rounds: int) -> tuple[Work, dict[str, Timed], RanOn]:
 
 
 def _rounds(work: Work, names: Iterable[str], count: int) -> tuple[dict[str, Timed], RanOn]:
-    asked = settings({name: WAYS[name] for name in names}, work, rounds=count)
-    measured, ran_on = on_ranks("layers", asked, NETWORK, timeout_s=600)
+    request = settings({name: WAYS[name] for name in names}, work, rounds=count)
+    measured, ran_on = on_ranks("layers", request, NETWORK, timeout_s=600)
     return read(measured), ran_on
 
 
 def _table(timed: dict[str, Timed]) -> tuple[tuple[str, ...], ...]:
     table, before = [], timed["naive"].step
     for name, (paper_ms, paper_gain) in PAPER.items():
-        one = timed[name]
-        spread = f"{1e3 * one.step:.0f} ({1e3 * one.least:.0f} to {1e3 * one.most:.0f})"
-        gain, share = timed["naive"].step / one.step, before / one.step
+        times = timed[name]
+        spread = f"{1e3 * times.step:.0f} ({1e3 * times.least:.0f} to {1e3 * times.most:.0f})"
+        gain, share = timed["naive"].step / times.step, before / times.step
         table.append((name, f"{paper_ms}", f"{paper_gain}x", spread, f"{gain:.2f}x", f"{share:.2f}x"))
-        before = one.step
+        before = times.step
     return tuple(table)
 
 

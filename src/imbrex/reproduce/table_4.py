@@ -35,7 +35,7 @@ def find(asked: Asked) -> Finding:
         "the same, no codec": gains_of([*every_layer()], TESTBED, codec=False),
         "here, scaled": gains_of([_scaled(layer) for layer in every_layer()], here),
     }
-    sampled = [one["tutel"].step / one["schemoe"].step for one in measured]
+    sampled = [times["tutel"].step / times["schemoe"].step for times in measured]
     predicted = gains_of([_layer(work) for work in SAMPLE], here)
     rows += [_row(name, of) for name, of in gains.items()]
     return Finding(
@@ -75,8 +75,8 @@ def _measure(rounds: int) -> tuple[list[dict[str, Timed]], list[dict[str, Any]],
     }
     measured, rows, ran_on = [], [], RanOn(network=NETWORK)
     for work in SAMPLE:
-        told, ran_on = on_ranks("layers", settings(ways, work, rounds=rounds), NETWORK)
-        measured.append(read(told))
+        results, ran_on = on_ranks("layers", settings(ways, work, rounds=rounds), NETWORK)
+        measured.append(read(results))
         rows += timed_rows("sweep", measured[-1], asdict(work) | ran_on.case, rounds=rounds)
     return measured, rows, ran_on
 

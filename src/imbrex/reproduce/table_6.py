@@ -34,15 +34,15 @@ def find(asked: Asked) -> Finding:
     tasks = [(name, seed) for seed in range(seeds) for name in names]
     teams = max(1, (os.cpu_count() or RANKS) // RANKS)
     corpus = load_corpus(asked.data, length=size.recipe.length)
-    found = train_all(tasks, corpus, size=size, teams=teams)
-    every = learned(found)
+    results = train_all(tasks, corpus, size=size, teams=teams)
+    every = learned(results)
     return Finding(
         title="ScheMoE, table 6: what a codec does to learning",
         question="Does a codec change what a model learns?",
         head=("variant", "paper, BLEU", "paper, perplexity", "here, nats a byte", "perplexity", "minus none"),
         table=tuple(map(_line, every)),
         differs=(
-            f"A language model over bytes of {found[0]['text']}; {found[0]['parameters']:,} parameters, "
+            f"A language model over bytes of {results[0]['text']}; {results[0]['parameters']:,} parameters, "
             f"{size.recipe.steps} steps of {size.recipe.batch * size.recipe.length} bytes, {seeds} seed(s); "
             "the paper trains 435,000 and 500,000 steps.",
             f"Experts on {RANKS} ranks: half of the rows cross, encoded in all four crossings.",
@@ -50,7 +50,7 @@ def find(asked: Asked) -> Finding:
             "" if asked.full else "Few steps and one seed: --full takes three seeds of 1000 steps.",
         ),
         verdict=_verdict(every, full=asked.full),
-        rows=[row_of(one, size) for one in found],
+        rows=[row_of(result, size) for result in results],
         chart=picture(every),
     )
 
@@ -58,9 +58,9 @@ def find(asked: Asked) -> Finding:
 def picture(every: Sequence[Learned]) -> str:
     """A dot a seed: nats over those without a codec, the dense model left out."""
     columns = {
-        one.variant.replace(", forward only", " forward"): list(one.apart.values())
-        for one in every
-        if one.variant not in ("none", "dense")
+        result.variant.replace(", forward only", " forward"): list(result.apart.values())
+        for result in every
+        if result.variant not in ("none", "dense")
     }
     return chart.dots(columns, "nats a byte over no codec, by seed", bands=(-TOLERANCE_NATS, TOLERANCE_NATS))
 
@@ -75,8 +75,8 @@ def row_of(found: dict[str, Any], size: Size) -> dict[str, Any]:
         "text": found["text"],
         "seed": found["seed"],
     }
-    kept = {name: found[name] for name in ("held_out_nats", "curve", "parameters", "seconds")}
-    return {"op": "train", "impl": found["variant"], "case": case, **kept}
+    columns = {name: found[name] for name in ("held_out_nats", "curve", "parameters", "seconds")}
+    return {"op": "train", "impl": found["variant"], "case": case, **columns}
 
 
 def _line(one: Learned) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def _line(one: Learned) -> tuple[str, ...]:
 
 
 def _verdict(every: list[Learned], *, full: bool) -> tuple[str, ...]:
-    by_name = {one.variant: one for one in every}
+    by_name = {result.variant: result for result in every}
     worst = {
         name: max(abs(value) for value in by_name[name].apart.values())
         for name in HARMLESS

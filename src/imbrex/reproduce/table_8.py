@@ -35,10 +35,10 @@ def find(asked: Asked) -> Finding:
                 name,
                 f"{PAPER_MS[name]}" if name in PAPER_MS else "",
                 f"{PAPER_MS['tutel'] / PAPER_MS[name]:.2f}x" if name in PAPER_MS else "",
-                f"{1e3 * one.step:.1f}",
-                f"{tutel / one.step:.2f}x",
+                f"{1e3 * times.step:.1f}",
+                f"{tutel / times.step:.2f}x",
             )
-            for name, one in timed.items()
+            for name, times in timed.items()
         ),
         differs=(
             f"The network: {ran_on}; the paper has 32 GPUs, 8 nodes, 100 Gb/s.",
@@ -54,5 +54,5 @@ def find(asked: Asked) -> Finding:
             f"{plain / timed['order only'].step:.2f} (paper: of its gain 70 % ZFP, 30 % order, no Pipe-A2A).",
         ),
         rows=timed_rows("model", timed, asdict(WORK) | ran_on.case, rounds=rounds),
-        chart=chart.bars({name: {"ms": 1e3 * one.step} for name, one in timed.items()}, "step, ms"),
+        chart=chart.bars({name: {"ms": 1e3 * times.step} for name, times in timed.items()}, "step, ms"),
     )

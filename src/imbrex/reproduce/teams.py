@@ -43,15 +43,15 @@ def train_all(
     # Processes that join on one host need no other interface, and a host may lack a name of its own.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"
-    taken = multiprocessing.get_context("spawn").Value("i", 0)
+    next_task = multiprocessing.get_context("spawn").Value("i", 0)
     with tempfile.TemporaryDirectory(prefix="imbrex-") as meeting:
-        kept = Path(folder or meeting)
-        kept.mkdir(parents=True, exist_ok=True)
-        left = [task for task in tasks if not _result(kept, task).exists()]
-        more = (taken, left, corpus, size, Path(meeting), kept, time.time() + stop_after_s)
+        results_at = Path(folder or meeting)
+        results_at.mkdir(parents=True, exist_ok=True)
+        left = [task for task in tasks if not _result(results_at, task).exists()]
+        more = (next_task, left, corpus, size, Path(meeting), results_at, time.time() + stop_after_s)
         if left:
             spawn(_member, args=more, nprocs=min(teams, len(left)) * RANKS)
-        paths = [_result(kept, task) for task in tasks]
+        paths = [_result(results_at, task) for task in tasks]
         return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 

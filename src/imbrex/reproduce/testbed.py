@@ -82,10 +82,10 @@ def _times(
     gain = rates.pipe if pipe and layer.nbytes / (4 if codec else 1) >= rates.pipe_from else 1.0
     move = rates.start_s + moved / rates.bytes_s / gain
     code = layer.nbytes / degree / rates.coded_s if codec else 0.0
-    found = dict.fromkeys(Kind, code)
-    found[Kind.move_out] = found[Kind.move_back] = move
-    found[Kind.experts] = effort * layer.operations / degree / rates.operations_s
-    return found
+    time_of = dict.fromkeys(Kind, code)
+    time_of[Kind.move_out] = time_of[Kind.move_back] = move
+    time_of[Kind.experts] = effort * layer.operations / degree / rates.operations_s
+    return time_of
 
 
 def tutel(layer: Layer, rates: Rates) -> float:

@@ -178,7 +178,7 @@ class Deadlines:
     def _forget(self, group: Any) -> None:
         """Captured waits of a group; `None`: of those that are gone."""
         with self._changing:
-            self._replayed = [one for one in self._replayed if one.group() is not group]
+            self._replayed = [watched for watched in self._replayed if watched.group() is not group]
 
     def _give_up(self, wait: Wait) -> None:
         self.lost[wait.group] = wait.error()

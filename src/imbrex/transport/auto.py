@@ -47,8 +47,8 @@ class Auto:
     def nodes(self, group: dist.ProcessGroup) -> Nodes | None:
         """The nodes of a group whose ranks are on several, else None. Ranks that do not divide into nodes are
         left to transports that do not ask. Collective."""
-        found = Nodes.met(Collective(group), self.ranks_per_node)
-        return found if found is not None and found.num_nodes > 1 else None
+        nodes = Nodes.met(Collective(group), self.ranks_per_node)
+        return nodes if nodes is not None and nodes.num_nodes > 1 else None
 
     def pick(
         self, group: dist.ProcessGroup, nodes: Nodes, load: Load, timeout: float | None
@@ -57,19 +57,19 @@ class Auto:
         network = self.network(Collective(group, timeout=timeout), group, nodes)
         (name, seconds), (second, later), *_ = fastest(network, load)
         shape = f"{nodes.num_nodes} nodes of {nodes.size}"
-        said = f"{1e3 * seconds:.2f} ms one way, {second} {1e3 * later:.2f}"
-        return name, f"by profile, {said}, for {load.tokens} tokens, top-{load.top_k}, on {shape}"
+        sentence = f"{1e3 * seconds:.2f} ms one way, {second} {1e3 * later:.2f}"
+        return name, f"by profile, {sentence}, for {load.tokens} tokens, top-{load.top_k}, on {shape}"
 
     def network(self, collective: Collective, group: dist.ProcessGroup, nodes: Nodes) -> Network:
         """The network from the file, from an earlier layer of the group, or measured; the same on every rank.
         Raises ValueError, on every rank, where the first could not write the file."""
         if self.path is not None:
-            found = words(self.path.exists(), self.path.parent.is_dir())
-            told = collective.exchange_counts(found)
+            words_L = words(self.path.exists(), self.path.parent.is_dir())
+            words_WL = collective.exchange_counts(words_L)
             # on the host: once a process group
-            if bool(told[:, 0].min()):
+            if bool(words_WL[:, 0].min()):
                 return Network.load(self.path, nodes.num_nodes, nodes.size)
-            if not bool(told[0, 1]):
+            if not bool(words_WL[0, 1]):
                 raise ValueError(f"transport: profile {self.path} is in no folder; make it, or give another")
         known = _measured.setdefault(group, {})
         if nodes not in known:
@@ -94,8 +94,8 @@ def _crowding(collective: Collective, network: Network) -> float:
     """How many times longer an all-to-all takes than the network says of its messages, at least 1."""
     if collective.world_size == 1:
         return 1.0
-    one = max(1, LARGE[collective.device.type] // collective.world_size)
-    rows = torch.zeros(2, collective.world_size, one, dtype=torch.uint8, device=collective.device)
+    rows_each = max(1, LARGE[collective.device.type] // collective.world_size)
+    rows = torch.zeros(2, collective.world_size, rows_each, dtype=torch.uint8, device=collective.device)
 
     def exchange() -> None:
         work = collective.start(
@@ -105,7 +105,7 @@ def _crowding(collective: Collective, network: Network) -> float:
         collective.finish("plan", work)
 
     seconds = _slowest([_seconds(collective, exchange) for _ in range(ALL_TO_ALLS + 1)][1:], collective)
-    return max(1.0, seconds / max(at_once(network, one), 1e-9))
+    return max(1.0, seconds / max(at_once(network, rows_each), 1e-9))
 
 
 def _time(collective: Collective, peers: Sequence[int]) -> Link:
@@ -155,8 +155,8 @@ def _exchange(collective: Collective, peers: Sequence[int], rows: torch.Tensor) 
         ]
         for side in rows
     ]
-    sent, got = collective.post("plan", sides[0], sides[1])
-    for work in (*got, *sent):
+    pushed, got = collective.post("plan", sides[0], sides[1])
+    for work in (*got, *pushed):
         collective.finish("plan", work)
 
 

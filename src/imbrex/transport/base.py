@@ -54,8 +54,8 @@ def straight(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Traffic:
     splits_2W = torch.stack([rows_WW[rank], rows_WW[:, rank]])
     others = wanted_TW.clone()
     others[:, rank] = False
-    sent = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
-    return Traffic(sent_tokens_N=sent, splits_2W=splits_2W)
+    tokens_N = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
+    return Traffic(sent_tokens_N=tokens_N, splits_2W=splits_2W)
 
 
 __all__ = ["BytesTransport", "straight"]

@@ -76,7 +76,7 @@ class Board:
 
     def _wait(self, at: int, first: int, check: Callable[[], None] | None) -> list[int]:
         """The words and notes at `at` once none is below `first`."""
-        start = asked = time.monotonic()
+        start = last_check = time.monotonic()
         here = self._words[at : at + 2 * self.world_size]
         while True:
             # on the host: the words are in memory that the processes share
@@ -86,9 +86,9 @@ class Board:
             now = time.monotonic()
             if now - start > SPIN_S:
                 time.sleep(0)
-            if check is not None and now - asked > CHECK_S:
+            if check is not None and now - last_check > CHECK_S:
                 check()
-                asked = now
+                last_check = now
             if now - start > self.timeout_s:
                 self._give_up(words, first)
 

@@ -42,9 +42,9 @@ class Collective:
         if self.world_size == 1:
             # host sync: the counts decide the sizes of what follows
             return message.cpu()[None]
-        sent = message.to(self.message_device)
-        gathered = sent.new_empty(self.world_size * sent.numel())
-        work = self.start("plan", lambda: waits.all_gather_single(gathered, sent, self.group, async_op=True))
+        own = message.to(self.message_device)
+        gathered = own.new_empty(self.world_size * own.numel())
+        work = self.start("plan", lambda: waits.all_gather_single(gathered, own, self.group, async_op=True))
         self.finish("plan", work)
         # host sync: the counts decide the sizes of what follows
         counts = gathered.view(self.world_size, -1).cpu()

@@ -72,9 +72,9 @@ class Hierarchical(TwoLevel):
                 inside = wanted_TW[:, n * self.nodes.size : (n + 1) * self.nodes.size]
                 tokens = torch.nonzero_static(inside.any(1), size=table[self.rank][n])[:, 0]
                 mine.append(inside[tokens].to(torch.uint8))
-        told = self.scatter_rows("plan", torch.cat(mine), send, receive).finish()
+        marks_W = self.scatter_rows("plan", torch.cat(mine), send, receive).finish()
         sizes = [table[self.nodes.rank(n, self.local)][self.node] for n in others for table in unique]
-        blocks = told.split(sizes)
+        blocks = marks_W.split(sizes)
         return [torch.cat([mine[0], *blocks[call :: len(counts)]]) for call in range(len(counts))]
 
     def home(self, traffic: Traffic) -> tuple[Tensor, list[int]]:
@@ -239,13 +239,13 @@ class _Back(Crossing):
         return received
 
     def _sums(self) -> list[Message]:
-        relay, found = self.relay, []
+        relay, sums = self.relay, []
         for n in relay.others:
             parts = self.home[relay.nodes.rank(n, 0)].split(relay.tokens(relay.rank, n))
-            found += [
+            sums += [
                 self.message(part, relay.counterpart(n), ACROSS, piece) for piece, part in enumerate(parts)
             ]
-        return found
+        return sums
 
     @torch.no_grad()
     def _send_sums(self) -> None:

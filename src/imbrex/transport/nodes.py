@@ -24,8 +24,8 @@ class Nodes:
     def of(world_size: int, ranks_per_node: int | None = None) -> Nodes:
         """The nodes as given by hand, or as the launcher says (`LOCAL_WORLD_SIZE`, which torchrun sets).
         Without either, all ranks are one node. Raises ValueError where the ranks do not divide into nodes."""
-        told = os.environ.get("LOCAL_WORLD_SIZE")
-        size = min(int(told or world_size), world_size) if ranks_per_node is None else ranks_per_node
+        local_size = os.environ.get("LOCAL_WORLD_SIZE")
+        size = min(int(local_size or world_size), world_size) if ranks_per_node is None else ranks_per_node
         if size < 1 or world_size % size:
             raise ValueError(
                 f"transport: {world_size} ranks do not divide into nodes of {size}; give ranks_per_node="
@@ -41,10 +41,10 @@ class Nodes:
         divide them.
         """
         by_hand = -1 if ranks_per_node is None else ranks_per_node
-        told = ranks.exchange_counts(words(by_hand, launched_on()))
+        answers_W = ranks.exchange_counts(words(by_hand, launched_on()))
         # on the host: nodes are told once, at construction
-        for rank, given in enumerate(told[:, 0].tolist()):
-            if given != by_hand:
+        for rank, by_rank in enumerate(answers_W[:, 0].tolist()):
+            if by_rank != by_hand:
                 raise ValueError(
                     f"transport: rank {rank} was given other nodes than this rank (ranks_per_node="
                     f"{ranks_per_node}); give every rank of the group the same"
@@ -52,7 +52,7 @@ class Nodes:
         if ranks_per_node is not None:
             return Nodes.of(ranks.world_size, ranks_per_node)
         # on the host: as above
-        return Nodes.in_blocks(told[:, 1].tolist())
+        return Nodes.in_blocks(answers_W[:, 1].tolist())
 
     @staticmethod
     def in_blocks(node_of_W: list[int]) -> Nodes | None:

@@ -174,19 +174,19 @@ class Nvlink(Collective):
         known = _shared.setdefault(group, weakref.WeakValueDictionary())
         old = known.get(seconds)
         number = old.number if old is not None and old.usable else 0
-        told = Collective(group, timeout=seconds).exchange_counts(words(number, round(1e6 * seconds)))
+        answers_W = Collective(group, timeout=seconds).exchange_counts(words(number, round(1e6 * seconds)))
         # on the host: once a layer, at construction
-        (numbers, asked) = told.T.tolist()
-        if len(set(asked)) > 1:
+        (numbers, limits) = answers_W.T.tolist()
+        if len(set(limits)) > 1:
             raise ValueError(
-                f"transport 'nvlink': ranks disagree about timeout: {[us / 1e6 for us in asked]} s by rank; "
+                f"transport 'nvlink': ranks disagree about timeout: {[us / 1e6 for us in limits]} s by rank; "
                 "give every rank the same timeout= (or IMBREX_TIMEOUT_S)"
             )
         if old is not None and number and set(numbers) == {number}:
             return old
-        made = known[seconds] = cls(group, timeout=seconds)
-        made._shared = True
-        return made
+        fresh = known[seconds] = cls(group, timeout=seconds)
+        fresh._shared = True
+        return fresh
 
     @staticmethod
     def may_run_on(group: dist.ProcessGroup) -> bool:
@@ -216,18 +216,18 @@ class Nvlink(Collective):
             return mine
         host = zlib.crc32(socket.gethostname().encode())
         device = torch.cuda.current_device() if mine is None else -1
-        told = self.exchange_counts(words(host, mine is not None, device))
-        if told[:, 1].any():
-            return mine or f"rank {int(told[:, 1].nonzero()[0])} of the group cannot run it"
-        if (told[:, 0] != told[0, 0]).any():
+        answers_W = self.exchange_counts(words(host, mine is not None, device))
+        if answers_W[:, 1].any():
+            return mine or f"rank {int(answers_W[:, 1].nonzero()[0])} of the group cannot run it"
+        if (answers_W[:, 0] != answers_W[0, 0]).any():
             return "the ranks are on several hosts"
         # on the host: counts are told there
-        peers = [device for device in told[:, 2].tolist() if device != torch.cuda.current_device()]
+        peers = [device for device in answers_W[:, 2].tolist() if device != torch.cuda.current_device()]
         unreachable = [
             d for d in peers if not torch.cuda.can_device_access_peer(torch.cuda.current_device(), d)
         ]
-        told = self.exchange_counts(words(len(unreachable)))
-        return "some GPUs cannot reach each other's memory" if told.any() else None
+        answers_W = self.exchange_counts(words(len(unreachable)))
+        return "some GPUs cannot reach each other's memory" if answers_W.any() else None
 
     def _local_reason(self) -> str | None:
         if self.group is None:
@@ -298,18 +298,18 @@ class Nvlink(Collective):
         """Kernels and a heap for `most` tokens of a rank, at `placement`; where there is none with so much
         room, they are made, which is collective and synchronises."""
         at = size, room_for(most)
-        found = self._exchanges.get(at)
-        if found is None or found.shape.max_tokens < most:
+        exchange = self._exchanges.get(at)
+        if exchange is None or exchange.shape.max_tokens < most:
             if self.capturing:
                 raise RuntimeError(
                     f"dispatch: no heap yet for {most} tokens of a rank; make such a call before capturing it"
                 )
             observer.count("heaps", 1)
-            self._retire(found)
-            found = self._exchanges[at] = self._make(size, placement, most)
+            self._retire(exchange)
+            exchange = self._exchanges[at] = self._make(size, placement, most)
         if self.capturing:
-            self._captured.add(found)
-        return found
+            self._captured.add(exchange)
+        return exchange
 
     def _retire(self, old: NvlinkExchange | None) -> None:
         if old is None or old in self._captured:

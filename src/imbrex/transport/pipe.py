@@ -88,8 +88,8 @@ class _Halves:
 
     def finish(self) -> Tensor:
         inside, across = self.finish_both()
-        parts, taken = [inside[:0]], [0, 0]
+        parts, counts = [inside[:0]], [0, 0]
         for count, here in zip(self.receive, self.near, strict=True):
-            parts.append((across, inside)[here][taken[here] : taken[here] + count])
-            taken[here] += count
+            parts.append((across, inside)[here][counts[here] : counts[here] + count])
+            counts[here] += count
         return torch.cat(parts)

@@ -82,8 +82,8 @@ class Relay:
         others = [n for n in range(nodes.num_nodes) if n != node]
         arriving = [sum(piece[nodes.rank(n, local)][node] for piece in unique) for n in others]
         marks = dict(zip(others, marks_XM.split(arriving), strict=True))
-        sent = traffic.sent_tokens_N.split([sum(p[rank][d] for p in counts) for d in range(world)])
-        return Relay(nodes=nodes, rank=rank, counts=counts, unique=unique, sent_tokens=sent, marks=marks)
+        tokens = traffic.sent_tokens_N.split([sum(p[rank][d] for p in counts) for d in range(world)])
+        return Relay(nodes=nodes, rank=rank, counts=counts, unique=unique, sent_tokens=tokens, marks=marks)
 
     @property
     def pieces(self) -> range:

@@ -40,8 +40,8 @@ class Crossing:
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
         """Start messages; the receives are the caller's to wait for, the sends are waited for at the end."""
         self.held += sends
-        sent, got = self.transport.post(self.phase, sends, receives)
-        self.works += sent
+        pushed, got = self.transport.post(self.phase, sends, receives)
+        self.works += pushed
         return got
 
     def wait(self, works: Sequence[dist.Work]) -> None:

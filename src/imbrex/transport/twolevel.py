@@ -37,8 +37,8 @@ class TwoLevel(Tiered):
         for wanted_TW in others:
             wanted_TW[:, self.rank] = False
         message = torch.stack([count_pieces(wanted_TW, self.nodes, self.pieces) for wanted_TW in others])
-        told = self.exchange_counts(message.flatten()).view(self.world_size, *message.shape)
-        counts = [join_pieces(one.permute(1, 2, 0, 3)) for one in told.unbind(1)]
+        messages_W = self.exchange_counts(message.flatten()).view(self.world_size, *message.shape)
+        counts = [join_pieces(part.permute(1, 2, 0, 3)) for part in messages_W.unbind(1)]
         marks = self.tell_marks(others, counts)
         return [relayed(*call, self.rank) for call in zip(others, counts, marks, strict=True)]
 

@@ -173,11 +173,11 @@ class BackendBase:
 
     def wrong_device(self, *tensors: Tensor | None) -> str:
         """Says what is wrong with the devices of a call's tensors, or nothing."""
-        given = {tensor.device for tensor in tensors if tensor is not None}
-        right = self.world_size == 1 or all(d.type == self.transport.device.type for d in given)
-        if len(given) == 1 and right:
+        devices = {tensor.device for tensor in tensors if tensor is not None}
+        right = self.world_size == 1 or all(d.type == self.transport.device.type for d in devices)
+        if len(devices) == 1 and right:
             return ""
-        where = ", ".join(sorted(map(str, given)))
+        where = ", ".join(sorted(map(str, devices)))
         return f"tensors are on {where}; the group takes them on {self.transport.device.type}"
 
     def why_not_sum(self, rows_ND: Tensor, route: Any) -> str:
@@ -201,10 +201,10 @@ class BackendBase:
     def raise_problems(self, call: str, problem: str) -> None:
         text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
         # on the host: text
-        told = self.transport.exchange_counts(words(*text)).tolist()
-        found = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(told)]
-        rank, said = next((rank, said) for rank, said in found if said)
-        raise ValueError(f"{self.who}.{call}: on rank {rank}, {said}")
+        letters_WL = self.transport.exchange_counts(words(*text)).tolist()
+        problems = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(letters_WL)]
+        rank, sentence = next((rank, sentence) for rank, sentence in problems if sentence)
+        raise ValueError(f"{self.who}.{call}: on rank {rank}, {sentence}")
 
     def check_worst(self, rows_WW: Tensor, most_W: list[int]) -> None:
         """ValueError on every rank where one receives more rows than it has room for. rows_WW: on the host.

@@ -50,12 +50,12 @@ def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
     splits_2W[:, rank] = 0
     others = wanted_TW.clone()
     others[:, rank] = False
-    sent = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
+    tokens_N = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
     own = torch.nonzero_static(wanted_TW[:, rank], size=int(rows_WW[rank, rank]))[:, 0].clone()
     # on the host: counts came with the message
     received = rows_WW[:, rank].tolist()
     return Route(
-        traffic=Traffic(sent_tokens_N=sent, splits_2W=splits_2W),
+        traffic=Traffic(sent_tokens_N=tokens_N, splits_2W=splits_2W),
         own_tokens_O=own,
         rows_W=tuple(received),
         before=sum(received[:rank]),

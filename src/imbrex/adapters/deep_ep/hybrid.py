@@ -99,16 +99,16 @@ class HybridEPBuffer:
     ) -> BufferConfig:
         """The configuration of a call; the buffer's own one grows with it."""
         mine = self.configurer.buffer_config
-        wanted = {
+        options = {
             "hidden_dim": hidden_dim,
             "max_num_of_tokens_per_rank": num_of_tokens_per_rank,
             "num_of_experts_per_rank": num_local_experts,
         }
-        grown = {name: max(getattr(mine, name), value or 0) for name, value in wanted.items()}
+        grown = {name: max(getattr(mine, name), value or 0) for name, value in options.items()}
         self.configurer.buffer_config = replace(mine, **grown)
-        given = {name: value for name, value in wanted.items() if value is not None}
+        changes = {name: value for name, value in options.items() if value is not None}
         fp8 = mine.use_fp8 if use_fp8 is None else use_fp8
-        return replace(mine, **given, use_fp8=fp8, pad_multiple=pad_multiple or 1)
+        return replace(mine, **changes, use_fp8=fp8, pad_multiple=pad_multiple or 1)
 
     @torch.no_grad()
     def dispatch(
@@ -134,7 +134,7 @@ class HybridEPBuffer:
 
         Returns rows [N, D], probabilities float32 [N, E] or None, scales or None, a handle of seven fields.
         """
-        given = Given(
+        inputs = Given(
             hidden=hidden,
             scales=scaling_factor,
             map_TE=routing_map,
@@ -142,13 +142,13 @@ class HybridEPBuffer:
             ids_TK=topk_idx,
             weights_TK=topk_weights,
         )
-        kept, size = self._plan("dispatch", given, num_of_experts, handle), num_dispatched_tokens or 0
-        kept = replace(kept, route=self._backend.resize(kept.route, size))
-        arrived = carry_rows(self._backend, given, kept)
-        kept = arrived.kept
-        probs_NE = None if arrived.weights_NK is None else pad_rows(kept.spread(arrived.weights_NK), size)
+        plan, size = self._plan("dispatch", inputs, num_of_experts, handle), num_dispatched_tokens or 0
+        plan = replace(plan, route=self._backend.resize(plan.route, size))
+        arrived = carry_rows(self._backend, inputs, plan)
+        plan = arrived.kept
+        probs_NE = None if arrived.weights_NK is None else pad_rows(plan.spread(arrived.weights_NK), size)
         scales_NS = None if arrived.scales_NS is None else pad_rows(arrived.scales_NS, size)
-        return pad_rows(arrived.rows_ND, size), probs_NE, scales_NS, self._handle(kept)
+        return pad_rows(arrived.rows_ND, size), probs_NE, scales_NS, self._handle(plan)
 
     @torch.no_grad()
     def combine(
@@ -207,7 +207,7 @@ class HybridEPBuffer:
         # host sync: only for a count that a program keeps on the device
         budget = None if num_permuted_tokens is None else int(num_permuted_tokens)
         problem = _find_budget_problem(budget, pad_multiple or 1, non_blocking)
-        given = Given(
+        inputs = Given(
             hidden=hidden,
             scales=scaling_factor,
             map_TE=routing_map,
@@ -215,15 +215,15 @@ class HybridEPBuffer:
             ids_TK=topk_idx,
             weights_TK=topk_weights,
         )
-        kept = self._plan("dispatch_with_permute", given, num_of_experts, handle, pad_multiple or 1, problem)
-        permutation = kept.permutation
+        plan = self._plan("dispatch_with_permute", inputs, num_of_experts, handle, pad_multiple or 1, problem)
+        permutation = plan.permutation
         if permutation is not None and budget not in (None, permutation.num_rows):
             permutation = permutation.resize(budget)
-        made = self._backend.expand(given, kept, permutation, budget, on_host=not non_blocking)
-        permutation = made.permutation
+        results = self._backend.expand(inputs, plan, permutation, budget, on_host=not non_blocking)
+        permutation = results.permutation
         counts_e = permutation.counts_e if permutation.on_host_e is None else permutation.on_host_e
-        handle = self._handle(replace(made.kept, permutation=permutation))
-        return made.rows_RD, made.probs_R, made.scales_RS, counts_e, handle
+        handle = self._handle(replace(results.kept, permutation=permutation))
+        return results.rows_RD, results.probs_R, results.scales_RS, counts_e, handle
 
     def _handle(self, kept: Kept) -> HybridHandle:
         device = kept.choices.ids_TK.device
@@ -248,20 +248,20 @@ class HybridEPBuffer:
         routing has it. Raises ValueError on every rank where one rank's input is wrong.
         """
         call = "combine_with_unpermute"
-        kept = read_handle(handle, call)
-        permutation = kept.permutation
+        plan = read_handle(handle, call)
+        permutation = plan.permutation
         problem = ""
         if permutation is None or hidden.dim() != 2 or len(hidden) != permutation.num_rows:
             problem = (
                 f"hidden is {list(hidden.shape)}; give [P, D] with the P rows of the dispatch_with_permute "
                 "whose handle this is"
             )
-        self._meet_to_sum(call, problem, hidden, probs, kept.route)
+        self._meet_to_sum(call, problem, hidden, probs, plan.route)
         assert permutation is not None
-        y_TD, weights_TK = self._backend.reduce(hidden, probs, kept, permutation)
+        y_TD, weights_TK = self._backend.reduce(hidden, probs, plan, permutation)
         if weights_TK is None:
             return y_TD, None
-        return y_TD, spread_choices(replace(kept.choices, weights_TK=weights_TK), kept.config.num_experts)
+        return y_TD, spread_choices(replace(plan.choices, weights_TK=weights_TK), plan.config.num_experts)
 
     def _meet_to_sum(self, call: str, problem: str, hidden: Tensor, probs: Tensor | None, route: Any) -> None:
         problem = problem or self._backend.why_not_sum(hidden, route)

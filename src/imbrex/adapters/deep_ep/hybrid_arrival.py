@@ -32,8 +32,8 @@ def plan_rows(backend: Backend, call: str, given: Given, config: BufferConfig, p
 def plan_again(backend: Backend, call: str, given: Given, handle: tuple) -> Kept:
     """The same way as an earlier dispatch, with other probabilities where they are given: by expert, or by
     choice with the ids that they belong to. Where rows go, the handle alone says."""
-    kept = read_handle(handle, call)
-    tokens, ids_given, probs_TE = kept.route.num_tokens, given.ids_TK, given.probs_TE
+    plan = read_handle(handle, call)
+    tokens, ids_given, probs_TE = plan.route.num_tokens, given.ids_TK, given.probs_TE
     problem = ""
     if len(given.hidden) != tokens or (ids_given is not None and len(ids_given) != tokens):
         problem = (
@@ -43,12 +43,12 @@ def plan_again(backend: Backend, call: str, given: Given, handle: tuple) -> Kept
     widths = [0 if problem else column.shape[1] * column.dtype.itemsize for column in given.columns]
     backend.meet(call, problem, {"the bytes of a row": sum(widths), "whether scales are given": len(widths)})
     if probs_TE is None and ids_given is not None and given.weights_TK is not None:
-        probs_TE = indices_to_map(ids_given, given.weights_TK, tokens, kept.config.num_experts)[1]
-    ids_TK, weights_TK, route = kept.choices.ids_TK, None, kept.route
+        probs_TE = indices_to_map(ids_given, given.weights_TK, tokens, plan.config.num_experts)[1]
+    ids_TK, weights_TK, route = plan.choices.ids_TK, None, plan.route
     if probs_TE is not None:
         weights_TK = probs_TE.gather(1, ids_TK.clamp(min=0))
         route = backend.reweigh(route, weights_TK)
-    return replace(kept, route=route, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK))
+    return replace(plan, route=route, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK))
 
 
 def carry_rows(backend: Backend, given: Given, kept: Kept) -> Arrived:

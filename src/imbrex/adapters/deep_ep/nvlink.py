@@ -120,9 +120,9 @@ class NvlinkBackend(BackendBase):
             alignment=alignment,
         )
         kernels = self.transport.exchange_for(size, placement, most, Observer())
-        given = self._no_weights(tokens, choices) if weights_TK is None else weights_TK.float()
+        weights = self._no_weights(tokens, choices) if weights_TK is None else weights_TK.float()
         traffic_WW = torch.empty(self.world_size, self.world_size, dtype=torch.int32, device=ids_TK.device)
-        routed = kernels.route(ids_TK.long(), given, traffic=traffic_WW)
+        routed = kernels.route(ids_TK.long(), weights, traffic=traffic_WW)
         return KernelRoute(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, most=most)
 
     def _no_weights(self, tokens: int, choices: int) -> Tensor:
@@ -140,9 +140,9 @@ class NvlinkBackend(BackendBase):
         if wrong is not None:
             self.raise_problems(call, problem)
         if not self.transport.agreed:
-            told = self.transport.exchange_counts(words(*settings.values()))
+            settings_W = self.transport.exchange_counts(words(*settings.values()))
             # on the host: counts are told there
-            self.check_alike(call, settings, told.tolist())
+            self.check_alike(call, settings, settings_W.tolist())
             raise ValueError(f"{self.who}.{call}: ranks make different calls; make the same on every rank")
         return most
 
@@ -160,8 +160,8 @@ class NvlinkBackend(BackendBase):
         if num_experts not in self._most_choices:
             most = chosen_T.max() if len(chosen_T) else words(0)[0]
             # host sync: once a number of experts
-            wanted = int(self.transport.exchange_counts(most.long().view(1)).max())
-            self._most_choices[num_experts] = min(num_experts, max(8, -(-wanted // 8) * 8))
+            largest = int(self.transport.exchange_counts(most.long().view(1)).max())
+            self._most_choices[num_experts] = min(num_experts, max(8, -(-largest // 8) * 8))
         return self._most_choices[num_experts]
 
     def resize(self, route: KernelRoute, size: int) -> KernelRoute:
@@ -169,8 +169,8 @@ class NvlinkBackend(BackendBase):
         worst = self.world_size * link.most
         placed = link.placed
         if placed is None or len(placed.source_R) < size:
-            given = link.expert, link.traffic_WW, self.rank, link.num_tokens
-            placed = compact.place_compact(*given, max(worst, size), load=self.transport.load)
+            parts = link.expert, link.traffic_WW, self.rank, link.num_tokens
+            placed = compact.place_compact(*parts, max(worst, size), load=self.transport.load)
         received = 0
         if size < worst:
             # host sync: the size of what is returned
@@ -280,14 +280,14 @@ class NvlinkBackend(BackendBase):
             return y_TD.to(rows_RD.dtype) if rounded else y_TD, home_TK
         width = rows_RD.shape[1]
         assert 2 * width <= link.size.row_bytes
-        given = F.pad(rows_RD, [0, -width % (ROW_MULTIPLE // 2)]).contiguous()
+        padded_RD = F.pad(rows_RD, [0, -width % (ROW_MULTIPLE // 2)]).contiguous()
         numbers = None
         if values is not None:
             home_TK = values.new_empty(link.num_tokens, link.size.choices, dtype=torch.float32)
             some = values if len(values) else values.new_zeros(1)  # an empty tensor has no address
             numbers = some.float().contiguous(), home_TK
         y_TD = self._kernels(link).combine(
-            given[None],
+            padded_RD[None],
             routed,
             weighted=False,
             num_sms=self.transport.sms.combine,
@@ -313,21 +313,21 @@ class NvlinkBackend(BackendBase):
 
     def tell(self, values: Tensor) -> Tensor:
         """The values of every rank, [W, ...], on the device."""
-        given, group = values.contiguous().to(self.transport.message_device), self.transport.group
-        told = given.new_empty(self.world_size, *given.shape)
+        own, group = values.contiguous().to(self.transport.message_device), self.transport.group
+        values_W = own.new_empty(self.world_size, *own.shape)
         work = self.transport.start(
             "dispatch",
-            lambda: waits.all_gather_single(told.view(-1), given.view(-1), group, async_op=True),
+            lambda: waits.all_gather_single(values_W.view(-1), own.view(-1), group, async_op=True),
         )
         self.transport.finish("dispatch", work)
-        return told.to(values.device)
+        return values_W.to(values.device)
 
     def reweigh(self, route: KernelRoute, weights_TK: Tensor) -> KernelRoute:
         """Weights of all ranks' tokens."""
         link = route
         missing = link.expert.weights_LWTK.shape[2] - len(weights_TK)
-        told = self.tell(F.pad(weights_TK, [0, 0, 0, missing]))[None]
-        return replace(link, expert=link.expert.replace(weights_LWTK=told))
+        weights_1WTK = self.tell(F.pad(weights_TK, [0, 0, 0, missing]))[None]
+        return replace(link, expert=link.expert.replace(weights_LWTK=weights_1WTK))
 
     def plan_ranks(
         self,
@@ -428,11 +428,11 @@ def _placement(num_experts: int, ranks: int) -> contracts.Placement:
 
 def pick(values: Tensor, position: Tensor) -> Tensor:
     """The values [R, ...] of the rows at `position`, any shape; 0 where it is -1. float32."""
-    given = values.new_zeros(*position.shape, *values.shape[1:], dtype=torch.float32)
+    choices = values.new_zeros(*position.shape, *values.shape[1:], dtype=torch.float32)
     if not len(values):
-        return given
+        return choices
     here = (position >= 0).view(*position.shape, *[1] * (values.dim() - 1))
-    return torch.where(here, values[position.clamp(min=0)].float(), given)
+    return torch.where(here, values[position.clamp(min=0)].float(), choices)
 
 
 def _row_bytes(columns: Sequence[Tensor], more: int) -> int:

@@ -98,8 +98,8 @@ class NvlinkExchange:
         variants = kernel.shipped_variants() if few else [kernel.ROUTE_MANY]
         self._load = load
         self._kernels = {variant: load(variant, self.device) for variant in variants}
-        wanted = route_blocks or (8 if compact else 24)
-        self.route_blocks, self._route_shared = lay.route_blocks(shape, wanted, self._room)
+        at_least = route_blocks or (8 if compact else 24)
+        self.route_blocks, self._route_shared = lay.route_blocks(shape, at_least, self._room)
         pinned = self.device.type == "cuda"
         self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
@@ -510,9 +510,9 @@ class NvlinkExchange:
 
     def _group(self, blocks: int) -> Struct:
         """The ranks as every kernel is told of them; made once a number of blocks."""
-        made = self._groups.get(blocks)
-        if made is None:
-            made = self._groups[blocks] = lay.Group(
+        group = self._groups.get(blocks)
+        if group is None:
+            group = self._groups[blocks] = lay.Group(
                 heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
                 timeout_ns=int(self.timeout * 1e9),
                 host_status=self._status,
@@ -524,7 +524,7 @@ class NvlinkExchange:
                 blocks=blocks,
                 layer=self._layer,
             )
-        return made
+        return group
 
     def group_of(self, local: int, blocks: int) -> Struct:
         """Makes, once, what a launch of one rank of this process, number `local`, is told of the ranks."""

@@ -105,17 +105,17 @@ def ffn(
         return y_RD[:, : rows_RD.shape[1]].contiguous()
     training = differentiated(rows_RD, gate_up_eGD, down_eDF, weights_R)
     keep = training and not recompute
-    given = rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep
+    inputs = rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep
     if gradients is not None:
         _check_gradients(gradients, gate_up_eGD, down_eDF)
-        if traced(*given[:-1]):
+        if traced(*inputs[:-1]):
             raise ValueError("ffn: under torch.compile gradients cannot be added to tensors; give none")
-    elif beside is None and traced(*given[:-1]):
-        return torch.ops.imbrex_experts_v3.ffn(*given)[0]
+    elif beside is None and traced(*inputs[:-1]):
+        return torch.ops.imbrex_experts_v3.ffn(*inputs)[0]
     if not training:
-        return run_ffn(*given, beside, groups)[0]
+        return run_ffn(*inputs, beside, groups)[0]
     backward = gradients, recording(gate_up_eGD) and recording(down_eDF)
-    return Ffn.apply(*given[:-1], (keep, beside, backward))  # torch looks at every argument by itself
+    return Ffn.apply(*inputs[:-1], (keep, beside, backward))  # torch looks at every argument by itself
 
 
 def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None:
@@ -203,8 +203,8 @@ class LeftProduct:
     def __call__(self) -> None:
         if self.is_empty:
             return
-        given = self.act_RF, self.down_eDF, self.groups, self.out_RD, self.epilogue
-        _gemm(Layout.FORWARD, *given, weights_R=self.weights_R, follows=True)
+        operands = self.act_RF, self.down_eDF, self.groups, self.out_RD, self.epilogue
+        _gemm(Layout.FORWARD, *operands, weights_R=self.weights_R, follows=True)
 
 
 def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
@@ -252,7 +252,7 @@ def ffn_gradients(
     rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG = saved
     need_rows, need_gate_up, need_down = needs
     rows, groups = rows_RD.shape[0], Groups(plan=plan)
-    d_y_RD, rows_RD, given = d_y_RD.contiguous(), rows_RD.contiguous(), (gate_up_eGD, down_eDF)
+    d_y_RD, rows_RD, weights = d_y_RD.contiguous(), rows_RD.contiguous(), (gate_up_eGD, down_eDF)
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     d_rows_RD = rows_RD.new_empty(rows_RD.shape if need_rows else 0)
     if rows == 0 or not down_eDF.shape[0]:
@@ -269,7 +269,7 @@ def ffn_gradients(
     add_to = (None, None) if gradients is None else gradients
     if deferral is not None:  # takes those of both weights
         parts = (d_gate_up_RG, rows_RD), (d_y_RD, act_RF)
-        for weight, part, adds in zip(given, parts, add_to, strict=True):
+        for weight, part, adds in zip(weights, parts, add_to, strict=True):
             left = LeftGradient(d_out=part[0], rows=part[1], groups=groups, weight=weight, add_to=adds)
             deferral.add(weight, left)
         need_gate_up = need_down = False
@@ -290,9 +290,9 @@ def _weight_gradient(
     if not needed:
         return weight.new_empty(0)
     if add_to is None:
-        made = weight.new_empty(weight.shape)
-        _gemm(Layout.WGRAD, d_out, rows, groups, made)
-        return made
+        d_weight = weight.new_empty(weight.shape)
+        _gemm(Layout.WGRAD, d_out, rows, groups, d_weight)
+        return d_weight
     epilogue = Epilogue.ADD_FLOAT if add_to.dtype == torch.float32 else Epilogue.ADD
     _gemm(Layout.WGRAD, d_out, rows, groups, add_to, epilogue)
     return weight.new_empty(0)
@@ -314,10 +314,10 @@ class LeftGradient:
 
     def __call__(self, total: Tensor | None) -> Tensor | None:
         target = total if self.add_to is None else self.add_to
-        found = _weight_gradient(self.d_out, self.rows, self.groups, self.weight, True, target)
+        d_weight = _weight_gradient(self.d_out, self.rows, self.groups, self.weight, True, target)
         if self.add_to is not None:
             return None
-        return found if total is None else total
+        return d_weight if total is None else total
 
 
 def _swiglu_gradient(
@@ -422,9 +422,9 @@ class Ffn(torch.autograd.Function):
             results = torch.ops.imbrex_experts_v3.ffn_backward(d_y_RD, *saved, needs)
         else:
             results = ffn_gradients(d_y_RD, saved, needs, gradients=add_to, deferral=deferral)
-        given = rows, gate_up and ours, down and ours, weights
+        present = rows, gate_up and ours, down and ours, weights
         d_rows, d_gate_up, d_down, d_weights = (
-            result if is_given else None for result, is_given in zip(results, given, strict=True)
+            result if is_given else None for result, is_given in zip(results, present, strict=True)
         )
         return d_rows, d_gate_up, d_down, None, d_weights, None
 

@@ -115,11 +115,11 @@ def _misfit(rows_RD: Tensor, scales_RB: Tensor | None) -> str | None:
         return f"rows are {rows_RD.dtype}; give bfloat16, or float8_e4m3fn with scales_RB="
     if rows_RD.dtype != torch.float8_e4m3fn:
         return f"rows with scales are {rows_RD.dtype}; give float8_e4m3fn (`.view` of bytes)"
-    wanted = rows_RD.shape[0], rows_RD.shape[1] // BLOCK
-    if scales_RB.dtype == torch.float32 and tuple(scales_RB.shape) == wanted:
+    shape = rows_RD.shape[0], rows_RD.shape[1] // BLOCK
+    if scales_RB.dtype == torch.float32 and tuple(scales_RB.shape) == shape:
         return None
-    found = f"{scales_RB.dtype} {list(scales_RB.shape)}"
-    return f"scales are {found}; give float32 {list(wanted)}, one for every {BLOCK} values of a row"
+    description = f"{scales_RB.dtype} {list(scales_RB.shape)}"
+    return f"scales are {description}; give float32 {list(shape)}, one for every {BLOCK} values of a row"
 
 
 def run_ffn_fp8(

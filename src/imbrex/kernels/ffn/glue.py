@@ -96,8 +96,8 @@ def swiglu_backward(
     d_gate_up_RG, act_RF = torch.empty_like(gate_up_RG), d_act_RF.new_empty(rows if keep else 0, width)
     d_weights_R = None if weights_R is None else d_act_RF.new_empty(rows, dtype=torch.float32)
     count = ends_e, ends_e.numel(), width // _UNIT
-    kept = act_RF if keep else None
-    _launch("swiglu_backward", d_act_RF, gate_up_RG, weights_R, *count, d_gate_up_RG, kept, d_weights_R)
+    act = act_RF if keep else None
+    _launch("swiglu_backward", d_act_RF, gate_up_RG, weights_R, *count, d_gate_up_RG, act, d_weights_R)
     return d_gate_up_RG, act_RF, d_weights_R
 
 

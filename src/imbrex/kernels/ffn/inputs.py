@@ -18,8 +18,8 @@ def supports(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> str | No
         return "the expert kernels need tensors on a GPU"
     if (reason := unavailable(rows_RD.device.index)) is not None:
         return reason
-    given = rows_RD, gate_up_eGD, down_eDF
-    return find_misfit_of_dtypes(*given) or find_misfit_of_weights(*given)
+    tensors = rows_RD, gate_up_eGD, down_eDF
+    return find_misfit_of_dtypes(*tensors) or find_misfit_of_weights(*tensors)
 
 
 def check_inputs(
@@ -79,9 +79,9 @@ def find_misfit_of_weights(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tenso
 
 
 def find_misfit_of_dtypes(*given: Tensor) -> str | None:
-    for one in given:
-        if one.dtype != torch.bfloat16:
-            return f"rows or weights are {one.dtype}; the expert kernels compute in bfloat16"
+    for tensor in given:
+        if tensor.dtype != torch.bfloat16:
+            return f"rows or weights are {tensor.dtype}; the expert kernels compute in bfloat16"
     return None
 
 

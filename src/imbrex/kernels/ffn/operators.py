@@ -123,8 +123,8 @@ def _swiglu_setup(ctx, inputs, output):
 
 
 def _swiglu_backward(ctx, d_act_RF):
-    found = torch.ops.imbrex_glue.swiglu_backward(d_act_RF, *ctx.saved_tensors)
-    return found[0], found[1] if ctx.needs_input_grad[1] else None, None
+    gradients = torch.ops.imbrex_glue.swiglu_backward(d_act_RF, *ctx.saved_tensors)
+    return gradients[0], gradients[1] if ctx.needs_input_grad[1] else None, None
 
 
 def _permute_setup(ctx, inputs, output):
@@ -142,8 +142,8 @@ def _unpermute_setup(ctx, inputs, output):
 
 
 def _unpermute_backward(ctx, d_y_TD):
-    found = torch.ops.imbrex_glue.unpermute_backward(d_y_TD, *ctx.saved_tensors, ctx.choices)
-    return found[0], None, None, None, found[1] if ctx.needs_input_grad[4] else None
+    gradients = torch.ops.imbrex_glue.unpermute_backward(d_y_TD, *ctx.saved_tensors, ctx.choices)
+    return gradients[0], None, None, None, gradients[1] if ctx.needs_input_grad[4] else None
 
 
 def _like_weights(rows: Tensor, weights: Tensor | None) -> Tensor:

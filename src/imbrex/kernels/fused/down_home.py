@@ -172,8 +172,8 @@ def _maps(product: LeftProduct, tiling: Tiling) -> bytes:
         stacked_map(b, 64, tiling.block_n // tiling.cluster),
         ragged_map(out, 64, 64),
     )
-    return b"".join(bytes(one.raw) for one in maps)
+    return b"".join(bytes(part.raw) for part in maps)
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Any:
-    return (ctypes.c_void_p * MOST_LOCAL)(*(None if one is None else one.data_ptr() for one in tensors))
+    return (ctypes.c_void_p * MOST_LOCAL)(*(None if t is None else t.data_ptr() for t in tensors))

@@ -64,7 +64,7 @@ def why_not_home(gradients: Sequence[Any]) -> str | None:
     first, second = gradients
     if first.groups is not second.groups:
         return "the two weights' gradients are not of the same rows"
-    if any(one.shape[1] % 64 for gradient in gradients for one in (gradient.rows, gradient.d_out)):
+    if any(operand.shape[1] % 64 for gradient in gradients for operand in (gradient.rows, gradient.d_out)):
         return "the weights' widths are no multiples of 64"
     if _epilogue(first) is not _epilogue(second):
         return "one weight's gradient is added to what is there, and the other is not, or in another dtype"
@@ -122,7 +122,7 @@ def home_beside_gradients(
         values=values,
     )
     check_products(device)
-    return [(one, other) for one, other in results]
+    return [(first_result, other) for first_result, other in results]
 
 
 def computed(gradient: LeftGradient, result: Tensor) -> Gradient:
@@ -158,7 +158,7 @@ def _maps(pair: Pair, results: Sequence[Tensor], tiling: Tiling) -> bytes:
     maps = [ragged_panels_map(gradient.d_out, tiling.block_m // 64) for gradient in pair]
     maps += [ragged_panels_map(gradient.rows, tiling.block_n // 64) for gradient in pair]
     maps += [stacked_map(result, 128 // result.element_size(), 64) for result in results]
-    return b"".join(bytes(one.raw) for one in maps)
+    return b"".join(bytes(part.raw) for part in maps)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Any:

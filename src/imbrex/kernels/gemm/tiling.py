@@ -106,8 +106,8 @@ def choose_tiling(
 ) -> Tiling:
     """`rows`: rows of all experts together, at most (the counts stay on the device); `out`: shape of one
     expert's output, for a weight gradient, else (rows, columns); `sms`: of the device."""
-    if (given := _overridden.get((layout, epilogue))) is not None:
-        return given
+    if (override := _overridden.get((layout, epilogue))) is not None:
+        return override
     fp8 = reading.get("fp8", False)
     chosen = _fastest(layout, epilogue, rows, experts, out, sms, reading.get("depth", 0), fp8)
     paired = reading.get("gather") and not fp8 and chosen == SHARED and rows >= _GATHERED_PAIRS * experts
@@ -144,11 +144,11 @@ def _fastest(
     def time(tiling: Tiling) -> float:
         return _time(tiling, equal, columns, sms, fp8) + 2 * _time(tiling, apart, columns, sms, fp8)
 
-    found = min(tilings, key=time)
-    full = experts * math.ceil(mean / found.block_m) * math.ceil(columns / found.block_n) / sms
-    if found in _PAIRS and mean >= found.block_m and _pair_pays(full, depth, columns, fp8):
-        return _PAIRS[found]
-    return found
+    best = min(tilings, key=time)
+    full = experts * math.ceil(mean / best.block_m) * math.ceil(columns / best.block_n) / sms
+    if best in _PAIRS and mean >= best.block_m and _pair_pays(full, depth, columns, fp8):
+        return _PAIRS[best]
+    return best
 
 
 def _pair_pays(full: float, depth: int, columns: int, fp8: bool) -> bool:
@@ -162,10 +162,10 @@ def _time(tiling: Tiling, groups: list[tuple[int, int]], columns: int, sms: int,
     many."""
     like = SHARED if tiling == STAGED else tiling
     parts = columns, sms, tiling.block_n, _READ[like]
-    found = _waves(tiling.block_m, _COSTS[like], groups, *parts)
+    waves = _waves(tiling.block_m, _COSTS[like], groups, *parts)
     if fp8 or not tiling.two_heights:
-        return found
-    return min(found, _waves(64, _LOW_COST, groups, *parts))
+        return waves
+    return min(waves, _waves(64, _LOW_COST, groups, *parts))
 
 
 def _waves(
@@ -201,14 +201,14 @@ def gemm_choices() -> list[Choice]:
     swiglu = Epilogue.SWIGLU_GRADIENT
     plain = (Epilogue.PLAIN, Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP, Epilogue.WEIGHTED)
     shared = (SHARED, SMALL)
-    found = [Choice(layout=Layout.FORWARD, epilogue=e, tiling=t) for e in plain for t in (*shared, PAIRED)]
+    choices = [Choice(layout=Layout.FORWARD, epilogue=e, tiling=t) for e in plain for t in (*shared, PAIRED)]
     gradients = (
         (Layout.DGRAD, Epilogue.PLAIN, shared),
         (Layout.DGRAD, swiglu, GRADIENT_TILINGS),
         *((Layout.WGRAD, e, (SHARED, OWN)) for e in (Epilogue.PLAIN, Epilogue.ADD, Epilogue.ADD_FLOAT)),
     )
-    found.append(Choice(layout=Layout.DGRAD, epilogue=Epilogue.PLAIN, tiling=PAIRED, wide=True))
+    choices.append(Choice(layout=Layout.DGRAD, epilogue=Epilogue.PLAIN, tiling=PAIRED, wide=True))
     for layout, epilogue, tilings in gradients:
         for tiling, wide in itertools.product(tilings, (True, False)):
-            found.append(Choice(layout=layout, epilogue=epilogue, tiling=tiling, wide=wide))
-    return found
+            choices.append(Choice(layout=layout, epilogue=epilogue, tiling=tiling, wide=wide))
+    return choices
