@@ -205,7 +205,8 @@ class Tiers(Collective):
         torch names a group that its members alone make after how many groups a process has. Ranks may differ
         in that, and would wait for each other; where all ranks are here, all make all groups.
         """
-        if shared.node is None:
+        # One that was destroyed is not in torch's map any more.
+        if shared.node not in dist.distributed_c10d._world.pg_map:  # pyright: ignore
             assert self.group is not None
             whole, nodes = dist.get_process_group_ranks(self.group), self.nodes
             alone = len(whole) != dist.get_world_size()
