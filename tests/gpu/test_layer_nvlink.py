@@ -339,7 +339,7 @@ def test_schedule_auto_measures_chunks(nccl: Pool) -> None:
     case = replace(NVLINK, tokens=(1200, 700), options={"transport": "nvlink", "schedule": "auto"})
     for reason, error in nccl.run(2, run_auto, case):
         assert reason.startswith("auto: ")
-        assert " ms forward and " in reason or "measured" in reason
+        assert any(word in reason for word in (" ms forward and ", "measured", " times as fast"))
         assert error < 4e-3
 
 
