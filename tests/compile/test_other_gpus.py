@@ -15,7 +15,13 @@ from imbrex.kernels.jit import compile_variant
 from imbrex.kernels.shipped import shipped_variants
 from imbrex.testing import trials
 
-PRODUCTS = {"gemm/gemm.cu", "fused/down_home.cu", "fused/home.cu", "fused/rows_out.cu"}
+PRODUCTS = {
+    "gemm/gemm.cu",
+    "gemm/follow.cu",
+    "fused/down_home.cu",
+    "fused/home.cu",
+    "fused/rows_out.cu",
+}
 HOPPER = PRODUCTS | {
     "exchange/dispatch.cu",
     "exchange/expert.cu",

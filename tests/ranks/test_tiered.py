@@ -293,7 +293,7 @@ def run_wrong_setting(ranks: Ranks, options: dict[str, Any], odd: dict[str, Any]
         ({"ranks_per_node": 2}, {"ranks_per_node": 1}, "was given other nodes than this rank"),
         ({"ranks_per_node": 3}, {}, "4 ranks do not divide into nodes of 3; give ranks_per_node="),
         ({"ranks_per_node": 2}, {"inside": "alltoall"}, "ranks disagree about inside="),
-        ({"ranks_per_node": 2, "inside": "nvlink"}, {}, "inside='nvlink' does not work here: the group does"),
+        ({"ranks_per_node": 2, "inside": "nvlink"}, {}, "inside='nvlink' does not work here: "),
         (
             {"ranks_per_node": 1, "inside": "nvlink"},
             {},
@@ -303,7 +303,8 @@ def run_wrong_setting(ranks: Ranks, options: dict[str, Any], odd: dict[str, Any]
     ],
 )
 def test_wrong_settings(pool: Pool, options: dict[str, Any], odd: dict[str, Any], says: str) -> None:
-    assert all(says in answer for answer in pool.run(4, run_wrong_setting, options, odd))
+    for answer in pool.run(4, run_wrong_setting, options, odd):
+        assert says in answer
 
 
 def run_misfit(ranks: Ranks) -> str:

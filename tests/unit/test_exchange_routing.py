@@ -126,7 +126,7 @@ def test_a_missing_rank_ends_in_one_exception() -> None:
     case = Case(placement=contiguous(8, 4), tokens=(16,) * 4, choices=2)
     exchange = make_exchange(case, load=kernel.load, timeout=1.0)
     exchange.heap.local = exchange.heap.local[:3]
-    exchange.local_ranks = 3
+    exchange.local_ranks, exchange._sizes = 3, exchange._sizes._replace(local_ranks=3)
     inputs = make_inputs(case)
     given = inputs.ids_WTK[:3], inputs.weights_WTK[:3], inputs.tokens_W[:3]
     routed = exchange.route(*given)

@@ -55,13 +55,19 @@ __device__ __forceinline__ void forget(u32& value) { asm volatile("" : "+r"(valu
 // Section: kernels that overlap.
 
 // The next kernel of the stream may be launched once all blocks of this one have said so or ended, if its
-// launch allows it.
+// launch allows it. GPUs before Hopper know neither, and begin no kernel before the one before has ended.
 __device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 // Until the kernels before this one, which its launch did not wait for, have ended and their writes are
 // there.
-__device__ __forceinline__ void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_launches() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Section: registers and barriers of a block.
 
