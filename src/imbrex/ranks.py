@@ -173,14 +173,14 @@ def group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     stand_ins = {object(): "" for _ in range(MOST_GROUPS + _Besides.count - len(names))}
     names.update(stand_ins)
     try:
-        made = dist.new_group(
+        twin = dist.new_group(
             dist.get_process_group_ranks(group), backend=backend, use_local_synchronization=True
         )
     finally:
         for stand_in in stand_ins:
             del names[stand_in]
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    assert isinstance(twin, dist.ProcessGroup)
+    return twin
 
 
 def refuse_ddp(experts: nn.Module, ranks: Ranks) -> None:

@@ -43,7 +43,7 @@ def write_results(
     """
     path = Path(path)
     kept_runs, kept_rows = _read(path, question, run)
-    number = max((kept["id"] for kept in kept_runs), default=-1) + 1
+    number = max((old["id"] for old in kept_runs), default=-1) + 1
     runs = [*kept_runs, {"id": number, **run}]
     content = {
         "question": question,

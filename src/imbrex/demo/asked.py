@@ -45,7 +45,7 @@ def settle(args: argparse.Namespace, *, worker: bool) -> None:
     if not args.out.strip():
         raise ValueError("--out is empty: give a folder")
     before = folder.earlier(Path(args.out)) if args.resume else None
-    earlier = {} if before is None else before.asked
+    earlier = {} if before is None else before.settings
     for name, default in DEFAULTS.items():
         value = getattr(args, name)
         if name in SHAPE and name in earlier and value not in (None, earlier[name]):

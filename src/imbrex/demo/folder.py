@@ -26,9 +26,9 @@ _OF_RANKS = re.compile(r"rank-\d{5}\.(phase|draft|note|note-draft|traceback)|spo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Earlier:
-    """A run that wrote to the folder before. asked: its settings by flag; files: the names that it owns."""
+    """A run that wrote to the folder before. settings: its own by flag; files: the names that it owns."""
 
-    asked: Mapping[str, Any]
+    settings: Mapping[str, Any]
     files: frozenset[str]
 
 
@@ -44,7 +44,7 @@ def earlier(out: Path) -> Earlier | None:
         written = json.loads((out / ASKED).read_text())
         if written["wrote"] != _FORMAT:
             raise ValueError("another format")
-        return Earlier(asked=dict(written["asked"]), files=frozenset(map(str, written["files"])))
+        return Earlier(settings=dict(written["asked"]), files=frozenset(map(str, written["files"])))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -156,4 +156,4 @@ def _kept(out: Path, args: argparse.Namespace) -> bool:
         before = earlier(out)
     except ValueError:
         return False
-    return before is not None and any(getattr(args, name) != was for name, was in before.asked.items())
+    return before is not None and any(getattr(args, name) != was for name, was in before.settings.items())

@@ -130,8 +130,8 @@ class BytesDispatcher(WiredDispatcher):
         for (_, routing), counts in zip(parts, gathered, strict=True):
             split_WS = self._split(counts)
             chosen.append((plan.choose_slots(routing.ids_TK, split_WS[rank], placement), split_WS))
-        wanted = [self._wanted(slot_TK) for slot_TK, _ in chosen]
-        traffics = self.transport.plan(wanted, self._rows_ahead(gathered))
+        marks = [self._wanted(slot_TK) for slot_TK, _ in chosen]
+        traffics = self.transport.plan(marks, self._rows_ahead(gathered))
         return [
             plan.make_plan(
                 slot_TK,

@@ -70,14 +70,14 @@ _WIRES = {"fp8": "fp8"}
 """How sums cross, by the name of a codec; else as bfloat16."""
 
 
-def most_rows(shape: Shape, most: int) -> int:
-    """Rows that `most` tokens of every rank can be, for a heap that may have room for more. Of a few sizes
-    only, so that memory for them is found again: that of the heap halved while it is enough.
+def most_rows(shape: Shape, max_tokens: int) -> int:
+    """Rows that `max_tokens` tokens of every rank can be, for a heap that may have room for more. Of a few
+    sizes only, so that memory for them is found again: that of the heap halved while it is enough.
 
     Example: kernels for 16384 tokens that are given 5000 at most have rows for 8192.
     """
     room = shape.max_tokens
-    while room % 2 == 0 and room // 2 >= most:
+    while room % 2 == 0 and room // 2 >= max_tokens:
         room //= 2
     return shape.row_capacity // shape.max_tokens * room
 
@@ -91,11 +91,11 @@ class FewRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The choices of one dispatch, and the most tokens that a rank has in it. backward: whether one keeps the
-    rows, the same on every rank."""
+    """The choices of one dispatch. max_tokens: of the rank with the most. backward: whether one keeps the
+    rows; both are the same on every rank."""
 
     ids_TK: Tensor
-    most: int
+    max_tokens: int
     backward: bool
 
 
@@ -204,7 +204,7 @@ class NvlinkDispatcher(WiredDispatcher):
         note = (note + 0xC2B2AE35 * self.fuses) % NOTES
         # The most of twice the tokens and one bit: the bit is that of the rank with the most tokens.
         tokens = x_TD.shape[0] << 1 | x_TD.requires_grad
-        most, wrong = self.transport.agree_on_call(tokens, fine=problem is None, note=note)
+        maximum, wrong = self.transport.agree_on_call(tokens, fine=problem is None, note=note)
         if problem:
             raise ValueError(f"dispatch: on rank {self.geometry.rank}, {problem}")
         if wrong is not None:
@@ -216,7 +216,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
                 "placement"
             )
-        return Part(ids_TK=routing.ids_TK, most=most >> 1, backward=bool(most & 1))
+        return Part(ids_TK=routing.ids_TK, max_tokens=maximum >> 1, backward=bool(maximum & 1))
 
     def agree_on_rows(self, problem: str | None) -> None:
         """By a word on the hosts' board, which asks no GPU."""
@@ -225,7 +225,7 @@ class NvlinkDispatcher(WiredDispatcher):
             raise_together(self.transport, "combine", problem)
 
     def _problem(self, x_TD: Tensor, routing: Routing) -> str | None:
-        most = self.transport.max_tokens
+        limit = self.transport.max_tokens
         problem = explain(self.find_problem(x_TD, routing))
         if problem is not None:
             return problem
@@ -233,8 +233,10 @@ class NvlinkDispatcher(WiredDispatcher):
             return (
                 f"x is {x_TD.dtype}; NVLink's kernels move bfloat16: convert it, or use transport='alltoall'"
             )
-        if most is not None and x_TD.shape[0] > most:
-            return f"x has {x_TD.shape[0]} tokens; this exchange was made for {most}: use Nvlink(max_tokens=)"
+        if limit is not None and x_TD.shape[0] > limit:
+            return (
+                f"x has {x_TD.shape[0]} tokens; this exchange was made for {limit}: use Nvlink(max_tokens=)"
+            )
         return None
 
     def dispatch(
@@ -275,10 +277,10 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> tuple[Any, Routed]:
         """Rows as `expand` makes them of those that cross in fp8, and where they stand. stages: only the
         tokens are made ready, unless they are few."""
-        most, ids_TK, sms = part.most, part.ids_TK.contiguous(), self.sms
-        kernels = self.transport.exchange_for(self.size, self.placed.placement, most, self.observer)
+        max_tokens, ids_TK, sms = part.max_tokens, part.ids_TK.contiguous(), self.sms
+        kernels = self.transport.exchange_for(self.size, self.placed.placement, max_tokens, self.observer)
         kernels.layer = self.layer
-        where, exact = {"layer": self.layer}, self._exact(part, most_rows(kernels.shape, most))
+        where, exact = {"layer": self.layer}, self._exact(part, most_rows(kernels.shape, max_tokens))
         if self.observer.enabled:
             load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
             self.observer.count("expert_load", load_E, **where)
@@ -296,15 +298,15 @@ class NvlinkDispatcher(WiredDispatcher):
         with self.observer.span("dispatch", **where):
             if self._writes_fp8:
                 lease, routed = kernels.dispatch(*inputs, sms.push, quantise=True, **choose)
-                num_rows = self._count_rows(routed) if exact else most_rows(kernels.shape, most)
+                num_rows = self._count_rows(routed) if exact else most_rows(kernels.shape, max_tokens)
                 return self._expand(lease.rows, x_TD, routed, num_rows, expand), routed
-            if most <= FEW_TOKENS:
-                room = most_rows(kernels.shape, most)
+            if max_tokens <= FEW_TOKENS:
+                room = most_rows(kernels.shape, max_tokens)
                 groups = empty_groups(1, room, self._slots, COUNTERS, x_TD.device)
                 rows_1RD, routed = kernels.dispatch_small(*inputs, sms.small, groups=groups, **choose)
                 return FewRows(rows_1RD[0, :room], groups), routed
             if stages or not exact:
-                rows_RD = x_TD.new_empty(most_rows(kernels.shape, most), x_TD.shape[1])
+                rows_RD = x_TD.new_empty(most_rows(kernels.shape, max_tokens), x_TD.shape[1])
                 if stages:
                     return kernels.stage(*inputs, sms.stage, out=rows_RD, **choose)
                 return kernels.dispatch_expert(*inputs, sms.dispatch, out=rows_RD, **choose)

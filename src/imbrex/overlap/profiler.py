@@ -204,7 +204,7 @@ class _Layer:
                 move.finish()
 
         clock.timed("compute", compute)
-        clock.timed("move", lambda: [one.finish() for one in begin()])
+        clock.timed("move", lambda: [move.finish() for move in begin()])
         clock.timed("together", both)
         return clock.seconds
 

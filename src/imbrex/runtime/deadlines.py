@@ -168,8 +168,8 @@ class Deadlines:
                 time.sleep(self._tick)
 
     def _pending(self) -> bool:
-        for one in (*self._streams.values(), *self._replayed):
-            late = one.late(time.monotonic())
+        for record in (*self._streams.values(), *self._replayed):
+            late = record.late(time.monotonic())
             if late is not None:
                 self._give_up(late)
         self._forget(None)

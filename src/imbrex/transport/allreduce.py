@@ -71,5 +71,5 @@ class AllReduce(BytesTransport):
         gathered = encoded.new_empty(world * longest, encoded.shape[1])
         work = self.start("combine", lambda: all_gather_single(gathered, padded, self.group, async_op=True))
         self.finish("combine", work)
-        kept = zip(gathered.split(longest) if longest else (), sizes, strict=False)
-        return decode(torch.cat([gathered[:0], *(rows[:size] for rows, size in kept)])).float()
+        shares = zip(gathered.split(longest) if longest else (), sizes, strict=False)
+        return decode(torch.cat([gathered[:0], *(rows[:size] for rows, size in shares)])).float()

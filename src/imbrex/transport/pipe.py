@@ -55,7 +55,7 @@ class Pipe(Tiered):
             assert half.arrange is not None
             picked = half.arrange(rows)
             begun.append(super().scatter_rows(phase, picked, half.send, half.receive))
-        return lambda: [one.finish() for one in reversed(begun)]
+        return lambda: [half.finish() for half in reversed(begun)]
 
 
 class Sequential(Pipe):

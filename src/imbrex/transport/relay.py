@@ -24,20 +24,20 @@ LEAST_ROWS = 128
 def count_pieces(wanted_TW: Tensor, nodes: Nodes, pieces: int) -> Tensor:
     """int64 [2, pieces, W]: tokens that every rank wants of each piece, and that every node wants at least
     once, node n in place n. Pieces as `torch.tensor_split` makes them."""
-    found = []
+    counts = []
     for piece_TW in wanted_TW.tensor_split(pieces):
         by_node = piece_TW.unflatten(1, (nodes.num_nodes, nodes.size)).any(2).sum(0)
         padded = torch.nn.functional.pad(by_node, [0, wanted_TW.shape[1] - nodes.num_nodes])
-        found.append(torch.stack([piece_TW.sum(0), padded]))
-    return torch.stack(found, 1)
+        counts.append(torch.stack([piece_TW.sum(0), padded]))
+    return torch.stack(counts, 1)
 
 
 def join_pieces(counts_2SWW: Tensor) -> Tensor:
     """Neighbouring pieces put together until each has enough rows: the same on every rank."""
     while counts_2SWW.shape[1] > 1:
         # on the host: counts of all ranks are
-        most = int(counts_2SWW[1].sum(0).max()) if counts_2SWW.numel() else 0
-        if most >= LEAST_ROWS * counts_2SWW.shape[1]:
+        rows = int(counts_2SWW[1].sum(0).max()) if counts_2SWW.numel() else 0
+        if rows >= LEAST_ROWS * counts_2SWW.shape[1]:
             break
         counts_2SWW = counts_2SWW.unflatten(1, (-1, 2)).sum(2)
     return counts_2SWW
@@ -126,13 +126,13 @@ class Relay:
         """This rank's tokens that another node wants, ascending, each once."""
         lists = self.sent_tokens[node * self.nodes.size : (node + 1) * self.nodes.size]
         together = torch.cat(list(lists))
-        most = sum(self.tokens(self.rank, node))
-        if len(together) == most:
+        number = sum(self.tokens(self.rank, node))
+        if len(together) == number:
             return together.sort().values
         ordered = together.sort().values
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[1:] = ordered[1:] != ordered[:-1]
-        return ordered[torch.nonzero_static(first, size=most)[:, 0]]
+        return ordered[torch.nonzero_static(first, size=number)[:, 0]]
 
     def sent(self, *, back: bool) -> Tensor:
         """int64 [W]: rows that this rank sends to every other, its own and those that it passes on."""

@@ -312,8 +312,8 @@ def phases(runner: Race, entry: Entry, sms: Sequence[int], repeats: int = 5) -> 
         calls[f"back {n}"] = lambda n=n: kernels.combine(
             out_RD[None], routed, weighted=False, num_sms=n, num_tokens=len(x_TD)
         )
-    taken = time_in_turns(calls, PAUSE_CYCLES["forward"], repeats=repeats)
-    return {name: statistics.median(times) for name, times in taken.items()}
+    times_by_name = time_in_turns(calls, PAUSE_CYCLES["forward"], repeats=repeats)
+    return {name: statistics.median(times) for name, times in times_by_name.items()}
 
 
 def host_microseconds(call: Call, pause_cycles: int, repeats: int = 5) -> float:
@@ -411,8 +411,8 @@ def row_of(
     return row | ({"error": error} if name == OURS else {})
 
 
-def line_of(entry: Entry, op: str, taken: dict[str, list[float]]) -> str:
-    medians = {name: statistics.median(times) for name, times in taken.items()}
+def line_of(entry: Entry, op: str, times_by_name: dict[str, list[float]]) -> str:
+    medians = {name: statistics.median(times) for name, times in times_by_name.items()}
     ours = medians[OURS]
     cells = [f"{entry.model:12} M={entry.M:<6} {op:17}"]
     cells += [f"{name} {us:8.0f}" for name, us in medians.items()]

@@ -429,8 +429,8 @@ class NvlinkExchange:
         cluster, threads, shared = block
         if cluster == 1:
             return min(multiprocessors(self.heap.local.get_device()), lay.MAX_BLOCKS)
-        most = cluster * self._kernel(variant).clusters(cluster, threads, shared)
-        return min(most, lay.MAX_BLOCKS // cluster * cluster)
+        blocks = cluster * self._kernel(variant).clusters(cluster, threads, shared)
+        return min(blocks, lay.MAX_BLOCKS // cluster * cluster)
 
     def _kernel(self, variant: jit.Variant) -> Any:
         if variant not in self._kernels:

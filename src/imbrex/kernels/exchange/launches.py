@@ -197,7 +197,7 @@ class RoutingPlan(NamedTuple):
 
 
 def route_args(
-    made: RoutingPlan,
+    plan: RoutingPlan,
     ids: Tensor,
     weights: Tensor,
     tokens: Tensor | None,
@@ -207,11 +207,11 @@ def route_args(
     small: bool = False,
 ) -> ctypes.Structure:
     """The struct of the routing kernel. small: of a kernel that routes a small batch by itself."""
-    shape, where, placement, room, tables = made
+    shape, where, placement, room, tables = plan
     at = (where.small_ids, 0, where.small_tokens) if small else (where.ids, where.counts, where.tokens)
     tables = choosing.get("tables") or tables
-    most, to = routed.max_tokens, routed.addresses
-    _check_choices(shape, ids, weights, tokens, most)
+    max_tokens, to = routed.max_tokens, routed.addresses
+    _check_choices(shape, ids, weights, tokens, max_tokens)
     return lay.Route(
         ids=ids,
         weights=weights,
@@ -232,7 +232,7 @@ def route_args(
         counts_at=at[1],
         tokens_at=at[2],
         num_tokens=ids.shape[-2],
-        max_tokens=most,
+        max_tokens=max_tokens,
         choices=shape.choices,
         experts=shape.experts,
         most_slots=shape.most_slots,
@@ -246,11 +246,13 @@ def route_args(
     )
 
 
-def _check_choices(shape: lay.Shape, ids: Tensor, weights: Tensor, tokens: Tensor | None, most: int) -> None:
-    if tokens is None and (ids.shape[-1] != shape.choices or ids.shape[-2] > most):
+def _check_choices(
+    shape: lay.Shape, ids: Tensor, weights: Tensor, tokens: Tensor | None, max_tokens: int
+) -> None:
+    if tokens is None and (ids.shape[-1] != shape.choices or ids.shape[-2] > max_tokens):
         raise ValueError(
-            f"exchange: ids of shape {tuple(ids.shape)}; here there is room for at most {most} tokens of "
-            f"{shape.choices} choices"
+            f"exchange: ids of shape {tuple(ids.shape)}; here there is room for at most {max_tokens} tokens "
+            f"of {shape.choices} choices"
         )
     assert ids.dtype == torch.int64
     assert weights.dtype == torch.float32
@@ -308,9 +310,9 @@ def reduce_args(
 ) -> ctypes.Structure:
     """Arguments of a combine of expert-major rows. pieces: tokens that a warp draws at once, parts of a row,
     warps that begin by reducing."""
-    width, most, at = rows.shape[-1], routed.max_tokens, routed.addresses
+    width, max_tokens, at = rows.shape[-1], routed.max_tokens, routed.addresses
     wire, addend = sums.get("wire", "bf16"), sums.get("addend")
-    pieces = sums.get("pieces") or lay.combine_pieces(most, wire)
+    pieces = sums.get("pieces") or lay.combine_pieces(max_tokens, wire)
     numbers, home = sums.get("values") or (None, None)
     for value in (numbers, home) if numbers is not None else ():
         assert value is not None
@@ -334,7 +336,7 @@ def reduce_args(
         rows_stride=rank_stride(rows),
         x_stride=rank_stride(addend),
         out_stride=rank_stride(out),
-        max_tokens=most,
+        max_tokens=max_tokens,
         choices=shape.choices,
         row_bytes=2 * width,
         wire_bytes=lay.wire_bytes(2 * width, wire),

@@ -55,7 +55,7 @@ def place_compact(
 ) -> Placed:
     """Places compact rows. traffic_WW: int32; tokens that every rank has for every other, as `route` wrote
     them. num_rows: of `source_R`."""
-    _, ranks, most, choices = routed.position_LWTK.shape
+    _, ranks, max_tokens, choices = routed.position_LWTK.shape
     device = traffic_WW.device
     placed = Placed(
         routed=routed.with_position(torch.empty_like(routed.position_LWTK)),
@@ -77,12 +77,12 @@ def place_compact(
         sums=placed.sums,
         ranks=ranks,
         me=rank,
-        max_tokens=most,
+        max_tokens=max_tokens,
         choices=choices,
         rows=num_rows,
         tokens=num_tokens,
     )
-    blocks = ranks * -(-most // THREADS)
+    blocks = ranks * -(-max_tokens // THREADS)
     load(PLACE, device).launch(grid=blocks, block=THREADS, smem=SHARED_BYTES, args=[args])
     return placed
 

@@ -74,7 +74,7 @@ def _launch(
     rows_RD: Tensor,
     scales_RB: Tensor | None,
 ) -> None:
-    _, ranks, most, choices = routed.position_LWTK.shape
+    _, ranks, max_tokens, choices = routed.position_LWTK.shape
     width = x_TD.shape[1]
     scale_bytes = 4 * (width // BLOCK)
     # A warp's slots, their barriers, and room to quantise in.
@@ -92,7 +92,7 @@ def _launch(
         scales=scales_RB,
         ranks=ranks,
         me=rank,
-        max_tokens=most,
+        max_tokens=max_tokens,
         choices=choices,
         width=width,
         pitch=received_MB.stride(-2),
