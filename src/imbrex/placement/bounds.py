@@ -43,13 +43,13 @@ class Bounds:
 class Pouring:
     """Batches under way to their most even split. loads_HW: of every rank, so far."""
 
-    def __init__(self, load_HE: Floats, held_WE: Held) -> None:
-        self.load_HE, self.held = load_HE, held_WE
-        number_E = held_WE.sum(0)
+    def __init__(self, load_HE: Floats, replicas_WE: Held) -> None:
+        self.load_HE, self.held = load_HE, replicas_WE
+        number_E = replicas_WE.sum(0)
         # One rank more than there are: it is full, and stands in where an expert has fewer ranks than others.
-        self._loads = np.full((len(load_HE), len(held_WE) + 1), np.inf)
-        self._loads[:, :-1] = (load_HE * (number_E == 1)) @ held_WE.T.astype(np.float64)
-        self._teams = [self._even_start(experts, ranks_GX) for experts, ranks_GX in _teams(held_WE)]
+        self._loads = np.full((len(load_HE), len(replicas_WE) + 1), np.inf)
+        self._loads[:, :-1] = (load_HE * (number_E == 1)) @ replicas_WE.T.astype(np.float64)
+        self._teams = [self._even_start(experts, ranks_GX) for experts, ranks_GX in _teams(replicas_WE)]
 
     def _even_start(self, experts: Ints, ranks_GX: Ints) -> tuple[Floats, Ints, Floats]:
         load_HG, real_GX = self.load_HE[:, experts], ranks_GX < len(self.held)
@@ -86,28 +86,28 @@ class Pouring:
         bins = (last_HE + batches * num_ranks).ravel()
         confined = np.bincount(bins, self.load_HE.ravel(), num_ranks * len(loads))
         needed = confined.reshape(-1, num_ranks).cumsum(1) / np.arange(1, num_ranks + 1)
-        most = needed.argmax(1)[:, None]
+        peak = needed.argmax(1)[:, None]
         return Bounds(
             reached_H=loads.max(1),
-            needed_H=np.take_along_axis(needed, most, 1)[:, 0],
-            crowded_HW=place_HW <= most,
+            needed_H=np.take_along_axis(needed, peak, 1)[:, 0],
+            crowded_HW=place_HW <= peak,
         )
 
 
-def _teams(held_WE: Held) -> list[tuple[Ints, Ints]]:
+def _teams(replicas_WE: Held) -> list[tuple[Ints, Ints]]:
     """Replicated experts in teams that share no rank, with their ranks; the number of ranks fills up rows."""
-    nobody = len(held_WE)
-    number_E = held_WE.sum(0)
+    nobody = len(replicas_WE)
+    number_E = replicas_WE.sum(0)
     several = np.flatnonzero(number_E > 1)
     several = several[np.argsort(-number_E[several], kind="stable")]
     ends = number_E[several].cumsum().tolist()
-    all_ranks = (np.flatnonzero(held_WE.T[several]) % nobody).tolist()
+    all_ranks = (np.flatnonzero(replicas_WE.T[several]) % nobody).tolist()
     busy: list[int] = []  # a bit for every rank of a team
     teams: list[list[tuple[int, list[int]]]] = []
     for expert, begin, end in zip(several.tolist(), [0, *ends], ends, strict=False):
         ranks = all_ranks[begin:end]
         ours = sum(1 << rank for rank in ranks)
-        free = next((at for at, taken in enumerate(busy) if not taken & ours), len(teams))
+        free = next((at for at, bits in enumerate(busy) if not bits & ours), len(teams))
         if free == len(teams):
             busy.append(0)
             teams.append([])
@@ -121,9 +121,9 @@ def _teams(held_WE: Held) -> list[tuple[Ints, Ints]]:
     return members
 
 
-def bounds(load_HE: Floats, held_WE: Held, rounds: int = ROUNDS) -> Bounds:
+def bounds(load_HE: Floats, replicas_WE: Held, rounds: int = ROUNDS) -> Bounds:
     """Both bounds of every batch. load_HE: load per expert, float64 [H, E]; every expert is on a rank."""
-    pouring = Pouring(load_HE, held_WE)
+    pouring = Pouring(load_HE, replicas_WE)
     for _ in range(rounds):
         pouring.pour()
     return pouring.bounds()
@@ -157,8 +157,8 @@ def imbalances(counts_HE: Ints, placement: Placement, split: str) -> Floats:
     if split == "balanced":
         fullest_H = fullest_ranks(counts_HE, placement)
     else:
-        held = to_held(placement)
-        fullest_H = (counts_HE @ (held / held.sum(0)).T).max(1, initial=0)
+        replicas_WE = to_held(placement)
+        fullest_H = (counts_HE @ (replicas_WE / replicas_WE.sum(0)).T).max(1, initial=0)
     return fullest_H * placement.num_ranks / counts_HE.sum(1) - 1
 
 
@@ -171,6 +171,6 @@ def least_fullest(load_E: Floats, num_ranks: int, num_slots: int) -> float:
     limit, heaviest = min(num_ranks, num_slots), np.sort(load_E)[::-1]
     number_E = np.ones(len(load_E))
     for _ in range(num_slots - len(load_E)):
-        most = int(np.where(number_E < limit, heaviest / number_E, -1.0).argmax())
-        number_E[most] += 1
+        expert = int(np.where(number_E < limit, heaviest / number_E, -1.0).argmax())
+        number_E[expert] += 1
     return float(max(load_E.sum() / num_ranks, (heaviest / number_E).max()))

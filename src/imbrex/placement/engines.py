@@ -70,14 +70,14 @@ def _plan(load_E: Floats, capacity_W: tuple[int, ...], num_groups: int, num_node
         theirs = deepseek(load_E, num_slots, num_groups, num_nodes, num_gpus).reshape(num_gpus, -1)
         if all(len(set(row)) == len(row) for row in theirs.tolist()):
             starts.append(_held(theirs, len(load_E)))
-    held = search(load_E, capacity_W, num_nodes=nodes, num_groups=groups, others=starts)
-    return np.concatenate([np.flatnonzero(row) for row in held]).astype(np.int64)
+    replicas_WE = search(load_E, capacity_W, num_nodes=nodes, num_groups=groups, others=starts)
+    return np.concatenate([np.flatnonzero(row) for row in replicas_WE]).astype(np.int64)
 
 
 def _held(slots_WS: Ints, num_experts: int) -> Held:
-    held = np.zeros((len(slots_WS), num_experts), dtype=bool)
-    np.put_along_axis(held, slots_WS, True, axis=1)
-    return held
+    replicas_WE = np.zeros((len(slots_WS), num_experts), dtype=bool)
+    np.put_along_axis(replicas_WE, slots_WS, True, axis=1)
+    return replicas_WE
 
 
 def deepseek(load_E: Floats, num_slots: int, num_groups: int, num_nodes: int, num_gpus: int) -> Ints:
@@ -168,4 +168,4 @@ def tensorrt_llm(load_E: Floats, num_slots: int, num_gpus: int) -> Ints:
         gpus[gpu].append(expert)
         if len(gpus[gpu]) < num_slots // num_gpus:
             heapq.heappush(loads, (load - size, gpu))
-    return np.array([expert for held in gpus for expert in held], dtype=np.int64)
+    return np.array([expert for experts in gpus for expert in experts], dtype=np.int64)

@@ -201,8 +201,8 @@ def _surplus(loads: list[int], fullest: int, emptiest: int, reached: list[int]) 
 
 def _shift(takes_J: Ints, gives: Ints, gets: Ints, amount: int) -> None:
     """Move tokens over one hop; the experts shared give in their order."""
-    held = takes_J[gives]
-    amounts = np.clip(amount - (np.cumsum(held) - held), 0, held)
+    stock = takes_J[gives]
+    amounts = np.clip(amount - (np.cumsum(stock) - stock), 0, stock)
     takes_J[gives] -= amounts
     takes_J[gets] += amounts
 
@@ -230,14 +230,14 @@ def spread_choices(counts_WE: Ints, placement: Placement) -> Ints:
     even_out(loads, takes_J, layout)
     left = iter(takes_J.tolist())
     for of_source, (_, slots) in zip(counts_by_rank, layout.several, strict=True):
-        taken = {layout.rank_of[slot]: next(left) for slot in slots}
+        tokens_on = {layout.rank_of[slot]: next(left) for slot in slots}
         slot_on = {layout.rank_of[slot]: slot for slot in slots}
         for source, at in enumerate(homes):
-            if at in taken:
-                _assign(rows, of_source, taken, source, at, slot_on)
+            if at in tokens_on:
+                _assign(rows, of_source, tokens_on, source, at, slot_on)
         for source in range(num_sources):
-            for rank in taken:
-                _assign(rows, of_source, taken, source, rank, slot_on)
+            for rank in tokens_on:
+                _assign(rows, of_source, tokens_on, source, rank, slot_on)
     return rows
 
 

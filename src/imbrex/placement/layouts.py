@@ -23,8 +23,8 @@ def from_slots(ranks: Sequence[Sequence[int]], num_experts: int) -> Placement:
 
     Raises ValueError where an expert has no slot, does not exist, or sits twice on a rank.
     """
-    for rank, held in enumerate(ranks):
-        experts = [e for e in held if e != -1]
+    for rank, row in enumerate(ranks):
+        experts = [e for e in row if e != -1]
         wrong = [e for e in experts if not 0 <= e < num_experts]
         if wrong:
             raise ValueError(
@@ -35,11 +35,11 @@ def from_slots(ranks: Sequence[Sequence[int]], num_experts: int) -> Placement:
             raise ValueError(
                 f"placement: rank {rank} holds expert {twice} twice; move one replica to another rank"
             )
-    slots = tuple(e for held in ranks for e in held)
+    slots = tuple(e for row in ranks for e in row)
     missing = sorted(set(range(num_experts)) - set(slots))
     if missing:
         raise ValueError(f"placement: expert {missing[0]} has no slot; every expert needs at least one")
     offsets = [0]
-    for held in ranks:
-        offsets.append(offsets[-1] + len(held))
+    for row in ranks:
+        offsets.append(offsets[-1] + len(row))
     return Placement(slots=slots, rank_offsets=tuple(offsets), num_experts=num_experts)

@@ -23,11 +23,11 @@ class Fetch:
     from_slot: int
 
 
-def keep_in_place(old: Placement, held_WE: Held) -> Placement:
-    """The placement `held_WE` with every expert that stays on its rank in its old slot; newcomers take the
-    slots left, in ascending order; slots without an expert are spares."""
+def keep_in_place(old: Placement, replicas_WE: Held) -> Placement:
+    """The placement `replicas_WE` with every expert that stays on its rank in its old slot; newcomers take
+    the slots left, in ascending order; slots without an expert are spares."""
     rows = []
-    for rank, held_E in enumerate(held_WE):
+    for rank, held_E in enumerate(replicas_WE):
         experts = set(np.flatnonzero(held_E).tolist())
         row = [expert if expert in experts else -1 for expert in old.local(rank)]
         newcomers = sorted(experts - set(row))

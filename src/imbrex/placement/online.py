@@ -132,18 +132,18 @@ def renew(recent_HE: Floats, placement: Placement, pace: Pace) -> Placement | No
 
     It is made from every other part of what came and judged by the parts between.
     """
-    held, quarter_HE = to_held(placement), recent_HE[len(recent_HE) * 3 // 4 :]
+    replicas_WE, quarter_HE = to_held(placement), recent_HE[len(recent_HE) * 3 // 4 :]
     # After a change of the load the whole window speaks of both, and is sure of neither.
     enough = pace.sure and len(quarter_HE) >= 2 * LEAST_PARTS
     for judged_HE in (quarter_HE, recent_HE) if enough else (recent_HE,):
-        new = _renewed(judged_HE, held, pace)
+        new = _renewed(judged_HE, replicas_WE, pace)
         if new is not None:
             return keep_in_place(placement, new)
     return None
 
 
-def _renewed(recent_HE: Floats, held: Held, pace: Pace) -> Held | None:
-    if predicted(recent_HE, held, pace.split) < pace.threshold:
+def _renewed(recent_HE: Floats, replicas_WE: Held, pace: Pace) -> Held | None:
+    if predicted(recent_HE, replicas_WE, pace.split) < pace.threshold:
         return None
     if pace.sure and len(recent_HE) < min(LEAST_PARTS, pace.window):
         return None
@@ -151,37 +151,37 @@ def _renewed(recent_HE: Floats, held: Held, pace: Pace) -> Held | None:
     seen_HE, unseen_HE = (recent_HE[::2], recent_HE[1::2]) if apart else (recent_HE, recent_HE)
     if pace.split == "balanced":
         limit = pace.max_moves
-        new = harden(seen_HE, held, proposals=pace.proposals, prices=PRICES, max_moves=limit)
+        new = harden(seen_HE, replicas_WE, proposals=pace.proposals, prices=PRICES, max_moves=limit)
     else:
-        new = refine(seen_HE.sum(0), held, old=held, max_moves=pace.max_moves)
-    return new if _pays(unseen_HE, held, new, pace) else None
+        new = refine(seen_HE.sum(0), replicas_WE, old=replicas_WE, max_moves=pace.max_moves)
+    return new if _pays(unseen_HE, replicas_WE, new, pace) else None
 
 
-def _pays(unseen_HE: Floats, held_WE: Held, new_WE: Held, pace: Pace) -> bool:
+def _pays(unseen_HE: Floats, replicas_WE: Held, new_WE: Held, pace: Pace) -> bool:
     """Whether a placement is better by half the threshold on what it was not made from, and by more than
     chance would make it."""
-    if (held_WE == new_WE).all():
+    if (replicas_WE == new_WE).all():
         return False
-    gain_H = _fullness(unseen_HE, held_WE, pace.split) - _fullness(unseen_HE, new_WE, pace.split)
+    gain_H = _fullness(unseen_HE, replicas_WE, pace.split) - _fullness(unseen_HE, new_WE, pace.split)
     weight_H = unseen_HE.sum(1) / unseen_HE.sum()
     gain = float(gain_H @ weight_H)
     chance = math.sqrt(float(((gain_H - gain) ** 2) @ weight_H**2))
     return gain >= max(pace.threshold / 2, pace.sure * chance)
 
 
-def _fullness(history_HE: Floats, held_WE: Held, split: str) -> Floats:
+def _fullness(history_HE: Floats, replicas_WE: Held, split: str) -> Floats:
     if split == "balanced":
-        return fullness(history_HE, held_WE)
-    loads_HW = history_HE @ (held_WE / held_WE.sum(0)).T
+        return fullness(history_HE, replicas_WE)
+    loads_HW = history_HE @ (replicas_WE / replicas_WE.sum(0)).T
     return loads_HW.max(1) / np.maximum(loads_HW.mean(1), 1e-300)
 
 
-def predicted(recent_HE: Floats, held_WE: Held, split: str) -> float:
+def predicted(recent_HE: Floats, replicas_WE: Held, split: str) -> float:
     """Load of the fullest rank over the mean, minus 1: the mean over parts under the balanced split, of their
     sum under the even one; 0 without load."""
     if split == "balanced":
-        return cost_of(recent_HE, held_WE) - 1
-    return float(_fullness(recent_HE.sum(0)[None], held_WE, split)[0]) - 1 if recent_HE.any() else 0.0
+        return cost_of(recent_HE, replicas_WE) - 1
+    return float(_fullness(recent_HE.sum(0)[None], replicas_WE, split)[0]) - 1 if recent_HE.any() else 0.0
 
 
 class OnlinePlanner:

@@ -1,7 +1,7 @@
 """A first placement: how many replicas an expert gets, and the fullest rank kept as low as greed can.
 Of small layers the best one, by looking at all.
 
-Loads are float64 [E]. `held_WE` is bool: rank w has a replica of expert e. Every replica of an expert is
+Loads are float64 [E]. `replicas_WE` is bool: rank w has a replica of expert e. Every replica of an expert is
 taken to carry the same share of its load; never are two replicas of one expert on one rank.
 """
 
@@ -53,7 +53,7 @@ def pack(load_E: Floats, counts_E: Ints, capacity_W: Sequence[int]) -> Held:
     capacity_W: at most E each, at least E together.
     """
     num_ranks, num_experts = len(capacity_W), len(load_E)
-    held = np.zeros((num_ranks, num_experts), dtype=bool)
+    replicas_WE = np.zeros((num_ranks, num_experts), dtype=bool)
     share_E = load_E / counts_E
     free = list(capacity_W)
     # Ranks with a free slot, the least loaded first.
@@ -62,22 +62,22 @@ def pack(load_E: Floats, counts_E: Ints, capacity_W: Sequence[int]) -> Held:
         # The next lowest ranks are other ranks, so none of them has the expert.
         lowest = [heapq.heappop(open_ranks) for _ in range(min(int(counts_E[expert]), len(open_ranks)))]
         for load, rank in lowest:
-            held[rank, expert] = True
+            replicas_WE[rank, expert] = True
             free[rank] -= 1
             if free[rank]:
                 heapq.heappush(open_ranks, (load + float(share_E[expert]), rank))
     for rank in range(num_ranks):
         for _ in range(free[rank]):
-            share = np.where(held[rank], -1.0, load_E / np.maximum(held.sum(0), 1))
-            held[rank, int(share.argmax())] = True
-    assert (held.sum(1) == capacity_W).all()
-    assert held.any(0).all()
-    return held
+            share = np.where(replicas_WE[rank], -1.0, load_E / np.maximum(replicas_WE.sum(0), 1))
+            replicas_WE[rank, int(share.argmax())] = True
+    assert (replicas_WE.sum(1) == capacity_W).all()
+    assert replicas_WE.any(0).all()
+    return replicas_WE
 
 
-def rank_loads(load_E: Floats, held_WE: Held) -> Floats:
+def rank_loads(load_E: Floats, replicas_WE: Held) -> Floats:
     """Load of every rank, float64 [W], replicas sharing evenly."""
-    return held_WE @ (load_E / held_WE.sum(0))
+    return replicas_WE @ (load_E / replicas_WE.sum(0))
 
 
 def num_placements(num_experts: int, capacity_W: Sequence[int]) -> int:
@@ -91,13 +91,13 @@ def best_placement(load_E: Floats, capacity_W: Sequence[int]) -> Held:
     choices = []
     for slots in capacity_W:
         rows = list(itertools.combinations(range(num_experts), slots))
-        held = np.zeros((len(rows), num_experts), dtype=bool)
-        np.put_along_axis(held, np.array(rows, dtype=np.int64).reshape(len(rows), slots), True, axis=1)
-        choices.append(held)
-    index_WN = np.indices([len(held) for held in choices]).reshape(len(choices), -1)
-    held_WNE = np.stack([held[index] for held, index in zip(choices, index_WN, strict=True)])
-    counts_NE = held_WNE.sum(0)
+        sets_NE = np.zeros((len(rows), num_experts), dtype=bool)
+        np.put_along_axis(sets_NE, np.array(rows, dtype=np.int64).reshape(len(rows), slots), True, axis=1)
+        choices.append(sets_NE)
+    index_WN = np.indices([len(sets_NE) for sets_NE in choices]).reshape(len(choices), -1)
+    replicas_WNE = np.stack([sets_NE[index] for sets_NE, index in zip(choices, index_WN, strict=True)])
+    counts_NE = replicas_WNE.sum(0)
     share_NE = load_E / np.maximum(counts_NE, 1)
-    fullest_N = np.einsum("wne,ne->wn", held_WNE, share_NE).max(0)
+    fullest_N = np.einsum("wne,ne->wn", replicas_WNE, share_NE).max(0)
     fullest_N[(counts_NE == 0).any(1)] = np.inf
-    return held_WNE[:, int(fullest_N.argmin())]
+    return replicas_WNE[:, int(fullest_N.argmin())]

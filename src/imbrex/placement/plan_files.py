@@ -77,9 +77,9 @@ def read_plan(
         else:
             rows = content.get("initial_global_assignments") or {}
             _check_num_slots(rows, content["num_slots"])
-        given = content.get("slots_per_rank")
+        slots_per_rank = content.get("slots_per_rank")
         placements = {
-            int(layer): _placement(int(layer), slots, given, num_ranks, num_experts)
+            int(layer): _placement(int(layer), slots, slots_per_rank, num_ranks, num_experts)
             for layer, slots in rows.items()
         }
         return BalancePlan(
@@ -116,27 +116,27 @@ def _check_num_slots(rows: Mapping[Any, Sequence[int]], num_slots: int) -> None:
 
 
 def _placement(
-    layer: int, slots: Sequence[int], given: Sequence[int] | None, num_ranks: int, num_experts: int
+    layer: int, slots: Sequence[int], slots_per_rank: Sequence[int] | None, num_ranks: int, num_experts: int
 ) -> Placement:
-    sizes = spread(len(slots), num_ranks) if given is None else given
+    sizes = spread(len(slots), num_ranks) if slots_per_rank is None else slots_per_rank
     if len(sizes) != num_ranks or sum(sizes) != len(slots):
         raise ValueError(f"layer {layer} has {len(slots)} slots; {list(sizes)} do not share them out")
-    held, at = [], 0
+    ranks, at = [], 0
     for size in sizes:
-        held.append([int(e) for e in slots[at : at + size]])
+        ranks.append([int(e) for e in slots[at : at + size]])
         at += size
     try:
-        return from_slots(held, num_experts)
+        return from_slots(ranks, num_experts)
     except ValueError as error:
         raise ValueError(f"layer {layer}: {error}") from None
 
 
 def _sizes(plan: BalancePlan) -> list[int] | None:
     """Slots of every rank where they are not spread as evenly as they go."""
-    found = {p.rank_offsets for p in plan.placements.values()}
-    if len(found) > 1:
+    layouts = {p.rank_offsets for p in plan.placements.values()}
+    if len(layouts) > 1:
         raise ValueError("plan: layers have different slots per rank; a file holds one kind")
-    offsets = found.pop()
+    offsets = layouts.pop()
     sizes = [end - begin for begin, end in pairwise(offsets)]
     return None if tuple(sizes) == spread(sum(sizes), len(sizes)) else sizes
 

@@ -97,8 +97,8 @@ def plan_layers(
     checked_LE = check_loads(load_LE)
     capacity = capacity_of(slots, num_ranks, checked_LE.shape[1])
     check_nodes(checked_LE.shape[1], capacity, num_nodes, num_groups)
-    held = (search(load_E, capacity, num_nodes=num_nodes, num_groups=num_groups) for load_E in checked_LE)
-    return [to_placement(held_WE) for held_WE in held]
+    layers = (search(load_E, capacity, num_nodes=num_nodes, num_groups=num_groups) for load_E in checked_LE)
+    return [to_placement(replicas_WE) for replicas_WE in layers]
 
 
 def search(
@@ -140,12 +140,12 @@ def _search_nodes(
     num_experts, ranks = len(load_E), len(capacity_W) // num_nodes
     group_load = load_E.reshape(num_groups, -1).sum(1)
     groups_NG = search(group_load, [num_groups // num_nodes] * num_nodes)
-    held = np.zeros((len(capacity_W), num_experts), dtype=bool)
+    replicas_WE = np.zeros((len(capacity_W), num_experts), dtype=bool)
     for node, groups_G in enumerate(groups_NG):
         experts = np.flatnonzero(np.repeat(groups_G, num_experts // num_groups))
         rows = slice(node * ranks, (node + 1) * ranks)
-        held[rows, experts] = search(load_E[experts], capacity_W[rows])
-    return min([held, *others], key=lambda found: rank_loads(load_E, found).max())
+        replicas_WE[rows, experts] = search(load_E[experts], capacity_W[rows])
+    return min([replicas_WE, *others], key=lambda candidate: rank_loads(load_E, candidate).max())
 
 
 def check_nodes(num_experts: int, capacity: tuple[int, ...], num_nodes: int, num_groups: int) -> None:
@@ -173,17 +173,17 @@ def check_nodes(num_experts: int, capacity: tuple[int, ...], num_nodes: int, num
             )
 
 
-def to_placement(held_WE: Held) -> Placement:
+def to_placement(replicas_WE: Held) -> Placement:
     """Experts of every rank in ascending order."""
-    return from_slots([np.flatnonzero(held_E).tolist() for held_E in held_WE], held_WE.shape[1])
+    return from_slots([np.flatnonzero(held_E).tolist() for held_E in replicas_WE], replicas_WE.shape[1])
 
 
 def to_held(placement: Placement) -> Held:
     """Who has what, bool [W, E]."""
-    held = np.zeros((placement.num_ranks, placement.num_experts), dtype=bool)
+    replicas_WE = np.zeros((placement.num_ranks, placement.num_experts), dtype=bool)
     for rank in range(placement.num_ranks):
-        held[rank, [e for e in placement.local(rank) if e >= 0]] = True
-    return held
+        replicas_WE[rank, [e for e in placement.local(rank) if e >= 0]] = True
+    return replicas_WE
 
 
 def imbalance(load_E: Floats | Tensor | Sequence, placement: Placement) -> float:

@@ -19,61 +19,62 @@ NEGLIGIBLE = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Ranks and experts that change places: `taken[i]` of rank `ranks[i]` becomes `given[i]`.
+    """Ranks and experts that change places: `losses[i]` of rank `ranks[i]` becomes `gains[i]`.
 
     worst: load of the fullest rank among those changed.
     """
 
     ranks: tuple[int, ...]
-    taken: tuple[int, ...]
-    given: tuple[int, ...]
+    losses: tuple[int, ...]
+    gains: tuple[int, ...]
     worst: float
 
 
-def apply(held_WE: Held, move: Move) -> None:
-    for rank, taken, given in zip(move.ranks, move.taken, move.given, strict=True):
-        held_WE[rank, taken] = False
-        held_WE[rank, given] = True
+def apply(replicas_WE: Held, move: Move) -> None:
+    for rank, loss, gain in zip(move.ranks, move.losses, move.gains, strict=True):
+        replicas_WE[rank, loss] = False
+        replicas_WE[rank, gain] = True
 
 
-def best_swap(load_E: Floats, held_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
+def best_swap(load_E: Floats, replicas_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
     """The swap between the fullest rank and another that leaves the lower of the two fullest."""
-    share_E = load_E / held_WE.sum(0)
-    ours = np.flatnonzero(held_WE[fullest] & (share_E > 0))
+    share_E = load_E / replicas_WE.sum(0)
+    ours = np.flatnonzero(replicas_WE[fullest] & (share_E > 0))
     if not len(ours):
         return None
     # In flat places, which numpy finds several times faster than pairs.
-    ranks, theirs = np.divmod(np.flatnonzero(held_WE & ~held_WE[fullest]), held_WE.shape[1])
+    ranks, theirs = np.divmod(np.flatnonzero(replicas_WE & ~replicas_WE[fullest]), replicas_WE.shape[1])
     if not len(ranks):
         return None
     less = share_E[ours][:, None] - share_E[theirs]
     worst = np.maximum(loads_W[fullest] - less, loads_W[ranks] + less)
-    worst[held_WE[:, ours][ranks].T] = np.inf
+    worst[replicas_WE[:, ours][ranks].T] = np.inf
     at = int(worst.argmin())
     mine, other = divmod(at, len(ranks))
     expert, back, rank = int(ours[mine]), int(theirs[other]), int(ranks[other])
     if not np.isfinite(worst[mine, other]):
         return None
     return Move(
-        ranks=(fullest, rank), taken=(expert, back), given=(back, expert), worst=float(worst[mine, other])
+        ranks=(fullest, rank), losses=(expert, back), gains=(back, expert), worst=float(worst[mine, other])
     )
 
 
-def best_replacement(load_E: Floats, held_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
+def best_replacement(load_E: Floats, replicas_WE: Held, loads_W: Floats, fullest: int) -> Move | None:
     """The slot that, given from an expert with several replicas to one of the fullest rank, leaves the lowest
     fullest rank among those changed."""
-    counts_E = held_WE.sum(0)
+    counts_E = replicas_WE.sum(0)
     share_E = load_E / counts_E
-    slot_ranks, slot_experts = np.divmod(np.flatnonzero(held_WE & (counts_E > 1)), len(load_E))
+    slot_ranks, slot_experts = np.divmod(np.flatnonzero(replicas_WE & (counts_E > 1)), len(load_E))
     elsewhere = slot_ranks != fullest
     slot_ranks, slot_experts = slot_ranks[elsewhere], slot_experts[elsewhere]
-    gainers = np.flatnonzero(held_WE[fullest] & (share_E > 0))
+    gainers = np.flatnonzero(replicas_WE[fullest] & (share_E > 0))
     if not len(slot_ranks) or not len(gainers):
         return None
     more_N = load_E[slot_experts] / np.maximum(counts_E[slot_experts] - 1, 1) - share_E[slot_experts]
     less_G = share_E[gainers] - load_E[gainers] / (counts_E[gainers] + 1)
     # [slots, gainers, ranks]: rises of the loser's other ranks, falls of the gainer's, and the slot's own.
-    change = (held_WE[:, slot_experts] * more_N).T[:, None, :] - (held_WE[:, gainers] * less_G).T[None]
+    rises, falls = (replicas_WE[:, slot_experts] * more_N).T, (replicas_WE[:, gainers] * less_G).T
+    change = rises[:, None, :] - falls[None]
     rows = np.arange(len(slot_ranks))
     own = load_E[gainers] / (counts_E[gainers] + 1) - share_E[slot_experts][:, None]
     change[rows[:, None], np.arange(len(gainers)), slot_ranks[:, None]] = own
@@ -81,21 +82,21 @@ def best_replacement(load_E: Floats, held_WE: Held, loads_W: Floats, fullest: in
     # It may hold both experts, and gain from one what it loses to the other.
     after[:, :, fullest] = loads_W[fullest] + change[:, :, fullest]
     worst = after.max(2)
-    worst[held_WE[slot_ranks][:, gainers] | (slot_experts[:, None] == gainers)] = np.inf
+    worst[replicas_WE[slot_ranks][:, gainers] | (slot_experts[:, None] == gainers)] = np.inf
     slot, gainer = divmod(int(worst.argmin()), len(gainers))
     if not np.isfinite(worst[slot, gainer]):
         return None
     return Move(
         ranks=(int(slot_ranks[slot]),),
-        taken=(int(slot_experts[slot]),),
-        given=(int(gainers[gainer]),),
+        losses=(int(slot_experts[slot]),),
+        gains=(int(gainers[gainer]),),
         worst=float(worst[slot, gainer]),
     )
 
 
 def refine(
     load_E: Floats,
-    held_WE: Held,
+    replicas_WE: Held,
     *,
     target: float = 0.0,
     old: Held | None = None,
@@ -105,24 +106,24 @@ def refine(
 
     max_moves: at most so many ranks and experts are in it that are not in `old`.
     """
-    held = held_WE.copy()
-    loads = rank_loads(load_E, held)
+    new_WE = replicas_WE.copy()
+    loads = rank_loads(load_E, new_WE)
     gap = NEGLIGIBLE * max(float(loads.mean()), 1e-300)
     while loads.max() > target + gap:
         fullest = int(loads.argmax())
         for find in (best_swap, best_replacement):
-            move = find(load_E, held, loads, fullest)
+            move = find(load_E, new_WE, loads, fullest)
             if move is None or move.worst >= loads[fullest] - gap:
                 continue
-            moved = held.copy()
+            moved = new_WE.copy()
             apply(moved, move)
             if old is None or max_moves is None or count_moves(old, moved) <= max_moves:
-                held = moved
+                new_WE = moved
                 break
         else:
             break
-        loads = rank_loads(load_E, held)
-    return held
+        loads = rank_loads(load_E, new_WE)
+    return new_WE
 
 
 def count_moves(old_WE: Held, new_WE: Held) -> int:
@@ -130,21 +131,21 @@ def count_moves(old_WE: Held, new_WE: Held) -> int:
     return int(np.count_nonzero(new_WE & ~old_WE))
 
 
-def shake(load_E: Floats, held_WE: Held, draw: np.random.Generator, strength: int) -> Held:
+def shake(load_E: Floats, replicas_WE: Held, draw: np.random.Generator, strength: int) -> Held:
     """A placement some random swaps and replacements away, to search from anew."""
-    held = held_WE.copy()
-    num_ranks, num_experts = held.shape
+    new_WE = replicas_WE.copy()
+    num_ranks, num_experts = new_WE.shape
     for _ in range(strength):
         first, two = draw.integers(num_ranks, size=2)
-        mine = np.flatnonzero(held[first] & ~held[two])
-        theirs = np.flatnonzero(held[two] & ~held[first])
+        mine = np.flatnonzero(new_WE[first] & ~new_WE[two])
+        theirs = np.flatnonzero(new_WE[two] & ~new_WE[first])
         if first != two and len(mine) and len(theirs):
             a, b = draw.choice(mine), draw.choice(theirs)
-            held[first, [a, b]] = False, True
-            held[two, [a, b]] = True, False
+            new_WE[first, [a, b]] = False, True
+            new_WE[two, [a, b]] = True, False
         rank, expert = draw.integers(num_ranks), draw.integers(num_experts)
-        spare = np.flatnonzero(held[rank] & (held.sum(0) > 1))
-        if len(spare) and not held[rank, expert]:
-            held[rank, draw.choice(spare)] = False
-            held[rank, expert] = True
-    return held
+        spare = np.flatnonzero(new_WE[rank] & (new_WE.sum(0) > 1))
+        if len(spare) and not new_WE[rank, expert]:
+            new_WE[rank, draw.choice(spare)] = False
+            new_WE[rank, expert] = True
+    return new_WE

@@ -58,8 +58,8 @@ def plan_history(
         start = None if before is None else to_held(before)
         batches = _thin(history.counts_ILE[:, at].astype(np.float64))
         proposals = min(EFFORT // (len(history.layers) * sum(capacity)), MOST_PROPOSALS)
-        held = _plan_layer(batches, load_LE[at], capacity, target, start, proposals)
-        planned[layer] = to_placement(held) if before is None else keep_in_place(before, held)
+        replicas_WE = _plan_layer(batches, load_LE[at], capacity, target, start, proposals)
+        planned[layer] = to_placement(replicas_WE) if before is None else keep_in_place(before, replicas_WE)
     return planned
 
 
@@ -99,12 +99,12 @@ def _renew_layer(
     if target.max_moves is not None:
         return renewed
 
-    def cost(held: Held) -> float:
+    def cost(new: Held) -> float:
         if target.split == "even":
-            fullest = float(rank_loads(load_E, held).max()) * len(held) / max(float(load_E.sum()), 1e-300)
+            fullest = float(rank_loads(load_E, new).max()) * len(new) / max(float(load_E.sum()), 1e-300)
         else:
-            fullest = cost_of(batches_HE, held)
-        return fullest + PRICES[-1] * count_moves(old, held)
+            fullest = cost_of(batches_HE, new)
+        return fullest + PRICES[-1] * count_moves(old, new)
 
     anew = match_ranks(old, _plan_anew(batches_HE, load_E, capacity_W, target, proposals))
     return min(renewed, anew, key=cost)
@@ -114,19 +114,19 @@ def _plan_anew(
     batches_HE: Floats, load_E: Floats, capacity_W: Sequence[int], target: Target, proposals: int
 ) -> Held:
     nodes, groups = target.num_nodes, target.num_groups
-    held = search(load_E, capacity_W, num_nodes=nodes, num_groups=groups)
+    replicas_WE = search(load_E, capacity_W, num_nodes=nodes, num_groups=groups)
     if target.split == "even":
-        return held
+        return replicas_WE
     if nodes == 1:
         once = pack(load_E, _once_each(load_E, sum(capacity_W), len(capacity_W)), capacity_W)
-        held = min((held, once), key=lambda start: cost_of(batches_HE, start))
+        replicas_WE = min((replicas_WE, once), key=lambda start: cost_of(batches_HE, start))
     ranks = len(capacity_W) // nodes
     for node in range(nodes):
         rows = slice(node * ranks, (node + 1) * ranks)
-        experts = np.flatnonzero(held[rows].any(0))
-        block = held[rows][:, experts]
-        held[rows, experts] = harden(batches_HE[:, experts], block, proposals=proposals)
-    return held
+        experts = np.flatnonzero(replicas_WE[rows].any(0))
+        block = replicas_WE[rows][:, experts]
+        replicas_WE[rows, experts] = harden(batches_HE[:, experts], block, proposals=proposals)
+    return replicas_WE
 
 
 def moves_between(old: Mapping[int, Placement], new: Mapping[int, Placement]) -> int:

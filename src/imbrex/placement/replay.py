@@ -115,16 +115,16 @@ def _shares(load_E: Floats, policy: str, num_ranks: int, slots: int) -> Floats:
     num_experts = len(load_E)
     if policy == "none":
         capacity = capacity_of(num_experts, num_ranks, num_experts)
-        held = np.split(np.arange(num_experts), np.cumsum(capacity)[:-1])
+        rows = np.split(np.arange(num_experts), np.cumsum(capacity)[:-1])
     elif policy == "deepseek":
-        held = deepseek(load_E, slots, 1, 1, num_ranks).reshape(num_ranks, -1)
+        rows = deepseek(load_E, slots, 1, 1, num_ranks).reshape(num_ranks, -1)
     elif policy == "tensorrt_llm":
-        held = tensorrt_llm(load_E, slots, num_ranks).reshape(num_ranks, -1)
+        rows = tensorrt_llm(load_E, slots, num_ranks).reshape(num_ranks, -1)
     else:
         history = LoadHistory(counts_ILE=np.rint(load_E).astype(np.int64)[None, None], layers=(0,))
         placement = plan_history(history, Target(num_ranks=num_ranks, slots=slots, split="even"))[0]
-        held = [np.array(placement.local(rank)) for rank in range(num_ranks)]
-    number_WE = np.stack([np.bincount(row, minlength=num_experts) for row in held])
+        rows = [np.array(placement.local(rank)) for rank in range(num_ranks)]
+    number_WE = np.stack([np.bincount(row, minlength=num_experts) for row in rows])
     return number_WE / number_WE.sum(0)
 
 

@@ -35,17 +35,17 @@ Change = tuple[list[int], Held]
 """Experts, and the ranks that hold them then, bool [W, experts]."""
 
 
-def fullness(history_HE: Floats, held_WE: Held) -> Floats:
+def fullness(history_HE: Floats, replicas_WE: Held) -> Floats:
     """The fullest rank over the mean under the balanced split, of every batch; 1 without load."""
-    mean_H, _ = _means(history_HE, len(held_WE))
-    return np.maximum(bounds(history_HE, held_WE).reached_H / mean_H, 1)
+    mean_H, _ = _means(history_HE, len(replicas_WE))
+    return np.maximum(bounds(history_HE, replicas_WE).reached_H / mean_H, 1)
 
 
-def cost_of(history_HE: Floats, held_WE: Held) -> float:
+def cost_of(history_HE: Floats, replicas_WE: Held) -> float:
     """The mean of `fullness` over batches, weighted by their load; 1 without load."""
     if not history_HE.any():
         return 1.0
-    return float(fullness(history_HE, held_WE) @ _means(history_HE, len(held_WE))[1])
+    return float(fullness(history_HE, replicas_WE) @ _means(history_HE, len(replicas_WE))[1])
 
 
 def _means(history_HE: Floats, num_ranks: int) -> tuple[Floats, Floats]:
@@ -61,12 +61,12 @@ class Crowded:
     placement with the least cost in truth, of those looked at.
     """
 
-    def __init__(self, history_HE: Floats, held_WE: Held, base_WE: Held) -> None:
-        self.held, self.base, self.price = held_WE.copy(), base_WE, 0.0
+    def __init__(self, history_HE: Floats, replicas_WE: Held, base_WE: Held) -> None:
+        self.held, self.base, self.price = replicas_WE.copy(), base_WE, 0.0
         self.load_HE, self.load_EH = history_HE, np.ascontiguousarray(history_HE.T)
-        self.mean_H, self.weight_H = _means(history_HE, len(held_WE))
-        self.sets_AW = np.eye(len(held_WE), dtype=bool)
-        self.best, self.lowest = held_WE, np.inf
+        self.mean_H, self.weight_H = _means(history_HE, len(replicas_WE))
+        self.sets_AW = np.eye(len(replicas_WE), dtype=bool)
+        self.best, self.lowest = replicas_WE, np.inf
         self._judge()
         self.look()
 
@@ -80,9 +80,9 @@ class Crowded:
         self.cost = self._cost(self.crowd_HA, self.moves)
         self._find_worst()
 
-    def _inside(self, held_WE: Held) -> Held:
+    def _inside(self, replicas_WE: Held) -> Held:
         """Whether all replicas of an expert are in a set, bool [E, A]."""
-        return (held_WE.T.astype(np.float32) @ self.others_WA) == 0
+        return (replicas_WE.T.astype(np.float32) @ self.others_WA) == 0
 
     def _cost(self, crowd_HA: Floats, moves: int) -> float:
         return float(np.maximum(crowd_HA.max(1), 1) @ self.weight_H) + self.price * moves
@@ -97,7 +97,7 @@ class Crowded:
         known = bounds(self.load_HE, self.held)
         reached = float(np.maximum(known.reached_H / self.mean_H, 1) @ self.weight_H)
         self._seen = known.crowded_HW[known.needed_H > self.mean_H * (1 + 1e-9)]
-        moves, moves_of_best = (count_moves(self.base, held) for held in (self.held, self.best))
+        moves, moves_of_best = (count_moves(self.base, new) for new in (self.held, self.best))
         better = reached + self.price * moves <= self.lowest + self.price * moves_of_best
         if better:
             self.best, self.lowest = self.held.copy(), reached
@@ -121,23 +121,23 @@ class Crowded:
         """Let a crowded set of some batch give an expert to a rank outside: a replica in the place of one of
         an expert with several, or the expert itself for one that the batch wants less. All from 0 to 1."""
         at = min(int(self.excess_H.searchsorted(batch * self.excess_H[-1])), len(self.excess_H) - 1)
-        held, worst = self.held, self.worst_H[at]
+        replicas_WE, worst = self.held, self.worst_H[at]
         outside, confined = (~self.sets_AW[worst]).nonzero()[0], self.inside_EA[:, worst].nonzero()[0]
         if not len(outside) or not len(confined):
             return None
         to, expert_back = _pick(outside, rank), _pick(confined, expert)
-        theirs = (held[to] & self.several_E).nonzero()[0]
+        theirs = (replicas_WE[to] & self.several_E).nonzero()[0]
         if kind < 0.5 and len(theirs):
             return self._replace(to, _pick(theirs, other), expert_back)
-        at_home = _pick(held[:, expert_back].nonzero()[0], 2 * kind % 1)
+        at_home = _pick(replicas_WE[:, expert_back].nonzero()[0], 2 * kind % 1)
         lighter = self.load_HE[at] < self.load_HE[at, expert_back]
-        theirs = (held[to] & ~held[at_home] & lighter).nonzero()[0]
+        theirs = (replicas_WE[to] & ~replicas_WE[at_home] & lighter).nonzero()[0]
         return self._swap(at_home, expert_back, to, _pick(theirs, other)) if len(theirs) else None
 
-    def _replace(self, rank: int, taken: int, given: int) -> Change:
-        columns = self.held[:, [taken, given]]
+    def _replace(self, rank: int, loss: int, gain: int) -> Change:
+        columns = self.held[:, [loss, gain]]
         columns[rank] = False, True
-        return [taken, given], columns
+        return [loss, gain], columns
 
     def _swap(self, one: int, mine: int, two: int, theirs: int) -> Change:
         columns = self.held[:, [mine, theirs]]
@@ -159,8 +159,8 @@ class Crowded:
     def take(self, change: Change, max_moves: int | None) -> bool:
         """Take a change where the cost does not rise, or, where fetches have a price, falls."""
         experts, columns = change
-        base, held = self.base[:, experts], self.held[:, experts]
-        moves = self.moves + int((columns & ~base).sum()) - int((held & ~base).sum())
+        base, current = self.base[:, experts], self.held[:, experts]
+        moves = self.moves + int((columns & ~base).sum()) - int((current & ~base).sum())
         if max_moves is not None and moves > max(max_moves, self.moves):
             return False
         inside = self._inside(columns)
@@ -181,7 +181,7 @@ def _pick(choices: Ints, where: float) -> int:
 
 def harden(
     history_HE: Floats,
-    held_WE: Held,
+    replicas_WE: Held,
     *,
     proposals: int,
     seed: int = 0,
@@ -195,9 +195,9 @@ def harden(
     Deterministic in all arguments.
     """
     history_HE = history_HE[history_HE.any(1)]
-    if len(held_WE) < 2 or not len(history_HE):
-        return held_WE
-    state = Crowded(history_HE, held_WE, held_WE)
+    if len(replicas_WE) < 2 or not len(history_HE):
+        return replicas_WE
+    state = Crowded(history_HE, replicas_WE, replicas_WE)
     numbers = np.random.default_rng(seed).random((proposals, 5)).tolist()
     for place, price in enumerate(prices):
         state.price = price

@@ -17,10 +17,10 @@ def split_evenly(counts_WE: Tensor, placement: Placement) -> Tensor:
     Example: 2 ranks with 3 choices each of an expert with 2 replicas: [[2, 1], [1, 2]].
     """
     slots = torch.tensor(placement.slots, dtype=torch.int64, device=counts_WE.device)
-    held = slots >= 0
+    occupied_S = slots >= 0
     experts = slots.clamp(min=0)
     number_S = torch.zeros_like(slots)
-    replicas_E = torch.bincount(slots[held], minlength=placement.num_experts)
+    replicas_E = torch.bincount(slots[occupied_S], minlength=placement.num_experts)
     seen = [0] * placement.num_experts
     for slot, expert in enumerate(placement.slots):
         if expert >= 0:
@@ -30,7 +30,7 @@ def split_evenly(counts_WE: Tensor, placement: Placement) -> Tensor:
     source_W1 = torch.arange(counts_WE.shape[0], device=counts_WE.device)[:, None]
     share = counts_WE[:, experts] // replicas_S
     extra = (number_S - source_W1) % replicas_S < counts_WE[:, experts] % replicas_S
-    return torch.where(held, share + extra, 0)
+    return torch.where(occupied_S, share + extra, 0)
 
 
 SPLITS: dict[str, Split] = {"balanced": split_balanced, "even": split_evenly, "nearest": split_nearest}

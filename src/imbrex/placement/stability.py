@@ -48,11 +48,11 @@ def between(histories: Sequence[LoadHistory]) -> Floats:
     return np.array([[correlations(a, b).mean() for b in loads] for a in loads])
 
 
-def correlations(one: Floats, two: Floats) -> Floats:
+def correlations(left: Floats, right: Floats) -> Floats:
     """Pearson's, over the last axis; 0 where all experts are equal."""
-    one, two = one - one.mean(-1, keepdims=True), two - two.mean(-1, keepdims=True)
-    scale = np.sqrt((one**2).sum(-1) * (two**2).sum(-1))
-    return np.where(scale > 0, (one * two).sum(-1) / np.where(scale > 0, scale, 1), 0.0)
+    left, right = left - left.mean(-1, keepdims=True), right - right.mean(-1, keepdims=True)
+    scale = np.sqrt((left**2).sum(-1) * (right**2).sum(-1))
+    return np.where(scale > 0, (left * right).sum(-1) / np.where(scale > 0, scale, 1), 0.0)
 
 
 def _shares(counts: Ints) -> Floats:
