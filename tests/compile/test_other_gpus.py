@@ -11,8 +11,8 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-
 
 import torch
 
+from imbrex.kernels import shipped_variants
 from imbrex.kernels.jit import compile_variant
-from imbrex.kernels.shipped import shipped_variants
 from imbrex.testing import trials
 
 PRODUCTS = {

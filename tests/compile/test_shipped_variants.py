@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-core and NVRTC")
 
+from imbrex.kernels import shipped_variants
 from imbrex.kernels.jit import Variant, compile_variant
-from imbrex.kernels.shipped import shipped_variants
 
 
 @pytest.mark.parametrize("variant", shipped_variants(), ids=str)

@@ -105,8 +105,8 @@ ROOM_FOR = {
     "private": 7,
     "probes": 7,
     "doors": 31,
-    "bare": 80,
-    "fragments": 1,
+    "bare": 17,
+    "fragments": 0,
 }
 """Breaches that were there when the rule came. They may only become fewer: lower the number then."""
 RULES = {

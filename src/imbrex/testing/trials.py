@@ -26,9 +26,8 @@ from imbrex.codec import make as make_codec
 from imbrex.contracts import Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import IMPLEMENTATIONS, Experts
-from imbrex.kernels import unavailable
+from imbrex.kernels import FAMILIES, unavailable
 from imbrex.kernels.jit import ARCH, KernelError, compile_variant
-from imbrex.kernels.shipped import FAMILIES
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import leave
 from imbrex.testing.conformity import FLOATS
