@@ -28,7 +28,7 @@ def test_layers_without_a_network_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     serial = timed["serial"]
     assert 0 < serial.moving < serial.step
     assert 0 < serial.experts < serial.step
-    assert serial.least <= serial.most
+    assert serial.shortest <= serial.longest
 
 
 def test_ways_send_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,8 +182,8 @@ def test_table_10_from_measured_seconds(monkeypatch: pytest.MonkeyPatch) -> None
         name: {
             "forward": s / 4,
             "backward": s * 3 / 4,
-            "least": s,
-            "most": s,
+            "shortest": s,
+            "longest": s,
             "moving": s / 2,
             "experts": 0.5,
         }
@@ -221,7 +221,7 @@ def test_table_10_is_measured_again_until_the_ratio_is_held(monkeypatch: pytest.
     def measured(_job: str, settings: dict, network: Network, **_: float) -> tuple[dict, RanOn]:
         asked.append(settings["work"]["inner"])
         experts = asked[-1] / 2816 * (1.5 if len(asked) == 1 else 1.2)
-        times = {"forward": 1.0, "backward": 2.0, "least": 3.0, "most": 3.0, "moving": 1.0}
+        times = {"forward": 1.0, "backward": 2.0, "shortest": 3.0, "longest": 3.0, "moving": 1.0}
         return {name: times | {"experts": experts} for name in settings["ways"]}, RanOn(network=network)
 
     monkeypatch.setattr(table_10, "on_ranks", measured)
@@ -233,14 +233,14 @@ def test_table_10_is_measured_again_until_the_ratio_is_held(monkeypatch: pytest.
 
 def test_table_1_says_what_is_wrong_with_the_paper_s() -> None:
     assert "21.1, 20.3, 21.0, 21.1 ms and does all else in 20.4, 18.6, 17.5, 14.8 ms" in table_1._growth()
-    assert Timed(forward=1.0, backward=2.0, least=3, most=3).step == 3.0
+    assert Timed(forward=1.0, backward=2.0, shortest=3, longest=3).step == 3.0
     assert settings({"a": Way()}, table_1.WORK, rounds=2)["ways"]["a"]["schedule"] == "serial"
     assert median({"seconds": [3.0, 1.0, 2.0]}) == 2.0
 
 
 def test_table_7_says_at_which_share_of_moving_it_ran() -> None:
     def ran(moving: float) -> dict[int, dict[str, Timed]]:
-        one = Timed(forward=0.4, backward=0.6, least=0.9, most=1.1, moving=moving)
+        one = Timed(forward=0.4, backward=0.6, shortest=0.9, longest=1.1, moving=moving)
         return {layers: {"serial": one} for layers in (12, 24)}
 
     assert table_7.share_of_moving(ran(0.55)).endswith("51% to 59% in the paper's table 1: the same share.")

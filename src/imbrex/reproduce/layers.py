@@ -51,8 +51,8 @@ class Timed:
 
     forward: float
     backward: float
-    least: float
-    most: float
+    shortest: float
+    longest: float
     moving: float = 0.0
     experts: float = 0.0
 
@@ -93,7 +93,7 @@ def _digest(rounds: list[tuple[float, ...]]) -> dict[str, float]:
     names = ("forward", "backward", "moving", "experts")
     medians = map(statistics.median, zip(*rounds, strict=True))
     whole = [pair[0] + pair[1] for pair in rounds]
-    return dict(zip(names, medians, strict=True)) | {"least": min(whole), "most": max(whole)}
+    return dict(zip(names, medians, strict=True)) | {"shortest": min(whole), "longest": max(whole)}
 
 
 class _Stack:

@@ -105,7 +105,7 @@ def _table(timed: dict[str, Timed]) -> tuple[tuple[str, ...], ...]:
     table, before = [], timed["naive"].step
     for name, (paper_ms, paper_gain) in PAPER.items():
         times = timed[name]
-        spread = f"{1e3 * times.step:.0f} ({1e3 * times.least:.0f} to {1e3 * times.most:.0f})"
+        spread = f"{1e3 * times.step:.0f} ({1e3 * times.shortest:.0f} to {1e3 * times.longest:.0f})"
         gain, share = timed["naive"].step / times.step, before / times.step
         table.append((name, f"{paper_ms}", f"{paper_gain}x", spread, f"{gain:.2f}x", f"{share:.2f}x"))
         before = times.step

@@ -43,19 +43,19 @@ ROUNDS = 5
 def find(asked: Asked) -> Finding:
     rounds = asked.rounds or (20 if asked.full else ROUNDS)
     rows: list[dict[str, Any]] = []
-    found: dict[int, dict[str, Timed]] = {}
+    runs: dict[int, dict[str, Timed]] = {}
     ran_on = RanOn(network=NETWORK)
     for layers in PAPER if asked.full else (12, 24):
         work = replace(WORK, layers=layers // LAYERS_FOR)
         measured, ran_on = on_ranks("layers", settings(WAYS, work, rounds=rounds), NETWORK)
-        found[layers] = read(measured)
-        rows += timed_rows("model", found[layers], asdict(work) | ran_on.case, rounds=rounds)
-    ratios = {name: [_gain(of, name) for of in found.values()] for name in ("tutel", "fastermoe", "megatron")}
+        runs[layers] = read(measured)
+        rows += timed_rows("model", runs[layers], asdict(work) | ran_on.case, rounds=rounds)
+    ratios = {name: [_gain(of, name) for of in runs.values()] for name in ("tutel", "fastermoe", "megatron")}
     return Finding(
         title="ScheMoE, table 7: step time of a model of x layers",
         question="Which system's way is fastest?",
         head=("x, paper / here", "way", "paper, ms", "ScheMoE faster, paper", "here, ms", "faster, here"),
-        table=tuple(_line(layers, name, of) for layers, of in found.items() for name in WAYS),
+        table=tuple(_line(layers, name, of) for layers, of in runs.items() for name in WAYS),
         differs=(
             f"The network: {ran_on}; the paper has 32 GPUs, 8 nodes, 100 Gb/s.",
             f"{WORK.tokens} tokens a rank of width {WORK.width} in place of 4216 of 512, a sixth of the "
@@ -63,7 +63,7 @@ def find(asked: Asked) -> Finding:
             EMULATED,
         ),
         verdict=(
-            share_of_moving(found),
+            share_of_moving(runs),
             "ScheMoE's way here, times faster than "
             + ", ".join(f"{name} {min(r):.2f} to {max(r):.2f}" for name, r in ratios.items())
             + " (paper: Tutel 1.09 to 1.17, FasterMoE 1.11 to 1.30).",
@@ -73,18 +73,18 @@ def find(asked: Asked) -> Finding:
         rows=rows,
         chart=chart.bars(
             {
-                f"{layers} layers": {name: 1e3 * one.step for name, one in of.items()}
-                for layers, of in found.items()
+                f"{layers} layers": {name: 1e3 * times.step for name, times in of.items()}
+                for layers, of in runs.items()
             },
             "step, ms",
         ),
     )
 
 
-def share_of_moving(found: Mapping[int, Mapping[str, Timed]]) -> str:
+def share_of_moving(runs: Mapping[int, Mapping[str, Timed]]) -> str:
     """The communication's share of a serial step, here and in the paper; other shares give other gains."""
-    here = [of["serial"].moving / of["serial"].step for of in found.values()]
-    there = [moved / step for layers, (moved, step) in MOVED.items() if layers in found]
+    here = [of["serial"].moving / of["serial"].step for of in runs.values()]
+    there = [moved / step for layers, (moved, step) in MOVED.items() if layers in runs]
     words = f"Moving takes {min(here):.0%} to {max(here):.0%} of a step without overlap here"
     paper = f"{min(there):.0%} to {max(there):.0%} in the paper's table 1"
     if min(there) - 0.05 <= min(here) and max(here) <= max(there) + 0.05:
