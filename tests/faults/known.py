@@ -369,8 +369,8 @@ BALANCER = [
         "remainders-pile-up",
         "placement/split.py",
         "the first replica takes what does not divide, of every rank",
-        "extra = (number_S - source_W1) % replicas_S < counts_WE[:, experts] % replicas_S",
-        "extra = number_S.expand(len(counts_WE), -1) < counts_WE[:, experts] % replicas_S",
+        "extra = (number_S - source_W1) % replicas_S < counts_WS % replicas_S",
+        "extra = number_S.expand(len(counts_WE), -1) < counts_WS % replicas_S",
         ("unit/test_plan.py::test_replicas_take_their_shares_in_slot_order",),
     ),
     Fault(

@@ -7,8 +7,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from imbrex.placement import from_slots, make_split, plan_layers, split_balanced, split_evenly, split_nearest
+from imbrex.placement import (
+    contiguous,
+    from_slots,
+    make_split,
+    plan_layers,
+    split_balanced,
+    split_evenly,
+    split_nearest,
+)
 from imbrex.placement.planner import to_held
 
 
@@ -93,6 +102,34 @@ def test_tensor_ranks_and_one_row_for_all() -> None:
     assert single.shape == (1, 4)
     first, second = per_rank(single, placement)
     assert abs(first - second) <= 1
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_even_shares_cost_a_host_the_same_for_any_number_of_experts() -> None:
+    """Every chunk asks before its rows can move."""
+    counted = []
+    for experts in (8, 256):
+        counts, placement = torch.ones(2, experts, dtype=torch.int64), contiguous(experts, 2)
+        split_evenly(counts, placement)
+        with Operators() as operators:
+            split_evenly(counts, placement)
+        counted.append(operators.count)
+    assert counted[0] == counted[1] < 20
+
+
+def test_even_shares_by_hand() -> None:
+    placement = from_slots([[0, -1, 1], [-1, 2, 0]], 3)
+    shares = split_evenly(torch.tensor([[3, 4, 5], [3, 0, 7]]), placement)
+    assert shares.tolist() == [[2, 0, 4, 0, 5, 1], [1, 0, 0, 0, 7, 2]]
 
 
 def test_names() -> None:
