@@ -22,6 +22,7 @@ from imbrex.reproduce import (
     chart,
     comet_figure_8,
     find,
+    hybrid,
     papers,
     table_1,
     table_6,
@@ -309,6 +310,63 @@ def test_comets_figure_8_names_the_best_split(monkeypatch: pytest.MonkeyPatch) -
     assert finding.table[-1] == ("mixtral", "2 x 2", "4096", "", "8", "1.200", "4", "0.950")
     assert len(finding.rows) == 8
     assert "1.200 to 1.200 times as long" in finding.verdict[-1]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("hybrid-ep-bandwidth", "bf16"), ("hybrid-ep-fp8", "fp8")])
+def test_hybrid_eps_sweep_without_gpus_is_the_committed_one(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "unavailable", lambda: "no GPU")
+    finding = find(name, Asked())
+    rows = json.loads(hybrid.COMMITTED.read_text())["rows"]
+    kernels = [row for row in rows if row["case"].get("D") == 8192 and row["case"]["dtype"] == dtype]
+    ours = [line for line in finding.table if line[0].endswith("GPUs")]
+    assert sorted(cell for line in ours for cell in line[3:-1]) == sorted(
+        f"{row['logical_gbps']:.0f}" for row in kernels
+    )
+    assert [line[-1] for line in finding.table if line[0] == "the paper"] == (
+        ["8", "about 4", "16"] if dtype == "bf16" else []
+    )
+    assert "not this machine" in finding.differs[0]
+    assert "revision" in finding.differs[0]
+    assert finding.rows == []
+    assert "nothing of it was measured now" in finding.verdict[-1]
+    ET.fromstring(finding.chart)
+
+
+def test_hybrid_eps_sweep_is_blank_without_gpus_and_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "unavailable", lambda: "no GPU")
+    monkeypatch.setattr(hybrid, "COMMITTED", tmp_path / "none.json")
+    finding = find("hybrid-ep-bandwidth", Asked())
+    assert {cell for line in finding.table for cell in line[3:-1]} == {""}
+    assert "nothing; no GPU here runs our kernels" in finding.differs[0]
+    assert finding.verdict == ("Nothing was measured, so nothing is shown.",)
+
+
+def test_hybrid_eps_sweep_is_of_the_gpus_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(sms: int, dtype: str, rate: float) -> dict:
+        case = {"W": 4, "layout": "compact", "dtype": dtype}
+        return {"op": "dispatch", "impl": "imbrex", "case": case, "num_sms": sms, "logical_gbps": rate}
+
+    swept = [row(4, "bf16", 200.0), row(8, "bf16", 390.0), row(16, "bf16", 400.0), row(8, "fp8", 1.0)]
+    monkeypatch.setattr(hybrid, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(hybrid, "measure", lambda world, rounds: swept)
+    finding = find("hybrid-ep-bandwidth", Asked())
+    ours = ("4 GPUs", "dispatch", "compact", "", "", "200", "390", "400", "", "", "8")
+    assert [line for line in finding.table if line[0] != "the paper"] == [ours]
+    assert finding.rows == swept[:3]
+    assert finding.differs[0].startswith("Ours: 4 GPUs of this machine.")
+
+
+def test_hybrid_eps_models_are_blank_here() -> None:
+    finding = find("hybrid-ep-end-to-end", Asked())
+    assert {line[-1] for line in finding.table} == {""}
+    assert [line[3] for line in finding.table] == ["943", "597", "645", "665", "698", "728", "800"]
+    with pytest.raises(ValueError, match="times nothing"):
+        find("hybrid-ep-end-to-end", Asked(rounds=2))
 
 
 SIMULATED = [name for name, (module, _) in TABLES.items() if module.startswith("simulated:")]

@@ -26,6 +26,12 @@ TABLES: dict[str, tuple[str, str]] = {
     "schemoe-clusters": ("simulated:schemoe", "simulated: table 10 on its cluster and two others"),
     "comet-figures-10-14": ("simulated:comet", "simulated: one layer over tokens, TP x EP, experts, skew"),
     "hybrid-ep-scale": ("simulated:hybrid_ep", "simulated: bandwidth on 8, 4 x 8 and 36 GPUs"),
+    "hybrid-ep-bandwidth": ("hybrid:bandwidth", "bandwidth over multiprocessors; without GPUs, as committed"),
+    "hybrid-ep-fp8": ("hybrid:fp8", "the same, rows in fp8"),
+    "hybrid-ep-end-to-end": (
+        "hybrid:end_to_end",
+        "models in Megatron on GB200: the paper's table and blanks",
+    ),
     "trtllm-pareto": ("serving:pareto", "tokens/s of a GPU over tokens/s of a user: EP, DP, drafts"),
     "trtllm-lm-head": ("serving:lm_head", "a head split over ranks against a whole one"),
     "trtllm-intensity": ("wide_ep:intensity", "operations a byte of a rank's products over the size of EP"),
@@ -57,7 +63,7 @@ def find(name: str, asked: Asked) -> Finding:
         raise ValueError(f"reproduce: {asked.rounds} rounds; give at least 1, or 0 for {name}'s own number")
     if asked.data and name not in TRAINED + TRACED:
         raise ValueError(f"reproduce: {name} reads no text; leave --data out, or ask for {TRAINED[0]}")
-    if asked.rounds and name in TRAINED + TRACED:
+    if asked.rounds and name in (*TRAINED, *TRACED, "hybrid-ep-end-to-end"):
         raise ValueError(f"reproduce: {name} times nothing; leave --rounds out")
     if asked.rounds and TABLES[name][0].startswith("simulated:"):
         raise ValueError(f"reproduce: {name} is simulated and times nothing; leave --rounds out")

@@ -1,0 +1,179 @@
+"""Hybrid-EP's figures: bandwidth over multiprocessors, in bfloat16 and fp8, and models in Megatron.
+
+The article's curves stand in pictures; its text says how many multiprocessors fill a link. Ours come from
+this machine's GPUs or, where it has none that run our kernels, from the sweep that is committed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from imbrex.bench.exchange.clock import Clock, run_ranks
+from imbrex.bench.exchange.parts import SWEEP, sweep
+from imbrex.bench.exchange.rows import Rows
+from imbrex.kernels import unavailable
+from imbrex.reproduce import chart
+from imbrex.reproduce.frame import Asked, Finding
+
+COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results" / "exchange.json"
+"""A sweep of two and four H200, in a checkout of the repository; an installed package has none."""
+PAPER = {"8 H100, NVLink": "8", "4 x 8 H100, 400 Gb/s": "about 4", "36 GB200, NVLink": "16"}
+"""The multiprocessors that fill the link, as its text says, by where."""
+MODELS = (
+    ("DeepSeek-V3", "MXFP8", "Hybrid-EP", 943, "1.14x over DeepEP"),
+    ("DeepSeek-V3, FSDP", "MXFP8", "all-to-all", 597, "1x"),
+    ("DeepSeek-V3, FSDP", "MXFP8", "Hybrid-EP", 645, "1.08x"),
+    ("Qwen 3 235B", "BF16", "all-to-all", 665, "1x"),
+    ("Qwen 3 235B", "BF16", "Hybrid-EP", 698, "1.05x"),
+    ("Qwen 3 235B", "MXFP8", "all-to-all", 728, "1x"),
+    ("Qwen 3 235B", "MXFP8", "Hybrid-EP", 800, "1.10x"),
+)
+"""Its table of models on GB200, TFLOP/s of a GPU. The row that its first one is compared with is lost."""
+ENOUGH = 0.95
+Curves = Mapping[tuple[int, str, str], Mapping[int, float]]
+"""Logical GB/s by multiprocessors, by ranks, call and layout of rows."""
+
+
+def bandwidth(asked: Asked) -> Finding:
+    return _swept(asked, "bf16", "Hybrid-EP: bandwidth over multiprocessors", PAPER)
+
+
+def fp8(asked: Asked) -> Finding:
+    return _swept(asked, "fp8", "Hybrid-EP: bandwidth over multiprocessors, fp8", {})
+
+
+def end_to_end(asked: Asked) -> Finding:
+    """The article's table beside blanks."""
+    return Finding(
+        title="Hybrid-EP: models in Megatron",
+        question="What does the exchange give a whole model?",
+        head=("model", "precision", "exchange", "Hybrid-EP, TFLOP/s of a GPU", "over", "here"),
+        table=tuple((*row[:3], str(row[3]), row[4], "") for row in MODELS),
+        differs=(
+            "Nothing of it is measured here, so its column is blank: the paper's rows want GB200s, Megatron "
+            "and its models, and MXFP8 products.",
+            "Whole models of other sizes, over NVLink: `benchmarks/models.py`; one layer: docs/layer.md.",
+        ),
+        verdict=("No claim is made. The row of DeepEP, which 943 is 1.14 times of, is lost in the article.",),
+        rows=(),
+        chart=chart.bars(
+            {f"{model}, {precision}": {way: float(tera)} for model, precision, way, tera, _ in MODELS},
+            "TFLOP/s",
+        ),
+    )
+
+
+def _swept(asked: Asked, dtype: str, title: str, paper: Mapping[str, str]) -> Finding:
+    world = torch.cuda.device_count() if unavailable() is None else 0
+    rows = measure(world, asked.rounds or 20) if world > 1 else []
+    rows = [row for row in rows if row["case"]["dtype"] == dtype]
+    curves, source = curves_of(rows), f"{world} GPUs of this machine"
+    if not rows:
+        curves, source = sweep_of_file(dtype)
+    blank = ("",) * len(SWEEP)
+    lines = [("the paper", where, "", *blank, sms) for where, sms in paper.items()]
+    return Finding(
+        title=title,
+        question="How many multiprocessors do dispatch and combine need to fill NVLink?",
+        head=("where", "call", "rows", *(f"{n} SMs" for n in SWEEP), f"SMs for {ENOUGH:.0%} of the best"),
+        table=(*lines, *(_line(key, curve) for key, curve in curves.items())),
+        differs=(
+            f"Ours: {source}. Logical GB/s of a rank, the own rows included; kernels alone.",
+            "The paper's curves stand in pictures, so only the number of multiprocessors can be compared"
+            + (", which its text gives for bfloat16." if paper else "; for fp8 its text gives none."),
+            "4096 tokens of 8192 values a rank, two experts a rank, top-8, uniform, as in "
+            "the article; on two and four GPUs those are all experts, so every token goes "
+            "everywhere. Nothing crosses a network card: rows between nodes (transport `tiered`) "
+            "go by NCCL, whose multiprocessors are not ours to sweep.",
+        ),
+        verdict=_verdict(curves, bool(rows), dtype),
+        rows=rows,
+        chart=_chart(curves),
+    )
+
+
+def measure(world: int, rounds: int) -> list[dict[str, Any]]:
+    """The sweep of `imbrex bench exchange --parts sweep` on the GPUs here."""
+    return run_ranks(_sweep, world, rounds)
+
+
+def _sweep(rank: int, world: int, rounds: int) -> list[dict[str, Any]]:
+    rows = Rows(rank, Clock(n=rounds))
+    sweep(rows, world)
+    return rows.found
+
+
+def sweep_of_file(dtype: str) -> tuple[Curves, str]:
+    """The latest sweep of every number of GPUs in the committed file, and where it is from."""
+    if not COMMITTED.exists():
+        return {}, "nothing; no GPU here runs our kernels, and this is no checkout with committed results"
+    content = json.loads(COMMITTED.read_text())
+    rows = [row for row in content["rows"] if _is_swept(row) and row["case"]["dtype"] == dtype]
+    runs = {run["id"]: run for run in content["runs"] if run["id"] in {row["run"] for row in rows}}
+    sources = (
+        f"{run['hardware']['count']} x {run['hardware']['gpu']}, revision {run['commit']}, {run['date']}"
+        for run in runs.values()
+    )
+    where = f"not this machine, but benchmarks/results/{COMMITTED.name} ({'; '.join(sources)})"
+    return curves_of(rows), where
+
+
+def _is_swept(row: Mapping[str, Any]) -> bool:
+    case = row.get("case", {})
+    kernel = row["impl"] == "imbrex" and row.get("full_call") is False and "num_sms" in row
+    return kernel and case.get("D") == 8192 and case.get("E") == 2 * case.get("W", 0)
+
+
+def curves_of(rows: Sequence[Mapping[str, Any]]) -> Curves:
+    curves: dict[tuple[int, str, str], dict[int, float]] = {}
+    for row in rows:
+        key = row["case"]["W"], row["op"], row["case"]["layout"]
+        curves.setdefault(key, {})[row["num_sms"]] = row["logical_gbps"]
+    return dict(sorted(curves.items()))
+
+
+def fills(curve: Mapping[int, float]) -> int:
+    """The fewest multiprocessors that reach nearly the best."""
+    best = max(curve.values())
+    return min(sms for sms, rate in curve.items() if rate >= ENOUGH * best)
+
+
+def _line(key: tuple[int, str, str], curve: Mapping[int, float]) -> tuple[str, ...]:
+    world, op, layout = key
+    rates = (f"{curve[n]:.0f}" if n in curve else "" for n in SWEEP)
+    return f"{world} GPUs", op, layout, *rates, str(fills(curve))
+
+
+def _verdict(curves: Curves, here: bool, dtype: str) -> tuple[str, ...]:
+    if not curves:
+        return ("Nothing was measured, so nothing is shown.",)
+    few = sorted({fills(curve) for (_, _, layout), curve in curves.items() if layout == "compact"})
+    many = sorted({fills(curve) for (_, _, layout), curve in curves.items() if layout == "expert"})
+    numbers = [
+        f"{' and '.join(map(str, of))} for {name}" for name, of in zip(WHAT, (few, many), strict=True) if of
+    ]
+    sentence = f"In {dtype} {ENOUGH:.0%} of the best rate takes {', '.join(numbers)}."
+    return (
+        (sentence,) if here else (sentence, "No GPU here runs our kernels: nothing of it was measured now.")
+    )
+
+
+WHAT = ("compact rows, as the paper's", "expert-major rows")
+
+
+def _chart(curves: Curves) -> str:
+    series = {
+        f"{world} GPUs, {op}, {layout}": [(float(n), rate) for n, rate in curve.items()]
+        for (world, op, layout), curve in curves.items()
+    }
+    if series:
+        return chart.lines(series, "multiprocessors", "logical GB/s of a rank", logarithmic=False)
+    return chart.bars({"8 H100": {"multiprocessors that fill NVLink, the paper": 8.0}}, "multiprocessors")
+
+
+__all__ = ["bandwidth", "curves_of", "end_to_end", "fills", "fp8", "measure", "sweep_of_file"]
