@@ -1,0 +1,216 @@
+"""Every interleaving of the fused kernels' counters, for two and three ranks: nobody waits for ever, nothing
+is read before it is there, every piece is summed once. Faults put into the kernels' text are found.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from imbrex.reproduce.interleavings import explore
+from tests.emulated import kernel
+from tests.emulated.counters import Edits, Source
+from tests.emulated.down_home_counters import down_home
+from tests.emulated.fused_counters import DOWN, HOME, PROTOCOL, REDUCE, ROWS, SUMMERS, Kernel
+from tests.emulated.home_counters import home
+from tests.emulated.rows_out_counters import rows_out
+
+pytestmark = [pytest.mark.skipif(not kernel.available(), reason="needs g++"), pytest.mark.untraced]
+
+
+def machine(name: str, edits: Edits = ()) -> Kernel:
+    make, given = CASES[name]
+    source = Source(edits)
+    if make is rows_out:
+        return rows_out(source, **given)
+    return (down_home if make is down_home else home)(source, **given)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rows": (rows_out, {"ranks": 2}),
+    "rows, three ranks": (rows_out, {"ranks": 3, "movers": (1, 1, 1)}),
+    "rows, a rank dies": (rows_out, {"ranks": 2, "movers": (1, 1), "mortal": 0}),
+    "home, sums behind": (home, {"groups": (1, 1), "first": 0}),
+    "home, sums first": (home, {"groups": (1, 1), "tiles": 1}),
+    "home, three ranks": (home, {"groups": (1, 1, 1), "first": 0, "blocks": (1, 1, 1), "tiles": 1}),
+    "home, a rank dies": (home, {"groups": (1, 1), "first": 0, "tiles": 1, "mortal": 0}),
+    "home, three calls": (home, {"groups": (0, 1), "first": 0, "tiles": 1, "calls": 3}),
+    "down": (down_home, {"groups": (1, 1), "tiles": (0, 1), "parts": 2, "behind": False}),
+    "down, two warps sum": (down_home, {"groups": (1, 1), "tiles": (0,)}),
+    "down, three ranks": (down_home, {"groups": (1, 1, 1), "tiles": (0,), "behind": False}),
+    "down, a rank dies": (
+        down_home,
+        {"groups": (1, 1), "tiles": (0, 1), "parts": 2, "behind": False, "mortal": 0},
+    ),
+    "down, three calls": (down_home, {"groups": (0, 1), "tiles": (0,), "behind": False, "calls": 3}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_interleaving_has_a_fault(name: str) -> None:
+    explored = explore(machine(name), 100_000)
+    assert explored.fault is None
+    assert explored.states > 500
+
+
+COUNT = "                if (mine >= 0) ptx::add_relaxed_gpu(rows.there + mine / kCounted, 1);\n"
+FENCE = "            ptx::fence_gpu();\n            __syncwarp();\n"
+EACH = f"            each([&](int, int mine) {{\n{COUNT}            }});\n"
+CREDIT = "if (!wait_credit(call, static_cast<int>(ptx::lane_id()), 2)) return false;\n"
+RUN = "if (!__all_sync(~0u, fine) || !wait_credit(call, static_cast<int>(ptx::lane_id()), 2))"
+TOLD = "        tell();\n        part = tile.column / part_columns, rows_sent = rows;\n"
+PIECES = "job.home = home, job.part = static_cast<int>(part), "
+ENGINE = "            ptx::fence_async_shared();\n"
+FLAG = "        ptx::store_relaxed_sys(flag_of(*call.group, call.group->reduced"
+STARTED = "            if (call.block == 0 && warp == 4 * C::kGroups + 1)\n"
+TELL_STARTED = f"{STARTED}                tell_started(call, static_cast<int>(ptx::lane_id()));\n"
+FAULTS: dict[str, tuple[str, Edits, str]] = {
+    "rows counted before they are stored": (
+        "rows",
+        ((ROWS, EACH, ""), (ROWS, "            if (fine)\n", f"{EACH}            if (fine)\n")),
+        "is under way|is of call 0",
+    ),
+    "rows without a fence": ("rows", ((ROWS, FENCE, ""),), "is under way"),
+    "rows of tokens nobody waited for": (
+        "rows",
+        ((ROWS, "const bool fine = wait_staged(call, rows, own);", "const bool fine = true;"),),
+        "token .* is",
+    ),
+    "one of two counters is looked at": (
+        "rows",
+        ((ROWS, "last = (tile.row + gemm::least(tile.rows, kBlockM) - 1) / kCounted;", "last = first;"),),
+        "row 2 is",
+    ),
+    "who draws any row brings the token": (
+        "rows",
+        ((ROWS, "if (at >= 0 && at < lowest) lowest = at;", ""),),
+        "counted twice",
+    ),
+    "the last counter waits for a whole block": (
+        "rows",
+        ((ROWS, "gemm::least(kCounted, count_rows(rows) - kCounted * block)", "kCounted"),),
+        "for ever",
+    ),
+    "sums over a stage that is being filled": (
+        "home, sums first",
+        (
+            (HOME, "            if (sums_first) ptx::named_barrier(kLoadBarrier, kSummers + 32);\n", ""),
+            (HOME, f"{ENGINE}            ptx::named_barrier(kLoadBarrier, kSummers + 32);\n", ENGINE),
+        ),
+        "over a tile",
+    ),
+    "own pieces before others'": (
+        "home, sums behind",
+        (
+            (HOME, "bool end() {\n        if (!reduce_others()) return false;\n", "bool end() {\n"),
+            (
+                HOME,
+                "piece_of(reduce, tokens, call.me, i))) return false;\n        return true;",
+                "piece_of(reduce, tokens, call.me, i))) return false;\n        return reduce_others();",
+            ),
+        ),
+        "for ever",
+    ),
+    "others' pieces left at the end": (
+        "home, sums behind",
+        ((HOME, "bool end() {\n        if (!reduce_others()) return false;\n", "bool end() {\n"),),
+        "for ever",
+    ),
+    "the piece put aside is forgotten": (
+        "home, sums first",
+        ((HOME, "u32 i = aside < home ? aside : draw_home(); i", "u32 i = draw_home(); i"),),
+        "summed 0 times",
+    ),
+    "home without credit": ("home, three calls", ((HOME, CREDIT, ""),), "sum .* is"),
+    "home, credit a call early": (
+        "home, three calls",
+        ((HOME, CREDIT, CREDIT.replace("2", "3")),),
+        "sum .* is",
+    ),
+    "a piece told without a fence": (
+        "home, sums behind",
+        (
+            (
+                REDUCE,
+                f"        ptx::fence_sys();\n{FLAG}",
+                FLAG,
+            ),
+        ),
+        "is under way",
+    ),
+    "a part told with the tile that is being stored": (
+        "down",
+        ((DOWN, TOLD, "        part = tile.column / part_columns, rows_sent = rows;\n        tell();\n"),),
+        "tile . is under way",
+    ),
+    "a part told before its last stores": (
+        "down",
+        (
+            (
+                "gemm/run.cuh",
+                "    if (thread == 0) ptx::bulk_wait<0>();\n    sink.ended(thread);\n",
+                "    sink.ended(thread);\n    if (thread == 0) ptx::bulk_wait<0>();\n",
+            ),
+        ),
+        "tile . is under way",
+    ),
+    "nobody waits for a part": (
+        "down",
+        ((SUMMERS, "if (!wait_written(ready)) return false;", ";"),),
+        "tile . is",
+    ),
+    "own pieces of a part drawn before others'": (
+        "down",
+        (
+            (
+                SUMMERS,
+                "        bool home = number >= others;\n",
+                "        number = both * parts - 1 - number;\n        bool home = number >= others;\n",
+            ),
+        ),
+        "for ever",
+    ),
+    "down without credit": (
+        "down, three calls",
+        ((SUMMERS, RUN, "if (!__all_sync(~0u, fine))"),),
+        "sum .* is",
+    ),
+    "down, credit a call early": (
+        "down, three calls",
+        ((SUMMERS, RUN, RUN.replace("2)", "3)")),),
+        "sum .* is",
+    ),
+    "a begin that is not told": ("down, three calls", ((DOWN, TELL_STARTED, ""),), "for ever"),
+    "own sums nobody waited for": (
+        "down",
+        ((SUMMERS, "if (job.home && !wait_reduced()) return false;", ""),),
+        "sum .* is",
+    ),
+    "tickets not set back": (
+        "down, three calls",
+        ((PROTOCOL, "        call.own->drawn[call.kind][0] = call.own->drawn[call.kind][1] = 0;\n", ""),),
+        "summed 0 times",
+    ),
+    "a wait without an end": (
+        "down, a rank dies",
+        ((PROTOCOL, "        if (stop_waiting(call, phase, peer, start, polls)) return false;\n", ""),),
+        "for ever",
+    ),
+}
+"""Where, what is put in, and what the model then says."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str) -> None:
+    case, edits, says = FAULTS[name]
+    explored = explore(machine(case, edits), 100_000)
+    assert explored.fault is not None
+    assert re.search(says, explored.fault), explored.fault
+
+
+def test_what_the_model_does_not_know_is_said() -> None:
+    tell = "            if (!job.home) tell();\n"
+    with pytest.raises(LookupError, match="the model does not know wait_peers"):
+        machine("down", ((SUMMERS, tell, f"            wait_peers();\n{tell}"),))
