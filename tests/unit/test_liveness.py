@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from imbrex.overlap.events.ledger import Home, Host, Kind, Ledger
-from imbrex.reproduce.interleavings import Events, Printed, explore, routings
-from imbrex.reproduce.liveness import ours, printed, walked
+from imbrex.reproduce.interleavings import FORWARD, UNDECIDED, Events, Printed, explore, routings
+from imbrex.reproduce.liveness import ordered, ours, printed, walked
+from imbrex.reproduce.one_order import OneOrder
 
 
 @pytest.mark.parametrize(("epsilons", "deadlocks"), [((0, 0), 0), ((0, 1), 7), ((1, 0), 7), ((1, 1), 1)])
@@ -39,6 +40,41 @@ def test_a_rank_may_die(at_once: bool) -> None:
     assert ours((1, 1), at_once=at_once, mortal=1).fault == ""
 
 
+def ends(whole: Events, model: Events) -> set[Any]:
+    """What every rank has decided at every end, without the ranks' names."""
+    start = model.alike(model.first())
+    seen, stack, decisions = {start}, [start], set()
+    while stack:
+        state = stack.pop()
+        following = {model.alike(next_state) for next_state in model.moves(state)}
+        assert model.fault(state, last=not following) is None
+        end = model.end(state) if isinstance(model, OneOrder) else state
+        if not following and end is not None:
+            decisions.add(whole.alike((end[0], ((),) * whole.world**2)))
+        stack += following - seen
+        seen |= following
+    return decisions
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("epsilons", [(0, 0), (0, 1), (1, 1), (0, 0, 0), (0, 0, 1), (1, 1, 1), (0, 1, 2)])
+def test_one_order_comes_to_the_same_ends_as_all(epsilons: Any, at_once: bool) -> None:
+    whole = Events(epsilons, at_once=at_once)
+    all_ends = ends(whole, whole)
+    assert all_ends
+    assert ends(whole, OneOrder(epsilons, at_once=at_once)) == all_ends
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("at_once", [True, False])
+def test_four_ranks_in_one_order(at_once: bool) -> None:
+    assert ordered((0, 0, 1, 1), at_once=at_once).fault == ""
+    deaths = ((3, FORWARD), (3, UNDECIDED))
+    case = ordered((0, 0, 0, 1), at_once=at_once, deaths=deaths)
+    assert (case.fault, case.faulty, case.cases) == ("", 0, 2)
+
+
 def test_random_walks_of_four_ranks() -> None:
     case = walked((1, 1, 1, 1), at_once=False, walks=5, mortal=1)
     assert (case.fault, case.faulty) == ("", 0)
@@ -54,31 +90,37 @@ def forgetful(ledger: Ledger) -> list[tuple[int, Kind]]:
     return [(p, kind) for p, kind in Ledger.give_up(ledger) if kind is not Kind.DROPPED]
 
 
+@pytest.mark.parametrize(
+    ("model", "epsilons"), [(Events, (0, 1)), (OneOrder, (0, 1)), (OneOrder, (0, 0, 0, 1))]
+)
 @pytest.mark.parametrize("give_up", [silent, forgetful])
-def test_who_gives_up_without_a_word_strands_the_others(give_up: Any) -> None:
+def test_who_gives_up_without_a_word_strands_the_others(give_up: Any, model: Any, epsilons: Any) -> None:
     class Broken(Ledger):
         __slots__ = ()
 
     Broken.give_up = give_up
 
-    class Wordless(Events):
+    class Wordless(model):
         def _ledger(self, rank: int, seat: Any = None) -> Ledger:
             right = super()._ledger(rank, seat)
             ledger = Broken(rank, self.world, self.epsilons[rank], at_once=self.at_once)
             ledger.host, ledger.home, ledger.computed = right.host, right.home, right.computed
             return ledger
 
-    fault = explore(Wordless((0, 1), at_once=False)).fault
+    fault = explore(Wordless(epsilons, at_once=False)).fault
     assert fault is not None
     assert fault.endswith("wait for ever")
 
 
-def test_a_host_that_uses_what_it_computed_in_vain_disagrees_with_the_home() -> None:
-    class Careless(Events):
+@pytest.mark.parametrize(
+    ("model", "epsilons"), [(Events, (1, 1)), (OneOrder, (1, 1)), (OneOrder, (0, 0, 1, 1))]
+)
+def test_a_host_that_uses_what_it_computed_in_vain_disagrees(model: Any, epsilons: Any) -> None:
+    class Careless(model):
         def _used(self, home: int, host: Any, heard: int) -> bool:
             return host[home] in (Host.COMPUTED, Host.IN_VAIN)
 
-    fault = explore(Careless((1, 1), at_once=False)).fault
+    fault = explore(Careless(epsilons, at_once=False)).fault
     assert fault is not None
     assert "dropped its choices" in fault
 

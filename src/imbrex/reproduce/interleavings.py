@@ -94,6 +94,9 @@ class Events:
     late is one whose messages are heard late. What no decision depends on any more is heard at once.
     """
 
+    dies: tuple[int, int] | None = None
+    """A rank that dies for certain as it comes to this phase."""
+
     def __init__(self, epsilons: Sequence[int], *, at_once: bool, mortal: int = 0) -> None:
         self.epsilons, self.at_once, self.mortal = tuple(epsilons), at_once, mortal
         self.world = len(epsilons)
@@ -195,11 +198,11 @@ class Events:
         messages, hosts = list(messages), [p for p, c in enumerate(ledger.counts) if c and p != rank]
         if phase == FORWARD and ledger.over:
             messages += [(p, Kind.GRADIENT) for p in hosts]
-            phase = UNDECIDED
+            phase = DEAD if self.dies == (rank, UNDECIDED) else UNDECIDED
         if phase == UNDECIDED and all(heard >> p & 1 for p in ledger.unknown):
             homes = [p for p in self.ranks if self._used(p, ledger.host, heard)]
             messages += [(p, Kind.GRADIENT_BACK) for p in homes]
-            phase = BACKWARD
+            phase = DEAD if self.dies == (rank, BACKWARD) else BACKWARD
         if phase == BACKWARD and all(back >> p & 1 for p in hosts):
             phase = DONE
         return self._with(state, rank, (phase, *_words(ledger), heard, back), messages)
