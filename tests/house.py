@@ -78,22 +78,29 @@ def module_of(path: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def package_of(path: str) -> list[str]:
+    """`src/imbrex/codec/zfp.py` and `src/imbrex/codec/__init__.py` -> imbrex, codec."""
+    package = module_of(path).split(".")
+    return package if path.endswith("__init__.py") else package[:-1]
+
+
+def source_of(node: ast.ImportFrom, package: list[str]) -> str | None:
+    """The absolute module that `from ... import` takes from, `None` where it is no part of this package."""
+    base = package[: len(package) - node.level + 1] if node.level else []
+    source = ".".join([*base, *([node.module] if node.module else [])])
+    return source if source.split(".")[0] == "imbrex" else None
+
+
 def imports(tree: ast.AST, path: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
     """(line, absolute module) of every import of this package, at the top of the file or inside a function.
 
     `from imbrex import plan` counts as `imbrex.exchange.plan` where that is one of `modules`.
     """
-    package = module_of(path).split(".")
-    if not path.endswith("__init__.py"):
-        package = package[:-1]
+    package = package_of(path)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if a.name.split(".")[0] == "imbrex")
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            if source.split(".")[0] != "imbrex":
-                continue
+        elif isinstance(node, ast.ImportFrom) and (source := source_of(node, package)):
             for alias in node.names:
                 inner = f"{source}.{alias.name}"
                 yield node.lineno, inner if inner in modules else source
@@ -459,17 +466,58 @@ def probes(path: str, text: str) -> list[Breach]:
     return breaches
 
 
-PUBLIC_ROOMS = {"imbrex", "imbrex.contracts", "imbrex.runtime.waits"}
+def public_names(text: str) -> frozenset[str]:
+    """The names of a module's `__all__`."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
 
 
-def private_doors(path: str, text: str, modules: frozenset[str], packages: frozenset[str]) -> list[Breach]:
-    """Imports of an adapter that are no public names: of a module inside another room."""
+def doors_of(files: dict[str, str]) -> dict[str, frozenset[str]]:
+    """What others may import, by module: the `__all__` of a room or of a family of kernels and, where a
+    module stands in that, the module's own."""
+    rooms = [p for p in files if p.endswith("__init__.py") or PurePosixPath(p).parent.name == "imbrex"]
+    doors = {module_of(path): public_names(files[path]) for path in rooms}
+    inner = {f"{module}.{name}" for module, names in doors.items() for name in names}
+    return doors | {m: public_names(text) for p, text in files.items() if (m := module_of(p)) in inner}
+
+
+def takings(tree: ast.AST, package: list[str], modules: frozenset[str]) -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of what a file takes of this package: `from module import name`, and `m.name`
+    where `m` is one of `modules` that it imports."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                module, _, name = alias.name.rpartition(".")
+                root = alias.name.split(".")[0]
+                known[alias.asname or root] = alias.name if alias.asname else root
+                if module.split(".")[0] == "imbrex":
+                    yield node.lineno, module, name
+        elif isinstance(node, ast.ImportFrom) and (source := source_of(node, package)):
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{source}.{alias.name}"
+                yield node.lineno, source, alias.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = known.get(node.value.id)
+            if module in modules:
+                yield node.lineno, module, node.attr
+
+
+def private_doors(
+    path: str, text: str, doors: dict[str, frozenset[str]], modules: frozenset[str]
+) -> list[Breach]:
+    """What an adapter, ours or a user's, takes of imbrex that is not public; all contracts are."""
     if room(module_of(path)) != "adapters":
         return []
     return [
-        f"{path}:{line}: an adapter imports {module}, which is inside a room"
-        for line, module in imports(ast.parse(text, path), path, modules)
-        if room(module) != "adapters" and module not in PUBLIC_ROOMS | packages
+        f"{path}:{line}: an adapter takes {module}.{name}, which is in the __all__ of no room"
+        for line, module, name in takings(ast.parse(text, path), package_of(path), modules)
+        if room(module) not in ("adapters", "contracts")
+        and f"{module}.{name}" not in doors
+        and name not in {"__version__", *doors.get(module, ())}
     ]
 
 

@@ -21,6 +21,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from imbrex.contracts import Placement
 from imbrex.ranks import Ranks
 
+__all__ = ["PartialStateWarning"]
+"""The name for adapters."""
+
 
 class Watched(Protocol):
     """A layer whose gradients `sync_gradients` has to see: a `MoELayer`."""

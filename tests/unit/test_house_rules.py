@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import statistics
 import textwrap
 from pathlib import Path
@@ -96,15 +98,15 @@ def test_no_banners() -> None:
     assert collect(house.banners, SOURCES + KERNELS + OTHERS) == []
 
 
-PACKAGES = frozenset(house.module_of(path) for path in SOURCES if path.endswith("__init__.py"))
 TEXTS = {path: read(path) for path in SOURCES}
+DOORS = house.doors_of(TEXTS)
 
 
 ROOM_FOR = {
     "parameters": 0,
     "private": 7,
     "probes": 7,
-    "doors": 31,
+    "doors": 0,
     "bare": 14,
     "fragments": 0,
 }
@@ -113,7 +115,7 @@ RULES = {
     "parameters": house.many_parameters,
     "private": house.private_reaches,
     "probes": house.probes,
-    "doors": lambda path, text: house.private_doors(path, text, MODULES, PACKAGES),
+    "doors": lambda path, text: house.private_doors(path, text, DOORS, MODULES),
     "bare": house.bare_participles,
 }
 
@@ -134,6 +136,11 @@ SAMPLES_OF_RULES = [
     ("private", "src/imbrex/layer.py", "def f(exchange):\n    return exchange._crossings\n"),
     ("probes", "src/imbrex/layer.py", "def f(self):\n    return hasattr(self.transport, 'nodes')\n"),
     ("doors", "src/imbrex/adapters/vllm.py", "from imbrex.kernels.heap import Heap\n"),
+    ("doors", "src/imbrex/adapters/vllm.py", "from ..kernels.jit import load\n"),
+    ("doors", "src/imbrex/adapters/vllm.py", "import imbrex.kernels.heap\n"),
+    ("doors", "src/imbrex/adapters/vllm.py", "from imbrex.exchange import alone\n"),
+    ("doors", "src/imbrex/adapters/vllm.py", "from imbrex.exchange import rows\nrows.by_kernels(x)\n"),
+    ("doors", "src/imbrex/adapters/vllm.py", "import imbrex\nimbrex.VERSION\n"),
     ("bare", "src/imbrex/layer.py", "found = 1\n"),
 ]
 FINE = [
@@ -141,6 +148,9 @@ FINE = [
     ("private", "src/imbrex/layer.py", "class A:\n    def _f(self, other):\n        return other._f\n"),
     ("probes", "src/imbrex/layer.py", "def f(module):\n    return hasattr(module, 'weight')\n"),
     ("doors", "src/imbrex/adapters/vllm.py", "from imbrex.exchange import Exchange\n"),
+    ("doors", "src/imbrex/adapters/vllm.py", "from imbrex.exchange import rows\nrows.expand(x, y)\n"),
+    ("doors", "src/imbrex/adapters/vllm.py", "from imbrex import overlap\noverlap.make('serial')\n"),
+    ("doors", "src/imbrex/adapters/vllm.py", "from imbrex.contracts import Traffic\n"),
     ("bare", "src/imbrex/layer.py", "answer = 1\n"),
 ]
 
@@ -153,6 +163,24 @@ def test_a_breach_is_found(rule: str, path: str, text: str) -> None:
 @pytest.mark.parametrize(("rule", "path", "text"), FINE)
 def test_what_keeps_a_rule_is_fine(rule: str, path: str, text: str) -> None:
     assert RULES[rule](path, text) == []
+
+
+def test_names_that_adapters_take_are_documented() -> None:
+    table: set[tuple[str, str]] = set()
+    room = ""
+    for line in read("docs/extending.md").partition("## An adapter")[2].splitlines():
+        if line.startswith("| "):
+            _, first, names, *_ = line.split("|")
+            room = first.strip(" `") or room
+            table |= {(room, name) for name in re.findall(r"`(\w+)`", names)}
+    assert [(room, name) for room, name in table if name not in DOORS[room]] == []
+    for path, text in TEXTS.items():
+        for _, module, name in house.takings(ast.parse(text), house.package_of(path), MODULES):
+            if house.room(house.module_of(path)) == "adapters" and f"{module}.{name}" not in MODULES:
+                public = house.room(module) in ("", "adapters", "contracts")
+                assert public or (module, name) in table, (
+                    f"{path}: {module}.{name} is not in docs/extending.md"
+                )
 
 
 def test_a_fragment_is_found() -> None:

@@ -25,9 +25,9 @@ from torch.func import functional_call
 
 from imbrex import Dispatched, Exchange, Routing, overlap
 from imbrex.contracts import Codec, RowForm, Strategy, Transport, Wire
-from imbrex.experts.experts import Experts
+from imbrex.experts import Experts
+from imbrex.overlap import Scheduler
 from imbrex.placement import contiguous
-from imbrex.schedule.schedulers import Scheduler
 from imbrex.transport import Auto
 
 

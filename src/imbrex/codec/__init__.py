@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from imbrex.codec.cast import Cast, Identity
+from imbrex.codec.cast import Cast, Identity, as_bytes, from_bytes
 from imbrex.codec.fp8 import Fp8
 from imbrex.codec.int4 import Int4
 from imbrex.codec.int8 import Int8
@@ -95,4 +95,4 @@ def check_bytes(wire: Wire, width: int) -> None:
                 )
 
 
-__all__ = ["CODECS", "check_bytes", "make", "make_wire", "register"]
+__all__ = ["CODECS", "as_bytes", "check_bytes", "from_bytes", "make", "make_wire", "register"]

@@ -17,6 +17,9 @@ from torch import Tensor
 from imbrex.contracts import Placement, Plan, Traffic
 from imbrex.runtime.words import words
 
+__all__ = ["count_choices", "order_within"]
+"""The names for adapters."""
+
 
 def count_choices(ids_TK: Tensor, num_bins: int) -> Tensor:
     """How often every id in `[0, num_bins)` occurs; `-1` is not counted. int64 [num_bins], no host sync."""

@@ -10,6 +10,9 @@ from imbrex.kernels.ffn.glue import sum_rows_exactly
 from imbrex.kernels.ffn.widths import MULTIPLE
 from imbrex.kernels.jit import cached_unavailable
 
+__all__ = ["expand", "index_rows", "pick_scalars", "reduce", "sum_home"]
+"""The names for adapters."""
+
 
 def index_rows(
     slot_PK: Tensor, position_PK: Tensor, weights_PK: Tensor, local: range, num_rows: int

@@ -81,6 +81,7 @@ __all__ = [
     "Kind",
     "Order",
     "Pipelined",
+    "Scheduler",
     "Serial",
     "Task",
     "Times",

@@ -1,1 +1,5 @@
 """Tools for every room: bounded waits, streams, checks of arguments, tracing, deferred gradients."""
+
+from imbrex.runtime import waits
+
+__all__ = ["waits"]

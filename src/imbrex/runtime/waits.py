@@ -18,6 +18,9 @@ import torch.distributed.nn.functional
 
 from imbrex.runtime.deadlines import deadlines
 
+__all__ = ["all_gather_single", "finish", "run", "start"]
+"""The names for adapters."""
+
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e6
 """A wait without an end is no time-out, and clocks of kernels and sockets overflow far above this."""

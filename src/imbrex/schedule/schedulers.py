@@ -11,6 +11,7 @@ from imbrex.schedule.exact import exact
 from imbrex.schedule.tasks import Kind, Order, Task, Times
 
 Scheduler = Callable[[Times], Order]
+"""An order of tasks from the seconds that they take, the same on every rank."""
 
 
 def chunks_of(times: Times) -> int:

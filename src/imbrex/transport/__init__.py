@@ -10,6 +10,8 @@ from imbrex.contracts import Backend
 from imbrex.cost import Load
 from imbrex.runtime import checks
 from imbrex.runtime.waits import RankLostError
+from imbrex.runtime.words import words
+from imbrex.transport import nvlink
 from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
@@ -112,5 +114,7 @@ __all__ = [
     "Tiers",
     "TwoLevel",
     "make",
+    "nvlink",
     "pick",
+    "words",
 ]

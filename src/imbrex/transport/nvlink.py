@@ -38,7 +38,11 @@ from imbrex.runtime.words import words
 from imbrex.transport.board import Board
 from imbrex.transport.collective import Collective, device_of
 
+__all__ = ["MOST_CHOICES", "ROW_MULTIPLE", "Size"]
+"""The names for adapters."""
+
 MOST_RANKS, MOST_CHOICES, ROW_MULTIPLE = 16, 32, 16
+"""Most ranks; most choices of a token; what the bytes of a row are a multiple of."""
 TOKENS_MULTIPLE = 64
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[float, Nvlink]]
 _shared = weakref.WeakKeyDictionary()

@@ -19,9 +19,9 @@ from imbrex import contracts
 from imbrex.adapters.deep_ep.choices import Choices
 from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
 from imbrex.adapters.deep_ep.permuted import Permutation
-from imbrex.codec.cast import from_bytes
-from imbrex.runtime.words import words
+from imbrex.codec import from_bytes
 from imbrex.transport import make as make_transport
+from imbrex.transport import words
 
 TEXT_BYTES = 240
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

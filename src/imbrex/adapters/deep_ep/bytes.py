@@ -17,10 +17,10 @@ from imbrex.adapters.deep_ep.choices import Choices, indices_to_map, pack_choice
 from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows
 from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
 from imbrex.adapters.deep_ep.permuted import Permutation, make_permutation
-from imbrex.codec.cast import as_bytes
+from imbrex.codec import as_bytes
 from imbrex.contracts import Traffic, Transport
 from imbrex.exchange import rows
-from imbrex.runtime.words import words
+from imbrex.transport import words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from imbrex.adapters.deep_ep.hybrid_handle import (
 )
 from imbrex.adapters.deep_ep.opening import open_backend
 from imbrex.contracts import Backend
-from imbrex.exchange.agreement import agree
+from imbrex.exchange import agree
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 

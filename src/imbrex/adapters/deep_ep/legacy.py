@@ -19,7 +19,7 @@ from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.opening import open_backend
 from imbrex.contracts import Backend
 from imbrex.exchange import plan
-from imbrex.runtime.words import words
+from imbrex.transport import words
 
 Rows = Tensor | tuple[Tensor, Tensor]
 Previous = EventOverlap | EventHandle | None

@@ -23,17 +23,16 @@ from imbrex.adapters.deep_ep.backend import BackendBase, Labels, cut
 from imbrex.adapters.deep_ep.choices import Choices, pack_choices
 from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
-from imbrex.codec.cast import as_bytes
+from imbrex.codec import as_bytes
 from imbrex.exchange import rows
-from imbrex.kernels.exchange.exchange import NvlinkExchange
-from imbrex.kernels.ffn.glue import clear_rows
-from imbrex.kernels.routing.routed import Routed
-from imbrex.kernels.rows import compact, labels
+from imbrex.kernels.exchange import NvlinkExchange
+from imbrex.kernels.ffn import clear_rows
+from imbrex.kernels.routing import Routed
+from imbrex.kernels.rows import Placed, index_rows, pack_labels, place_compact, read_labels
 from imbrex.observe import Observer
 from imbrex.placement import contiguous
 from imbrex.runtime import waits
-from imbrex.runtime.words import words
-from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE, Nvlink, Size
+from imbrex.transport import Nvlink, nvlink, words
 
 ALL_EXPERTS = 16
 """A routing map over so few experts is packed whole."""
@@ -49,17 +48,17 @@ class KernelRoute:
     `None` before it has any. full: they are known to be received, all of them.
     """
 
-    size: Size
+    size: nvlink.Size
     expert: Routed
     traffic_WW: Tensor
     num_tokens: int
     most: int
-    placed: compact.Placed | None = None
+    placed: Placed | None = None
     num_rows: int | None = None
     full: bool = False
 
     @property
-    def compact(self) -> compact.Placed:
+    def compact(self) -> Placed:
         assert self.placed is not None
         return self.placed
 
@@ -105,13 +104,15 @@ class NvlinkBackend(BackendBase):
         """Route. ids_TK: int64, -1 drops a choice; experts are spread evenly over the ranks. columns: what
         will be carried, besides at most 8 bytes a choice and 16. alignment: of an expert's rows."""
         tokens, choices = ids_TK.shape
-        if not problem and choices > MOST_CHOICES:
-            problem = f"{choices} choices a token; NVLink's kernels take {MOST_CHOICES}: use 'alltoall'"
+        if not problem and choices > nvlink.MOST_CHOICES:
+            problem = (
+                f"{choices} choices a token; NVLink's kernels take {nvlink.MOST_CHOICES}: use 'alltoall'"
+            )
         if self.transport.max_tokens is not None and tokens > self.transport.max_tokens:
             problem = problem or f"{tokens} tokens; Nvlink(max_tokens=) is {self.transport.max_tokens}"
         most = self._meet(call, problem, settings, tokens)
         placement = _placement(num_experts, self.world_size)
-        size = Size(
+        size = nvlink.Size(
             rank_offsets=placement.rank_offsets,
             tensor=1,
             experts=num_experts,
@@ -170,7 +171,7 @@ class NvlinkBackend(BackendBase):
         placed = link.placed
         if placed is None or len(placed.source_R) < size:
             parts = link.expert, link.traffic_WW, self.rank, link.num_tokens
-            placed = compact.place_compact(*parts, max(worst, size), load=self.transport.load)
+            placed = place_compact(*parts, max(worst, size), load=self.transport.load)
         received = 0
         if size < worst:
             # host sync: the size of what is returned
@@ -203,11 +204,11 @@ class NvlinkBackend(BackendBase):
     ) -> tuple[list[Tensor], Tensor, Labels]:
         arrived, sources = self.carry_with_sources(columns, route)
         load, per_rank = self.transport.load, num_experts // self.world_size
-        packed = labels.pack_labels(ids_TK.contiguous(), weights_TK.contiguous(), load=load)
+        packed = pack_labels(ids_TK.contiguous(), weights_TK.contiguous(), load=load)
         source_R = route.compact.source_R[: route.num_rows]
         rows_NB = self.pull(packed, route, route.compact.routed, source_R, clear=False)
         here = ids_TK.shape[1], self.rank * per_rank, per_rank
-        read = labels.read_labels(rows_NB, *here, source_R, counted=counted, load=load)
+        read = read_labels(rows_NB, *here, source_R, counted=counted, load=load)
         return arrived, sources, Labels(*read)
 
     def sums_of(
@@ -222,14 +223,14 @@ class NvlinkBackend(BackendBase):
     ) -> Tensor:
         """A column of a token to its rows [R, ...]; those whose `source_R` is -1 are zero if `clear`."""
         size = column.shape[1] * column.dtype.itemsize
-        if size % ROW_MULTIPLE == 0 and source_R.numel() and column.is_contiguous():
+        if size % nvlink.ROW_MULTIPLE == 0 and source_R.numel() and column.is_contiguous():
             out = torch.empty(source_R.numel(), column.shape[1], dtype=column.dtype, device=column.device)
             self._kernels(link).pull(column, routed, self.transport.sms.dispatch, out)
             if clear and not (link.full and link.compact.routed is routed):
                 clear_rows(out.view(torch.uint8), source_R)
             return out
         encoded = as_bytes(column)
-        encoded = F.pad(encoded, [0, -size % ROW_MULTIPLE]).contiguous()
+        encoded = F.pad(encoded, [0, -size % nvlink.ROW_MULTIPLE]).contiguous()
         out = encoded.new_empty(1, source_R.numel(), encoded.shape[1])
         if out.numel():
             self._kernels(link).pull(encoded, routed, self.transport.sms.dispatch, out)
@@ -280,7 +281,7 @@ class NvlinkBackend(BackendBase):
             return y_TD.to(rows_RD.dtype) if rounded else y_TD, home_TK
         width = rows_RD.shape[1]
         assert 2 * width <= link.size.row_bytes
-        padded_RD = F.pad(rows_RD, [0, -width % (ROW_MULTIPLE // 2)]).contiguous()
+        padded_RD = F.pad(rows_RD, [0, -width % (nvlink.ROW_MULTIPLE // 2)]).contiguous()
         numbers = None
         if values is not None:
             home_TK = values.new_empty(link.num_tokens, link.size.choices, dtype=torch.float32)
@@ -402,7 +403,7 @@ class NvlinkBackend(BackendBase):
     ) -> Expanded:
         permutation = permutation or permute(kept.route, budget, on_host=on_host)
         routed = expert_major(kept.route, permutation)
-        source_R, weights_R = compact.index_rows(
+        source_R, weights_R = index_rows(
             routed.position_LWTK, routed.weights_LWTK, permutation.num_rows, load=self.transport.load
         )
         rows_RD, *scales = [self.pull(column, kept.route, routed, source_R) for column in given.columns]
@@ -440,7 +441,7 @@ def _row_bytes(columns: Sequence[Tensor], more: int) -> int:
     first, *others = columns
     head = first.shape[1] * max(2, first.dtype.itemsize)
     labels = more + sum(column.shape[1] * column.dtype.itemsize for column in others)
-    return -(-max(head, labels) // ROW_MULTIPLE) * ROW_MULTIPLE
+    return -(-max(head, labels) // nvlink.ROW_MULTIPLE) * nvlink.ROW_MULTIPLE
 
 
 def expert_major(link: KernelRoute, permutation: Permutation) -> Routed:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from imbrex import Gate, MoEConfig, SharedExperts
-from imbrex.router.gates import Groups
+from imbrex.router import Groups
 
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Published configurations say the latter two; transformers 5 writes the first for some of them."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import MoELayer, RankLostError
-from imbrex.experts.experts import Experts
+from imbrex.experts import Experts
 from imbrex.runtime import waits
 
 WRITING_S = 1800.0

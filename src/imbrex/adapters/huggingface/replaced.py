@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from imbrex import MoELayer
-from imbrex.experts.experts import Experts
+from imbrex.experts import Experts
 from imbrex.guards import PartialStateWarning
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

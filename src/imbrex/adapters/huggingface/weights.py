@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from imbrex import MoELayer
-from imbrex.experts.experts import Experts
+from imbrex.experts import Experts
 
 FP8_BLOCK = 128
 """Rows and columns that share a scale in DeepSeek-V3's checkpoint."""
