@@ -22,6 +22,7 @@ from imbrex.overlap.pipelined import Pipelined
 from imbrex.placement import contiguous
 from imbrex.transport import Hierarchical, Tiers
 from imbrex.transport.collective import Collective
+from imbrex.transport.groups import group_beside
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, run_layer
@@ -76,11 +77,16 @@ def test_oracle_on_six_ranks(six: Pool, per_node: int) -> None:
 
 
 def run_over_kernels(ranks: Ranks, per_node: int, schedule: str) -> dict[str, Any]:
-    """Kernels over NVLink inside the nodes, as `tests.emulated` runs them."""
-    firsts = range(0, ranks.world_size, per_node)
-    groups = [dist.new_group(list(range(first, first + per_node))) for first in firsts]
+    """Kernels over NVLink inside the nodes, as `tests.emulated` runs them; the first rank is in a group that
+    nobody else knows of, so that torch by itself would name the nodes' groups differently on its ranks."""
+    alone: Any = dist.new_group([0], use_local_synchronization=True) if ranks.rank == 0 else None
     made: Any = Tiers(ranks.group, ranks_per_node=per_node)
-    made.kernels = EmulatedNvlink(groups[made.node])
+    nodes = range(0, ranks.world_size, per_node)
+    members = next(list(range(first, first + per_node)) for first in nodes if ranks.rank < first + per_node)
+    made.kernels = EmulatedNvlink(group_beside(ranks.group, ranks=members))
+    assert dist.get_process_group_ranks(made.kernels.group) == members
+    if alone is not None:
+        dist.destroy_process_group(alone)
     options = {"transport": made, "schedule": schedule}
     case = Case(config=NVLINK, dtype=torch.bfloat16, tokens=TOKENS[4], options=options)
     return run_layer(ranks, case)

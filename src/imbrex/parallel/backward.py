@@ -40,8 +40,8 @@ from imbrex.parallel.buckets import (
     num_token_ranks,
     refuse_sharded,
 )
-from imbrex.ranks import group_beside
 from imbrex.runtime.streams import Lane
+from imbrex.transport.groups import group_beside
 
 _by_layer: weakref.WeakKeyDictionary[MoELayer, weakref.ref[BackwardSync]] = weakref.WeakKeyDictionary()
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imbrex.layer import MoELayer
-from imbrex.ranks import hosts_of
 from imbrex.runtime import waits
 from imbrex.serve.decoding import Captured
+from imbrex.transport.groups import hosts_of
 
 
 def why_not_captured(model: nn.Module) -> str | None:

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.layer import MoELayer
-from imbrex.ranks import hosts_of
 from imbrex.runtime import waits
 from imbrex.runtime.streams import Mark
 from imbrex.serve.decoding import Captured, Chunk, Drafting, Steps
 from imbrex.serve.model import Decoder
 from imbrex.serve.request import Answer, Request, why_not_request
+from imbrex.transport.groups import hosts_of
 
 NO_DRAFTS = Drafting()
 

@@ -22,6 +22,7 @@ from imbrex.runtime.streams import Lane
 from imbrex.runtime.words import words
 from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.collective import Collective, Done, Message
+from imbrex.transport.groups import group_beside
 from imbrex.transport.nodes import Nodes
 from imbrex.transport.nvlink import Nvlink
 
@@ -178,8 +179,8 @@ class Tiers(Collective):
             )
         if inside == "alltoall" or (inside == "auto" and not_nvlink is not None):
             return None
-        kernels, reason = None, self._why_no_group()
-        if reason is None:
+        kernels, reason = None, "a node has one rank"
+        if self.nodes.size > 1:
             kernels, reason = Nvlink.of_or_reason(self._group_of_node(shared), timeout=self.timeout_s)
         if not self.exchange_counts(words(kernels is None)).any():
             return kernels
@@ -190,31 +191,12 @@ class Tiers(Collective):
             )
         return None
 
-    def _why_no_group(self) -> str | None:
-        """Why a node's ranks cannot have a group of their own, or `None`: the same on every rank."""
-        if self.group is None or self.nodes.size == 1:
-            return "a node has one rank"
-        numbers = self.exchange_counts(words(len(dist.distributed_c10d._world.pg_names)))  # pyright: ignore
-        if self.world_size < dist.get_world_size() and (numbers != numbers[0]).any():
-            return "ranks have made different numbers of process groups, by which torch names another"
-        return None
-
     def _group_of_node(self, shared: _Shared) -> dist.ProcessGroup:
-        """Where the kernels' heap is met. Collective at its first call.
-
-        torch names a group that its members alone make after how many groups a process has. Ranks may differ
-        in that, and would wait for each other; where all ranks are here, all make all groups.
-        """
+        """Where the kernels' heap is met. Collective at its first call."""
         # One that was destroyed is not in torch's map any more.
-        if shared.node not in dist.distributed_c10d._world.pg_map:  # pyright: ignore
+        if shared.node is None or shared.node not in dist.distributed_c10d._world.pg_map:
             assert self.group is not None
-            whole, nodes = dist.get_process_group_ranks(self.group), self.nodes
-            alone = len(whole) != dist.get_world_size()
-            for node in range(nodes.num_nodes):
-                ranks = [whole[nodes.rank(node, place)] for place in range(nodes.size)]
-                group = dist.new_group(ranks, use_local_synchronization=alone)
-                shared.node = group if node == self.node else shared.node  # pyright: ignore
-        assert shared.node is not None
+            shared.node = group_beside(self.group, ranks=self.bytes_inside.ranks)
         return shared.node
 
 
