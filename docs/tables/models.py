@@ -17,18 +17,7 @@ def cases() -> list[dict[str, Row]]:
     for row in steps:
         sides = found.setdefault((row["case"]["model"], row["case"]["T"]), {})
         sides[row["impl"]] = row
-    whole = [sides for sides in found.values() if "imbrex" in sides and sides.keys() & set(THEIRS)]
-    for sides in whole:
-        sides["imbrex"] = default(sides)
-    return whole
-
-
-def default(sides: dict[str, Row]) -> Row:
-    """The row of imbrex as it chooses rows by itself now, which the first runs had to ask for."""
-    newest, asked = sides["imbrex"], sides.get("imbrex-exact-rows")
-    case = newest["case"]
-    large = case["T"] >= 16384 or case["model"] == "deepseek-v3"
-    return asked if large and asked is not None and asked["run"] >= newest["run"] else newest
+    return [sides for sides in found.values() if "imbrex" in sides and sides.keys() & set(THEIRS)]
 
 
 def gain(sides: dict[str, Row]) -> float:

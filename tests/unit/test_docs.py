@@ -98,7 +98,6 @@ NO_TIMES = {
 }
 UNDER_WAY = {
     "experts.json": "cases of twenty calls; where torch was faster in ten further ones, that counts",
-    "models.json": "whole models, 3 to 8 steps each so far: the page says so",
 }
 
 
