@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from imbrex.router.global_batch import GlobalBatch
 from imbrex.router.losses import AuxLosses
 from imbrex.router.router import Router
 from imbrex.runtime.checks import expect, piece
+from imbrex.runtime.gradients import scale_gradient
 from imbrex.runtime.words import words
 from imbrex.schedule.schedulers import Scheduler
 from imbrex.transport import Auto
@@ -348,23 +349,6 @@ class MoELayer(nn.Module):
         return f"expert_parallel={ranks.expert_size}, tensor_parallel={ranks.tensor_size}, " + ", ".join(
             f"{piece}={choice.split(':')[0]}" for piece, choice in self.reasons.items()
         )
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradients[0] * ctx.factor, None
-
-
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """`x`, whose gradient is `factor` times what comes back."""
-    scaled: Any = _ScaledGradient.apply(x, factor)
-    return scaled
 
 
 def _check_given(

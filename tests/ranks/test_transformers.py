@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 
-from imbrex.adapters.transformers import register
+from imbrex.adapters.transformers import InPlace, register
 from tests.ranks.pool import PRELOADED, Pool, Ranks
 from tests.tiny_models import model_of
 
@@ -103,10 +103,39 @@ def rebuilt(ranks: Ranks, folder: str, sizes: dict[str, Any], experts: str):
             # FSDP takes the mean of the ranks' losses.
             torch.distributed.all_reduce(gradient, group=ranks.group)
             gradient /= 2
-    ours = {n: p.grad.full_tensor() for n, p in model.named_parameters() if hasattr(p.grad, "full_tensor")}
+    spared = asked_by_fsdp(model, ids)
+    ours = {
+        n: p.grad.full_tensor() / 2 for n, p in model.named_parameters() if hasattr(p.grad, "full_tensor")
+    }
     worst = max(float((ours[n] - gradients[n]).abs().max() / gradients[n].abs().max()) for n in ours)
     held = model.get_parameter("model.layers.1.mlp.experts.down_proj").to_local().shape[0]
-    return far, same, worst, held, sum("experts" in name for name in ours)
+    return far, same, worst, held, sum("experts" in name for name in ours), spared
+
+
+def asked_by_fsdp(model: Any, ids: torch.Tensor) -> list[bool]:
+    """Whether FSDP had the sum where the operand was, by layer, in a second backward that doubles the
+    gradients."""
+    allocate, asked = InPlace.allocate, []
+
+    def noted(*args: Any, **kind: Any) -> torch.Tensor:
+        asked.append(allocate(*args, **kind))
+        return asked[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InPlace, "allocate", noted)
+        model(ids).logits.square().sum().backward()
+    return [asked[i] is asked[i + 1] for i in range(0, len(asked), 2)]
+
+
+def test_what_fsdp_left_behind_is_no_sum():
+    """A backward that ended between the two calls: the next operand is no old one."""
+    own, kind = InPlace(), {"dtype": torch.float32, "device": torch.device("cpu")}
+    left = own.allocate((4,), **kind)
+    first = own.allocate((4,), **kind)
+    assert first is not left
+    with torch.cpu.stream(torch.cpu.Stream()):
+        assert own.allocate((4,), **kind) is first
+        assert own.allocate((4,), **kind) is not first
 
 
 LAYOUTS = {"own tokens": {"fsdp_size": 2, "tp_size": 1, "ep_size": 2}, "same": {"tp_size": 2, "ep_size": 2}}
@@ -122,9 +151,13 @@ def test_a_model_spread_by_transformers_says_the_same(pair, tmp_path, family, la
     model = model_of(family)
     model.save_pretrained(tmp_path)
     num_experts = model.get_submodule("model.layers.1.mlp.experts").num_experts
-    for far, same, worst, held, compared in pair.run(2, rebuilt, str(tmp_path), LAYOUTS[layout], "eager"):
+    results = pair.run(2, rebuilt, str(tmp_path), LAYOUTS[layout], "eager")
+    for far, same, worst, held, compared, spared in results:
         assert far < 1e-5
         assert same
         assert worst < 1e-4
         assert held == num_experts // 2
         assert compared >= 2
+        # transformers spreads by FSDP only what has batches of its own.
+        assert spared == [True] * (len(spared) if layout == "own tokens" else 0)
+        assert bool(spared) == (layout == "own tokens")

@@ -1,5 +1,5 @@
 """Tools for every room: bounded waits, streams, checks of arguments, tracing, deferred gradients."""
 
-from imbrex.runtime import waits
+from imbrex.runtime import gradients, waits
 
-__all__ = ["waits"]
+__all__ = ["gradients", "waits"]
