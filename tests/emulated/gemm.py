@@ -58,7 +58,7 @@ def _library(variant: jit.Variant, dynamic: int, edits: Edits) -> Any:
             raise LookupError(f"the kernel says {old!r} in {places}, not in one place")
         sources[places[0]] = sources[places[0]].replace(old, new)
     for name in REPLACED:
-        sources[name] = f'#include "{HEADERS[1]}"\n'
+        sources[name] = f'#include "{HEADERS[1].name}"\n'
     text = (
         str([header.read_text() for header in HEADERS]) + str(sorted(sources.items())) + str(variant.defines)
     )
@@ -70,7 +70,7 @@ def _build(variant: jit.Variant, sources: dict[str, str], dynamic: int, folder: 
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(source)
     main = (
-        f'#include "{HEADERS[1]}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
+        f'#include "{HEADERS[1].name}"\n#include "{variant.source}"\n{NAMESPACES}{struct_checks(sources)}'
         'extern "C" void forget() { forget_tensors(); }\n'
         'extern "C" void name(u8* begin, i64 bytes) { name_tensor(begin, bytes); }\n'
         + "".join(map(_entry_point, _entries(variant)))

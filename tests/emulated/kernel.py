@@ -104,7 +104,8 @@ def compile_library(folder: Path, main: str, defines: Sequence[tuple[str, Any]])
     """The library of one file with this text, in `folder` beside what it includes."""
     (folder / "main.cpp").write_text(main)
     header, machine = _machine()
-    words = ["-shared", f"-I{folder}", *(f"-D{name}={value}" for name, value in defines)]
+    words = ["-shared", f"-I{folder}", f"-I{HEADER.parent}"]
+    words += [f"-D{name}={value}" for name, value in defines]
     _compile([*words, "-include", str(header), str(folder / "main.cpp"), str(machine)], folder / "out.so")
     return folder / "out.so"
 
@@ -119,7 +120,7 @@ def _machine() -> tuple[Path, Path]:
         return folder / "parsed"
 
     def build(folder: Path) -> Path:
-        _compile(["-c", "-O2", "-DEMULATED_MACHINE", "-x", "c++", str(HEADER)], folder / "machine.o")
+        _compile(["-c", "-O3", "-DEMULATED_MACHINE", "-x", "c++", str(HEADER)], folder / "machine.o")
         return folder / "machine.o"
 
     version = subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout

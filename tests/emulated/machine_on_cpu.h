@@ -8,11 +8,10 @@
 // a flag and does not is then seen. Ranks may be streams, each with launches one after the other, and so be in
 // different calls.
 #pragma once
-#undef _FORTIFY_SOURCE  // it takes a jump from one fiber to another for a mistake
 #include <sched.h>
-#include <setjmp.h>
 #include <ucontext.h>
 
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -77,7 +76,7 @@ struct Fiber {
     bool begun = false;
     unsigned thread;
     Block* block;
-    jmp_buf place;       // where it goes on
+    void* place[5];      // where it goes on
     ucontext_t context;  // where it begins
     std::unique_ptr<u8[]> stack;
     StoreGroup open;
@@ -87,7 +86,7 @@ struct Fiber {
 };
 
 struct Machine {
-    jmp_buf main;
+    void* main[5];
     std::vector<std::unique_ptr<Block>> blocks;
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Copy> loads;
@@ -134,16 +133,18 @@ inline Fiber& self() { return *machine->current; }
     std::abort();
 }
 
-// Jumps, since swapcontext asks the kernel for signal masks: 44 ns there and back, not 1800.
+// Jumps, since swapcontext asks the kernel for signal masks: a few ns there and back, not 1800. The compiler's own,
+// which look for no cleanups; never in the function that has marked a place.
+[[noreturn]] __attribute__((noinline)) inline void jump(void** place) { __builtin_longjmp(place, 1); }
 inline void enter(Fiber& fiber) {
     machine->current = &fiber;
-    if (_setjmp(machine->main)) return;
-    if (fiber.begun) _longjmp(fiber.place, 1);
+    if (__builtin_setjmp(machine->main)) return;
+    if (fiber.begun) jump(fiber.place);
     fiber.begun = true;
     setcontext(&fiber.context);
 }
 inline void yield() {
-    if (!_setjmp(self().place)) _longjmp(machine->main, 1);
+    if (!__builtin_setjmp(self().place)) jump(machine->main);
 }
 inline void wait_change(const u32* word, u32 value) {
     while (*word == value) {
@@ -252,7 +253,82 @@ inline void start_fiber() {
 int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double limit, const Told& told,
                 Trace* trace = nullptr);
 int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body, bool unrest = false);
+
+// A warp group's product, as the tensor cores take it: operands are descriptors of tiles in shared memory.
+struct Product {
+    float* d;
+    int columns;
+    u64 a, b;
+    bool add, trans_a, trans_b, fp8 = false;
+};
+inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
+void multiply(const Product& p);  // the part of the thread that runs
+
 #ifdef EMULATED_MACHINE
+inline float from_e4m3(u8 bits) {
+    const int exponent = bits >> 3 & 15, units = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return NAN;
+    const float size = exponent ? std::ldexp(8.f + units, exponent - 10) : std::ldexp(float(units), -9);
+    return bits & 0x80 ? -size : size;
+}
+inline float from_bf16(u16 bits) {
+    const u32 word = static_cast<u32>(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, 4);
+    return value;
+}
+
+// Numbers k = 0 .. of a row or column `mn` of an operand, each `stride` floats behind the one before.
+inline void numbers_of(u64 operand, bool transposed, bool fp8, int mn, float* to, int stride) {
+    static const std::array<float, 256> e4m3 = [] {
+        std::array<float, 256> all;
+        for (int bits = 0; bits < 256; ++bits) all[bits] = from_e4m3(static_cast<u8>(bits));
+        return all;
+    }();
+    const u8* shared = machine->current->block->shared;
+    const u32 start = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
+    if (transposed) {
+        const u32 first = start + mn / 64 * leading + mn % 64 * 2;
+        for (int k = 0; k < 16; ++k) {
+            u16 bits;
+            std::memcpy(&bits, shared + swizzled(first + k / 8 * group + k % 8 * 128), 2);
+            to[k * stride] = from_bf16(bits);
+        }
+        return;
+    }
+    const u32 first = start + mn / 8 * group + mn % 8 * 128;
+    for (u32 half = 0; half < 2; ++half) {  // pieces of 16 bytes, which swizzling leaves whole
+        const u8* piece = shared + swizzled(first + 16 * half);
+        if (fp8) {
+            for (int k = 0; k < 16; ++k) to[(16 * half + k) * stride] = e4m3[piece[k]];
+            continue;
+        }
+        u16 bits[8];
+        std::memcpy(bits, piece, 16);
+        for (int k = 0; k < 8; ++k) to[(8 * half + k) * stride] = from_bf16(bits[k]);
+    }
+}
+
+// Sums go through k in its order, over many columns at once.
+void multiply(const Product& p) {
+    constexpr int kMost = 64;  // columns of a thread
+    const int warp = machine->current->thread / 32 % 4, lane = machine->current->thread % 32, depth = p.fp8 ? 32 : 16;
+    float a[2][32], b[32][kMost], sums[2][kMost] = {};
+    for (int half = 0; half < 2; ++half) numbers_of(p.a, p.trans_a, p.fp8, 16 * warp + lane / 4 + 8 * half, a[half], 1);
+    const int columns = p.columns / 4;
+    for (int c = 0; c < columns; ++c) numbers_of(p.b, p.trans_b, p.fp8, 8 * (c / 2) + 2 * (lane % 4) + c % 2, &b[0][c], kMost);
+    for (int k = 0; k < depth; ++k)
+        for (int c = 0; c < columns; ++c) {
+            sums[0][c] += a[0][k] * b[k][c];
+            sums[1][c] += a[1][k] * b[k][c];
+        }
+    for (int c = 0; c < columns; ++c)
+        for (int half = 0; half < 2; ++half) {
+            float& d = p.d[4 * (c / 2) + 2 * half + c % 2];
+            d = p.add ? d + sums[half][c] : sums[half][c];
+        }
+}
+
 inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::vector<Fiber*>& alive) {
     constexpr size_t kStack = 48 * 1024;
     Machine& now = *machine;

@@ -7,7 +7,6 @@
 #pragma once
 #include "cuda_on_cpu.h"
 
-#include <array>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -44,7 +43,6 @@ inline bool is_tensor(const u8* base) {
         if (base == begin) return true;
     return false;
 }
-inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 alignas(16) inline const u8 zeros[16] = {};
 
 // Calls `piece(shared address, global address or null)` for all 16-byte pieces of a box.
@@ -70,55 +68,6 @@ void walk(const TensorMap& map, u32 shared, std::array<int, 4> at, Piece piece) 
                     if (inside && !known(global, 16)) fail("a piece of a box lies in no tensor");
                     piece(swizzled(shared + line * 128 + x * map.size), inside ? global : nullptr);
                 }
-}
-
-struct Product {
-    float* d;
-    int columns;
-    u64 a, b;
-    bool add, trans_a, trans_b, fp8 = false;
-};
-
-inline float from_e4m3(u8 bits) {
-    const int exponent = bits >> 3 & 15, units = bits & 7;
-    if ((bits & 0x7f) == 0x7f) return NAN;
-    const float size = exponent ? std::ldexp(8.f + units, exponent - 10) : std::ldexp(float(units), -9);
-    return bits & 0x80 ? -size : size;
-}
-inline float element_fp8(u64 operand, int mn, int k) {
-    const u32 start = (operand & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
-    return from_e4m3(self().block->shared[swizzled(start + mn / 8 * group + mn % 8 * 128 + k)]);
-}
-
-inline float element(u64 operand, bool transposed, int mn, int k) {
-    const u32 start = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
-    const u32 offset = transposed ? mn / 64 * leading + k / 8 * group + k % 8 * 128 + mn % 64 * 2 : mn / 8 * group + mn % 8 * 128 + k * 2;
-    u16 bits;
-    std::memcpy(&bits, self().block->shared + swizzled(start + offset), 2);
-    return __uint_as_float(static_cast<u32>(bits) << 16);
-}
-
-inline void multiply(const Product& p) {
-    const int warp = self().thread / 32 % 4, lane = self().thread % 32, depth = p.fp8 ? 32 : 16;
-    float a[2][32];
-    for (int half = 0; half < 2; ++half)
-        for (int k = 0; k < depth; ++k) {
-            const int row = 16 * warp + lane / 4 + 8 * half;
-            a[half][k] = p.fp8 ? element_fp8(p.a, row, k) : element(p.a, p.trans_a, row, k);
-        }
-    for (int i = 0; i < p.columns / 8; ++i)
-        for (int odd = 0; odd < 2; ++odd) {
-            float sum[2] = {};
-            for (int k = 0; k < depth; ++k) {
-                const int column = 8 * i + 2 * (lane % 4) + odd;
-                const float b = p.fp8 ? element_fp8(p.b, column, k) : element(p.b, p.trans_b, column, k);
-                sum[0] += a[0][k] * b, sum[1] += a[1][k] * b;
-            }
-            for (int half = 0; half < 2; ++half) {
-                float& d = p.d[4 * i + 2 * half + odd];
-                d = p.add ? d + sum[half] : sum[half];
-            }
-        }
 }
 
 // Products of a thread, by commit group; the last group is the open one.
