@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import imbrex
-from imbrex.bench.serve.models import ALONE, GATHER, Way, make_moe
+from imbrex.bench.serve.models import ALONE, GATHER, TRANSFORMERS, Way, make_beside, make_moe
 from imbrex.cli import main
 from imbrex.kernels.rows.keys import TokenChoice
 from imbrex.serve.attention import Grouped
@@ -55,8 +55,21 @@ def requests(rank: int) -> list[Request]:
 
 
 def answers(ranks: Ranks, transport: str, drafts: int) -> list[list[int]]:
+    return answers_of(make(Way(transport=transport), ranks), ranks, drafts)
+
+
+def answers_beside(ranks: Ranks) -> list[list[int]]:
+    """Those of a model over the parameters of another, by another way."""
+    first = make(Way(transport="alltoall"), ranks)
+    other = make_beside(first, Way(transport=GATHER), ranks.group)
+    for mine, theirs in zip(other.parameters(), first.parameters(), strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+    return answers_of(other, ranks, 1)
+
+
+def answers_of(model: Decoder, ranks: Ranks, drafts: int) -> list[list[int]]:
     settings = Settings(slots=2, room=20, chunk=(1, 4), interval=1 + drafts, drafting=Drafting(length=drafts))
-    engine = Engine(make(Way(transport=transport), ranks), settings, ranks.group)
+    engine = Engine(model, settings, ranks.group)
     asked = [engine.submit(request) for request in requests(ranks.rank)]
     engine.run()
     engine.close()
@@ -64,11 +77,12 @@ def answers(ranks: Ranks, transport: str, drafts: int) -> list[list[int]]:
 
 
 def test_tokens_are_those_of_one_rank(pool: Pool) -> None:
-    """Two ways of reaching experts, and none, on four ranks of which one has no request."""
+    """Ways of reaching experts, and none, on four ranks of which one has no request."""
     truth = pool.run(4, answers, ALONE, 0)
     assert [[len(tokens) for tokens in of] for of in truth] == [[5, 7, 1, 2], [9], [], [3]]
-    for transport, drafts in (("alltoall", 0), (GATHER, 0), ("alltoall", 3)):
+    for transport, drafts in (("alltoall", 0), (GATHER, 0), (TRANSFORMERS, 0), ("alltoall", 3)):
         assert pool.run(4, answers, transport, drafts) == truth
+    assert pool.run(4, answers_beside) == truth
 
 
 def lost(ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, Way, make_model
+from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, RIVALS, Way, make_model
 from imbrex.bench.serve.training import LENGTH, train
 from imbrex.launch.local import is_worker
 from imbrex.launch.ranks import join, run_on_ranks, settle, words_of
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="demo", choices=tuple(MODELS), help="whose widths (demo)")
     add("--weights", metavar="DIR", help="serve a checkpoint of Qwen3-MoE or Mixtral, not --model's widths")
     add("--ranks", type=int, metavar="W", help="local processes (one a GPU; 2 without)")
-    ways = f"which to compare: auto, {GATHER}, {ALONE}, or a transport (auto,{GATHER})"
+    ways = f"which to compare: auto, {', '.join(RIVALS)}, {ALONE}, or a transport (auto,{GATHER})"
     add("--transport", default=f"auto,{GATHER}", metavar="NAME,...", help=ways)
     add("--codec", default="identity", metavar="NAME", help="how rows are written on the wire (identity)")
     add("--experts", default="auto", metavar="NAME", help="which implementation computes the experts (auto)")
@@ -89,7 +89,7 @@ def check(args: argparse.Namespace) -> None:
             if args.weights or not MODELS[args.model].drafting:
                 raise ValueError(f"--drafts {drafts}: {model} has no block to draft with; leave it out")
     for name in args.transport.split(","):
-        if name not in (GATHER, ALONE):
+        if name not in (ALONE, *RIVALS):
             pick(name, num_ranks=args.ranks, top_k=config.moe.top_k)
     make_wire(args.codec)
     pick_implementation(args.experts)
@@ -104,7 +104,7 @@ def _check_training(args: argparse.Namespace) -> None:
     if args.train < 0:
         raise ValueError(f"--train is {args.train}: give 0 or more")
     if args.train and (
-        args.weights or args.model != "demo" or {GATHER, ALONE} & set(args.transport.split(","))
+        args.weights or args.model != "demo" or {ALONE, *RIVALS} & set(args.transport.split(","))
     ):
         raise ValueError(
             f"--train {args.train}: the demo's model is trained, over a transport of the layer's; give "

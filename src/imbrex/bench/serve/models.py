@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imbrex.bench.serve.rivals import GatherScatterMoE
+from imbrex.bench.serve.rivals import GatherScatterMoE, TransformersMoE
 from imbrex.layer import MoEConfig, MoELayer, SharedExperts
 from imbrex.router.gates import Gate, Groups
 from imbrex.serve.attention import Grouped, Latent
@@ -18,7 +18,9 @@ from imbrex.serve.model import Decoder, ModelConfig, draw
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GATHER = "gather-scatter"
+TRANSFORMERS = "transformers"
 ALONE = "alone"
+RIVALS = {GATHER: GatherScatterMoE, TRANSFORMERS: TransformersMoE}
 SEED = 11
 
 MODELS = {
@@ -67,8 +69,8 @@ out. `positions` is set for each run."""
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """How the feed-forward part runs. transport: of `MoELayer`; `gather-scatter`, NCCL's AllGather and
-    ReduceScatter without a host synchronisation; `alone`, every rank with all experts (data parallelism
-    only). codec, experts: as in `MoELayer`."""
+    ReduceScatter without a host synchronisation; `transformers`, its experts between the same two calls;
+    `alone`, every rank with all experts (data parallelism only). codec, experts: as in `MoELayer`."""
 
     transport: str = "auto"
     codec: str = "identity"
@@ -83,7 +85,7 @@ class Way:
     @property
     def captured(self) -> bool:
         """Whether a CUDA graph takes it on a GPU: byte transports ask the host for counts."""
-        return self.transport in ("auto", "nvlink", GATHER, ALONE)
+        return self.transport in ("auto", "nvlink", ALONE, *RIVALS)
 
 
 def make_moe(
@@ -92,8 +94,8 @@ def make_moe(
     """A maker of the feed-forward part of a block, whose weights are yet to be drawn."""
 
     def make(index: int) -> nn.Module:
-        if way.transport == GATHER:
-            layer: nn.Module = GatherScatterMoE(config, group, dtype=dtype)
+        if way.transport in RIVALS:
+            layer: nn.Module = RIVALS[way.transport](config, group, dtype=dtype)
         else:
             alone = way.transport == ALONE
             layer = MoELayer(
@@ -139,3 +141,16 @@ def make_model(
     else:
         load_weights(model, name)
     return model
+
+
+def make_beside(model: Decoder, way: Way, group: dist.ProcessGroup) -> Decoder:
+    """The same model by another way to the experts, over the same parameters: nothing is drawn or copied.
+    Of a way that spreads experts as `model` does, so not `alone`."""
+    if way.transport == ALONE:
+        raise ValueError("serve: every rank has all experts alone; make that model by itself")
+    weight, nowhere = model.embedding.weight, torch.device("meta")
+    moe = make_moe(model.config.moe, way, group, nowhere, weight.dtype)
+    other = Decoder(model.config, moe, head_group=model.head.group, device=nowhere, dtype=weight.dtype)
+    other.load_state_dict(model.state_dict(), assign=True)
+    other.turned, other.compiled = model.turned, model.compiled
+    return other

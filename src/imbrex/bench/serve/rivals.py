@@ -1,11 +1,15 @@
 """Experts over NCCL's AllGather and ReduceScatter that a CUDA graph takes: no host knows a count.
 
 Every token goes to every rank. Choices of others' experts are sorted behind this rank's own, where torch's
-grouped product does not come; a token's rows are summed by one batched product. The gate is imbrex's, as are
-the experts' parameters.
+grouped product does not come; a token's rows are summed by one batched product. Or transformers computes the
+experts between the two calls, as its expert parallelism has it of ids behind a rank's own. The gate is
+imbrex's, as are the experts' parameters.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,10 +53,10 @@ class GatherScatterMoE(nn.Module):
         choices = torch.cat((routing.ids_TK.float(), routing.weights_TK), 1)
         x_all, choices_all = self._gather(x_TD), self._gather(choices)
         ids, weights = choices_all.chunk(2, 1)
-        y_TD = self._scatter(self._compute(x_all, ids.long() - self.first, weights))
+        y_TD = self._scatter(self.compute(x_all, ids.long() - self.first, weights))
         return y_TD if self.shared_expert is None else y_TD + self.shared_expert(x_TD)
 
-    def _compute(self, x_PD: Tensor, own_PK: Tensor, weights_PK: Tensor) -> Tensor:
+    def compute(self, x_PD: Tensor, own_PK: Tensor, weights_PK: Tensor) -> Tensor:
         """This rank's part of every token's sum; ids outside of its experts are others', or dropped."""
         experts, (tokens, choices) = self.experts, own_PK.shape
         local = len(experts.expert_ids)
@@ -84,3 +88,33 @@ class GatherScatterMoE(nn.Module):
         y_TD = y_PD.new_empty(len(y_PD) // self.ranks, y_PD.shape[1])
         reduce_scatter_single(y_TD, y_PD, group=self.group)
         return y_TD
+
+
+class TransformersMoE(GatherScatterMoE):
+    """The same with transformers' own grouped experts."""
+
+    def compute(self, x_PD: Tensor, own_PK: Tensor, weights_PK: Tensor) -> Tensor:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        local = len(self.experts.expert_ids)
+        here_PK = (own_PK >= 0) & (own_PK < local)
+        # What its function reads of a module of experts.
+        module: Any = SimpleNamespace(
+            gate_up_proj=self.experts.gate_up_proj,
+            down_proj=self.experts.down_proj,
+            num_experts=local,
+            has_gate=True,
+            has_bias=False,
+            is_transposed=False,
+            has_post_expert_norm=False,
+            _is_expert_parallel=True,
+            _apply_gate=_gated,
+        )
+        ids_PK = torch.where(here_PK, own_PK, local)
+        weights_PK = torch.where(here_PK, weights_PK, 0).to(x_PD.dtype)
+        return grouped_mm_experts_forward(module, x_PD, ids_PK, weights_PK)
+
+
+def _gated(both_NF: Tensor) -> Tensor:
+    gate_NF, up_NF = both_NF.chunk(2, -1)
+    return F.silu(gate_NF) * up_NF
