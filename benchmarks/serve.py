@@ -2,16 +2,19 @@
 `make gpu-bench NAME=serve`.
 
 Random weights of real widths, drawn on the device; every way to the experts in the same engine, with the same
-attention, norms and head. A step is timed by itself, with every slot at the same length: prompts are not run.
-Then a closed loop of users on ours, for what the host adds.
+attention, norms and head, over the same parameters where they are spread alike, so that all stand in one list
+of processes. A step is timed by itself, with every slot at the same length, and so is a chunk of prompts.
+Then a closed loop of users on ours, beside what `imbrex.bench.serve.replay` makes of the times before.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,10 @@ import torch.distributed as dist
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.results import describe_run, write_results
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.models import ALONE, GATHER, Way, make_model
+from imbrex.bench.serve.measured import step_times
+from imbrex.bench.serve.models import ALONE, GATHER, TRANSFORMERS, Way, make_beside, make_model
+from imbrex.bench.serve.replay import replay
+from imbrex.serve.between import compiled
 from imbrex.serve.decoding import Captured, Drafting
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.heads import best_keys, maximum, unpack
@@ -29,54 +35,121 @@ from imbrex.serve.model import Decoder
 
 RESULTS = Path(__file__).parent / "results" / "serve.json"
 QUESTION = "How many tokens a second does a step of decoding give, and how near is it to reading memory?"
-CONTEXT, SLOTS, CHUNK = 1024, 128, (4, 256)
-WAYS = {
-    "qwen3-30b-a3b": ("nvlink", GATHER, ALONE, "alltoall"),
-    "deepseek-v3-8": ("nvlink", GATHER, "alltoall"),
-}
-"""Experts of DeepSeek-V3's widths do not fit one GPU."""
+SLOTS, CHUNK, INTERVAL = 128, (4, 256), 4
 BATCHES = (8, 32, 128)
 ROUNDS, CHOICES = 20, 20
 KERNELS = 34
+FP8 = "nvlink-fp8"
+FORCED = {1: 0.8, 3: 1.6}
+"""Drafts that count as right, in the mean, by how many a step makes."""
 
 
-def step_bytes(model: Decoder, rows: int, experts: int) -> int:
-    """Bytes that a step must read on a rank: dense weights, the `experts` of all layers that its tokens want,
-    and the cache of every row."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """What is timed of a model. ways: the first's parameters serve the others. rooms: tokens before the step,
+    by engine. drafting: ways with drafts, too."""
+
+    ways: tuple[str, ...]
+    rooms: tuple[tuple[int, ...], ...]
+    drafting: tuple[str, ...] = ()
+
+
+SWEEPS = {
+    "qwen3-30b-a3b": Sweep(
+        ways=("nvlink", GATHER, TRANSFORMERS, "alltoall", FP8, ALONE), rooms=((1024, 4608),)
+    ),
+    "deepseek-v3-8": Sweep(
+        ways=("nvlink", GATHER, TRANSFORMERS, "alltoall", FP8),
+        rooms=((1024,), (4608,)),
+        drafting=("nvlink", GATHER),
+    ),
+}
+"""Experts of DeepSeek-V3's widths do not fit one GPU."""
+
+
+def way_of(name: str) -> Way:
+    if name == FP8:
+        return Way(transport="nvlink", codec="fp8", experts="kernels-fp8")
+    return Way(transport=name, experts="grouped" if name == "alltoall" else "auto")
+
+
+class Stages:
+    """What took how long, on the first rank's terminal."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.began = rank, time.perf_counter()
+        self.since = self.began
+
+    def over(self, what: str) -> None:
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.rank == 0:
+            print(f"[{now - self.began:5.1f} s] {what}: {now - self.since:.1f} s", flush=True)
+        self.since = now
+
+    def past(self, seconds: float) -> bool:
+        """Whether the first rank has run for longer; the same on all."""
+        late = torch.tensor([time.perf_counter() - self.began > seconds], device="cuda")
+        dist.broadcast(late, 0)
+        return bool(late)
+
+
+def step_bytes(
+    model: Decoder, rows: int, tokens: int, hit: tuple[int, int], drafts: int, *, fp8: bool
+) -> float:
+    """Bytes that a step must read on a rank: dense weights, the experts `hit` of all layers that its tokens
+    want, and the cache of every row; the drafting block and the head once more for every draft."""
     config, itemsize = model.config, model.embedding.weight.element_size()
-    own = [p for n, p in model.named_parameters() if ".experts." in n]
-    one = sum(p[0].numel() for p in own) // (config.num_layers + config.drafting)
-    dense = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in own)
-    dense -= model.embedding.weight.numel()
-    return (dense + experts * one) * itemsize + rows * CONTEXT * config.cache_bytes(itemsize)
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p is not model.embedding.weight}
+    experts = {name for name in sizes if ".experts." in name}
+    one = sum(p[0].numel() for name, p in model.named_parameters() if name in experts)
+    one //= config.num_layers + config.drafting
+    drafting = sum(n for name, n in sizes.items() if name.startswith("draft.") and name not in experts)
+    dense = sum(n for name, n in sizes.items() if name not in experts) - drafting
+    dense += drafts * (drafting + model.head.weight.numel())
+    of_layer = config.cache_bytes(itemsize) / (config.num_layers + config.drafting)
+    of_expert = one * (1 + 4 / 128**2 if fp8 else itemsize)
+    cache = rows * tokens * of_layer * (config.num_layers + drafts)
+    return dense * itemsize + (hit[0] + drafts * hit[1]) * of_expert + cache
 
 
-def experts_hit(engine: Engine, rows: int, *, alone: bool) -> int:
-    """Experts of this rank that a step's tokens want, of all layers; the most of any rank."""
-    ready(engine, rows)
+def experts_hit(engine: Engine, rows: int, *, alone: bool) -> tuple[int, int]:
+    """Experts of this rank that a step's tokens want, of all layers, and of the drafting block's last call;
+    the most of any rank."""
     engine.steps.decode(rows)
-    hit = 0
-    draft = engine.model.draft
-    for block in [*engine.model.blocks, *([] if draft is None else [draft.block])]:
+    hit = torch.zeros(2, dtype=torch.int64, device="cuda")
+    draft = engine.model.draft if engine.settings.drafting.length else None
+    blocks = [(0, block) for block in engine.model.blocks] + ([(1, draft.block)] if draft else [])
+    for where, block in blocks:
         moe: Any = block.moe
         ids = moe.routing.ids_TK.contiguous()
         everybody = ids.new_empty(dist.get_world_size() * len(ids), ids.shape[1])
         dist.all_gather_into_tensor(everybody, ids)
         own = torch.tensor(moe.experts.expert_ids, device="cuda")
-        hit += int(torch.isin(own, ids if alone else everybody).sum())
-    fullest = torch.tensor(hit, device="cuda")
-    dist.all_reduce(fullest, dist.ReduceOp.MAX)
-    return int(fullest)
+        hit[where] += torch.isin(own, ids if alone else everybody).sum()
+    dist.all_reduce(hit, dist.ReduceOp.MAX)
+    layers, drafted = hit.tolist()
+    return layers, drafted
 
 
-def ready(engine: Engine, rows: int) -> None:
+def ready(engine: Engine, rows: int, tokens: int) -> None:
     """Random tokens over random caches, other ones in every slot and rank: so routing is spread."""
     state = engine.steps.state
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     state.last_Z.random_(engine.model.config.vocabulary, generator=generator)
-    state.length_Z.fill_(CONTEXT)
+    state.length_Z.fill_(tokens)
     state.remaining_Z.fill_(0)
     state.remaining_Z[:rows] = 1 << 20
+
+
+def ready_chunk(engine: Engine, tokens: int) -> None:
+    """A chunk of prompts whose rows have `tokens` tokens before them, and go on behind it."""
+    chunk, (rows, length) = engine.chunk, CHUNK
+    chunk.tokens_BS.random_(engine.model.config.vocabulary)
+    chunk.slot_B.copy_(torch.arange(rows))
+    chunk.start_B.fill_(tokens)
+    chunk.count_B.fill_(length)
+    chunk.wanted_B.zero_()
 
 
 def read_tbps() -> float:
@@ -96,24 +169,22 @@ def _seconds(work: Any) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def step_seconds(engine: Engine, rows: int) -> float:
-    """The median step of decoding of `rows` rows a rank, the slowest rank's."""
-    state = engine.steps.state
+def slowest_seconds(prepare: Callable[[], None], program: Callable[[], object]) -> float:
+    """The median call, the slowest rank's."""
     align, times = torch.zeros(1, device="cuda"), []
     for _ in range(ROUNDS + 3):
-        ready(engine, rows)
+        prepare()
         dist.all_reduce(align)
-        times.append(_seconds(engine.programs[rows]))
+        times.append(_seconds(program))
     taken = torch.tensor(statistics.median(times[3:]), device="cuda")
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    state.remaining_Z.fill_(0)
     return float(taken)
 
 
-def kernels(engine: Engine, rows: int) -> list[str]:
+def kernels(engine: Engine, rows: int, tokens: int) -> list[str]:
     """The kernels of a replayed step by their time, a line each."""
     activity = torch.profiler.ProfilerActivity.CUDA
-    ready(engine, rows)
+    ready(engine, rows, tokens)
     with torch.profiler.profile(activities=[activity]) as profiler:
         engine.programs[rows]()
         torch.cuda.synchronize()
@@ -123,69 +194,53 @@ def kernels(engine: Engine, rows: int) -> list[str]:
             of_name.setdefault(event.name, []).append(event.device_time)
     longest = sorted(of_name.items(), key=lambda one: -sum(one[1]))
     total = sum(sum(times) for times in of_name.values())
-    lines = [f"{rows} rows: {total:.0f} us of kernels a step"]
+    lines = [f"{rows} rows: {total:.0f} us of {sum(map(len, of_name.values()))} kernels a step"]
     return lines + [
         f"{sum(times):9.1f} us {len(times):5} x {statistics.median(times):7.2f} us  {name[:90]}"
         for name, times in longest[:KERNELS]
     ]
 
 
-def settings_of(args: argparse.Namespace, way: Way) -> Settings:
-    return Settings(
-        slots=SLOTS,
-        room=CONTEXT + 256,
-        chunk=CHUNK,
-        graphs=way.captured,
-        interval=4,
-        sizes=BATCHES,
-        drafting=Drafting(length=args.drafts, forced=args.forced if args.drafts else None),
-    )
+class Timed:
+    """The programs of an engine with the device's time of every call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.spans: list[tuple[int | str, Any, Any]] = []
+        for key, program in engine.programs.items():
+            engine.programs[key] = lambda key=key, program=program: self._call(key, program)
+
+    def _call(self, key: int | str, program: Callable[[], None]) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        program()
+        end.record()
+        self.spans.append((key, begin, end))
+
+    def found(self) -> dict[str, Any]:
+        """The share of the time in which no step ran, and the median of every step, ms."""
+        torch.cuda.synchronize()
+        whole = self.spans[0][1].elapsed_time(self.spans[-1][2])
+        of_key: dict[str, list[float]] = {}
+        for key, begin, end in self.spans:
+            of_key.setdefault(str(key), []).append(begin.elapsed_time(end))
+        busy = sum(map(sum, of_key.values()))
+        medians = {key: round(statistics.median(times), 3) for key, times in of_key.items()}
+        return {"no_step_share": round(1 - busy / whole, 4), "device_ms": medians}
 
 
-def loop_row(engine: Engine, name: str, transport: str) -> dict[str, Any]:
-    """A closed loop of 32 users a rank."""
-    load = Load(users=32 * dist.get_world_size(), input=128, output=32, rounds=3)
+def loop_row(engine: Engine, case: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A closed loop of 32 users a rank, and the same replayed from the times in `rows`."""
+    ranks = dist.get_world_size()
+    load = Load(users=32 * ranks, input=1024, output=128, rounds=3)
+    programs, timed = dict(engine.programs), Timed(engine)
     point = serve(engine, load, engine.host_group)
-    case = {"model": name, "users": load.users, "W": dist.get_world_size(), "input": 128, "output": 32}
-    return {"op": "serve", "impl": transport, "case": case | {"interval": 4}} | point
-
-
-def measure(rank: int, world: int, args: argparse.Namespace, name: str, transport: str) -> None:
-    """The rows of a way, on ranks of its own: two models do not fit."""
-    group, device, began = dist.group.WORLD, torch.device("cuda", rank), time.perf_counter()
-    way = Way(transport=transport, experts="grouped" if transport == "alltoall" else "auto")
-    settings = settings_of(args, way)
-    options = {"device": device, "dtype": torch.bfloat16, "drafting": args.drafts > 0}
-    model = make_model(name, way, group, positions=settings.capacity, **options)
-    model.compiled = False if args.as_written else None
-    engine = Engine(model, settings, group)
-    torch.cuda.synchronize()
-    ready_s, tbps = time.perf_counter() - began, read_tbps()
-    for cache in engine.steps.caches:
-        for of_layer in cache:
-            of_layer.normal_()
-    rows = [decode_row(engine, name, transport, batch, tbps) for batch in BATCHES]
-    whole = transport == "nvlink" and not args.drafts
-    if whole and name == next(iter(WAYS)):
-        rows += choice_rows(engine)
-    if rank == 0:
-        print(f"{name} {transport}: ready in {ready_s:.0f} s, {torch.cuda.max_memory_allocated() >> 30} GiB")
-        for row in rows:
-            print({key: value for key, value in row.items() if key not in ("op", "n")}, flush=True)
-    if args.kernels:
-        for batch in BATCHES[::2]:
-            lines = kernels(engine, batch)
-            if rank == 0:
-                print("\n".join(lines), flush=True)
-    elif whole:
-        rows.append(loop_row(engine, name, transport))
-        if rank == 0:
-            print(rows[-1], flush=True)
-    if rank == 0:
-        drafts = f" --drafts {args.drafts} --forced {args.forced}" if args.drafts else ""
-        command = f'make gpu-bench NAME=serve ARGS="--model {name} --way {transport}{drafts}"'
-        write_results(args.out, QUESTION, describe_run(command), rows)
-    close(engine)
+    engine.programs = programs
+    alike = Load(users=32, input=load.input, output=load.output, rounds=load.rounds)
+    again = replay(step_times(rows, case["model"], "nvlink"), alike, engine.settings)
+    names = ("tokens_per_s_gpu", "tokens_per_s_user")
+    case = case | {"users": load.users, "input": load.input, "output": load.output, "interval": INTERVAL}
+    replayed = {name: round(again[name], 1) for name in names}
+    return {"op": "serve", "impl": "nvlink", "case": case} | point | timed.found() | {"replayed": replayed}
 
 
 def choice_rows(engine: Engine) -> list[dict[str, Any]]:
@@ -206,69 +261,165 @@ def choice_rows(engine: Engine) -> list[dict[str, Any]]:
         assert torch.equal(ways["heap"](), mine)
         case = {"T": tokens, "V": head.vocabulary, "W": group.size(), "dtype": "bf16"}
         for name, way in ways.items():
-            taken = graph_seconds(way)
+            program = Captured(lambda: [way() for _ in range(CHOICES)], torch.device("cuda"))  # noqa: B023
+            taken = slowest_seconds(lambda: None, program)
             timed = {"median_us": round(1e6 * taken / CHOICES, 2), "n": ROUNDS}
             rows.append({"op": "token choice", "impl": name, "case": case} | timed)
     return rows
 
 
-def graph_seconds(way: Callable[[], object]) -> float:
-    """The median replay of `CHOICES` calls in one graph, the slowest rank's."""
-    align, times = torch.zeros(1, device="cuda"), []
-    program = Captured(lambda: [way() for _ in range(CHOICES)], torch.device("cuda"))
-    for _ in range(ROUNDS + 3):
-        dist.all_reduce(align)
-        times.append(_seconds(program))
-    taken = torch.tensor(statistics.median(times[3:]), device="cuda")
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+class Run:
+    """All rows of one rank's processes, in the order they are timed."""
+
+    def __init__(self, rank: int, args: argparse.Namespace) -> None:
+        self.args, self.rank, self.rows = args, rank, list[dict[str, Any]]()
+        self.group, self.device = dist.group.WORLD, torch.device("cuda", rank)
+        assert self.group is not None
+        self.stages, self.tbps = Stages(rank), read_tbps()
+        self.truth: dict[tuple, torch.Tensor] = {}
+
+    def model(self, name: str) -> None:
+        """Every way of a model, over the parameters of the first."""
+        sweep, base = SWEEPS[name], None
+        for way in self.args.way or sweep.ways:
+            if self.stages.past(self.args.until):
+                self.stages.over(f"{name} {way} is left out")
+                continue
+            if base is None or way == ALONE:
+                base = None
+                gc.collect()
+                torch.cuda.empty_cache()
+                model = self.make(name, way)
+                base = None if way == ALONE else model
+            else:
+                model = make_beside(base, way_of(way), self.group)  # type: ignore[arg-type]
+            for contexts in sweep.rooms:
+                self.engine(model, name, way, contexts, 0)
+            for drafts in FORCED if way in sweep.drafting else ():
+                self.engine(model, name, way, sweep.rooms[0], drafts)
+            self.write()
+        # Kernels of this model's widths: another's are compiled for its own, not for both.
+        torch.compiler.reset()
+        compiled.cache_clear()
+
+    def make(self, name: str, way: str) -> Decoder:
+        options: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
+        positions = max(max(of) for of in SWEEPS[name].rooms) + 1024
+        model = make_model(name, way_of(way), self.group, positions=positions, **options)
+        model.compiled = False if self.args.as_written else None
+        self.stages.over(f"{name} {way} drawn")
+        return model
+
+    def engine(self, model: Decoder, name: str, way: str, contexts: tuple[int, ...], drafts: int) -> None:
+        """Steps and chunks over all contexts of an engine."""
+        gc.collect()
+        drafting = Drafting(length=drafts, forced=FORCED[drafts] if drafts else None)
+        settings = Settings(
+            slots=SLOTS,
+            room=max(contexts) + 256,
+            chunk=CHUNK,
+            graphs=way_of(way).captured,
+            interval=INTERVAL,
+            sizes=BATCHES,
+            drafting=drafting,
+        )
+        engine = Engine(model, settings, self.group)
+        self.stages.over(f"{name} {way} {contexts} {drafts} drafts ready")
+        generator = torch.Generator("cuda").manual_seed(self.rank)
+        for cache in engine.steps.caches:
+            for of_layer in cache:
+                of_layer.normal_(generator=generator)
+        case = {"model": name, "W": dist.get_world_size(), "dtype": "bf16", "room": settings.room}
+        case |= {"drafts": drafts, "forced": FORCED[drafts]} if drafts else {}
+        own = [self.step(engine, way, case | {"B": b, "context": n}) for n in contexts for b in BATCHES]
+        own += [self.chunk(engine, way, case | {"context": n}) for n in (0, *contexts)]
+        self.rows += own
+        self.show(own)
+        self.stages.over(f"{name} {way} timed, {torch.cuda.max_memory_allocated() >> 30} GiB at most")
+        if way == "nvlink" and not drafts:
+            self.more(engine, case, contexts)
+        engine.programs.clear()
+
+    def more(self, engine: Engine, case: dict[str, Any], contexts: tuple[int, ...]) -> None:
+        """What is asked of our own way alone."""
+        own = []
+        if case["model"] == next(iter(SWEEPS)):
+            own += choice_rows(engine)
+        if self.args.kernels:
+            for batch in BATCHES[::2]:
+                lines = kernels(engine, batch, contexts[0])
+                if self.rank == 0:
+                    print("\n".join(lines), flush=True)
+        if contexts == SWEEPS[case["model"]].rooms[0]:
+            engine.steps.state.remaining_Z.zero_()
+            own.append(loop_row(engine, case, self.rows))
+        self.rows += own
+        self.show(own)
+        self.stages.over("choices, kernels, loop")
+
+    def step(self, engine: Engine, way: str, case: dict[str, Any]) -> dict[str, Any]:
+        """A step of decoding beside the time to read what it must."""
+        batch, tokens, drafts = case["B"], case["context"], case.get("drafts", 0)
+        ready(engine, batch, tokens)
+        hit = experts_hit(engine, batch, alone=way == ALONE)
+        key = case["model"], batch, tokens, drafts
+        chosen = engine.steps.state.last_Z[:batch].clone()
+        alike = (self.truth.setdefault(key, chosen) == chosen).double().mean()
+        taken = slowest_seconds(lambda: ready(engine, batch, tokens), engine.programs[batch])
+        engine.steps.state.remaining_Z.zero_()
+        floor = step_bytes(engine.model, batch, tokens, hit, drafts, fp8=way == FP8) / self.tbps / 1e12
+        return {
+            "op": "decode step",
+            "impl": way,
+            "case": case,
+            "median_us": round(1e6 * taken, 1),
+            "tokens_per_s_gpu": round((1 + case.get("forced", 0)) * batch / taken),
+            "floor_us": round(1e6 * floor, 1),
+            "times_floor": round(taken / floor, 3),
+            "experts_hit": sum(hit),
+            "tokens_alike": round(float(alike), 3),
+            "n": ROUNDS,
+        }
+
+    def chunk(self, engine: Engine, way: str, case: dict[str, Any]) -> dict[str, Any]:
+        taken = slowest_seconds(lambda: ready_chunk(engine, case["context"]), engine.programs["prefill"])
+        engine.steps.state.length_Z.zero_()
+        case = case | {"rows": CHUNK[0], "tokens": CHUNK[1]}
+        return {"op": "chunk", "impl": way, "case": case, "median_us": round(1e6 * taken, 1), "n": ROUNDS}
+
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows if self.rank == 0 else ():
+            rest = {k: v for k, v in row.items() if k not in ("op", "impl", "case", "n", "experts_hit")}
+            case = {k: v for k, v in row["case"].items() if k not in ("model", "W", "dtype", "room")}
+            print(f"  {row['op']} {row['impl']} {case} {rest}", flush=True)
+
+    def write(self) -> None:
+        if self.rank == 0:
+            words = [f"--model {' '.join(self.args.model)}"] if len(self.args.model) < len(SWEEPS) else []
+            words += [f"--way {' '.join(self.args.way)}"] if self.args.way else []
+            more = f' ARGS="{" ".join(words)}"' if words else ""
+            run = describe_run(f"make gpu-bench NAME=serve{more}", {"read_tbps": round(self.tbps, 2)})
+            write_results(self.args.out, QUESTION, run, self.rows)
 
 
-def decode_row(engine: Engine, name: str, transport: str, batch: int, tbps: float) -> dict[str, Any]:
-    """A step of decoding beside the time to read what it must."""
-    ranks = dist.get_world_size()
-    hit = experts_hit(engine, batch, alone=transport == ALONE)
-    taken = step_seconds(engine, batch)
-    floor = step_bytes(engine.model, batch, hit) / tbps / 1e12
-    case = {"model": name, "B": batch, "W": ranks, "context": CONTEXT, "dtype": "bf16"}
-    drafting, leaving = engine.settings.drafting, 1.0
-    if drafting.length:
-        case |= {"drafts": drafting.length, "forced": drafting.forced}
-        leaving += drafting.forced or 0.0
-    return {
-        "op": "decode step",
-        "impl": transport,
-        "case": case,
-        "median_us": round(1e6 * taken, 1),
-        "tokens_per_s_gpu": round(leaving * batch / taken),
-        "floor_us": round(1e6 * floor, 1),
-        "times_floor": round(taken / floor, 3),
-        "experts_hit": hit,
-        "read_tbps": round(tbps, 2),
-        "n": ROUNDS,
-    }
-
-
-def close(engine: Engine) -> None:
-    """Let go of graphs before what they use."""
+def measure(rank: int, world: int, args: argparse.Namespace) -> None:
+    run = Run(rank, args)
+    for name in args.model:
+        run.model(name)
     torch.cuda.synchronize()
     dist.barrier()
-    engine.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--model", nargs="+", default=list(SWEEPS), choices=list(SWEEPS))
     parser.add_argument("--way", nargs="*", default=[], help="ways to the experts, where not all")
-    parser.add_argument("--drafts", type=int, default=0, help="tokens that a step drafts (0)")
-    parser.add_argument("--forced", type=float, default=0.7, help="drafts that count as right, in the mean")
+    parser.add_argument("--until", type=float, default=1e9, help="no way is begun after so many seconds")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, too")
     parser.add_argument("--as-written", action="store_true", help="what stands between products, uncompiled")
     parser.add_argument("--out", default=str(RESULTS))
     args = parser.parse_args()
-    for name in args.model:
-        for transport in args.way or WAYS[name]:
-            run_ranks(measure, torch.cuda.device_count(), args, name, transport)
+    run_ranks(measure, torch.cuda.device_count(), args)
 
 
 if __name__ == "__main__":

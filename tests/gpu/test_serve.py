@@ -35,6 +35,32 @@ def test_flash_attention_reads_every_slot_up_to_its_length(length: int, of_slots
     torch.testing.assert_close(ours.float(), truth, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_few_tokens_a_row_by_a_compiled_kernel(length: int) -> None:
+    """Captured, with slots of which the rows use one, two and four blocks, and again with other lengths."""
+    torch.manual_seed(0)
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    start_B = torch.tensor([0, 130, 400], device="cuda")
+    q = torch.randn(3, length, 8, 64, **kind)
+    cache = tuple(torch.randn(4, 512, 2, 64, **kind) for _ in range(2))
+
+    def ours() -> Tensor:
+        return attention.attend(q, cache, Span(start_B, length, 512), compiles=True)
+
+    with torch.no_grad():
+        ours()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ours()
+    for shift in (0, 61):
+        start_B += shift
+        graph.replay()
+        span = Span(start_B, length, 512)
+        keys, values = (span.of_rows(kept).float() for kept in cache)
+        truth = attention._dot(q.float(), keys, values, span.mask_B1SL())
+        torch.testing.assert_close(y.float(), truth, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
     moe = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from imbrex.serve.between import AS_WRITTEN, between, compiled
+from imbrex.serve import attention
+from imbrex.serve.attention import Span
+from imbrex.serve.between import AS_WRITTEN, between, latent_weights
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.request import Request
 from tests.unit.test_serve import greedy, make, prompts
@@ -22,13 +24,27 @@ def test_tokens_are_the_same_compiled() -> None:
         assert answer.tokens == greedy(model, list(answer.request.prompt), 6)
 
 
-def test_a_softmax_is_the_same_compiled() -> None:
+def test_a_softmax_sees_what_is_not_hidden() -> None:
     torch.manual_seed(0)
-    scores, mask = torch.randn(3, 8, 17), torch.arange(17) <= torch.tensor([0, 5, 16])[:, None, None]
-    with torch.no_grad():
-        ways = [of.latent_weights(scores, mask.expand(3, 2, 17)) for of in (compiled(), AS_WRITTEN)]
-    torch.testing.assert_close(*ways)
-    assert torch.equal(ways[0][0, :, 0], torch.ones(8))
+    scores, hidden = torch.randn(3, 8, 17), torch.arange(17) > torch.tensor([0, 5, 16])[:, None, None]
+    truth = [scores[row, :, : seen + 1].softmax(-1) for row, seen in enumerate((0, 5, 16))]
+    weights = latent_weights(scores, hidden.expand(3, 2, 17))
+    for row, of in enumerate(truth):
+        torch.testing.assert_close(weights[row, :, : of.shape[1]], of)
+        assert not weights[row, :, of.shape[1] :].any()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("length", [1, 4])
+def test_few_tokens_a_row_see_their_slot_up_to_themselves(length: int) -> None:
+    """Of slots of two blocks, of which the rows use one or both; as it is written."""
+    torch.manual_seed(0)
+    span = Span(torch.tensor([0, 7, 127, 140]), length, 150)
+    q = torch.randn(4, length, 8, 16)
+    cache = [torch.randn(6, 150, 2, 16) for _ in range(2)]
+    rows = [span.of_rows(kept) for kept in cache]
+    truth = attention._dot(q, rows[0], rows[1], span.mask_B1SL())
+    torch.testing.assert_close(attention._flex(q, rows[0], rows[1], span.blocks()), truth)
 
 
 @pytest.mark.parametrize(("wanted", "gradients"), [(False, False), (None, False), (True, True)])

@@ -1,9 +1,9 @@
 """Attention over a static cache: a slot of fixed length for every request.
 
-Torch computes it: flash attention with the slots' own lengths on a GPU, else `scaled_dot_product_attention`
-under a mask. Latent attention (DeepSeek-V2, section 2.1) is absorbed: the cache holds one latent row a token,
-heads meet in its space, and torch's batched products do the rest, since no kernel of torch's takes heads of
-576 values.
+Torch computes it: on a GPU `flex_attention` of a few tokens a row, compiled, which splits keys, and flash
+attention of many, both with the slots' own lengths; else `scaled_dot_product_attention` under a mask. Latent
+attention (DeepSeek-V2, section 2.1) is absorbed: the cache holds one latent row a token, heads meet in its
+space, and torch's batched products do the rest, since no kernel of torch's takes heads of 576 values in time.
 
 Shape letters beyond the contracts': B rows of a step, S tokens of a row (T = B * S), H heads, G heads of keys
 and values, C width of a head, L tokens that a slot has room for, Z slots.
@@ -11,15 +11,25 @@ and values, C width of a head, L tokens that a slot has room for, Z slots.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from imbrex.serve.between import Between, grouped_heads, latent_row
+from imbrex.serve.between import AS_WRITTEN, Between, grouped_heads, latent_row, latent_weights
 
 Cache = tuple[Tensor, ...]
+FEW, BLOCK = 4, 128
+"""Tokens a row that `flex_attention` takes, and keys of a block of its mask."""
+FLEX: dict[str, Any] = {"BLOCK_N": 32, "num_stages": 4, "num_warps": 2}
+"""Its tiles: of those raced (`benchmarks/attention.py`) within 4 % of the best from 8 to 128 rows. Its own
+choice of one stage takes up to 1.6 times as long."""
+SHAPES = 64
+"""Steps of different sizes that a process may compile attention for."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -78,7 +88,9 @@ class Span:
         self.row_T = (self.slots_B[:, None] * capacity + self.position_BS).flatten()
         self.used_B = (start_B + length).to(torch.int32)
         self._mask_B1SL: Tensor | None = None
+        self._hidden_BSL: Tensor | None = None
         self._bounds: tuple[Tensor, Tensor] | None = None
+        self._blocks: Any = None
 
     def mask_B1SL(self) -> Tensor:
         """The tokens of its slot that a token sees: those before it, and itself."""
@@ -86,6 +98,33 @@ class Span:
             of_slot_L = torch.arange(self.capacity, device=self.position_T.device)
             self._mask_B1SL = (of_slot_L <= self.position_BS[..., None])[:, None]
         return self._mask_B1SL
+
+    def hidden_BSL(self) -> Tensor:
+        """The tokens of its slot that a token does not see."""
+        if self._hidden_BSL is None:
+            self._hidden_BSL = ~self.mask_B1SL()[:, 0]
+        return self._hidden_BSL
+
+    def blocks(self) -> Any:
+        """The same for `flex_attention`, which reads blocks of the used part only."""
+        if self._blocks is None:
+            from torch.nn.attention.flex_attention import BlockMask
+
+            position_BS, blocks = self.position_BS, -(-self.capacity // BLOCK)
+            index = torch.arange(blocks, dtype=torch.int32, device=position_BS.device)
+
+            def sees(row: Tensor, head: Tensor, token: Tensor, key: Tensor) -> Tensor:
+                return key <= position_BS[row, token]
+
+            self._blocks = BlockMask.from_kv_blocks(
+                ((self.used_B + BLOCK - 1) // BLOCK)[:, None, None],
+                index.expand(self.rows, 1, 1, blocks).contiguous(),
+                BLOCK_SIZE=(BLOCK, BLOCK),
+                mask_mod=sees,
+                seq_lengths=(self.length, self.capacity),
+                compute_q_blocks=False,
+            )
+        return self._blocks
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """The first token of every row, and of its slot in the cache, int32 [B + 1], for flash attention."""
@@ -100,12 +139,41 @@ class Span:
         return cache[: self.rows] if self.given_B is None else cache[self.given_B]
 
 
-def attend(q_BSHC: Tensor, cache: Cache, span: Span) -> Tensor:
-    """Attend to all tokens of the cache up to each row's own; [B, S, H, C]."""
+def attend(q_BSHC: Tensor, cache: Cache, span: Span, *, compiles: bool) -> Tensor:
+    """Attend to all tokens of the cache up to each row's own; [B, S, H, C]. compiles: whether by a compiled
+    `flex_attention` where it is the fastest."""
     if q_BSHC.is_cuda and q_BSHC.dtype in FLASH_DTYPES:
+        if compiles and span.given_B is None and _takes_few(q_BSHC, cache[0]):
+            return _few(q_BSHC, span.of_rows(cache[0]), span.of_rows(cache[1]), span)
         return _flash(q_BSHC, cache[0], cache[1], span)
     keys, values = (span.of_rows(slots) for slots in cache)
     return _dot(q_BSHC, keys, values, span.mask_B1SL())
+
+
+def _takes_few(q_BSHC: Tensor, k_ZLGC: Tensor) -> bool:
+    """Whether `flex_attention` splits keys of these heads: as many of queries to one of keys as a power of
+    two."""
+    length, shared = q_BSHC.shape[1], q_BSHC.shape[2] // k_ZLGC.shape[2]
+    return length <= FEW and shared & (shared - 1) == 0
+
+
+def _few(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, span: Span) -> Tensor:
+    # Every size is compiled by itself, since keys are split by a number of rows that is known.
+    with torch._dynamo.config.patch(recompile_limit=SHAPES):
+        return _compiled_flex()(q_BSHC, k_BLGC, v_BLGC, span.blocks())
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(_flex, dynamic=False, fullgraph=True)
+
+
+def _flex(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, blocks: Any) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BLGC, v_BLGC))
+    y = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=FLEX)  # type: ignore[arg-type]
+    return y.transpose(1, 2)  # type: ignore[union-attr]
 
 
 def _dot(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, mask: Tensor | None) -> Tensor:
@@ -182,7 +250,7 @@ class GroupedAttention(nn.Module):
             y = _dot(q, k, v, None)
         else:
             q = between.grouped_into_cache(*of_heads, [part.flatten(0, 1) for part in cache], span.row_T)
-            y = attend(q.unflatten(0, rows), cache, span)
+            y = attend(q.unflatten(0, rows), cache, span, compiles=between is not AS_WRITTEN)
         return self.out(y.reshape(len(x_TD), -1))
 
 
@@ -216,20 +284,20 @@ class LatentAttention(nn.Module):
         nope, rope = q_THC.split([sizes.nope, sizes.rope], -1)
         of_row = self.kv_down(x_TD), self.kv_norm.weight, turn_TC, self.eps
         if cache is None:
-            kept_BLC, mask_BSL = latent_row(*of_row).unflatten(0, rows), _causal(span)
+            kept_BLC, hidden_BSL = latent_row(*of_row).unflatten(0, rows), _later(span)
         else:
             between.latent_into_cache(*of_row, cache[0].flatten(0, 1), span.row_T)
-            kept_BLC, mask_BSL = span.of_rows(cache[0]), span.mask_B1SL()[:, 0]
+            kept_BLC, hidden_BSL = span.of_rows(cache[0]), span.hidden_BSL()
         absorbed_HTC = torch.bmm(nope.transpose(0, 1), self.k_up)
         scale = (sizes.nope + sizes.rope) ** -0.5
         q_THC = between.latent_queries(absorbed_HTC, rope, turn_TC, scale)
         # The latents that every head attends to.
         scores_BXL = torch.bmm(q_THC.view(span.rows, -1, q_THC.shape[-1]), kept_BLC.mT)
-        weights_BXL = between.latent_weights(scores_BXL, mask_BSL)
+        weights_BXL = latent_weights(scores_BXL, hidden_BSL)
         y_BXC = torch.bmm(weights_BXL, kept_BLC[..., : sizes.kv_rank])
         y_HTC = y_BXC.view(tokens, sizes.num_heads, -1).transpose(0, 1)
         return self.out(torch.bmm(y_HTC, self.v_up).transpose(0, 1).reshape(tokens, -1))
 
 
-def _causal(span: Span) -> Tensor:
-    return span.position_BS[:, None, :] <= span.position_BS[..., None]
+def _later(span: Span) -> Tensor:
+    return span.position_BS[:, None, :] > span.position_BS[..., None]

@@ -114,7 +114,7 @@ class HostTime:
 class Engine:
     """Answers requests with a model on the ranks of `group`; every rank makes one and steps it alike.
 
-    answered: called with every answer as it ends or is refused.
+    answered: called with every answer as it ends or is refused. clock: whose seconds arrivals are in.
     """
 
     def __init__(
@@ -124,13 +124,14 @@ class Engine:
         group: dist.ProcessGroup | None = None,
         *,
         answered: Callable[[Answer], object] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if model.config.positions < settings.capacity:
             raise ValueError(
                 f"serve: the model has {model.config.positions} positions, and a slot takes "
                 f"{settings.capacity}; make it with more, or give less room"
             )
-        self.model, self.settings, self.answered = model.eval(), settings, answered
+        self.model, self.settings, self.answered, self.clock = model.eval(), settings, answered, clock
         self.group = group if group is not None and group.size() > 1 else None
         self.host_group = None if self.group is None else hosts_of(self.group)
         self.steps = Steps(
@@ -155,7 +156,7 @@ class Engine:
         self.chunk = self._empty_chunk(self.device)
         model.head.use_heap(max(settings.slots * (settings.drafting.length + 1), settings.chunk[0]))
         self._first_B = torch.zeros(settings.chunk[0], dtype=torch.int64, device=self.device)
-        self.programs = self._capture()
+        self.programs: dict[int | str, Callable[[], None]] = {**self._capture()}
 
     def submit(self, request: Request) -> Answer:
         """Queue a request; its answer, which is refused at once where it cannot be given."""
@@ -325,12 +326,12 @@ class Engine:
         self.host.spent("deliver")
 
     def _take_first(self, tokens: list[int], firsts: list[tuple[int, int, Seat]]) -> None:
-        now = time.perf_counter()
+        now = self.clock()
         for row, slot, seat in firsts:
             self._give(slot, seat, [tokens[row]], now)
 
     def _take(self, ring: list, taken: list, steps: range, running: dict[int, Seat]) -> None:
-        now, interval = time.perf_counter(), self.settings.interval
+        now, interval = self.clock(), self.settings.interval
         for slot, seat in running.items():
             tokens: list[int] = []
             for step in steps:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,10 +107,10 @@ def serve(
     users = Users(engine, load, rank=rank, ranks=ranks, text=text)
     engine.host = HostTime()
     users.begin()
-    began = time.perf_counter()
+    began = engine.clock()
     while engine.step():
         pass
-    took = time.perf_counter() - began
+    took = engine.clock() - began
     windows = _gathered(users.window(), group)
     begin, end = max(w[0] for w in windows), min(w[1] for w in windows)
     counted = _gathered(users.counted(begin, end), group)

@@ -1,0 +1,101 @@
+"""A replayed loop takes the steps of a real one, and its figures are those of the times it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from imbrex.bench.serve.loop import Load, serve
+from imbrex.bench.serve.measured import step_times
+from imbrex.bench.serve.replay import StepTimes, at, replay
+from imbrex.serve.decoding import Drafting
+from imbrex.serve.engine import Engine, Settings
+from tests.unit.test_serve import make
+
+SIZES = (2, 4)
+TIMES = StepTimes(decode={2: [(0, 1.0)], 4: [(0, 2.0), (10, 3.0)]}, prefill=[(0, 5.0)])
+
+
+def settings(**more: object) -> Settings:
+    kind: dict = {"slots": 4, "room": 40, "chunk": (2, 8), "sizes": SIZES, "interval": 3} | more
+    return Settings(**kind)
+
+
+def test_a_time_is_on_the_line_through_its_neighbours() -> None:
+    curve = [(1024, 10.0), (2048, 12.0), (4096, 13.0)]
+    assert [at(curve, x) for x in (1024, 1536, 3072, 0, 8192)] == [10.0, 11.0, 12.5, 8.0, 15.0]
+    assert at([(1024, 10.0)], 9000) == 10.0
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_steps_are_those_of_a_real_engine(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(users=4, input=11, output=9)
+    kind = settings(drafting=Drafting(length=drafts, forced=1.5 if drafts else None))
+    taken: list[list[int | str]] = []
+
+    capture = Engine._capture
+
+    def told(engine: Engine) -> dict:
+        steps: list[int | str] = []
+        taken.append(steps)
+        return {key: noted(steps, key, of) for key, of in capture(engine).items()}
+
+    def noted(steps: list[int | str], key: int | str, program: Callable[[], None]) -> Callable[[], None]:
+        return lambda: (steps.append(key), program())[1]
+
+    monkeypatch.setattr(Engine, "_capture", told)
+    real = serve(Engine(make(), kind), load, None)
+    again = replay(TIMES, load, kind)
+    assert taken[0] == taken[1]
+    assert {"prefill", 4} <= set(taken[0])
+    assert (again["steps"], again["requests"]) == (real["steps"], real["requests"])
+    assert again["tokens_per_row_step"] == real["tokens_per_row_step"]
+
+
+def test_one_user_sees_a_token_a_step() -> None:
+    times = StepTimes(decode={1: [(0, 0.5)]}, prefill=[(0, 5.0)])
+    kind = Settings(slots=1, room=30, chunk=(1, 8), sizes=(1,))
+    point = replay(times, Load(users=1, input=8, output=20), kind)
+    assert point["tokens_per_s_user"] == pytest.approx(2.0)
+    # 20 tokens take a chunk and 19 steps.
+    assert point["tokens_per_s_gpu"] == pytest.approx(20 / (5 + 19 * 0.5))
+
+
+def test_what_was_not_measured_is_not_replayed() -> None:
+    with pytest.raises(ValueError, match=r"no measured step of \[3\] rows"):
+        replay(TIMES, Load(users=2, input=4, output=4), settings(slots=3, sizes=(2,)))
+    with pytest.raises(ValueError, match="no steps of demo by nvlink with 0 drafts"):
+        step_times([], "demo", "nvlink")
+
+
+def test_times_out_of_rows() -> None:
+    def row(op: str, us: float, impl: str = "nvlink", *, model: str = "demo", **case: int) -> dict:
+        return {"op": op, "impl": impl, "case": {"model": model} | case, "median_us": us}
+
+    rows = [
+        row("decode step", 3e6, B=8, context=20),
+        row("decode step", 1e6, B=8, context=10),
+        row("decode step", 9e6, B=8, context=10, drafts=1),
+        row("decode step", 9e6, "alone", B=8, context=10),
+        row("chunk", 2e6, context=0),
+        row("chunk", 4e6, context=10),
+        row("chunk", 7e6, context=0),
+        {"op": "token choice", "impl": "heap", "case": {"T": 1}, "median_us": 4.0},
+    ]
+    times = step_times(rows, "demo", "nvlink")
+    assert times.decode == {8: [(10, 1.0), (20, 3.0)]}
+    assert times.prefill == [(0, 2.0), (10, 4.0)]
+    latent = [
+        row("decode step", 1e6, model="deepseek-v3-8", B=8, context=10, room=30),
+        row("chunk", 2e6, model="deepseek-v3-8", context=10, room=30),
+    ]
+    times = step_times(latent, "deepseek-v3-8", "nvlink")
+    assert times == StepTimes(decode={8: [(30, 1.0)]}, prefill=[(30, 2.0)], by_room=True)
+
+
+def test_a_step_over_the_whole_room_takes_as_long_at_any_length() -> None:
+    times = StepTimes(decode={1: [(20, 0.5), (40, 0.9)]}, prefill=[(20, 5.0), (40, 7.0)], by_room=True)
+    point = replay(times, Load(users=1, input=8, output=20), Settings(slots=1, room=30, chunk=(1, 8)))
+    assert point["tokens_per_s_user"] == pytest.approx(1 / 0.7)
+    assert point["tokens_per_s_gpu"] == pytest.approx(20 / (6 + 19 * 0.7))
