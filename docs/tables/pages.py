@@ -9,6 +9,7 @@ from pathlib import Path
 from docs.tables import (
     codecs,
     decode,
+    events,
     exchange,
     experts,
     fused,
@@ -47,6 +48,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "sums": fused.sums,
         "sustained": fused.sustained,
     },
+    "docs/events.md": {"stragglers": events.stragglers, "training": events.training},
     "docs/huggingface.md": {"steps": models.steps, "mean": models.mean},
     "docs/codecs.md": {"rates": codecs.rates, "learning": codecs.learning},
     "docs/placement.md": {

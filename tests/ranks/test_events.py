@@ -157,10 +157,26 @@ def test_one_ranks_wrong_input_is_every_ranks_sentence(pool: Pool, what: str) ->
     assert pool.run(4, _wrong, what) == [wanted] * 4
 
 
+PATIENT: dict[str, Any] = {"tau": 0.1, "epsilon": 1, "every": 1}
+
+
+def _other_epsilon(rank: int) -> dict[str, Any]:
+    return {"epsilon": 1 + rank % 2}
+
+
+def _other_tau(rank: int) -> dict[str, Any]:
+    return {"tau": "p95" if rank == 1 else 0.1}
+
+
+def _other_every(rank: int) -> dict[str, Any]:
+    return {"every": 1 + rank % 2}
+
+
 def _refused(ranks: Ranks, options: dict[str, Any]) -> str:
     options = dict(options)
-    if options.pop("differ", False):
-        options["schedule"] = imbrex.overlap.Events(0.1, 1 + ranks.rank % 2)
+    differ = options.pop("differ", None)
+    if differ is not None:
+        options["schedule"] = imbrex.overlap.Events(**PATIENT | differ(ranks.rank))
     with pytest.raises(ValueError, match=r"schedule|disagree") as caught:
         make_layer(Case(config=SMALL, options=options), ranks.group)(torch.randn(3, SMALL.hidden_size))
     return str(caught.value)
@@ -172,7 +188,10 @@ def _refused(ranks: Ranks, options: dict[str, Any]) -> str:
         ({"transport": "pipe"}, "schedule: transport 'pipe' sends rows by way of nodes, events straight"),
         ({"transport": "allreduce"}, "schedule: transport 'allreduce' moves no rows that events could wait"),
         ({"schedule": imbrex.overlap.Events(1.0, 4)}, "schedule: epsilon is 4, but a rank has 3 peers"),
-        ({"differ": True}, "MoELayer: ranks disagree about the schedule: rank 1 was given something else"),
+        *(
+            ({"differ": differ}, "MoELayer: ranks disagree about the schedule: rank 1 was given something")
+            for differ in (_other_epsilon, _other_tau, _other_every)
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, options: dict[str, Any], sentence: str) -> None:
@@ -181,12 +200,20 @@ def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, options: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("tau", "epsilon"),
-    [(-1.0, 1), (float("nan"), 1), ("p0", 1), ("p100", 1), ("soon", 1), (1.0, -1), (1, 1.5)],
+    "wrong",
+    [
+        *({"tau": tau} for tau in (-1.0, float("nan"), "p0", "p100", "soon", True)),
+        *({"epsilon": epsilon} for epsilon in (-1, 1.5, True)),
+        *({"every": every} for every in (0, 1.5, True)),
+    ],
 )
-def test_bad_patience(tau: Any, epsilon: Any) -> None:
-    with pytest.raises(ValueError, match=r"schedule: (tau|epsilon) is .*; give"):
-        imbrex.overlap.Events(tau, epsilon)
+def test_bad_patience(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"schedule: {name} is {value!r}; give .*"):
+        imbrex.overlap.Events(**PATIENT | wrong)
+    text = ", ".join(f"{key}={value}" for key, value in (PATIENT | wrong).items())
+    with pytest.raises(ValueError, match=rf"schedule: {name} is .*; give"):
+        imbrex.overlap.Events.of(f"events({text})")
 
 
 def _ahead(ranks: Ranks) -> tuple[bool, bool]:

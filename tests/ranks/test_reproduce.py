@@ -10,7 +10,7 @@ import pytest
 
 from imbrex.demo.corpus import load_corpus
 from imbrex.demo.training import Recipe, Shape
-from imbrex.reproduce import layers, stage
+from imbrex.reproduce import layers, patience, stage, stragglers
 from imbrex.reproduce.teams import train_all
 from imbrex.reproduce.training import Size
 
@@ -39,6 +39,41 @@ def test_ways_send_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = {row["impl"]: row["rows_sent"] for row in rows}
     assert sent["allgather"] == 32
     assert 16 <= sent["alltoall"] < 32
+
+
+def test_steps_with_a_backward_and_without_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
+    events = stragglers.Way(schedule="events", tau=50.0, epsilon=1, every=19, skew="zipf:1.2", backward=False)
+    ways = {"serial": stragglers.Way(schedule="serial"), "forward": events}
+    load = stragglers.Load(tokens=16, width=16, inner=16)
+    measured, _ = stage.on_ranks("stragglers", stragglers.settings(ways, load, steps=4), PAIR)
+    assert {name: len(of_way["seconds"]) for name, of_way in measured.items()} == {"serial": 4, "forward": 4}
+    assert measured["serial"]["choices"] == 4 * 2 * 16 * 2
+    assert measured["serial"]["late"] == measured["forward"]["late"]
+    assert measured["forward"]["dropped"] == 0
+
+
+def test_trainings_take_turns_and_stop_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patience without an end learns what serial does; when the time is up all have made as many steps."""
+    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
+    ways = {
+        "serial": stragglers.Way(schedule="serial"),
+        "endless": stragglers.Way(schedule="events", epsilon=1),
+    }
+    shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "expert_width": 8}
+    course = patience.Course(steps=6, seeds=2, batch=4, length=16, every=2, held_out=1, shape=shape)
+    runs, _ = stage.on_ranks("patience", patience.settings(ways, course, limit_s=0.0), PAIR)
+    assert [(run["way"], run["seed"], run["steps"]) for run in runs] == [
+        ("serial", 0, 2),
+        ("endless", 0, 2),
+        ("serial", 1, 2),
+        ("endless", 1, 2),
+    ]
+    for serial, endless in (runs[:2], runs[2:]):
+        assert serial["held_out_nats"] == endless["held_out_nats"]
+        assert [point[2] for point in serial["curve"]] == [point[2] for point in endless["curve"]]
+        assert endless["dropped"] == 0
+    assert runs[0]["held_out_nats"] != runs[2]["held_out_nats"]
 
 
 def test_ranks_that_fail_are_told() -> None:

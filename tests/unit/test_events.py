@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from imbrex.overlap import Events
 from imbrex.overlap.events.ledger import Kind
 from imbrex.overlap.events.seat import Patience, Seat
 from imbrex.runtime.waits import RankLostError
@@ -17,15 +18,18 @@ from imbrex.transport.messages import Envelope
 
 def test_a_learnt_tau_gives_up_no_more_than_its_share() -> None:
     patience = Patience("p90")
-    assert patience.seconds == math.inf
+    assert patience.seconds(0) == math.inf
     for _ in range(20):
         patience.remember(0.01)
-    assert patience.seconds == 0.01
+    assert patience.seconds(20) == 0.01
     given_up, drawn = 0, random.Random(0)
     for step in range(400):
         late_s = 0.5 + drawn.random() if step % 4 == 0 else 0.02
-        given_up += patience.seconds < late_s
-        patience.remember(math.inf if patience.seconds < late_s else late_s)
+        if patience.seconds(step) < late_s:
+            given_up += 1
+            patience.give_up(step)
+        else:
+            patience.remember(late_s)
         assert sum(map(math.isinf, patience.waits)) <= 0.1 * len(patience.waits)
     # A quarter of the waits is long; a tenth of all, the longest, may be given up.
     assert 10 <= given_up <= 44
@@ -33,8 +37,26 @@ def test_a_learnt_tau_gives_up_no_more_than_its_share() -> None:
 
 def test_a_fixed_tau_forgets_nothing_that_matters() -> None:
     patience = Patience(0.5)
-    patience.remember(math.inf)
-    assert patience.seconds == 0.5
+    patience.give_up(1)
+    assert (patience.seconds(1), patience.seconds(2)) == (0.5, 0.5)
+
+
+def test_one_call_of_so_many_is_given_up_by_all_ranks_alike() -> None:
+    """Ranks that gave up in different calls have patience again in the same one."""
+    ranks = [Patience(0.5, every=19) for _ in range(2)]
+    ranks[0].give_up(40)
+    ranks[1].give_up(55)
+    # A call may be given up twice: its packets, then its replies.
+    assert ranks[1].seconds(55) == 0.5
+    assert [patience.seconds(56) for patience in ranks] == [math.inf] * 2
+    assert [patience.seconds(57) for patience in ranks] == [0.5] * 2
+
+
+@pytest.mark.parametrize("schedule", [Events(0.05, 1), Events("p95", 2, 19), Events()])
+def test_a_name_says_everything(schedule: Events) -> None:
+    again = Events.of(schedule.name)
+    assert again is not None
+    assert again.__reduce__() == schedule.__reduce__()
 
 
 class LastWords:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from imbrex.reproduce import aristos_figure_1, aristos_figure_2, stragglers
+from imbrex.reproduce import aristos_figure_1, aristos_figure_2, aristos_training, stragglers
 from imbrex.reproduce.frame import Asked
 from imbrex.reproduce.stage import RanOn
 
@@ -45,7 +45,50 @@ def test_the_text_says_what_was_measured(figure: Any, monkeypatch: pytest.Monkey
         assert "| serial, rank 3 late" in text
         assert "6.00x" in text
         assert "1.20 times, and 2.50% of the choices are dropped" in text
+        assert "dropped, forward: missed, 1.20 times and 2.50%" in text
+        assert "with nobody late: reached, 1.000 times" in text
+        assert "Zipf 1.2: missed, 1.000 times" in text
     else:
         assert "Communicating takes 50% of a step with nobody late" in text
     assert {row["impl"]: row["dropped_share"] for row in finding.rows}["tau 0.25 steps, rank 3 late"] == 0.025
     assert finding.chart.startswith("<svg")
+
+
+def test_one_of_every_ten_steps_is_late() -> None:
+    is_late = stragglers.LateSteps(0.1, seed=3)
+    late = [is_late(step) for step in range(-20, 100)]
+    assert [sum(late[i : i + 10]) for i in range(0, 120, 10)] == [1] * 12
+    assert len({late[i : i + 10].index(True) for i in range(0, 120, 10)}) > 3
+
+
+def trained(way: str, seed: int, nats: float, dropped: int) -> dict[str, Any]:
+    return {
+        "way": way,
+        "seed": seed,
+        "steps": 1000,
+        "held_out_nats": nats,
+        "curve": [(50, 1.5, 3.0)],
+        "seconds": 30.0,
+        "median_s": 0.02,
+        "dropped": dropped,
+        "choices": 1000,
+    }
+
+
+@pytest.mark.parametrize(("apart", "word"), [(0.008, "reached"), (0.012, "missed")])
+def test_the_loss_is_compared_seed_by_seed(apart: float, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_ranks(job: str, settings: Any, network: Any, **options: Any) -> Any:
+        runs = [
+            trained(way, seed, 2.0 + seed + apart * seed * (way != "serial"), 9 * (way != "serial"))
+            for seed in range(settings["course"]["seeds"])
+            for way in settings["ways"]
+        ]
+        return runs, RanOn(network=network, why_not="as asked")
+
+    monkeypatch.setattr(aristos_training, "on_ranks", on_ranks)
+    finding = aristos_training.find(Asked(full=True))
+    text = finding.text()
+    assert f"after 1000 steps: {word}, 0.90% and {apart:+.4f} nats in the mean over seeds" in text
+    assert f"+0.0000, {apart:+.4f}, {2 * apart:+.4f}" in text
+    assert len(finding.rows) == 3 * len(aristos_training.WAYS)
+    assert "not decided" in aristos_training.find(Asked()).text()

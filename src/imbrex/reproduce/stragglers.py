@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import imbrex
+from imbrex.bench.shapes import Shape
+from imbrex.bench.skew import make_routing
 from imbrex.observe import Recorder, fold
 from imbrex.overlap import Events
 from imbrex.reproduce.frame import Asked
@@ -23,18 +26,27 @@ LATE = 3
 """The rank that is late."""
 NETWORK = Network(nodes=1, ranks_per_node=4, inter="none")
 STEPS = {False: 100, True: 1000}
+LIMIT_S = {False: 60.0, True: 240.0}
+"""Seconds after which no further steps are begun: fewer are then reported."""
 WARM = 3
+SURE = 20.0
+"""Logit of a choice that is given: a random gate's are below 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """A schedule under delays. schedule: `serial` or `events`. tau: in median steps, or a quantile as p95.
-    late: where rank 3 is late, `never`, `before` its step or in its `experts`."""
+    every: calls of which one is given up at most. late: where rank 3 is late, `never`, `before` its step or
+    in its `experts`. skew: of the choices, as `imbrex bench layer --skew` takes it. backward: whether a step
+    has one."""
 
     schedule: str
     tau: float | str = float("inf")
     epsilon: int = 0
+    every: int = 1
     late: str = "never"
+    skew: str = "uniform"
+    backward: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,27 +62,65 @@ class Load:
     factor: float = 5.0
 
 
-def settings(ways: Mapping[str, Way], load: Load, *, steps: int) -> dict[str, Any]:
-    return {"ways": {name: asdict(way) for name, way in ways.items()}, "load": asdict(load), "steps": steps}
+def settings(ways: Mapping[str, Way], load: Load, *, steps: int, limit_s: float = math.inf) -> dict[str, Any]:
+    what = {"ways": {name: asdict(way) for name, way in ways.items()}, "load": asdict(load)}
+    return what | {"steps": steps, "limit_s": limit_s}
+
+
+class LateSteps:
+    """Steps in which rank 3 is late: of every `1 / share` in a row one, drawn."""
+
+    def __init__(self, share: float, seed: int = 0) -> None:
+        self.among, self.drawn = round(1 / share), random.Random(seed)
+        self.late = 0
+
+    def __call__(self, step: int) -> bool:
+        """Whether it is late in this step; to be asked of one after the other."""
+        if step % self.among == 0:
+            self.late = step + self.drawn.randrange(self.among)
+        return step == self.late
+
+
+class Clock:
+    """A limit of seconds that all ranks see passed at the same step."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.end = time.monotonic() + limit_s
+
+    def is_over(self) -> bool:
+        """Collective: whether rank 0's time is up."""
+        over = torch.tensor(time.monotonic() > self.end)
+        dist.broadcast(over, 0)
+        # on the host: ranks of a stage are CPUs
+        return bool(over)
 
 
 def on_rank(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By way: `seconds` [steps][ranks], `late` steps, `dropped` of all `choices`, milliseconds by phase."""
-    load = Load(**asked["load"])
+    load, clock = Load(**asked["load"]), Clock(asked["limit_s"])
     torch.manual_seed(dist.get_rank())
     x_TD = torch.randn(load.tokens, load.width)
-    plain = _Runner(Way(schedule="serial"), load, x_TD, median_s=0.0)
-    for number in range(4 * WARM):
-        plain.step(number < WARM)
-    median_s = _largest(statistics.median(plain.seconds))
-    runners = {name: _Runner(Way(**way), load, x_TD, median_s) for name, way in asked["ways"].items()}
-    drawn = random.Random(0)
+    ways = {name: Way(**way) for name, way in asked["ways"].items()}
+    medians_s = {backward: _median(load, x_TD, backward) for backward in (True, False)}
+    runners = {name: _Runner(way, load, x_TD, medians_s[way.backward]) for name, way in ways.items()}
+    is_late = LateSteps(load.share)
     # Waits are learnt, and caches warm, before anything counts.
-    for number in range(-6 * WARM, asked["steps"]):
-        is_late = drawn.random() < load.share
-        for runner in runners.values():
-            runner.step(number < 0, is_late=is_late)
+    for number in range(-2 * round(1 / load.share), asked["steps"]):
+        late, turn = is_late(number), number % len(runners)
+        names = list(runners)
+        for name in names[turn:] + names[:turn]:
+            runners[name].step(number < 0, is_late=late)
+        if number > 0 and number % 10 == 0 and clock.is_over():
+            break
     return {name: runner.gather() for name, runner in runners.items()}
+
+
+def _median(load: Load, x_TD: Tensor, backward: bool) -> float:
+    """Seconds of a step of `serial`, of the slowest rank."""
+    plain = _Runner(Way(schedule="serial", backward=backward), load, x_TD, median_s=0.0)
+    for number in range(-WARM, 3 * WARM):
+        plain.step(number < 0)
+    return largest(statistics.median(plain.seconds))
 
 
 class _Runner:
@@ -81,12 +131,13 @@ class _Runner:
             hidden_size=load.width, intermediate_size=load.inner, num_experts=load.experts, top_k=load.top_k
         )
         tau = way.tau if isinstance(way.tau, str) else way.tau * median_s
-        schedule = Events(tau, way.epsilon) if way.schedule == "events" else way.schedule
+        schedule = Events(tau, way.epsilon, way.every) if way.schedule == "events" else way.schedule
         self.way, self.x_TD, self.late_s = way, x_TD, load.factor * median_s
         self.recorder = Recorder(rank=dist.get_rank())
         self.layer = imbrex.MoELayer(
             config, dist.group.WORLD, transport="alltoall", schedule=schedule, observer=self.recorder
         )
+        self.layer.gate.project = _given(way.skew, load)
         self.sleeping = False
         self.layer.experts.register_forward_pre_hook(lambda *_: self._sleep("experts"))
         self.seconds: list[float] = []
@@ -100,14 +151,16 @@ class _Runner:
             time.sleep(self.late_s)
 
     def step(self, warming: bool, *, is_late: bool = False) -> None:
-        """A forward and a backward; the ranks begin together."""
+        """A forward, and a backward where the way has one; the ranks begin together."""
         dist.barrier()
         self.recorder.begin_step(len(self.seconds))
         begin = time.perf_counter()
         self.sleeping = is_late and dist.get_rank() == LATE
         self._sleep("before")
-        x_TD = self.x_TD.detach().requires_grad_()
-        self.layer(x_TD).square().mean().backward()
+        with torch.set_grad_enabled(self.way.backward):
+            y_TD = self.layer(self.x_TD.detach().requires_grad_(self.way.backward))
+        if self.way.backward:
+            y_TD.square().mean().backward()
         took_s = time.perf_counter() - begin
         self.layer.zero_grad()
         total_ms = self.recorder.end_step(keep=False)
@@ -134,10 +187,24 @@ class _Runner:
         }
 
 
-def _largest(value: float) -> float:
+def largest(value: float) -> float:
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor)
+
+
+def _given(skew: str, load: Load) -> Callable[..., Tensor]:
+    """Logits that choose by `skew`, the same in every step; the gate's own decide the weights."""
+    shape = Shape(
+        hidden_size=load.width, intermediate_size=load.inner, num_experts=load.experts, top_k=load.top_k
+    )
+    ids_TK = make_routing(skew, shape, load.tokens, rank=dist.get_rank()).ids_TK
+    sure_TE = torch.zeros(load.tokens, load.experts).scatter_(1, ids_TK, SURE)
+
+    def project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
+        return x_TD.float() @ weight_ED.float().T + sure_TE
+
+    return project
 
 
 def punctual(measured: Mapping[str, Any]) -> list[float]:
@@ -162,10 +229,10 @@ def communicating(of_phases: Mapping[str, float]) -> float:
 
 def measure(asked: Asked, ways: Mapping[str, Way]) -> tuple[dict[str, Any], RanOn, int]:
     """The record of every way, where it ran, and how many steps each had."""
-    steps = asked.rounds or STEPS[asked.full]
-    limit_s = 3600.0 if asked.full else 900.0
-    measured, ran_on = on_ranks("stragglers", settings(ways, Load(), steps=steps), NETWORK, timeout_s=limit_s)
-    return measured, ran_on, steps
+    limit_s = math.inf if asked.rounds else LIMIT_S[asked.full]
+    request = settings(ways, Load(), steps=asked.rounds or STEPS[asked.full], limit_s=limit_s)
+    measured, ran_on = on_ranks("stragglers", request, NETWORK, timeout_s=3600.0)
+    return measured, ran_on, min(len(way["seconds"]) for way in measured.values())
 
 
 def row(name: str, measured: Mapping[str, Any], ran_on: RanOn, steps: int) -> dict[str, Any]:
@@ -186,4 +253,20 @@ def row(name: str, measured: Mapping[str, Any], ran_on: RanOn, steps: int) -> di
     }
 
 
-__all__ = ["Load", "Way", "communicating", "measure", "on_rank", "punctual", "quantile", "row", "shares"]
+__all__ = [
+    "LATE",
+    "NETWORK",
+    "WARM",
+    "Clock",
+    "LateSteps",
+    "Load",
+    "Way",
+    "communicating",
+    "largest",
+    "measure",
+    "on_rank",
+    "punctual",
+    "quantile",
+    "row",
+    "shares",
+]

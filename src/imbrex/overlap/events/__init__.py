@@ -17,7 +17,7 @@ from imbrex.contracts import Experts, Output, Routing, RowExchange, Transport
 from imbrex.overlap.events.backward import Backward
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind, Ledger
-from imbrex.overlap.events.seat import Seat
+from imbrex.overlap.events.seat import Patience, Seat
 from imbrex.overlap.pipelined import parameters_of
 from imbrex.overlap.serial import Serial
 from imbrex.runtime.tracing import differentiated
@@ -29,39 +29,43 @@ class Events:
     tau: seconds to wait for the last peers, counted from when no more than `epsilon` of them are missing; or
         `p95`, as long as 95 % of the last 200 such waits took. Infinite: patience has no end.
     epsilon: how many peers a rank may do without in a call. Their choices are dropped, and `kept_TK` says so.
+    every: of so many calls in a row a rank does without anybody in one at most; 1: in any. All ranks count
+        alike, so the calls in which they do without the same late peer are the same.
 
     With an infinite tau or an epsilon of 0 the numbers are `serial`'s to the bit. The time-out of an exchange
     is another thing: a rank that is silent for so long is lost, however patient its peers are.
     """
 
-    def __init__(self, tau: float | str = math.inf, epsilon: int = 0) -> None:
-        problem = why_not_patience(tau, epsilon)
+    def __init__(self, tau: float | str = math.inf, epsilon: int = 0, every: int = 1) -> None:
+        problem = why_not_patience(tau, epsilon, every)
         if problem is not None:
             raise ValueError(f"schedule: {problem}")
-        self.tau, self.epsilon = tau if isinstance(tau, str) else float(tau), epsilon
-        self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon})"
+        self.tau, self.epsilon, self.every = tau if isinstance(tau, str) else float(tau), epsilon, every
+        bound = "" if every == 1 else f", every={every}"
+        self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon}{bound})"
         self._seats: weakref.WeakKeyDictionary[RowExchange, Seat] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(name: str) -> Events | None:
         """The schedule with this name, such as `events(tau=0.05, epsilon=1)`; `None` for another's."""
-        match = re.fullmatch(r"events\(tau=(.+), epsilon=(.+)\)", name)
+        match = re.fullmatch(r"events\(tau=(.+?), epsilon=(.+?)(?:, every=(.+))?\)", name)
         if match is None:
             return Events() if name == "events" else None
-        tau, epsilon = match.groups()
+        tau, epsilon, every = match.groups()
         number: float | str = tau
         with suppress(ValueError):
             number = float(tau)
-        return Events(number, int(epsilon) if re.fullmatch(r"-?\d+", epsilon) else cast("int", epsilon))
+        return Events(number, _integer(epsilon), _integer(every or "1"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tells pickle how to make it again; connections stay with this process."""
-        return Events, (self.tau, self.epsilon)
+        return Events, (self.tau, self.epsilon, self.every)
 
     def reason(self, exchange: RowExchange) -> str:
         if exchange.world_size == 1:
             return "asked for; one rank: as serial"
-        return f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}"
+        often = "" if self.every == 1 else f", in one of {self.every} calls"
+        return f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}{often}"
 
     def run(
         self,
@@ -97,15 +101,24 @@ class Events:
             # A layer whose first input is wrong says so in this way, before its strategy runs.
             exchange.dispatcher.check_in(x_TD, routing)
             problem = why_not_events(exchange, self.epsilon)
-            seat = self._seats[exchange] = Seat(exchange, self.tau, self.epsilon, problem)
+            seat = self._seats[exchange] = Seat(
+                exchange, Patience(self.tau, self.every), self.epsilon, problem
+            )
             # Not a cycle through the exchange: connections close with the last reference to it.
             geometry = exchange.geometry
             exchange.herald = lambda x_TD, routing: seat.check_in(geometry, x_TD, routing)
         return seat
 
 
-def why_not_patience(tau: Any, epsilon: Any) -> str | None:
+def _integer(text: str) -> int:
+    """The number, or the text itself, for `why_not_patience` to name."""
+    return int(text) if re.fullmatch(r"-?\d+", text) else cast("int", text)
+
+
+def why_not_patience(tau: Any, epsilon: Any, every: Any = 1) -> str | None:
     """Why these are no patience, or `None`."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        return f"every is {every!r}; give of how many calls one may be given up, 1 or more"
     if isinstance(epsilon, bool) or not isinstance(epsilon, int) or epsilon < 0:
         return f"epsilon is {epsilon!r}; give how many peers may be missing, 0 or more"
     if isinstance(tau, str):

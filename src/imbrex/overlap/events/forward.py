@@ -151,7 +151,7 @@ class Forward:
             now, left = time.monotonic(), math.inf
             if ledger.may_give_up:
                 self.since = now if self.since is None else self.since
-                left = 0.0 if ledger.is_decided else self.since + seat.patience.seconds - now
+                left = 0.0 if ledger.is_decided else self.since + seat.patience.seconds(self.call) - now
             if left <= 0:
                 self._give_up()
                 return
@@ -165,7 +165,7 @@ class Forward:
         self.seat.miss(peers)
         if spent:
             self.gave_up = True
-            self.seat.patience.remember(math.inf)
+            self.seat.patience.give_up(self.call)
 
     def _end_wait(self) -> None:
         """Remember how long the last peers took, unless this rank gave up on them; the next count anew."""

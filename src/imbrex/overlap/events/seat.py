@@ -30,16 +30,21 @@ Letter = tuple[int, Envelope, Tensor]
 
 class Patience:
     """How long to wait for the last peers. tau: seconds, or `p95`, so long as 95 % of the last waits took.
+    every: of so many calls, numbered alike on all ranks, one at most is given up.
 
     A wait that was given up counts as endless: of the last 200 no more than the rest is ever given up.
     """
 
-    def __init__(self, tau: float | str) -> None:
-        self.tau = tau
+    def __init__(self, tau: float | str, every: int = 1) -> None:
+        self.tau, self.every = tau, every
         self.waits: deque[float] = deque(maxlen=MEMORY)
+        self.given_up_in: int | None = None
 
-    @property
-    def seconds(self) -> float:
+    def seconds(self, call: int) -> float:
+        """How long this call's last peers are waited for."""
+        before = self.given_up_in
+        if before is not None and before != call and before // self.every == call // self.every:
+            return math.inf
         if not isinstance(self.tau, str):
             return self.tau
         if len(self.waits) < FEWEST:
@@ -52,6 +57,10 @@ class Patience:
 
     def remember(self, waited_s: float) -> None:
         self.waits.append(waited_s)
+
+    def give_up(self, call: int) -> None:
+        self.given_up_in = call
+        self.waits.append(math.inf)
 
 
 class Record(Protocol):
@@ -66,14 +75,15 @@ class Seat:
     Raises ValueError on every rank where they disagree, or where one cannot be served.
     """
 
-    def __init__(self, exchange: RowExchange, tau: float | str, epsilon: int, problem: str | None) -> None:
+    def __init__(self, exchange: RowExchange, patience: Patience, epsilon: int, problem: str | None) -> None:
         transport, geometry = exchange.transport, exchange.geometry
         error = None if problem is None else ValueError(f"schedule: {problem}")
-        agree(transport, {"tau": str(tau), "epsilon": epsilon}, "schedule: events", error)
+        settings = {"tau": str(patience.tau), "epsilon": epsilon, "every": patience.every}
+        agree(transport, settings, "schedule: events", error)
         assert isinstance(transport, Collective)
         self.mail = Mail(transport, "schedule events")
         self.rank, self.peers = geometry.rank, [r for r in range(exchange.world_size) if r != geometry.rank]
-        self.timeout_s, self.patience, self.epsilon = transport.timeout_s, Patience(tau), epsilon
+        self.timeout_s, self.patience, self.epsilon = transport.timeout_s, patience, epsilon
         self.calls = 0
         self.early: dict[int, list[Letter]] = {}
         self.open: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -103,7 +113,9 @@ class Seat:
 
     def far_behind(self) -> list[int]:
         """Peers of whom nothing has come since many calls: more rows would only pile up there. None where
-        they are more than may be missing."""
+        they are more than may be missing, or patience is spent."""
+        if math.isinf(self.patience.seconds(self.calls)):
+            return []
         far_ranks = [p for p in self.peers if self.calls - self.last_call.get(p, 0) > LEAD]
         return far_ranks if len(far_ranks) <= self.epsilon else []
 

@@ -1,0 +1,58 @@
+"""The tables of events.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from docs.tables.results import RESULTS, Row, Table, last_run, read, select
+
+NOT_YET = "*Not measured on a quiet machine yet.*"
+
+
+def stragglers() -> Table | str:
+    """Steps of the ranks that are not late, by schedule and patience."""
+    return _newest("aristos-figure-2", _stragglers)
+
+
+def training() -> Table | str:
+    """Loss, wall time and dropped choices by patience."""
+    return _newest("aristos-training", _training)
+
+
+def _newest(name: str, table: Callable[[list[Row]], Table]) -> Table | str:
+    return table(last_run(read(name))) if (RESULTS / f"{name}.json").exists() else NOT_YET
+
+
+def _stragglers(rows: list[Row]) -> Table:
+    head = ["way", "median, ms", "p95, ms", "p99, ms", "p95 over nobody late", "dropped"]
+    lines = [
+        [
+            row["impl"],
+            *(f"{row[name] / 1e3:.1f}" for name in ("median_us", "p95_us", "p99_us")),
+            f"{row['p95_over']:.2f}",
+            f"{row['dropped_share']:.2%}",
+        ]
+        for row in select(rows, op="straggler")
+    ]
+    return Table(head=head, body=lines, rows=rows)
+
+
+def _training(rows: list[Row]) -> Table:
+    head = ["way", "dropped", "nats a byte held out", "minus `serial`, by seed", "wall, s", "step, ms"]
+    serial = {row["case"]["seed"]: row["held_out_nats"] for row in select(rows, impl="serial")}
+    lines = []
+    for name in dict.fromkeys(row["impl"] for row in rows):
+        mine = select(rows, impl=name)
+        apart = [row["held_out_nats"] - serial[row["case"]["seed"]] for row in mine]
+        lines.append(
+            [
+                name,
+                f"{statistics.fmean(row['dropped_share'] for row in mine):.2%}",
+                f"{statistics.fmean(row['held_out_nats'] for row in mine):.4f}",
+                "" if name == "serial" else ", ".join(f"{value:+.4f}" for value in apart),
+                f"{statistics.fmean(row['seconds'] for row in mine):.1f}",
+                f"{statistics.fmean(row['median_us'] for row in mine) / 1e3:.1f}",
+            ]
+        )
+    return Table(head=head, body=lines, rows=rows)

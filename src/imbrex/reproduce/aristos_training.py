@@ -1,0 +1,108 @@
+"""Aristos' patience in a training: loss against wall time, tau and epsilon swept."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from imbrex.reproduce import chart
+from imbrex.reproduce.frame import Asked, Finding
+from imbrex.reproduce.patience import Course, settings
+from imbrex.reproduce.stage import RanOn, on_ranks
+from imbrex.reproduce.stragglers import NETWORK, Way
+
+PATIENT: dict[str, Any] = {"schedule": "events", "late": "before"}
+WAYS = {
+    "serial": Way(schedule="serial", late="before"),
+    "tau 0.25 steps, epsilon 1": Way(**PATIENT, tau=0.25, epsilon=1),
+    "tau 0.25 steps, epsilon 2": Way(**PATIENT, tau=0.25, epsilon=2),
+    "tau 2 steps, epsilon 1": Way(**PATIENT, tau=2.0, epsilon=1),
+    "tau 0.25 steps, epsilon 1, 1 of 38 calls": Way(**PATIENT, tau=0.25, epsilon=1, every=38),
+}
+GOAL = "tau 0.25 steps, epsilon 1, 1 of 38 calls"
+MOST_DROPPED, MOST_APART = 0.01, 0.01
+"""Goals: the choices dropped, and nats from no dropping, in the mean over seeds."""
+LIMIT_S = 330.0
+"""Seconds after which the trainings are broken off, all at the same step."""
+BRIEFLY = Course(steps=100, seeds=1, held_out=16)
+
+
+def find(asked: Asked) -> Finding:
+    course = Course() if asked.full else BRIEFLY
+    course = replace(course, steps=asked.rounds) if asked.rounds else course
+    limit_s = LIMIT_S if asked.full else 100.0
+    runs, ran_on = on_ranks("patience", settings(WAYS, course, limit_s=limit_s), NETWORK, timeout_s=1800.0)
+    steps = runs[0]["steps"]
+    enough = "" if steps == course.steps else f" (of {course.steps}: the time was up)"
+    return Finding(
+        title="Aristos: training with patience while one rank is late",
+        question="What does patience cost a training, and does it save time?",
+        head=("way", "dropped", "nats a byte held out", "minus serial, seed by seed", "wall, s", "step, ms"),
+        table=tuple(_line(runs, name) for name in WAYS),
+        differs=(
+            f"The demo's model of bytes with one layer of 8 experts on 4 gloo ranks: {ran_on}; "
+            f"{course.seeds} seed(s), {steps} steps{enough} of {course.batch * course.length} bytes, taken "
+            "in turns. Rank 3 is late by 5 median steps in one of every ten, drawn. The loss held out is "
+            "taken serially. The paper has no such figure.",
+        ),
+        verdict=_verdict(runs, steps == 1000 and course.seeds > 1),
+        rows=[_row(run, course, ran_on) for run in runs],
+        chart=chart.dots(
+            {name: [*apart(runs, name).values()] for name in WAYS if name != "serial"},
+            "nats a byte over serial, by seed",
+            bands=(-MOST_APART, MOST_APART),
+        ),
+    )
+
+
+def of_way(runs: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [run for run in runs if run["way"] == name]
+
+
+def dropped(runs: Sequence[dict[str, Any]], name: str) -> float:
+    mine = of_way(runs, name)
+    return sum(run["dropped"] for run in mine) / sum(run["choices"] for run in mine)
+
+
+def apart(runs: Sequence[dict[str, Any]], name: str) -> dict[int, float]:
+    """By seed, the nats held out minus those of `serial`."""
+    serial = {run["seed"]: run["held_out_nats"] for run in of_way(runs, "serial")}
+    return {run["seed"]: run["held_out_nats"] - serial[run["seed"]] for run in of_way(runs, name)}
+
+
+def _line(runs: Sequence[dict[str, Any]], name: str) -> tuple[str, ...]:
+    mine = of_way(runs, name)
+    differences = ", ".join(f"{value:+.4f}" for value in apart(runs, name).values())
+    return (
+        name,
+        f"{dropped(runs, name):.2%}",
+        f"{statistics.fmean(run['held_out_nats'] for run in mine):.4f}",
+        "" if name == "serial" else differences,
+        f"{statistics.fmean(run['seconds'] for run in mine):.1f}",
+        f"{1e3 * statistics.fmean(run['median_s'] for run in mine):.1f}",
+    )
+
+
+def _verdict(runs: Sequence[dict[str, Any]], decides: bool) -> tuple[str, ...]:
+    share, mean = dropped(runs, GOAL), statistics.fmean(apart(runs, GOAL).values())
+    met = share < MOST_DROPPED and abs(mean) <= MOST_APART
+    walls = {name: sum(run["seconds"] for run in of_way(runs, name)) for name in WAYS}
+    spent = walls["tau 0.25 steps, epsilon 1"] / walls["serial"]
+    return (
+        f"Goal, under {MOST_DROPPED:.0%} dropped and a loss within {MOST_APART} nats of no dropping after "
+        f"1000 steps: {('reached' if met else 'missed') if decides else 'not decided by so few steps'}, "
+        f"{share:.2%} and {mean:+.4f} nats in the mean over seeds with 1 of 38 calls given up.",
+        f"Patience in every call takes {spent:.2f} times the wall time of serial: the gradients meet all "
+        "ranks once a step, the late one too, so that a wait which is given up in the layer is waited there.",
+    )
+
+
+def _row(run: dict[str, Any], course: Course, ran_on: RanOn) -> dict[str, Any]:
+    way = {name: value for name, value in asdict(WAYS[run["way"]]).items() if value != math.inf}
+    case = ran_on.case | asdict(course) | way | {"seed": run["seed"], "steps": run["steps"]}
+    columns = {name: run[name] for name in ("held_out_nats", "curve", "seconds")}
+    shares = {"dropped_share": run["dropped"] / run["choices"], "median_us": 1e6 * run["median_s"]}
+    return {"op": "train-late", "impl": run["way"], "case": case, **columns, **shares, "n": run["steps"]}
