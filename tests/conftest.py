@@ -8,7 +8,6 @@ import random
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -95,8 +94,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Nothing counts the lines of a test marked `untraced`."""
-    with tracing.stopped() if item.get_closest_marker("untraced") else nullcontext():
+    """Nothing counts the lines of a test marked `untraced`, nor of parameters that bring no new ones."""
+    test = item.nodeid.partition("[")[0]
+    counts = not item.get_closest_marker("untraced") and tracing.may_bring_lines(test)
+    with tracing.looking_for_lines(test) if counts else tracing.stopped():
         return (yield)
 
 

@@ -1,5 +1,6 @@
 """Says which lines coverage counts: tracing takes longer than what it traces where most of that is torch's
-compiler or a search, and the ranks of a test run the same lines.
+compiler or a search, and the ranks of a test run the same lines. Of a test with many parameters those are
+counted that bring lines which nobody has run before, until two in a row bring none.
 
 Coverage may count twice in a process: where one that counts has started or forked it, and where pytest-cov or
 multiprocessing start their own. Only the newest does until that is stopped; so all are stopped.
@@ -9,13 +10,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 IN_PROCESSES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 """What makes coverage start in every Python process that is started."""
+BARREN = 2
+"""Parameters of a test, one after the other, that bring no new line before the others count none."""
 _off = False
+_barren: Counter[str] = Counter()
+_elsewhere: dict[int, int] = {}
 
 
 def wanted() -> bool:
@@ -30,6 +36,33 @@ def stop() -> list[Any]:
         one.stop()
         counting.append(one)
     return counting
+
+
+def lines() -> int:
+    """How many lines this process has run of those that it counts."""
+    coverage = sys.modules.get("coverage")
+    one = None if coverage is None else coverage.Coverage.current()
+    collector = None if one is None else one._collector
+    return 0 if collector is None else sum(map(len, collector.data.values()))
+
+
+def hear(process: int, count: int) -> None:
+    """A process has run so many lines; none while it counts none."""
+    if count:
+        _elsewhere[process] = count
+
+
+def may_bring_lines(test: str) -> bool:
+    """Whether the next parameters of a test may run a line that no test has run."""
+    return _barren[test] < BARREN
+
+
+@contextmanager
+def looking_for_lines(test: str) -> Iterator[None]:
+    """Inside, a test that counts runs with other parameters; of processes that nobody hears of come none."""
+    before = lines(), *_elsewhere.items()
+    yield
+    _barren[test] = _barren[test] + 1 if before == (lines(), *_elsewhere.items()) else 0
 
 
 @contextmanager

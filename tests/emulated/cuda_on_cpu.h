@@ -101,7 +101,10 @@ inline u32 smem_u32(const void* pointer) { return static_cast<u32>(static_cast<c
 inline u64* barrier_at(u32 address) { return reinterpret_cast<u64*>(shared_memory() + address); }
 inline u32 lane_id() { return emu::self().thread % 32; }
 inline u64 global_timer() { return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count()); }
-inline void pause() { emu::nap(1 + emu::machine->random() % 4); }
+inline void pause() {
+    emu::self().patient = true;
+    emu::nap(1 + emu::machine->random() % 4);
+}
 
 inline void rest() { pause(); }
 inline void forget(u32&) {}
@@ -173,7 +176,7 @@ void bulk_wait() {
     auto& groups = emu::self().groups;
     while (static_cast<int>(groups.size()) > kPending) {
         for (auto& copy : groups.front()) emu::finish_store(copy);
-        groups.pop_front();
+        groups.erase(groups.begin());
     }
 }
 
@@ -196,7 +199,7 @@ void copy_wait() {
     while (static_cast<int>(groups.size()) > kPending) {
         for (auto& copy : groups.front())
             if (!copy.done) emu::finish_store(copy);
-        groups.pop_front();
+        groups.erase(groups.begin());
     }
     // A lane's own copies may be late, and what it does with them, when the other lanes have gone on.
     if (emu::machine->unrest && emu::machine->random() % 256 == 0) emu::nap(1 + emu::machine->random() % 512);

@@ -10,6 +10,7 @@
 #pragma once
 #include <sched.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <array>
 #include <chrono>
@@ -74,15 +75,16 @@ struct Fiber {
     u64 until = 0;  // the round in which the adversary lets it go on
     bool done = false;
     bool begun = false;
+    bool patient = false;  // it polls what a peer sets, or the clock
     unsigned thread;
     Block* block;
     void* place[5];      // where it goes on
     ucontext_t context;  // where it begins
     std::unique_ptr<u8[]> stack;
     StoreGroup open;
-    std::deque<StoreGroup> groups;
-    StoreGroup asked;  // loads of 16 bytes that are not yet a group
-    std::deque<StoreGroup> loading;
+    std::vector<StoreGroup> groups;  // few
+    StoreGroup asked;                // loads of 16 bytes that are not yet a group
+    std::vector<StoreGroup> loading;
 };
 
 struct Machine {
@@ -93,6 +95,7 @@ struct Machine {
     std::mt19937 random;
     Fiber* current = nullptr;
     bool unrest = false;
+    unsigned quiet = 0;  // rounds in which threads only polled, one of them patiently
     int freeze = -1;  // a rank that is to stop at once
     struct Trace* trace = nullptr;
 };
@@ -265,6 +268,9 @@ inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 void multiply(const Product& p);  // the part of the thread that runs
 
 #ifdef EMULATED_MACHINE
+constexpr size_t kStack = 48 * 1024, kSpare = 4096;
+inline std::vector<std::unique_ptr<u8[]>> spare_stacks;  // else every launch faults all of their pages in again
+
 inline float from_e4m3(u8 bits) {
     const int exponent = bits >> 3 & 15, units = bits & 7;
     if ((bits & 0x7f) == 0x7f) return NAN;
@@ -330,7 +336,6 @@ void multiply(const Product& p) {
 }
 
 inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::vector<Fiber*>& alive) {
-    constexpr size_t kStack = 48 * 1024;
     Machine& now = *machine;
     const unsigned first = static_cast<unsigned>(now.blocks.size());
     const bool late = now.unrest && now.random() % 2, apart = now.unrest && now.random() % 4 == 0;
@@ -349,7 +354,12 @@ inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::
         for (int t = 0; t < launch.block; ++t) {
             now.fibers.push_back(std::make_unique<Fiber>());
             Fiber& fiber = *now.fibers.back();
-            fiber.stack.reset(new u8[kStack]);
+            if (spare_stacks.empty()) {
+                fiber.stack.reset(new u8[kStack]);
+            } else {
+                fiber.stack = std::move(spare_stacks.back());
+                spare_stacks.pop_back();
+            }
             fiber.block = &made;
             fiber.thread = t;
             if (late && t % 32 == 0) until = round + now.random() % 64;
@@ -387,14 +397,18 @@ inline void disturb(const std::vector<Fiber*>& alive, u64 round, bool ranks) {
 // One round of all threads that may go on; whether one of them polls.
 inline bool run_round(const std::vector<Fiber*>& alive, u64 round) {
     const size_t offset = machine->random() % alive.size();
-    bool polls = false;
+    bool polls = false, works = false, waits = false;
     for (size_t i = 0; i < alive.size(); ++i) {
         Fiber* fiber = alive[(i + offset) % alive.size()];
         if (fiber->until > round || (fiber->wait_word && *fiber->wait_word == fiber->wait_value)) continue;
         if (fiber->nap && --fiber->nap) continue;
+        fiber->patient = false;
         enter(*fiber);
         polls |= fiber->nap != 0;
+        works |= fiber->nap == 0;
+        waits |= fiber->patient;
     }
+    machine->quiet = works || !machine->loads.empty() ? 0 : machine->quiet + waits;
     return polls;
 }
 
@@ -402,7 +416,11 @@ inline void remove_done(std::vector<Fiber*>& alive, std::vector<Stream>& streams
     size_t kept = 0;
     for (Fiber* fiber : alive)
         if (!fiber->done) alive[kept++] = fiber;
-        else fiber->stack.reset(), --streams[fiber->block->stream].running;
+        else {
+            if (spare_stacks.size() < kSpare) spare_stacks.push_back(std::move(fiber->stack));
+            fiber->stack.reset();
+            --streams[fiber->block->stream].running;
+        }
     alive.resize(kept);
 }
 
@@ -441,7 +459,8 @@ int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double 
                 if (fiber->block->stream == static_cast<unsigned>(now.freeze)) fiber->until = until;
         }
         now.freeze = -1;
-        if (run_round(alive, round)) sched_yield();  // a peer's process may have to write what is waited for
+        // A peer's process may have to write what is waited for, and wants the core.
+        if (run_round(alive, round)) now.quiet > 16 && !unrest ? usleep(50) : sched_yield();
         land_loads(false);
         remove_done(alive, streams);
         for (unsigned s = 0; s < streams.size(); ++s)

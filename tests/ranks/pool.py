@@ -106,10 +106,13 @@ class Pool:
             waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
             for pipe in wait(list(waiting), left):
                 assert isinstance(pipe, Connection)
+                rank = waiting[pipe]
                 try:
-                    answers[waiting[pipe]] = pipe.recv()
+                    ok, value, lines = pipe.recv()
+                    answers[rank] = ok, value
+                    tracing.hear(self.processes[rank].pid, lines)
                 except (EOFError, ConnectionResetError):
-                    answers[waiting[pipe]] = (False, "died")
+                    answers[rank] = (False, "died")
             if any(not ok for ok, _ in answers.values()):
                 deadline = min(deadline, time.monotonic() + self.grace_s)
         failed = "\n".join(
@@ -163,10 +166,10 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
         ranks = Ranks(rank=rank, world_size=world, group=groups[world], device=device)
         switch.turn(traced and rank < TRACED)
         try:
-            pipe.send((True, function(ranks, *arguments)))
+            pipe.send((True, function(ranks, *arguments), tracing.lines()))
         except BaseException:  # noqa: BLE001 (whatever a rank raises is the caller's to see)
             leftover.keep()
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), tracing.lines()))
 
 
 class Leftover:
