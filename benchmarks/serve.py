@@ -39,6 +39,8 @@ SLOTS, CHUNK, INTERVAL = 128, (4, 256), 4
 BATCHES = (8, 32, 128)
 ROUNDS, CHOICES = 20, 20
 KERNELS = 34
+KNOWN = ("op", "impl", "case", "n", "experts_hit", "weights_gib", "model", "W", "dtype", "room")
+"""What is not printed of a row."""
 FP8 = "nvlink-fp8"
 FORCED = {1: 0.8, 3: 1.6}
 """Drafts that count as right, in the mean, by how many a step makes."""
@@ -111,6 +113,13 @@ def step_bytes(
     of_expert = one * (1 + 4 / 128**2 if fp8 else itemsize)
     cache = rows * tokens * of_layer * (config.num_layers + drafts)
     return dense * itemsize + (hit[0] + drafts * hit[1]) * of_expert + cache
+
+
+def weights_gib(model: Decoder, *, fp8: bool) -> float:
+    """What a rank keeps of the model; in fp8 beside the experts that it is made of."""
+    return sum(
+        p.nbytes * (1.5 if fp8 and ".experts." in name else 1) for name, p in model.named_parameters()
+    ) / (1 << 30)
 
 
 def experts_hit(engine: Engine, rows: int, *, alone: bool) -> tuple[int, int]:
@@ -380,6 +389,7 @@ class Run:
             "floor_us": round(1e6 * floor, 1),
             "times_floor": round(taken / floor, 3),
             "experts_hit": sum(hit),
+            "weights_gib": round(weights_gib(engine.model, fp8=way == FP8), 1),
             "tokens_alike": round(float(alike), 3),
             "n": ROUNDS,
         }
@@ -392,8 +402,8 @@ class Run:
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         for row in rows if self.rank == 0 else ():
-            rest = {k: v for k, v in row.items() if k not in ("op", "impl", "case", "n", "experts_hit")}
-            case = {k: v for k, v in row["case"].items() if k not in ("model", "W", "dtype", "room")}
+            rest = {k: v for k, v in row.items() if k not in KNOWN}
+            case = {k: v for k, v in row["case"].items() if k not in KNOWN}
             print(f"  {row['op']} {row['impl']} {case} {rest}", flush=True)
 
     def write(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from imbrex.bench.serve import measured
 from imbrex.bench.serve.report import curves, front, name_of, write_report
 from imbrex.reproduce import Asked, find, serving
 
@@ -52,6 +54,47 @@ def test_the_page_has_every_point_and_marks_the_front(tmp_path: Path) -> None:
     assert page.count("<td>alltoall *</td>") == 2
     assert "<td>alone</td>" in page
     assert "<td>alone, 1 drafts, 1 forced *</td>" in page
+
+
+def test_a_page_has_a_section_for_every_load(tmp_path: Path) -> None:
+    more = [row("alltoall", 2, 1.0, 2.0, model="demo", input=n, output=8) for n in (4, 9)]
+    write_report(tmp_path / "page.html", facts={}, rows=more)
+    page = (tmp_path / "page.html").read_text()
+    for tokens in (4, 9):
+        assert f"Pareto curves: demo, {tokens} tokens in, 8 out" in page
+
+
+def steps(model: str, impl: str, us: float, gib: float, **case: Any) -> list[dict[str, Any]]:
+    case = {"model": model, "W": 2, "dtype": "bf16", "room": 1280, "context": 1024} | case
+    timed = {"median_us": us, "weights_gib": gib}
+    return [
+        *({"run": 0, "op": "decode step", "impl": impl, "case": case | {"B": b}} | timed for b in (2, 4)),
+        {"run": 0, "op": "chunk", "impl": impl, "case": case | {"rows": 2, "tokens": 64}} | timed,
+    ]
+
+
+def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """128 tokens a user and 1 MiB of them: 100 GiB of weights leave no room on a GPU of 100."""
+    monkeypatch.setattr(measured, "USERS", (2, 4))
+    rows = steps("demo", "nvlink", 1000.0, 30.0)
+    rows += steps("demo", "nvlink", 1500.0, 30.0, drafts=1, forced=1.0)
+    rows += steps("demo", "alone", 800.0, 100.0)
+    points = measured.replayed(rows, 100.0, [(64, 16)])
+    assert [name_of(p) for p in points] == 2 * ["nvlink, replayed, interval 4"] + 2 * [
+        "nvlink, 1 drafts, 1 forced, replayed, interval 4"
+    ]
+    assert [p["case"]["users"] for p in points] == [4, 8, 4, 8]
+    for point, rate in zip(points, (1000.0, 1000.0, 2000 / 1.5, 2000 / 1.5), strict=True):
+        assert 0.5 * rate < point["tokens_per_s_user"] <= 1.01 * rate
+    run = {"id": 0, "hardware": {"gpu": "G", "count": 2, "memory_gib": 100.0}, "commit": "c", "date": "d"}
+    monkeypatch.setattr(serving, "COMMITTED", tmp_path / "serve.json")
+    monkeypatch.setattr(serving, "LOADS", [(64, 16)])
+    with pytest.raises(ValueError, match=r"serve\.json is missing"):
+        find("trtllm-pareto-replayed", Asked())
+    serving.COMMITTED.write_text(json.dumps({"runs": [run], "rows": rows}))
+    finding = find("trtllm-pareto-replayed", Asked())
+    assert finding.verdict[0].startswith("demo, 64 tokens in, on the front: nvlink, ")
+    assert len(finding.table) == 4
 
 
 def test_the_curves_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ TABLES: dict[str, tuple[str, str]] = {
         "models in Megatron on GB200: the paper's table and blanks",
     ),
     "trtllm-pareto": ("serving:pareto", "tokens/s of a GPU over tokens/s of a user: EP, DP, drafts"),
+    "trtllm-pareto-replayed": ("serving:pareto_replayed", "the same of real widths, by steps timed on GPUs"),
     "trtllm-lm-head": ("serving:lm_head", "a head split over ranks against a whole one"),
     "trtllm-intensity": ("wide_ep:intensity", "operations a byte of a rank's products over the size of EP"),
     "trtllm-auxiliary-kernels": ("wide_ep:auxiliary", "glue over the rows that there are, or the room"),

@@ -1,15 +1,25 @@
-"""Times of steps out of the rows that `benchmarks/serve.py` writes."""
+"""Loops replayed from the rows that `benchmarks/serve.py` writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from imbrex.bench.serve.loop import Load
 from imbrex.bench.serve.models import MODELS
-from imbrex.bench.serve.replay import StepTimes
+from imbrex.bench.serve.replay import StepTimes, replay
 from imbrex.serve.attention import Latent
+from imbrex.serve.decoding import Drafting
+from imbrex.serve.engine import Settings
 
 Row = Mapping[str, Any]
+LOADS = ((1024, 1024), (4096, 1024), (8192, 1024))
+"""Tokens in and out, as on TensorRT-LLM's slides."""
+USERS = (8, 32, 128)
+"""Users of a GPU: the rows of the steps that are timed."""
+USABLE = 0.93
+"""The share of a GPU's memory that weights and caches may take."""
+GIB = 1 << 30
 
 
 def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> StepTimes:
@@ -33,3 +43,44 @@ def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> St
     return StepTimes(
         decode={b: sorted(of) for b, of in decode.items()}, prefill=sorted(once.items()), by_room=by_room
     )
+
+
+def replayed(
+    rows: Sequence[Row], memory_gib: float, loads: Sequence[tuple[int, int]] = LOADS
+) -> list[dict[str, Any]]:
+    """A row for every way, draft length and load that was measured and whose weights and caches fit."""
+    points = []
+    steps = [row for row in rows if row["op"] == "decode step"]
+    ways = {(r["case"]["model"], r["impl"], r["case"].get("drafts", 0)): r for r in steps}
+    for (model, way, drafts), step in ways.items():
+        times = step_times(rows, model, way, drafts)
+        chunk = next(r["case"] for r in rows if r["op"] == "chunk" and r["case"]["model"] == model)
+        for tokens, output in loads:
+            for users in sorted(set(USERS) & set(times.decode)):
+                settings = _settings(step["case"], users, tokens + output, (chunk["rows"], chunk["tokens"]))
+                if step["weights_gib"] + _cache_gib(model, settings) > USABLE * memory_gib:
+                    continue
+                load = Load(users=users, input=tokens, output=output)
+                points.append(_row(step, load, settings, replay(times, load, settings)))
+    return points
+
+
+def _settings(case: Mapping[str, Any], users: int, room: int, chunk: tuple[int, int]) -> Settings:
+    drafts = case.get("drafts", 0)
+    drafting = Drafting(length=drafts, forced=case["forced"] if drafts else None)
+    return Settings(slots=users, room=room, chunk=chunk, interval=4, sizes=(users,), drafting=drafting)
+
+
+def _cache_gib(model: str, settings: Settings) -> float:
+    return settings.slots * settings.capacity * MODELS[model].cache_bytes(2) / GIB
+
+
+def _row(step: Row, load: Load, settings: Settings, point: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("model", "W", "dtype", "forced")
+    case = {name: value for name, value in step["case"].items() if name in names}
+    case |= {"users": load.users * case["W"], "input": load.input, "output": load.output}
+    case |= {"drafts": settings.drafting.length, "interval": settings.interval}
+    figures = {name: round(point[name], 2) for name in ("tokens_per_s_gpu", "tokens_per_s_user", "step_ms")}
+    figures["gap_ms"] = {name: round(value, 2) for name, value in point["gap_ms"].items()}
+    counts = {name: point[name] for name in ("tokens_per_row_step", "steps", "requests")}
+    return {"op": "replayed", "impl": step["impl"], "case": case} | figures | counts

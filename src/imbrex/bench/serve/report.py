@@ -26,7 +26,9 @@ def name_of(row: Row) -> str:
     case = row["case"]
     forced = f", {case['forced']:g} forced" if "forced" in case else ""
     drafts = f", {case['drafts']} drafts{forced}" if case["drafts"] else ""
-    return row["impl"] + drafts + (f", interval {case['interval']}" if case["interval"] > 1 else "")
+    replayed = ", replayed" if row["op"] == "replayed" else ""
+    interval = f", interval {case['interval']}" if case["interval"] > 1 else ""
+    return row["impl"] + drafts + replayed + interval
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
@@ -42,7 +44,25 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_report(path: str | os.PathLike[str], *, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Write the file: every way's curve, and all points as a table, those of the common front marked."""
+    """Write the file. For every model and load, each way's curve, and all points as a table, those of the
+    common front marked."""
+    loads: dict[str, list[Row]] = {}
+    for row in rows:
+        loads.setdefault(_load(row["case"]), []).append(row)
+    write_page(
+        path,
+        title="Serving: what a user sees and what a GPU gives",
+        facts=facts,
+        sections=[section for load, of in loads.items() for section in _sections(load, of)],
+    )
+
+
+def _load(case: Mapping[str, Any]) -> str:
+    load = f"{case['input']} tokens in, {case['output']} out" if "input" in case else ""
+    return ", ".join(filter(None, (case.get("model", ""), load)))
+
+
+def _sections(load: str, rows: Sequence[Row]) -> list[tuple[str, str, Any]]:
     figure = empty_figure("tokens a second of a user", "tokens a second of a GPU", height=460)
     by_name = curves(rows)
     for name, of in by_name.items():
@@ -64,12 +84,8 @@ def write_report(path: str | os.PathLike[str], *, facts: Mapping[str, str], rows
         for row in of
     ]
     about = "Users in a closed loop: each asks anew when it is answered. Up and right is better."
-    write_page(
-        path,
-        title="Serving: what a user sees and what a GPU gives",
-        facts=facts,
-        sections=[
-            ("Pareto curves", about, figure),
-            ("Points", "A star marks what no other point beats in both.", table(HEAD, lines)),
-        ],
-    )
+    starred = "A star marks what no other point beats in both."
+    return [
+        (f"Pareto curves: {load}" if load else "Pareto curves", about, figure),
+        ("Points", starred, table(HEAD, lines)),
+    ]
