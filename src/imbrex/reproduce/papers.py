@@ -76,7 +76,12 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         "trtllm-auxiliary-kernels; on GPUs: `make gpu-bench NAME=glue`, docs/exchange.md",
     ),
     (SLIDES, "LM head", "tensor parallel head of small batches", "trtllm-lm-head"),
-    (SLIDES, "Pareto curves", "tokens a second and user", "trtllm-pareto; real widths: `imbrex bench serve`"),
+    (
+        SLIDES,
+        "Pareto curves",
+        "tokens a second and user",
+        "trtllm-pareto; real widths: trtllm-pareto-replayed",
+    ),
     (SCHEMOE, "table 1", "share of the all-to-all", "schemoe-table-1"),
     (SCHEMOE, "tables 2, 9", "notations", "a notation"),
     (SCHEMOE, "tables 3, 5", "servers and models", "a configuration"),
