@@ -4,8 +4,11 @@
 
 Forward is dispatch, experts and combine; step is that and its backward, weights' gradients included.
 `network` is an all-to-all of the rows that must cross, each to a node once, out and back, in one piece, with
-nothing else: twice for the forward, four times for a step. Medians over rounds of the slowest rank, all in
+nothing else: twice for the forward, four times for a step. `network-c` is the same rows in the messages of c
+chunks, all out and then all back, as `tiered` sends them. Medians over rounds of the slowest rank, all in
 turn within a round.
+
+`--timeline FILE` writes when the kernels of one forward each run on the first rank's GPU, by stream.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +31,11 @@ from imbrex.bench.results import describe_run, write_results
 from imbrex.experts.experts import Experts
 from imbrex.launch.local import meet
 from imbrex.launch.netlab import started_by
-from imbrex.overlap.pipelined import Pipelined
+from imbrex.overlap.pipelined import Pipelined, split_evenly
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import leave
 from imbrex.transport import TRANSPORTS, TWO_TIERS
+from imbrex.transport.tiers import ACROSS, Tiers
 
 QUESTION = "How much of two tiers hides behind the network?"
 OPS = ("forward", "step")
@@ -40,7 +46,7 @@ def main() -> None:
     device = meet(args.store)
     group = dist.group.WORLD
     assert group is not None
-    works = {"network": network(args, group, device), **layers(args, group, device)}
+    works = {**networks(args, group, device), **layers(args, group, device)}
     seconds: dict[str, list[list[float]]] = {name: [] for name in works}
     for number in range(args.rounds + args.warm_up):
         for name, work in works.items():
@@ -48,6 +54,9 @@ def main() -> None:
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if number >= args.warm_up:
                 seconds[name].append(took.tolist())
+    if args.timeline:
+        lines = [line for name, work in works.items() for line in timeline(name, work["forward"], device)]
+        Path(args.timeline).write_text("\n".join(lines)) if group.rank() == 0 else None
     if group.rank() == 0:
         rows = report(args, group.size(), crossing_rows(args, group.rank(), group.size()), seconds)
         if args.out:
@@ -85,24 +94,45 @@ def crossing_rows(args: argparse.Namespace, rank: int, world: int) -> list[int]:
     return [int((node_TK == n).any(1).sum()) * (n != rank // args.ranks_per_node) for n in range(nodes)]
 
 
-def network(
+def networks(
     args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
-) -> dict[str, Callable[[], Any]]:
-    """Rows between counterparts, by one all-to-all over all ranks each way."""
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Rows between counterparts with nothing else, by name: by one all-to-all over all ranks each way, and as
+    messages of several chunks."""
     rank, world, size = group.rank(), group.size(), args.ranks_per_node
-    send, receive = [0] * world, [0] * world
-    for n in range(world // size):
-        peer = n * size + rank % size
-        send[peer] = crossing_rows(args, rank, world)[n]
-        receive[peer] = crossing_rows(args, peer, world)[rank // size]
+    nodes, place = range(world // size), rank % size
+    send = crossing_rows(args, rank, world)
+    receive = [crossing_rows(args, n * size + place, world)[rank // size] for n in nodes]
     width, dtype = args.width, getattr(torch, args.dtype)
     here, there = (torch.zeros(sum(sizes), width, dtype=dtype, device=device) for sizes in (send, receive))
+    by_rank = [[sizes[r // size] * (r % size == place) for r in range(world)] for sizes in (send, receive)]
+    rail = Tiers(group, ranks_per_node=size).rail
 
-    def both() -> None:
-        dist.all_to_all_single(there, here, receive, send, group)
-        dist.all_to_all_single(here, there, send, receive, group)
+    def whole() -> None:
+        dist.all_to_all_single(there, here, *reversed(by_rank), group)
+        dist.all_to_all_single(here, there, *by_rank, group)
 
-    return {"forward": both, "step": lambda: (both(), both())}
+    def in_pieces(chunks: int) -> None:
+        flights = []
+        for phase, rows, out, back in (("dispatch", here, send, receive), ("combine", there, receive, send)):
+            for i in range(chunks):
+                go, come = ([split_evenly(n, chunks, 0, 1)[i] for n in sizes] for sizes in (out, back))
+                flights.append(rail.begin(ACROSS, phase, rows, come).send(rows[: sum(go)], go))
+        for flight in flights:
+            flight.finish()
+
+    works: dict[str, Callable[[], Any]] = {"network": whole}
+    works |= {f"network-{c}": partial(in_pieces, c) for c in numbers(args.degrees)}
+    return {name: {"forward": work, "step": partial(twice, work)} for name, work in works.items()}
+
+
+def twice(work: Callable[[], Any]) -> None:
+    work()
+    work()
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def layers(
@@ -127,7 +157,7 @@ def layers(
         exchange = imbrex.Exchange(
             placement, args.width, args.top_k, group=group, transport=made, dtype=dtype
         )
-        for degree in map(int, args.degrees.split(",")):
+        for degree in numbers(args.degrees):
             works[f"{name}-{degree}"] = calls(exchange, Pipelined("optsche", degree), *inputs)
     check(works)
     return works
@@ -140,6 +170,41 @@ def check(works: dict[str, dict[str, Callable[[], Any]]]) -> None:
     for name, work in works.items():
         error = (work["forward"]().float() - first.float()).abs().max() / scale
         assert float(error) < 0.02, f"{name} is {float(error)} away"
+
+
+NOTABLE_MS, GAP_MS = 0.02, 0.05
+"""Kernels this close to each other are one line of a timeline; lines shorter than the first are left out."""
+
+
+def timeline(name: str, work: Callable[[], Any], device: torch.device) -> list[str]:
+    """Lines of begin, end and stream, in ms since the call, of what a GPU did; NCCL's kernels one by one."""
+    if device.type != "cuda":
+        return []
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        dist.barrier()
+        wait_for(device)
+        with torch.profiler.record_function("the call"):
+            work()
+        torch.cuda.synchronize(device)
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = list(profile.profiler.kineto_results.events())
+    start = next(event.start_ns() for event in events if event.name() == "the call")
+    spans: list[list[Any]] = []
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.device_type() != torch.autograd.DeviceType.CUDA or event.name() == "the call":
+            continue
+        begin, end = (1e-6 * (ns - start) for ns in (event.start_ns(), event.end_ns()))
+        stream, network = event.device_resource_id(), "nccl" in event.name()
+        last = next((span for span in reversed(spans) if span[0] == stream), None)
+        if last is not None and not (network or last[1]) and begin - last[3] < GAP_MS:
+            last[3], last[4] = end, max(last[4], (end - begin, event.name()))
+        else:
+            spans.append([stream, network, begin, end, (end - begin, event.name())])
+    return [name] + [
+        f"  {begin:8.2f} to {end:8.2f}  stream {stream:3}  {longest[1][:60]} {longest[0]:.2f}"
+        for stream, _, begin, end, longest in spans
+        if end - begin > NOTABLE_MS
+    ]
 
 
 def calls(
@@ -198,6 +263,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--rates", default="1gbit between nodes", help="said in the result file")
     parser.add_argument("--store", default=None, help="a file where ranks meet, instead of MASTER_ADDR")
+    parser.add_argument("--timeline", default=None, help="a file for when kernels ran")
     parser.add_argument("--out", default=None, help="a results file")
     return parser.parse_args()
 

@@ -56,16 +56,22 @@ OURS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TieredPlan:
-    """The traffic between nodes, the inner dispatcher's plan of the pool, and the pool's weights."""
+    """The traffic between nodes, the inner dispatcher's plan of the pool, and the pool's weights.
+
+    ahead: the rows between nodes, where these left with the plan; the first dispatch takes them.
+    """
 
     traffic: Traffic
     inside: Any
     weights_PK: Tensor
+    ahead: list[Flight]
 
 
 class TieredDispatcher(BytesDispatcher):
     """Rows over the network to counterparts, and then by the dispatcher inside a node. Codecs are the
     network's; inside a node rows move as they are."""
+
+    leaves_ahead = True
 
     def __init__(
         self, geometry: Geometry, transport: Tiers, wire: Wire, observer: Listener, layer: int
@@ -144,14 +150,22 @@ class TieredDispatcher(BytesDispatcher):
             torch.cat([as_bytes(slot_TK.int()), as_bytes(routing.weights_TK)], 1)
             for slot_TK, (_, routing) in zip(slots, parts, strict=True)
         ]
-        pools = [
-            self._pool(*of_part)
-            for of_part in zip(parts, slots, traffics, self._tell(labels, traffics), strict=True)
-        ]
+        told, sizes = self._tell(labels, traffics)
+        ahead = []
+        if self.leaves_ahead:
+            written = rows_across(parts[0][0].detach(), self.wire.dispatch, traffics[0])
+            ahead = [self._leave(written, traffics[0])]
+        came = self._heard(told, sizes)
+        pools = [self._pool(*of_part) for of_part in zip(parts, slots, traffics, came, strict=True)]
         inside = self.inside.agree([(x_PD, routing) for x_PD, routing in pools])
         return [
-            TieredPlan(traffic=traffic, inside=inner, weights_PK=routing.weights_TK)
-            for traffic, inner, (_, routing) in zip(traffics, inside, pools, strict=True)
+            TieredPlan(
+                traffic=traffic,
+                inside=inner,
+                weights_PK=routing.weights_TK,
+                ahead=ahead if part == 0 else [],
+            )
+            for part, (traffic, inner, (_, routing)) in enumerate(zip(traffics, inside, pools, strict=True))
         ]
 
     def _rows_between(self, gathered: Sequence[Tensor], per_part: Sequence[Tensor]) -> list[Tensor]:
@@ -168,8 +182,9 @@ class TieredDispatcher(BytesDispatcher):
             rows_WN = list(self.transport.exchange_counts(message).chunk(len(per_part), 1))
         return [one_WN[self.tiers.place :: nodes.size].clone().fill_diagonal_(0) for one_WN in rows_WN]
 
-    def _tell(self, labels: Sequence[Tensor], traffics: Sequence[Traffic]) -> list[Tensor]:
-        """Labels of the tokens that arrive, of every part, by node and token: one message to a node."""
+    def _tell(self, labels: Sequence[Tensor], traffics: Sequence[Traffic]) -> tuple[Flight, list[list[int]]]:
+        """Labels of the tokens that leave, by node, part and token: one message to a node. And how many come
+        of every part from every node."""
         send, receive = ([traffic.splits_2W[way].tolist() for traffic in traffics] for way in (0, 1))
         leaving = [
             pick_rows(label, traffic.sent_tokens_N).split(sizes)
@@ -178,9 +193,19 @@ class TieredDispatcher(BytesDispatcher):
         both = [[sum(sizes) for sizes in zip(*side, strict=True)] for side in (send, receive)]
         flight = self.tiers.rail.begin(ACROSS, "plan", labels[0], both[1])
         by_node = [part[node] for node in range(self.tiers.nodes.num_nodes) for part in leaving]
-        came = flight.send(torch.cat(by_node), both[0]).finish()
-        blocks = came.split([sizes[node] for node in range(len(both[1])) for sizes in receive])
-        return [torch.cat(blocks[part :: len(labels)]) for part in range(len(labels))]
+        return flight.send(torch.cat(by_node), both[0]), receive
+
+    def _heard(self, told: Flight, sizes: list[list[int]]) -> list[Tensor]:
+        """Labels of the tokens that arrive, of every part, by node and token."""
+        blocks = told.finish().split([n for by_part in zip(*sizes, strict=True) for n in by_part])
+        return [torch.cat(blocks[part :: len(sizes)]) for part in range(len(sizes))]
+
+    def _leave(self, leaving: Tensor | None, traffic: Traffic) -> Flight:
+        """Rows, by node, on their way to the nodes that want them."""
+        assert leaving is not None
+        send, receive = traffic.splits_2W.tolist()
+        self._count(traffic, 0, leaving)
+        return self.tiers.rail.begin(ACROSS, "dispatch", leaving, receive).send(leaving, send)
 
     def _pool(
         self, part: tuple[Tensor, Routing], slot_TK: Tensor, traffic: Traffic, came: Tensor
@@ -210,7 +235,7 @@ class TieredDispatcher(BytesDispatcher):
         def spread(pool_PD: Tensor) -> Crossing[Arrived]:
             return self.inside.dispatch(plan.inside, pool_PD, plan.weights_PK)
 
-        return self._going("dispatch", x_TD, self.wire.dispatch, traffic, spread, read)
+        return self._going("dispatch", x_TD, self.wire.dispatch, traffic, spread, read, plan.ahead)
 
     def combine(
         self,
@@ -303,15 +328,16 @@ class TieredDispatcher(BytesDispatcher):
         traffic: Traffic,
         spread: Callable[[Tensor], Crossing[Any]],
         read: Callable[[Any], Any],
+        ahead: list[Flight] | None = None,
     ) -> Crossing[Any]:
-        """Rows over the network into the pool, and what `spread` makes of that. read: of its result."""
+        """Rows over the network into the pool, and what `spread` makes of that. read: of its result. ahead:
+        the rows, where they are on their way."""
         with self._span(phase):
-            leaving = pick_rows(write([rows_TD], codec, rows_TD.dtype), traffic.sent_tokens_N)
+            under_way = ahead.pop() if ahead else None
+            written = None if under_way else rows_across(rows_TD, codec, traffic)
 
         def move() -> Pending:
-            send, receive = traffic.splits_2W.tolist()
-            self._count(traffic, 0, leaving)
-            flight = self.tiers.rail.begin(ACROSS, "dispatch", leaving, receive).send(leaving, send)
+            flight = under_way or self._leave(written, traffic)
 
             def go_on() -> tuple[Crossing[Any], Pending | None]:
                 came_ND = codec.decode(flight.wait(), rows_TD.shape[1], rows_TD.dtype)
@@ -439,6 +465,11 @@ class _Inside:
     def count(self, name: str, value: Any, **where: int) -> None:
         if name == "bytes_sent":
             self.bytes_M.append(value)
+
+
+def rows_across(rows_TD: Tensor, codec: Codec, traffic: Traffic) -> Tensor:
+    """Rows of tokens as they cross, by node that wants them."""
+    return pick_rows(write([rows_TD], codec, rows_TD.dtype), traffic.sent_tokens_N)
 
 
 def arriving(traffic: Traffic) -> int:
