@@ -8,7 +8,7 @@ nothing else: twice for the forward, four times for a step. `network-c` is the s
 chunks, all out and then all back, as `tiered` sends them. Medians over rounds of the slowest rank, all in
 turn within a round.
 
-`--timeline FILE` writes when the kernels of one forward each run on the first rank's GPU, by stream.
+`--timeline FILE` writes when the kernels of one step each run on the first rank's GPU, by stream.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
             if number >= args.warm_up:
                 seconds[name].append(took.tolist())
     if args.timeline:
-        lines = [line for name, work in works.items() for line in timeline(name, work["forward"], device)]
+        lines = [line for name, work in works.items() for line in timeline(name, work["step"], device)]
         Path(args.timeline).write_text("\n".join(lines)) if group.rank() == 0 else None
     if group.rank() == 0:
         rows = report(args, group.size(), crossing_rows(args, group.rank(), group.size()), seconds)
@@ -109,8 +109,8 @@ def networks(
     rail = Tiers(group, ranks_per_node=size).rail
 
     def whole() -> None:
-        dist.all_to_all_single(there, here, *reversed(by_rank), group)
-        dist.all_to_all_single(here, there, *by_rank, group)
+        dist.all_to_all_single(there, here, by_rank[1], by_rank[0], group)
+        dist.all_to_all_single(here, there, by_rank[0], by_rank[1], group)
 
     def in_pieces(chunks: int) -> None:
         flights = []
@@ -186,12 +186,12 @@ def timeline(name: str, work: Callable[[], Any], device: torch.device) -> list[s
         with torch.profiler.record_function("the call"):
             work()
         torch.cuda.synchronize(device)
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = list(profile.profiler.kineto_results.events())
+    results: Any = profile.profiler and profile.profiler.kineto_results
+    events = list(results.events())
     start = next(event.start_ns() for event in events if event.name() == "the call")
     spans: list[list[Any]] = []
     for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.device_type() != torch.autograd.DeviceType.CUDA or event.name() == "the call":
+        if "CUDA" not in str(event.device_type()) or event.name().startswith(("the call", "nccl:")):
             continue
         begin, end = (1e-6 * (ns - start) for ns in (event.start_ns(), event.end_ns()))
         stream, network = event.device_resource_id(), "nccl" in event.name()

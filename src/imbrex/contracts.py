@@ -323,8 +323,9 @@ class Dispatcher(Protocol):
         """The one of the family that serves this call."""
         ...
 
-    def beside(self, chunks: int) -> Dispatcher:
-        """The one for crossings that are under way while experts compute, in so many chunks."""
+    def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
+        """The one for crossings that are under way while experts compute, in so many chunks. in_turn: no row
+        leaves before its move, with the plan, for who times the two."""
         ...
 
     def fusing(self, roles: Roles | None = None, inner: int = 0) -> Dispatcher:

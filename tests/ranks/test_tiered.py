@@ -405,7 +405,9 @@ def lose(ranks: Ranks, dying: list[int], phase: str) -> float:
         x_TD, ids_TK, weights_TK, _ = given_to(ranks.rank)
         routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK)
         (plan,) = exchange.dispatcher.agree([(x_TD, routing)])
-        complete(exchange.dispatcher.dispatch(plan, x_TD, weights_TK))  # takes the rows that left with the plan
+        complete(
+            exchange.dispatcher.dispatch(plan, x_TD, weights_TK)
+        )  # takes the rows that left with the plan
         dispatched = exchange.dispatch(x_TD, routing)
         dist.barrier(ranks.group)
     if ranks.rank in dying:

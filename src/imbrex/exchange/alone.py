@@ -77,7 +77,7 @@ class AloneDispatcher(DispatcherBase):
             return False
         return cached_unavailable(x_TD.get_device()) is None
 
-    def beside(self, chunks: int) -> Dispatcher:
+    def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """Kernels of one rank wait for nobody, and chunks of them would gain nothing."""
         return self.general.beside(chunks)
 

@@ -41,7 +41,6 @@ from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.plan import read_state
 from imbrex.placement.flow import split_near
 from imbrex.runtime import waits
-from imbrex.runtime.words import words
 from imbrex.transport.nodes import Nodes
 
 
@@ -79,36 +78,54 @@ class BytesDispatcher(WiredDispatcher):
             torch.cuda.synchronize(self.transport.device)
 
     def check_in(self, x_TD: Tensor, routing: Routing) -> None:
-        self.exchange_choices([(x_TD, routing)])
+        self._gather([self._message(x_TD, routing, counted=False)[0]])
 
     def agree_on_rows(self, problem: str | None) -> None:
         if self.world_size > 1 and not (self.combined and self.transport.device.type == "cuda"):
             self.combined = True
             raise_together(self.transport, "combine", problem)
 
-    def exchange_choices(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Tensor]:
+    def exchange_choices(
+        self, parts: Sequence[tuple[Tensor, Routing]]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Tell every rank the state of the input, the choices per expert and, where they are known ahead, the
-        rows to every rank: int64 [W, HEADER + E (+ W)] of every part, all in one message."""
-        gathered = self.transport.exchange_counts(torch.cat([self._message(*part) for part in parts]))
+        rows to every rank: int64 [W, HEADER + E (+ W)] of every part, all in one message. Also who wants the
+        tokens of this rank's parts, where that is known ahead."""
+        messages = [self._message(*part) for part in parts]
+        return self._gather([message for message, _ in messages]), [wanted_TW for _, wanted_TW in messages]
+
+    def _gather(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        gathered = self.transport.exchange_counts(torch.cat([*messages]))
         self.observer.count("host_syncs", 1, layer=self.layer)
-        by_part = list(gathered.chunk(len(parts), 1))
+        by_part = list(gathered.chunk(len(messages), 1))
         for message in by_part:
             check_headers(message[:, :HEADER], self.transport.replicated)
         return by_part
 
-    def _message(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def _message(
+        self, x_TD: Tensor, routing: Routing, *, counted: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """This rank's message of a part, and who wants its tokens, where that is known ahead. counted: else
+        its counts are zeros, which nobody reads."""
         replicated, geometry = self.transport.replicated, self.geometry
         num_experts, ids_TK = geometry.placement.num_experts, routing.ids_TK
         problem = self.find_problem(x_TD, routing)
         self.calls += 1
         call = self.number, self.layer, self.calls, self.where
         header = write_header(problem, x_TD, ids_TK, call, replicated)
-        fine = not problem[0]
-        counts_E = plan.count_choices(ids_TK, num_experts) if fine else words(*[0] * num_experts)
+        if problem[0] or not counted:
+            counts = num_experts + self._sizes_ahead * self._num_places
+            return torch.cat([header, header.new_zeros(counts)]), None
+        counts_E = plan.count_choices(ids_TK, num_experts)
         if not self._sizes_ahead:
-            return torch.cat([header, counts_E])
-        slot_TK = plan.only_slots(ids_TK, geometry.placement) if fine else words()[:, None]
-        return torch.cat([header, counts_E, self._wanted(slot_TK).sum(0)])
+            return torch.cat([header, counts_E]), None
+        wanted_TW = self._wanted(plan.only_slots(ids_TK, geometry.placement))
+        return torch.cat([header, counts_E, wanted_TW.sum(0)]), wanted_TW
+
+    @property
+    def _num_places(self) -> int:
+        """Places that a rank tells its rows to each of, where it knows them ahead."""
+        return self.world_size
 
     @property
     def _sizes_ahead(self) -> bool:
@@ -125,12 +142,15 @@ class BytesDispatcher(WiredDispatcher):
 
     def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
         chosen = []
-        gathered = self.exchange_choices(parts)
+        gathered, told = self.exchange_choices(parts)
         placement, rank = self.geometry.placement, self.geometry.rank
         for (_, routing), counts in zip(parts, gathered, strict=True):
             split_WS = self._split(counts)
             chosen.append((plan.choose_slots(routing.ids_TK, split_WS[rank], placement), split_WS))
-        marks = [self._wanted(slot_TK) for slot_TK, _ in chosen]
+        marks = [
+            self._wanted(slot_TK) if wanted_TW is None else wanted_TW
+            for wanted_TW, (slot_TK, _) in zip(told, chosen, strict=True)
+        ]
         traffics = self.transport.plan(marks, self._rows_ahead(gathered))
         return [
             plan.make_plan(

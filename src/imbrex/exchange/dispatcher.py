@@ -55,7 +55,7 @@ class DispatcherBase:
     def for_call(self, x_TD: Tensor, routing: Routing) -> Any:
         return self
 
-    def beside(self, chunks: int) -> Any:
+    def beside(self, chunks: int, *, in_turn: bool = False) -> Any:
         return self
 
     def fusing(self, roles: Roles | None = None, inner: int = 0) -> Any:

@@ -123,7 +123,7 @@ class NvlinkDispatcher(WiredDispatcher):
         super().close()
         self.transport.leave(self)
 
-    def beside(self, chunks: int) -> NvlinkDispatcher:
+    def beside(self, chunks: int, *, in_turn: bool = False) -> NvlinkDispatcher:
         """With few multiprocessors, and a stream beside the caller's. Of one chunk only the last move has
         something beside it: the gradients of weights."""
         other = copy.copy(self)

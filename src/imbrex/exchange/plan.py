@@ -96,7 +96,8 @@ def ranks_wanted(slot_TK: Tensor, placement: Placement, tensor_size: int) -> Ten
     rank_TK = torch.where(slot_TK < 0, placement.num_ranks, owner[slot_TK.clamp(min=0)])
     wants_TW = torch.zeros(slot_TK.shape[0], placement.num_ranks + 1, dtype=torch.bool, device=slot_TK.device)
     wants_TW.scatter_(1, rank_TK, True)
-    return wants_TW[:, :-1].repeat_interleave(tensor_size, dim=1)
+    wants_TW = wants_TW[:, :-1]
+    return wants_TW if tensor_size == 1 else wants_TW.repeat_interleave(tensor_size, dim=1)
 
 
 def read_state(state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Traffic]:

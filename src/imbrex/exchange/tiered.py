@@ -72,6 +72,7 @@ class TieredDispatcher(BytesDispatcher):
     network's; inside a node rows move as they are."""
 
     leaves_ahead = True
+    """Whether rows leave as soon as it is known where to, with the plan."""
 
     def __init__(
         self, geometry: Geometry, transport: Tiers, wire: Wire, observer: Listener, layer: int
@@ -102,12 +103,12 @@ class TieredDispatcher(BytesDispatcher):
     def dtypes(self) -> Sequence[torch.dtype]:
         return self.inside.dtypes
 
-    def beside(self, chunks: int) -> TieredDispatcher:
+    def beside(self, chunks: int, *, in_turn: bool = False) -> TieredDispatcher:
         inside = self.inside.beside(chunks)
-        if inside is self.inside:
+        if inside is self.inside and not in_turn:
             return self
         other = copy.copy(self)
-        other.inside = inside
+        other.inside, other.leaves_ahead = inside, not in_turn
         return other
 
     def why_not_form(self, form: RowForm) -> str | None:
@@ -129,6 +130,10 @@ class TieredDispatcher(BytesDispatcher):
         """Whether a rank knows what it sends to which node before it knows what others choose."""
         return self.world_size > 1 and not self.geometry.placement.has_replicas
 
+    @property
+    def _num_places(self) -> int:
+        return self.tiers.nodes.num_nodes
+
     def _wanted(self, slot_TK: Tensor) -> Tensor:
         """Which nodes a token must reach, bool [T, nodes]: what ranks tell each other beside their counts."""
         geometry, nodes = self.geometry, self.tiers.nodes
@@ -137,11 +142,14 @@ class TieredDispatcher(BytesDispatcher):
 
     def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Any]:
         placement, rank = self.geometry.placement, self.geometry.rank
-        slots, gathered = [], self.exchange_choices(parts)
+        slots, (gathered, told) = [], self.exchange_choices(parts)
         for (_, routing), counts in zip(parts, gathered, strict=True):
             split_WS = self._split(counts)
             slots.append(plan.choose_slots(routing.ids_TK, split_WS[rank], placement))
-        per_part = [self._wanted(slot_TK) for slot_TK in slots]
+        per_part = [
+            self._wanted(slot_TK) if wanted_TN is None else wanted_TN
+            for wanted_TN, slot_TK in zip(told, slots, strict=True)
+        ]
         traffics = [
             straight(wanted_TN, rows_NN, self.tiers.node)
             for wanted_TN, rows_NN in zip(per_part, self._rows_between(gathered, per_part), strict=True)
@@ -150,22 +158,14 @@ class TieredDispatcher(BytesDispatcher):
             torch.cat([as_bytes(slot_TK.int()), as_bytes(routing.weights_TK)], 1)
             for slot_TK, (_, routing) in zip(slots, parts, strict=True)
         ]
-        told, sizes = self._tell(labels, traffics)
-        ahead = []
-        if self.leaves_ahead:
-            written = rows_across(parts[0][0].detach(), self.wire.dispatch, traffics[0])
-            ahead = [self._leave(written, traffics[0])]
-        came = self._heard(told, sizes)
+        flight, sizes = self._tell(labels, traffics)
+        ahead = self._start(parts, traffics)
+        came = self._heard(flight, sizes)
         pools = [self._pool(*of_part) for of_part in zip(parts, slots, traffics, came, strict=True)]
         inside = self.inside.agree([(x_PD, routing) for x_PD, routing in pools])
         return [
-            TieredPlan(
-                traffic=traffic,
-                inside=inner,
-                weights_PK=routing.weights_TK,
-                ahead=ahead if part == 0 else [],
-            )
-            for part, (traffic, inner, (_, routing)) in enumerate(zip(traffics, inside, pools, strict=True))
+            TieredPlan(traffic=traffic, inside=inner, weights_PK=routing.weights_TK, ahead=leaving)
+            for traffic, inner, (_, routing), leaving in zip(traffics, inside, pools, ahead, strict=True)
         ]
 
     def _rows_between(self, gathered: Sequence[Tensor], per_part: Sequence[Tensor]) -> list[Tensor]:
@@ -194,6 +194,17 @@ class TieredDispatcher(BytesDispatcher):
         flight = self.tiers.rail.begin(ACROSS, "plan", labels[0], both[1])
         by_node = [part[node] for node in range(self.tiers.nodes.num_nodes) for part in leaving]
         return flight.send(torch.cat(by_node), both[0]), receive
+
+    def _start(
+        self, parts: Sequence[tuple[Tensor, Routing]], traffics: Sequence[Traffic]
+    ) -> list[list[Flight]]:
+        """Rows of every part on their way, while the node is still planned."""
+        if not self.leaves_ahead:
+            return [[] for _ in parts]
+        return [
+            [self._leave(rows_across(x_TD.detach(), self.wire.dispatch, traffic), traffic)]
+            for (x_TD, _), traffic in zip(parts, traffics, strict=True)
+        ]
 
     def _heard(self, told: Flight, sizes: list[list[int]]) -> list[Tensor]:
         """Labels of the tokens that arrive, of every part, by node and token."""

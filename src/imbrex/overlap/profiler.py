@@ -130,9 +130,8 @@ class _Layer:
         even = [tokens // degree + (c < tokens % degree) for c in range(degree)]
         # As a strategy does before it plans.
         self.exchange.dispatcher.check_in(self.x_TD, self.routing)
-        return Forward(
-            self.exchange, self.experts, self.x_TD, self.routing, None, even, keep=True, defer=True
-        )
+        inputs = self.exchange, self.experts, self.x_TD, self.routing, None, even
+        return Forward(*inputs, keep=True, defer=True, in_turn=True)
 
     @torch.no_grad()
     def time_tasks(self, degree: int) -> Seconds:
