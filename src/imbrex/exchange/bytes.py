@@ -142,14 +142,14 @@ class BytesDispatcher(WiredDispatcher):
 
     def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Plan]:
         chosen = []
-        gathered, told = self.exchange_choices(parts)
+        gathered, wants = self.exchange_choices(parts)
         placement, rank = self.geometry.placement, self.geometry.rank
         for (_, routing), counts in zip(parts, gathered, strict=True):
             split_WS = self._split(counts)
             chosen.append((plan.choose_slots(routing.ids_TK, split_WS[rank], placement), split_WS))
         marks = [
             self._wanted(slot_TK) if wanted_TW is None else wanted_TW
-            for wanted_TW, (slot_TK, _) in zip(told, chosen, strict=True)
+            for wanted_TW, (slot_TK, _) in zip(wants, chosen, strict=True)
         ]
         traffics = self.transport.plan(marks, self._rows_ahead(gathered))
         return [

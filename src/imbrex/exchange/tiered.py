@@ -142,13 +142,13 @@ class TieredDispatcher(BytesDispatcher):
 
     def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Any]:
         placement, rank = self.geometry.placement, self.geometry.rank
-        slots, (gathered, told) = [], self.exchange_choices(parts)
+        slots, (gathered, wants) = [], self.exchange_choices(parts)
         for (_, routing), counts in zip(parts, gathered, strict=True):
             split_WS = self._split(counts)
             slots.append(plan.choose_slots(routing.ids_TK, split_WS[rank], placement))
         per_part = [
             self._wanted(slot_TK) if wanted_TN is None else wanted_TN
-            for wanted_TN, slot_TK in zip(told, slots, strict=True)
+            for wanted_TN, slot_TK in zip(wants, slots, strict=True)
         ]
         traffics = [
             straight(wanted_TN, rows_NN, self.tiers.node)
@@ -206,9 +206,9 @@ class TieredDispatcher(BytesDispatcher):
             for (x_TD, _), traffic in zip(parts, traffics, strict=True)
         ]
 
-    def _heard(self, told: Flight, sizes: list[list[int]]) -> list[Tensor]:
+    def _heard(self, labels: Flight, sizes: list[list[int]]) -> list[Tensor]:
         """Labels of the tokens that arrive, of every part, by node and token."""
-        blocks = told.finish().split([n for by_part in zip(*sizes, strict=True) for n in by_part])
+        blocks = labels.finish().split([n for by_part in zip(*sizes, strict=True) for n in by_part])
         return [torch.cat(blocks[part :: len(sizes)]) for part in range(len(sizes))]
 
     def _leave(self, leaving: Tensor | None, traffic: Traffic) -> Flight:
@@ -400,7 +400,9 @@ class TieredDispatcher(BytesDispatcher):
                 flight.send(write([value[num_tokens:] for value in values], codec, dtype), receive)
                 return tuple(value[:num_tokens] for value in values)
 
-            beside = self._beside(go_on)
+            # Alone on a node a rank waits for nobody in it; in a lane the sum's kernels would wait for the
+            # multiprocessors behind products that the caller queues next, and the network with them.
+            beside = Begun(result=torch.no_grad()(go_on)()) if self._alone else self._beside(go_on)
 
             def finish() -> tuple[tuple[Tensor, ...], Tensor]:
                 with self._span(phase):
@@ -417,6 +419,11 @@ class TieredDispatcher(BytesDispatcher):
                 return read(_Home(own=own, came=values))
 
         return Crossing(move, read_both)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this rank is its whole node."""
+        return self.tiers.nodes.size == 1
 
     def _beside(self, work: Callable[[], Any]) -> Begun:
         return self.tiers.lane.start(torch.no_grad()(work))

@@ -46,11 +46,13 @@ class Chunk:
 class Forward:
     """Outputs of all chunks in `y_TD`. With gradients wanted, every chunk keeps the graph of its experts.
 
-    defer: the backward computes gradients of the parameters in a task of their own. in_turn: no row leaves
-        before its task.
+    defer: the backward computes gradients of the parameters in a task of their own.
     sizes: tokens of every chunk; or the roles of kernels that move and compute one chunk in one, with nothing
         in a stream beside the caller's, `None` for those that were tuned.
     """
+
+    in_turn = False
+    """Whether no row leaves before its task."""
 
     def __init__(
         self,
@@ -63,7 +65,6 @@ class Forward:
         *,
         keep: bool,
         defer: bool = False,
-        in_turn: bool = False,
     ) -> None:
         self.exchange, self.layer_experts = exchange, experts
         self.fused, whole = sizes is None or isinstance(sizes, Roles), exchange.dispatcher
@@ -71,7 +72,7 @@ class Forward:
             inner = experts.down_proj.shape[2] if isinstance(experts, Ours) else 0
             self.dispatcher, sizes = whole.fusing(sizes, inner), [len(x_TD)]
         else:
-            self.dispatcher = whole.beside(len(sizes), in_turn=in_turn)
+            self.dispatcher = whole.beside(len(sizes), in_turn=self.in_turn)
         self.keep, self.defer = keep, keep and defer
         forms = (RowForm.ROWS,) if keep and not self.fused else experts.forms
         self.form = self.dispatcher.form_of(forms, x_TD, routing.weights_TK)

@@ -131,7 +131,7 @@ class _Layer:
         # As a strategy does before it plans.
         self.exchange.dispatcher.check_in(self.x_TD, self.routing)
         inputs = self.exchange, self.experts, self.x_TD, self.routing, None, even
-        return Forward(*inputs, keep=True, defer=True, in_turn=True)
+        return _InTurn(*inputs, keep=True, defer=True)
 
     @torch.no_grad()
     def time_tasks(self, degree: int) -> Seconds:
@@ -216,6 +216,12 @@ class _Layer:
         # on the host: counts of all ranks are
         by_key = slowest_N.view(len(runs), len(keys)).T.tolist()
         return {key: 1e-9 * statistics.median(of) for key, of in zip(keys, by_key, strict=True)}
+
+
+class _InTurn(Forward):
+    """Chunks whose rows leave with their move and never with the plan, since both are timed."""
+
+    in_turn = True
 
 
 class _Clock:
