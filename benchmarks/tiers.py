@@ -60,7 +60,8 @@ def main() -> None:
     if group.rank() == 0:
         rows = report(args, group.size(), crossing_rows(args, group.rank(), group.size()), seconds)
         if args.out:
-            words = [word for word in sys.argv[1:] if word not in ("--out", args.out, "--store", args.store)]
+            files = "--out", args.out, "--store", args.store, "--timeline", args.timeline
+            words = [word for word in sys.argv[1:] if word not in files]
             command = " ".join((started_by(), "benchmarks/tiers.py", *words))
             write_results(args.out, QUESTION, describe_run(command, gpus=group.size()), rows)
     leave()
