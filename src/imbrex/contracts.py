@@ -144,12 +144,15 @@ class Handle:
     state: what the dispatcher that made it knows of the rows; its alone.
     num_tokens: T.
     maker: the key of that dispatcher; 0 for rows that no exchange brought.
+    promised: all ranks promised, when they met in that dispatch, to combine rows that fit: they need not meet
+        again.
     """
 
     weights_R: Tensor
     state: tuple[Tensor, ...]
     num_tokens: int
     maker: int = 0
+    promised: bool = False
 
 
 class RowForm(Enum):
@@ -288,11 +291,14 @@ class Dispatcher(Protocol):
     one a chunk. Ranks ask for them in the same order.
 
     key: by which operators find it, and handles name it. family: itself, and the dispatcher of the calls that
-    it leaves to another. roles: of its fused kernels, as they were tuned.
+    it leaves to another. roles: of its fused kernels, as they were tuned. promise: whether this rank will
+    combine rows that fit, asked by the next dispatch; promised: whether all said so in the last.
     """
 
     key: int
     roles: Roles
+    promise: bool
+    promised: bool
     observer: Listener
     layer: int
 
@@ -552,7 +558,12 @@ class RowExchange(Protocol):
     def layer(self) -> int: ...
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, *, forms: Sequence[RowForm] = (RowForm.ROWS,)
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        *,
+        forms: Sequence[RowForm] = (RowForm.ROWS,),
+        promise: bool = False,
     ) -> Dispatched: ...
 
     def combine(

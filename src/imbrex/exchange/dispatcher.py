@@ -21,6 +21,7 @@ class DispatcherBase:
 
     geometry: Geometry
     roles = Roles()
+    promise = promised = False
 
     def __init__(self, geometry: Geometry, observer: Listener, layer: int, *form: Any) -> None:
         """Registers it. form: what the shapes of its state depend on besides who is where."""

@@ -229,7 +229,12 @@ class Exchange:
         tell(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, *, forms: Sequence[RowForm] = (RowForm.ROWS,)
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        *,
+        forms: Sequence[RowForm] = (RowForm.ROWS,),
+        promise: bool = False,
     ) -> Dispatched:
         """Rows for the local experts. Differentiable in `x_TD` and `routing.weights_TK`.
 
@@ -238,13 +243,16 @@ class Exchange:
             plain rows, and `Dispatched.form` says which. Rows in fp8 are there where tokens are bfloat16 and
             cross in fp8; tokens with an index where kernels serve a rank alone; both where nobody
             differentiates or traces. Ranks may differ in it: the same bytes cross.
+        promise: that `combine` gets rows that fit these, and no addend. Where all ranks promise, and meet in
+            a dispatch, they do not meet again in its combine, where a broken promise is no error of the other
+            ranks until their time-out.
         Raises ValueError on every rank, before any row moves, where one rank's input is wrong; RankLostError
         where a rank does not answer.
         """
         if not torch.compiler.is_compiling():
             self._check_devices(x_TD, routing)
         dispatcher = self.dispatcher.for_call(x_TD, routing)
-        wants_rows = forms[0] is RowForm.ROWS
+        dispatcher.promise, wants_rows = promise, forms[0] is RowForm.ROWS
         form = RowForm.ROWS if wants_rows else dispatcher.form_of(forms, x_TD, routing.weights_TK)
         if form is RowForm.ROWS:
             inputs = x_TD, routing.weights_TK, routing.ids_TK
@@ -255,7 +263,11 @@ class Exchange:
             arrived = autograd.complete(crossing)
         rows_RD, weights_R, counts_e, state, beside = arrived
         handle = Handle(
-            weights_R=weights_R, state=tuple(state), num_tokens=x_TD.shape[0], maker=dispatcher.key
+            weights_R=weights_R,
+            state=tuple(state),
+            num_tokens=x_TD.shape[0],
+            maker=dispatcher.key,
+            promised=dispatcher.promised,
         )
         return Dispatched(
             rows_RD=rows_RD,
@@ -369,6 +381,7 @@ class Exchange:
         """Raise ValueError where `combine` cannot sum these rows; on every rank if `together`, but for bytes
         over NCCL, where ranks tell each other at the first combine only."""
         problem = self._why_not_rows(rows_RD, handle, addend)
+        together = together and not handle.promised
         if together and not (rows_RD.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.dispatcher.agree_on_rows(problem)
         if problem is not None:

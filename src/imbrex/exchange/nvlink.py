@@ -202,9 +202,10 @@ class NvlinkDispatcher(WiredDispatcher):
         self.calls += 1
         note = self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer + self.where
         note = (note + 0xC2B2AE35 * self.fuses) % NOTES
-        # The most of twice the tokens and one bit: the bit is that of the rank with the most tokens.
-        tokens = x_TD.shape[0] << 1 | x_TD.requires_grad
-        maximum, wrong = self.transport.agree_on_call(tokens, fine=problem is None, note=note)
+        # Of the largest the second bit is that of the rank with the most tokens.
+        value = x_TD.shape[0] << 2 | x_TD.requires_grad << 1 | self.promise
+        self.promise = False
+        values_W, wrong = self.transport.agree_on_call(value, fine=problem is None, note=note)
         if problem:
             raise ValueError(f"dispatch: on rank {self.geometry.rank}, {problem}")
         if wrong is not None:
@@ -216,7 +217,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
                 "placement"
             )
-        return Part(ids_TK=routing.ids_TK, max_tokens=maximum >> 1, backward=bool(maximum & 1))
+        most, self.promised = max(values_W), min([value & 1 for value in values_W]) == 1
+        return Part(ids_TK=routing.ids_TK, max_tokens=most >> 2, backward=bool(most & 2))
 
     def agree_on_rows(self, problem: str | None) -> None:
         """By a word on the hosts' board, which asks no GPU."""

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
@@ -172,8 +173,7 @@ class Experts(nn.Module):
         if self.implementation.startswith("kernels"):
             staged = dispatched.form is RowForm.UNDER_WAY
             beside = rows_out(dispatched.beside) if staged else dispatched.beside
-            # who changes the result reads it: a subclass, or a hook
-            if staged and type(self).forward is Experts.forward and not self._forward_hooks:
+            if staged and surely_fit(self):  # who changes the result reads it
                 beside = beside._replace(leave=dispatched.leave)
             more = {"weights_R": weights_R, "gradients": self.gradient_sums, "beside": beside}
             return ffn(rows_RD, gate_up, down, counts_e, **more)
@@ -265,6 +265,17 @@ class Experts(nn.Module):
             f"intermediate_size={self.intermediate_size}, activation={self.activation}, "
             f"shard={self.shard.rank}/{self.shard.size}, implementation={self.implementation}"
         )
+
+
+def surely_fit(experts: object) -> bool:
+    """Whether the rows that experts make are as many, as wide and of the kind that a combine takes: they are
+    imbrex's own, and no subclass or hook changes their result."""
+    return (
+        isinstance(experts, Experts)
+        and type(experts).forward is Experts.forward
+        and "forward" not in experts.__dict__
+        and not (experts._forward_hooks or module._global_forward_hooks)
+    )
 
 
 class SharedExpert(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Dispatched, Experts, Output, Routing, RowExchange
+from imbrex.experts import surely_fit
 from imbrex.observe import bracket_backward
 
 
@@ -36,8 +37,10 @@ class Serial:
         experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Output:
-        dispatched = exchange.dispatch(x_TD, routing, forms=experts.forms)
-        keep = self.keep_rows or torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
+        promise = not compiling and addend is None and surely_fit(experts)
+        dispatched = exchange.dispatch(x_TD, routing, forms=experts.forms, promise=promise)
+        keep = self.keep_rows or compiling
         again = None if keep else exchange.dispatching_again(x_TD, dispatched)
         with exchange.observer.span("experts", layer=exchange.layer), again or nullcontext():
             rows_RD = _computed(dispatched, exchange, experts)

@@ -262,15 +262,15 @@ class Nvlink(Collective):
             path.unlink()
         return board
 
-    def agree_on_call(self, tokens: int, *, fine: bool, note: int = 0) -> tuple[int, int | None]:
-        """Most tokens of a rank in this call, and the first rank whose input is wrong. Every rank's host
-        waits for the others to come to the same call; the GPUs are asked for nothing. note: 0 to 2^32 - 1;
-        see `agreed`."""
+    def agree_on_call(self, value: int, *, fine: bool, note: int = 0) -> tuple[list[int], int | None]:
+        """The values (0 to 2^31 - 1) of all ranks in this call, and the first rank whose input is wrong.
+        Every rank's host waits for the others to come to the same call; the GPUs are asked for nothing.
+        note: 0 to 2^32 - 1; see `agreed`."""
         if self._closed:
             self._refuse_closed()
-        words = self._board.tell(tokens << 1 | (not fine), note, self.check)
+        words = self._board.tell(value << 1 | (not fine), note, self.check)
         wrong = [rank for rank, word in enumerate(words) if word & 1]
-        return max(words) >> 1, wrong[0] if wrong else None
+        return [word >> 1 for word in words], wrong[0] if wrong else None
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise `ExchangeError` if a call has failed, on any heap; see `NvlinkExchange.check`."""

@@ -137,7 +137,7 @@ class NvlinkBackend(BackendBase):
     def _meet(self, call: str, problem: str, settings: Mapping[str, int], tokens: int) -> int:
         """Most tokens of a rank. The hosts meet over shared memory."""
         note = zlib.crc32(repr((call, sorted(settings.items()))).encode())
-        most, wrong = self.transport.agree_on_call(tokens, fine=not problem, note=note)
+        tokens_W, wrong = self.transport.agree_on_call(tokens, fine=not problem, note=note)
         if wrong is not None:
             self.raise_problems(call, problem)
         if not self.transport.agreed:
@@ -145,7 +145,7 @@ class NvlinkBackend(BackendBase):
             # on the host: counts are told there
             self.check_alike(call, settings, settings_W.tolist())
             raise ValueError(f"{self.who}.{call}: ranks make different calls; make the same on every rank")
-        return most
+        return max(tokens_W)
 
     def why_not_sum(self, rows_ND: Tensor, route: KernelRoute) -> str:
         problem, room = super().why_not_sum(rows_ND, route), route.size.row_bytes
