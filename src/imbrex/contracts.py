@@ -144,8 +144,7 @@ class Handle:
     state: what the dispatcher that made it knows of the rows; its alone.
     num_tokens: T.
     maker: the key of that dispatcher; 0 for rows that no exchange brought.
-    promised: all ranks promised, when they met in that dispatch, to combine rows that fit: they need not meet
-        again.
+    promised: all ranks promised in that dispatch to combine rows that fit, so they need not meet again.
     """
 
     weights_R: Tensor
@@ -249,7 +248,7 @@ class Crossing(NamedTuple, Generic[Value]):
 
 class Arrived(NamedTuple):
     """The rows that the crossing of a dispatch gives: see `Dispatched` and `Handle`. beside: the scales of
-    rows in fp8, the index of rows that stayed where they are, or what brings rows that are under way. Of rows
+    rows in fp8, the index of rows that stayed where they are, what brings rows that are under way; of rows
     that have come, which few do though they are asked for under way, their `Groups` or `None`."""
 
     rows_RD: Tensor
@@ -291,8 +290,8 @@ class Dispatcher(Protocol):
     one a chunk. Ranks ask for them in the same order.
 
     key: by which operators find it, and handles name it. family: itself, and the dispatcher of the calls that
-    it leaves to another. roles: of its fused kernels, as they were tuned. promise: whether this rank will
-    combine rows that fit, asked by the next dispatch; promised: whether all said so in the last.
+    it leaves to another. roles: of its fused kernels, as they were tuned. promise: that this rank combines
+    rows that fit, of the next dispatch; promised: of all ranks, in the last.
     """
 
     key: int
@@ -317,8 +316,7 @@ class Dispatcher(Protocol):
     def family(self) -> Sequence[Dispatcher]: ...
 
     def met(self, number: int, node_of_W: Sequence[int]) -> None:
-        """Take what ranks agreed upon at construction: a number that stands for this exchange on all ranks,
-        and the node of every rank."""
+        """Take what ranks agreed upon when they made it: this exchange's number, and every rank's node."""
         ...
 
     def relocate(self, geometry: Geometry) -> None:
@@ -362,13 +360,10 @@ class Dispatcher(Protocol):
         ...
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Any]:
-        """Plans of several dispatches: what ranks must know of each other before rows move, all at once.
-        Checks as `check_in` does."""
+        """Plans of several dispatches: what ranks must know before rows move. Checks as `check_in` does."""
         ...
 
-    def dispatch(
-        self, plan: Any, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
-    ) -> Crossing[Arrived]:
+    def dispatch(self, plan: Any, x_TD: Tensor, weights_TK: Tensor, form: RowForm = ...) -> Crossing[Arrived]:
         """Tokens to the ranks of their experts. form: as `form_of` gave it."""
         ...
 
@@ -408,8 +403,7 @@ class Dispatcher(Protocol):
         ...
 
     def dispatch_backward_beside(self, left: Any, *args: Any, **kwargs: Any) -> Crossing[Any]:
-        """The same. The gradients of weights that experts have left in a `Deferral` may be computed beside
-        it; it has the results then."""
+        """The same; gradients of weights left in a `Deferral` may come beside it, which has them then."""
         ...
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
@@ -558,12 +552,7 @@ class RowExchange(Protocol):
     def layer(self) -> int: ...
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        routing: Routing,
-        *,
-        forms: Sequence[RowForm] = (RowForm.ROWS,),
-        promise: bool = False,
+        self, x_TD: Tensor, routing: Routing, *, forms: Sequence[RowForm] = ..., promise: bool = ...
     ) -> Dispatched: ...
 
     def combine(

@@ -361,11 +361,11 @@ def check_dispatch(
 def check_groups(groups: RowGroups, routed: Routed, me: int) -> None:
     """What a small dispatch writes for the experts, from what it writes for the exchange."""
     counts, (position, weights) = routed.counts_Le[me], (routed.position_LWTK[me], routed.weights_LWTK[me])
-    assert groups.counts_Le[me].tolist() == counts.tolist()
-    ends = counts.cumsum(0).tolist()
-    assert groups.plan_LC[me].tolist() == [0] * 12 + ends
+    own = RowGroups(*(part if len(routed.counts_Le) == 1 else part[me] for part in groups))
+    assert own.counts.tolist() == counts.tolist()
+    assert own.plan.tolist() == [0] * 12 + counts.cumsum(0).tolist()
     here = position >= 0
-    assert torch.equal(groups.weights_LR[me][position[here].long()], weights[here])
+    assert torch.equal(own.weights[position[here].long()], weights[here])
 
 
 def check_small(

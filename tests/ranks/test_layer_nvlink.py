@@ -259,6 +259,32 @@ def test_a_wrong_input_is_every_ranks_error_at_any_call(pool: Pool, schedule: st
     assert answers[1][1].startswith("dispatch: on rank 1, x is torch.float32; NVLink's kernels move bfloat16")
 
 
+def run_promised(ranks: Ranks) -> list[Any]:
+    """How often hosts meet in a call, and what is said: with imbrex's experts; where a hook of one rank sees
+    their result, and where it changes that."""
+    nvlink = EmulatedNvlink(ranks.group)
+    layer, x_TD = make_layer(replace(CASE, options={"transport": nvlink}), ranks.group), tokens_of(CASE, 0)
+    heard: list[Any] = []
+    hooks = [None, lambda *_: None, lambda module, given, rows_RD: rows_RD[:, :-1]]
+    for hook in hooks:
+        handle = layer.experts.register_forward_hook(hook) if hook and ranks.rank == 1 else None
+        before = nvlink._board.calls
+        try:
+            layer(x_TD)
+            heard.append(nvlink._board.calls - before)
+        except ValueError as error:
+            heard.append(str(error))
+        if handle is not None:
+            handle.remove()
+    return heard
+
+
+def test_hosts_meet_once_a_call_where_rows_are_sure_to_fit(pool: Pool) -> None:
+    for once, twice, said in pool.run(2, run_promised):
+        assert (once, twice) == (1, 2)
+        assert "combine: on rank 1, rows are [" in said
+
+
 def make_impatient(ranks: Ranks) -> tuple[imbrex.MoELayer, torch.optim.Optimizer]:
     """A layer that has made a step, which may compile kernels; they wait for 0.5 s from then on."""
     nvlink = EmulatedNvlink(ranks.group)

@@ -13,6 +13,7 @@ from imbrex.contracts import Geometry
 from imbrex.exchange.nvlink import most_rows
 from imbrex.exchange.nvlink_fit import kernel_placement, why_not_nvlink
 from imbrex.kernels import jit
+from imbrex.kernels.ffn.glue import COUNTERS
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
 from imbrex.kernels.rows import weights
 from imbrex.kernels.rows.weights import run_spread, spread
@@ -69,9 +70,10 @@ def test_weights_stand_where_their_rows_are() -> None:
     routed.position_LWTK[:] = torch.tensor([[[2, -1]], [[-1, 0]]])
     routed.weights_LWTK[:] = torch.tensor([[[0.5, 9.0]], [[9.0, 0.25]]])
     routed.counts_Le[:] = torch.tensor([1, 1, 7])
-    weights_R, counts_e = spread(routed, 3, 2)
+    weights_R, counts_e, plan = spread(routed, 3, 2)
     assert weights_R[[0, 2]].tolist() == [0.25, 0.5]
     assert counts_e.tolist() == [1, 1]
+    assert plan.tolist() == [0] * COUNTERS + [1, 2]
 
 
 @pytest.mark.skipif(not kernel.available(), reason="g++ compiles the emulated kernels")

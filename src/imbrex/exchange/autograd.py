@@ -140,10 +140,10 @@ dispatch_op.register_autograd(differentiate_dispatch, setup_context=set_up_dispa
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        *arguments, begun = inputs
-        rows_RD, weights_R, counts_e, state, *_ = (
-            run_dispatch(*arguments) if begun is None else begun.finish()
-        )
+        x_TD, weights_TK, ids_TK, (key, begun, besides) = inputs
+        arguments = x_TD, weights_TK, ids_TK, key
+        rows_RD, weights_R, counts_e, state, beside = arrive(*arguments) if begun is None else begun.finish()
+        besides.append(beside)
         ctx.mark_non_differentiable(counts_e, *state)
         set_up_dispatch(ctx, arguments, (rows_RD, weights_R, counts_e, state))
         return rows_RD, weights_R, counts_e, *state
@@ -152,7 +152,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         run = dispatch_backward_op if traced(*gradients[:2]) else run_dispatch_backward
-        return *differentiate_dispatch(ctx, *gradients, run=run), None
+        return differentiate_dispatch(ctx, *gradients, run=run)
 
 
 def dispatch(
@@ -163,8 +163,10 @@ def dispatch(
         return Arrived(*dispatch_op(x_TD, weights_TK, ids_TK, key))
     if not differentiated(x_TD, weights_TK):
         return arrive(x_TD, weights_TK, ids_TK, key) if begun is None else begun.finish()
-    rows_RD, weights_R, counts_e, *state = _Dispatch.apply(x_TD, weights_TK, ids_TK, key, begun)
-    return Arrived(rows_RD, weights_R, counts_e, state)
+    besides: list[Any] = []
+    how = key, begun, besides
+    rows_RD, weights_R, counts_e, *state = _Dispatch.apply(x_TD, weights_TK, ids_TK, how)
+    return Arrived(rows_RD, weights_R, counts_e, state, *besides)
 
 
 def run_combine(

@@ -249,17 +249,17 @@ class NvlinkDispatcher(WiredDispatcher):
         def read(sent: tuple[Any, Routed]) -> Arrived:
             arrived, routed = sent
             assert routed.words_TC is not None
+            groups = beside = None
             if isinstance(arrived, FewRows):
-                weights_R, counts_e, plan = (part[0] for part in arrived.groups)
-                return Arrived(arrived.rows_RD, weights_R, counts_e, [routed.words_TC], Groups(plan))
-            beside = None
-            if form is RowForm.FP8:
+                rows_RD, groups = arrived
+            elif form is RowForm.FP8:
                 rows_RD, beside = arrived
             elif isinstance(arrived, Staged):
                 rows_RD, beside = arrived.rows, replace(arrived, movers=self.roles.rows)
             else:
                 rows_RD = arrived
-            weights_R, counts_e = spread(routed, rows_RD.shape[0], self._slots)
+            weights_R, counts_e, plan = groups or spread(routed, rows_RD.shape[0], self._slots)
+            beside = Groups(plan) if beside is None else beside
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
         stages = form is RowForm.UNDER_WAY

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module
+from torch.nn.modules.module import _global_forward_hooks
 
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
@@ -173,7 +173,7 @@ class Experts(nn.Module):
         if self.implementation.startswith("kernels"):
             staged = dispatched.form is RowForm.UNDER_WAY
             beside = rows_out(dispatched.beside) if staged else dispatched.beside
-            if staged and surely_fit(self):  # who changes the result reads it
+            if staged and self.unchanged:  # who changes the result reads it
                 beside = beside._replace(leave=dispatched.leave)
             more = {"weights_R": weights_R, "gradients": self.gradient_sums, "beside": beside}
             return ffn(rows_RD, gate_up, down, counts_e, **more)
@@ -189,6 +189,12 @@ class Experts(nn.Module):
                 f"{prefix}down_proj was saved of {len(down)} experts, and {len(self.expert_ids)} live on "
                 "this rank: save with imbrex.parallel.checkpoint, whose load reads at any number of ranks"
             )
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether no subclass, hook or other function changes, or reads, what `forward` gives."""
+        plain = type(self).forward is Experts.forward and "forward" not in self.__dict__
+        return plain and not (self._forward_hooks or _global_forward_hooks)
 
     @property
     def forms(self) -> tuple[RowForm, ...]:
@@ -269,13 +275,8 @@ class Experts(nn.Module):
 
 def surely_fit(experts: object) -> bool:
     """Whether the rows that experts make are as many, as wide and of the kind that a combine takes: they are
-    imbrex's own, and no subclass or hook changes their result."""
-    return (
-        isinstance(experts, Experts)
-        and type(experts).forward is Experts.forward
-        and "forward" not in experts.__dict__
-        and not (experts._forward_hooks or module._global_forward_hooks)
-    )
+    imbrex's own, and nobody changes their result."""
+    return isinstance(experts, Experts) and experts.unchanged
 
 
 class SharedExpert(nn.Module):

@@ -83,7 +83,7 @@ def ffn(
 
     beside: the kernel of the first product, which brings the rows as well (`kernels.fused.rows_out`). Its
     `leave` takes the last product; nothing may read the result before that is called. Not under
-    `torch.compile`. Or, for who does not differentiate, what `plan_groups` makes of `counts_e`.
+    `torch.compile`. Or what `plan_groups` makes of `counts_e`.
 
     Under a `Deferral` the backward leaves the weights' gradients to it. Widths that are no multiples of 8 are
     padded, which copies the weights in every call; such weights' gradients cannot be added to `gradients`.
@@ -115,7 +115,9 @@ def ffn(
     if not training:
         return run_ffn(*inputs, beside, groups)[0]
     backward = gradients, recording(gate_up_eGD) and recording(down_eDF)
-    return Ffn.apply(*inputs[:-1], (keep, beside, backward))  # torch looks at every argument by itself
+    return Ffn.apply(
+        *inputs[:-1], (keep, beside, groups, backward)
+    )  # torch looks at every argument by itself
 
 
 def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None:
@@ -403,8 +405,9 @@ class Ffn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, how):
-        keep, beside, backward = how
-        y_RD, gate_up_RG, plan = run_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep, beside)
+        keep, beside, groups, backward = how
+        inputs = rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R
+        y_RD, gate_up_RG, plan = run_ffn(*inputs, keep, beside, groups)
         ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
         ctx.gradients, ctx.deferral = backward
         return y_RD

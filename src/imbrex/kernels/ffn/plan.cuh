@@ -6,7 +6,8 @@ namespace ffn {
 
 // ends[i] = counts[0] + ... + counts[i]; counters zeroed. One warp. counts = {130, 0, 170}: ends = {130, 130,
 // 300}.
-__device__ __forceinline__ void write_plan(const i64* counts, int* ends, int* counters, int experts,
+template <class Count>
+__device__ __forceinline__ void write_plan(const Count* counts, int* ends, int* counters, int experts,
                                            int num_counters) {
     const int lane = threadIdx.x % 32;
     for (int i = lane; i < num_counters; i += 32) counters[i] = 0;

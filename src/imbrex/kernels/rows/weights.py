@@ -1,12 +1,14 @@
-"""Gate weights and counts of rows, as experts take them: the host of `weights.cu`; by torch without a GPU."""
+"""Groups of rows as experts take them, of a routing: the host of `weights.cu`; by torch without a GPU."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
+from imbrex.kernels.exchange.groups import RowGroups, empty_groups
+from imbrex.kernels.ffn.glue import COUNTERS
 from imbrex.kernels.jit import Kernel, Variant, load
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import struct
@@ -25,9 +27,8 @@ def _kernel(entry: str, device: torch.device) -> Kernel:
     return load(Variant(source="rows/weights.cu", entry=entry), device)
 
 
-def spread(routed: Routed, num_rows: int, slots: int) -> tuple[Tensor, Tensor]:
-    """The gate weight of every row, float32 [num_rows], unset where no choice has the row; and rows of every
-    slot, int64 [slots]. Of one rank, whose `routed` lies in one piece."""
+def spread(routed: Routed, num_rows: int, slots: int) -> RowGroups:
+    """The groups of the `num_rows` rows of one rank, whose `routed` lies in one piece."""
     assert routed.words_TC is not None
     if routed.words_TC.is_cuda:
         return run_spread(routed, num_rows, slots)
@@ -35,24 +36,26 @@ def spread(routed: Routed, num_rows: int, slots: int) -> tuple[Tensor, Tensor]:
     weights_R = torch.empty(num_rows, dtype=torch.float32, device=weights.device)
     here = (position >= 0) & (position < num_rows)
     weights_R[position[here].long()] = weights[here]
-    return weights_R, routed.counts_Le[0, :slots].long()
+    counts_e = routed.counts_Le[0, :slots].long()
+    return RowGroups(weights_R, counts_e, F.pad(counts_e.cumsum(0).int(), (COUNTERS, 0)))
 
 
-def run_spread(routed: Routed, num_rows: int, slots: int) -> tuple[Tensor, Tensor]:
+def run_spread(routed: Routed, num_rows: int, slots: int) -> RowGroups:
     """The same by the kernel."""
     assert routed.words_TC is not None
     device, at = routed.words_TC.device, routed.addresses
-    weights_R = torch.empty(num_rows, dtype=torch.float32, device=device)
-    counts_e = torch.empty(slots, dtype=torch.int64, device=device)
+    groups = empty_groups(1, num_rows, slots, COUNTERS, device)
     args = Weights(
         position=at.position_LWTK,
         weights=at.weights_LWTK,
         counts=at.counts_Le,
-        weights_R=weights_R,
-        counts_e=counts_e,
+        weights_R=groups.weights,
+        counts_e=groups.counts,
         choices=routed.num_choices,
         rows=num_rows,
         slots=slots,
+        plan=groups.plan,
+        counters=COUNTERS,
     )
     _kernel("spread_weights", device).launch(grid=_BLOCKS, block=_THREADS, args=[args])
-    return weights_R, counts_e
+    return groups
