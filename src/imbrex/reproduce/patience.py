@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -65,9 +65,12 @@ class Course:
         )
 
 
-def settings(ways: Mapping[str, Way], course: Course, *, limit_s: float) -> dict[str, Any]:
+def settings(
+    ways: Mapping[str, Way], course: Course, *, limit_s: float, once: Sequence[str] = ()
+) -> dict[str, Any]:
+    """once: the ways that are trained with the first seed alone."""
     what = {"ways": {name: asdict(way) for name, way in ways.items()}, "course": asdict(course)}
-    return what | {"limit_s": limit_s}
+    return what | {"limit_s": limit_s, "once": list(once)}
 
 
 def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -82,6 +85,7 @@ def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
         _Training(name, Way(**way), seed, course, corpus, median_s)
         for seed in range(course.seeds)
         for name, way in asked["ways"].items()
+        if seed == 0 or name not in asked["once"]
     ]
     is_late = {seed: LateSteps(course.share, seed) for seed in range(course.seeds)}
     for step in range(course.steps):
