@@ -331,7 +331,8 @@ class MoELayer(nn.Module):
             )
         wrong = self.exchange.why_not_tokens(x) is not None
         if kept_TK is not None and not wrong:
-            wrong = kept_TK.shape != (x.numel() // x.shape[-1], self.config.top_k)
+            expected = x.numel() // x.shape[-1], self.config.top_k
+            wrong = kept_TK.shape != expected or kept_TK.dtype != torch.bool
         together, problem = self.gate.is_collective, None
         try:
             if wrong or together:

@@ -136,7 +136,8 @@ def _wrong(ranks: Ranks, what: str) -> list[str]:
         if is_wrong and ranks.rank == 1 and what.startswith("width"):
             given = x_TD[:, :-1]
         if is_wrong and ranks.rank == 1 and what.startswith("mask"):
-            kept_TK = torch.ones(4, SMALL.top_k, dtype=torch.bool)
+            shape = {"mask": (4, SMALL.top_k), "mask's": (5, SMALL.top_k + 1)}.get(what.split()[0])
+            kept_TK = torch.ones(shape or (5, SMALL.top_k), dtype=torch.bool if shape else torch.int64)
         try:
             layer(given, kept_TK=kept_TK)
             errors.append("")
@@ -146,12 +147,18 @@ def _wrong(ranks: Ranks, what: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("what", ["width", "width at first", "mask", "mask at first"])
+@pytest.mark.parametrize(
+    "what", ["width", "width at first", "mask", "mask at first", "mask's choices", "masked by ints"]
+)
 def test_one_ranks_wrong_input_is_every_ranks_sentence(pool: Pool, what: str) -> None:
     sentence = {
         "width": "dispatch: on rank 1, x has 2 dimensions and last size 12; give tokens [T, 13]",
         "mask": "dispatch: on rank 1, x has 5 tokens but the routing has 4; route the same tokens that you "
         "dispatch",
+        "mask's": f"dispatch: on rank 1, the routing has {SMALL.top_k + 1} choices a token; this exchange "
+        f"was made for {SMALL.top_k}",
+        "masked": "dispatch: on rank 1, the mask kept_TK is not of bools; pass one as recorded in "
+        "Routing.kept_TK",
     }[what.split()[0]]
     wanted = [sentence] if what.endswith("at first") else ["", sentence, ""]
     assert pool.run(4, _wrong, what) == [wanted] * 4

@@ -43,6 +43,7 @@ PROBLEMS = {
     7: "choice {1} of token {0} is expert {2}, which does not exist; ids are 0..E-1, or -1 to drop a choice",
     8: "token {0} wants expert {1} twice; an expert may stand at most once in a row of ids",
     9: "the weight of choice {1} of token {0} is NaN or infinite; check the router's input",
+    10: "the mask kept_TK is not of bools; pass one as recorded in Routing.kept_TK",
 }
 
 
@@ -66,6 +67,8 @@ def find_problem(
         return 4, 0, 0, 0
     if ids.dtype != torch.int64 or weights.dtype != torch.float32:
         return 5, 0, 0, 0
+    if routing.kept_TK is not None and routing.kept_TK.dtype != torch.bool:
+        return 10, 0, 0, 0
     if not x_TD.device == ids.device == weights.device or x_TD.device.type != device_type:
         return 6, 0, 0, 0
     if ids.device.type == "cpu" or os.environ.get("IMBREX_DEBUG") == "1":

@@ -218,15 +218,15 @@ class Exchange:
         """Tell the other ranks whether tokens [..., D] can be dispatched: ValueError on every rank where one
         rank's cannot. For callers who communicate between having tokens and dispatching them.
 
-        kept_TK: a mask, which must be of as many tokens and choices. alone: a rank that finds its own input
-            wrong calls it by itself; the others hear it in their `dispatch`, or in their schedule.
+        kept_TK: a mask, which must be of bools, of as many tokens and choices. alone: a rank that finds its
+            own input wrong calls it by itself; the others hear it in their `dispatch`, or in their schedule.
         """
         x_TD = x.reshape(-1, x.shape[-1]) if x.dim() else x[None, None]
         choices = (x_TD.shape[0], self.geometry.top_k) if kept_TK is None else kept_TK.shape
         ids_TK = torch.full(choices, -1, dtype=torch.int64, device=x.device)
         weights_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=x.device)
         tell = self.herald if alone and self.herald is not None else self.dispatcher.check_in
-        tell(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK))
+        tell(x_TD, Routing(ids_TK=ids_TK, weights_TK=weights_TK, kept_TK=kept_TK))
 
     def dispatch(
         self,
