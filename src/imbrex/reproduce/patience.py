@@ -68,7 +68,7 @@ class Course:
 def settings(
     ways: Mapping[str, Way], course: Course, *, limit_s: float, once: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """once: the ways that are trained with the first seed alone."""
+    """The request of a run. once: the ways that are trained with the first seed alone."""
     what = {"ways": {name: asdict(way) for name, way in ways.items()}, "course": asdict(course)}
     return what | {"limit_s": limit_s, "once": list(once)}
 
