@@ -1,0 +1,136 @@
+"""The tables of serving: steps, drafts, chunks of prompts, choices, a loop beside its replay, curves."""
+
+from __future__ import annotations
+
+from docs.tables.results import Row, Table, last_run, read, select
+
+WAYS = {
+    "nvlink": "imbrex",
+    "nvlink-fp8": "imbrex, fp8",
+    "gather-scatter": "AllGather, ReduceScatter",
+    "transformers": "the same, transformers' experts",
+    "alltoall": "all-to-all",
+    "alone": "data parallelism only",
+}
+RIVALS = ("gather-scatter", "transformers", "alltoall", "alone")
+NAMES = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3-8": "DeepSeek-V3's widths, 8 layers"}
+
+
+def steps() -> Table:
+    """Steps of decoding in ms, every way of a run beside the floor."""
+    head = ["model", "rows", "tokens before", *WAYS.values(), "over the best rival", "floor", "of the floor"]
+    body, used = [], []
+    for ours in _steps("nvlink"):
+        case = ours["case"]
+        beside = {way: _step(way, case) for way in WAYS}
+        rivals = [row["median_us"] for way, row in beside.items() if row and way in RIVALS]
+        gain = f"{min(rivals) / ours['median_us']:.2f}" if rivals else ""
+        times = ["" if row is None else f"{row['median_us'] / 1e3:.1f}" for row in beside.values()]
+        floor = [f"{ours['floor_us'] / 1e3:.1f}", f"{ours['times_floor']:.2f}"]
+        body.append([NAMES[case["model"]], case["B"], case["context"], *times, gain, *floor])
+        used += [row for row in beside.values() if row]
+    return Table(head=head, body=body, rows=used)
+
+
+def drafts() -> Table:
+    """Steps that draft, and what leaves of them."""
+    head = ["way", "rows", "drafts", "forced", "step, ms", "tokens/s a GPU", "over none", "of the floor"]
+    body, used = [], []
+    for row in _run():
+        if row["op"] != "decode step" or "drafts" not in row["case"]:
+            continue
+        case = row["case"]
+        (plain,) = (r for r in _steps(row["impl"]) if _place(r) == _place(row))
+        gain = row["tokens_per_s_gpu"] / plain["tokens_per_s_gpu"]
+        figures = [f"{row['median_us'] / 1e3:.1f}", row["tokens_per_s_gpu"], f"{gain:.2f}"]
+        chosen = [WAYS[row["impl"]], case["B"], case["drafts"], case["forced"]]
+        body.append([*chosen, *figures, f"{row['times_floor']:.2f}"])
+        used += [row, plain]
+    return Table(head=head, body=body, rows=used)
+
+
+def chunks() -> Table:
+    """Chunks of prompts in ms."""
+    rows = [row for row in select(_run(), op="chunk") if "drafts" not in row["case"]]
+    ways = [way for way in WAYS if select(rows, impl=way)]
+    body = []
+    for ours in select(rows, impl="nvlink"):
+        beside = [select(rows, impl=way, case=ours["case"]) for way in ways]
+        times = [f"{of[0]['median_us'] / 1e3:.1f}" if of else "" for of in beside]
+        case = ours["case"]
+        body.append([NAMES[case["model"]], case["room"], case["context"], *times])
+    head = ["model", "room of a slot", "tokens before", *(WAYS[way] for way in ways)]
+    return Table(head=head, body=body, rows=rows)
+
+
+def choices() -> Table:
+    """From logits to tokens."""
+    rows = select(_run(), op="token choice")
+    tokens = sorted({row["case"]["T"] for row in rows})
+    names = {"heap": "one kernel", "all-reduce": "torch and NCCL", "argmax": "argmax alone"}
+    body = [
+        [name, *(select(rows, impl=impl, case={"T": t})[0]["median_us"] for t in tokens)]
+        for impl, name in names.items()
+    ]
+    return Table(
+        head=["us of 20 calls in a graph, each", *(f"{t} rows" for t in tokens)], body=body, rows=rows
+    )
+
+
+def loops() -> Table:
+    """A closed loop beside its replay."""
+    head = ["model", "tokens/s a GPU", "replayed", "tokens/s a user", "replayed", "without a step"]
+    head += ["the host's work a step"]
+    body = []
+    rows = select(_run(), op="serve")
+    for row in rows:
+        both = [
+            f"{value:.1f}"
+            for name in ("tokens_per_s_gpu", "tokens_per_s_user")
+            for value in (row[name], row["replayed"][name])
+        ]
+        busy = sum(us for name, us in row["host_us"].items() if name != "wait")
+        share = f"{100 * row['no_step_share']:.1f} %"
+        body.append([NAMES[row["case"]["model"]], *both, share, f"{busy / 1e3:.1f} ms"])
+    return Table(head=head, body=body, rows=rows)
+
+
+def pareto() -> Table:
+    """Replayed loops: a GPU's tokens a second, and a user's."""
+    rows = last_run(read("pareto"))
+    head = ["model", "in, out", "way", "drafts", "8 users a GPU", "32 users a GPU", "128 users a GPU"]
+    lines: dict[tuple, dict[int, str]] = {}
+    for row in rows:
+        case = row["case"]
+        load = f"{case['input']}, {case['output']}"
+        key = NAMES[case["model"]], load, WAYS[row["impl"]], case["drafts"]
+        figures = f"{row['tokens_per_s_gpu']:.0f}, {row['tokens_per_s_user']:.0f}"
+        lines.setdefault(key, {})[case["users"] // case["W"]] = figures
+    body = [[*key, *(of.get(users, "") for users in (8, 32, 128))] for key, of in lines.items()]
+    return Table(
+        head=head, body=sorted(body, key=lambda line: (line[0], int(line[1].split(",")[0]))), rows=rows
+    )
+
+
+def _run() -> list[Row]:
+    return last_run(read("serve"))
+
+
+def _steps(way: str) -> list[Row]:
+    rows = select(_run(), op="decode step", impl=way)
+    return sorted((r for r in rows if "drafts" not in r["case"]), key=_order)
+
+
+def _order(row: Row) -> tuple[int, int, int]:
+    case = row["case"]
+    return list(NAMES).index(case["model"]), case["context"], case["B"]
+
+
+def _place(row: Row) -> tuple[str, int, int]:
+    case = row["case"]
+    return case["model"], case["context"], case["B"]
+
+
+def _step(way: str, case: Row) -> Row | None:
+    rows = [row for row in _steps(way) if row["case"] == case]
+    return rows[0] if rows else None
