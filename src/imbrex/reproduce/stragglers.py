@@ -26,7 +26,7 @@ LATE = 3
 """The rank that is late."""
 NETWORK = Network(nodes=1, ranks_per_node=4, inter="none")
 STEPS = {False: 100, True: 1000}
-LIMIT_S = {False: 60.0, True: 160.0}
+LIMIT_S = {False: 60.0, True: 150.0}
 """Seconds after which no further steps are begun: fewer are then reported."""
 WARM = 3
 SURE = 20.0
