@@ -62,7 +62,7 @@ def still(pool: Pool) -> Still:
     ],
 )
 def test_inference_is_the_same_while_weights_move(pool: Pool, world: int, options: dict) -> None:
-    moving = pool.run(world, infer, CONFIG, 16, EAGER, {**options, "until": {"switches": 5}})
+    moving = pool.run(world, infer, CONFIG, 6, EAGER, {**options, "until": {"switches": 5}})
     still = pool.run(world, infer, CONFIG, len(moving[0]["outputs"]), None, options)
     assert moving[0]["switched"] >= 5
     assert largest_difference(moving, still) <= 1e-5
@@ -113,41 +113,41 @@ def test_the_journal_tells_what_happened(pool: Pool, tmp_path) -> None:
 def test_training_is_the_same_while_experts_and_optimizer_state_move(
     pool: Pool, world: int, adam: bool
 ) -> None:
-    moving = pool.run(world, train, CONFIG, 12, EAGER, adam)
-    still = pool.run(world, train, CONFIG, 12, None, adam)
-    assert moving[0]["switched"] >= 10
+    moving = pool.run(world, train, CONFIG, 8, EAGER, adam)
+    still = pool.run(world, train, CONFIG, 8, None, adam)
+    assert moving[0]["switched"] >= 6
     assert largest_difference(moving, still) <= 1e-5
 
 
 def test_groups_with_other_tokens_move_together(pool: Pool) -> None:
     # All ranks of the pool: torch numbers groups by how many a rank has made.
-    moving = pool.run(8, train_in_two_groups, CONFIG, 12, EAGER)
-    still = pool.run(8, train_in_two_groups, CONFIG, 12, None)
-    assert moving[0]["switched"] >= 6
+    moving = pool.run(8, train_in_two_groups, CONFIG, 7, EAGER)
+    still = pool.run(8, train_in_two_groups, CONFIG, 7, None)
+    assert moving[0]["switched"] >= 4
     assert all(found["placements"] == moving[0]["placements"] for found in moving)
     assert largest_difference(moving, still) <= 1e-5
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_weights_written_into_a_peers_memory(pool: Pool, still: Still, training: bool) -> None:
-    moving = pool.run(4, infer_by_peer_copies, CONFIG, 16, training)
+    moving = pool.run(4, infer_by_peer_copies, CONFIG, 6, training)
     assert moving[0]["switched"] >= 5
     assert sum(found["moved"] for found in moving) > 0
     assert largest_difference(moving, still(len(moving[0]["outputs"]))) <= 1e-5
 
 
 @pytest.mark.untraced
-def test_five_hundred_switches_change_no_bit(pool: Pool) -> None:
+def test_hundreds_of_switches_change_no_bit(pool: Pool) -> None:
     """Eight layers on two ranks, all of them moved in nearly every step; tests above have more ranks."""
     pace = replace(EAGER, layer_updates_per_iter=8, window=1, proposals=40, max_moves=4)
-    found = pool.run(2, infer_exactly, CONFIG, 500, pace, 8, "allreduce")
+    found = pool.run(2, infer_exactly, CONFIG, 250, pace, 8, "allreduce")
     assert {one["switched"] for one in found} == {found[0]["switched"]}
-    assert found[0]["switched"] >= 500
+    assert found[0]["switched"] >= 250
     assert [one["wrong"] for one in found] == [0] * 2
 
 
 def test_a_slow_rank_is_waited_for(pool: Pool, still: Still) -> None:
-    slow = pool.run(4, infer_unlucky, CONFIG, 24, 256, {"slow_s": 0.04}, {"switches": 2})
+    slow = pool.run(4, infer_unlucky, CONFIG, 8, 256, {"slow_s": 0.04}, {"switches": 2})
     assert largest_difference(slow, still(len(slow[0]["outputs"]))) <= 1e-5
     assert sum(map(len, slow[0]["switched"])) >= 2
     assert all(found["switched"] == slow[0]["switched"] for found in slow)
@@ -155,7 +155,7 @@ def test_a_slow_rank_is_waited_for(pool: Pool, still: Still) -> None:
 
 
 def test_late_migrations_are_dropped_and_reported(pool: Pool, still: Still) -> None:
-    late = pool.run(4, infer_unlucky, CONFIG, 30, 1, {"slow_steps": 4}, {"stopped": 1})
+    late = pool.run(4, infer_unlucky, CONFIG, 8, 1, {"slow_steps": 4}, {"stopped": 1})
     assert largest_difference(late, still(len(late[0]["outputs"]))) <= 1e-5
     for found in late:
         assert found["placements"][0] == found["placements"][-1]
@@ -166,7 +166,7 @@ def test_late_migrations_are_dropped_and_reported(pool: Pool, still: Still) -> N
 
 
 def test_a_migration_cut_off_leaves_the_placement_whole(pool: Pool, still: Still) -> None:
-    cut = pool.run(4, infer_unlucky, CONFIG, 20, 256, {"failing": (1, 2)}, {"drops": 2, "switches": 3})
+    cut = pool.run(4, infer_unlucky, CONFIG, 8, 256, {"failing": (1, 2)}, {"drops": 2, "switches": 3})
     assert largest_difference(cut, still(len(cut[0]["outputs"]))) <= 1e-5
     for found in cut:
         assert found["placements"] == cut[0]["placements"]
