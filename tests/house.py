@@ -7,6 +7,7 @@ shows each failing on a sample.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -56,6 +57,12 @@ HOT = frozenset().union(*FLOORS[: LAYER_FLOOR + 1]) - {
 }
 
 Breach = str
+
+
+@functools.cache
+def tree_of(text: str, path: str = "") -> ast.Module:
+    """Parsed once for all the rules."""
+    return ast.parse(text, path)
 
 
 def room(module: str) -> str:
@@ -115,7 +122,7 @@ def upward_imports(path: str, text: str, modules: frozenset[str]) -> list[Breach
     if at is None:
         return [f"{path}:1: room '{here}' stands on no floor: give it one in tests/house.py and design"]
     breaches = []
-    for line, module in imports(ast.parse(text, path), path, modules):
+    for line, module in imports(tree_of(text, path), path, modules):
         there = room(module)
         below = floor(there)
         if there == here:
@@ -148,7 +155,7 @@ def wide_lines(path: str, text: str) -> list[Breach]:
 def long_functions(path: str, text: str) -> list[Breach]:
     """Functions whose body is over the limit; neither signature nor docstring is counted."""
     breaches = []
-    for node in ast.walk(ast.parse(text, path)):
+    for node in ast.walk(tree_of(text, path)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         first = node.body[0]
@@ -168,7 +175,7 @@ def forbidden_names(path: str) -> list[Breach]:
 def wide_contracts(path: str, text: str) -> list[Breach]:
     """Dataclasses that are not frozen, keyword-only and slotted, or have too many fields."""
     breaches = []
-    for node in ast.walk(ast.parse(text, path)):
+    for node in ast.walk(tree_of(text, path)):
         if not isinstance(node, ast.ClassDef) or "dataclass" not in "".join(
             map(ast.dump, node.decorator_list)
         ):
@@ -256,7 +263,7 @@ def silent_syncs(path: str, text: str) -> list[Breach]:
         return []
     lines = text.splitlines()
     breaches = []
-    functions = [n for n in ast.walk(ast.parse(text, path)) if isinstance(n, ast.FunctionDef)]
+    functions = [n for n in ast.walk(tree_of(text, path)) if isinstance(n, ast.FunctionDef)]
     for statement in {inner: None for function in functions for inner in ast.walk(function)}:
         if not isinstance(statement, ast.stmt) or isinstance(statement, ast.FunctionDef | ast.ClassDef):
             continue
@@ -303,7 +310,7 @@ def default_kinds(path: str, text: str) -> list[Breach]:
     if room(module_of(path)) in MAKES_OWN_PROCESS:
         return []
     breaches = []
-    for node in ast.walk(ast.parse(text, path)):
+    for node in ast.walk(tree_of(text, path)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         name, owner, said = node.func.attr, node.func.value, {keyword.arg for keyword in node.keywords}
@@ -346,7 +353,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def headless_docstrings(path: str, text: str) -> list[Breach]:
     """Docstrings without a subject or a verb in front, or whose first paragraph ends in no full stop."""
     breaches = []
-    for line, said in docstrings(ast.parse(text, path)):
+    for line, said in docstrings(tree_of(text, path)):
         first = re.match(r"\W*(\w*)", said)
         paragraph = re.split(r"\n\s*\n", said.strip())[0]
         if first and first[1] in HEADLESS:
@@ -377,7 +384,7 @@ def fragments(files: dict[str, str], modules: frozenset[str]) -> list[Breach]:
     """Short files that a single other file imports: each is a part of that file."""
     importers: dict[str, set[str]] = {}
     for path, text in files.items():
-        for _, module in imports(ast.parse(text, path), path, modules):
+        for _, module in imports(tree_of(text, path), path, modules):
             importers.setdefault(module, set()).add(path)
     return [
         f"{path}:1: {lines} lines, only for {next(iter(users))}"
@@ -398,7 +405,7 @@ def many_parameters(path: str, text: str) -> list[Breach]:
         return []
     public = {"__init__"} if path.endswith(PUBLIC_CONSTRUCTORS) else set()
     breaches = []
-    for node in ast.walk(ast.parse(text, path)):
+    for node in ast.walk(tree_of(text, path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             count = len(set(names) - {"self", "cls", "ctx"})
@@ -415,7 +422,7 @@ OTHER_PEOPLES = {"super", "torch", "os", "dist", "driver", "DistributedDataParal
 
 def private_reaches(path: str, text: str) -> list[Breach]:
     """`other._name` where this file does not define `_name`: another room's secret."""
-    tree = ast.parse(text, path)
+    tree = tree_of(text, path)
     own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     own |= {
         n.attr
@@ -453,7 +460,7 @@ CONTRACTS = ("transport", "experts", "strategy", "codec", "exchange", "wire", "d
 def probes(path: str, text: str) -> list[Breach]:
     """`hasattr` and `getattr` on what a contract describes: the contract says whether it is there."""
     breaches = []
-    for node in ast.walk(ast.parse(text, path)):
+    for node in ast.walk(tree_of(text, path)):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -468,7 +475,7 @@ def probes(path: str, text: str) -> list[Breach]:
 
 def public_names(text: str) -> frozenset[str]:
     """The names of a module's `__all__`."""
-    for node in ast.parse(text).body:
+    for node in tree_of(text).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return frozenset(ast.literal_eval(node.value))
     return frozenset()
@@ -514,7 +521,7 @@ def private_doors(
         return []
     return [
         f"{path}:{line}: an adapter takes {module}.{name}, which is in the __all__ of no room"
-        for line, module, name in takings(ast.parse(text, path), package_of(path), modules)
+        for line, module, name in takings(tree_of(text, path), package_of(path), modules)
         if room(module) not in ("adapters", "contracts")
         and f"{module}.{name}" not in doors
         and name not in {"__version__", *doors.get(module, ())}
@@ -533,6 +540,6 @@ def bare_participles(path: str, text: str) -> list[Breach]:
     """Variables named by a participle or pronoun alone, where a noun would say what they are."""
     return [
         f"{path}:{node.lineno}: {node.id} is no noun"
-        for node in ast.walk(ast.parse(text, path))
+        for node in ast.walk(tree_of(text, path))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in BARE
     ]

@@ -76,6 +76,18 @@ def gloo_threads(wait_s: float = 0.0) -> list[str]:
     return names
 
 
+def _execute(code: str, words: list[str]) -> None:
+    sys.argv = ["-c", *words]
+    exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
+
+
+def run_code(code: str, *words: str, folder: Path) -> str:
+    """What `code` prints, given these words, where torch is loaded and most of imbrex."""
+    ran = Forked(_execute, code, list(words), folder=folder, traced=False)
+    assert ran.wait() == 0, ran.stderr
+    return ran.stdout
+
+
 def _run_and_look(words: list[str]) -> int:
     code = main(words)
     names = gloo_threads(wait_s=5.0)

@@ -42,14 +42,16 @@ def compare(ranks: Ranks, case: Case, backend: str) -> dict[str, float]:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("transport", ["alltoall", "allgather", "allreduce"])
+@pytest.mark.parametrize("transport", ["alltoall", "allreduce"])
 def test_fullgraph_equals_eager(pool: Pool, transport: str) -> None:
+    """How rows move is inside one operator; tokens that all ranks have make another graph."""
     losses = imbrex.AuxLosses(load_balance=0.01, z=0.001)
     case = Case(config=CONFIG, tokens=(5, 4, 3, 8), losses=losses, options={"transport": transport})
     for worst in pool.run(2, run_compiled, case, "aot_eager"):
         assert max(worst.values()) < 1e-5, worst
 
 
+@pytest.mark.untraced
 def test_fullgraph_with_replicas_and_a_codec(pool: Pool) -> None:
     options = {"transport": "alltoall", "codec": "int8"}
     slots = [[0, 1, 2], [3, 0, 4, 5, -1]]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import tomllib
 import typing
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 
 from imbrex.adapters import deep_ep
 from imbrex.adapters.deep_ep.permuted import make_permutation
+from tests.ranks.forked import run_code
 
 INSTALL = """
 import importlib, importlib.util, sys, types
@@ -46,10 +45,9 @@ assert deep_ep.hybrid_ep_buffer.indices_to_map is doors.indices_to_map
 
 
 @pytest.mark.untraced
-def test_installed_modules_are_found_and_real_ones_are_left_alone() -> None:
-    ran = subprocess.run([sys.executable, "-c", INSTALL], capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
-    for line, name in zip(ran.stdout.splitlines(), ("deep_ep", "deep_ep_cpp"), strict=True):
+def test_installed_modules_are_found_and_real_ones_are_left_alone(tmp_path: Path) -> None:
+    said = run_code(INSTALL, folder=tmp_path).splitlines()
+    for line, name in zip(said, ("deep_ep", "deep_ep_cpp"), strict=True):
         assert f"another {name} is already imported; call install() before" in line
 
 
@@ -357,11 +355,5 @@ def test_engines_find_it_by_a_plug_in(tmp_path: Path, group: str, there: bool) -
     if there:
         (tmp_path / "deep_ep.py").write_text("class Buffer: ...\n")
     target = project["entry-points"][group]["imbrex"]
-    said = subprocess.run(
-        [sys.executable, "-c", PLUG_IN, str(tmp_path), target],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    assert said.stdout.strip() == ("deep_ep" if there else "imbrex.adapters.deep_ep.legacy")
+    said = run_code(PLUG_IN, str(tmp_path), target, folder=tmp_path)
+    assert said.strip() == ("deep_ep" if there else "imbrex.adapters.deep_ep.legacy")

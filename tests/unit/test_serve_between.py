@@ -14,6 +14,7 @@ from imbrex.serve.request import Request
 from tests.unit.test_serve import greedy, make, prompts
 
 
+@pytest.mark.untraced
 def test_tokens_are_the_same_compiled() -> None:
     model = make()
     model.compiled = True
