@@ -402,6 +402,11 @@ class Dispatcher(Protocol):
         """`combine`; what experts have left (`Dispatched.leave`) is called before, or computed beside it."""
         ...
 
+    def combine_backward_beside(self, *args: Any, **kwargs: Any) -> Crossing[tuple[Tensor, Any]]:
+        """`combine_backward` of rows that were weighted before; with what a kernel needs that brings them
+        beside its product, or `None` where they are there."""
+        ...
+
     def dispatch_backward_beside(self, left: Any, *args: Any, **kwargs: Any) -> Crossing[Any]:
         """The same; gradients of weights left in a `Deferral` may come beside it, which has them then."""
         ...

@@ -1,4 +1,4 @@
-"""Rows that come beside gate and up, emulated or on a GPU, and the two launches that this stands for."""
+"""Rows that come beside gate and up, or beside the gradient through down, and the launches it stands for."""
 
 from __future__ import annotations
 
@@ -10,34 +10,45 @@ from torch import Tensor
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.fused.rows_out import rows_out
-from imbrex.kernels.gemm.gemm import ALONE, Beside, Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.gemm.gemm import ALONE, Beside, Epilogue, Extras, Layout, Slopes, Tiling, launch_gemm
 from tests.emulated.scenario import Case, Inputs, make_inputs
 
 Results = list[tuple[Tensor, Tensor, Tensor]]
-"""Of every rank: its rows, SwiGLU's result, gate and up."""
+"""Of every rank: its rows, SwiGLU's result, gate and up; or rows of dy, the gradient of SwiGLU's result or
+that result, the gradient of gate and up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward:
-    """Tokens of all virtual ranks, an exchange, and gate and up of every rank's experts."""
+    """Tokens of all virtual ranks, an exchange, and gate and up of every rank's experts. gradient: how the
+    gradient through down ends, whose weights they are then."""
 
     case: Case
     exchange: NvlinkExchange
     inputs: Inputs
     weights: list[Tensor]
     tiling: Tiling
+    gradient: Epilogue | None = None
 
 
-def begin(case: Case, inner: int, exchange: NvlinkExchange, tiling: Tiling, device: str = "cpu") -> Forward:
+def begin(
+    case: Case,
+    inner: int,
+    exchange: NvlinkExchange,
+    tiling: Tiling,
+    device: str = "cpu",
+    gradient: Epilogue | None = None,
+) -> Forward:
     """The experts have `inner` columns."""
     make = torch.Generator(device).manual_seed(case.seed)
     weights = []
     for rank in range(case.ranks):
         low, high = case.slots_of(rank)
-        size = high - low, 2 * inner, case.width
-        weights.append(torch.randn(size, generator=make, device=device).bfloat16())
+        size = (2 * inner, case.width) if gradient is None else (case.width, inner)
+        weights.append(torch.randn(high - low, *size, generator=make, device=device).bfloat16())
     inputs = make_inputs(case, device)
-    return Forward(case=case, exchange=exchange, inputs=inputs, weights=weights, tiling=tiling)
+    parts = {"case": case, "exchange": exchange, "inputs": inputs, "weights": weights}
+    return Forward(**parts, tiling=tiling, gradient=gradient)
 
 
 def _multiply(
@@ -46,6 +57,8 @@ def _multiply(
     weight = forward.weights[rank]
     ends = routed.counts_Le[rank, : len(weight)].cumsum(0).int()
     groups = Groups(plan=torch.cat([ends.new_zeros(COUNTERS), ends]))
+    if forward.gradient is not None:
+        return _differentiate(forward, rows, weight, groups, beside, blocks)
     inner = weight.shape[1] // 2
     gate_up = torch.full((len(rows), 2 * inner), float("nan"), dtype=torch.bfloat16, device=rows.device)
     act = gate_up[:, :inner].clone()
@@ -64,6 +77,38 @@ def _multiply(
     )
     used = int(ends[-1]) if len(ends) else 0
     return rows[:used], act[:used], gate_up[:used]
+
+
+def _differentiate(
+    forward: Forward, rows: Tensor, down: Tensor, groups: Groups, beside: Beside, blocks: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient through down; with SwiGLU's behind it, that of the rows' weights ends the last result."""
+    count, inner, epilogue, device = len(rows), down.shape[2], forward.gradient, rows.device
+    assert epilogue is not None
+    make = torch.Generator(device).manual_seed(forward.case.seed)
+    gate_up = torch.randn(count, 2 * inner, generator=make, device=device).bfloat16()
+    weights_R = torch.rand(count, generator=make, device=device)
+    act, d_gate_up = rows.new_full((count, inner), float("nan")), torch.full_like(gate_up, float("nan"))
+    d_weights = weights_R.new_full((-(-inner // forward.tiling.block_n), count), float("nan"))
+    more: Extras = {"blocks": blocks, "beside": beside}
+    if epilogue is Epilogue.SWIGLU_GRADIENT:
+        more["slopes"] = Slopes(gate_up=gate_up, d_gate_up=d_gate_up, d_weights=d_weights)
+        more["weights_R"] = weights_R
+    launch_gemm(
+        Layout.DGRAD,
+        rows,
+        down,
+        groups.ends_e,
+        act,
+        groups.counter,
+        tiling=forward.tiling,
+        epilogue=epilogue,
+        **more,
+    )
+    used = int(groups.ends_e[-1]) if len(groups.ends_e) else 0
+    if epilogue is Epilogue.PLAIN:
+        return rows[:used], act[:used], act[:used]
+    return rows[:used], act[:used], torch.cat([d_gate_up.float(), d_weights.T], 1)[:used]
 
 
 def apart(forward: Forward, sms: int = 2, blocks: int | None = None) -> Results:
@@ -85,7 +130,11 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: in
         dtype=torch.bfloat16,
         device=inputs.x_WTD.device,
     )
-    staged, routed = exchange.stage(*given, balanced=case.balanced, out=out)
+    if forward.gradient is None:
+        staged, routed = exchange.stage(*given, balanced=case.balanced, out=out)
+    else:
+        routed = exchange.route(*given[1:3], inputs.tokens_W, balanced=case.balanced)
+        staged = exchange.stage_again(inputs.x_WTD, routed, sms, out=out)
     results, staged = [], replace(staged, movers=movers)
     for rank in range(case.ranks):
         results.append(_multiply(forward, rank, out[rank], routed, rows_out(staged, rank), blocks))

@@ -97,6 +97,7 @@ constexpr u32 kPatience = 1 << 15;
 template <int> void more_registers() {}
 template <int> void fewer_registers() {}
 inline void prefetch_map(const TensorMap*) {}
+inline void prefetch_l2(const void*, u32) {}
 inline void mbarrier_wait(u32 barrier, u32 parity, u32& patience) {
     while (!mbarrier_try(barrier, parity) && patience != 0) --patience;
 }

@@ -132,7 +132,7 @@ def test_a_captured_fused_layer_follows_its_tokens(nccl: Pool) -> None:
 
 
 def run_random_calls(ranks: Ranks, case: Case, calls: int) -> int:
-    """Calls with changing numbers of tokens whose bits are not those of serial."""
+    """Steps with changing numbers of tokens of which an output or a gradient has not the bits of serial."""
     fused = make_layer(
         replace(case, options={**case.options, "schedule": "fused"}), ranks.group, ranks.device
     )
@@ -142,8 +142,13 @@ def run_random_calls(ranks: Ranks, case: Case, calls: int) -> int:
         torch.manual_seed(1000 * ranks.rank + call)
         tokens = int(torch.randint(257, 900, ()))
         x_TD = torch.randn(tokens, case.config.hidden_size, device=ranks.device, dtype=case.dtype)
-        with torch.no_grad():
-            wrong += not torch.equal(fused(x_TD), serial(x_TD))
+        x_TD.requires_grad_()
+        answers = []
+        for layer in (fused, serial):
+            y_TD = layer(x_TD)
+            leaves = [x_TD, *layer.parameters()]
+            answers.append([y_TD, *torch.autograd.grad(y_TD, leaves, coefficients(y_TD).to(y_TD.dtype))])
+        wrong += not all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
     return wrong
 
 

@@ -7,7 +7,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import imbrex
+from imbrex.exchange import nvlink
+from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.router.collectives import sum_over_ranks
 from imbrex.runtime.waits import RankLostError, refuse_lost
@@ -27,8 +31,8 @@ pytestmark = [
 TIMEOUT_S, SILENT_S, D = 3.0, 9.0, 256
 
 
-def make_layer(transport: str) -> imbrex.MoELayer:
-    config = imbrex.MoEConfig(hidden_size=D, intermediate_size=128, num_experts=8, top_k=2)
+def make_layer(transport: str, *, width: int = D, **options: Any) -> imbrex.MoELayer:
+    config = imbrex.MoEConfig(hidden_size=width, intermediate_size=128, num_experts=8, top_k=2)
     return imbrex.MoELayer(
         config,
         dist.group.WORLD,
@@ -36,11 +40,12 @@ def make_layer(transport: str) -> imbrex.MoELayer:
         timeout=TIMEOUT_S,
         dtype=torch.bfloat16,
         device=f"cuda:{dist.get_rank()}",
+        **options,
     )
 
 
-def draw(tokens: int) -> torch.Tensor:
-    return torch.randn(tokens, D, dtype=torch.bfloat16, device=f"cuda:{dist.get_rank()}")
+def draw(tokens: int, width: int = D) -> torch.Tensor:
+    return torch.randn(tokens, width, dtype=torch.bfloat16, device=f"cuda:{dist.get_rank()}")
 
 
 def leave_if_second() -> None:
@@ -85,6 +90,48 @@ def go_back_without_a_peer() -> list[str]:
         assert parameter.grad is not None
         assert parameter.grad.isnan().all(), name
     try:
+        layer.check()
+    except ExchangeError as error:
+        return [str(error)]
+    return []
+
+
+FUSED = {
+    "stage": (NvlinkExchange, "expert ids"),
+    "stage_again": (NvlinkExchange, "staged rows"),
+    "down_and_sums": (nvlink, "reduced rows"),
+    "home_beside_gradients": (nvlink, "reduced rows"),
+}
+"""What queues a fused kernel, or the tokens of one, where that is, and what a peer waits for then."""
+
+
+def multiply_without_a_peer(launch: str, dies: bool) -> list[str]:
+    """The second rank dies, or sleeps, before its part of a fused kernel; the first one's has begun."""
+    nvlink.why_not_sums = lambda *_: None  # so few tokens' sums go home beside down, too
+    layer, x = make_layer("nvlink", width=1024, schedule="fused"), draw(600, 1024).requires_grad_()
+    layer(x).float().square().sum().backward()  # leaves numbers in the memory that the next one finds
+    x.grad = None
+    torch.cuda.synchronize()
+    dist.barrier()
+    place = FUSED[launch][0]
+    queue = getattr(place, launch)
+
+    def lose(*args: Any, **options: Any) -> Any:
+        torch.cuda.synchronize()
+        if dist.get_rank() == 1 and dies:
+            os._exit(0)
+        if dist.get_rank() == 1:
+            time.sleep(SILENT_S)
+        return queue(*args, **options)
+
+    setattr(place, launch, lose)
+    try:
+        y = layer(x)
+        if launch in ("stage_again", "home_beside_gradients"):
+            y.float().square().sum().backward()
+        torch.cuda.synchronize()
+        result = y if x.grad is None else x.grad
+        assert result.isnan().all()
         layer.check()
     except ExchangeError as error:
         return [str(error)]
@@ -175,6 +222,17 @@ def test_every_gradient_of_a_backward_that_lost_a_peer_is_no_number() -> None:
     (said,) = told(go_back_without_a_peer)
     assert len(said) == 1
     assert "timed out, waiting for" in said[0]
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "sleeps"])
+@pytest.mark.parametrize("launch", FUSED)
+def test_a_rank_that_is_lost_before_a_fused_kernel_leaves_no_numbers(launch: str, dies: bool) -> None:
+    first, *others = told(partial(multiply_without_a_peer, launch, dies))
+    assert len(others) == (0 if dies else 1)
+    (said,) = first
+    assert f"timed out, waiting for {FUSED[launch][1]} of rank 1" in said
+    for words in others:  # the sleeper: its peer gave up
+        assert len(words) == 1
 
 
 def test_a_silent_rank_ends_a_wait_over_nccl_within_the_time_out() -> None:

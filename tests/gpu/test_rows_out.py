@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL, Tiling
+from imbrex.kernels.gemm.gemm import Epilogue
+from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL, Tiling
 from imbrex.placement.layouts import contiguous
 from tests.emulated.rows_out import apart, begin, beside, differences
 from tests.emulated.scenario import Case, make_exchange
@@ -31,6 +32,27 @@ def test_bits_are_those_of_two_launches(name: str, tiling: Tiling) -> None:
     wanted = apart(forward, 16)
     for _ in range(3):
         assert differences(beside(forward, 132 // case.ranks), wanted) == []
+
+
+GRADIENTS = {
+    "plain": (Epilogue.PLAIN, SHARED),
+    "plain, pairs": (Epilogue.PLAIN, PAIRED),
+    "plain, small": (Epilogue.PLAIN, SMALL),
+    "swiglu": (Epilogue.SWIGLU_GRADIENT, GRADIENT_TILINGS[0]),
+    "swiglu, small": (Epilogue.SWIGLU_GRADIENT, GRADIENT_TILINGS[1]),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_dy_beside_the_gradient_through_down(name: str, gradient: str) -> None:
+    case, inner = CASES[name]
+    epilogue, tiling = GRADIENTS[gradient]
+    exchange = make_exchange(case, "cuda", timeout=10.0)
+    backward = begin(case, inner, exchange, tiling, "cuda", epilogue)
+    wanted = apart(backward, 16)
+    for _ in range(3):
+        assert differences(beside(backward, 132 // case.ranks), wanted) == []
 
 
 def test_many_calls_with_delays_in_them() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from imbrex.contracts import Placement
-from imbrex.kernels.gemm.tiling import PAIRED, SHARED, SMALL
+from imbrex.kernels.gemm.gemm import Epilogue
+from imbrex.kernels.gemm.tiling import GRADIENT_TILINGS, PAIRED, SHARED, SMALL
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.gemm import Edits, emulate
@@ -65,6 +66,33 @@ def test_the_first_blocks_alone_can_bring_all_rows(movers: int, monkeypatch: pyt
 def test_other_tilings(tiling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = made(CASES["two ranks"], monkeypatch, tiling)
     assert differences(beside(forward), apart(forward)) == []
+
+
+GRADIENTS = {
+    "plain": (Epilogue.PLAIN, SHARED),
+    "plain, pairs": (Epilogue.PLAIN, PAIRED),
+    "plain, small": (Epilogue.PLAIN, SMALL),
+    "swiglu": (Epilogue.SWIGLU_GRADIENT, GRADIENT_TILINGS[0]),
+    "swiglu, small": (Epilogue.SWIGLU_GRADIENT, GRADIENT_TILINGS[1]),
+}
+
+
+def gradient_of(case: Case, name: str, monkeypatch: Any, edits: Edits = ()) -> Forward:
+    emulate(monkeypatch, None, blocks=4, edits=edits)
+    epilogue, tiling = GRADIENTS[name]
+    exchange = make_exchange(case, load=kernel.load)
+    return begin(case, 192, exchange, tiling, gradient=epilogue)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("case", ["two ranks", "empty ranks", "replicas", "tensor ranks"])
+def test_rows_of_dy_beside_the_gradient_through_down(
+    case: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradient = gradient_of(CASES[case], name, monkeypatch)
+    wanted = apart(gradient)
+    for _ in range(2):
+        assert differences(beside(gradient), wanted) == []
 
 
 COUNT = "                if (mine >= 0) ptx::add_relaxed_gpu(rows.there + mine / kCounted, 1);\n"

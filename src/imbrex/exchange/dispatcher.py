@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec.fp8 import BLOCK, Fp8
-from imbrex.contracts import Addend, Geometry, Listener, Roles, Routing, RowForm, Wire
+from imbrex.contracts import Addend, Crossing, Geometry, Listener, Roles, Routing, RowForm, Wire
 from imbrex.exchange import autograd
 from imbrex.exchange.agreement import DTYPES, find_problem
 from imbrex.runtime.tracing import differentiated, traced
@@ -75,6 +75,12 @@ class DispatcherBase:
         for product in left:
             product()
         return self.combine(rows_RD, weights_R, state, num_tokens, addend, out_TD)
+
+    def combine_backward_beside(
+        self: Any, d_y_TD: Tensor, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> Crossing[tuple[Tensor, Any]]:
+        moved = self.combine_backward(d_y_TD, None, weights_R, state)
+        return Crossing(moved.move, lambda received: (moved.read(received)[0], None))
 
     def dispatch_backward_beside(
         self: Any,

@@ -20,9 +20,10 @@ from torch.library import custom_op, get_ctx
 from imbrex.contracts import Routing, RowForm
 from imbrex.exchange.autograd import complete, dispatcher_by
 from imbrex.kernels.exchange.lease import Staged
-from imbrex.kernels.ffn.ffn import Saved, ffn_gradients, run_ffn
+from imbrex.kernels.ffn.ffn import Saved, can_bring_gradient, ffn_gradients, run_ffn
 from imbrex.kernels.ffn.glue import COUNTERS
 from imbrex.kernels.fused.rows_out import rows_out
+from imbrex.kernels.gemm.gemm import ALONE
 from imbrex.runtime.deferred import Deferral
 
 
@@ -98,11 +99,16 @@ def run_fused_backward(
     """d_x_TD, d_weights_TK, d_gate_up_eGD, d_down_eDF; those of experts empty unless needed."""
     dispatcher = dispatcher_by(key).fusing(None)
     rows_RD, weights_R, gate_up_RG, groups, *state = saved
-    d_y_RD, _ = complete(dispatcher.combine_backward(d_y_TD.contiguous(), None, weights_R, state))
+    dy = d_y_TD.contiguous(), weights_R, state
+    if can_bring_gradient(down_eDF):
+        d_y_RD, staged = complete(dispatcher.combine_backward_beside(*dy))
+    else:
+        d_y_RD, staged = complete(dispatcher.combine_backward(dy[0], None, *dy[1:]))[0], None
+    beside = ALONE if staged is None else rows_out(staged)
     saved_too = Saved(rows_RD, gate_up_eGD, down_eDF, groups, weights_R, gate_up_RG)
     deferral, (need_gate_up, need_down) = Deferral() if all(needs) else None, needs
     d_rows_RD, d_gate_up, d_down, d_weights_R = ffn_gradients(
-        d_y_RD, saved_too, (True, need_gate_up, need_down), deferral=deferral
+        d_y_RD, saved_too, (True, need_gate_up, need_down), deferral=deferral, beside=beside
     )
     out = d_y_TD.new_empty(d_y_TD.shape), weights_R.new_empty(d_y_TD.shape[0], top_k)
     arguments = d_rows_RD, d_weights_R, state, d_y_TD.shape[0], out

@@ -448,6 +448,32 @@ class NvlinkDispatcher(WiredDispatcher):
 
         return self._crossing(work, lambda d_y_RD: self._weigh(d_y_RD, rows_RD, weights_R, state))
 
+    def why_not_dy_beside(self) -> str | None:
+        """Why `combine_backward_beside` moves rows before their product, or `None`."""
+        if not self.fuses:
+            return "nothing was fused in the forward"
+        if is_coded(self.wire.combine_backward):
+            return "gradients of sums cross as fp8"
+        return None
+
+    def combine_backward_beside(
+        self, d_y_TD: Tensor, weights_R: Tensor, state: Sequence[Tensor]
+    ) -> Crossing[tuple[Tensor, Staged | None]]:
+        """Gradients of rows that were weighted before, under way for a kernel that brings them beside its
+        product. Where `why_not_dy_beside` says why, they are there."""
+        rows = weights_R.shape[0]
+        if self.why_not_dy_beside() is not None or not rows:
+            return super().combine_backward_beside(d_y_TD, weights_R, state)
+
+        def work() -> tuple[Tensor, Staged]:
+            routed, out = self.read_state(state), d_y_TD.new_empty(rows, d_y_TD.shape[1])
+            with self.observer.span("combine_backward", layer=self.layer):
+                tokens = d_y_TD.contiguous(), routed, self.sms.stage
+                staged = self._kernels(routed).stage_again(*tokens, out=out)
+            return out, replace(staged, movers=self.roles.rows)
+
+        return Crossing(partial(_at_once, work), _as_it_is)
+
     def dispatch_backward(
         self,
         d_rows_RD: Tensor,

@@ -22,7 +22,10 @@ from imbrex.contracts import (
     RowForm,
 )
 from imbrex.experts.experts import Experts as Ours
+from imbrex.kernels.exchange.lease import Staged
+from imbrex.kernels.ffn.ffn import bring_gradient, brings_gradient
 from imbrex.kernels.ffn.glue import Groups
+from imbrex.kernels.fused.rows_out import rows_out
 from imbrex.runtime.deferred import Deferral
 
 
@@ -167,13 +170,16 @@ class Backward:
         self.left: list[Tensor | None] = [None] * len(self.parameters)
         self.d_x_TD = d_y_TD.new_empty(d_y_TD.shape)
         self.d_weights_TK = forward.weights_TK.new_empty(forward.weights_TK.shape)
-        self.d_rows: list[tuple[Tensor, Tensor] | None] = [None] * len(forward.chunks)
+        self.d_rows: list[tuple[Tensor, Any] | None] = [None] * len(forward.chunks)
 
     def encode_out(self, chunk: int) -> None:
         c = self.forward.chunks[chunk]
         assert c.out_RD is not None
         assert c.weights_R is not None
         out_RD = None if self.forward.layer_experts.applies_weights else c.out_RD.detach()
+        if self.forward.fused and out_RD is None and brings_gradient(c.out_RD):
+            c.crossing = self.dispatcher.combine_backward_beside(self.d_y_TD[c.tokens], c.weights_R, c.state)
+            return
         c.crossing = self.dispatcher.combine_backward(self.d_y_TD[c.tokens], out_RD, c.weights_R, c.state)
 
     def move_out(self, chunk: int) -> Pending | None:
@@ -191,6 +197,8 @@ class Backward:
         assert c.weights_R is not None
         assert d_out is not None
         d_out_RD, d_weights_R = d_out
+        if isinstance(d_weights_R, Staged):
+            bring_gradient(c.out_RD, rows_out(d_weights_R))
         leaves = [c.rows_RD, *([c.weights_R] if c.weights_R.requires_grad else []), *self.parameters]
         with self.exchange.observer.span("experts_backward", layer=self.exchange.layer):
             if c.out_RD.requires_grad:

@@ -44,7 +44,7 @@ from imbrex.kernels.exchange import variants as kernel
 from imbrex.kernels.exchange.failures import check_choices, check_rows, check_sent, poison, raise_failure
 from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launches import Choosing, Sums, default_sms
-from imbrex.kernels.exchange.lease import COUNTED, Lease, Staged
+from imbrex.kernels.exchange.lease import Lease, Staged, staged_rows
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed, placement_tables
 from imbrex.kernels.structs import Struct
@@ -318,27 +318,26 @@ class NvlinkExchange:
         route = self._route_args(ids, weights, tokens, routed, choosing)
         blocks, shared = lay.route_blocks(self.shape, num_sms, self._room, fewest=num_sms)
         out = self._empty_rows(x) if out is None else out
-        pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
-        room = out.shape[-2]
-        sizes = (self.local_ranks, room), (self.local_ranks, -(-room // COUNTED))
-        token_LR, there_LC = (torch.empty(size, dtype=torch.int32, device=self.device) for size in sizes)
-        args = lay.Stage(
-            route=route, pull=pull, token=token_LR, there=there_LC, rows=room, counters=there_LC.shape[1]
-        )
+        staged, lists = self._staged(x, out, routed)
         self._count_routing(blocks)
+        args = lay.Stage(route=route, **lists)
         self._launch(kernel.STAGE, "pull", blocks, kernel.STAGE_THREADS, shared, args)
-        staged = Staged(
-            x=x,
-            rows=out,
-            token_LR=token_LR,
-            there_LC=there_LC,
-            position_LWTK=routed.position_LWTK,
-            totals_L4=routed.totals_L4,
-            staged_at=pull.staged_at + pull.buffer * pull.buffer_bytes,
-            group=self.group_of,
-            exchange=self.serial,
-        )
         return staged, routed
+
+    def stage_again(self, x: Tensor, routed: Routed, num_sms: int = how.STAGE_SMS, *, out: Tensor) -> Staged:
+        """`stage` of other tokens of a routing that was made before. A rank may `pull` instead."""
+        self._row_bytes(x)
+        if self.debug:
+            check_rows(routed, out.shape[-2])
+        staged, lists = self._staged(x, out, routed)
+        args, threads = lay.StageAgain(**lists), kernel.STAGE_AGAIN_THREADS
+        self._launch(kernel.STAGE_AGAIN, "pull", num_sms, threads, 0, args)
+        return staged
+
+    def _staged(self, x: Tensor, out: Tensor, routed: Routed) -> tuple[Staged, dict[str, Any]]:
+        """And what the kernel that stages is told of it."""
+        pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        return staged_rows(x, out, routed, pull, self.group_of, self.serial)
 
     def _empty_rows(self, x: Tensor) -> Tensor:
         size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])

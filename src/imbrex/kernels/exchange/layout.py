@@ -62,6 +62,7 @@ Small = struct("exchange/small.cu", "Small")
 Dispatch = struct("exchange/dispatch.cu", "Dispatch")
 Expert = struct("exchange/expert.cu", "Expert")
 Stage = struct("exchange/stage.cu", "Stage")
+StageAgain = struct("exchange/stage_again.cu", "StageAgain")
 CONTROL_BYTES, OVERFLOWS_AT = -(-ctypes.sizeof(Control) // 512) * 512, Control.overflows.offset
 """The first bytes of every heap; where in them the calls that did not fit are counted."""
 SMALL_SMS = 64

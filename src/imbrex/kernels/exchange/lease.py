@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import Struct
 
 COUNTED = 128
@@ -36,6 +39,30 @@ class Staged:
     group: Callable[[int, int], Struct]
     exchange: int
     movers: int | None = None
+
+
+def staged_rows(
+    x: Tensor, rows: Tensor, routed: Routed, pull: Any, group: Callable[[int, int], Struct], exchange: int
+) -> tuple[Staged, dict[str, Any]]:
+    """What a kernel that brings `rows` needs, and what the one that stages them is told besides. pull: where
+    it stages the tokens `x`."""
+    ranks, room = routed.totals_L4.shape[0], rows.shape[-2]
+    sizes = (ranks, room), (ranks, -(-room // COUNTED))
+    token_LR, there_LC = (torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes)
+    staged = Staged(
+        x=x,
+        rows=rows,
+        token_LR=token_LR,
+        there_LC=there_LC,
+        position_LWTK=routed.position_LWTK,
+        totals_L4=routed.totals_L4,
+        staged_at=pull.staged_at + pull.buffer * pull.buffer_bytes,
+        group=group,
+        exchange=exchange,
+    )
+    counters = there_LC.shape[1]
+    told = {"pull": pull, "token": token_LR, "there": there_LC, "rows": room, "counters": counters}
+    return staged, told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

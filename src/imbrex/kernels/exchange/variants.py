@@ -12,7 +12,7 @@ ROUTE_THREADS, ROUTE_MANY_THREADS = 1024, 128
 BESIDE_THREADS, BEFORE_THREADS = 256, 512
 """Threads that route in a kernel that pushes, and in one that pulls."""
 EXPERT_THREADS = PULL_THREADS + BEFORE_THREADS
-STAGE_THREADS = 32 * 8 + BEFORE_THREADS
+STAGE_THREADS, STAGE_AGAIN_THREADS = 32 * 8 + BEFORE_THREADS, 32 * 8 + 256
 
 
 def shipped_variants() -> list[jit.Variant]:
@@ -23,6 +23,7 @@ def shipped_variants() -> list[jit.Variant]:
         *DISPATCH.values(),
         EXPERT,
         STAGE,
+        STAGE_AGAIN,
         PULL,
         SMALL,
         *REDUCE.values(),
@@ -52,6 +53,7 @@ DISPATCH = {
 SMALL = jit.Variant(source="exchange/small.cu", entry="dispatch_small")
 EXPERT = jit.Variant(source="exchange/expert.cu", entry="dispatch_expert")
 STAGE = jit.Variant(source="exchange/stage.cu", entry="route_and_stage")
+STAGE_AGAIN = jit.Variant(source="exchange/stage_again.cu", entry="stage_again")
 PULL = jit.Variant(source="exchange/pull.cu", entry="pull_rows")
 REDUCE = {
     fp8: jit.Variant(source="exchange/reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -248,9 +248,10 @@ def ffn_gradients(
     *,
     gradients: tuple[Tensor, Tensor] | None = None,
     deferral: Deferral | None = None,
+    beside: Beside = ALONE,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same. The weights' gradients are not among the results where they are added to `gradients`, or left
-    to `deferral`."""
+    to `deferral`. beside: the kernel of the product of `d_y_RD`, which brings its rows as well."""
     rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG = saved
     need_rows, need_gate_up, need_down = needs
     rows, groups = rows_RD.shape[0], Groups(plan=plan)
@@ -266,7 +267,7 @@ def ffn_gradients(
         _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
     weights_R = None if weights_R is None else weights_R.contiguous()
     d_gate_up_RG, act_RF, d_weights_R = _swiglu_gradient(
-        d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_down
+        d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_down, beside
     )
     add_to = (None, None) if gradients is None else gradients
     if deferral is not None:  # takes those of both weights
@@ -329,12 +330,13 @@ def _swiglu_gradient(
     gate_up_RG: Tensor,
     weights_R: Tensor | None,
     keep: bool,
+    beside: Beside,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]."""
     rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
     if d_y_RD.shape[1] > FUSED_WIDTH:
         d_act_RF = d_y_RD.new_empty(rows, inner)
-        _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF)
+        _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF, beside=beside)
         return swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e, keep=keep)
     tiling = choose_tiling(
         Layout.DGRAD,
@@ -359,6 +361,7 @@ def _swiglu_gradient(
         epilogue=Epilogue.SWIGLU_GRADIENT,
         weights_R=weights_R,
         slopes=Slopes(gate_up=gate_up_RG, d_gate_up=d_gate_up_RG, keep=keep, d_weights=parts),
+        beside=beside,
     )
     return d_gate_up_RG, act_RF, None if parts is None else parts.sum(0)
 
@@ -410,6 +413,7 @@ class Ffn(torch.autograd.Function):
         y_RD, gate_up_RG, plan = run_ffn(*inputs, keep, beside, groups)
         ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
         ctx.gradients, ctx.deferral = backward
+        ctx.brings, ctx.beside = can_bring_gradient(down_eDF), ALONE
         return y_RD
 
     @staticmethod
@@ -421,15 +425,35 @@ class Ffn(torch.autograd.Function):
         # Zeros of no rows, or no experts, are not worth leaving.
         deferral = ctx.deferral if saved.rows_RD.shape[0] and saved.down_eDF.shape[0] else None
         ours, needs = add_to is None and deferral is None, (rows, gate_up, down)
-        if ours and traced(d_y_RD):
+        if ours and ctx.beside is ALONE and traced(d_y_RD):
             results = torch.ops.imbrex_experts_v3.ffn_backward(d_y_RD, *saved, needs)
         else:
-            results = ffn_gradients(d_y_RD, saved, needs, gradients=add_to, deferral=deferral)
+            more = {"gradients": add_to, "deferral": deferral, "beside": ctx.beside}
+            results = ffn_gradients(d_y_RD, saved, needs, **more)
         present = rows, gate_up and ours, down and ours, weights
         d_rows, d_gate_up, d_down, d_weights = (
             result if is_given else None for result, is_given in zip(results, present, strict=True)
         )
         return d_rows, d_gate_up, d_down, None, d_weights, None
+
+
+def can_bring_gradient(down_eDF: Tensor) -> bool:
+    """Whether there is a kernel that brings rows of a gradient beside their product with this weight."""
+    return down_eDF.shape[2] % 64 == 0
+
+
+def brings_gradient(y_RD: Tensor) -> bool:
+    """Whether rows of the gradient of `y_RD` can come beside the first product of the backward of the `ffn`
+    that made it: there is a kernel, and nobody else reads them before."""
+    node: Any = y_RD.grad_fn
+    ours = node is not None and node.name() == f"{Ffn.__name__}Backward" and node.brings
+    return ours and not y_RD._backward_hooks and not y_RD.retains_grad
+
+
+def bring_gradient(y_RD: Tensor, beside: Beside) -> None:
+    """Let `beside` be the kernel of that product. Where `brings_gradient`, before the backward, once."""
+    node: Any = y_RD.grad_fn
+    node.beside = beside
 
 
 _library.impl("ffn", run_ffn, "CUDA")

@@ -19,13 +19,18 @@ from imbrex.kernels.structs import struct
 ROWS = struct("fused/movers.cuh", "Rows")
 SOURCE, ENTRY = "fused/rows_out.cu", "rows_and_product"
 ALL = 1 << 30
-EPILOGUES = (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP)
+PRODUCTS = {
+    Layout.FORWARD: (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP),
+    Layout.DGRAD: (Epilogue.PLAIN, Epilogue.SWIGLU_GRADIENT),
+}
+"""The products whose rows come beside them, by the operand's layout."""
 
 
 def shipped_variants() -> list[Variant]:
-    """One for every way that gate and up are cut and stored."""
-    choices = [c for c in gemm_choices() if c.layout is Layout.FORWARD and c.epilogue in EPILOGUES]
-    variants = [gemm_variant(c.layout, c.epilogue, c.tiling) for c in choices]
+    """One for every way that gate and up, and the gradient through down, are cut and stored."""
+    choices = [c for c in gemm_choices() if c.epilogue in PRODUCTS.get(c.layout, ())]
+    choices = [c for c in choices if c.wide or c.layout is Layout.FORWARD]
+    variants = [gemm_variant(c.layout, c.epilogue, c.tiling, True) for c in choices]
     return [replace(variant, source=SOURCE, entry=ENTRY) for variant in variants]
 
 

@@ -46,6 +46,17 @@ struct Kept {
     }
 };
 
+// Gate and up of the 64 kBlocksM rows of a group, and of the columns of a tile, into L2: thread by thread a row.
+template <class C>
+__device__ __forceinline__ void ask_for_kept(const Slopes& slopes, const Slot& tile, int row, int rows, int f,
+                                             int thread) {
+    if (thread >= least(rows, 64 * C::kBlocksM)) return;
+    const uint4* from = slopes.gate_up + i64(row + thread) * (f / 4) + tile.column / 8;
+    const u32 bytes = 2 * least(tile.columns, C::kBlockN);
+    ptx::prefetch_l2(from, bytes);
+    ptx::prefetch_l2(from + f / 8, bytes);
+}
+
 struct Pair {
     u32 act, d_gate, d_up;
 };
@@ -88,13 +99,16 @@ __device__ __forceinline__ void store_slopes(const float (&d)[C::kBlockN / 2], K
 #pragma unroll
     for (int c = 0; c < C::kOutputs; ++c) {
         if (64 * c >= tile.columns) break;
+        if (!C::kKeptAhead) kept.load(slopes, tile, row, rows, f, c);
         u32 panels[3];  // of gate, up, act
         stores.begin(panels);
         kept.store(panels[0], panels[1]);
-        if (c + 1 < C::kOutputs && 64 * (c + 1) < tile.columns)
-            kept.load(slopes, tile, row, rows, f, c + 1);
-        else if (next_rows > 0)
-            kept.load(slopes, tile, row + 64, next_rows, f, 0);
+        if constexpr (C::kKeptAhead) {
+            if (c + 1 < C::kOutputs && 64 * (c + 1) < tile.columns)
+                kept.load(slopes, tile, row, rows, f, c + 1);
+            else if (next_rows > 0)
+                kept.load(slopes, tile, row + 64, next_rows, f, 0);
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // 16 columns
             const u32 at = line * 128 + ((2 * i + (lane >> 4)) ^ (line & 7)) * 16;

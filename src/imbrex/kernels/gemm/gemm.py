@@ -131,7 +131,7 @@ _NO_SLOPES = _SLOPES(gate_up=None, d_weight=None, rows=0, keep=0)
 
 
 class Beside(NamedTuple):
-    """A kernel that does more than its forward product: the arguments of gemm/gemm.cu's, and `args`.
+    """A kernel that does more than its product: the arguments of gemm/gemm.cu's, and `args`.
 
     file: the source and its entry. args: from the blocks of a launch. key: numbers that they are made from.
     """
@@ -365,7 +365,7 @@ class Extras(TypedDict, total=False):
     bytes apart); `out` is bf16, and fp8 again with SWIGLU. slopes (DGRAD): a b is the gradient of SwiGLU's
     result and `out` gets that result. ADD, ADD_FLOAT (WGRAD) add to `out`, bf16 or float32. index_R (int64,
     FORWARD): row r is a[index_R[r]], a [T, K]: the bits of a permuted copy. blocks: of the launch. beside: a
-    kernel that does more (FORWARD, bf16, no index).
+    kernel that does more (FORWARD, or DGRAD where N is a multiple of 64; bf16, no index).
     """
 
     gate_up: torch.Tensor | None

@@ -156,7 +156,13 @@ __device__ __forceinline__ void consume(const Problem& problem, const Shared<C>&
             ptx::mbarrier_wait(shared.order + 8 * group, (index - 1) / 2 & 1, patience);
         const int rows = tile.rows - 64 * first_block;
         Kept kept;
-        if (C::kSlopes && rows > 0) kept.load(slopes, tile, tile.row + 64 * first_block, rows, columns, 0);
+        if constexpr (C::kSlopes) {
+            const int row = tile.row + 64 * first_block;
+            if (!C::kKeptAhead)
+                ask_for_kept<C>(slopes, tile, row, rows, columns, thread);
+            else if (rows > 0)
+                kept.load(slopes, tile, row, rows, columns, 0);
+        }
         if (rows <= 0)
             multiply_tile<C, 0>(d, shared, 0, tile, patience);
         else if constexpr (C::kFp8)

@@ -59,6 +59,9 @@ struct Config : Cut {
                                               : Cut::kBeside    ? (504 - Cut::kBeside) / 2
                                               : kManyRegisters  ? 232
                                                                 : 224;
+    // Of SwiGLU's gradient, gate and up of the next panel are in registers while the one before is computed;
+    // where those are too few, they are asked into L2 before the product (gemm/backward.cuh).
+    static constexpr bool kKeptAhead = kConsumerRegisters >= 232;
     static constexpr int kThreads = 128 * (Cut::kGroups + 1);
     static constexpr int kReaders = Cut::kPingpong ? 4 : 4 * Cut::kGroups;  // warps, of a stage or a slot
     // bf16 tiles of 256 columns are two halves, of which one is stored while the other is multiplied
@@ -92,7 +95,7 @@ struct Config : Cut {
     static_assert(Cut::kGroups == 1 || 2 * kConsumerRegisters + kProducerRegisters <= 504,
                   "more registers than the block begins with");
     static_assert(kConsumerRegisters % 8 == 0 && kProducerRegisters % 8 == 0, "registers come in eights");
-    static_assert(!Cut::kBeside || !(kManyRegisters || Cut::kGather), "the producer's warps are not idle");
+    static_assert(!Cut::kBeside || !(Cut::kFp8 || Cut::kGather), "the producer's warps are not idle");
     static_assert(!Cut::kGather || (Cut::kGather % kTurns == 0 && Cut::kStages >= kTurns), "crews are alike");
 };
 

@@ -159,6 +159,10 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, u32& pati
 
 // Section: TMA, tiled (tensor maps); one thread.
 
+// `bytes` of memory into L2; both multiples of 16.
+__device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
