@@ -13,6 +13,7 @@ from torch import Tensor
 import imbrex
 from imbrex.contracts import Roles, RowForm, Strategy
 from imbrex.experts.experts import Experts
+from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.fused import down_home, home
 from imbrex.kernels.fused.rows_out import rows_out
@@ -65,7 +66,21 @@ class Kernels(torch.nn.Module):
         beside = None if dispatched.form is RowForm.ROWS else rows_out(dispatched.beside)
         if beside is not None and self.leaves:
             beside = beside._replace(leave=dispatched.leave)
-        return ffn(dispatched.rows_RD, self.gate_up, self.down, dispatched.counts_e, beside=beside)
+        weights_R = dispatched.handle.weights_R if self.applies_weights else None
+        more = {"weights_R": weights_R, "beside": beside}
+        return ffn(dispatched.rows_RD, self.gate_up, self.down, dispatched.counts_e, **more)
+
+
+class Weighing(Kernels):
+    """As imbrex's own, these weigh their rows; `watched`: somebody sees the gradient of the result."""
+
+    applies_weights, watched = True, False
+
+    def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
+        y_RD = super().forward(dispatched)
+        if self.watched and y_RD.requires_grad:
+            y_RD.register_hook(lambda gradient: gradient)
+        return y_RD
 
 
 @contextmanager
@@ -142,6 +157,50 @@ def test_bits_are_those_of_serial(
         assert brought == 2
 
 
+def run_dy(ranks: Ranks, train_down: bool, tokens: int, wide: bool, watched: int) -> tuple[list[bool], int]:
+    """Whether y and all gradients are those of serial, and how often dy came beside a product.
+
+    wide: as of rows whose gradient of SwiGLU is a kernel of its own. watched: ranks, from the last one on,
+    whose gradient of the experts' result somebody sees.
+    """
+    times = []
+
+    def stage_again(*args, **options):
+        times.append(1)
+        return staging(*args, **options)
+
+    staging = NvlinkExchange.stage_again
+    with an_exchange(ranks) as (exchange, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NvlinkExchange, "stage_again", stage_again)
+        patch.setattr(Weighing, "watched", ranks.world_size - ranks.rank <= watched)
+        if wide:
+            patch.setattr("imbrex.kernels.ffn.ffn.FUSED_WIDTH", 0)
+        answers = []
+        for strategy in (Serial(), Fused()):
+            x_TD, routing = inputs_of(ranks.rank, 31 if ranks.rank else tokens)
+            experts = Weighing(ranks.rank, train_down=train_down)
+            leaves = [x_TD, routing.weights_TK, *(p for p in experts.parameters() if p.requires_grad)]
+            y_TD = strategy.run(x_TD, routing, exchange, experts, None).y_TD
+            loss = (y_TD.float() * coefficients(y_TD)).sum()
+            answers.append([y_TD, *torch.autograd.grad(loss, leaves)])
+        exchange.check()
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], len(times)
+
+
+@pytest.mark.parametrize(
+    ("train_down", "tokens", "wide", "watched"),
+    [(True, 40, False, 0), (True, 0, True, 0), (False, 40, False, 0), (True, 40, False, 1)],
+)
+def test_dy_comes_beside_the_gradient_through_down(
+    pool: Pool, train_down: bool, tokens: int, wide: bool, watched: int
+) -> None:
+    """But on a rank where somebody else reads it: that one pulls, and its peer does not."""
+    results = pool.run(2, run_dy, train_down, tokens, wide, watched)
+    for rank, (same, times) in enumerate(results):
+        assert same == [True] * (4 + train_down)
+        assert times == (rank < 2 - watched)
+
+
 def run_compiled(
     ranks: Ranks, name: str, train_down: bool, train: bool, sums: bool
 ) -> tuple[list[bool], int, int, int]:
@@ -206,7 +265,7 @@ def test_a_compiled_graph_runs_fused(
         assert same == [True] * (4 + train_down if train else 1)
         assert summed == sums
         assert launched == (train_down and train)
-        assert brought == 1
+        assert brought == 1 + train  # x, and dy
 
 
 def run_sums(ranks: Ranks, train: bool, tokens: int, leaving: int) -> tuple[list[bool], int]:
