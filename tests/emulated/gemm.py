@@ -6,7 +6,6 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +156,10 @@ def emulate(
         fp8: bool,
         gather: bool,
         device: int,
-        file: tuple[str, str] = (gemm.SOURCE, gemm.ENTRY),
+        file: tuple[Any, ...] = (gemm.SOURCE, gemm.ENTRY),
     ) -> tuple[EmulatedKernel, int, int]:
         variant = gemm.gemm_variant(layout, epilogue, tiling, wide, fp8, gather)
-        variant = replace(variant, source=file[0], entry=file[1])
+        variant = gemm.of_file(variant, file)
         kernel = EmulatedKernel(variant, tiling.smem, tensors, edits)
         kernel.seed = seed
         return kernel, tiling.smem, blocks

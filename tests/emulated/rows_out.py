@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from imbrex.codec.fp8 import Fp8
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.fused.rows_out import rows_out
@@ -21,7 +23,7 @@ that result, the gradient of gate and up."""
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward:
     """Tokens of all virtual ranks, an exchange, and gate and up of every rank's experts. gradient: how the
-    gradient through down ends, whose weights they are then."""
+    gradient through down ends, whose weights they are then. fp8: tokens cross as rows of that codec."""
 
     case: Case
     exchange: NvlinkExchange
@@ -29,6 +31,7 @@ class Forward:
     weights: list[Tensor]
     tiling: Tiling
     gradient: Epilogue | None = None
+    fp8: bool = False
 
 
 def begin(
@@ -38,6 +41,8 @@ def begin(
     tiling: Tiling,
     device: str = "cpu",
     gradient: Epilogue | None = None,
+    *,
+    fp8: bool = False,
 ) -> Forward:
     """The experts have `inner` columns."""
     make = torch.Generator(device).manual_seed(case.seed)
@@ -48,7 +53,7 @@ def begin(
         weights.append(torch.randn(high - low, *size, generator=make, device=device).bfloat16())
     inputs = make_inputs(case, device)
     parts = {"case": case, "exchange": exchange, "inputs": inputs, "weights": weights}
-    return Forward(**parts, tiling=tiling, gradient=gradient)
+    return Forward(**parts, tiling=tiling, gradient=gradient, fp8=fp8)
 
 
 def _multiply(
@@ -117,7 +122,20 @@ def apart(forward: Forward, sms: int = 2, blocks: int | None = None) -> Results:
     given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
     rows, routed = forward.exchange.dispatch_expert(*given, balanced=case.balanced)
     forward.exchange.check(synchronize=True)
+    if forward.fp8:
+        _code(forward, rows, routed)
     return [_multiply(forward, rank, rows[rank], routed, ALONE, blocks) for rank in range(case.ranks)]
+
+
+def _code(forward: Forward, rows: Tensor, routed: Routed) -> None:
+    """Lets rows of other ranks' tokens be as the codec leaves them."""
+    codec, (count, tokens, width) = Fp8.e4m3(), forward.inputs.x_WTD.shape
+    flat = forward.inputs.x_WTD.reshape(-1, width)
+    x_WTD = codec.decode(codec.encode(flat, flat.dtype), width, flat.dtype).view(count, tokens, width)
+    for rank, source in itertools.permutations(range(count), 2):
+        own = routed.position_LWTK[rank, source, : int(routed.tokens_LW[rank, source])].long()
+        token, choice = (own >= 0).nonzero(as_tuple=True)
+        rows[rank, own[token, choice]] = x_WTD[source, token]
 
 
 def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: int | None = None) -> Results:
@@ -131,7 +149,7 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: in
         device=inputs.x_WTD.device,
     )
     if forward.gradient is None:
-        staged, routed = exchange.stage(*given, balanced=case.balanced, out=out)
+        staged, routed = exchange.stage(*given, balanced=case.balanced, out=out, quantise=forward.fp8)
     else:
         routed = exchange.route(*given[1:3], inputs.tokens_W, balanced=case.balanced)
         staged = exchange.stage_again(inputs.x_WTD, routed, sms, out=out)

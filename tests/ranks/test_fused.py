@@ -157,6 +157,31 @@ def test_bits_are_those_of_serial(
         assert brought == 2
 
 
+def run_fp8(ranks: Ranks) -> tuple[list[bool], bool]:
+    """`run_dy` where rows go out in fp8, and dy does not; and whether experts brought them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.WIDTH", 512)  # which that codec's kernels take
+        patch.setattr(Weighing, "brought", 0)
+        with an_exchange(ranks, dispatch="fp8") as (exchange, _):
+            answers, brought = [], 0
+            for strategy in (Serial(), Fused()):
+                x_TD, routing = inputs_of(ranks.rank, 31 + 9 * ranks.rank)
+                experts = Weighing(ranks.rank, train_down=True)
+                y_TD = strategy.run(x_TD, routing, exchange, experts, None).y_TD
+                loss = (y_TD.float() * coefficients(y_TD)).sum()
+                leaves = [x_TD, routing.weights_TK, *experts.parameters()]
+                answers.append([y_TD, *torch.autograd.grad(loss, leaves)])
+                brought = experts.brought
+            exchange.check()
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], bool(brought)
+
+
+def test_rows_in_fp8_are_brought_with_the_bits_of_serial(pool: Pool) -> None:
+    for same, brought in pool.run(2, run_fp8):
+        assert same == [True] * 5
+        assert brought
+
+
 def run_dy(ranks: Ranks, train_down: bool, tokens: int, wide: bool, watched: int) -> tuple[list[bool], int]:
     """Whether y and all gradients are those of serial, and how often dy came beside a product.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,22 @@ def test_the_first_blocks_alone_can_bring_all_rows(movers: int, monkeypatch: pyt
 def test_other_tilings(tiling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = made(CASES["two ranks"], monkeypatch, tiling)
     assert differences(beside(forward), apart(forward)) == []
+
+
+@pytest.mark.parametrize("width", [512, 2560])
+@pytest.mark.parametrize("name", ["two ranks", "empty ranks", "replicas", "tensor ranks"])
+def test_rows_that_cross_in_fp8_have_the_bits_of_the_codec(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoded on their way; the own tokens never were coded."""
+    case = replace(CASES[name], width=width)
+    emulate(monkeypatch, None, blocks=4)
+    forward = begin(case, INNER, make_exchange(case, load=kernel.load), SHARED, fp8=True)
+    forward.inputs.x_WTD[:, 1, :128] = 0.0
+    forward.inputs.x_WTD[:, 2, 3] = 3e30  # a scale that divides slowly
+    wanted = apart(forward)
+    for _ in range(2):
+        assert differences(beside(forward), wanted) == []
 
 
 GRADIENTS = {

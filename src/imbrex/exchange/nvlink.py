@@ -141,8 +141,6 @@ class NvlinkDispatcher(WiredDispatcher):
     def why_not_form(self, form: RowForm) -> str | None:
         if form is not RowForm.UNDER_WAY:
             return super().why_not_form(form)
-        if is_coded(self.wire.dispatch):
-            return "rows cross as fp8, and kernels that bring them beside a product take bfloat16"
         if self.transport.exact_rows:
             return "with exact_rows the host waits for their number before it makes room for them"
         return None
@@ -298,6 +296,9 @@ class NvlinkDispatcher(WiredDispatcher):
                 ids_TK = self._choose_slots(ids_TK)
         inputs = x_TD, ids_TK, weights_TK
         with self.observer.span("dispatch", **where):
+            if stages and max_tokens > FEW_TOKENS:
+                rows_RD = x_TD.new_empty(most_rows(kernels.shape, max_tokens), x_TD.shape[1])
+                return kernels.stage(*inputs, sms.stage, out=rows_RD, quantise=self._writes_fp8, **choose)
             if self._writes_fp8:
                 lease, routed = kernels.dispatch(*inputs, sms.push, quantise=True, **choose)
                 num_rows = self._count_rows(routed) if exact else most_rows(kernels.shape, max_tokens)
@@ -307,10 +308,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 groups = empty_groups(1, room, self._slots, COUNTERS, x_TD.device)
                 rows_1RD, routed = kernels.dispatch_small(*inputs, sms.small, groups=groups, **choose)
                 return FewRows(rows_1RD[0, :room], groups), routed
-            if stages or not exact:
+            if not exact:
                 rows_RD = x_TD.new_empty(most_rows(kernels.shape, max_tokens), x_TD.shape[1])
-                if stages:
-                    return kernels.stage(*inputs, sms.stage, out=rows_RD, **choose)
                 return kernels.dispatch_expert(*inputs, sms.dispatch, out=rows_RD, **choose)
         with self.observer.span("plan", **where):
             routed = kernels.route(ids_TK, weights_TK, **choose)

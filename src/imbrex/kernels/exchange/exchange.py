@@ -305,23 +305,25 @@ class NvlinkExchange:
         tokens: Tensor | None = None,
         *,
         out: Tensor | None = None,
+        quantise: bool = False,
         **choosing: Unpack[Choosing],
     ) -> tuple[Staged, Routed]:
         """`route`, and the tokens where peers find them, in one kernel: expert-major rows that a kernel
         brings later (`kernels.fused`), and where.
 
-        Arguments as there. One kernel brings them, behind this call and before the next one
-        that moves rows out. Raises ValueError where routing does not fit a block's shared memory.
+        Arguments as there. One kernel brings them, behind this call and before the next one that moves rows
+        out. quantise: bf16 tokens cross as rows of the `fp8` codec; D is a multiple of 512. Raises ValueError
+        where routing does not fit a block's shared memory.
         """
         self._row_bytes(x)
         routed = self._empty_routed(self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, choosing)
         blocks, shared = lay.route_blocks(self.shape, num_sms, self._room, fewest=num_sms)
         out = self._empty_rows(x) if out is None else out
-        staged, lists = self._staged(x, out, routed)
+        staged, lists = self._staged(x, out, routed, quantise=quantise)
         self._count_routing(blocks)
         args = lay.Stage(route=route, **lists)
-        self._launch(kernel.STAGE, "pull", blocks, kernel.STAGE_THREADS, shared, args)
+        self._launch(kernel.STAGE[quantise], "pull", blocks, kernel.STAGE_THREADS, shared, args)
         return staged, routed
 
     def stage_again(self, x: Tensor, routed: Routed, num_sms: int = how.STAGE_SMS, *, out: Tensor) -> Staged:
@@ -334,10 +336,15 @@ class NvlinkExchange:
         self._launch(kernel.STAGE_AGAIN, "pull", num_sms, threads, 0, args)
         return staged
 
-    def _staged(self, x: Tensor, out: Tensor, routed: Routed) -> tuple[Staged, dict[str, Any]]:
+    def _staged(
+        self, x: Tensor, out: Tensor, routed: Routed, *, quantise: bool = False
+    ) -> tuple[Staged, dict[str, Any]]:
         """And what the kernel that stages is told of it."""
+        if quantise:
+            lay.fp8_bytes(x.shape[-1])  # refuses other widths
         pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
-        return staged_rows(x, out, routed, pull, self.group_of, self.serial)
+        where = {"group": self.group_of, "exchange": self.serial, "pitch": pull.pitch if quantise else 0}
+        return staged_rows(x, out, routed, pull, **where)
 
     def _empty_rows(self, x: Tensor) -> Tensor:
         size = (self.local_ranks, self.shape.row_capacity, x.shape[-1])

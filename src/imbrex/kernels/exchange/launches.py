@@ -161,6 +161,7 @@ def pull_args(
         max_tokens=routed.max_tokens,
         choices=shape.choices,
         row_bytes=row_bytes,
+        pitch=lay.fp8_pitch(x.shape[-1]),
         stages=stages,
         buffer=buffer[0],
         lag=buffer[1],

@@ -26,6 +26,7 @@ class Staged:
     position_LWTK, totals_L4: of `Routed`. staged_at: where in every heap the tokens are.
     group: from a local rank and a number of blocks to what a launch is told of the ranks.
     exchange: a number of whose call it was.
+    pitch: bytes from one staged row to the next, where these are of the fp8 codec; else 0.
     movers: the first blocks, whose idle warps bring rows; `None`: all.
     """
 
@@ -38,14 +39,15 @@ class Staged:
     staged_at: int
     group: Callable[[int, int], Struct]
     exchange: int
+    pitch: int = 0
     movers: int | None = None
 
 
 def staged_rows(
-    x: Tensor, rows: Tensor, routed: Routed, pull: Any, group: Callable[[int, int], Struct], exchange: int
+    x: Tensor, rows: Tensor, routed: Routed, pull: Any, **where: Any
 ) -> tuple[Staged, dict[str, Any]]:
     """What a kernel that brings `rows` needs, and what the one that stages them is told besides. pull: where
-    it stages the tokens `x`."""
+    it stages the tokens `x`. where: the fields `group`, `exchange` and `pitch` of `Staged`."""
     ranks, room = routed.totals_L4.shape[0], rows.shape[-2]
     sizes = (ranks, room), (ranks, -(-room // COUNTED))
     token_LR, there_LC = (torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes)
@@ -57,8 +59,7 @@ def staged_rows(
         position_LWTK=routed.position_LWTK,
         totals_L4=routed.totals_L4,
         staged_at=pull.staged_at + pull.buffer * pull.buffer_bytes,
-        group=group,
-        exchange=exchange,
+        **where,
     )
     counters = there_LC.shape[1]
     told = {"pull": pull, "token": token_LR, "there": there_LC, "rows": room, "counters": counters}

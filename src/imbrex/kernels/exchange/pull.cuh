@@ -24,6 +24,7 @@ struct Pull {
     int max_tokens;
     int choices;  // K
     int row_bytes;
+    int pitch;  // bytes from one staged row to the next, where they are staged in fp8
     int stages;
     int buffer;        // which of the buffers
     int lag;           // calls since that buffer was used, at least
@@ -82,8 +83,14 @@ __device__ inline void store_at_peers(const Call& call, i64 to, const u8* from, 
     }
 }
 
+struct AsTheyAre {
+    static constexpr bool kCoded = false;
+    __device__ __forceinline__ static void stage(u8*, const u8*, int) {}
+};
+
 // This block's own tokens into the heap, group after group, as fast as it goes: a peer never waits for what
-// we pull. By the stagers' threads, from 0 on.
+// we pull. By the stagers' threads, from 0 on. `Form`: how a warp stages a row that is not copied as it is.
+template <class Form = AsTheyAre>
 __device__ inline void stage_groups(const Call& call, const Pull& pull, const PullView& view, int tokens,
                                     int thread) {
     const Group& group = *call.group;
@@ -92,7 +99,13 @@ __device__ inline void stage_groups(const Call& call, const Pull& pull, const Pu
     for (int g = call.block; g * view.per_group < tokens; g += group.blocks) {
         const i64 at = static_cast<i64>(g) * view.per_group * pull.row_bytes;
         const int words = min(view.per_group, tokens - g * view.per_group) * (pull.row_bytes / 16);
-        if (g < pull.early_groups)
+        if constexpr (Form::kCoded) {
+            const int first = g * view.per_group, last = min(first + view.per_group, tokens);
+#pragma unroll 1
+            for (int token = first + thread / 32; token < last; token += kStagers)
+                Form::stage(staged + static_cast<i64>(token) * pull.pitch,
+                            view.x + static_cast<i64>(token) * pull.row_bytes, pull.row_bytes / 2);
+        } else if (g < pull.early_groups)
             store_at_peers(call, inbox_of(call, pull, view, call.me) + at, view.x + at, words, thread,
                            32 * kStagers);
         else

@@ -1,9 +1,9 @@
-// Other tokens of a routing that was made before into the heap, for a kernel behind it that brings rows beside a
-// product: exchange/stage.cu without its routing. For the gradient of a combine, whose rows go where the
-// forward's went.
+// Other tokens of a routing that was made before into the heap, for a kernel behind it that brings rows
+// beside a product: exchange/stage.cu without its routing. For the gradient of a combine, whose rows go where
+// the forward's went.
 //
-// One launch is a call of kPull, with the buffers, flags and credit of exchange/pull.cu: a rank may pull where
-// its peers stage for such a kernel, and the other way round.
+// One launch is a call of kPull, with the buffers, flags and credit of exchange/pull.cu: a rank may pull
+// where its peers stage for such a kernel, and the other way round.
 //
 // Example, K = 2: positions [[[0, -1], [2, 1]]] of one source give token_R = [0, 1, 1].
 #include "exchange/pull.cuh"

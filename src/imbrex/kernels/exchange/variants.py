@@ -22,7 +22,7 @@ def shipped_variants() -> list[jit.Variant]:
         *PUSH.values(),
         *DISPATCH.values(),
         EXPERT,
-        STAGE,
+        *STAGE.values(),
         STAGE_AGAIN,
         PULL,
         SMALL,
@@ -52,7 +52,10 @@ DISPATCH = {
 }
 SMALL = jit.Variant(source="exchange/small.cu", entry="dispatch_small")
 EXPERT = jit.Variant(source="exchange/expert.cu", entry="dispatch_expert")
-STAGE = jit.Variant(source="exchange/stage.cu", entry="route_and_stage")
+STAGE = {
+    fp8: jit.Variant(source="exchange/stage.cu", entry="route_and_stage", defines=(("WIRE_FP8", int(fp8)),))
+    for fp8 in (False, True)
+}
 STAGE_AGAIN = jit.Variant(source="exchange/stage_again.cu", entry="stage_again")
 PULL = jit.Variant(source="exchange/pull.cu", entry="pull_rows")
 REDUCE = {

@@ -31,8 +31,15 @@ using exchange::Group;
 
 constexpr int kTicket = 4, kPerRow = 32 / kTicket;  // rows; lanes that look for the token of one
 constexpr int kCounted = 128;
-constexpr int kWords = 8;  // of 16 bytes that a lane has in flight
+#ifndef WIRE_FP8
+#define WIRE_FP8 0
+#endif
 
+constexpr bool kDecodes = WIRE_FP8;  // what peers have staged
+constexpr int kWords = kDecodes ? 6 : 8;  // of 16 bytes that a lane has in flight; 8 and decoding spill
+
+// Rows that peers staged in fp8 are decoded on their way; the own ones never were coded.
+//
 // By value. The host reads it: `kernels.structs`.
 struct Rows {
     const u8* x;          // own tokens
@@ -46,6 +53,7 @@ struct Rows {
     int max_tokens;
     int choices;
     int row_bytes;
+    int pitch;   // bytes from one row of a peer to the next, where they are staged in fp8
     int blocks;  // the first ones, whose idle warps move: all but where a fixed split is asked for
 };
 
@@ -90,6 +98,12 @@ __device__ __forceinline__ bool wait_staged(const Call& call, const Rows& rows, 
     return __all_sync(~0u, fine);
 }
 
+__device__ __forceinline__ u32 decode_pair(u32 bytes, float scale) {
+    float low, high;
+    ptx::unpack_e4m3(bytes & 0xffff, low, high);
+    return ptx::pack_bf16(__fmul_rn(low, scale), __fmul_rn(high, scale));
+}
+
 // kWords words of a row, 512 bytes apart, of which `left` and more are not there. One address for all.
 template <int kAt = 0>
 __device__ __forceinline__ void load_words(uint4 (&value)[kWords], const u8* from, int left) {
@@ -99,17 +113,44 @@ __device__ __forceinline__ void load_words(uint4 (&value)[kWords], const u8* fro
     }
 }
 
+// The same of a row of the fp8 codec, whose words are half as long; decoded as rows/expand.cu does. One lane
+// loads the scale of 128 values for all that have them. `word`: the lane's first, of `words`.
+__device__ __forceinline__ void load_coded(uint4 (&value)[kWords], const u8* from, int word, int words) {
+    const int lane = static_cast<int>(ptx::lane_id());
+#pragma unroll
+    for (int u = 0; u < kWords; ++u) {
+        const u64* at = reinterpret_cast<const u64*>(from) + word + 32 * u;
+        const u64 bytes = word + 32 * u < words ? ptx::load_relaxed_sys(at) : 0;
+        value[u].x = static_cast<u32>(bytes), value[u].y = static_cast<u32>(bytes >> 32);
+    }
+    const int block = (word - lane) / 16 + lane;
+    const bool wanted = lane < 2 * kWords && 16 * block < words;
+    const u32* scales = reinterpret_cast<const u32*>(from + 8 * words);
+    const u32 scale = wanted ? ptx::load_relaxed_sys(scales + block) : 0;
+#pragma unroll
+    for (int u = 0; u < kWords; ++u) {
+        const float mine = __uint_as_float(__shfl_sync(~0u, scale, 2 * u + lane / 16));
+        const u32 low = value[u].x, high = value[u].y;
+        value[u] = {decode_pair(low, mine), decode_pair(low >> 16, mine), decode_pair(high, mine),
+                    decode_pair(high >> 16, mine)};
+    }
+}
+
 // A token to all its rows here; `mine`: the row of this lane's choice.
 __device__ __forceinline__ void bring(const Call& call, const Rows& rows, int token, int mine) {
     const int source = token / rows.max_tokens, words = rows.row_bytes / 16;
+    const bool coded = kDecodes && source != call.me;
     const u8* from = (source == call.me ? rows.x : call.group->heap[source] + rows.staged_at) +
-                     static_cast<i64>(token % rows.max_tokens) * rows.row_bytes;
+                     static_cast<i64>(token % rows.max_tokens) * (coded ? rows.pitch : rows.row_bytes);
     const u32 wanted = __ballot_sync(~0u, mine >= 0);
     const int lane = static_cast<int>(ptx::lane_id());
 #pragma unroll 1
     for (int word = lane; word - lane < words; word += 32 * kWords) {
         uint4 value[kWords];
-        load_words(value, from + 16 * static_cast<i64>(word), words - word);
+        if (coded)
+            load_coded(value, from, word, words);
+        else
+            load_words(value, from + 16 * static_cast<i64>(word), words - word);
 #pragma unroll 1
         for (u32 to = wanted; to; to &= to - 1) {
             const int row = __shfl_sync(~0u, mine, __ffs(to) - 1);

@@ -8,10 +8,10 @@ The bits are those of `NvlinkExchange.pull` and of `launch_gemm`. `fused/movers.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from imbrex.kernels.exchange.lease import Staged
-from imbrex.kernels.gemm.gemm import Beside, Epilogue, Layout, gemm_variant
+from imbrex.kernels.gemm.gemm import Beside, Epilogue, Layout, gemm_variant, of_file
 from imbrex.kernels.gemm.tiling import gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.kernels.structs import struct
@@ -30,8 +30,16 @@ def shipped_variants() -> list[Variant]:
     """One for every way that gate and up, and the gradient through down, are cut and stored."""
     choices = [c for c in gemm_choices() if c.epilogue in PRODUCTS.get(c.layout, ())]
     choices = [c for c in choices if c.wide or c.layout is Layout.FORWARD]
-    variants = [gemm_variant(c.layout, c.epilogue, c.tiling, True) for c in choices]
-    return [replace(variant, source=SOURCE, entry=ENTRY) for variant in variants]
+    return [
+        of_file(gemm_variant(c.layout, c.epilogue, c.tiling, True), file_of(fp8=fp8))
+        for c in choices
+        for fp8 in ((False, True) if c.layout is Layout.FORWARD else (False,))
+    ]
+
+
+def file_of(*, fp8: bool) -> tuple[Any, ...]:
+    """The kernel. fp8: peers have staged rows of the `fp8` codec."""
+    return SOURCE, ENTRY, ("WIRE_FP8", int(fp8))
 
 
 def rows_out(staged: Staged, local: int = 0) -> Beside:
@@ -49,11 +57,21 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
         max_tokens=position.shape[1],
         choices=position.shape[2],
         row_bytes=staged.rows.shape[-1] * staged.rows.element_size(),
+        pitch=staged.pitch,
         blocks=ALL if staged.movers is None else staged.movers,
     )
     parts = rows.x, rows.token, rows.position, rows.totals, rows.there
     return Beside(
-        file=(SOURCE, ENTRY),
+        file=file_of(fp8=staged.pitch > 0),
         args=lambda blocks: (staged.group(local, blocks), rows),
-        key=(staged.exchange, local, *parts, rows.staged_at, rows.max_tokens, rows.choices, rows.blocks),
+        key=(
+            staged.exchange,
+            local,
+            *parts,
+            rows.staged_at,
+            rows.max_tokens,
+            rows.choices,
+            rows.pitch,
+            rows.blocks,
+        ),
     )

@@ -46,7 +46,7 @@ struct Kept {
     }
 };
 
-// Gate and up of the 64 kBlocksM rows of a group, and of the columns of a tile, into L2: thread by thread a row.
+// Gate and up of the 64 kBlocksM rows of a group, and of a tile's columns, into L2: a row a thread.
 template <class C>
 __device__ __forceinline__ void ask_for_kept(const Slopes& slopes, const Slot& tile, int row, int rows, int f,
                                              int thread) {

@@ -133,10 +133,11 @@ _NO_SLOPES = _SLOPES(gate_up=None, d_weight=None, rows=0, keep=0)
 class Beside(NamedTuple):
     """A kernel that does more than its product: the arguments of gemm/gemm.cu's, and `args`.
 
-    file: the source and its entry. args: from the blocks of a launch. key: numbers that they are made from.
+    file: the source, its entry, and its defines beyond those of a product. args: from the blocks of a launch.
+    key: numbers that they are made from.
     """
 
-    file: tuple[str, str]
+    file: tuple[Any, ...]
     args: Callable[[int], tuple[Any, ...]]
     key: tuple[int, ...]
     leave: Callable[[Any], None] | None = None
@@ -183,6 +184,12 @@ def gemm_variant(
             ("GATHER", GATHER_WARPS if gather else 0),
         ),
     )
+
+
+def of_file(variant: Variant, file: tuple[Any, ...]) -> Variant:
+    """The same cut of a product in another kernel: `Beside.file`."""
+    source, entry, *defines = file
+    return replace(variant, source=source, entry=entry, defines=(*variant.defines, *defines))
 
 
 def ragged_map(rows_RC: torch.Tensor, box_columns: int, height: int) -> ByValue:
@@ -300,11 +307,10 @@ def _gemm_kernel(
     fp8: bool,
     gather: bool,
     device: int,
-    file: tuple[str, str] = (SOURCE, ENTRY),
+    file: tuple[Any, ...] = (SOURCE, ENTRY),
 ) -> tuple[Kernel, int, int]:
     """The kernel, its bytes of shared memory, the blocks of a launch."""
-    variant = gemm_variant(layout, epilogue, tiling, wide, fp8, gather)
-    kernel = load(replace(variant, source=file[0], entry=file[1]), device)
+    kernel = load(of_file(gemm_variant(layout, epilogue, tiling, wide, fp8, gather), file), device)
     if tiling.cluster == 1:
         return kernel, tiling.smem, multiprocessors(device)
     threads = 128 * (tiling.groups + 1)
