@@ -266,11 +266,14 @@ Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 
 class Roles(NamedTuple):
     """Blocks of a rank's fused kernels: those that make tokens ready for peers, those that begin with sums of
-    dx, those whose idle warps bring rows. `None`: the default. They change no bit, and ranks may differ."""
+    dx, those whose idle warps bring rows. `None`: the default. They change no bit, and ranks may differ.
+
+    dy: 0 where its rows move before their product, `None` where they come beside it."""
 
     stage: int | None = None
     sums: int | None = None
     rows: int | None = None
+    dy: int | None = None
 
 
 class Listener(Protocol):

@@ -453,6 +453,8 @@ class NvlinkDispatcher(WiredDispatcher):
             return "nothing was fused in the forward"
         if is_coded(self.wire.combine_backward):
             return "gradients of sums cross as fp8"
+        if self.roles.dy == 0:
+            return "the roles say so"
         return None
 
     def combine_backward_beside(

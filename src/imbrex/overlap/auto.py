@@ -26,9 +26,9 @@ FUSED_GAIN = 1.02
 """Times as fast as the fastest without it that `fused` must be on the device, forward and backward."""
 FUSED_CALLED = 0.98
 """And as called: what is within the noise of a host that queues more slowly than its GPU works."""
-ROLES = (Roles(stage=32, sums=8), Roles(stage=96, sums=24), Roles(stage=128, sums=32))
-"""Tried beside the default. The first number counts in the forward alone, the second in the backward, so that
-four runs try four of each."""
+ROLES = (Roles(stage=32, sums=8), Roles(stage=96, sums=24), Roles(stage=128, sums=32), Roles(dy=0))
+"""Tried beside the default. The first number counts most in the forward, the second in the backward alone, so
+that four runs try four of each."""
 
 
 class Auto:
@@ -130,7 +130,7 @@ class Auto:
         strategies = {roles: Fused(roles) for roles in (Roles(), *ROLES)}
         seconds = compare(*layer, parameters_of(layer[1]), strategies, queued=True)
         stage, sums = (faster(seconds, side, Roles()) for side in (0, 1))
-        roles = Roles(stage=stage.stage, sums=sums.sums)
+        roles = Roles(stage=stage.stage, sums=sums.sums, dy=sums.dy)
         tuner.keep("fused", roles_as_json(roles, seconds))
         return roles
 

@@ -107,14 +107,14 @@ class Decision:
 
 def roles_as_json(roles: Roles, seconds: Mapping[Roles, Sequence[float]]) -> dict[str, Any]:
     """Roles, with the seconds, forward and backward, of all that were tried."""
-    tried = [[of.stage, of.sums, *both] for of, both in seconds.items()]
-    return {"stage": roles.stage, "sums": roles.sums, "tried": tried}
+    tried = [[of.stage, of.sums, of.dy, *both] for of, both in seconds.items()]
+    return {"stage": roles.stage, "sums": roles.sums, "dy": roles.dy, "tried": tried}
 
 
 def roles_of_json(value: Mapping[str, Any]) -> Roles:
     """The roles. Raises ValueError, TypeError or KeyError for what is none."""
     stage, sums = (None if value[n] is None else _whole(value[n], MOST_BLOCKS) for n in ("stage", "sums"))
-    return Roles(stage=stage, sums=sums)
+    return Roles(stage=stage, sums=sums, dy=None if value.get("dy") is None else 0)
 
 
 def _times(seconds: Mapping[str, float], degree: int) -> Times:

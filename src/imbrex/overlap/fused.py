@@ -3,7 +3,7 @@
 step                 serial                               fused
 rows out, gate/up    route and pull | product             route and stage | rows and product
 down, y home         product | sums                       one launch, of the widest experts
-dy out               pull | products                      the same
+dy out, down back    pull | product                       stage | rows and product
 dx home              product, product | sums              one launch
 
 The numbers are those of `serial`, to the bit, also in a compiled graph, where the layer is one operator. See
@@ -50,6 +50,8 @@ class Fused(Pipelined):
         if why_not is not None:
             return f"runs serially: {why_not}"
         does = "rows come beside gate and up, dx goes home beside the weights' gradients"
+        dy = "before" if (self.roles or exchange.dispatcher.roles).dy == 0 else "beside"
+        does = f"{does}, dy comes {dy} the gradient through down"
         return f"asked for: {does}; {self._about_roles(exchange)}"
 
     def _about_roles(self, exchange: RowExchange) -> str:
