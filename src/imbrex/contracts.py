@@ -265,10 +265,8 @@ Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 
 
 class Roles(NamedTuple):
-    """Blocks of a rank's fused kernels: those that make tokens ready for peers, those that begin with sums of
-    dx, those whose idle warps bring rows. `None`: the default. They change no bit, and ranks may differ.
-
-    dy: 0 where its rows move before their product, `None` where they come beside it."""
+    """Blocks of fused kernels that make tokens ready for peers, begin with sums of dx, bring rows by idle
+    warps; dy: 0 where its rows move before their product. No bit depends on them; `None`: the default."""
 
     stage: int | None = None
     sums: int | None = None
@@ -336,9 +334,8 @@ class Dispatcher(Protocol):
         ...
 
     def fusing(self, roles: Roles | None = None, inner: int = 0) -> Dispatcher:
-        """The one whose rows are under way where experts ask for that, and whose gradients of tokens go home
-        beside those of weights, unless `why_not_form` forbids. All ranks ask it, or none; inner: the experts'
-        width, or 0."""
+        """The one whose rows are under way where experts ask for that, and whose dx goes home beside weights'
+        gradients, unless `why_not_form` forbids. All ranks ask it, or none; inner: experts' width, or 0."""
         ...
 
     def why_not_form(self, form: RowForm) -> str | None:
@@ -406,13 +403,10 @@ class Dispatcher(Protocol):
         ...
 
     def combine_backward_beside(self, *args: Any, **kwargs: Any) -> Crossing[tuple[Tensor, Any]]:
-        """`combine_backward` of rows that were weighted before; with what a kernel needs that brings them
-        beside its product, or `None` where they are there."""
-        ...
+        """`combine_backward` of rows that were weighted, and who brings them: `None` if they are there."""
 
     def dispatch_backward_beside(self, left: Any, *args: Any, **kwargs: Any) -> Crossing[Any]:
         """The same; gradients of weights left in a `Deferral` may come beside it, which has them then."""
-        ...
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         """The rows of an earlier dispatch, moved once more."""
@@ -423,9 +417,7 @@ class Dispatcher(Protocol):
         ...
 
     def count_into(self, tally_WS: Tensor | None) -> None:
-        """Add the choices of every rank for every slot to int32 [W, S] from now on, where
-        `counts_on_device`; `None` ends it."""
-        ...
+        """Add choices by rank and slot to int32 [W, S] from now on, if `counts_on_device`; `None` ends it."""
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise where a call has failed on the device; see `imbrex.Exchange.check`."""

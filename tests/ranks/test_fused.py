@@ -72,14 +72,15 @@ class Kernels(torch.nn.Module):
 
 
 class Weighing(Kernels):
-    """As imbrex's own, these weigh their rows; `watched`: somebody sees the gradient of the result."""
+    """As imbrex's own, these weigh their rows. Where they leave nothing, somebody may read the gradient of
+    the result."""
 
-    applies_weights, watched = True, False
+    applies_weights = True
 
     def forward(self, dispatched: imbrex.Dispatched) -> Tensor:
         y_RD = super().forward(dispatched)
-        if self.watched and y_RD.requires_grad:
-            y_RD.register_hook(lambda gradient: gradient)
+        if not self.leaves and y_RD.requires_grad:
+            y_RD.register_hook(lambda gradient: gradient.clone())
         return y_RD
 
 
@@ -182,11 +183,11 @@ def test_rows_in_fp8_are_brought_with_the_bits_of_serial(pool: Pool) -> None:
         assert brought
 
 
-def run_dy(ranks: Ranks, train_down: bool, tokens: int, wide: bool, watched: int) -> tuple[list[bool], int]:
+def run_dy(ranks: Ranks, train_down: bool, tokens: int, wide: bool, leaving: int) -> tuple[list[bool], int]:
     """Whether y and all gradients are those of serial, and how often dy came beside a product.
 
-    wide: as of rows whose gradient of SwiGLU is a kernel of its own. watched: ranks, from the last one on,
-    whose gradient of the experts' result somebody sees.
+    wide: as of rows whose gradient of SwiGLU is a kernel of its own. leaving: ranks whose experts leave their
+    last product.
     """
     times = []
 
@@ -197,7 +198,7 @@ def run_dy(ranks: Ranks, train_down: bool, tokens: int, wide: bool, watched: int
     staging = NvlinkExchange.stage_again
     with an_exchange(ranks) as (exchange, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr(NvlinkExchange, "stage_again", stage_again)
-        patch.setattr(Weighing, "watched", ranks.world_size - ranks.rank <= watched)
+        patch.setattr(Weighing, "leaves", ranks.rank < leaving)
         if wide:
             patch.setattr("imbrex.kernels.ffn.ffn.FUSED_WIDTH", 0)
         answers = []
@@ -213,17 +214,17 @@ def run_dy(ranks: Ranks, train_down: bool, tokens: int, wide: bool, watched: int
 
 
 @pytest.mark.parametrize(
-    ("train_down", "tokens", "wide", "watched"),
-    [(True, 40, False, 0), (True, 0, True, 0), (False, 40, False, 0), (True, 40, False, 1)],
+    ("train_down", "tokens", "wide", "leaving"),
+    [(True, 40, False, 2), (True, 0, True, 2), (False, 40, False, 2), (True, 40, False, 1)],
 )
 def test_dy_comes_beside_the_gradient_through_down(
-    pool: Pool, train_down: bool, tokens: int, wide: bool, watched: int
+    pool: Pool, train_down: bool, tokens: int, wide: bool, leaving: int
 ) -> None:
     """But on a rank where somebody else reads it: that one pulls, and its peer does not."""
-    results = pool.run(2, run_dy, train_down, tokens, wide, watched)
+    results = pool.run(2, run_dy, train_down, tokens, wide, leaving)
     for rank, (same, times) in enumerate(results):
         assert same == [True] * (4 + train_down)
-        assert times == (rank < 2 - watched)
+        assert times == (rank < leaving)
 
 
 def run_compiled(

@@ -46,8 +46,8 @@ class Staged:
 def staged_rows(
     x: Tensor, rows: Tensor, routed: Routed, pull: Any, **where: Any
 ) -> tuple[Staged, dict[str, Any]]:
-    """What a kernel that brings `rows` needs, and what the one that stages them is told besides. pull: where
-    it stages the tokens `x`. where: the fields `group`, `exchange` and `pitch` of `Staged`."""
+    """The needs of a kernel that brings `rows`, and fields of the one that stages them. pull: where it stages
+    the tokens `x`. where: the fields `group`, `exchange` and `pitch` of `Staged`."""
     ranks, room = routed.totals_L4.shape[0], rows.shape[-2]
     sizes = (ranks, room), (ranks, -(-room // COUNTED))
     token_LR, there_LC = (torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes)
@@ -62,8 +62,8 @@ def staged_rows(
         **where,
     )
     counters = there_LC.shape[1]
-    told = {"pull": pull, "token": token_LR, "there": there_LC, "rows": room, "counters": counters}
-    return staged, told
+    fields = {"pull": pull, "token": token_LR, "there": there_LC, "rows": room, "counters": counters}
+    return staged, fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

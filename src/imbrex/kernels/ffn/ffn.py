@@ -82,8 +82,8 @@ def ffn(
     gradients to them, in the products' epilogues, and the weights get none. Not under `torch.compile`.
 
     beside: the kernel of the first product, which brings the rows as well (`kernels.fused.rows_out`). Its
-    `leave` takes the last product; nothing may read the result before that is called. Not under
-    `torch.compile`. Or what `plan_groups` makes of `counts_e`.
+    `leave` takes the last product; nothing may read the result before that is called, nor its gradient before
+    this backward (`bring_gradient`). Not under `torch.compile`. Or what `plan_groups` makes of `counts_e`.
 
     Under a `Deferral` the backward leaves the weights' gradients to it. Widths that are no multiples of 8 are
     padded, which copies the weights in every call; such weights' gradients cannot be added to `gradients`.
@@ -413,7 +413,8 @@ class Ffn(torch.autograd.Function):
         y_RD, gate_up_RG, plan = run_ffn(*inputs, keep, beside, groups)
         ctx.save_for_backward(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
         ctx.gradients, ctx.deferral = backward
-        ctx.brings, ctx.beside = can_bring_gradient(down_eDF), ALONE
+        leaves = beside is not None and beside.leave is not None
+        ctx.brings, ctx.beside = leaves and can_bring_gradient(down_eDF), ALONE
         return y_RD
 
     @staticmethod
@@ -444,10 +445,9 @@ def can_bring_gradient(down_eDF: Tensor) -> bool:
 
 def brings_gradient(y_RD: Tensor) -> bool:
     """Whether rows of the gradient of `y_RD` can come beside the first product of the backward of the `ffn`
-    that made it: there is a kernel, and nobody else reads them before."""
+    that made it: there is a kernel, and nobody else reads them before, as nobody reads what is left."""
     node: Any = y_RD.grad_fn
-    ours = node is not None and node.name() == f"{Ffn.__name__}Backward" and node.brings
-    return ours and not y_RD._backward_hooks and not y_RD.retains_grad
+    return node is not None and node.name() == f"{Ffn.__name__}Backward" and node.brings
 
 
 def bring_gradient(y_RD: Tensor, beside: Beside) -> None:
