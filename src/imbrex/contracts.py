@@ -322,7 +322,6 @@ class Dispatcher(Protocol):
 
     def relocate(self, geometry: Geometry) -> None:
         """From the next dispatch on, experts live elsewhere or replicas are chosen otherwise."""
-        ...
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
         """The one of the family that serves this call."""
@@ -357,7 +356,6 @@ class Dispatcher(Protocol):
 
     def check_in(self, x_TD: Tensor, routing: Routing) -> None:
         """Tell every rank whether this input can be dispatched: ValueError on all where one's cannot."""
-        ...
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Any]:
         """Plans of several dispatches: what ranks must know before rows move. Checks as `check_in` does."""
@@ -404,9 +402,11 @@ class Dispatcher(Protocol):
 
     def combine_backward_beside(self, *args: Any, **kwargs: Any) -> Crossing[tuple[Tensor, Any]]:
         """`combine_backward` of rows that were weighted, and who brings them: `None` if they are there."""
+        ...
 
     def dispatch_backward_beside(self, left: Any, *args: Any, **kwargs: Any) -> Crossing[Any]:
         """The same; gradients of weights left in a `Deferral` may come beside it, which has them then."""
+        ...
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         """The rows of an earlier dispatch, moved once more."""
