@@ -11,13 +11,21 @@ SWITCH = "imbrex-ep"
 
 
 def cases() -> list[dict[str, Row]]:
-    """The complete steps by side, a case each, of those where imbrex ran and one of the others."""
+    """The complete steps by side, a case each: those of the last run in which imbrex raced one of the others,
+    and behind their switch the last of all."""
     steps = select(read("models"), op="step")
-    found: dict[tuple[str, int], dict[str, Row]] = {}
+    found: dict[tuple[str, int], dict[int, dict[str, Row]]] = {}
     for row in steps:
-        sides = found.setdefault((row["case"]["model"], row["case"]["T"]), {})
-        sides[row["impl"]] = row
-    return [sides for sides in found.values() if "imbrex" in sides and sides.keys() & set(THEIRS)]
+        runs = found.setdefault((row["case"]["model"], row["case"]["T"]), {})
+        runs.setdefault(row["run"], {})[row["impl"]] = row
+    whole = []
+    for runs in found.values():
+        races = [sides for sides in runs.values() if "imbrex" in sides and sides.keys() & set(THEIRS)]
+        if races:
+            for sides in runs.values():
+                races[-1].update((name, row) for name, row in sides.items() if name == SWITCH)
+            whole.append(races[-1])
+    return whole
 
 
 def gain(sides: dict[str, Row]) -> float:
@@ -31,10 +39,13 @@ def steps() -> Table:
     for sides in cases():
         case, names = sides["imbrex"]["case"], (*THEIRS, SWITCH, "imbrex")
         times = [f"{sides[n]['median_us'] / 1e3:.1f}" if n in sides else "-" for n in names]
-        memory = [f"{sides[n]['peak_gib']:.1f}" if n in sides else "-" for n in ("transformers-ep", "imbrex")]
+        memory = [
+            f"{sides[n]['peak_gib']:.1f}" if n in sides else "-"
+            for n in ("transformers-ep", SWITCH, "imbrex")
+        ]
         used += [sides[name] for name in names if name in sides]
         cells = (f"{case['model']}, {case['layers']}", case["T"], *times, f"{gain(sides):.2f}")
-        lines.append([*cells, " and ".join(memory)])
+        lines.append([*cells, ", ".join(memory)])
     return Table(head=head, body=lines, rows=used)
 
 

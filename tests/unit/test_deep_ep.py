@@ -60,6 +60,13 @@ SIGNATURES = {
     "Buffer.dispatch": "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank "
     f"num_tokens_per_expert {ROUTING} expert_alignment num_worst_tokens config {EVENTS}",
     "Buffer.combine": f"x handle topk_weights bias config {EVENTS}",
+    "Buffer.low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
+    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 "
+    "async_finish return_recv_hook",
+    "Buffer.low_latency_combine": "x topk_idx topk_weights handle use_logfmt zero_copy async_finish "
+    "return_recv_hook out combine_wait_recv_cost_stats",
+    "Buffer.clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
+    "Buffer.get_next_low_latency_combine_buffer": "handle",
     "HybridEPBuffer.__init__": "group hidden_dim max_num_of_tokens_per_rank num_local_experts use_fp8 "
     "num_sms_dispatch_api num_sms_combine_api num_sms_preprocessing_api num_blocks_permute "
     "num_blocks_unpermute load_cached_kernels use_shared_buffer enable_custom_allgather "
@@ -120,17 +127,8 @@ def test_a_handle_with_ids_goes_the_handle_s_way() -> None:
     assert probs_NE.tolist() == [[0.25, 0, 0, 0.5], [0, 1.0, 0.75, 0]]
 
 
-LOW_LATENCY = (
-    "get_low_latency_rdma_size_hint",
-    "clean_low_latency_buffer",
-    "low_latency_dispatch",
-    "low_latency_combine",
-    "low_latency_update_mask_buffer",
-    "low_latency_query_mask_buffer",
-    "low_latency_clean_mask_buffer",
-    "get_next_low_latency_combine_buffer",
-)
-ABSENT = [(name, "low-latency mode is a protocol of its own") for name in LOW_LATENCY]
+MASKS = ("update_mask_buffer", "query_mask_buffer", "clean_mask_buffer")
+ABSENT = [(f"low_latency_{name}", "no call goes on without one of the ranks") for name in MASKS]
 ABSENT += [(name, "RDMA through NVSHMEM") for name in ("internode_dispatch", "internode_combine")]
 ABSENT += [("get_local_buffer_tensor", "no communication buffer to look into")]
 
@@ -143,8 +141,8 @@ def test_calls_that_are_not_offered_say_why(name: str, reason: str) -> None:
 
 
 def test_modes_that_are_not_offered_say_why() -> None:
-    with pytest.raises(NotImplementedError, match="low-latency mode is a protocol of its own"):
-        deep_ep.Buffer(None, low_latency_mode=True)
+    with pytest.raises(NotImplementedError, match=r"enable_shrink.*no call goes on without one of the ranks"):
+        deep_ep.Buffer(None, enable_shrink=True)
     with pytest.raises(NotImplementedError, match=r"torch\.distributed group"):
         deep_ep.Buffer(None, comm=object())
     for call in (

@@ -8,10 +8,7 @@ INTERNODE = (
     "these calls write over RDMA through NVSHMEM, which imbrex does not use; dispatch and combine run over "
     "any process group, one that spans hosts included"
 )
-LOW_LATENCY = (
-    "the low-latency mode is a protocol of its own between fixed slots, and only the normal mode is there; "
-    "use get_dispatch_layout, dispatch and combine"
-)
+MASK = "no call goes on without one of the ranks of the group; a rank that does not answer is a RankLostError"
 ELASTIC = (
     "it is the interface of DeepEP V2, and only the legacy Buffer and HybridEPBuffer are there; use one of "
     "these"
@@ -35,30 +32,14 @@ class Calls:
     def internode_combine(self, *args: Any, **options: Any) -> NoReturn:
         refuse("Buffer.internode_combine", INTERNODE)
 
-    @staticmethod
-    def get_low_latency_rdma_size_hint(*args: Any, **options: Any) -> NoReturn:
-        refuse("Buffer.get_low_latency_rdma_size_hint", LOW_LATENCY)
-
-    def clean_low_latency_buffer(self, *args: Any, **options: Any) -> NoReturn:
-        refuse("Buffer.clean_low_latency_buffer", LOW_LATENCY)
-
-    def low_latency_dispatch(self, *args: Any, **options: Any) -> NoReturn:
-        refuse("Buffer.low_latency_dispatch", LOW_LATENCY)
-
-    def low_latency_combine(self, *args: Any, **options: Any) -> NoReturn:
-        refuse("Buffer.low_latency_combine", LOW_LATENCY)
-
     def low_latency_update_mask_buffer(self, *args: Any, **options: Any) -> NoReturn:
-        refuse("Buffer.low_latency_update_mask_buffer", LOW_LATENCY)
+        refuse("Buffer.low_latency_update_mask_buffer", MASK)
 
     def low_latency_query_mask_buffer(self, *args: Any, **options: Any) -> NoReturn:
-        refuse("Buffer.low_latency_query_mask_buffer", LOW_LATENCY)
+        refuse("Buffer.low_latency_query_mask_buffer", MASK)
 
     def low_latency_clean_mask_buffer(self, *args: Any, **options: Any) -> NoReturn:
-        refuse("Buffer.low_latency_clean_mask_buffer", LOW_LATENCY)
-
-    def get_next_low_latency_combine_buffer(self, *args: Any, **options: Any) -> NoReturn:
-        refuse("Buffer.get_next_low_latency_combine_buffer", LOW_LATENCY)
+        refuse("Buffer.low_latency_clean_mask_buffer", MASK)
 
 
 class ElasticBuffer:

@@ -24,6 +24,8 @@ from imbrex.transport import make as make_transport
 from imbrex.transport import words
 
 TEXT_BYTES = 240
+MOST_TOKENS = "num_max_dispatch_tokens_per_rank"
+"""A setting: tokens of a rank that there is to be room for, whatever comes."""
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -152,6 +154,21 @@ class Backend(Protocol):
         self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
     ) -> tuple[Tensor, Tensor | None]:
         """Sums of a token's expert-major rows, and the value of each of its choices."""
+        ...
+
+    def blocks(self, given: Given, kept: Kept, room: int) -> Expanded:
+        """Expert-major rows, those of an expert in a block of `room`; rows of no token are not written."""
+        ...
+
+    def origins(self, route: Any) -> tuple[Tensor, Tensor]:
+        """The source rank, and the token there, of everything that a permutation places: int64 [N]."""
+        ...
+
+    def weigh_home(
+        self, call: str, problem: str, given: Given, rows_RD: Tensor, kept: Kept, settings: dict[str, int]
+    ) -> Tensor:
+        """Sums of a token's rows, where the permutation has them, times the weights of its choices: [T, D].
+        The ranks meet first, as in `meet`."""
         ...
 
 

@@ -234,6 +234,43 @@ class BytesBackend(BackendBase):
             permutation=permutation,
         )
 
+    def blocks(self, given: Given, kept: Kept, room: int) -> Expanded:
+        arrived = carry_rows(self, given, kept)
+        ids_NK, local = arrived.kept.ids_NK, kept.config.local(self.rank)
+        assert ids_NK is not None
+        permutation = make_permutation(ids_NK, local, 1, len(local) * room, on_host=False)
+        permutation, scales_NS = permutation.in_blocks(room), arrived.scales_NS
+        return Expanded(
+            rows_RD=permutation.expand(arrived.rows_ND),
+            probs_R=None,
+            scales_RS=None if scales_NS is None else permutation.expand(scales_NS),
+            kept=arrived.kept,
+            permutation=permutation,
+        )
+
+    def origins(self, route: Route) -> tuple[Tensor, Tensor]:
+        [tokens_N1] = self.carry([_number_tokens(route)], route)
+        ranks_W = torch.arange(self.world_size, dtype=torch.int64, device=tokens_N1.device)
+        rows_W = words(*route.rows_W).to(tokens_N1.device)
+        owner_N = ranks_W.repeat_interleave(rows_W, output_size=route.num_rows)
+        return owner_N, tokens_N1[:, 0].long()
+
+    def weigh_home(
+        self, call: str, problem: str, given: Given, rows_RD: Tensor, kept: Kept, settings: dict[str, int]
+    ) -> Tensor:
+        self.meet(call, problem, settings)
+        ids_TK, weights_TK, permutation = given.ids_TK, given.weights_TK, kept.permutation
+        assert ids_TK is not None
+        assert permutation is not None
+        probs_TE = indices_to_map(ids_TK, weights_TK, len(ids_TK), kept.config.num_experts)[1]
+        assert probs_TE is not None
+        own_TK = probs_TE.gather(1, kept.choices.ids_TK.clamp(min=0))
+        [weights_NK] = self.carry([own_TK], kept.route)
+        weights_R = permutation.expand_choices(weights_NK)
+        sums_ND = permutation.reduce(rows_RD.float() * weights_R[:, None])
+        y_TD = self.bring_home([sums_ND], [rows_RD.dtype], kept.route, rounded=False)[0]
+        return y_TD.to(rows_RD.dtype)
+
     def reduce(
         self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
     ) -> tuple[Tensor, Tensor | None]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def plan_rows(backend: Backend, call: str, given: Given, config: BufferConfig, problem: str) -> Kept:
     """Who sends what to whom, for a new routing."""
-    problem = problem or _find_problem(backend, given, config.num_experts)
+    problem = problem or find_problem(backend, given, config.num_experts)
     columns = [] if problem else given.columns
     weighted = given.probs_TE is not None if given.map_TE is not None else given.weights_TK is not None
     settings = {
@@ -65,7 +65,8 @@ def carry_rows(backend: Backend, given: Given, kept: Kept) -> Arrived:
     return Arrived(rows_ND=arrived[0], weights_NK=weights_NK, scales_NS=scales_NS, kept=kept)
 
 
-def _find_problem(backend: Backend, given: Given, num_experts: int) -> str:
+def find_problem(backend: Backend, given: Given, num_experts: int) -> str:
+    """Says what is wrong with a new routing or the rows that it is for, or nothing."""
     hidden, scales = given.hidden, given.scales
     tokens = hidden.shape[0] if hidden.dim() else 0
     if hidden.dim() != 2 or (scales is not None and (scales.dim() != 2 or len(scales) != tokens)):

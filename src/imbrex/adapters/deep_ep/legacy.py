@@ -16,6 +16,7 @@ from imbrex.adapters.deep_ep.backend import Labels, kind_of, pad_rows
 from imbrex.adapters.deep_ep.choices import indices_to_map
 from imbrex.adapters.deep_ep.config import Config, tuned
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
+from imbrex.adapters.deep_ep.low_latency import LowLatency
 from imbrex.adapters.deep_ep.opening import open_backend
 from imbrex.contracts import Backend
 from imbrex.exchange import plan
@@ -50,12 +51,14 @@ def make_handle(
     return handle
 
 
-class Buffer(absent.Calls):
+class Buffer(LowLatency, absent.Calls):
     """Dispatch and combine over the ranks of `group`, with DeepEP's arguments and returns.
 
     group: `None` is one process alone. num_nvl_bytes, num_rdma_bytes: kept, nothing of that size is
         allocated. use_fabric: accepted; torch maps the peers' memory.
-    allow_nvlink_for_normal_mode: `False` keeps `auto` from picking the kernels over NVLink.
+    low_latency_mode: kept; every buffer has the calls of both modes.
+    allow_nvlink_for_normal_mode, or allow_nvlink_for_low_latency_mode in that mode: `False` keeps `auto` from
+        picking the kernels over NVLink.
     transport: a name or an object of imbrex; it decides how rows move, and on which device. `auto`: `nvlink`
         where its kernels can run, else `alltoall`.
 
@@ -83,21 +86,22 @@ class Buffer(absent.Calls):
         allow_nvlink_for_normal_mode: bool = True,
         transport: str | Backend = "auto",
     ) -> None:
-        if low_latency_mode:
-            absent.refuse("Buffer(low_latency_mode=True)", absent.LOW_LATENCY)
+        if enable_shrink:
+            absent.refuse("Buffer(enable_shrink=True)", absent.MASK)
         if comm is not None:
             absent.refuse(
                 "Buffer(comm=...)", "ranks are those of a torch.distributed group; pass it as group"
             )
-        if transport == "auto" and not allow_nvlink_for_normal_mode:
+        allowed = allow_nvlink_for_low_latency_mode if low_latency_mode else allow_nvlink_for_normal_mode
+        if transport == "auto" and not allowed:
             transport = "alltoall"
         self._backend = open_backend("deep_ep.Buffer", group, transport)
         self.group = group
         self.rank, self.group_size = self._backend.rank, self._backend.world_size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode = False
+        self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
-        self.enable_shrink = enable_shrink
+        self.enable_shrink = False
 
     def destroy(self) -> None:
         """Let go of the heaps that buffers and layers of the group share; the last frees them. Raises

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from imbrex import contracts
-from imbrex.adapters.deep_ep.backend import BackendBase, Labels, cut
+from imbrex.adapters.deep_ep.backend import MOST_TOKENS, BackendBase, Labels, cut
 from imbrex.adapters.deep_ep.choices import Choices, pack_choices
 from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
@@ -110,7 +110,7 @@ class NvlinkBackend(BackendBase):
             )
         if self.transport.max_tokens is not None and tokens > self.transport.max_tokens:
             problem = problem or f"{tokens} tokens; Nvlink(max_tokens=) is {self.transport.max_tokens}"
-        most = self._meet(call, problem, settings, tokens)
+        most = self._meet(call, problem, settings, max(tokens, settings.get(MOST_TOKENS, 0)))
         placement = _placement(num_experts, self.world_size)
         size = nvlink.Size(
             rank_offsets=placement.rank_offsets,
@@ -186,11 +186,12 @@ class NvlinkBackend(BackendBase):
         """Columns of a token [T, ...] to columns of compact rows [`num_rows`, ...]; those past what is
         received are zero."""
         source_R = route.compact.source_R[: route.num_rows]
-        pulled = self.pull(columns[0], route, route.compact.routed, source_R)
+        way = route, route.compact.routed, len(source_R), source_R
+        pulled = self.pull(columns[0], *way)
         if len(columns) == 1:
             return [pulled]
         others = torch.cat([as_bytes(column) for column in columns[1:]], 1)
-        return [pulled, *cut(self.pull(others, route, route.compact.routed, source_R), columns[1:])]
+        return [pulled, *cut(self.pull(others, *way), columns[1:])]
 
     def carry_labelled(
         self,
@@ -206,7 +207,7 @@ class NvlinkBackend(BackendBase):
         load, per_rank = self.transport.load, num_experts // self.world_size
         packed = pack_labels(ids_TK.contiguous(), weights_TK.contiguous(), load=load)
         source_R = route.compact.source_R[: route.num_rows]
-        rows_NB = self.pull(packed, route, route.compact.routed, source_R, clear=False)
+        rows_NB = self.pull(packed, route, route.compact.routed, len(source_R))
         here = ids_TK.shape[1], self.rank * per_rank, per_rank
         read = read_labels(rows_NB, *here, source_R, counted=counted, load=load)
         return arrived, sources, Labels(*read)
@@ -219,27 +220,24 @@ class NvlinkBackend(BackendBase):
         return sums.as_strided((world, world), (world, 1)), own, zeros
 
     def pull(
-        self, column: Tensor, link: KernelRoute, routed: Routed, source_R: Tensor, *, clear: bool = True
+        self, column: Tensor, link: KernelRoute, routed: Routed, num_rows: int, source_R: Tensor | None = None
     ) -> Tensor:
-        """A column of a token to its rows [R, ...]; those whose `source_R` is -1 are zero if `clear`."""
+        """A column of a token to its rows [R, ...]; those whose `source_R`, if given, is -1 are zero."""
         size = column.shape[1] * column.dtype.itemsize
-        if size % nvlink.ROW_MULTIPLE == 0 and source_R.numel() and column.is_contiguous():
-            out = torch.empty(source_R.numel(), column.shape[1], dtype=column.dtype, device=column.device)
+        if size % nvlink.ROW_MULTIPLE == 0 and num_rows and column.is_contiguous():
+            out = torch.empty(num_rows, column.shape[1], dtype=column.dtype, device=column.device)
             self._kernels(link).pull(column, routed, self.transport.sms.dispatch, out)
-            if clear and not (link.full and link.compact.routed is routed):
+            if source_R is not None and not (link.full and link.compact.routed is routed):
                 clear_rows(out.view(torch.uint8), source_R)
             return out
         encoded = as_bytes(column)
         encoded = F.pad(encoded, [0, -size % nvlink.ROW_MULTIPLE]).contiguous()
-        out = encoded.new_empty(1, source_R.numel(), encoded.shape[1])
-        if out.numel():
-            self._kernels(link).pull(encoded, routed, self.transport.sms.dispatch, out)
-        else:  # peers pull from here all the same
-            out = encoded.new_empty(1, 1, encoded.shape[1])
-            self._kernels(link).pull(encoded, routed, self.transport.sms.dispatch, out)
-            out = out[:, :0]
-        clear_rows(out[0], source_R)
-        return cut(out[0, :, :size], [column])[0]
+        # Peers pull from here also where nothing comes.
+        out = encoded.new_empty(1, max(num_rows, 1), encoded.shape[1])
+        self._kernels(link).pull(encoded, routed, self.transport.sms.dispatch, out)
+        if num_rows and source_R is not None:
+            clear_rows(out[0], source_R)
+        return cut(out[0, :num_rows, :size], [column])[0]
 
     def bring_home(
         self,
@@ -406,7 +404,8 @@ class NvlinkBackend(BackendBase):
         source_R, weights_R = index_rows(
             routed.position_LWTK, routed.weights_LWTK, permutation.num_rows, load=self.transport.load
         )
-        rows_RD, *scales = [self.pull(column, kept.route, routed, source_R) for column in given.columns]
+        way = kept.route, routed, len(source_R), source_R
+        rows_RD, *scales = [self.pull(column, *way) for column in given.columns]
         return Expanded(
             rows_RD=rows_RD,
             probs_R=None if kept.choices.weights_TK is None else weights_R,
@@ -414,6 +413,51 @@ class NvlinkBackend(BackendBase):
             kept=kept,
             permutation=permutation,
         )
+
+    def blocks(self, given: Given, kept: Kept, room: int) -> Expanded:
+        size = kept.config.num_of_experts_per_rank * room
+        permutation = permute(kept.route, size, on_host=False).in_blocks(room)
+        way = kept.route, expert_major(kept.route, permutation), size
+        rows_RD, *scales = [self.pull(column, *way) for column in given.columns]
+        return Expanded(
+            rows_RD=rows_RD,
+            probs_R=None,
+            scales_RS=scales[0] if scales else None,
+            kept=kept,
+            permutation=permutation,
+        )
+
+    def origins(self, route: KernelRoute) -> tuple[Tensor, Tensor]:
+        _, world, places, _ = route.expert.position_LWTK.shape
+        all_N = torch.arange(world * places, dtype=torch.int64, device=self.transport.device)
+        return all_N // places, all_N % places
+
+    def weigh_home(
+        self,
+        call: str,
+        problem: str,
+        given: Given,
+        rows_RD: Tensor,
+        kept: Kept,
+        settings: dict[str, int],
+    ) -> Tensor:
+        """The weights go to the experts' ranks as they do in every routing: with the ids, by its kernel."""
+        self.meet(call, problem, settings)
+        link, kernels, permutation = kept.route, self._kernels(kept.route), kept.permutation
+        assert permutation is not None
+        choices = self._choose(given, kept.config.num_experts, "")
+        assert choices.weights_TK is not None
+        routed = kernels.route(choices.ids_TK, choices.weights_TK)
+        position = permutation.position_NK.view_as(routed.position_LWTK).int()
+        width = rows_RD.shape[1]
+        padded_RD = F.pad(rows_RD, [0, -width % (nvlink.ROW_MULTIPLE // 2)])
+        y_TD = kernels.combine(
+            padded_RD[None],
+            routed.with_position(position),
+            num_sms=self.transport.sms.combine,
+            num_tokens=link.num_tokens,
+        )
+        return y_TD[:, :width]
 
     def reduce(
         self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation

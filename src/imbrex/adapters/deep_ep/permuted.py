@@ -7,7 +7,7 @@ the rows 0 and 2, expert 1 the rows 0 and 1: rows [0, 2, 0, 1], counts [2, 2]. W
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,20 @@ class Permutation:
             overflow=self.overflow | (self.counts_e.sum() > num_rows).int(),
             num_rows=num_rows,
             on_host_e=None if self.on_host_e is None else _clip(self.on_host_e, num_rows),
+        )
+
+    def in_blocks(self, room: int) -> Permutation:
+        """The same rows with those of every expert in a block of `room`. Example: blocks of 4 for counts
+        [3, 1]: rows 0 to 3 become 0, 1, 2, 4."""
+        ends_e = self.counts_e.cumsum(0)
+        expert_NK = torch.searchsorted(ends_e, self.position_NK.long(), right=True)
+        begins_e = torch.arange(len(ends_e), dtype=torch.int64, device=ends_e.device) * room
+        shift_e = begins_e - ends_e + self.counts_e
+        moved_NK = self.position_NK + shift_e[expert_NK.clamp(max=len(ends_e) - 1)]
+        return replace(
+            self,
+            position_NK=torch.where(self.position_NK < 0, -1, moved_NK),
+            num_rows=len(ends_e) * room,
         )
 
     def index(self, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
