@@ -91,5 +91,7 @@ def test_the_loss_is_compared_seed_by_seed(apart: float, word: str, monkeypatch:
     text = finding.text()
     assert f"after 1000 steps: {word}, 0.90% and {apart:+.4f} nats in the mean over seeds" in text
     assert f"+0.0000, {apart:+.4f}, {2 * apart:+.4f}" in text
+    assert "nats learning after 30 s" in text
+    assert text.count("| 30.0    | 3.0000") == len(aristos_training.WAYS)
     assert len(finding.rows) == 3 * len(aristos_training.WAYS) - 2 * len(aristos_training.ONCE)
     assert "not decided" in aristos_training.find(Asked()).text()

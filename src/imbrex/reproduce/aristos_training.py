@@ -38,12 +38,21 @@ def find(asked: Asked) -> Finding:
     request = settings(WAYS, course, limit_s=limit_s, once=ONCE)
     runs, ran_on = on_ranks("patience", request, NETWORK, timeout_s=1800.0)
     steps = runs[0]["steps"]
+    budget_s = min(run["seconds"] for run in runs)
     enough = "" if steps == course.steps else f" (of {course.steps}: the time was up)"
     return Finding(
         title="Aristos: training with patience while one rank is late",
         question="What does patience cost a training, and does it save time?",
-        head=("way", "dropped", "nats a byte held out", "minus serial, seed by seed", "wall, s", "step, ms"),
-        table=tuple(_line(runs, name) for name in WAYS),
+        head=(
+            "way",
+            "dropped",
+            "nats a byte held out",
+            "minus serial, seed by seed",
+            "wall, s",
+            f"nats learning after {budget_s:.0f} s",
+            "step, ms",
+        ),
+        table=tuple(_line(runs, name, budget_s) for name in WAYS),
         differs=(
             f"The demo's model of bytes with one layer of 8 experts on 4 gloo ranks: {ran_on}; "
             f"{course.seeds} seed(s), {steps} steps{enough} of {course.batch * course.length} bytes, taken "
@@ -52,10 +61,11 @@ def find(asked: Asked) -> Finding:
         ),
         verdict=_verdict(runs, steps == 1000 and course.seeds > 1),
         rows=[_row(run, course, ran_on) for run in runs],
-        chart=chart.dots(
-            {name: [*apart(runs, name).values()] for name in WAYS if name != "serial"},
-            "nats a byte over serial, by seed",
-            bands=(-MOST_APART, MOST_APART),
+        chart=chart.lines(
+            {name: curve(runs, name) for name in WAYS},
+            "wall time, s",
+            "nats a byte, learning",
+            logarithmic=False,
         ),
     )
 
@@ -75,8 +85,18 @@ def apart(runs: Sequence[dict[str, Any]], name: str) -> dict[int, float]:
     return {run["seed"]: run["held_out_nats"] - serial[run["seed"]] for run in of_way(runs, name)}
 
 
-def _line(runs: Sequence[dict[str, Any]], name: str) -> tuple[str, ...]:
+def curve(runs: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Wall seconds and training nats a byte, means over seeds, from point to point."""
+    points = zip(*(run["curve"] for run in of_way(runs, name)), strict=True)
+    return [
+        (statistics.fmean(wall for _, wall, _ in point), statistics.fmean(nats for *_, nats in point))
+        for point in points
+    ]
+
+
+def _line(runs: Sequence[dict[str, Any]], name: str, budget_s: float) -> tuple[str, ...]:
     mine = of_way(runs, name)
+    in_time = [nats for wall_s, nats in curve(runs, name) if wall_s <= budget_s]
     differences = ", ".join(f"{value:+.4f}" for value in apart(runs, name).values())
     return (
         name,
@@ -84,6 +104,7 @@ def _line(runs: Sequence[dict[str, Any]], name: str) -> tuple[str, ...]:
         f"{statistics.fmean(run['held_out_nats'] for run in mine):.4f}",
         "" if name == "serial" else differences,
         f"{statistics.fmean(run['seconds'] for run in mine):.1f}",
+        f"{in_time[-1]:.4f}" if in_time else "",
         f"{1e3 * statistics.fmean(run['median_s'] for run in mine):.1f}",
     )
 
