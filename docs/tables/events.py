@@ -39,18 +39,18 @@ def _stragglers(rows: list[Row]) -> Table:
 
 
 def _training(rows: list[Row]) -> Table:
-    head = ["way", "dropped", "nats a byte held out", "minus `serial`, by seed", "wall, s", "step, ms"]
-    serial = {row["case"]["seed"]: row["held_out_nats"] for row in select(rows, impl="serial")}
+    head = ["way", "dropped", "nats a byte held out", "minus endless, by seed", "wall, s", "step, ms"]
+    endless = {row["case"]["seed"]: row["held_out_nats"] for row in select(rows, impl="endless patience")}
     lines = []
     for name in dict.fromkeys(row["impl"] for row in rows):
         mine = select(rows, impl=name)
-        apart = [row["held_out_nats"] - serial[row["case"]["seed"]] for row in mine]
+        apart = [row["held_out_nats"] - endless[row["case"]["seed"]] for row in mine]
         lines.append(
             [
                 name,
                 f"{statistics.fmean(row['dropped_share'] for row in mine):.2%}",
                 f"{statistics.fmean(row['held_out_nats'] for row in mine):.4f}",
-                "" if name == "serial" else ", ".join(f"{value:+.4f}" for value in apart),
+                "" if name == "endless patience" else ", ".join(f"{value:+.4f}" for value in apart),
                 f"{statistics.fmean(row['seconds'] for row in mine):.1f}",
                 f"{statistics.fmean(row['median_us'] for row in mine) / 1e3:.1f}",
             ]
