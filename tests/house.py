@@ -241,13 +241,54 @@ def strayed_hazards(path: str, text: str) -> list[Breach]:
     return found
 
 
-_TO_HOST_METHODS = {"item", "tolist", "cpu", "synchronize", "numpy"}
-ON_HOST = ("splits_2W",)
-"""Tensors that the contracts promise to be on the host."""
+_TO_HOST_METHODS = {"item", "tolist", "cpu", "synchronize"}
+"""Not `numpy`, which torch refuses for a tensor of a GPU."""
+GIVES_HOST = {"exchange_counts", "words", "cpu", "tolist", "item", "numpy"}
+"""Calls whose results are on the host: what ranks tell each other, and copies that have been made."""
+ON_HOST = {
+    *("splits_2W", "counts_WW", "counts_2SWW", "headers_WH", "hosts_W2", "split_WS", "loads_W"),
+    *("_status", "_words", "_gathered", "iterations", "np"),
+}
+"""Names that stand for one thing everywhere, which is on the host: counts that ranks have exchanged, words in
+memory that processes share or kernels write to, numbers of the balancer and what numpy makes."""
 
 
-def _copies_to_host(call: ast.Call) -> bool:
-    if not isinstance(call.func, ast.Attribute) or any(name in ast.dump(call.func.value) for name in ON_HOST):
+def _is_on_host(value: ast.AST, known: set[str]) -> bool:
+    """Whether an expression is what the host has, by where it begins: `counts_WW.T[0]` is what `counts_WW`
+    is, and `x[rank]` what `x` is."""
+    if isinstance(value, ast.Name):
+        return value.id in ON_HOST or value.id in known
+    if isinstance(value, ast.Attribute):
+        return value.attr in ON_HOST or _is_on_host(value.value, known)
+    if isinstance(value, ast.Call):
+        name = getattr(value.func, "attr", getattr(value.func, "id", ""))
+        of = [value.func.value] if isinstance(value.func, ast.Attribute) else value.args
+        return name in GIVES_HOST or any(_is_on_host(part, known) for part in of)
+    if isinstance(value, ast.Subscript | ast.Starred):
+        return _is_on_host(value.value, known)
+    if isinstance(value, ast.Lambda | ast.ListComp | ast.GeneratorExp | ast.DictComp | ast.SetComp):
+        return False
+    return any(_is_on_host(part, known) for part in ast.iter_child_nodes(value))
+
+
+def _host_names(function: ast.FunctionDef) -> set[str]:
+    """Local names of a function that are assigned values of the host."""
+    known: set[str] = set()
+    for _ in range(3):  # of one another
+        for node in ast.walk(function):
+            pairs = []
+            if isinstance(node, ast.Assign):
+                pairs = [(target, node.value) for target in node.targets]
+            elif isinstance(node, ast.For | ast.comprehension):
+                pairs = [(node.target, node.iter)]
+            for target, value in pairs:
+                if _is_on_host(value, known):
+                    known |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return known
+
+
+def _copies_to_host(call: ast.Call, known: set[str]) -> bool:
+    if not isinstance(call.func, ast.Attribute) or _is_on_host(call.func.value, known):
         return False
     if call.func.attr == "to":
         return any(isinstance(a, ast.Constant) and a.value == "cpu" for a in call.args)
@@ -255,21 +296,24 @@ def _copies_to_host(call: ast.Call) -> bool:
 
 
 def silent_syncs(path: str, text: str) -> list[Breach]:
-    """Copies to the host, in rooms that a step runs through, without `# host sync:` right above.
-
-    `# on the host:` says instead that the tensor already lives there. Constants of a module do too.
-    """
+    """Copies to the host, in rooms that a step runs through, without `# host sync:` right above; not of what
+    is there already (`GIVES_HOST`, `ON_HOST`), nor of constants of a module."""
     if room(module_of(path)) not in HOT:
         return []
     lines = text.splitlines()
     breaches = []
     functions = [n for n in ast.walk(tree_of(text, path)) if isinstance(n, ast.FunctionDef)]
-    for statement in {inner: None for function in functions for inner in ast.walk(function)}:
+    known: dict[ast.AST, set[str]] = {}
+    for function in functions:
+        names = _host_names(function)
+        known |= {inner: names | known.get(inner, set()) for inner in ast.walk(function)}
+    for statement, names in known.items():
         if not isinstance(statement, ast.stmt) or isinstance(statement, ast.FunctionDef | ast.ClassDef):
             continue
         head = [statement] if not hasattr(statement, "body") else list(_head(statement))
         calls = [n for part in head for n in ast.walk(part) if isinstance(n, ast.Call)]
-        if any(map(_copies_to_host, calls)) and not _has_reason(lines, statement):
+        copies = any(_copies_to_host(call, names) for call in calls)
+        if copies and not _has_reason(lines, statement):
             breaches.append(f"{path}:{statement.lineno}: a copy to the host without '# host sync:' above")
     return breaches
 
@@ -291,7 +335,7 @@ def _has_reason(lines: list[str], statement: ast.stmt) -> bool:
     while above >= 0 and lines[above].lstrip().startswith("#"):
         said.append(lines[above])
         above -= 1
-    return any(re.search(r"# (host sync|on the host):", line) for line in said)
+    return any(re.search(r"# host sync:", line) for line in said)
 
 
 # By default torch decides their dtype from their values alone.

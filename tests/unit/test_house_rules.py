@@ -375,6 +375,7 @@ def test_a_struct_that_is_written_twice_is_found(text: str) -> None:
         "for n in counts.tolist():\n    pass\n",
         "if flag.item():\n    # host sync: too late\n    pass\n",
         "return x.to('cpu')\n",
+        "for rank, n in enumerate(counts_WW.tolist()):\n    x[rank, n].item()\n",
         "# host sync: this one\n\nn = x.cpu()\n",
     ],
 )
@@ -388,7 +389,7 @@ def test_a_silent_sync_is_found(text: str) -> None:
     "text",
     [
         "# host sync: sizes of the receive buffer\nn = counts.sum().item()\n",
-        "# on the host: counts came with the message\nfor n in counts.tolist():\n    pass\n",
+        "counts = transport.exchange_counts(own)\nfor n in counts.T.tolist():\n    pass\n",
         "x = y.to('cuda')\nz = items.item\n",
         "send, receive = handle.traffic.splits_2W[0].tolist()\n",
     ],

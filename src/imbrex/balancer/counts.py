@@ -77,7 +77,6 @@ class Page:
     def read(self, at: tuple[int, int], shape: tuple[int, int]) -> Ints:
         self.mark.wait(self.timeout_s)
         block, first = at
-        # on the host: pinned memory, written when the mark has passed
         values = self.blocks[block].numpy()[first : first + shape[0] * shape[1]]
         return values.reshape(shape)
 

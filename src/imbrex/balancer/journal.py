@@ -61,7 +61,6 @@ class Journal:
 
 
 def _complete(entry: Entry) -> dict[str, Any]:
-    # on the host: counts are numpy arrays
     return entry.line | {
         "expert_load": [i.counts_E.tolist() for i in entry.iterations],
         "loads": [i.loads_W.tolist() for i in entry.iterations],

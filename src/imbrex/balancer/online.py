@@ -159,7 +159,6 @@ class OnlineBalancer:
 
     def metrics(self) -> str:
         """Counters and the balancedness of every layer, in Prometheus' text format."""
-        # on the host: loads are kept there
         loads = {seat.number: seat.loads_W.tolist() for seat in self.seats}
         promised = {seat.number: seat.predicted for seat in self.seats if seat.predicted}
         return exposition(self.tally, loads, promised)

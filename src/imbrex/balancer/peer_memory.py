@@ -110,7 +110,6 @@ def reach_each_other(channel: Channel, device: torch.device) -> bool:
     if device.type == "cuda" and mine < 0:
         mine = torch.cuda.current_device()
     hosts_W2 = channel.meet("handshake", words(zlib.crc32(socket.gethostname().encode()), mine))
-    # on the host: gloo gathers there
     devices = hosts_W2[:, 1].tolist()
     fine = (
         bool((hosts_W2[:, 0] == hosts_W2[0, 0]).all())

@@ -55,5 +55,4 @@ def _of_all_data_ranks(recent: Sequence[Ints], others: Channel | None) -> Sequen
         return recent
     common = int(others.meet("counts", words(len(recent))).min())
     counts = others.meet("counts", torch.from_numpy(np.stack(recent[len(recent) - common :])))
-    # on the host: gloo gathers there
     return list(counts.transpose(0, 1).flatten(1, 2).numpy())

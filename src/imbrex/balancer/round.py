@@ -74,5 +74,4 @@ class Ballots:
         """The words of every rank, by rank. Raises RankLostError where one said nothing in time."""
         self.channel.finish("votes", self._work)
         self._work = None
-        # on the host: gloo gathers there
         return self._gathered.tolist()

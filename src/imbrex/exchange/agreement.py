@@ -121,7 +121,6 @@ def write_header(
 
 def check_headers(headers_WH: Tensor, replicated: bool) -> None:
     """Raise the same ValueError on every rank where one reports a problem, or where they disagree."""
-    # on the host: headers come with the counts
     headers = headers_WH.tolist()
     for rank, header in enumerate(headers):
         if header[PROBLEM]:
@@ -162,18 +161,15 @@ def agree(
         raise problem
     wrong, values_W = words_W[:, 0].nonzero().flatten(), words_W[:, 1 + len(own) :]
     if len(wrong):
-        # on the host: settings are compared once, at construction
         raise ValueError(f"{what}: rank {int(wrong[0])} cannot be served; its own error says why")
     for place, (name, mine) in enumerate(settings.items()):
         column = values_W[:, place]
-        # on the host: settings are compared once, at construction
         different = (column != column[0]).nonzero().flatten().tolist()
         if different:
             raise ValueError(
                 f"{what}: ranks disagree about {name}: rank {different[0]} was given something else than "
                 f"rank 0 (here: {mine}); give every rank of the group the same"
             )
-    # on the host: as above
     return words_W[:, 1 : 1 + len(own)].tolist()
 
 
@@ -188,6 +184,5 @@ def raise_together(backend: Backend, what: str, problem: str | None) -> None:
     if not len(wrong):
         return
     text = (problem or "").encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
-    # on the host: text, once something is wrong
     letters = backend.exchange_counts(words(*text))[wrong[0]].tolist()
     raise ValueError(f"{what}: on rank {int(wrong[0])}, {bytes(letters).decode().rstrip()}")

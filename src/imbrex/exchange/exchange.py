@@ -297,7 +297,6 @@ class Exchange:
         if not self._missed_for_dtype or self.group is None or not _may_choose_again(self.group):
             return
         answers_W = self.transport.exchange_counts(words(int(x.dtype == torch.bfloat16)))
-        # on the host: counts are told there
         if not bool(answers_W.all()):
             return
         self._missed_for_dtype = False

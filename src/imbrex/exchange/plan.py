@@ -128,7 +128,6 @@ def slot_rows(split_WS: Tensor, alignment: int, rows_per_slot: int | None) -> Te
     each, more only where a slot has more."""
     total_S = split_WS.sum(0)
     if rows_per_slot is not None:
-        # on the host: the split is decided there
         return torch.full_like(total_S, max([rows_per_slot, *total_S.tolist()]))
     return (total_S + alignment - 1) // alignment * alignment
 

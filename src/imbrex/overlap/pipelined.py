@@ -170,7 +170,6 @@ class Pipelined:
         gathered = exchange.transport.exchange_counts(message)
         if problem is not None:
             raise problem
-        # on the host: counts of all ranks are
         for rank, (wrong, degree, theirs) in enumerate(gathered.tolist()):
             if wrong:
                 raise ValueError(

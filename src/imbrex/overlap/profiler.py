@@ -213,7 +213,6 @@ class _Layer:
         keys = sorted(runs[0])
         nanoseconds = torch.stack([words(*(int(1e9 * run[key]) for key in keys)) for run in runs])
         slowest_N = self.exchange.transport.exchange_counts(nanoseconds.flatten()).max(0).values
-        # on the host: counts of all ranks are
         by_key = slowest_N.view(len(runs), len(keys)).T.tolist()
         return {key: 1e-9 * statistics.median(of) for key, of in zip(keys, by_key, strict=True)}
 

@@ -98,7 +98,6 @@ def tuner_of(
 ) -> Tuner:
     """The tuner of a layer for so many tokens. fuses: whether this rank's experts can be fused."""
     gathered_W3 = exchange.transport.exchange_counts(words(len(x_TD), fuses, launched_on()))
-    # on the host: counts of all ranks are
     tokens_W, fuses_W, node_W = gathered_W3.T.tolist()
     subject = layer_of(exchange, experts, x_TD) | machine(x_TD.device)
     placement, tensor = exchange.geometry.placement, exchange.geometry.tensor_parallel
@@ -134,13 +133,11 @@ def bucket(tokens: int) -> int:
 def spread(gather: Callable[[Tensor], Tensor], text: str | None, *, leads: bool) -> str:
     """The text of the rank that leads, the group's first, on all ranks. Collective."""
     content = (text or "").encode() if leads else b""
-    # on the host: counts of all ranks are
     length = int(gather(words(len(content)))[0, 0])
     padded = bytearray(content.ljust(-(-length // 8) * 8, b"\0"))
     if not padded:
         return ""
     text_W = gather(torch.frombuffer(padded, dtype=torch.int64))
-    # on the host: counts of all ranks are
     return text_W[0].numpy().tobytes()[:length].decode()
 
 

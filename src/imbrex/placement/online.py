@@ -120,7 +120,6 @@ def weigh(recent: Iterable[Ints], decay: float) -> Floats:
 
 def _parts(counts_WE: Ints, most: int) -> Ints:
     ranks, experts = counts_WE.shape
-    # on the host: numpy
     number = max(1, min(ranks, most, int(counts_WE.sum()) // (CHOICES_A_PART * experts)))
     firsts = np.arange(number) * ranks // number
     return np.add.reduceat(counts_WE, firsts, axis=0)

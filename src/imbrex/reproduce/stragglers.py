@@ -91,7 +91,6 @@ class Clock:
         """Collective: whether rank 0's time is up."""
         over = torch.tensor(time.monotonic() > self.end)
         dist.broadcast(over, 0)
-        # on the host: ranks of a stage are CPUs
         return bool(over)
 
 

@@ -145,7 +145,6 @@ class _Check:
         encoded = encoded.to(self.device)
         before = encoded.clone()
         under_way = begin(encoded, traffic), begin(encoded, traffic)
-        # on the host: both are waited for first, for a rank that stops between them would keep the others
         arrived = [pending.finish().cpu() for pending in under_way]
         for number, moved in enumerate(arrived):
             shape, target = list(moved.shape), list(expected.shape)

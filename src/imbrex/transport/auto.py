@@ -66,7 +66,6 @@ class Auto:
         if self.path is not None:
             words_L = words(self.path.exists(), self.path.parent.is_dir())
             words_WL = collective.exchange_counts(words_L)
-            # on the host: once a process group
             if bool(words_WL[:, 0].min()):
                 return Network.load(self.path, nodes.num_nodes, nodes.size)
             if not bool(words_WL[0, 1]):

@@ -67,7 +67,6 @@ class Board:
         at = self.calls % 2 * 2 * ranks
         self._words[at + self.rank] = first | value
         self._words[at + ranks + self.rank] = first | note
-        # on the host: the words are in memory that the processes share
         words = self._words[at : at + 2 * ranks].tolist()
         if min(words) < first:
             words = self._wait(at, first, check)
@@ -79,7 +78,6 @@ class Board:
         start = last_check = time.monotonic()
         here = self._words[at : at + 2 * self.world_size]
         while True:
-            # on the host: the words are in memory that the processes share
             words = here.tolist()
             if min(words) >= first:
                 return words

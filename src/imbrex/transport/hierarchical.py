@@ -60,8 +60,7 @@ class Hierarchical(TwoLevel):
 
     def tell_marks(self, wanted: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
         others = [n for n in range(self.nodes.num_nodes) if n != self.node]
-        # on the host: counts of all ranks are
-        unique = [c[1].sum(0).tolist() for c in counts]
+        unique = [counts_2SWW[1].sum(0).tolist() for counts_2SWW in counts]
         send, receive = [0] * self.world_size, [0] * self.world_size
         mine = [torch.zeros(0, self.nodes.size, dtype=torch.uint8, device=wanted[0].device)]
         for n in others:

@@ -296,7 +296,6 @@ class _Loop:
 
 def _bytes_of(body: Tensor) -> memoryview:
     """The memory of a tensor of bytes, which lives as long as the view does."""
-    # on the host: bodies of messages always are
     values: Any = body.contiguous().view(-1).numpy()
     return memoryview(values)
 
@@ -321,7 +320,6 @@ def _meet(transport: Collective, what: str) -> dict[int, _Connection]:
         listener.listen(transport.world_size)
         nonce = secrets.randbits(62)
         own = int.from_bytes(socket.inet_aton(address), "big"), listener.getsockname()[1], nonce
-        # on the host: as all that ranks tell each other
         addresses = transport.exchange_counts(words(*own)).tolist()
         sockets: dict[int, socket.socket] = {}
         try:

@@ -42,7 +42,6 @@ class Nodes:
         """
         by_hand = -1 if ranks_per_node is None else ranks_per_node
         answers_W = ranks.exchange_counts(words(by_hand, launched_on()))
-        # on the host: nodes are told once, at construction
         for rank, by_rank in enumerate(answers_W[:, 0].tolist()):
             if by_rank != by_hand:
                 raise ValueError(
@@ -51,7 +50,6 @@ class Nodes:
                 )
         if ranks_per_node is not None:
             return Nodes.of(ranks.world_size, ranks_per_node)
-        # on the host: as above
         return Nodes.in_blocks(answers_W[:, 1].tolist())
 
     @staticmethod

@@ -179,7 +179,6 @@ class Nvlink(Collective):
         old = known.get(seconds)
         number = old.number if old is not None and old.usable else 0
         answers_W = Collective(group, timeout=seconds).exchange_counts(words(number, round(1e6 * seconds)))
-        # on the host: once a layer, at construction
         (numbers, limits) = answers_W.T.tolist()
         if len(set(limits)) > 1:
             raise ValueError(
@@ -225,7 +224,6 @@ class Nvlink(Collective):
             return mine or f"rank {int(answers_W[:, 1].nonzero()[0])} of the group cannot run it"
         if (answers_W[:, 0] != answers_W[0, 0]).any():
             return "the ranks are on several hosts"
-        # on the host: counts are told there
         peers = [device for device in answers_W[:, 2].tolist() if device != torch.cuda.current_device()]
         unreachable = [
             d for d in peers if not torch.cuda.can_device_access_peer(torch.cuda.current_device(), d)
@@ -252,7 +250,6 @@ class Nvlink(Collective):
         return None
 
     def _open_board(self) -> Board:
-        # on the host: counts are told there
         self.number = name = int(self.exchange_counts(words(time.time_ns()))[0])
         path = Board.make_file(name, self.world_size) if self.rank == 0 else Board.path_of(name)
         self.exchange_counts(words(0))

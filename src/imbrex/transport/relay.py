@@ -35,7 +35,6 @@ def count_pieces(wanted_TW: Tensor, nodes: Nodes, pieces: int) -> Tensor:
 def join_pieces(counts_2SWW: Tensor) -> Tensor:
     """Neighbouring pieces put together until each has enough rows: the same on every rank."""
     while counts_2SWW.shape[1] > 1:
-        # on the host: counts of all ranks are
         rows = int(counts_2SWW[1].sum(0).max()) if counts_2SWW.numel() else 0
         if rows >= LEAST_ROWS * counts_2SWW.shape[1]:
             break
@@ -76,7 +75,6 @@ class Relay:
     def of(traffic: Traffic, nodes: Nodes, rank: int) -> Relay:
         world = nodes.num_nodes * nodes.size
         counts_2SWW, marks_XM = traffic.hops
-        # on the host: counts of all ranks are
         counts, unique = counts_2SWW.tolist()
         node, local = divmod(rank, nodes.size)
         others = [n for n in range(nodes.num_nodes) if n != node]

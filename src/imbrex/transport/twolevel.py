@@ -65,7 +65,6 @@ class TwoLevel(Tiered):
         if self.world_size == 1:
             return Done(rows)
         counts_WW = rows_between(traffic)
-        # on the host: the counts that were exchanged
         counts = (counts_WW.T if phase == "combine" else counts_WW).tolist()
         return Stepped(self, phase, rows, self.steps(counts))
 
@@ -73,7 +72,6 @@ class TwoLevel(Tiered):
         if self.world_size == 1:
             return super().rows_sent(traffic, back=back)
         counts_WW = rows_between(traffic)
-        # on the host: the counts that were exchanged
         return rows_sent(self.steps((counts_WW.T if back else counts_WW).tolist()), self.rank)
 
     def steps(self, counts: list[list[int]]) -> list[Step]:

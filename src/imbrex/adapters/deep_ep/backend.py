@@ -217,7 +217,6 @@ class BackendBase:
 
     def raise_problems(self, call: str, problem: str) -> None:
         text = problem.encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
-        # on the host: text
         letters_WL = self.transport.exchange_counts(words(*text)).tolist()
         problems = [(rank, bytes(letters).decode().rstrip()) for rank, letters in enumerate(letters_WL)]
         rank, sentence = next((rank, sentence) for rank, sentence in problems if sentence)
@@ -226,7 +225,6 @@ class BackendBase:
     def check_worst(self, rows_WW: Tensor, most_W: list[int]) -> None:
         """ValueError on every rank where one receives more rows than it has room for. rows_WW: on the host.
         most_W: `num_worst_tokens` of every rank."""
-        # on the host: counts came with the message
         for rank, (received, most) in enumerate(zip(rows_WW.sum(0).tolist(), most_W, strict=True)):
             if 0 < most < received:
                 raise ValueError(

@@ -52,7 +52,6 @@ def make_route(wanted_TW: Tensor, rows_WW: Tensor, rank: int) -> Route:
     others[:, rank] = False
     tokens_N = torch.nonzero_static(others.T, size=int(splits_2W[0].sum()))[:, 1].clone()
     own = torch.nonzero_static(wanted_TW[:, rank], size=int(rows_WW[rank, rank]))[:, 0].clone()
-    # on the host: counts came with the message
     received = rows_WW[:, rank].tolist()
     return Route(
         traffic=Traffic(sent_tokens_N=tokens_N, splits_2W=splits_2W),
@@ -99,7 +98,6 @@ class BytesBackend(BackendBase):
             extra = torch.as_tensor(extra, dtype=torch.int64, device=wanted_TW.device).view(1)
             head, tail = head.to(wanted_TW.device), torch.cat([extra, wanted_TW.sum(0)])
         gathered = self.transport.exchange_counts(torch.cat([head, tail]))
-        # on the host: the message has been received
         heads = gathered.tolist()
         if any(head[0] for head in heads):
             self.raise_problems(call, problem)
@@ -110,12 +108,10 @@ class BytesBackend(BackendBase):
         if self.world_size == 1 and not problem:
             return
         kind = zlib.crc32(repr(sorted(settings.items())).encode())
-        # on the host: counts are told there
         heads = self.moves.exchange_counts(words(bool(problem), kind)).tolist()
         if any(wrong for wrong, _ in heads):
             self.raise_problems(call, problem)
         if any(other != kind for _, other in heads):
-            # on the host: as above, once something is wrong
             self.check_alike(call, settings, self.moves.exchange_counts(words(*settings.values())).tolist())
 
     def carry(self, columns: Sequence[Tensor], route: Route) -> list[Tensor]:

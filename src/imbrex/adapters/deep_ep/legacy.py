@@ -304,7 +304,6 @@ class Buffer(LowLatency, absent.Calls):
         """Counts of the local experts from all ranks' layouts, where no choices come with the rows."""
         counts_WE = self._backend.transport.exchange_counts(per_expert.long())
         mine = counts_WE.sum(0).view(self.group_size, -1)[self.rank]
-        # on the host: counts were exchanged
         return _align(mine, alignment).tolist()
 
     def _dispatch_again(

@@ -142,7 +142,6 @@ class NvlinkBackend(BackendBase):
             self.raise_problems(call, problem)
         if not self.transport.agreed:
             settings_W = self.transport.exchange_counts(words(*settings.values()))
-            # on the host: counts are told there
             self.check_alike(call, settings, settings_W.tolist())
             raise ValueError(f"{self.who}.{call}: ranks make different calls; make the same on every rank")
         return max(tokens_W)

@@ -125,7 +125,6 @@ class NvlinkExchange:
             torch.cuda.synchronize(self.device)
         for word in self._codes:
             if word.value:
-                # on the host: pinned memory that the kernels write
                 raise_failure(self._status.tolist(), self.timeout)
 
     @property

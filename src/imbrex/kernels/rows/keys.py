@@ -104,7 +104,6 @@ class TokenChoice:
     def check(self) -> None:
         """Raise `ExchangeError` if a call is known to have failed."""
         if any(word.value for word in self._codes):
-            # on the host: pinned memory that the kernel writes
             raise_failure(self._status.tolist(), self.timeout)
 
     def close(self) -> None:

@@ -58,7 +58,6 @@ class Batch:
         here = (flat >= local.start) & (flat < local.stop)
         order = torch.argsort(torch.where(here, flat, local.stop), stable=True)
         counts_e = plan.count_choices(torch.where(here, flat - local.start, -1), len(local))
-        # on the host: this schedule runs on CPUs
         choice_R = order[: int(counts_e.sum())]
         position = torch.full_like(flat, -1)
         position[choice_R] = torch.arange(len(choice_R), device="cpu")
