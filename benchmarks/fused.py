@@ -17,6 +17,7 @@ from ceilings import measure_ceilings
 
 from imbrex.bench.exchange.clock import run_ranks
 from imbrex.bench.layer.race import (
+    DY_BEFORE,
     FLOOR,
     FUSED_LOCAL,
     LOCAL,
@@ -44,7 +45,7 @@ def main() -> None:
     world = torch.cuda.device_count()
     if world < 2:
         raise SystemExit("benchmarks/fused.py needs two GPUs or more")
-    only = OURS, OURS_FUSED, OURS_ALONE, LOCAL, FUSED_LOCAL, FLOOR, *RIVALS
+    only = OURS, OURS_FUSED, DY_BEFORE, OURS_ALONE, LOCAL, FUSED_LOCAL, FLOOR, *RIVALS
     tokens = [int(m) for m in args.tokens.split(",")]
     entries = [Entry(model=model, M=m, only=only) for model in args.models.split(",") for m in tokens]
     given = [f"--{name}={value}" for name, value in vars(args).items() if value != parser.get_default(name)]

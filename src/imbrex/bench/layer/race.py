@@ -22,7 +22,7 @@ from imbrex.bench.layer.rivals import AllToAll, Ffn, GatherScatter, GatherScatte
 from imbrex.bench.results import write_results
 from imbrex.bench.shapes import MODELS, Shape
 from imbrex.bench.skew import make_routing
-from imbrex.contracts import Routing, Strategy
+from imbrex.contracts import Roles, Routing, Strategy
 from imbrex.exchange.exchange import Exchange
 from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.experts.experts import Experts
@@ -38,6 +38,8 @@ OURS_FUSED, OURS_ALONE = "imbrex-fused", "imbrex-experts-alone"
 OURS_NCCL = "imbrex-alltoall"
 LOCAL, FUSED_LOCAL = "imbrex-serial-local", "imbrex-fused-local"
 """The same layer with as many rows of every expert, all of its rank's own tokens: nothing crosses."""
+DY_BEFORE = "imbrex-fused-dy-before"
+"""Rows of dy move before their product, not beside it."""
 VARIANTS = OURS_FUSED, OURS_ALONE, OURS_TORCH, OURS_EXACT, OURS_NCCL
 FLOOR = "floor"
 FLOORS = FLOOR, OURS_ALONE, LOCAL, FUSED_LOCAL
@@ -146,6 +148,13 @@ class Race:
             LOCAL: self._ours(*layer, training=training),
             FUSED_LOCAL: self._ours(*layer, training=training, strategy=Fused()),
         }
+
+    def dy_before(self, op: str, inputs: Inputs) -> dict[str, Call]:
+        """The fused step that moves dy before its product; a forward has none."""
+        if op == "forward":
+            return {}
+        fused = Fused(Roles(dy=0))
+        return {DY_BEFORE: self._ours(self.experts, self.exchange, inputs, training=True, strategy=fused)}
 
     def calls(self, op: str, inputs: Inputs) -> dict[str, Call]:
         """The calls to time, by implementation; answers: y, then the gradients of x, weights and experts."""
@@ -357,7 +366,7 @@ def run_entry(runner: Race, entry: Entry, repeats: int) -> list[dict[str, Any]]:
     for op in entry.ops:
         calls = runner.calls(op, inputs)
         if entry.only:
-            calls |= runner.local_calls(op, inputs)
+            calls |= runner.local_calls(op, inputs) | runner.dy_before(op, inputs)
             calls = {name: calls[name] for name in entry.only if name in calls}
         elif not entry.variants:
             calls = {name: call for name, call in calls.items() if name not in VARIANTS}
@@ -402,6 +411,7 @@ def row_of(
             OURS_NCCL: "a token once to a rank over NCCL, torch's grouped GEMM, own SwiGLU",
             OURS_EXACT: "rows as many as there are, after asking the GPU",
             OURS_FUSED: "schedule 'fused'",
+            DY_BEFORE: "schedule 'fused', rows of dy before their product",
             OURS_ALONE: "our experts, rows permuted",
             LOCAL: "every choice is an expert of the token's rank",
             FUSED_LOCAL: "schedule 'fused', every choice is an expert of the token's rank",
