@@ -98,8 +98,8 @@ def test_sampling_noise_moves_nothing(ranks: int, slots: int) -> None:
     """A plan made for the load that goes on: from 128 tokens every iteration looks different, and is not."""
     past = constant_load(ranks, 128, 2).sum(1)[:, None]
     history = LoadHistory(counts_ILE=past, layers=(0,))
-    placement = plan_history(history, Target(num_ranks=ranks, slots=slots))[0]
     for split in ("balanced", "even"):
+        placement = plan_history(history, Target(num_ranks=ranks, slots=slots, split=split))[0]
         planner = OnlinePlanner([placement], Pace(split=split))
         assert step_through(planner, constant_load(ranks, 12, 3)) == [0] * 12
 
