@@ -6,6 +6,7 @@ import json
 import statistics
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from imbrex.reproduce import (
     Finding,
     chart,
     comet_figure_8,
+    comet_measured,
     find,
     hybrid,
     papers,
@@ -382,6 +384,35 @@ def test_what_is_simulated_says_so(name: str) -> None:
     assert text == find(name, Asked()).text()
     with pytest.raises(ValueError, match="is simulated and times nothing"):
         find(name, Asked(rounds=2))
+
+
+def layer_row(impl: str, us: float, op: str = "forward") -> dict[str, Any]:
+    return {"op": op, "impl": impl, "case": {"model": "mixtral", "M": 4096}, "median_us": us}
+
+
+def test_comets_layers_are_those_of_a_committed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wire costs serial 4 us and fused 1 of them; NCCL's layer takes twice its experts' time."""
+    times = {
+        "nccl-a2a": 2000.0,
+        "floor": 1000.0,
+        "imbrex-serial": 1600.0,
+        "imbrex-fused": 1250.0,
+        "imbrex-experts-alone": 1200.0,
+        "imbrex-serial-local": 1200.0,
+        "imbrex-fused-local": 1150.0,
+    }
+    rows = [layer_row(impl, us) for impl, us in times.items()] + [layer_row("floor", 9.0, "forward+backward")]
+    hardware = {"count": 2, "gpu": "H200"}
+    run = {"hardware": hardware, "commit": "abc", "date": "2026-11-23"}
+    (tmp_path / "fused.json").write_text(json.dumps({"rows": rows, "runs": [run]}))
+    monkeypatch.setattr(comet_measured, "RESULTS", tmp_path)
+    assert comet_measured.layers(Asked()).table[1:] == (
+        ("mixtral", "4096", "2.00", "1.60", "1.25", "1.60", "75%"),
+    )
+    assert comet_measured.breakdown(Asked()).table[1:] == (("mixtral", "4096", "50%", "25%", "4%"),)
+    blank = comet_measured.end_to_end(Asked())
+    assert len(blank.table) == 1
+    assert blank.differs[0].startswith("Blank")
 
 
 def test_every_table_and_figure_of_the_papers_is_named() -> None:

@@ -1,0 +1,205 @@
+"""Comet's figures 1 a, 9, 10 and 11, as far as two GPUs show them: from results that are committed.
+
+Nothing is timed here: benchmarks/models.py and benchmarks/fused.py have timed it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from imbrex.reproduce import chart
+from imbrex.reproduce.frame import Asked, Finding
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+"""In a checkout of the repository; an installed package has none."""
+REDUCED = {"Megatron-Cutlass": 34.1, "Megatron-TE": 42.6, "FasterMoE": 44.4, "Tutel": 31.8}
+"""Per cent of a model's latency that Comet saves, in the mean, by rival: figure 9's text."""
+MODELS = {"mixtral-8x7b": "Mixtral", "qwen2-57b-a14b": "Qwen2-MoE", "phi3.5-moe": "Phi-3.5"}
+RIVALS = ("transformers-ep", "transformers-ddp", "transformers-fsdp2")
+ALONE, SERIAL, FUSED = "imbrex-experts-alone", "imbrex-serial", "imbrex-fused"
+NCCL, FLOOR = "nccl-a2a", "floor"
+SHARE = 47
+"""Per cent of a forward that communication takes on 8 H800, in the mean of models: figure 1 a's text."""
+Cell = tuple[str, int]
+"""A model and its tokens."""
+
+
+def table_of(rows: Iterable[Mapping[str, Any]], op: str, tokens: str) -> dict[Cell, dict[str, float]]:
+    """Microseconds by implementation, of every model and number of tokens."""
+    cells: dict[Cell, dict[str, float]] = {}
+    for row in rows:
+        if row["op"] == op:
+            cell = row["case"]["model"], row["case"][tokens]
+            cells.setdefault(cell, {})[row["impl"]] = row["median_us"]
+    return cells
+
+
+def end_to_end(asked: Asked) -> Finding:
+    """Figure 9, whole models."""
+    rows, source = _read("models.json")
+    cells = {c: of for c, of in table_of(rows, "prefill", "T").items() if c[0] in MODELS and "imbrex" in of}
+    saved = {rival: _saved(cells, rival) for rival in RIVALS}
+    lines = [
+        (MODELS[model], str(2 * tokens), _ms(of, "imbrex"), *(_ms(of, rival) for rival in RIVALS))
+        for (model, tokens), of in cells.items()
+    ]
+    means = [f"{each:.0f} %" if each is not None else "" for each in saved.values()]
+    return Finding(
+        title="Comet, figure 9: whole models",
+        question="What of a model's forward does the MoE layer save?",
+        head=("model", "tokens", "imbrex, ms", *(f"{rival}, ms" for rival in RIVALS)),
+        table=(*lines, ("saved, mean", "", "", *means)),
+        differs=(
+            _origin(source),
+            "The paper has whole models on 8 H800 within Megatron-LM; here are two layers of each, by "
+            "transformers, on two GPUs, and its rivals are not ours: expert parallelism, data parallelism "
+            "and FSDP2 as transformers has them. So its configurations of TP are blank.",
+            "Forward only, which the paper times.",
+        ),
+        verdict=(
+            "The paper's means: " + ", ".join(f"{cent} % over {rival}" for rival, cent in REDUCED.items()),
+            "Ours: "
+            + ", ".join(f"{mean} over {rival}" for rival, mean in zip(RIVALS, means, strict=True) if mean),
+        ),
+        rows=(),
+        chart=chart.bars(
+            {"paper": REDUCED, "here": {r: each for r, each in saved.items() if each is not None}}, "% saved"
+        ),
+    )
+
+
+def breakdown(asked: Asked) -> Finding:
+    """Figure 1 a, what communication takes."""
+    cells, source = _layers()
+    lines = [
+        (model, str(tokens), _share(of, NCCL, FLOOR), _share(of, SERIAL, ALONE), _share(of, FUSED, ALONE))
+        for (model, tokens), of in cells.items()
+    ]
+    return Finding(
+        title="Comet, figure 1 a: what communication takes of a forward",
+        question="Which share of the time is not experts' work?",
+        head=("layer", "tokens", "over NCCL", "imbrex, serial", "imbrex, fused"),
+        table=(("models, 8 H800, Megatron-LM", "", f"{SHARE} %", "", ""), *lines),
+        differs=(
+            _origin(source),
+            "The paper's share is of whole models on eight GPUs; ours of one layer without attention on two, "
+            "half of whose rows stay. It counts all that a layer takes beyond the same experts alone, rows "
+            "permuted: routing and staging too.",
+        ),
+        verdict=(
+            f"The paper: {SHARE} % in the mean of models.",
+            "Ours, of layers: {} over NCCL, {} over NVLink serially, {} fused.".format(
+                *(_span(line[place] for line in lines) for place in (2, 3, 4))
+            ),
+        ),
+        rows=(),
+        chart=chart.bars(
+            {
+                f"{model} {tokens}": {
+                    name: 100 * (1 - of[base] / of[impl])
+                    for name, impl, base in (("NCCL", NCCL, FLOOR), ("fused", FUSED, ALONE))
+                }
+                for (model, tokens), of in cells.items()
+            },
+            "% of a layer's forward",
+        ),
+    )
+
+
+def layers(asked: Asked) -> Finding:
+    """Figures 10 and 11, one layer over tokens and what is hidden of its moves."""
+    cells, source = _layers()
+    lines, gains = [], []
+    for (model, tokens), of in cells.items():
+        gains.append(of[NCCL] / of[FUSED])
+        lines.append(
+            (
+                *(model, str(tokens)),
+                *(_ms(of, name) for name in (NCCL, SERIAL, FUSED)),
+                *(f"{gains[-1]:.2f}", _hidden(of)),
+            )
+        )
+    span = f"{min(gains):.2f} to {max(gains):.2f}" if gains else "nothing measured"
+    return Finding(
+        title="Comet, figures 10 and 11: one layer, measured",
+        question="How long does one layer take, and what of its moves is hidden?",
+        head=("model", "M", "NCCL, ms", "serial, ms", "fused, ms", "NCCL / fused", "hidden of the wire"),
+        table=(("Comet, 8 H800", "2048 to 32768", "", "", "", "1.28 to 2.37", "86.5%"), *lines),
+        differs=(
+            _origin(source),
+            "The paper has Mixtral's experts on EP 8, and rivals that are libraries; here two GPUs, other "
+            "models besides, and torch's all-to-all and grouped products. M of 2048, 8192 and 32768, EP 8, "
+            "the TP x EP of figure 12, the experts of 13 and the skews of 14 were not measured: "
+            "comet-figures-10-14 simulates them.",
+            "Hidden of the wire, as the paper counts: rows that stay are compute. Blank where a rank has "
+            "fewer experts than a token wants.",
+        ),
+        verdict=(f"Over NCCL {span}; the paper's means over its rivals are 1.28 to 2.37.",),
+        rows=(),
+        chart=chart.bars(
+            {
+                f"{model} {tokens}": {
+                    name: of[impl] / 1e3 for name, impl in (("NCCL", NCCL), ("fused", FUSED))
+                }
+                for (model, tokens), of in cells.items()
+            },
+            "ms",
+        ),
+    )
+
+
+def _layers() -> tuple[dict[Cell, dict[str, float]], str]:
+    rows, source = _read("fused.json")
+    wanted = {ALONE, SERIAL, FUSED, NCCL, FLOOR}
+    return {c: of for c, of in table_of(rows, "forward", "M").items() if wanted <= of.keys()}, source
+
+
+def _read(name: str) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """The rows of a committed file, and where they are from; none without a checkout."""
+    path = RESULTS / name
+    if not path.exists():
+        return (), ""
+    content = json.loads(path.read_text())
+    runs = {
+        f"{run['hardware']['count']} x {run['hardware']['gpu']}, revision {run['commit']}, {run['date']}"
+        for run in content["runs"]
+    }
+    return content["rows"], f"benchmarks/results/{name} ({'; '.join(sorted(runs))})"
+
+
+def _origin(source: str) -> str:
+    return f"Ours: {source}." if source else "Blank: this is no checkout with committed results."
+
+
+def _ms(of: Mapping[str, float], name: str) -> str:
+    return f"{of[name] / 1e3:.2f}" if name in of else ""
+
+
+def _saved(cells: Mapping[Cell, Mapping[str, float]], rival: str) -> float | None:
+    """Per cent of the rival's time, in the mean."""
+    savings = [100 * (1 - of["imbrex"] / of[rival]) for of in cells.values() if rival in of]
+    return statistics.mean(savings) if savings else None
+
+
+def _share(of: Mapping[str, float], whole: str, part: str) -> str:
+    return f"{1 - of[part] / of[whole]:.0%}"
+
+
+def _span(cells: Iterable[str]) -> str:
+    shares = sorted(int(cell.removesuffix("%")) for cell in cells)
+    return f"{shares[0]} to {shares[-1]} %" if shares else "not measured"
+
+
+def _hidden(of: Mapping[str, float]) -> str:
+    """The share of what the wire costs serially that fused does not take."""
+    local, fused_local = of.get(f"{SERIAL}-local"), of.get(f"{FUSED}-local")
+    if local is None or fused_local is None or of[SERIAL] <= local:
+        return ""
+    return f"{1 - (of[FUSED] - fused_local) / (of[SERIAL] - local):.0%}"
+
+
+__all__ = ["breakdown", "end_to_end", "layers", "table_of"]
