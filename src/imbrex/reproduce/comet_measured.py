@@ -15,7 +15,7 @@ from imbrex.reproduce import chart
 from imbrex.reproduce.frame import Asked, Finding
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-"""In a checkout of the repository; an installed package has none."""
+"""A folder of the repository; an installed package has none."""
 REDUCED = {"Megatron-Cutlass": 34.1, "Megatron-TE": 42.6, "FasterMoE": 44.4, "Tutel": 31.8}
 """Per cent of a model's latency that Comet saves, in the mean, by rival: figure 9's text."""
 MODELS = {"mixtral-8x7b": "Mixtral", "qwen2-57b-a14b": "Qwen2-MoE", "phi3.5-moe": "Phi-3.5"}
@@ -154,8 +154,8 @@ def layers(asked: Asked) -> Finding:
 
 def _layers() -> tuple[dict[Cell, dict[str, float]], str]:
     rows, source = _read("fused.json")
-    wanted = {ALONE, SERIAL, FUSED, NCCL, FLOOR}
-    return {c: of for c, of in table_of(rows, "forward", "M").items() if wanted <= of.keys()}, source
+    every = {ALONE, SERIAL, FUSED, NCCL, FLOOR}
+    return {c: of for c, of in table_of(rows, "forward", "M").items() if every <= of.keys()}, source
 
 
 def _read(name: str) -> tuple[Sequence[Mapping[str, Any]], str]:
