@@ -110,6 +110,22 @@ EVENTS = [
         "self.early.pop(self.calls, [])",
         ("ranks/test_events.py::test_what_comes_before_its_call_is_kept_for_it",),
     ),
+    Fault(
+        "events-count-from-the-last-given-up",
+        "overlap/events/seat.py",
+        "ranks that gave up in different calls never have patience in the same one again",
+        "before // self.every == call // self.every:",
+        "call - before < self.every:",
+        ("unit/test_events.py::test_one_call_of_so_many_is_given_up_by_all_ranks_alike",),
+    ),
+    Fault(
+        "model-dies-only-before-it-has-chosen",
+        "reproduce/one_order.py",
+        "four ranks' deaths between two messages are not gone through",
+        "yield from (self._dead(s, rank) for s in following if s[0][rank][0] == FORWARD)",
+        "pass",
+        ("unit/test_liveness.py::test_one_order_loses_no_end_where_one_dies",),
+    ),
 ]
 
 SIMULATE = [
