@@ -136,6 +136,7 @@ inline u32 load_acquire_sys(const u32* word) {
 }
 inline u32 load_relaxed_sys(const u32* word) { return *const_cast<volatile const u32*>(word); }
 inline u32 load_acquire_gpu(const u32* word) { return seen(*const_cast<volatile const u32*>(word)); }
+inline void store_release_gpu(u32* word, u32 value) { *word = value; emu::breathe(); }
 inline void store_relaxed_sys(u32* word, u32 value) {
     if (emu::machine->trace) emu::machine->trace->look();
     *word = value;

@@ -147,6 +147,12 @@ inline void tma_load_3d(u32 target, const TensorMap* map, u32 barrier, int x, in
 inline void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
     tiled_load(target, map, barrier, {x, y, z, w});
 }
+inline void tma_load_3d_once(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z) {
+    tma_load_3d(target, map, barrier, x, y, z);
+}
+inline void tma_load_4d_once(u32 target, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
+    tma_load_4d(target, map, barrier, x, y, z, w);
+}
 inline void tiled_store(const TensorMap* map, u32 source, std::array<int, 4> at) {
     emu::walk(*map, source, at, [&](u32 shared, u8* global) {
         if (global) emu::self().open.push_back({global, shared_memory() + shared, 16, nullptr, {}});

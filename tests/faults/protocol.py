@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 OUT_OF_STEP = "unit/test_exchange_out_of_step.py"
+OVERLAP = "unit/test_launches_that_overlap.py"
 
 ONCE_SURVIVED_HERE = [
     Fault(
@@ -47,6 +48,30 @@ ONCE_SURVIVED_HERE = [
 ]
 
 PROTOCOL = [
+    Fault(
+        "rows-asked-for-before-the-product-ends",
+        "kernels/exchange/reduce.cuh",
+        "sums of a small batch read rows that the last product is still writing",
+        "        ptx::wait_for_launches();  // until here nobody has asked for rows, nor stored anything\n",
+        "",
+        (f"{OVERLAP}::test_sums_ask_for_rows_when_these_are_there",),
+    ),
+    Fault(
+        "ends-of-the-call-before",
+        "kernels/exchange/small.cu",
+        "the first product takes where rows ended in the call before for where they end",
+        "if (small.row_weights && tells_groups(call) && threadIdx.x == 0) tell_last_end(call, small, -1);",
+        "",
+        (f"{OVERLAP}::test_the_last_end_is_told_when_all_else_is_known",),
+    ),
+    Fault(
+        "last-end-before-the-others",
+        "kernels/exchange/small.cu",
+        "the first product reads where rows end before all of it is written",
+        "if (slot < small.slots - 1) ends[slot] = before + end;",
+        "tell_last_end(call, small, 0); if (slot < small.slots - 1) ends[slot] = before + end;",
+        (f"{OVERLAP}::test_the_last_end_is_told_when_all_else_is_known",),
+    ),
     Fault(
         name="rows-of-a-failed-call-are-kept",
         file="kernels/peers/protocol.cuh",

@@ -83,10 +83,12 @@ def most_rows(shape: Shape, max_tokens: int) -> int:
 
 
 class FewRows(NamedTuple):
-    """Rows of a small dispatch, which writes what the experts take besides, too."""
+    """Rows of a small dispatch, which writes what the experts take besides, too. expected: rows of a rank in
+    the mean."""
 
     rows_RD: Tensor
     groups: RowGroups
+    expected: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,9 +249,9 @@ class NvlinkDispatcher(WiredDispatcher):
         def read(sent: tuple[Any, Routed]) -> Arrived:
             arrived, routed = sent
             assert routed.words_TC is not None
-            groups = beside = None
+            groups, beside, expected = None, None, 0
             if isinstance(arrived, FewRows):
-                rows_RD, groups = arrived
+                rows_RD, groups, expected = arrived
             elif form is RowForm.FP8:
                 rows_RD, beside = arrived
             elif isinstance(arrived, Staged):
@@ -257,7 +259,7 @@ class NvlinkDispatcher(WiredDispatcher):
             else:
                 rows_RD = arrived
             weights_R, counts_e, plan = groups or spread(routed, rows_RD.shape[0], self._slots)
-            beside = Groups(plan) if beside is None else beside
+            beside = Groups(plan, expected=expected) if beside is None else beside
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
         stages = form is RowForm.UNDER_WAY
@@ -307,7 +309,7 @@ class NvlinkDispatcher(WiredDispatcher):
                 room = most_rows(kernels.shape, max_tokens)
                 groups = empty_groups(1, room, self._slots, COUNTERS, x_TD.device)
                 rows_1RD, routed = kernels.dispatch_small(*inputs, sms.small, groups=groups, **choose)
-                return FewRows(rows_1RD[0, :room], groups), routed
+                return FewRows(rows_1RD[0, :room], groups, kernels.shape.mean_rows(max_tokens)), routed
             if not exact:
                 rows_RD = x_TD.new_empty(most_rows(kernels.shape, max_tokens), x_TD.shape[1])
                 return kernels.dispatch_expert(*inputs, sms.dispatch, out=rows_RD, **choose)

@@ -282,6 +282,7 @@ class Kernel:
         code = queue(handle, ctypes.addressof(pointers), 0)[0]
         if int(code) != 0:
             self.launch_again(code, queue, handle, pointers)
+        _latest[self.device, handle] = self.variant
         del values
 
     def queue_for(self, *how: Any) -> Callable[[int, int, int], Any]:
@@ -359,6 +360,16 @@ class Prepared:
         code = self._queue(stream, self._pointers, 0)[0]
         if int(code) != 0:
             kernel.launch_again(code, self._queue, stream, self._memory[1])
+        _latest[kernel.device, stream] = kernel.variant
+
+
+_latest: dict[tuple[int, int], Variant] = {}
+
+
+def latest_launch(device: int) -> Variant | None:
+    """The kernel of ours that was launched last on the current stream of CUDA device `device`; `None`: none,
+    or no device."""
+    return None if device < 0 else _latest.get((device, torch._C._cuda_getCurrentRawStream(device)))
 
 
 @functools.cache

@@ -346,6 +346,7 @@ def reduce_args(
         reducers=pieces[2],
         out_float=out.dtype == torch.float32,
         out_tokens=out.shape[-2],
+        early=0,
     )
 
 

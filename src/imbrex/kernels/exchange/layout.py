@@ -93,6 +93,10 @@ class Shape:
     buffers: int = 2
     tensor: int = 1
 
+    def mean_rows(self, tokens: int) -> int:
+        """Expert-major rows of a rank in the mean, where every rank has so many tokens."""
+        return tokens * self.choices * self.tensor
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
@@ -141,8 +145,8 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         staged=take(shape.buffers * tokens * shape.row_bytes if expert else 0),
         reduced=take(rows if compact else 0),
         partials=take(2 * partial_bytes(shape) if expert else 0),
-        small_ids=take(4 * 4 * ranks * few * shape.choices if expert else 0),
-        small_tokens=take(4 * 2 * ranks),
+        small_ids=take(8 * 4 * ranks * few * shape.choices if expert else 0),
+        small_tokens=take(8 * 2 * ranks),
         small_staged=take(2 * ranks * few * shape.row_bytes if expert else 0),
         inbox=take(
             shape.buffers * ranks * early_groups(shape) * (32 // ranks) * shape.row_bytes if expert else 0
@@ -211,7 +215,7 @@ def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
     """Shared memory of a block that routes at most `tokens` tokens a rank alone."""
     chunks = shape.ranks * -(-tokens // CHUNK)
     nbytes = route_shared(shape, chunks, room)
-    nbytes += 4 * chunks * (CHUNK * shape.choices + shape.experts + shape.ranks)
+    nbytes += 4 * chunks * (CHUNK * shape.choices + shape.experts + shape.ranks) + 4 * shape.ranks
     if nbytes > SHARED_BYTES:
         raise ValueError(
             f"exchange: {shape.ranks} ranks x {tokens} tokens and {shape.experts} experts are too many for "

@@ -1,4 +1,9 @@
 // Combine from expert-major rows, in a kernel of its own: see exchange/reduce.cuh.
+//
+// With `early`, the launch before is a product that has waited for all that came before it (gemm/follow.cu),
+// so what routing wrote and earlier combines is there, and only rows are not: a warp draws its first piece
+// and asks where its rows are while the last tiles are computed. Memory that a kernel before may still read
+// (the result's may have been the rows of another product) is not touched until then.
 #include "exchange/reduce.cuh"
 
 namespace exchange {
@@ -7,7 +12,7 @@ using Whole = Form<16, 6, kColumns, 2>;
 
 extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
     reduce_rows(const __grid_constant__ Group group, const __grid_constant__ Reduce reduce) {
-    ptx::wait_for_launches();
+    if (!reduce.early) ptx::wait_for_launches();
     const Call call = begin_call(group, kCombine);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(ptx::lane_id()),
               ranks = group.ranks;
@@ -32,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
         fine = add_piece<Whole>(call, reduce, own, piece_of(reduce, tokens, call.me, i));
         if (!fine) break;
     }
+    ptx::wait_for_launches();  // who had nothing to add: a kernel ends behind the one before
     if (!fine) spoil(call, reduce);
     end_call(call);
 }

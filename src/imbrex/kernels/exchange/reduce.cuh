@@ -49,6 +49,7 @@ struct Reduce {
     int reducers;      // warps of a block that begin by reducing
     int out_float;
     int out_tokens;  // of this rank, whatever the routing says: it may have failed
+    int early;       // the kernel right before makes the rows, and began when all before it had ended
 };
 
 // What a warp draws; numbered by group of tokens, then part, then (reducing) home rank.
@@ -197,6 +198,7 @@ __device__ __forceinline__ void reduce_pieces(const Call& call, const Reduce& re
         const Span span = {piece.first, piece.last, reduce.row_bytes / 16};
         u32 told = 0;  // 1 + the last piece of which a token was listed
         Choice next = ask_choice(call, reduce, piece.source, piece.first_token, piece.end_token);
+        ptx::wait_for_launches();  // until here nobody has asked for rows, nor stored anything
         int token = piece.first_token;
         const auto list = [&](Terms& terms) {
             for (;;) {
@@ -314,6 +316,7 @@ __device__ __forceinline__ bool add_piece(const Call& call, const Reduce& reduce
     int token = piece.first_token;
     Choice next = ask_choice(call, reduce, call.me, token, piece.end_token);
     bool sent = ask_sent(call, reduce, token, piece.end_token), fine = true;
+    ptx::wait_for_launches();
     if (p < group.ranks && p != call.me)
         fine = wait_flag(call, flag_of(group, group.reduced_flags, call.me, p, piece.flag), call.epoch,
                          kRowsReduced, p);

@@ -4,14 +4,18 @@
 // and 8 choices nine of ten are wanted, and the wire is idle while ranks route. The others give their share
 // of the ids and weights to all ranks, and when all have, each routes all tokens by itself -- a few thousand
 // choices, less than a meeting of blocks costs. Then, as the tokens of all ranks are there, their warps copy
-// parts of rows to every row that takes them. What routing tells is written by one block a chunk.
+// parts of rows to every row that takes them. What routing tells is written by two blocks that place no rows.
 //
-// Ids and tokens of two calls lie side by side, by the parity of the epoch: whoever has begun call n has left
-// call n - 1, and nobody leaves call n before all have begun it, so nothing of call n - 1 is read when call n
-// + 1 writes. Replays of a graph count on.
+// Choices are words with the epoch above, as is each rank's number of tokens, so they need no flag and no
+// fence, 3 us in which nothing else is done. Words and tokens of two calls lie side by side, by the parity of
+// the epoch: whoever has begun call n has left call n - 1, and nobody leaves call n before all have begun it,
+// so nothing of call n - 1 is read when call n + 1 writes, and a word has the epoch of its call or of one
+// before. Replays of a graph count on.
 //
 // The kernel before need not have ended when this one begins: tables of experts are read meanwhile. The next
-// may begin when the choices of all ranks have come, since then every rank is in this call.
+// may begin when the choices of all ranks have come, since then every rank is in this call. Where rows end is
+// told before rows are there: the experts' first product asks for weights meanwhile (gemm/follow.cu). Until
+// then the last end is negative, from before the next kernel may begin.
 //
 // Every instruction runs a few times at most, so that fetching them is much of the time: with loops unrolled,
 // 187 KB, a call of 1 to 128 tokens takes 27 us, without, 108 KB, 21 (two H200).
@@ -48,6 +52,13 @@ struct Small {
     int counters;
 };
 
+// One thread, when all that `write_groups` writes before is there; negative: it is not.
+__device__ __forceinline__ void tell_last_end(const Call& call, const Small& small, int end) {
+    int* plan = small.plan + static_cast<i64>(call.local) * (small.counters + small.slots);
+    ptx::store_release_gpu(reinterpret_cast<u32*>(plan + small.counters + small.slots - 1),
+                           static_cast<u32>(end));
+}
+
 // Where the rows of every slot end, and how many there are; null: none. One warp.
 __device__ inline void write_groups(const Call& call, const Small& small, const int* slot_rows) {
     const int lane = static_cast<int>(ptx::lane_id());
@@ -55,7 +66,7 @@ __device__ inline void write_groups(const Call& call, const Small& small, const 
     int* plan = small.plan + static_cast<i64>(call.local) * (small.counters + small.slots);
 #pragma unroll 1
     for (int i = lane; i < small.counters; i += 32) plan[i] = 0;
-    int before = 0;
+    int before = 0, *ends = plan + small.counters;
 #pragma unroll 1
     for (int first = 0; first < small.slots; first += 32) {
         const int slot = first + lane, rows = slot_rows && slot < small.slots ? slot_rows[slot] : 0;
@@ -65,19 +76,122 @@ __device__ inline void write_groups(const Call& call, const Small& small, const 
             const int left = __shfl_up_sync(0xffffffffu, end, step);
             if (lane >= step) end += left;
         }
-        if (slot < small.slots) counts[slot] = rows, plan[small.counters + slot] = before + end;
+        if (slot < small.slots) counts[slot] = rows;
+        if (slot < small.slots - 1) ends[slot] = before + end;
         before += __shfl_sync(0xffffffffu, end, 31);
+    }
+    __syncwarp();
+    if (lane == 0) tell_last_end(call, small, before);
+}
+
+// Which blocks write what others read behind this call: where rows end and their weights, and where tokens
+// go. The first `placing` blocks write positions, and place rows.
+__device__ __forceinline__ bool tells_groups(const Call& call) { return call.block == call.blocks - 1; }
+__device__ __forceinline__ bool tells_rows(const Call& call) {
+    return call.block == max(0, call.blocks - 2);
+}
+__device__ __forceinline__ int placing(const Call& call) { return max(1, call.blocks - 2); }
+
+__device__ __forceinline__ u64 word_of(const Call& call, u32 value) {
+    return static_cast<u64>(call.epoch) << 32 | value;
+}
+
+// Words of all ranks' choices at a rank: ids, [W, max_tokens, K], then weights.
+__device__ __forceinline__ u64* words_at(const Call& call, const Route& route, int rank) {
+    return reinterpret_cast<u64*>(call.group->heap[rank] + route.ids_at) + 2 * parity_at(call, route);
+}
+__device__ __forceinline__ u64* tokens_at(const Call& call, const Route& route, int rank) {
+    return reinterpret_cast<u64*>(call.group->heap[rank] + route.tokens_at) +
+           (call.epoch & 1) * call.group->ranks;
+}
+
+// A block's share of the own choices to every rank, and, by one block, how many tokens there are.
+__device__ inline void give_words(const Call& call, const Route& route) {
+    const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
+    const int tokens = route.tokens ? route.tokens[call.local] : route.num_tokens;
+    const i64 mine = static_cast<i64>(route.max_tokens) * route.choices;
+    stall(call, 4);
+#pragma unroll 1
+    for (int i = call.block * kRouteThreads + thread; i < tokens * route.choices;
+         i += call.blocks * kRouteThreads) {
+        const u64 id = word_of(call, static_cast<u32>(short_id(route.ids[call.local * mine + i]))),
+                  weight = word_of(call, __float_as_uint(route.weights[call.local * mine + i]));
+#pragma unroll 1
+        for (int p = 0; p < ranks; ++p) {
+            u64* there = words_at(call, route, p) + call.me * mine + i;
+            ptx::store_relaxed_sys(there, id);
+            ptx::store_relaxed_sys(there + ranks * mine, weight);
+        }
+    }
+    if (call.block == 0 && thread < ranks)
+        ptx::store_relaxed_sys(tokens_at(call, route, thread) + call.me,
+                               word_of(call, static_cast<u32>(tokens)));
+}
+
+// Looks until `word` is of this call; false after the time-out or any failure. `held`: what it was.
+__device__ inline bool wait_word(const Call& call, const u64* word, u64& held, int peer) {
+    if (held >> 32 == call.epoch) return true;
+    const u64 start = ptx::global_timer();
+    for (u32 polls = 1;; ++polls) {
+        held = ptx::load_relaxed_sys(word);
+        if (held >> 32 == call.epoch) return true;
+        if (stop_waiting(call, kIdsArrived, peer, start, polls)) return false;
     }
 }
 
-// All threads: every position of this rank, by this block alone; `position` and `columns` in shared memory.
-__device__ inline void route_alone(const Call& call, const Small& small, const Scratch& s, const int* tokens,
-                                   int* position, int* columns) {
+// Every rank's number of tokens and choices, and its weights where this block tells them. All threads; false
+// on failure.
+__device__ inline bool take_words(const Call& call, const Small& small, const Scratch& s, int* tokens) {
+    const Route& route = small.route;
+    const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x),
+              per = kChunk * route.choices;
+    const i64 all = static_cast<i64>(ranks) * route.max_tokens * route.choices;
+    float* weights = route.all_weights + call.local * all;
+    bool fine = true;
+    if (thread < ranks) {
+        const u64* word = tokens_at(call, route, call.me) + thread;
+        u64 held = ptx::load_relaxed_sys(word);
+        fine = wait_word(call, word, held, thread);
+        tokens[thread] = fine ? static_cast<int>(held) : 0;
+    }
+    if (__syncthreads_and(fine) == 0) return false;
+    cut_chunks(route, s, tokens);
+    const u64* words = words_at(call, route, call.me);
+#pragma unroll 1
+    for (int first = thread; first < s.chunks * per; first += 2 * kRouteThreads) {
+        u64 id[2], weight[2];
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {  // no branch around a load: they all leave before the first comes back
+            const int i = min(first + u * kRouteThreads, s.chunks * per - 1), c = i / per;
+            const i64 at = static_cast<i64>(s.chunk[c].at) * route.choices +
+                           min(i - c * per, max(1, s.chunk[c].tokens) * route.choices - 1);
+            id[u] = ptx::load_relaxed_sys(words + at);
+            weight[u] = ptx::load_relaxed_sys(words + all + at);
+        }
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+            const int i = first + u * kRouteThreads, c = i / per, in_chunk = i - c * per;
+            if (i >= s.chunks * per) continue;
+            const bool here = in_chunk < s.chunk[c].tokens * route.choices;
+            const i64 at = static_cast<i64>(s.chunk[c].at) * route.choices + in_chunk;
+            const int source = s.chunk[c].source;
+            fine = fine && (!here || wait_word(call, words + at, id[u], source));
+            s.ids[i] = fine && here ? known_id(call, route, s, c, static_cast<int>(id[u])) : kNone;
+            if (!writes(s, c) && !tells_groups(call)) continue;
+            fine = fine && (!here || wait_word(call, words + all + at, weight[u], source));
+            if (writes(s, c) && s.chunk[c].first + in_chunk / route.choices < route.max_tokens)
+                weights[at] = here ? __uint_as_float(static_cast<u32>(weight[u])) : 0.0f;
+        }
+    }
+    return __syncthreads_and(fine) != 0;
+}
+
+// All threads: where rows of every slot begin and every position of this rank, by this block alone;
+// `position` and `columns` in shared memory.
+__device__ inline void route_alone(const Call& call, const Small& small, const Scratch& s, int* position,
+                                   int* columns) {
     const Route& route = small.route;
     const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x);
-    int* rank_columns = columns + s.chunks * route.experts;
-    cut_chunks(route, s, tokens);
-    fetch_choices<1>(call, route, s);
     mark_experts(call, route, s);
 #pragma unroll 1
     for (int i = thread; i < s.chunks * route.experts; i += kRouteThreads) columns[i] = held(&s.mask[4 * i]);
@@ -85,37 +199,43 @@ __device__ inline void route_alone(const Call& call, const Small& small, const S
     scan_chunks<4>(s, columns, route.experts, ranks, s.before, s.total);
     __syncthreads();
     if (route.room) balance(call, route, s);
-    if (route.replicated) mark_owners(route, s);
-    give_owners(s, rank_columns);
-    __syncthreads();
-    scan_owners(s, rank_columns, ranks);
-    __syncthreads();
     place_slots(call, route, s);
-    place_sources(route, s, ranks);
+    if (small.row_weights && tells_groups(call) && thread >= kRouteThreads - 32)
+        write_groups(call, small, s.slot_rows);
+    if (call.block >= placing(call) && !tells_groups(call)) return;
     place_choices(call, route, s, [&](int c, int token, int k, int row) {
         position[(c * kChunk + token) * route.choices + k] = row;
     });
     __syncthreads();
 }
 
-// What others read behind this call: the exchange's combine, and the experts. One block; all threads.
-__device__ inline void write_results(const Call& call, const Small& small, Scratch s, const int* tokens,
+// The weight of every row. All threads.
+__device__ inline void write_weights(const Call& call, const Small& small, const Scratch& s,
                                      const int* position) {
     const Route& route = small.route;
-    const int thread = static_cast<int>(threadIdx.x);
-    if (small.row_weights != nullptr) {
-        if (thread >= kRouteThreads - 32) write_groups(call, small, s.slot_rows);
-        const i64 all = static_cast<i64>(call.group->ranks) * route.max_tokens * route.choices;
-        const float* given = reinterpret_cast<const float*>(call.group->heap[call.me] + route.ids_at) +
-                             parity_at(call, route) + 2 * all;
-        float* weights = small.row_weights + static_cast<i64>(call.local) * small.rows;
+    const i64 all = static_cast<i64>(call.group->ranks) * route.max_tokens * route.choices;
+    const u64* given = words_at(call, route, call.me) + all;
+    float* weights = small.row_weights + static_cast<i64>(call.local) * small.rows;
 #pragma unroll 1
-        for (int i = thread; i < s.chunks * kChunk * route.choices; i += kRouteThreads) {
-            const int row = position[i], c = i / (kChunk * route.choices);
-            if (row >= 0 && row < small.rows)
-                weights[row] = given[s.chunk[c].at * route.choices + i - c * kChunk * route.choices];
-        }
+    for (int i = static_cast<int>(threadIdx.x); i < s.chunks * kChunk * route.choices; i += kRouteThreads) {
+        const int row = position[i], c = i / (kChunk * route.choices);
+        if (row >= 0 && row < small.rows)
+            weights[row] = __uint_as_float(static_cast<u32>(ptx::load_relaxed_sys(
+                given + s.chunk[c].at * route.choices + i - c * kChunk * route.choices)));
     }
+}
+
+// What the exchange's combine reads: where tokens go, and how many. All threads; `columns` in shared memory.
+__device__ inline void write_results(const Call& call, const Small& small, Scratch s, const int* tokens,
+                                     int* columns) {
+    const Route& route = small.route;
+    const int ranks = call.group->ranks;
+    if (route.replicated) mark_owners(route, s);
+    give_owners(s, columns);
+    __syncthreads();
+    scan_owners(s, columns, ranks);
+    __syncthreads();
+    place_sources(route, s, ranks);
     s.sharers = 1;  // nobody else writes them
     write_rows(call, route, s, true);
     write_totals(call, route, s, tokens);
@@ -163,21 +283,20 @@ __device__ inline bool take_tokens(const Call& call, const Small& small) {
     return __syncthreads_and(fine) != 0;
 }
 
-// Each warp a part of a token's row, from where it was pushed to every row here that takes it: tokens of
-// `sources` ranks, from the `first_source`-th behind this one on. By the first `blocks` blocks.
+// Each warp a part of a token's row, from where it was pushed to every row here that takes it.
 __device__ inline void place_parts(const Call& call, const Small& small, const Scratch& s,
-                                   const int* position, int blocks, int first_source, int sources) {
-    const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks,
+                                   const int* position) {
+    const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks, blocks = placing(call),
               choices = small.route.choices, warps = kRouteThreads / 32;
     const int columns = small.row_bytes / 16,
               wide = (columns + 32 * small.parts - 1) / (32 * small.parts) * 32;
-    const int units = sources * s.per_source * kChunk * small.parts;
+    const int units = ranks * s.per_source * kChunk * small.parts;
     u8* out = small.out + call.local * small.out_stride;
 #pragma unroll 1
     for (int u = static_cast<int>(threadIdx.x) / 32 * blocks + call.block; u < units;
          u += blocks * warps) {  // evenly over the SMs, which stores bound
-        const int pair = u / small.parts, first = u % small.parts * wide, token = pair / sources;
-        const int source = (call.me + first_source + pair % sources) % ranks,
+        const int pair = u / small.parts, first = u % small.parts * wide, token = pair / ranks;
+        const int source = (call.me + pair % ranks) % ranks,
                   c = source * s.per_source + token / kChunk;
         if (token % kChunk >= s.chunk[c].tokens) continue;
         const int row = lane < choices ? position[(c * kChunk + token % kChunk) * choices + lane] : -1;
@@ -203,34 +322,32 @@ __device__ inline void place_parts(const Call& call, const Small& small, const S
 // False where ids or tokens of a peer did not come.
 __device__ inline bool route_and_place(Call& call, const Small& small) {
     const Route& route = small.route;
-    const Scratch s = carve(call, route, 0, 1);
+    Scratch s = carve(call, route, 0, 1);
+    s.sharers = placing(call), s.share = call.block < s.sharers ? call.block : -1;
     int* position = reinterpret_cast<int*>(s.ids + s.chunks * kChunk * route.choices);
     int* columns = position + s.chunks * kChunk * route.choices;
+    int* rank_columns = columns + s.chunks * route.experts;
+    int* tokens = rank_columns + s.chunks * s.owners;
     clear_masks(route, s);
     find_homes(route, s);
     ptx::wait_for_launches();
     count_call(call);
-    give_choices(call, route);
-    tell_given(call);
-    const bool fine = take_choices(call);
+    if (small.row_weights && tells_groups(call) && threadIdx.x == 0) tell_last_end(call, small, -1);
+    give_words(call, route);
+    const bool fine = take_words(call, small, s, tokens);
     ptx::launch_dependents();
     if (!fine) {
         leave_nothing(call, route);
-        if (small.row_weights && call.block == call.blocks - 1 && threadIdx.x < 32)
+        if (small.row_weights && tells_groups(call) && threadIdx.x < 32)
             write_groups(call, small, nullptr);
         return false;
     }
-    const int* tokens = reinterpret_cast<const int*>(call.group->heap[call.me] + route.tokens_at) +
-                        (call.epoch & 1) * call.group->ranks;
-    route_alone(call, small, s, tokens, position, columns);
-    // One block writes what there is to tell, as long as the others place rows.
-    const int placing = max(1, call.blocks - 1);
-    if (call.block == call.blocks - 1) write_results(call, small, s, tokens, position);
-    if (call.block >= placing) return true;
-    place_parts(call, small, s, position, placing, 0, 1);
-    if (call.group->ranks == 1) return true;
+    route_alone(call, small, s, position, columns);
+    if (small.row_weights && tells_groups(call)) write_weights(call, small, s, position);
+    if (tells_rows(call)) write_results(call, small, s, tokens, rank_columns);
+    if (call.block >= placing(call)) return true;
     if (!take_tokens(call, small)) return false;
-    place_parts(call, small, s, position, placing, 1, call.group->ranks - 1);
+    place_parts(call, small, s, position);
     return true;
 }
 

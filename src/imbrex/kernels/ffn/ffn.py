@@ -37,7 +37,7 @@ from imbrex.kernels.gemm.gemm import (
     gemm_variant,
     launch_gemm,
 )
-from imbrex.kernels.gemm.tiling import SHARED, SMALL, choose_tiling, gemm_choices
+from imbrex.kernels.gemm.tiling import LOW, SHARED, SMALL, choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.runtime.deferred import Deferral, recording
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
@@ -130,7 +130,7 @@ def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None
             )
 
 
-FOLLOWING = (SHARED, SMALL)
+FOLLOWING = (SHARED, LOW, SMALL)
 FEW_ROWS = 64
 """Rows of an expert, in the mean, up to which the last product asks for weights while the first one runs."""
 
@@ -172,7 +172,8 @@ def run_experts(
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
         more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}
-        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
+        early = groups.expected > 0 and up is Epilogue.SWIGLU and index_R is None and beside is None
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, follows=early, **more)
     last = LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=y_RD, weights_R=weights_R)
     last() if beside is None or beside.leave is None else beside.leave(last)
     return y_RD
@@ -195,7 +196,7 @@ class LeftProduct:
 
     def tiling(self) -> Tiling:
         rows, experts = len(self.act_RF), self.groups.ends_e.numel()
-        return _tiling(Layout.FORWARD, self.epilogue, rows, experts, self.act_RF, self.out_RD, gather=False)
+        return _tiling(Layout.FORWARD, self.epilogue, rows, experts, self.act_RF, self.out_RD)
 
     @property
     def is_empty(self) -> bool:
@@ -474,11 +475,13 @@ def _gemm(
     follows: bool = False,
     **more: Unpack[Extras],
 ) -> None:
-    """Queues one product of `groups`. follows: the launch right before makes its rows."""
+    """Queues one product of `groups`. follows: the launch right before makes its rows, and where they end is
+    known, or told, before it ends (gemm/follow.cu)."""
     index_R, experts = more.get("index_R"), groups.ends_e.numel()
     rows = a.shape[0] if index_R is None else index_R.shape[0]
-    tiling = _tiling(layout, epilogue, rows, experts, a, out, gather=index_R is not None)
-    early = follows and tiling in FOLLOWING and rows <= FEW_ROWS * experts
+    operands, expected = (layout, epilogue, rows, experts, a, out), groups.expected if follows else 0
+    tiling = _tiling(*operands, gather=index_R is not None, expected=expected)
+    early = follows and tiling in FOLLOWING and (expected or rows) <= FEW_ROWS * experts
     if early:
         more["beside"] = FOLLOWS
     launch_gemm(
@@ -487,7 +490,7 @@ def _gemm(
         b,
         groups.ends_e,
         out,
-        groups.other_counter if early else groups.counter,
+        groups.other_counter if early and epilogue is not Epilogue.SWIGLU else groups.counter,
         tiling=tiling,
         epilogue=epilogue,
         **more,
@@ -495,7 +498,15 @@ def _gemm(
 
 
 def _tiling(
-    layout: Layout, epilogue: Epilogue, rows: int, experts: int, a: Tensor, out: Tensor, *, gather: bool
+    layout: Layout,
+    epilogue: Epilogue,
+    rows: int,
+    experts: int,
+    a: Tensor,
+    out: Tensor,
+    *,
+    gather: bool = False,
+    expected: int = 0,
 ) -> Tiling:
     return choose_tiling(
         layout,
@@ -506,14 +517,15 @@ def _tiling(
         sms=multiprocessors(a.get_device()),
         depth=a.shape[1],
         gather=gather,
+        expected=expected,
     )
 
 
 def shipped_variants() -> list[Variant]:
     """Every kernel that `ffn` and its backward can launch."""
     gemms = [gemm_variant(c.layout, c.epilogue, c.tiling, c.wide) for c in gemm_choices()]
-    plain = itertools.product((Epilogue.PLAIN, Epilogue.WEIGHTED), FOLLOWING)
-    return [*glue_variants(), *gemms, *(following_variant(*cut) for cut in plain)]
+    follow = itertools.product((Epilogue.SWIGLU, Epilogue.PLAIN, Epilogue.WEIGHTED), FOLLOWING)
+    return [*glue_variants(), *gemms, *(following_variant(*cut) for cut in follow)]
 
 
 def following_variant(epilogue: Epilogue, tiling: Tiling) -> Variant:

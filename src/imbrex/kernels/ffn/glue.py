@@ -36,12 +36,14 @@ in the last eight (fused/down_home.cu)."""
 
 
 class Groups:
-    """Where the rows of every expert end. `plan`: int32 [COUNTERS + e] on the device."""
+    """Where the rows of every expert end. `plan`: int32 [COUNTERS + e] on the device. expected: of the
+    dispatch of a small batch, which tells the ends before its rows are there, how many rows a rank gets in
+    the mean; 0: `plan` is older than the rows."""
 
-    __slots__ = ("counter", "ends_e", "plan")
+    __slots__ = ("counter", "ends_e", "expected", "plan")
 
-    def __init__(self, plan: Tensor) -> None:
-        self.plan, self.ends_e = plan, plan[COUNTERS:]
+    def __init__(self, plan: Tensor, *, expected: int = 0) -> None:
+        self.plan, self.ends_e, self.expected = plan, plan[COUNTERS:], expected
         self.counter = plan
         """Two zeros, and then others."""
 

@@ -1,12 +1,15 @@
 // A product whose rows the launch right before it makes, for few rows: it begins beside that one, asks for
 // the columns of its first tile, as many steps as it has room for, and only then waits. Where weights are all
-// that takes time, those of the second product come while the last tiles of the first are computed.
+// that takes time, those of the first product come while rows cross, and those of the second while the last
+// tiles of the first are computed.
 //
-// What it reads before it waits (`ends`, `counter`, the weights) must be older than the launch right before
-// it, which has waited for all that came earlier. So it has a counter of its own: the launch before may still
-// be drawing from its.
+// What it reads before it waits must be older than the launch right before it, which has waited for all that
+// came earlier, or told: a dispatch (exchange/small.cu) makes the last end negative before this launch may
+// begin, and writes it when the other ends and the counters are there. The second product has a counter of
+// its own: the launch before may still be drawing from its.
 #include "gemm/cut.cuh"
 #include "gemm/run.cuh"
+#include "ptx/exchange.cuh"
 
 namespace gemm {
 
@@ -19,6 +22,17 @@ struct Follows {
         ptx::launch_dependents();
     }
 };
+
+// Until it is known where rows end. Bounded: whoever has waited for the launch before knows it as well.
+__device__ __forceinline__ void wait_for_ends(const int* ends, int experts) {
+    constexpr int kLooks = 1000;
+    for (int look = 0; look < kLooks; ++look) {
+        if (static_cast<int>(ptx::load_acquire_gpu(reinterpret_cast<const u32*>(ends) + experts - 1)) >= 0)
+            return;
+        ptx::pause();
+    }
+    ptx::wait_for_launches();
+}
 
 // The arguments of gemm/gemm.cu.
 extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
@@ -38,6 +52,9 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
         ptx::prefetch_map(&map_d);
     }
     meet<C>();
+    // Consumers have nothing to do before, and would lose patience with rows from afar.
+    if (threadIdx.x < 128 * C::kGroups) ptx::wait_for_launches();
+    if (threadIdx.x / 32 == 4 * C::kGroups) wait_for_ends(ends, count);
     run<C>({&map_a, &map_b, ends, segments, count, rows, columns, k, weights, counter, status, scales, slopes,
             index},
            shared, Follows{}, StoreTiles{&map_d, &map_h});

@@ -4,18 +4,20 @@
 
 namespace gemm {
 
-// Forward: one step of B.
-template <class C>
+// Forward: one step of B. kOnce: nobody reads these columns again soon.
+template <class C, bool kOnce = false>
 __device__ __forceinline__ void load_columns(const TensorMap* map_b, u32 full, u32 b, int expert, int column,
                                              int k) {
+    constexpr auto load_3d = kOnce ? ptx::tma_load_3d_once : ptx::tma_load_3d;
+    constexpr auto load_4d = kOnce ? ptx::tma_load_4d_once : ptx::tma_load_4d;
     if constexpr (C::kSwiglu && C::kHalved) {
-        ptx::tma_load_4d(b, map_b, full, k, column, 0, expert);
-        ptx::tma_load_4d(b + C::kBytesB / 2, map_b, full, k, column + 64, 0, expert);
+        load_4d(b, map_b, full, k, column, 0, expert);
+        load_4d(b + C::kBytesB / 2, map_b, full, k, column + 64, 0, expert);
     } else if constexpr (C::kSwiglu) {
-        ptx::tma_load_3d(b, map_b, full, k, column, 2 * expert);
-        ptx::tma_load_3d(b + C::kBytesB / 2, map_b, full, k, column, 2 * expert + 1);
+        load_3d(b, map_b, full, k, column, 2 * expert);
+        load_3d(b + C::kBytesB / 2, map_b, full, k, column, 2 * expert + 1);
     } else {
-        ptx::tma_load_3d(b, map_b, full, k, column, expert);
+        load_3d(b, map_b, full, k, column, expert);
     }
 }
 
@@ -45,8 +47,8 @@ __device__ __forceinline__ u32 bytes_of_rows(int rows) {
 }
 
 // A step of a tile; or, in two calls, all that does not wait for rows (kColumns), then the rows (kRows).
-// `product`: whose maps.
-template <class C, bool kColumns = true, bool kRows = true>
+// `product`: whose maps; kOnce: as in `load_columns`.
+template <class C, bool kColumns = true, bool kRows = true, bool kOnce = false>
 __device__ __forceinline__ void load_step(const Problem& problem, const Shared<C>& shared, u32 stage,
                                           const Tile& tile, int k, int k_left, int product = 0) {
     const TensorMap *map_a = problem.map_a + product, *map_b = problem.map_b + product;
@@ -58,7 +60,7 @@ __device__ __forceinline__ void load_step(const Problem& problem, const Shared<C
     }
     if constexpr (!kColumns) return;
     if constexpr (C::kForward) {
-        load_columns<C>(map_b, full, b, tile.expert, tile.column, k);
+        load_columns<C, kOnce>(map_b, full, b, tile.expert, tile.column, k);
     } else if constexpr (C::kWide && C::kDgrad) {
         ptx::tma_load_4d(b, map_b, full, 0, k, tile.column / 64, tile.expert);
     } else if constexpr (C::kWide) {
@@ -103,6 +105,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
     static_assert(!Ready::kWaits || !C::kWgrad, "rows are waited for tile by tile");
     static_assert(!Ready::kWaits || kPeek < C::kStages,
                   "consumers keep a tile's last stage until the next one's first step is there");
+    constexpr bool kFew = Ready::kAhead > kPeek;  // few rows: weights are read once
     const int* ends = problem.ends;
     u32 patience = Ready::kPatience, position = 0, index = 0;
     int number = team.first(problem.counter, true);
@@ -133,17 +136,18 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
 #pragma unroll 1
             for (int step = begin; step < end; ++step, ring.next()) {
                 ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
-                load_step<C>(problem, shared, ring.stage, tile, k_begin + step * C::kBlockK,
-                             k_count - step * C::kBlockK, product);
+                load_step<C, true, true, kFew>(problem, shared, ring.stage, tile,
+                                               k_begin + step * C::kBlockK, k_count - step * C::kBlockK,
+                                               product);
             }
         };
-        const int few = least(steps, Ready::kAhead > kPeek && index == 0 ? Ready::kAhead : kPeek);
+        const int few = least(steps, kFew && index == 0 ? Ready::kAhead : kPeek);
         if constexpr (Ready::kWaits) {
             Ring<C> rows = ring;
 #pragma unroll 1
             for (int step = 0; step < few; ++step, ring.next()) {
                 ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
-                load_step<C, true, false>(problem, shared, ring.stage, tile, step * C::kBlockK, 0);
+                load_step<C, true, false, kFew>(problem, shared, ring.stage, tile, step * C::kBlockK, 0);
             }
             ready(tile);
             shared.slots[slot] = told;  // so that consumers may ask for the rows' scales
@@ -156,7 +160,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
             Tile then;
             if constexpr (!Ready::kWaits) load(0, few);
             found = order.seek(next, then);
-            load(Ready::kAhead > kPeek ? few : kPeek, steps);
+            load(kFew ? few : kPeek, steps);
             tile = then;
         } else {
             load(Ready::kWaits ? few : 0, steps);

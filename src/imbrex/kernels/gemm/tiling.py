@@ -49,6 +49,9 @@ _COSTS = {SHARED: 1.0, LOW: 0.7, SMALL: 0.36}
 1.015 times the best tile's time, at least 0.995 of torch's speed."""
 _READ = {SHARED: 0.98, LOW: 1.0, SMALL: 1.06}
 """Time to read the weights over the least: less is on its way at once."""
+_READERS, _FEW_ROWS = {LOW: 1.0, SMALL: 0.53}, 32
+"""A wave of tiles that read weights for a few rows, up to so many an expert in the mean: the same bytes in
+narrow tiles take 1.06 times as long, but fill a last wave that wide ones leave half empty."""
 _LOW_COST = 0.65
 """64 rows of a tile that could be 128 high, as in gemm/height.cuh."""
 _TAIL_COST = 0.66
@@ -87,11 +90,13 @@ def override_tilings(given: Mapping[tuple[Layout, Epilogue], Tiling]) -> Iterato
 
 
 class Reading(TypedDict, total=False):
-    """How a product reads its operands. depth: of a sum; gather: rows come through an index."""
+    """How a product reads its operands. depth: of a sum; gather: rows come through an index; expected: rows
+    of a small batch in the mean, of which the most, `rows`, are many more."""
 
     depth: int
     fp8: bool
     gather: bool
+    expected: int
 
 
 def choose_tiling(
@@ -108,7 +113,9 @@ def choose_tiling(
     expert's output, for a weight gradient, else (rows, columns); `sms`: of the device."""
     if (override := _overridden.get((layout, epilogue))) is not None:
         return override
-    fp8 = reading.get("fp8", False)
+    fp8, expected = reading.get("fp8", False), reading.get("expected", 0)
+    if 0 < expected <= _FEW_ROWS * experts and layout is Layout.FORWARD and not fp8:
+        return _fastest_reader(expected, experts, _columns(epilogue, out), sms)
     chosen = _fastest(layout, epilogue, rows, experts, out, sms, reading.get("depth", 0), fp8)
     paired = reading.get("gather") and not fp8 and chosen == SHARED and rows >= _GATHERED_PAIRS * experts
     return PAIRED if paired else chosen
@@ -130,7 +137,7 @@ def _fastest(
     if epilogue is Epilogue.SWIGLU_GRADIENT:
         many, few = GRADIENT_TILINGS
         return many if rows // experts > OWN.block_m // 2 else few
-    columns = out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
+    columns = _columns(epilogue, out)
     if rows <= experts and rows * math.ceil(columns / SHARED.block_n) <= sms and not fp8:
         return SMALL  # wide tiles of the experts that have a row leave multiprocessors idle
     mean = max(1, rows // experts)
@@ -149,6 +156,22 @@ def _fastest(
     if best in _PAIRS and mean >= best.block_m and _pair_pays(full, depth, columns, fp8):
         return _PAIRS[best]
     return best
+
+
+def _columns(epilogue: Epilogue, out: tuple[int, int]) -> int:
+    return out[1] * (2 if epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP) else 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest_reader(expected: int, experts: int, columns: int, sms: int) -> Tiling:
+    """The tile for a few rows, of which one rank has a standard deviation more, where reading their experts'
+    weights is all that takes time: that of the fewest waves, each as long as it has columns."""
+    hit = experts * (1 - (1 - 1 / experts) ** (expected + math.isqrt(expected)))
+
+    def time(tiling: Tiling) -> float:
+        return math.ceil(hit * math.ceil(columns / tiling.block_n) / sms) * _READERS[tiling]
+
+    return min(_READERS, key=time)
 
 
 def _pair_pays(full: float, depth: int, columns: int, fp8: bool) -> bool:

@@ -193,6 +193,28 @@ __device__ __forceinline__ void tma_load_4d(u32 target, const TensorMap* map, u3
         : "memory");
 }
 
+// The same of what is read once: the L2 gives up such lines first, and so keeps instructions, tables and
+// rows.
+__device__ __forceinline__ void tma_load_3d_once(u32 target, const TensorMap* map, u32 barrier, int x, int y,
+                                                 int z) {
+    asm volatile(
+        "{\n .reg .b64 policy;\n createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        " cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], policy;\n}" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d_once(u32 target, const TensorMap* map, u32 barrier, int x, int y,
+                                                 int z, int w) {
+    asm volatile(
+        "{\n .reg .b64 policy;\n createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        " cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], policy;\n}" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
 // The tile lands at the same offset, and completes on the same barrier, in every block of the cluster in
 // `blocks`.
 __device__ __forceinline__ void tma_load_3d_multicast(u32 target, const TensorMap* map, u32 barrier, int x,

@@ -31,6 +31,10 @@ __device__ __forceinline__ u32 load_acquire_gpu(const u32* word) {
     return value;
 }
 
+__device__ __forceinline__ void store_release_gpu(u32* word, u32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 // Returns the value before.
 __device__ __forceinline__ u32 add_acq_rel_gpu(u32* word, u32 value) {
     u32 before;

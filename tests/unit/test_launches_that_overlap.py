@@ -1,0 +1,157 @@
+"""Kernels of a small batch that begin beside the one before them: what they may touch before it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from imbrex.kernels import arguments, jit
+from imbrex.kernels.exchange.groups import empty_groups
+from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
+from imbrex.kernels.gemm.tiling import LOW, SMALL
+from imbrex.kernels.structs import SOURCES
+from imbrex.placement import contiguous
+from tests.emulated import kernel
+from tests.emulated.gemm import Edits, emulate
+from tests.emulated.kernel import available
+from tests.emulated.ragged import TAIL, draw, ends_of, poisoned, rows_of
+from tests.emulated.scenario import Case, check_small, make_exchange, make_inputs
+
+pytestmark = pytest.mark.skipif(not available(), reason="needs g++")
+
+COUNTS = [3, 0, 1, 70]
+LATE: Edits = (
+    (
+        "    if (threadIdx.x < 128 * C::kGroups) ptx::wait_for_launches();\n",
+        """    if (threadIdx.x == 0 && blockIdx.x == 0) {
+        for (int i = 0; i < 200; ++i) ptx::pause();
+        for (int e = 0; e < count; ++e) const_cast<int*>(ends)[e] = segments[e];
+    }
+""",
+    ),
+    ("run<C>({&map_a, &map_b, ends, segments, count", "run<C>({&map_a, &map_b, ends, nullptr, count"),
+)
+"""The launch before tells the ends, which the test has given as `segments`, long after this one has begun."""
+AT_ONCE = ("    if (threadIdx.x / 32 == 4 * C::kGroups) wait_for_ends(ends, count);\n", "")
+
+
+def first_product(
+    monkeypatch: pytest.MonkeyPatch, tiling: Tiling, edits: Edits = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A product alone, and one that begins before anybody knows where rows end."""
+    torch.manual_seed(3)
+    a, b = rows_of(COUNTS, 320), draw(len(COUNTS), 2 * 144, 320)
+    results = []
+    for beside in (ALONE, FOLLOWS):
+        out, counter, ends = poisoned(len(a), 144), torch.zeros(2, dtype=torch.int32), ends_of(COUNTS)
+        late = beside is FOLLOWS
+        told = torch.full_like(ends, -1) if late else ends
+        emulate(monkeypatch, blocks=3, edits=(*LATE, *edits) if late else ())
+        how = {"tiling": tiling, "epilogue": Epilogue.SWIGLU, "beside": beside}
+        launch_gemm(Layout.FORWARD, a, b, told, out, counter, **how, **({"segments": ends} if late else {}))
+        assert counter.tolist() == [0, 0]
+        results.append(out.view(torch.int16))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("tiling", [SMALL, LOW], ids=["small", "low"])
+def test_a_product_begins_before_it_is_known_where_rows_end(
+    monkeypatch: pytest.MonkeyPatch, tiling: Tiling
+) -> None:
+    alone, beside = first_product(monkeypatch, tiling)
+    assert torch.equal(alone, beside)
+    assert poisoned(TAIL, 144).view(torch.int16).equal(beside[-TAIL:])
+
+
+def test_a_product_that_does_not_wait_for_the_ends_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, beside = first_product(monkeypatch, SMALL, (AT_ONCE,))
+    assert not torch.equal(alone, beside)
+
+
+def edited(monkeypatch: pytest.MonkeyPatch, files: dict[str, list[tuple[str, str]]]) -> Any:
+    """What loads kernels from sources with these texts replaced, wherever a file has them."""
+    for name, pairs in files.items():
+        text = (SOURCES / name).read_text(encoding="utf-8")
+        for old, new in pairs:
+            assert old in text, f"{name} does not say {old!r}"
+            text = text.replace(old, new)
+        monkeypatch.setitem(arguments.HEADERS, name, text)
+    mark = ("EDITED", sum(map(ord, str(files))))
+
+    def load(variant: jit.Variant, device: Any = None) -> Any:
+        touched = files.keys() & jit.sources_of(variant).keys()
+        return kernel.load(replace(variant, defines=(*variant.defines, mark)) if touched else variant)
+
+    return load
+
+
+SMALL_CASE = Case(placement=contiguous(8, 2), tokens=(20, 17), choices=3)
+TOLD = """__device__ inline void check_told(const Small& small, const int* plan, int end) {
+    for (int i = 0; end >= 0 && i < small.counters; ++i)
+        if (plan[i] != 0) emu::fail("the last end is told before a counter is there");
+    for (int i = 0, before = 0; end >= 0 && i + 1 < small.slots; before = plan[small.counters + i++])
+        if (plan[small.counters + i] < before) emu::fail("the last end is told before another");
+}
+"""
+FIRST = "// One thread, when all that `write_groups` writes before is there; negative: it is not.\n"
+STORE = "    ptx::store_release_gpu(reinterpret_cast<u32*>(plan + small.counters"
+BEGIN = "    ptx::launch_dependents();\n    if (!fine) {"
+UNKNOWN = """    if (small.row_weights && tells_groups(call) && threadIdx.x == 0 &&
+        small.plan[(call.local + 1) * static_cast<i64>(small.counters + small.slots) - 1] >= 0)
+        emu::fail("the next kernel may take old ends for those of this call");
+"""
+
+
+@pytest.mark.parametrize("sms", [2, 3, 5])
+def test_the_last_end_is_told_when_all_else_is_known(monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
+    looks = [
+        (FIRST, TOLD + FIRST),
+        (STORE, "    check_told(small, plan, end);\n" + STORE),
+        (BEGIN, UNKNOWN + BEGIN),
+    ]
+    exchange = make_exchange(SMALL_CASE, load=edited(monkeypatch, {"exchange/small.cu": looks}), timeout=20.0)
+    inputs = make_inputs(SMALL_CASE, "cpu")
+    groups = empty_groups(2, exchange.shape.row_capacity, exchange.shape.most_slots, 12, exchange.device)
+    for _ in range(2):
+        groups.plan.fill_(7)
+        given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
+        exchange.dispatch_small(*given, groups=groups)
+        exchange.check(synchronize=True)
+        assert (groups.plan[:, 12:] >= 0).all()
+
+
+WAIT = "ptx::wait_for_launches();"
+NOTE = "emu_waited.insert(&emu::self());"
+WAITED = """#include <set>
+namespace sums {
+inline std::set<const void*> emu_waited;
+inline void check_waited() {
+    if (!emu_waited.count(&emu::self())) emu::fail("rows are asked for before they are there");
+}
+}  // namespace sums
+"""
+SPOIL = "    if (ptx::lane_id() == 0) leave_if_failed(call, kRowsReduced);\n"
+END = "    end_call(call);\n"
+
+
+def test_sums_ask_for_rows_when_these_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they touch memory that the kernel before may still read."""
+    terms = (SOURCES / "exchange/terms.cuh").read_text(encoding="utf-8")
+    body = terms[terms.index("sum_tokens(") :]
+    head = body[: body.index("{\n") + 2]
+    files = {
+        "exchange/terms.cuh": [("namespace sums {\n\nusing", WAITED + "namespace sums {\n\nusing")],
+        "exchange/reduce.cuh": [(WAIT, NOTE), (SPOIL, "    check_waited();\n" + SPOIL)],
+        "exchange/reduce.cu": [
+            ("    if (!reduce.early) " + WAIT, "    emu_waited.erase(&emu::self());"),
+            (WAIT, NOTE),
+            (END, "    check_waited();\n" + END),
+        ],
+    }
+    files["exchange/terms.cuh"].append((head, head + "    check_waited();\n"))
+    monkeypatch.setattr(jit, "latest_launch", lambda device: SimpleNamespace(entry=FOLLOWS.file[1]))
+    check_small(SMALL_CASE, make_exchange(SMALL_CASE, load=edited(monkeypatch, files), timeout=20.0))
