@@ -3,9 +3,10 @@
 
 Layers over NVLink, one after the other in a CUDA graph that both ranks replay together, two in turns so that
 none finds its weights in L2: microseconds a layer, the slowest rank of every replay, and rank 0's kernels of
-one, with when they begin and end. The rival is the same layers over AllGather and ReduceScatter of NCCL,
-captured as well: tokens and choices go to everybody, every rank computes its own experts on them by torch's
-grouped products, and sums are scattered.
+one, with when they begin and end. Both GPUs begin a replay together, behind a pause in which the hosts queue
+it: a model's step is one graph, so a host's launch and its lead over the other's are no part of a layer. The
+rival is the same layers over AllGather and ReduceScatter of NCCL, captured as well: tokens and choices go to
+everybody, every rank computes its own experts on them by torch's grouped products, and sums are scattered.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ RESULTS = Path(__file__).parent / "results" / "decode.json"
 QUESTION = "How long does a layer take in a step of decoding, and its kernels?"
 CALLS = 8
 """Of a graph: what the replay itself costs is spread over them."""
+PAUSE = 700_000
+"""Cycles, 0.4 ms, in which a host queues a replay."""
 MEMORY_TBPS = 4.27
 """A copy's rate on an H200 (docs/baselines.md): what reading the weights of the experts hit takes."""
 
@@ -52,10 +55,12 @@ def capture(layers: Sequence[Callable[[Tensor], Any]], x_TD: Tensor) -> torch.cu
 
 def time_calls(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
     """Microseconds a call of every replay, of the slowest rank."""
-    spans = []
+    spans, together = [], torch.zeros(1, device="cuda")
     for _ in range(repeats):
         dist.barrier()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(PAUSE)
+        dist.all_reduce(together)
         begin.record()
         graph.replay()
         end.record()
