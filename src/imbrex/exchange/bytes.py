@@ -61,6 +61,7 @@ class BytesDispatcher(WiredDispatcher):
     ) -> None:
         super().__init__(geometry, observer, layer, type(transport), *form)
         self.transport, self.wire, self.world_size = transport, wire, geometry.world_size
+        self.place = None if self.world_size == 1 else transport.device
         size = transport.ranks_per_node
         self.nodes = None if size is None else Nodes(num_nodes=self.world_size // size, size=size)
         self.calls, self.combined = 0, False
@@ -68,9 +69,6 @@ class BytesDispatcher(WiredDispatcher):
     def met(self, number: int, node_of_W: Sequence[int]) -> None:
         super().met(number, node_of_W)
         self.nodes = self.nodes or Nodes.in_blocks(list(node_of_W))
-
-    def device_of(self, x: Tensor) -> torch.device:
-        return x.device if self.world_size == 1 else self.transport.device
 
     def check(self, *, synchronize: bool = False) -> None:
         if synchronize and self.transport.device.type == "cuda":

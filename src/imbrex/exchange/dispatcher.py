@@ -22,6 +22,8 @@ class DispatcherBase:
     geometry: Geometry
     roles = Roles()
     promise = promised = False
+    place: torch.device | None = None
+    """Where tokens must lie; a rank alone takes them anywhere."""
 
     def __init__(self, geometry: Geometry, observer: Listener, layer: int, *form: Any) -> None:
         """Registers it. form: what the shapes of its state depend on besides who is where."""
@@ -93,13 +95,9 @@ class DispatcherBase:
     ) -> Any:
         return self.dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens, out)
 
-    def device_of(self, x: Tensor) -> torch.device:
-        """Where tokens must lie; a rank alone takes them anywhere."""
-        return x.device
-
     def find_problem(self, x_TD: Tensor, routing: Routing) -> tuple[int, ...]:
         """The first thing wrong with the input of a call, by number and details: `agreement.find_problem`."""
-        geometry, place = self.geometry, self.device_of(x_TD).type
+        geometry, place = self.geometry, (self.place or x_TD.device).type
         experts = geometry.placement.num_experts
         return find_problem(x_TD, routing, geometry.hidden_size, geometry.top_k, experts, place)
 
@@ -118,7 +116,7 @@ class DispatcherBase:
             return f"x has the shape {tuple(x.shape)}; give tokens [..., {width}]"
         if x.dtype not in DTYPES:
             return f"x is {x.dtype}; use float32, bfloat16, float16 or float64"
-        place = self.device_of(x).type
+        place = (self.place or x.device).type
         return None if x.device.type == place else f"x is on {x.device}; this exchange takes it on {place}"
 
     def count_into(self, tally_WS: Tensor | None) -> None:

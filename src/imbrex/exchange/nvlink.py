@@ -112,6 +112,7 @@ class NvlinkDispatcher(WiredDispatcher):
         self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Listener, layer: int
     ) -> None:
         self.transport, self.wire, self.world_size = transport, wire, transport.world_size
+        self.place = transport.device
         self._writes_fp8 = is_coded(wire.dispatch)
         self._tables: Tables | None = None
         self.tally_WS: Tensor | None = None
@@ -186,9 +187,6 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def check(self, *, synchronize: bool = False) -> None:
         self.transport.check(synchronize=synchronize)
-
-    def device_of(self, x: Tensor) -> torch.device:
-        return self.transport.device
 
     def check_in(self, x_TD: Tensor, routing: Routing) -> None:
         self._meet(x_TD, routing)

@@ -156,7 +156,7 @@ class Deadlines:
 
     def refuse_lost(self, group: Any) -> None:
         """Raise what was noted of a group whose wait did not end."""
-        error = self.lost.get(group) if group is not None and self.lost else None
+        error = None if group is None else self.lost.get(group)
         if error is not None:
             raise type(error)(*error.args)
 

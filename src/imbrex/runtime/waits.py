@@ -69,7 +69,7 @@ def start(
     """Begin a collective; a failure becomes a RankLostError that says what it was. group: its ranks, to ask
     who else is there."""
     _check_not_forked()
-    deadlines.refuse_lost(group)
+    refuse_lost(group)
     try:
         return begin()
     except RuntimeError as error:
@@ -105,7 +105,8 @@ def finish(
 def refuse_lost(group: dist.ProcessGroup | None) -> None:
     """Raise RankLostError where a wait of a stream for this group has run past its time-out: what came of it
     are no results."""
-    deadlines.refuse_lost(group)
+    if deadlines.lost:
+        deadlines.refuse_lost(group)
 
 
 def run(
