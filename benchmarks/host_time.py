@@ -110,10 +110,13 @@ class IdleNvlink(Nvlink):
 class OnGpu(expert_room.Experts):
     """Experts that take the kernels' way with tensors of a CPU."""
 
+    unchanged = True  # type: ignore[assignment]
+
     def forward(self, dispatched: Dispatched) -> Tensor:
         handle, counts_e = dispatched.handle, dispatched.counts_e
         weights = self.gate_up_proj.to(torch.bfloat16), self.down_proj.to(torch.bfloat16)
-        return expert_room.ffn(dispatched.rows_RD, *weights, counts_e, weights_R=handle.weights_R)
+        more = {"weights_R": handle.weights_R, "beside": dispatched.beside}
+        return expert_room.ffn(dispatched.rows_RD, *weights, counts_e, **more)
 
 
 def keep_memory() -> None:
