@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from imbrex.adapters.huggingface import replace_blocks, save_pretrained
+from imbrex.adapters.huggingface.replaced import replaced_blocks
 from imbrex.adapters.huggingface.training import ReplacedBlocks
 from tests.ranks.pool import PRELOADED, Pool, Ranks
 from tests.tiny_models import model_of
@@ -41,6 +42,9 @@ def calls(ranks: Ranks, folder: str):
         save_strategy="steps",
         save_only_model=True,
         parallel_mode="none",
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        gradient_checkpointing_kwargs=None,
     )
     callback, state, control = ReplacedBlocks(), SimpleNamespace(global_step=1), None
     callback.on_train_begin(args, state, control, model=model)
@@ -70,7 +74,19 @@ def test_what_trainer_calls_makes_the_step_of_a_plain_model(pool, tmp_path):
     assert max(pool.run(2, calls, str(tmp_path))) < 1e-5
 
 
-def train(ranks: Ranks, folder: str):
+class Watched(ReplacedBlocks):
+    """Notes before every step by how much its backward has divided the experts' gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divided: list[int] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.divided += [max(layer.mean_over for _, layer in replaced_blocks(model))]
+        super().on_pre_optimizer_step(args, state, control, model=model)
+
+
+def train(ranks: Ranks, folder: str, micro: int):
     os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(ranks.rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "LOCAL_WORLD_SIZE": "2"}
     model, ids = model_of("qwen3_moe"), torch.arange(6)
@@ -80,6 +96,7 @@ def train(ranks: Ranks, folder: str):
         use_cpu=True,
         max_steps=3,
         per_device_train_batch_size=2,
+        gradient_accumulation_steps=micro,
         optim="sgd",
         learning_rate=0.5,
         lr_scheduler_type="constant",
@@ -90,9 +107,11 @@ def train(ranks: Ranks, folder: str):
         disable_tqdm=True,
     )
     rows = [{"input_ids": ids, "labels": ids}] * 16
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[ReplacedBlocks()])  # pyright: ignore
+    watched = Watched()
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[watched])  # pyright: ignore
     trainer.train()
-    return far_from_hand(f"{folder}/checkpoint-3", ids[None], 3)
+    assert watched.sync is None
+    return far_from_hand(f"{folder}/checkpoint-3", ids[None], 3), watched.divided
 
 
 @pytest.fixture(scope="module")
@@ -104,5 +123,8 @@ def pair() -> Iterator[Pool]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Trainer wants accelerate")
-def test_trainer_makes_the_steps_of_a_plain_model(pair, tmp_path):
-    assert max(pair.run(2, train, str(tmp_path))) < 1e-5
+@pytest.mark.parametrize("micro", [1, 2])
+def test_trainer_makes_the_steps_of_a_plain_model(pair, tmp_path, micro):
+    for far, divided in pair.run(2, train, str(tmp_path), micro):
+        assert far < 1e-5
+        assert divided == [2 if micro == 1 else 1] * 3

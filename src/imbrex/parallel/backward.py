@@ -43,6 +43,9 @@ from imbrex.parallel.buckets import (
 from imbrex.runtime.streams import Lane
 from imbrex.transport.groups import group_beside
 
+__all__ = ["sync_in_backward"]
+"""The name for adapters."""
+
 _by_layer: weakref.WeakKeyDictionary[MoELayer, weakref.ref[BackwardSync]] = weakref.WeakKeyDictionary()
 
 

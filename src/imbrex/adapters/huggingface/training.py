@@ -12,16 +12,21 @@ from transformers import TrainerCallback
 
 import imbrex
 from imbrex.adapters.huggingface.replaced import replaced_blocks
+from imbrex.parallel.backward import sync_in_backward
 
 
 class ReplacedBlocks(TrainerCallback):
     """Makes gradients those of all ranks' mean loss, clips them by the norm over all ranks' experts, and has
-    every rank take part in saving checkpoints. Wants `save_only_model=True`: Trainer writes the optimizer's
-    state of one rank; `imbrex.parallel.checkpoint` writes all of it."""
+    every rank take part in saving checkpoints. Sums run beside the backward; behind it where a step has
+    several micro-batches, or gradients are checkpointed by torch's reentrant way.
+
+    Wants `save_only_model=True`: Trainer writes the optimizer's state of one rank;
+    `imbrex.parallel.checkpoint` writes all of it."""
 
     def __init__(self) -> None:
         self.max_grad_norm = 0.0
         self.own_save: Any = None
+        self.sync: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         blocks = replaced_blocks(model)
@@ -37,10 +42,11 @@ class ReplacedBlocks(TrainerCallback):
         # Trainer saves on one rank, in the middle of a step that the others go on with: see `on_save`.
         self.own_save = vars(model)["save_pretrained"]
         vars(model)["save_pretrained"] = _later
+        if _one_backward_a_step(args) and all(layer.mean_over == 1 for _, layer in blocks):
+            self.sync = sync_in_backward(model, dense=_averages_dense(args))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        parallel = str(getattr(args.parallel_mode, "value", args.parallel_mode))
-        imbrex.sync_gradients(model, dense=parallel != "distributed")
+        imbrex.sync_gradients(model, dense=_averages_dense(args))
         if self.max_grad_norm > 0:
             imbrex.clip_grad_norm_(model, self.max_grad_norm)
 
@@ -48,8 +54,22 @@ class ReplacedBlocks(TrainerCallback):
         self.own_save(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.sync is not None:
+            self.sync.remove()
+            self.sync = None
         vars(model)["save_pretrained"] = self.own_save
         args.max_grad_norm = self.max_grad_norm
+
+
+def _averages_dense(args: Any) -> bool:
+    """Whether nobody else averages the gradients of dense layers: Trainer's DDP does."""
+    return str(getattr(args.parallel_mode, "value", args.parallel_mode)) != "distributed"
+
+
+def _one_backward_a_step(args: Any) -> bool:
+    """Whether every parameter gets its gradient once a step."""
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", True)
+    return args.gradient_accumulation_steps == 1 and not (args.gradient_checkpointing and reentrant)
 
 
 def _later(*_: Any, **__: Any) -> None:
