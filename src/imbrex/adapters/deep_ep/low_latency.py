@@ -9,8 +9,9 @@ rank 0's tokens 0 and 1 and rank 1's token 0, expert 1 rank 0's token 1 and rank
 Data flow over NVLink: a kernel routes, torch moves its positions into the blocks, a kernel pulls tokens from
 where they are to where they are returned; no copy, and no word with the host. On the way back a kernel takes
 the weights to the experts' ranks, which DeepEP brings rows home for, and another sums: in float32 on every
-rank, rounded to bfloat16 to cross, in float32 at home. Nothing is left for a receive hook to do. A CUDA graph
-captures both calls, behind one that was not captured, which makes the heap.
+rank, rounded to bfloat16 to cross, in float32 at home. Nothing is left for a receive hook to do.
+A CUDA graph is to capture both calls, behind one that was not captured, which makes the heap; no GPU has run
+them yet.
 """
 
 from __future__ import annotations
