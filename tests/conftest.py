@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import shutil
@@ -16,6 +15,7 @@ import torch
 
 from imbrex.kernels.jit import cache_directory
 from tests import tracing
+from tests.garbage import collect_seldom
 from tests.poison import poison_empty
 
 HOPPER = (9, 0)
@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # a collection that walks through all of torch is a twentieth of the tests' time
+    collect_seldom()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
 """Says which lines coverage counts: tracing takes longer than what it traces where most of that is torch's
 compiler or a search, and the ranks of a test run the same lines. Of a test with many parameters those are
-counted that bring lines which nobody has run before, until two in a row bring none.
+counted that bring lines which nobody has run before, until one brings none.
 
 Coverage may count twice in a process: where one that counts has started or forked it, and where pytest-cov or
 multiprocessing start their own. Only the newest does until that is stopped; so all are stopped.
@@ -17,7 +17,7 @@ from typing import Any
 
 IN_PROCESSES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 """What makes coverage start in every Python process that is started."""
-BARREN = 2
+BARREN = 1
 """Parameters of a test, one after the other, that bring no new line before the others count none."""
 _off = False
 _barren: Counter[str] = Counter()

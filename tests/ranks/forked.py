@@ -14,6 +14,7 @@ from typing import Any
 
 from imbrex.cli import main
 from tests import tracing
+from tests.garbage import collect_seldom
 from tests.ranks.pool import TRACED, warm
 
 LIMIT_S = 240.0
@@ -152,4 +153,5 @@ def _run(
     import torch
 
     torch.set_num_threads(1)
+    collect_seldom()
     sys.exit(call(*arguments))

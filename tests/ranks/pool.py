@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from tests import tracing
+from tests.garbage import collect_seldom
 from tests.poison import poison_empty
 
 SIZES = (1, 2, 4, 8)
@@ -146,7 +147,7 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
 
     switch = tracing.Switch()
     torch.set_num_threads(1)
-    gc.freeze()
+    collect_seldom()
     poison_empty()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     device = "cpu" if backend == "gloo" else f"cuda:{rank}"

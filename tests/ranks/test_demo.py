@@ -6,6 +6,7 @@ import re
 import pytest
 
 from imbrex.cli import main
+from tests import tracing
 from tests.ranks.forked import run_ranks
 
 SMALL = ["--steps", "16", "--checkpoint-every", "8", "--batch", "8", "--length", "64", "--hidden", "64"]
@@ -35,7 +36,8 @@ def four(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     out = tmp_path_factory.mktemp("one")
-    demo(*SMALL, ranks=1, out=out)
+    with tracing.stopped():
+        demo(*SMALL, ranks=1, out=out)
     return out
 
 
@@ -45,6 +47,7 @@ def test_the_losses_do_not_depend_on_the_number_of_ranks(one, four):
     assert records(four)[-1]["held_out_loss"] == pytest.approx(records(one)[-1]["held_out_loss"], abs=1e-4)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("words", ["--ep 1", "--transport allreduce"])
 def test_data_parallelism_and_replicated_tokens_give_the_same_losses(one, tmp_path, words):
     demo(*words.split(), *SMALL, "--stop-after", 6, ranks=2, out=tmp_path)

@@ -101,9 +101,7 @@ RICH = replace(SMALL, shared=imbrex.SharedExperts(intermediate_size=6, gated=Tru
     [
         (4, None, {"config": RICH}),
         (4, None, CHUNKS),
-        (4, None, {}),
         (4, None, {"slots": SPLIT_SLOTS}),
-        (8, "dp-ep", {}),
         (8, "dp-ep-tp", {}),
         (2, None, {"tokens": (3, 0)}),
     ],

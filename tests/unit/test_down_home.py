@@ -39,19 +39,22 @@ INNER = 448  # more than STAGES steps
 
 
 @pytest.mark.parametrize(
-    ("case", "tiling"),
-    [(CASE, SHARED), (FOUR, PAIRED), (ALONE, SMALL), (LONELY, SHARED)],
+    ("case", "tiling", "turn"),
+    [(CASE, SHARED, False), (FOUR, PAIRED, True), (ALONE, SMALL, False), (LONELY, SHARED, True)],
     ids=("two", "four-pairs", "one-small", "lonely"),
 )
-def test_bits_are_those_of_two_launches(monkeypatch: pytest.MonkeyPatch, case: Case, tiling: Tiling) -> None:
+def test_bits_are_those_of_two_launches(
+    monkeypatch: pytest.MonkeyPatch, case: Case, tiling: Tiling, turn: bool
+) -> None:
+    """Who applies the weights and how sums are drawn change no bit together; they meet in turn."""
     emulate(monkeypatch, blocks=2)
     monkeypatch.setattr("imbrex.kernels.ffn.ffn.choose_tiling", lambda *_, **__: tiling)
-    for applied in (False, True):
+    ways = (8, True), (3, False)
+    for applied, (piece, beside) in zip((turn, not turn), ways, strict=True):
         forward = begin(case, INNER, applied=applied, addend=applied, load=loader(), timeout=30.0)
         wanted = apart(forward)
-        for piece, beside in ((8, True), (3, False)):
-            found = together(forward, cut=THIRDS, piece=piece, blocks=BLOCKS, beside=beside)
-            assert differences(case, found, wanted) == []
+        found = together(forward, cut=THIRDS, piece=piece, blocks=BLOCKS, beside=beside)
+        assert differences(case, found, wanted) == []
 
 
 @pytest.mark.parametrize("cut", [Cut(1, (1,)), Cut(2, (1, 2)), Cut(3, (2, 3)), Cut(3, (3,))])
@@ -72,7 +75,7 @@ def test_a_rank_without_a_product_takes_a_combine_of_the_same_pieces(monkeypatch
 
 def test_a_rank_that_never_comes_ends_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, blocks=2)
-    forward = begin(FEW, 64, load=loader(), timeout=5.0)
+    forward = begin(FEW, 64, load=loader(), timeout=2.0)
     exchange = forward.exchange
     exchange.heap.local, exchange.local_ranks = exchange.heap.local[:1], 1
     first = replace(forward, acts=forward.acts[:1], weights=forward.weights[:1])

@@ -32,7 +32,7 @@ LONELY = Case(placement=contiguous(4, 2), tokens=(40, 33), choices=1, width=64, 
 """All choices are the first expert: a rank has no rows."""
 
 
-@pytest.mark.parametrize("first", [0, 1, BLOCKS // 2 + 1, BLOCKS])
+@pytest.mark.parametrize("first", [0, BLOCKS // 2 + 1, BLOCKS])
 def test_bits_are_those_of_three_launches(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     emulate(monkeypatch, blocks=2)
     backward = begin(CASE, 64, load=loader(), timeout=30.0)
