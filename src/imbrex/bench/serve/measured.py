@@ -37,7 +37,10 @@ def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> St
         elif row["op"] == "chunk":
             prefill.append(point)
     if not decode or not prefill:
-        raise ValueError(f"serve: no steps of {model} by {way} with {drafts} drafts were measured")
+        raise ValueError(
+            f"serve: no steps of {model} by {way} with {drafts} drafts were measured; on two GPUs or more, "
+            "`make gpu-bench NAME=serve` measures them"
+        )
     # Chunks may have been timed more than once at the same place: the first counts.
     once = dict(reversed(prefill))
     return StepTimes(
