@@ -18,6 +18,7 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 from tests import tracing
@@ -157,6 +158,7 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=240)
     )
     smaller = {world: dist.new_group(list(range(world))) for world in SIZES if world < size}
+    _put_gloo_last()
     groups, leftover = {**smaller, size: dist.group.WORLD}, Leftover()
     while True:
         try:
@@ -171,6 +173,14 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
         except BaseException:  # noqa: BLE001 (whatever a rank raises is the caller's to see)
             leftover.keep()
             pipe.send((False, traceback.format_exc(), tracing.lines()))
+
+
+def _put_gloo_last() -> None:
+    """A thread of gloo's spins while another one, off the processor, holds the lock of its connection; where
+    ranks are more than processors that took an eighth of the tests' time."""
+    for task in Path("/proc/self/task").iterdir():
+        if "gloo_tcp" in (task / "comm").read_text():
+            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
 
 
 class Leftover:
