@@ -163,7 +163,7 @@ def test_faults_show(monkeypatch: pytest.MonkeyPatch, edits: Edits, name: str) -
 def _shows(monkeypatch: pytest.MonkeyPatch, edits: Edits, fault: int | None) -> bool:
     """Whether other bits, or a wait that ends, come of it."""
     emulate(monkeypatch, blocks=2)
-    forward = begin(replace(FEW, drop=0.3), 64, load=loader(edits), timeout=3.0)
+    forward = begin(replace(FEW, drop=0.3), 64, load=loader(edits), timeout=3.0 if fault is None else 1.0)
     wanted = apart(forward)
     forward.exchange.layer = None if fault is None else fault - 1
     try:
