@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -178,9 +179,8 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
 def _put_gloo_last() -> None:
     """A thread of gloo's spins while another one, off the processor, holds the lock of its connection; where
     ranks are more than processors that took an eighth of the tests' time."""
-    for task in Path("/proc/self/task").iterdir():
-        if "gloo_tcp" in (task / "comm").read_text():
-            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+    for thread in _gloo_threads():
+        os.setpriority(os.PRIO_PROCESS, thread, 19)
 
 
 class Leftover:
@@ -189,7 +189,7 @@ class Leftover:
 
     def __init__(self) -> None:
         self._known = set(_groups())
-        self._least = _threads()
+        self._least = len(_gloo_threads())
 
     def keep(self) -> None:
         """Those of a function that failed: peers may still be in them."""
@@ -201,13 +201,19 @@ class Leftover:
 
         for group in [group for group in _groups() if group not in self._known]:
             dist.destroy_process_group(group)
-        if _threads() > self._least:
+        if len(_gloo_threads()) > self._least:
             gc.collect()
-        self._least = _threads()
+        self._least = len(_gloo_threads())
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _gloo_threads() -> list[int]:
+    """Not all threads: one of another kind that is about to end would hide one that is left."""
+    threads = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # ended meanwhile
+            if "gloo_tcp" in (task / "comm").read_text():
+                threads.append(int(task.name))
+    return threads
 
 
 def _groups() -> list[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -30,11 +32,20 @@ def leave_groups(ranks: Ranks, fail: bool) -> int:
     return count_loops(ranks)
 
 
+def start_brief_threads(ranks: Ranks) -> int:
+    loops = count_loops(ranks)
+    for _ in range(4):
+        threading.Thread(target=time.sleep, args=(0.5,)).start()
+    return loops
+
+
 def test_groups_that_a_function_leaves_end(pool: Pool) -> None:
+    """Also where other threads end meanwhile: as many are there then, but not the same."""
     pool.run(8, count_loops)  # what tests before have left ends, too
-    before = pool.run(8, count_loops)
+    before = pool.run(8, start_brief_threads)
     inside = pool.run(8, leave_groups, False)
     assert [now - then for now, then in zip(inside, before, strict=True)] == [2] * 4 + [1] * 4
+    time.sleep(0.5)
     assert pool.run(8, count_loops) == before
 
 
