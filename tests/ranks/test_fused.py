@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import imbrex
-from imbrex.contracts import Roles, RowForm, Strategy
+from imbrex.contracts import Placement, Roles, RowForm, Strategy
 from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.ffn import ffn
@@ -85,8 +85,8 @@ class Weighing(Kernels):
 
 
 @contextmanager
-def an_exchange(ranks: Ranks, **codec: str) -> Iterator[tuple[imbrex.Exchange, list[int]]]:
-    """Over emulated kernels, on two blocks; and a list of the launches that did both."""
+def emulating(ranks: Ranks) -> Iterator[tuple[EmulatedNvlink, list[int]]]:
+    """Kernels on CPUs, on two blocks; and a list of the launches that brought dx home beside gradients."""
     launches = []
 
     def launch(*args, **options):
@@ -102,12 +102,22 @@ def an_exchange(ranks: Ranks, **codec: str) -> Iterator[tuple[imbrex.Exchange, l
         patch.setattr("imbrex.exchange.nvlink.FEW_TOKENS", 0)
         nvlink = EmulatedNvlink(ranks.group)
         nvlink.load = loader()  # pyright: ignore[reportAttributeAccessIssue]
+        yield nvlink, launches
+
+
+@contextmanager
+def an_exchange(
+    ranks: Ranks, placement: Placement | None = None, split: str = "even", **codec: str
+) -> Iterator[tuple[imbrex.Exchange, list[int]]]:
+    """Over emulated kernels, and the launches that `emulating` notes."""
+    with emulating(ranks) as (nvlink, launches):
         exchange = imbrex.Exchange(
-            *(contiguous(EXPERTS, ranks.world_size), WIDTH, CHOICES),
+            *(placement or contiguous(EXPERTS, ranks.world_size), WIDTH, CHOICES),
             group=ranks.group,
             transport=nvlink,
             dtype=torch.bfloat16,
             codec=codec,
+            split=split,
         )
         yield exchange, launches
 
