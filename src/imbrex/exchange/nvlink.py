@@ -242,8 +242,6 @@ class NvlinkDispatcher(WiredDispatcher):
     def dispatch(
         self, plan: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
     ) -> Crossing[Arrived]:
-        expand = expand_fp8_rows if form is RowForm.FP8 else expand_fp8
-
         def read(sent: tuple[Any, Routed]) -> Arrived:
             arrived, routed = sent
             assert routed.words_TC is not None
@@ -260,63 +258,56 @@ class NvlinkDispatcher(WiredDispatcher):
             beside = Groups(plan, expected=expected) if beside is None else beside
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
-        stages = form is RowForm.UNDER_WAY
-        return self._crossing(partial(self._send, plan, x_TD, weights_TK, expand, stages=stages), read)
+        return self._crossing(partial(self._send, plan, x_TD, weights_TK, form), read)
 
     def _crossing(self, work: Callable[[], Any], read: Callable[[Any], Any]) -> Crossing[Any]:
         return Crossing(partial(_at_once if self.start is None else self.start, work), read)
 
-    def _send(
-        self,
-        part: Part,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        expand: Callable[..., Any],
-        *,
-        stages: bool = False,
-    ) -> tuple[Any, Routed]:
-        """Rows as `expand` makes them of those that cross in fp8, and where they stand. stages: only the
-        tokens are made ready, unless they are few."""
-        max_tokens, ids_TK, sms = part.max_tokens, part.ids_TK.contiguous(), self.sms
-        kernels = self.transport.exchange_for(self.size, self.placed.placement, max_tokens, self.observer)
+    def _send(self, part: Part, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> tuple[Any, Routed]:
+        """Rows, or what `dispatch` reads as rows, and where they stand. Few tokens are never `UNDER_WAY`."""
+        kernels = self.transport.exchange_for(
+            self.size, self.placed.placement, part.max_tokens, self.observer
+        )
         kernels.layer = self.layer
-        where, exact = {"layer": self.layer}, self._exact(part, most_rows(kernels.shape, max_tokens))
         if self.observer.enabled:
-            load_E = plan.count_choices(ids_TK, self.geometry.placement.num_experts)
-            self.observer.count("expert_load", load_E, **where)
-        weights_TK, x_TD = weights_TK.contiguous(), x_TD.contiguous()
-        assert self._tables is not None
-        choose: Choosing = {
-            "tally": self.tally_WS,
-            "tables": self._tables,
-            "balanced": self.placed.balanced,
-        }
-        if self.placed.by_slot:
-            with self.observer.span("plan", **where):
-                ids_TK = self._choose_slots(ids_TK)
-        inputs = x_TD, ids_TK, weights_TK
-        with self.observer.span("dispatch", **where):
-            if stages and max_tokens > FEW_TOKENS:
-                rows_RD = x_TD.new_empty(most_rows(kernels.shape, max_tokens), x_TD.shape[1])
-                return kernels.stage(*inputs, sms.stage, out=rows_RD, quantise=self._writes_fp8, **choose)
+            load_E = plan.count_choices(part.ids_TK, self.geometry.placement.num_experts)
+            self.observer.count("expert_load", load_E, layer=self.layer)
+        x_TD = x_TD.contiguous()
+        inputs = x_TD, self._choices(part.ids_TK), weights_TK.contiguous()
+        room, few = most_rows(kernels.shape, part.max_tokens), part.max_tokens <= FEW_TOKENS
+        stages, exact = form is RowForm.UNDER_WAY and not few, self._exact(part, room)
+        if exact and not (stages or few or self._writes_fp8):
+            return self._send_exactly(kernels, *inputs)
+        sms, choosing = self.sms, self._choosing
+        with self.observer.span("dispatch", layer=self.layer):
+            if stages:
+                rows_RD = x_TD.new_empty(room, x_TD.shape[1])
+                return kernels.stage(*inputs, sms.stage, out=rows_RD, quantise=self._writes_fp8, **choosing)
             if self._writes_fp8:
-                lease, routed = kernels.dispatch(*inputs, sms.push, quantise=True, **choose)
-                num_rows = self._count_rows(routed) if exact else most_rows(kernels.shape, max_tokens)
+                lease, routed = kernels.dispatch(*inputs, sms.push, quantise=True, **choosing)
+                num_rows = self._count_rows(routed) if exact else room
+                expand = expand_fp8_rows if form is RowForm.FP8 else expand_fp8
                 return self._expand(lease.rows, x_TD, routed, num_rows, expand), routed
-            if max_tokens <= FEW_TOKENS:
-                room = most_rows(kernels.shape, max_tokens)
+            if few:
                 groups = empty_groups(1, room, self._slots, COUNTERS, x_TD.device)
-                rows_1RD, routed = kernels.dispatch_small(*inputs, sms.small, groups=groups, **choose)
-                return FewRows(rows_1RD[0, :room], groups, kernels.shape.mean_rows(max_tokens)), routed
-            if not exact:
-                rows_RD = x_TD.new_empty(most_rows(kernels.shape, max_tokens), x_TD.shape[1])
-                return kernels.dispatch_expert(*inputs, sms.dispatch, out=rows_RD, **choose)
-        with self.observer.span("plan", **where):
-            routed = kernels.route(ids_TK, weights_TK, **choose)
-        with self.observer.span("dispatch", **where):
-            num_rows = self._count_rows(routed)
-            rows_RD = self._move_out(x_TD, routed, num_rows, self.wire.dispatch)
-        return rows_RD, routed
+                rows_1RD, routed = kernels.dispatch_small(*inputs, sms.small, groups=groups, **choosing)
+                return FewRows(rows_1RD[0, :room], groups, kernels.shape.mean_rows(part.max_tokens)), routed
+            rows_RD = x_TD.new_empty(room, x_TD.shape[1])
+            return kernels.dispatch_expert(*inputs, sms.dispatch, out=rows_RD, **choosing)
+
+    def _send_exactly(
+        self, kernels: NvlinkExchange, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Routed]:
+        """Moves as many rows as there are: the host hears the number before."""
+        with self.observer.span("plan", layer=self.layer):
+            routed = kernels.route(ids_TK, weights_TK, **self._choosing)
+        with self.observer.span("dispatch", layer=self.layer):
+            return self._move_out(x_TD, routed, self._count_rows(routed), self.wire.dispatch), routed
+
+    @property
+    def _choosing(self) -> Choosing:
+        assert self._tables is not None
+        return {"tally": self.tally_WS, "tables": self._tables, "balanced": self.placed.balanced}
 
     def _exact(self, part: Part, worst: int) -> bool:
         """Whether the host asks how many rows there are, for whom it has else room for `worst`."""
@@ -351,12 +342,16 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> Any:
         return expand(coded_1MB, x_TD, routed, self.geometry.rank, num_rows, load=self.transport.load)
 
-    def _choose_slots(self, ids_TK: Tensor) -> Tensor:
+    def _choices(self, ids_TK: Tensor) -> Tensor:
+        """Experts; slots, which the kernels' placement then has in experts' place, where the host splits."""
+        if not self.placed.by_slot:
+            return ids_TK.contiguous()
         geometry = self.geometry
-        counts_E = plan.count_choices(ids_TK, geometry.placement.num_experts)
-        self.observer.count("host_syncs", 1, layer=self.layer)
-        split_WS = geometry.split(self.transport.exchange_counts(counts_E), geometry.placement)
-        return plan.choose_slots(ids_TK, split_WS[geometry.rank], geometry.placement)
+        with self.observer.span("plan", layer=self.layer):
+            counts_E = plan.count_choices(ids_TK, geometry.placement.num_experts)
+            self.observer.count("host_syncs", 1, layer=self.layer)
+            split_WS = geometry.split(self.transport.exchange_counts(counts_E), geometry.placement)
+            return plan.choose_slots(ids_TK.contiguous(), split_WS[geometry.rank], geometry.placement)
 
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
         return [ids_TK.new_empty(size(), self._sizes.columns, dtype=torch.int32)]

@@ -488,6 +488,7 @@ class NvlinkExchange:
     ) -> ctypes.Structure:
         if self.debug:
             check_choices(self.shape, ids, tokens)
+        how.check_inputs(self.shape, ids, weights, tokens, routed.max_tokens)
         return how.route_args(self._plan, ids, weights, tokens, routed, choosing, small=small)
 
     def _launch(

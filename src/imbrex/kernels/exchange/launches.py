@@ -208,11 +208,8 @@ def route_args(
     small: bool = False,
 ) -> ctypes.Structure:
     """The struct of the routing kernel. small: of a kernel that routes a small batch by itself."""
-    shape, where, placement, room, tables = plan
-    at = (where.small_ids, 0, where.small_tokens) if small else (where.ids, where.counts, where.tokens)
-    tables = choosing.get("tables") or tables
-    max_tokens, to = routed.max_tokens, routed.addresses
-    _check_choices(shape, ids, weights, tokens, max_tokens)
+    shape, where, room, to = plan.shape, plan.layout, plan.room, routed.addresses
+    tables = choosing.get("tables") or plan.tables
     return lay.Route(
         ids=ids,
         weights=weights,
@@ -229,11 +226,11 @@ def route_args(
         all_tokens=to.tokens_LW,
         tally=choosing.get("tally"),
         traffic=choosing.get("traffic"),
-        ids_at=at[0],
-        counts_at=at[1],
-        tokens_at=at[2],
+        ids_at=where.small_ids if small else where.ids,
+        counts_at=0 if small else where.counts,
+        tokens_at=where.small_tokens if small else where.tokens,
         num_tokens=ids.shape[-2],
-        max_tokens=max_tokens,
+        max_tokens=routed.max_tokens,
         choices=shape.choices,
         experts=shape.experts,
         most_slots=shape.most_slots,
@@ -242,14 +239,15 @@ def route_args(
         token_capacity=shape.token_capacity,
         tensor=shape.tensor,
         replicated=room > 0,
-        slots=placement.num_slots,
+        slots=plan.placement.num_slots,
         room=room if choosing.get("balanced") else 0,
     )
 
 
-def _check_choices(
+def check_inputs(
     shape: lay.Shape, ids: Tensor, weights: Tensor, tokens: Tensor | None, max_tokens: int
 ) -> None:
+    """ValueError where choices are not those of a token, or more than there is room for."""
     if tokens is None and (ids.shape[-1] != shape.choices or ids.shape[-2] > max_tokens):
         raise ValueError(
             f"exchange: ids of shape {tuple(ids.shape)}; here there is room for at most {max_tokens} tokens "

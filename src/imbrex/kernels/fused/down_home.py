@@ -131,29 +131,14 @@ def down_and_sums(
     is used once.
     """
     assert len(products) == exchange.local_ranks <= MOST_LOCAL
-    first, device, width = products[0], rows.get_device(), rows.shape[-1]
-    cut, tiling, epilogue = how.cut or cut_of(width), first.tiling(), first.epilogue
-    variant = down_variant(epilogue, tiling, exchange.local_ranks)
-    threads = 128 * (tiling.groups + 1)
-    blocks = how.blocks or exchange.most_blocks(variant, (tiling.cluster, threads, tiling.smem))
-    down = DOWN(
-        ends=_addresses([product.groups.ends_e for product in products]),
-        counter=_addresses([product.groups.counter for product in products]),
-        written=_addresses([product.groups.written for product in products]),
-        weights=_addresses([product.weights_R for product in products]),
-        status=products_status(device),
-        experts=first.groups.ends_e.numel(),
-        columns=width,
-        k=first.act_RF.shape[1],
-        slices=len(cut.slices),
-        slice_end=(ctypes.c_int32 * MOST_PARTS)(*cut.slices),
-        beside=how.beside,
-    )
+    tiling, cut = products[0].tiling(), how.cut or cut_of(rows.shape[-1])
+    variant = down_variant(products[0].epilogue, tiling, exchange.local_ranks)
+    blocks = how.blocks or exchange.most_blocks(variant, (tiling.cluster, tiling.threads, tiling.smem))
     maps = b"".join(_maps(product, tiling) for product in products)
     exchange.combine_beside(
         variant,
-        (blocks, threads, tiling.smem, tiling.cluster),
-        [down, ByValue(maps)],
+        (blocks, tiling.threads, tiling.smem, tiling.cluster),
+        [_down_args(products, rows, cut, beside=how.beside), ByValue(maps)],
         rows,
         routed,
         out=out,
@@ -161,7 +146,25 @@ def down_and_sums(
         addend=addend,
         pieces=pieces_of(cut, how.piece),
     )
-    check_products(device)
+    check_products(rows.get_device())
+
+
+def _down_args(products: Sequence[LeftProduct], rows: Tensor, cut: Cut, *, beside: bool) -> ctypes.Structure:
+    """`fused::Down`: the products of all local ranks, and the order of their columns."""
+    first = products[0]
+    return DOWN(
+        ends=_addresses([product.groups.ends_e for product in products]),
+        counter=_addresses([product.groups.counter for product in products]),
+        written=_addresses([product.groups.written for product in products]),
+        weights=_addresses([product.weights_R for product in products]),
+        status=products_status(rows.get_device()),
+        experts=first.groups.ends_e.numel(),
+        columns=rows.shape[-1],
+        k=first.act_RF.shape[1],
+        slices=len(cut.slices),
+        slice_end=(ctypes.c_int32 * MOST_PARTS)(*cut.slices),
+        beside=beside,
+    )
 
 
 def _maps(product: LeftProduct, tiling: Tiling) -> bytes:

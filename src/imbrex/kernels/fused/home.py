@@ -97,32 +97,35 @@ def home_beside_gradients(
     if reason is not None or len(gradients) != exchange.local_ranks or len(gradients) > MOST_LOCAL:
         raise ValueError(f"home: {reason or f'{len(gradients)} pairs of gradients, one for each rank'}")
     first, device = gradients[0][0], d_rows.get_device()
-    tiling, epilogue = _tiling(first), _epilogue(first)
-    variant = home_variant(epilogue, tiling, exchange.local_ranks)
+    tiling = _tiling(first)
     blocks = blocks or min(multiprocessors(device), lay.MAX_BLOCKS)
-    results = [tuple(_result(gradient) for gradient in pair) for pair in gradients]
-    shapes = [result.shape for result in results[0]]
-    home = HOME(
-        ends=_addresses([pair[0].groups.ends_e for pair in gradients]),
-        counter=_addresses([pair[0].groups.counter for pair in gradients]),
-        status=products_status(device),
-        experts=first.groups.ends_e.numel(),
-        rows=(ctypes.c_int32 * 2)(*(shape[1] for shape in shapes)),
-        columns=(ctypes.c_int32 * 2)(*(shape[2] for shape in shapes)),
-        first_blocks=min(first_blocks, blocks),
-    )
-    maps = [_maps(pair, both, tiling) for pair, both in zip(gradients, results, strict=True)]
+    results = [(_result(pair[0]), _result(pair[1])) for pair in gradients]
+    maps = b"".join(_maps(*both, tiling) for both in zip(gradients, results, strict=True))
     exchange.combine_beside(
-        variant,
-        (blocks, 128 * (tiling.groups + 1), tiling.smem, 1),
-        [home, ByValue(b"".join(maps))],
+        home_variant(_epilogue(first), tiling, exchange.local_ranks),
+        (blocks, tiling.threads, tiling.smem, 1),
+        [_home_args(gradients, device, min(first_blocks, blocks)), ByValue(maps)],
         d_rows,
         routed,
         out=out,
         values=values,
     )
     check_products(device)
-    return [(first_result, other) for first_result, other in results]
+    return results
+
+
+def _home_args(gradients: Sequence[Pair], device: int, first_blocks: int) -> ctypes.Structure:
+    """`fused::Home`: both products of all local ranks."""
+    shapes = [gradient.weight.shape for gradient in gradients[0]]
+    return HOME(
+        ends=_addresses([pair[0].groups.ends_e for pair in gradients]),
+        counter=_addresses([pair[0].groups.counter for pair in gradients]),
+        status=products_status(device),
+        experts=gradients[0][0].groups.ends_e.numel(),
+        rows=(ctypes.c_int32 * 2)(*(shape[1] for shape in shapes)),
+        columns=(ctypes.c_int32 * 2)(*(shape[2] for shape in shapes)),
+        first_blocks=first_blocks,
+    )
 
 
 def computed(gradient: LeftGradient, result: Tensor) -> Gradient:

@@ -75,6 +75,11 @@ class Tiling(NamedTuple):
         return (self.pingpong, self.block_m, self.block_n) == (False, 128, 256)
 
     @property
+    def threads(self) -> int:
+        """Threads of a block: the groups that multiply, and one that loads."""
+        return 128 * (self.groups + 1)
+
+    @property
     def halved(self) -> bool:
         """Whether in bf16 a half of a tile is stored while the other is multiplied (gemm/halves.cuh)."""
         return not self.pingpong and self.block_n == 256
@@ -313,8 +318,7 @@ def _gemm_kernel(
     kernel = load(of_file(gemm_variant(layout, epilogue, tiling, wide, fp8, gather), file), device)
     if tiling.cluster == 1:
         return kernel, tiling.smem, multiprocessors(device)
-    threads = 128 * (tiling.groups + 1)
-    return kernel, tiling.smem, tiling.cluster * kernel.clusters(tiling.cluster, threads, tiling.smem)
+    return kernel, tiling.smem, tiling.cluster * kernel.clusters(tiling.cluster, tiling.threads, tiling.smem)
 
 
 def _operand_maps(
@@ -428,44 +432,50 @@ def launch_gemm(
 def _prepare(
     layout: Layout, operands: Sequence[torch.Tensor], tiling: Tiling, epilogue: Epilogue, more: Extras
 ) -> Prepared:
-    (a, b, ends_e, out, counter), option = operands, more.get
-    scales, slopes, segments, index_R = (
-        option("scales"),
-        option("slopes"),
-        option("segments"),
-        option("index_R"),
-    )
-    blocks, beside = option("blocks"), option("beside", ALONE)
-    fp8, gather, device = scales is not None, index_R is not None, a.get_device()
-    tiling, wide = _fitted(layout, tiling, a, b, blocks)
-    halves = option("gate_up") if slopes is None else slopes.d_gate_up
-    kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, gather, device, beside.file)
+    """The launch: its kernel, and how many blocks of what size."""
+    a, b, beside = operands[0], operands[1], more.get("beside", ALONE)
+    tiling, wide = _fitted(layout, tiling, a, b, more.get("blocks"))
+    fp8, gather = more.get("scales") is not None, more.get("index_R") is not None
+    kernel, smem, sms = _gemm_kernel(layout, epilogue, tiling, wide, fp8, gather, a.get_device(), beside.file)
+    blocks = more.get("blocks") or sms
     return kernel.prepare(
-        grid=blocks or sms,
-        block=128 * (tiling.groups + 1),
+        grid=blocks,
+        block=tiling.threads,
         smem=smem,
         cluster=tiling.cluster,
         dependent=True,
-        args=[
-            *_operand_maps(layout, a, b, tiling, epilogue, wide, gather),
-            *_result_maps(layout, out, halves),
-            ends_e,
-            segments,
-            ends_e.numel() if segments is None else segments.shape[0],
-            *(
-                out.shape[-2],
-                out.shape[-1],
-                a.shape[-1],
-                option("weights_R"),
-                counter,
-                products_status(device),
-            ),
-            _NO_SCALES if scales is None else scales.argument(),
-            _NO_SLOPES if slopes is None else slopes.argument(),
-            index_R,
-            *beside.args(blocks or sms),
-        ],
+        args=[*_arguments(layout, operands, tiling, epilogue, wide, more), *beside.args(blocks)],
     )
+
+
+def _arguments(
+    layout: Layout,
+    operands: Sequence[torch.Tensor],
+    tiling: Tiling,
+    epilogue: Epilogue,
+    wide: bool,
+    more: Extras,
+) -> list[Any]:
+    """The parameters of the kernel in gemm/gemm.cu, in its order."""
+    (a, b, ends_e, out, counter), option = operands, more.get
+    scales, slopes, segments, index_R = map(option, ("scales", "slopes", "segments", "index_R"))
+    halves = option("gate_up") if slopes is None else slopes.d_gate_up
+    return [
+        *_operand_maps(layout, a, b, tiling, epilogue, wide, index_R is not None),
+        *_result_maps(layout, out, halves),
+        ends_e,
+        segments,
+        ends_e.numel() if segments is None else segments.shape[0],
+        out.shape[-2],
+        out.shape[-1],
+        a.shape[-1],
+        option("weights_R"),
+        counter,
+        products_status(a.get_device()),
+        _NO_SCALES if scales is None else scales.argument(),
+        _NO_SLOPES if slopes is None else slopes.argument(),
+        index_R,
+    ]
 
 
 _launches: dict[tuple[Any, ...], Any] = {}
