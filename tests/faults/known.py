@@ -495,6 +495,14 @@ DOORS = [
         ("ranks/test_demo_death.py::test_ranks_end_with_a_launcher_that_is_killed",),
     ),
     Fault(
+        "more-ranks-than-memory",
+        "launch/memory.py",
+        "ranks are started whatever memory there is",
+        "    if reason is not None:\n",
+        "    if reason is not None and available_bytes() is None:\n",
+        ("unit/test_launch_memory.py",),
+    ),
+    Fault(
         "a-killed-rank-unnamed",
         "launch/local.py",
         "a rank that was killed is not said to be the cause",

@@ -80,8 +80,11 @@ def run(args: argparse.Namespace) -> int:
         from imbrex.demo.rank import work
 
         return work(args)
+    from imbrex.launch.memory import check_memory
     from imbrex.launch.ranks import words_of
 
+    # Before the folder of an earlier run is emptied.
+    check_memory(args.ranks)
     out = Path(args.out)
     folder.prepare(out, args, [*DEFAULTS])
     # The words of this command, after its name, are those of its ranks.

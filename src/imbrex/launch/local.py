@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from imbrex.launch.memory import check_memory
 from imbrex.launch.parent import end_with_parent
 from imbrex.observe import death
 from imbrex.observe.board import Phase, read_board
@@ -75,8 +76,9 @@ def launch(
     """Run `imbrex ARGUMENTS` on `num_ranks` local ranks and wait; the exit code.
 
     A rank that dies ends the run with one sentence that names it and where it was, read from `board`, and
-    what to do then, which is `hint()`.
+    what to do then, which is `hint()`. Raises ValueError for more ranks than this machine can hold.
     """
+    check_memory(num_ranks)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 

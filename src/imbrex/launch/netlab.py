@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from imbrex.launch.memory import check_memory
 from imbrex.launch.parent import end_with_parent
 from imbrex.runtime.waits import MAX_TIMEOUT_S
 
@@ -91,6 +92,7 @@ def _check_ranks(args: argparse.Namespace, command: list[str]) -> None:
         raise ValueError(
             f"netlab: {args.nodes} nodes of {args.ranks_per_node} ranks; use 1 to 64 nodes of at least 1"
         )
+    check_memory(args.nodes * args.ranks_per_node)
     if not 0 < args.timeout <= MAX_TIMEOUT_S:
         raise ValueError(
             f"netlab: --timeout {args.timeout:g} is no time; give seconds, at most {MAX_TIMEOUT_S:.0f}"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex.launch.local import Rank, launch
+from imbrex.launch.memory import check_memory
 
 START_S = 300.0
 
@@ -54,6 +55,7 @@ def run_on_ranks(
     returns the exit code."""
     if worker:
         return be_a_rank(args, work)
+    check_memory(args.ranks)
     args.board = tempfile.mkdtemp(prefix=f"imbrex-{command[-1]}-")
     words = [*command, *words_of(args)]
     code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)

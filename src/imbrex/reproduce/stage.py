@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imbrex.launch.memory import check_memory
 from imbrex.launch.parent import end_with_parent
 from imbrex.runtime.waits import leave
 
@@ -79,8 +80,10 @@ def on_ranks(
 ) -> tuple[Any, RanOn]:
     """Run `on_rank` of the module `job` of this room on every rank; rank 0's result, and what it ran on.
 
-    Raises RuntimeError with the ranks' last words where they failed.
+    Raises RuntimeError with the ranks' last words where they failed, and ValueError for more of them than
+    this machine can hold.
     """
+    check_memory(network.size)
     with tempfile.TemporaryDirectory(prefix="imbrex-") as folder:
         request, answer = Path(folder, "asked.json"), Path(folder, "told.json")
         request.write_text(json.dumps(settings))

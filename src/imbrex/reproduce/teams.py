@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from imbrex.demo.corpus import Corpus
+from imbrex.launch.memory import check_memory
 from imbrex.reproduce.training import RANKS, Size, train
 from imbrex.runtime.waits import leave
 
@@ -50,6 +51,7 @@ def train_all(
         left = [task for task in tasks if not _result(results_at, task).exists()]
         more = (next_task, left, corpus, size, Path(meeting), results_at, time.time() + stop_after_s)
         if left:
+            check_memory(min(teams, len(left)) * RANKS)
             spawn(_member, args=more, nprocs=min(teams, len(left)) * RANKS)
         paths = [_result(results_at, task) for task in tasks]
         return [json.loads(path.read_text()) for path in paths if path.exists()]
