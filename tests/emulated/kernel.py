@@ -21,7 +21,19 @@ HEADERS = (HEADER, Path(__file__).with_name("machine_on_cpu.h"))
 FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-ffp-contract=off")
 NAMESPACES = "".join(
     f"namespace {name} {{}}\nusing namespace {name};\n"
-    for name in ("codec", "exchange", "ffn", "fused", "gate", "gemm", "mover", "rows", "route", "sums")
+    for name in (
+        "claims",
+        "codec",
+        "exchange",
+        "ffn",
+        "fused",
+        "gate",
+        "gemm",
+        "mover",
+        "rows",
+        "route",
+        "sums",
+    )
 )
 """An entry has C linkage, so its name is the same in all of them."""
 

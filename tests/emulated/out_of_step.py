@@ -52,6 +52,7 @@ class RankHeap:
 
     def __init__(self, whole: VirtualHeap, rank: int) -> None:
         self.bases, self.first, self.local = whole.bases, rank, whole.local[rank : rank + 1]
+        self.whole = whole.local
 
     def close(self, *, together: bool = True) -> None:
         self.local = self.local[:0]

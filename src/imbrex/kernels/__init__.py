@@ -18,6 +18,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.ffn.fp8",
     "imbrex.kernels.ffn.tokens",
     "imbrex.kernels.exchange.variants",
+    "imbrex.kernels.events.events",
     "imbrex.kernels.fused.down_home",
     "imbrex.kernels.fused.home",
     "imbrex.kernels.fused.rows_out",

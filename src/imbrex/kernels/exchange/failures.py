@@ -22,8 +22,14 @@ class ExchangeError(RuntimeError):
     """A wait ran out or a peer gave up: says who missed what. The exchange cannot be used again."""
 
 
-def raise_failure(statuses: Sequence[Sequence[int]], timeout: float) -> None:
-    """Where one of the ranks' statuses says so; the rank that failed itself before one that a peer told."""
+def raise_failure(
+    statuses: Sequence[Sequence[int]],
+    timeout: float,
+    kinds: Sequence[str] = lay.KINDS,
+    phases: Sequence[str] = lay.PHASES,
+) -> None:
+    """Where one of the ranks' statuses says so; the rank that failed itself before one that a peer told.
+    kinds, phases: the names of calls and of what they wait for."""
     failures = [status for status in statuses if status[0]]
     if not failures:
         return
@@ -31,8 +37,8 @@ def raise_failure(statuses: Sequence[Sequence[int]], timeout: float) -> None:
     code, rank, peer, kind, phase, epoch, block, layer = cause
     where = f" of layer {layer - 1}" if layer else ""
     raise ExchangeError(
-        f"exchange: rank {rank} in {lay.KINDS[kind]} call {epoch}{where} (block {block}): {lay.CODES[code]}, "
-        f"waiting for {lay.PHASES[phase]} of rank {peer} (time-out {timeout} s); close this exchange and "
+        f"exchange: rank {rank} in {kinds[kind]} call {epoch}{where} (block {block}): {lay.CODES[code]}, "
+        f"waiting for {phases[phase]} of rank {peer} (time-out {timeout} s); close this exchange and "
         f"make a new one"
     )
 

@@ -46,7 +46,14 @@ PHASES = (
     "keys",
 )
 PEER_GAVE_UP = "a peer gave up"
-CODES = ("", "timed out", PEER_GAVE_UP, "expert ids out of range or repeated in a token", "overflow")
+CODES = (
+    "",
+    "timed out",
+    PEER_GAVE_UP,
+    "expert ids out of range or repeated in a token",
+    "overflow",
+    "ranks disagree about what is called",
+)
 CHUNK, SEGMENT = 128, 32
 SHARED_BYTES = 227 * 1024
 

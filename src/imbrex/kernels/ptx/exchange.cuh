@@ -60,6 +60,16 @@ __device__ __forceinline__ u32 claim_zero_sys(u32* word, u32 value) {
     return before;
 }
 
+// Returns the value before; the word becomes `value` if it was `expected`.
+__device__ __forceinline__ u32 swap_if_sys(u32* word, u32 expected, u32 value) {
+    u32 before;
+    asm volatile("atom.cas.acq_rel.sys.global.b32 %0, [%1], %2, %3;"
+                 : "=r"(before)
+                 : "l"(word), "r"(expected), "r"(value)
+                 : "memory");
+    return before;
+}
+
 // A word whose parts arrive together, so that a count carries its own flag.
 __device__ __forceinline__ void store_relaxed_sys(u64* word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");

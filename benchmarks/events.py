@@ -1,0 +1,102 @@
+"""What patience costs and saves over NVLink's kernels, on virtual ranks of one GPU, each with its own stream.
+
+    PYTHONPATH=src:. python benchmarks/events.py
+
+Two ranks of 4096 tokens of 7168 values, 8 of 256 experts, nothing computed between. All bytes stay in one
+GPU's memory, so the ratio to `serial`'s kernels is one of kernels and launches, not of the wire.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tests.emulated.events import make_kernels, tables_of
+from tests.emulated.out_of_step import RankHeap
+from tests.emulated.scenario import Case, make_exchange, make_inputs
+
+from imbrex.kernels import jit
+from imbrex.kernels.events.events import Patience
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.heap import VirtualHeap
+from imbrex.placement import contiguous
+
+CASE = Case(placement=contiguous(256, 2), tokens=(4096, 4096), choices=8, width=7168, drop=0.0)
+SMS, CALLS, TAU_S, LATE_CYCLES = 56, 20, 2e-3, 40_000_000
+
+
+def median_ms(streams: list[Any], call: Callable[[int], None], before: Callable[[int], None]) -> float:
+    """Of rank 0's calls. before: what a rank's stream does first."""
+    times = []
+    for _ in range(CALLS + 3):
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                before(rank)
+                if rank == 0:
+                    begin.record()
+                call(rank)
+                if rank == 0:
+                    end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def sleep(rank: int) -> None:
+    """Both begin when the host has put down all launches; rank 1 may be late besides."""
+    torch.cuda._sleep(2_000_000)
+
+
+def sleep_late(rank: int) -> None:
+    torch.cuda._sleep(2_000_000 + LATE_CYCLES * rank)
+
+
+def main() -> None:
+    inputs, streams = make_inputs(CASE, "cuda"), [torch.cuda.Stream() for _ in CASE.tokens]
+    each = [(inputs.x_WTD[r], inputs.ids_WTK[r], inputs.weights_WTK[r]) for r in range(CASE.ranks)]
+    slot_of_E, offsets = tables_of(CASE.placement)
+    tables = slot_of_E.cuda(), offsets.cuda()
+
+    def events(tau_s: float, epsilon: int) -> Callable[[int], None]:
+        kernels = make_kernels(CASE, "cuda", [jit.load] * CASE.ranks, timeout=10.0, blocks=SMS)
+        patience = [Patience(tau_s, epsilon, 1, torch.device("cuda")) for _ in each]
+
+        def call(rank: int) -> None:
+            begun = kernels[rank].send(*each[rank], tables, patience[rank])
+            rows_RD = kernels[rank].take(begun)
+            kernels[rank].reply(begun, rows_RD, weighted=True)
+            kernels[rank].sum(begun, rows_RD, weighted=True)
+            kernels[rank].check()
+
+        return call
+
+    def serial() -> Callable[[int], None]:
+        shape, heaps = make_exchange(CASE, "cuda").shape, list[VirtualHeap]()
+
+        def heap_of(rank: int, nbytes: int) -> RankHeap:
+            if not heaps:
+                heaps.append(VirtualHeap(CASE.ranks, nbytes, "cuda"))
+            return RankHeap(heaps[0], rank)
+
+        exchanges = [NvlinkExchange(partial(heap_of, r), CASE.placement, shape) for r in range(CASE.ranks)]
+
+        def call(rank: int) -> None:
+            rows_1RD, routed = exchanges[rank].dispatch_expert(*each[rank], SMS)
+            exchanges[rank].combine(rows_1RD, routed, num_sms=SMS)
+
+        return call
+
+    print(f"serial's kernels {median_ms(streams, serial(), sleep):8.3f} ms")
+    print(f"events           {median_ms(streams, events(0.0, 0), sleep):8.3f} ms")
+    print(f"patient, no wait {median_ms(streams, events(TAU_S, 1), sleep):8.3f} ms")
+    print(f"events, 1 late   {median_ms(streams, events(0.0, 0), sleep_late):8.3f} ms")
+    print(f"patient, 1 late  {median_ms(streams, events(TAU_S, 1), sleep_late):8.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

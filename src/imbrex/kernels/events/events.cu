@@ -1,0 +1,479 @@
+// A call of a layer that may do without late peers, in five steps, one launch each: packets out, places of
+// what has come, rows to the experts, replies out, sums. Nobody waits for all ranks; claims.cuh says who
+// waits for whom and who decides what counts.
+//
+// A packet is a rank's choices, and its tokens that want an expert of that peer, each at its own place. So no
+// counts are exchanged: whoever has packets orders their rows alone, by slot, rank and token as `serial`
+// does.
+// A reply is the sums of a token's rows, as exchange/reduce.cuh stores them; the bits are its.
+//
+// Example, 2 ranks, an expert each, K = 1: rank 0's tokens want experts 0, 1, 1. Rank 1 finds tokens 1 and 2
+// at places 1 and 2 of rank 0's packet and has them as its rows 0 and 1. If rank 1 is late and rank 0 may do
+// without it, tokens 1 and 2 become 0 and kept is 1, 0, 0; rank 1 stores its reply, and finds its claim
+// closed.
+#include "events/claims.cuh"
+#include "exchange/terms.cuh"
+
+namespace claims {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kMostPeers = 16;
+enum Step { kSend = 0, kPlace = 1, kExpand = 2, kReply = 3, kSum = 4 };
+enum Wait { kForTurn = 1, kForPacket = 2, kForReply = 3 };  // phases of this heap
+
+// By value. The host reads it: `kernels.structs`. T: `room`, most tokens of a rank.
+struct Events {
+    Patience patience;
+    const u8* x;           // own tokens [tokens, row_bytes]
+    const i64* ids;        // [tokens, K]
+    const float* weights;  // [tokens, K]
+    const int* slot_of;    // [E]; of every expert
+    const int* offsets;    // [owners + 1]; first slot of every owner
+    int* position;         // [W, T, K]; expert-major row here of every choice, -1: none
+    float* all_weights;    // [W, T, K]
+    int* counts;           // [most_slots]; rows of every slot here
+    int* totals;           // [4]; rows, 0, 0, 0
+    int* tokens_of;        // [W]
+    u8* rows;              // expert-major
+    const u8* addend;      // [tokens, row_bytes] or null; joins last
+    u8* out;               // [tokens, row_bytes]
+    u8* kept;              // bool [tokens, K]
+    int* outcome;          // [2, W]; whose replies count; whose packets came
+    i64 words_at, heads_at, choices_at, gates_at, packets_at, replies_at;
+    int step, tokens, room, choices, experts, most_slots, tensor, row_bytes;
+    int weighted;  // rows are multiplied by the gate weights here
+    int note;      // of the call: the same on all ranks
+};
+
+struct Head {
+    int tokens, note;
+};
+
+__device__ __forceinline__ u8* at_peer(const Call& call, i64 at, int rank) {
+    return call.group->heap[rank] + at;
+}
+
+// What `from` left in the heap of `at`.
+__device__ __forceinline__ Head* head_at(const Call& call, const Events& e, int at, int from) {
+    return reinterpret_cast<Head*>(at_peer(call, e.heads_at, at)) + from;
+}
+__device__ __forceinline__ int* choices_at(const Call& call, const Events& e, int at, int from) {
+    return reinterpret_cast<int*>(at_peer(call, e.choices_at, at)) +
+           static_cast<i64>(from) * e.room * e.choices;
+}
+__device__ __forceinline__ float* gates_at(const Call& call, const Events& e, int at, int from) {
+    return reinterpret_cast<float*>(at_peer(call, e.gates_at, at)) +
+           static_cast<i64>(from) * e.room * e.choices;
+}
+__device__ __forceinline__ u8* row_at(const Call& call, const Events& e, i64 where, int at, int from,
+                                      int token) {
+    const i64 place = from < at ? from : from - 1;  // a rank keeps none for itself
+    return at_peer(call, where, at) + (place * e.room + token) * e.row_bytes;
+}
+
+__device__ __forceinline__ Call name_step(const Group& group, const Events& e) {
+    Call call = name_call(group, kEvents);
+    count_call(call);
+    if (e.step != kSend) --call.epoch;  // the first step counts
+    return call;
+}
+
+// A row by a warp, 16 bytes a lane, eight of them under way.
+__device__ __forceinline__ void copy_row(u8* to, const u8* from, int row_bytes) {
+    const int lane = static_cast<int>(ptx::lane_id()), units = row_bytes / 16;
+#pragma unroll 1
+    for (int first = lane; first < units; first += 32 * kBatch) {
+        uint4 value[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            value[i] = reinterpret_cast<const uint4*>(from)[min(first + 32 * i, units - 1)];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (first + 32 * i < units) reinterpret_cast<uint4*>(to)[first + 32 * i] = value[i];
+    }
+}
+
+// The ranks that a token is sent to, by the slot of this lane's choice. All lanes.
+__device__ __forceinline__ u32 ranks_wanted(const Call& call, const Events& e, int slot) {
+    u32 wanted = 0;
+#pragma unroll 1
+    for (int p = 0; p < call.group->ranks; ++p) {
+        const int owner = p / e.tensor;
+        const bool here = slot >= e.offsets[owner] && slot < e.offsets[owner + 1];
+        wanted |= __ballot_sync(0xffffffffu, here) != 0 ? 1u << p : 0;
+    }
+    return wanted;
+}
+
+__device__ __forceinline__ u32 everyone(const Call& call) { return (1u << call.group->ranks) - 1; }
+
+// First step. To whom packets go: to those who have read the last one.
+__device__ inline void decide_turn(const Call& call, const Events& e, Words& own) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    const u32 peers = everyone(call) & ~(1u << call.me);
+    if (lane == 0) {
+        own.behind = 0;
+        ++e.patience.memory[0];
+    }
+    __syncwarp();
+    u32 missing = peers;
+    const auto come = [&](int p) { return reached(ptx::load_acquire_sys(&own.taken[p]), own.sent[p]); };
+    const Phase phase = static_cast<Phase>(kForTurn);
+    bool fine = !failed(call) && wait_patiently(call, e.patience, phase, 0, missing, come);
+    fine = fine && (missing == 0 || give_up_on(call, own, e.patience, phase, missing));
+    publish(call, own, kTurn, fine ? (peers & ~missing) | 1u << call.me : 0);
+}
+
+__device__ inline void send_packets(const Call& call, const Events& e, u32 open) {
+    const int lane = static_cast<int>(ptx::lane_id()), warp = static_cast<int>(threadIdx.x) / 32;
+    bool fine = true;
+#pragma unroll 1
+    for (int t = call.block * kWarps + warp; t < e.tokens; t += call.blocks * kWarps) {
+        const i64 at = static_cast<i64>(t) * e.choices + lane;
+        const bool any = lane < e.choices;
+        const i64 id = any ? e.ids[at] : -1;
+        fine = fine && id >= -1 && id < e.experts;
+        const int slot = id >= 0 && id < e.experts ? e.slot_of[id] : -1;
+        const u32 wanted = ranks_wanted(call, e, slot) & ~(1u << call.me);
+        const float weight = any ? e.weights[at] : 0.0f;
+#pragma unroll 1
+        for (u32 left = open; left; left &= left - 1) {
+            const int p = __ffs(left) - 1;
+            if (any) {
+                choices_at(call, e, p, call.me)[at] = slot;
+                gates_at(call, e, p, call.me)[at] = weight;
+            }
+            if (wanted >> p & 1)
+                copy_row(row_at(call, e, e.packets_at, p, call.me, t),
+                         e.x + static_cast<i64>(t) * e.row_bytes, e.row_bytes);
+        }
+    }
+    if (!fine) give_up(call, kBadIds, static_cast<Phase>(kForPacket), call.me);
+}
+
+__device__ inline void step_send(const Call& call, const Events& e, Words& own) {
+    if (call.block == 0 && threadIdx.x < 32) decide_turn(call, e, own);
+    const u32 open = await_decision(call, own, kTurn);
+    send_packets(call, e, open);
+    if (call.block == 0 && threadIdx.x < 32 && (open >> ptx::lane_id() & 1))
+        *head_at(call, e, static_cast<int>(ptx::lane_id()), call.me) = {e.tokens, e.note};
+    if (!last_to_leave(call, own) || threadIdx.x >= 32) return;
+    const int p = static_cast<int>(ptx::lane_id());
+    const bool peer = p < call.group->ranks && p != call.me, fine = open != 0 && !failed(call);
+    bool went = false;
+    if (fine && peer) {
+        Words& there = words_of(*call.group, e.words_at, p);
+        u32 before;
+        went = (open >> p & 1) && claim(&there.packet[call.me], call.epoch, 1, before);
+        if (went) own.sent[p] = call.epoch;
+        stall(call, 2);
+        ptx::fence_sys();
+        ptx::store_relaxed_sys(&there.moved[call.me], call.epoch);
+    }
+    const u32 all = __ballot_sync(0xffffffffu, went);
+    if (p == 0) {
+        own.ranks[kTurn] = all;  // whose reply may come
+        call.own->epoch[kEvents] = call.epoch;
+    }
+}
+
+// Second step: whose packets are there in time, and where their rows go.
+__device__ inline void decide_packets(const Call& call, const Events& e, Words& own) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    const u32 peers = everyone(call) & ~(1u << call.me);
+    u32 missing = peers;
+    const auto come = [&](int p) {
+        const u32 moved = ptx::load_acquire_sys(&own.moved[p]);  // before the claim
+        return is_sent(ptx::load_acquire_sys(&own.packet[p]), call.epoch) || reached(moved, call.epoch);
+    };
+    const Phase phase = static_cast<Phase>(kForPacket);
+    bool fine = !failed(call) && wait_patiently(call, e.patience, phase, own.behind, missing, come);
+    bool here = false;
+    if (fine && (peers >> lane & 1)) {
+        u32 word = ptx::load_acquire_sys(&own.packet[lane]);
+        if (missing >> lane & 1) claim(&own.packet[lane], call.epoch, 0, word);
+        here = is_sent(word, call.epoch);
+    }
+    const u32 came = __ballot_sync(0xffffffffu, here);
+    const u32 gone = missing & ~came;
+    fine = fine && (gone == 0 || give_up_on(call, own, e.patience, phase, gone));
+    // A packet is of the same call of the same layer, or ranks do not call alike.
+    const bool alike = !fine || !here || head_at(call, e, call.me, lane)->note == e.note;
+    if (!alike) give_up(call, kOtherCall, phase, lane);
+    fine = fine && __ballot_sync(0xffffffffu, !alike) == 0;
+    publish(call, own, kPackets, fine ? came | 1u << call.me : 0);
+}
+
+// Choices of a source that are there, and a warp's part of them.
+struct Part {
+    int first, end;
+};
+__device__ __forceinline__ Part part_of(const Call& call, const Events& e, u32 here, int source, int warp) {
+    const int all = here >> source & 1 ? head_at(call, e, call.me, source)->tokens * e.choices : 0;
+    const int each = (all + 32 * kWarps - 1) / (32 * kWarps) * 32;
+    return {min(warp * each, all), min((warp + 1) * each, all)};
+}
+
+// The rows of one slot, by a block: a warp counts its part of every source, then places it behind the parts
+// before it. Slots are read twice, and no block waits for another.
+__device__ inline void place_slot(const Call& call, const Events& e, u32 here, int slot, int low) {
+    const int lane = static_cast<int>(ptx::lane_id()), warp = static_cast<int>(threadIdx.x) / 32;
+    const int ranks = call.group->ranks;
+    int* equal = reinterpret_cast<int*>(ptx::shared_memory() + 128);  // [W, warps]
+    int* less = equal + kMostPeers * kWarps;                          // [warps]
+    int lower = 0;
+#pragma unroll 1
+    for (int w = 0; w < ranks; ++w) {
+        const Part part = part_of(call, e, here, w, warp);
+        const int* slots = choices_at(call, e, call.me, w);
+        int same = 0;
+#pragma unroll 4
+        for (int i = part.first; i < part.end; i += 32) {
+            const int value = i + lane < part.end ? slots[i + lane] : -1;
+            same += __popc(__ballot_sync(0xffffffffu, value == slot));
+            lower += __popc(__ballot_sync(0xffffffffu, value >= low && value < slot));
+        }
+        if (lane == 0) equal[w * kWarps + warp] = same;
+    }
+    if (lane == 0) less[warp] = lower;
+    __syncthreads();
+    int before = 0, all = 0;
+    for (int i = 0; i < kWarps; ++i) before += less[i];
+    const int base = before;
+    for (int i = 0; i < ranks * kWarps; ++i) all += equal[i];
+    int passed = 0;  // entries of `equal` that `before` holds
+#pragma unroll 1
+    for (int w = 0; w < ranks; ++w) {
+        for (; passed < w * kWarps + warp; ++passed) before += equal[passed];
+        const Part part = part_of(call, e, here, w, warp);
+        const int* slots = choices_at(call, e, call.me, w);
+        int* position = e.position + static_cast<i64>(w) * e.room * e.choices;
+        int row = before;
+#pragma unroll 4
+        for (int i = part.first; i < part.end; i += 32) {
+            const bool mine = i + lane < part.end && slots[i + lane] == slot;
+            const u32 lanes = __ballot_sync(0xffffffffu, mine);
+            if (mine) position[i + lane] = row + __popc(lanes & ((1u << lane) - 1));
+            row += __popc(lanes);
+        }
+    }
+    if (threadIdx.x == 0) {
+        e.counts[slot - low] = all;
+        if (slot + 1 == e.offsets[call.me / e.tensor + 1]) e.totals[0] = base + all;
+    }
+    __syncthreads();
+}
+
+__device__ inline void step_place(const Call& call, const Events& e, Words& own) {
+    if (call.block == 0 && threadIdx.x < 32) decide_packets(call, e, own);
+    const u32 here = await_decision(call, own, kPackets);
+    const int owner = call.me / e.tensor, low = e.offsets[owner], high = e.offsets[owner + 1];
+    const int thread = static_cast<int>(threadIdx.x), per_rank = e.room * e.choices;
+    if (call.block == 0) {
+        const int p = thread;
+        if (p < call.group->ranks) {
+            e.tokens_of[p] = here >> p & 1 ? head_at(call, e, call.me, p)->tokens : 0;
+            e.outcome[call.group->ranks + p] = here >> p & 1;
+        }
+        for (int s = thread; s < e.most_slots; s += kThreads)
+            if (low + s >= high || here == 0) e.counts[s] = 0;
+        if (thread < 4 && (low == high || here == 0 || thread > 0)) e.totals[thread] = 0;
+    }
+#pragma unroll 1
+    for (int w = 0; w < call.group->ranks; ++w) {
+        const bool came = here >> w & 1;
+        const int all = came ? head_at(call, e, call.me, w)->tokens * e.choices : 0;
+        const int* slots = choices_at(call, e, call.me, w);
+        const float* gates = gates_at(call, e, call.me, w);
+        const i64 base = static_cast<i64>(w) * per_rank;
+#pragma unroll 4
+        for (int i = call.block * kThreads + thread; i < per_rank; i += call.blocks * kThreads) {
+            const int slot = i < all ? slots[i] : -1;
+            if (slot < low || slot >= high) e.position[base + i] = -1;
+            e.all_weights[base + i] = i < all ? gates[i] : 0.0f;
+        }
+    }
+    if (here == 0) return;
+    for (int slot = low + call.block; slot < high; slot += call.blocks) place_slot(call, e, here, slot, low);
+}
+
+// Third step: rows to where the experts want them. Then packets may be overwritten.
+__device__ inline void step_expand(const Call& call, const Events& e, Words& own) {
+    const u32 here = own.ranks[kPackets];
+    const int lane = static_cast<int>(ptx::lane_id()), warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll 1
+    for (int w = 0; w < call.group->ranks; ++w) {
+        const int tokens = here >> w & 1 ? e.tokens_of[w] : 0;
+#pragma unroll 1
+        for (int t = call.block * kWarps + warp; t < tokens; t += call.blocks * kWarps) {
+            const i64 at = (static_cast<i64>(w) * e.room + t) * e.choices + lane;
+            const int row = lane < e.choices ? e.position[at] : -1;
+            const u8* from = w == call.me ? e.x + static_cast<i64>(t) * e.row_bytes
+                                          : row_at(call, e, e.packets_at, call.me, w, t);
+#pragma unroll 1
+            for (u32 left = __ballot_sync(0xffffffffu, row >= 0); left; left &= left - 1) {
+                const int to = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
+                copy_row(e.rows + static_cast<i64>(to) * e.row_bytes, from, e.row_bytes);
+            }
+        }
+    }
+    if (!last_to_leave(call, own) || here == 0) return;
+    const int p = static_cast<int>(threadIdx.x);
+    if (p < call.group->ranks && p != call.me) {
+        stall(call, 3);
+        ptx::store_relaxed_sys(&words_of(*call.group, e.words_at, p).taken[call.me], call.epoch);
+    }
+}
+
+constexpr int kWide = 4;  // columns of 16 bytes that a lane sums at once
+
+struct Sum {
+    float column[kWide][8];
+};
+
+// Adds a row, columns `first`, + 32, ... of `units`.
+__device__ __forceinline__ void add_row(Sum& sum, const u8* row, float weight, int first, int units) {
+    uint4 value[kWide];
+#pragma unroll
+    for (int q = 0; q < kWide; ++q)
+        value[q] = reinterpret_cast<const uint4*>(row)[min(first + 32 * q, units - 1)];
+#pragma unroll
+    for (int q = 0; q < kWide; ++q) sums::add_eight(sum.column[q], value[q], weight);
+}
+
+// The rows of a token here, in the order of its choices; `row`, `weight`: of this lane's choice.
+__device__ __forceinline__ void add_rows(Sum& sum, const Events& e, int row, float weight, int first) {
+    const int units = e.row_bytes / 16;
+#pragma unroll 1
+    for (u32 left = __ballot_sync(0xffffffffu, row >= 0); left; left &= left - 1) {
+        const int from = __ffs(left) - 1, at = __shfl_sync(0xffffffffu, row, from);
+        const float times =
+            __uint_as_float(__shfl_sync(0xffffffffu, static_cast<int>(__float_as_uint(weight)), from));
+        add_row(sum, e.rows + static_cast<i64>(at) * e.row_bytes, times, first, units);
+    }
+}
+
+__device__ __forceinline__ void store_sum(u8* to, const Sum& sum, int first, int units) {
+#pragma unroll
+    for (int q = 0; q < kWide; ++q)
+        if (first + 32 * q < units)
+            reinterpret_cast<uint4*>(to)[first + 32 * q] = sums::pack_eight(sum.column[q]);
+}
+
+// Fourth step: the sums of every peer's tokens, to where that peer finds them.
+__device__ inline void step_reply(const Call& call, const Events& e, Words& own) {
+    const u32 here = failed(call) ? 0 : own.ranks[kPackets];
+    const int lane = static_cast<int>(ptx::lane_id()), warp = static_cast<int>(threadIdx.x) / 32;
+    const int units = e.row_bytes / 16;
+#pragma unroll 1
+    for (int i = 1; i < call.group->ranks; ++i) {
+        const int w = (call.me + i) % call.group->ranks, tokens = here >> w & 1 ? e.tokens_of[w] : 0;
+#pragma unroll 1
+        for (int t = call.block * kWarps + warp; t < tokens; t += call.blocks * kWarps) {
+            const i64 at = (static_cast<i64>(w) * e.room + t) * e.choices + lane;
+            const int row = lane < e.choices ? e.position[at] : -1;
+            const float weight = e.weighted && lane < e.choices ? e.all_weights[at] : 1.0f;
+            if (__ballot_sync(0xffffffffu, row >= 0) == 0) continue;
+            u8* to = row_at(call, e, e.replies_at, w, call.me, t);
+#pragma unroll 1
+            for (int column = 0; column < units; column += 32 * kWide) {
+                Sum sum = {};
+                add_rows(sum, e, row, weight, column + lane);
+                store_sum(to, sum, column + lane, units);
+            }
+        }
+    }
+    if (!last_to_leave(call, own) || threadIdx.x >= 32) return;
+    bool served = false;
+    if (lane != call.me && (here >> lane & 1)) {
+        u32 before;
+        stall(call, 4);
+        served = claim(&words_of(*call.group, e.words_at, lane).reply[call.me], call.epoch, 1, before);
+    }
+    const u32 all = __ballot_sync(0xffffffffu, served);
+    if (lane == 0) own.served = all;
+}
+
+// Last step: whose replies count.
+__device__ inline void decide_replies(const Call& call, const Events& e, Words& own) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    const u32 went = own.ranks[kTurn];
+    u32 missing = went;
+    const auto come = [&](int p) { return is_sent(ptx::load_acquire_sys(&own.reply[p]), call.epoch); };
+    const Phase phase = static_cast<Phase>(kForReply);
+    bool fine = !failed(call) && wait_patiently(call, e.patience, phase, own.behind, missing, come);
+    bool counts = lane == call.me;
+    if (fine && (went >> lane & 1)) {
+        u32 word = ptx::load_acquire_sys(&own.reply[lane]);
+        if (missing >> lane & 1) claim(&own.reply[lane], call.epoch, 0, word);
+        counts = is_sent(word, call.epoch);
+    }
+    u32 counted = __ballot_sync(0xffffffffu, counts);
+    const u32 gone = missing & ~counted;
+    fine = fine && (gone == 0 || give_up_on(call, own, e.patience, phase, gone));
+    for (int first = 0; first < call.group->ranks; first += e.tensor) {  // a piece of an expert is none
+        const u32 pieces = ((1u << e.tensor) - 1) << first;
+        if ((counted & pieces) != pieces) counted &= ~pieces;
+    }
+    if (lane < call.group->ranks) e.outcome[lane] = counted >> lane & 1;
+    // With a bit that no rank has: that nobody counts is no failure.
+    publish(call, own, kReplies, fine ? counted | 1u << 31 : 0);
+}
+
+__device__ inline void sum_token(const Call& call, const Events& e, u32 counted, int t) {
+    const int lane = static_cast<int>(ptx::lane_id()), units = e.row_bytes / 16;
+    const i64 mine = static_cast<i64>(t) * e.choices + lane,
+              at = static_cast<i64>(call.me) * e.room * e.choices + mine;
+    const bool any = lane < e.choices;
+    const int slot = any ? choices_at(call, e, call.me, call.me)[mine] : -1;
+    const u32 wanted = ranks_wanted(call, e, slot) & counted;
+    const int row = any && (counted >> call.me & 1) ? e.position[at] : -1;
+    const float weight = any && e.weighted ? e.all_weights[at] : 1.0f;
+    if (any) {
+        bool counts = slot < 0;
+        for (int p = 0; p < call.group->ranks; p += e.tensor)
+            counts = counts || ((counted >> p & 1) && slot >= e.offsets[p / e.tensor] &&
+                                slot < e.offsets[p / e.tensor + 1]);
+        e.kept[mine] = counts;
+    }
+#pragma unroll 1
+    for (int column = 0; column < units; column += 32 * kWide) {
+        Sum sum = {};
+#pragma unroll 1
+        for (int p = 0; p < call.group->ranks; ++p) {
+            if (p == call.me)
+                add_rows(sum, e, row, weight, column + lane);
+            else if (wanted >> p & 1)
+                add_row(sum, row_at(call, e, e.replies_at, call.me, p, t), 1.0f, column + lane, units);
+        }
+        if (e.addend) add_row(sum, e.addend + static_cast<i64>(t) * e.row_bytes, 1.0f, column + lane, units);
+        store_sum(e.out + static_cast<i64>(t) * e.row_bytes, sum, column + lane, units);
+    }
+}
+
+__device__ inline void step_sum(const Call& call, const Events& e, Words& own) {
+    if (call.block == 0 && threadIdx.x < 32) decide_replies(call, e, own);
+    const u32 counted = await_decision(call, own, kReplies);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (counted == 0) leave_if_failed(call, static_cast<Phase>(kForReply));
+#pragma unroll 1
+    for (int t = call.block * kWarps + warp; t < e.tokens; t += call.blocks * kWarps) {
+        if (counted != 0)
+            sum_token(call, e, counted, t);
+        else
+            sums::fill_nan(e.out + static_cast<i64>(t) * e.row_bytes, e.row_bytes / 4);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    run_events(const __grid_constant__ Group group, const __grid_constant__ Events e) {
+    const Call call = name_step(group, e);
+    Words& own = words_of(group, e.words_at, call.me);
+    if (e.step == kSend) step_send(call, e, own);
+    if (e.step == kPlace) step_place(call, e, own);
+    if (e.step == kExpand) step_expand(call, e, own);
+    if (e.step == kReply) step_reply(call, e, own);
+    if (e.step == kSum) step_sum(call, e, own);
+}
+
+}  // namespace claims

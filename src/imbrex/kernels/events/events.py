@@ -1,0 +1,247 @@
+"""The host of `events.cu`: a call of a layer that may do without late peers.
+
+    kernels = EventsKernels(heap_of, Room(...), timeout=60.0)     # collective, once; layers may share it
+    patience = Patience(tau_s=0.05, epsilon=1, every=1, device=device)  # of one layer
+    call = kernels.send(x_TD, ids_TK, weights_TK, tables, patience)
+    rows_RD = kernels.take(call)                                  # of those that came; call.routed says where
+    kernels.reply(call, experts(rows_RD), weighted=True)
+    y_TD = kernels.sum(call)                                      # call.kept_TK: the choices that count
+
+Every rank makes the same calls in the same order. No step waits for the host, and the number of the call is
+the device's, so a call may be captured in a CUDA graph. A wait without patience ends after `timeout` seconds,
+as those of `NvlinkExchange`: then `check()` raises `ExchangeError` on all ranks, and `usable` is False.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imbrex.kernels import jit
+from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.failures import raise_failure
+from imbrex.kernels.heap import Heap
+from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
+from imbrex.kernels.structs import struct
+
+Events = struct("events/events.cu", "Events")
+Words = struct("events/claims.cuh", "Words")
+PatienceWords = struct("events/claims.cuh", "Patience")
+EVENTS = jit.Variant(source="events/events.cu", entry="run_events")
+THREADS, BLOCKS, SHARED = 512, 64, 4096
+SEND, PLACE, EXPAND, REPLY, SUM = range(5)
+KINDS, PHASES = ("", "events"), ("", "leave to send", "the packet", "the reply")
+ENDLESS = (1 << 64) - 1
+
+
+def shipped_variants() -> list[jit.Variant]:
+    return [EVENTS]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """The numbers that a heap is sized for: W ranks, most tokens of a rank, K choices, E experts, slots of
+    the fullest rank, ranks that share an expert, bytes of a row."""
+
+    ranks: int
+    tokens: int
+    choices: int
+    experts: int
+    most_slots: int
+    tensor: int
+    row_bytes: int
+
+    @property
+    def rows(self) -> int:
+        """Most expert-major rows of a rank."""
+        return self.ranks * self.tokens * min(self.choices, self.most_slots)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the parts of a heap behind its control words, in their order."""
+        choices, rows = 4 * self.ranks * self.tokens * self.choices, (self.ranks - 1) * self.tokens
+        parts = {"words_at": ctypes.sizeof(Words), "heads_at": 8 * self.ranks, "choices_at": choices}
+        return (
+            parts | {"gates_at": choices} | dict.fromkeys(("packets_at", "replies_at"), rows * self.row_bytes)
+        )
+
+
+class Patience:
+    """The time that a layer's calls wait for the last `epsilon` peers, and its memory of them."""
+
+    def __init__(self, tau_s: float, epsilon: int, every: int, device: torch.device) -> None:
+        self.tau_ns = ENDLESS if math.isinf(tau_s) else min(round(tau_s * 1e9), ENDLESS)
+        self.epsilon, self.every = epsilon, every
+        self.memory_2 = torch.zeros(2, dtype=torch.int32, device=device)
+
+    @property
+    def words(self) -> Any:
+        return PatienceWords(tau_ns=self.tau_ns, memory=self.memory_2, epsilon=self.epsilon, every=self.every)
+
+
+@dataclass(kw_only=True, slots=True)
+class EventsCall:
+    """A call under way. tables: the slot of every expert and the first slot of every owner, int32.
+    outcome_2W: int32, whose replies count, and whose packets came in time."""
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    tables: tuple[Tensor, Tensor]
+    patience: Patience
+    note: int
+    routed: Routed
+    kept_TK: Tensor
+    outcome_2W: Tensor
+
+
+class EventsKernels:
+    """One heap, and the kernel that runs calls over it. make_heap: from a number of bytes (collective).
+    blocks: of a launch, all resident. load: `jit.load`, or what stands in for it."""
+
+    def __init__(
+        self,
+        make_heap: Callable[[int], Heap],
+        room: Room,
+        *,
+        timeout: float = 60.0,
+        blocks: int = BLOCKS,
+        load: Callable[..., Any] = jit.load,
+    ) -> None:
+        if room.ranks > lay.MOST_RANKS or room.choices > 32 or room.row_bytes % 16:
+            raise ValueError("events: at most 16 ranks, 32 choices, and rows of a multiple of 16 bytes")
+        self.room, self.timeout, self.blocks = room, timeout, blocks
+        at, self._offsets = lay.CONTROL_BYTES, dict[str, int]()
+        for name, nbytes in room.parts.items():
+            self._offsets[name], at = at, at + -(-nbytes // 1024) * 1024
+        self.heap = make_heap(at)
+        self.device = self.heap.local.device
+        self._kernel = load(EVENTS, self.device)
+        pinned = self.device.type == "cuda"
+        self._status = torch.zeros(1, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._code = ctypes.c_int32.from_address(self._status.data_ptr())
+        self.sizes = Sizes(1, room.ranks, room.choices, room.most_slots)
+        self._group = lay.Group(
+            heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
+            timeout_ns=int(timeout * 1e9),
+            host_status=self._status,
+            staged_flags=0,
+            reduced_flags=0,
+            flags=0,
+            ranks=room.ranks,
+            first=self.heap.first,
+            blocks=blocks,
+            layer=0,
+        )
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raises `ExchangeError` where a call has failed; see `NvlinkExchange.check`."""
+        if synchronize and self.device.type == "cuda":
+            # host sync: asked for
+            torch.cuda.synchronize(self.device)
+        if self._code.value:
+            raise_failure(self._status.tolist(), self.timeout, KINDS, PHASES)
+
+    @property
+    def usable(self) -> bool:
+        return not self._code.value
+
+    def close(self, *, together: bool = True) -> None:
+        self.heap.close(together=together and self.usable)
+
+    def send(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        tables: tuple[Tensor, Tensor],
+        patience: Patience,
+        *,
+        layer: int = 0,
+    ) -> EventsCall:
+        """Packets to all peers. x_TD: bf16, at most as many tokens as there is room for."""
+        self.check()
+        assert x_TD.shape[0] <= self.room.tokens
+        assert x_TD.shape[1] * x_TD.element_size() == self.room.row_bytes
+        self._group.layer = 1 + layer
+        call = EventsCall(
+            x_TD=x_TD.contiguous(),
+            ids_TK=ids_TK.contiguous(),
+            weights_TK=weights_TK.contiguous(),
+            tables=tables,
+            patience=patience,
+            note=layer,
+            routed=empty_routed(self.sizes, self.room.tokens, self.device),
+            kept_TK=torch.empty(ids_TK.shape, dtype=torch.bool, device=self.device),
+            outcome_2W=torch.zeros(2, self.room.ranks, dtype=torch.int32, device=self.device),
+        )
+        self._run(SEND, call)
+        return call
+
+    def take(self, call: EventsCall) -> Tensor:
+        """Expert-major rows [`room.rows`, D] of the packets that came in time; those past the counts are not
+        written."""
+        self._run(PLACE, call)
+        rows_RD = call.x_TD.new_empty(self.room.rows, call.x_TD.shape[1])
+        self._run(EXPAND, call, rows=rows_RD)
+        return rows_RD
+
+    def reply(self, call: EventsCall, rows_RD: Tensor, *, weighted: bool) -> None:
+        """The sums of the peers' rows to where they find them. weighted: times the gate weights."""
+        self._run(REPLY, call, rows=rows_RD, weighted=weighted)
+
+    def sum(
+        self, call: EventsCall, rows_RD: Tensor, *, weighted: bool, addend_TD: Tensor | None = None
+    ) -> Tensor:
+        """Outputs [T, D]: own rows and the replies that come in time, in the order of the ranks."""
+        y_TD = torch.empty_like(call.x_TD)
+        self._run(SUM, call, rows=rows_RD, weighted=weighted, addend=addend_TD, out=y_TD)
+        return y_TD
+
+    def _run(
+        self,
+        step: int,
+        call: EventsCall,
+        *,
+        rows: Tensor | None = None,
+        addend: Tensor | None = None,
+        out: Tensor | None = None,
+        weighted: bool = False,
+    ) -> None:
+        room, to = self.room, call.routed.addresses
+        args = Events(
+            patience=call.patience.words,
+            x=call.x_TD,
+            ids=call.ids_TK,
+            weights=call.weights_TK,
+            slot_of=call.tables[0],
+            offsets=call.tables[1],
+            position=to.position_LWTK,
+            all_weights=to.weights_LWTK,
+            counts=to.counts_Le,
+            totals=to.totals_L4,
+            tokens_of=to.tokens_LW,
+            rows=rows,
+            addend=addend,
+            out=out,
+            kept=call.kept_TK,
+            outcome=call.outcome_2W,
+            **self._offsets,
+            step=step,
+            tokens=call.x_TD.shape[0],
+            room=room.tokens,
+            choices=room.choices,
+            experts=room.experts,
+            most_slots=room.most_slots,
+            tensor=room.tensor,
+            row_bytes=room.row_bytes,
+            weighted=weighted,
+            note=call.note,
+        )
+        self._kernel.launch(grid=self.blocks, block=THREADS, args=[self._group, args], smem=SHARED)

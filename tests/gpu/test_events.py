@@ -1,0 +1,177 @@
+"""Events on virtual ranks of one GPU, each with a stream of its own: a late one is done without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from imbrex.kernels import jit
+from imbrex.kernels.events.events import Patience, Words
+from imbrex.kernels.exchange.failures import ExchangeError
+from imbrex.placement.layouts import contiguous
+from tests.emulated.events import (
+    Outcome,
+    bits_of,
+    check_outcome,
+    inputs_of,
+    make_kernels,
+    tables_of,
+    words_of,
+)
+from tests.emulated.scenario import Case, make_inputs
+
+pytestmark = pytest.mark.gpu
+CASES = {
+    "four ranks, ragged": Case(placement=contiguous(32, 4), tokens=(170, 0, 5, 333), choices=8, width=7168),
+    "two ranks": Case(placement=contiguous(16, 2), tokens=(200, 190), choices=4, width=2048),
+    "shared experts": Case(
+        placement=contiguous(16, 2), tokens=(70, 90, 0, 41), choices=4, width=512, tensor=2
+    ),
+}
+LATE_CYCLES = 40_000_000
+"""Some 20 ms."""
+TAU_S = 2e-3
+
+
+def computed(rows_RD: torch.Tensor, counts_e: torch.Tensor, low: int) -> torch.Tensor:
+    """The rows times one more than their slots."""
+    row_R = torch.arange(len(rows_RD), device="cuda")
+    slot_R = low + torch.bucketize(row_R, counts_e.cumsum(0), right=True)
+    return (rows_RD.float() * (slot_R[:, None] + 1)).bfloat16()
+
+
+class Ranks:
+    """Virtual ranks over one memory."""
+
+    def __init__(self, case: Case, tau_s: float, epsilon: int, *, timeout: float = 10.0) -> None:
+        self.case, device = case, torch.device("cuda")
+        self.kernels = make_kernels(case, "cuda", [jit.load] * case.ranks, timeout=timeout, blocks=16)
+        self.streams = [torch.cuda.Stream() for _ in range(case.ranks)]
+        self.patience = [Patience(tau_s, epsilon, 1, device) for _ in range(case.ranks)]
+        slot_of_E, offsets = tables_of(case.placement)
+        self.tables = slot_of_E.cuda(), offsets.cuda()
+        # Every kernel is loaded before anything spins, or loading waits for what spins.
+        words = torch.zeros(2, 4, dtype=torch.int32, device=device)
+        computed(torch.zeros(4, 8, device=device).bfloat16(), words[0], 0)
+        words_of(self.kernels[0]).clone()
+        torch.cuda.synchronize()
+
+    def call(self, inputs: Any, late: str = "", late_rank: int = -1) -> list[Any]:
+        """One call of every rank: put on its stream, and not waited for."""
+        results: list[Any] = []
+        for rank, tokens in enumerate(self.case.tokens):
+            low, high = self.case.slots_of(rank)
+            kernels = self.kernels[rank]
+            with torch.cuda.stream(self.streams[rank]):
+                if late == "before" and rank == late_rank:
+                    torch.cuda._sleep(LATE_CYCLES)
+                call = kernels.send(*inputs_of(inputs, rank, tokens), self.tables, self.patience[rank])
+                rows_RD = kernels.take(call)
+                rows_RD = computed(rows_RD, call.routed.counts_Le[0, : high - low], low)
+                if late == "experts" and rank == late_rank:
+                    torch.cuda._sleep(LATE_CYCLES)
+                kernels.reply(call, rows_RD, weighted=True)
+                served = words_of(kernels).clone()
+                y_TD = kernels.sum(call, rows_RD, weighted=True)
+                results.append((call, y_TD, served, words_of(kernels).clone()))
+        return results
+
+    def outcome(self, inputs: Any, results: list[Any]) -> Outcome:
+        torch.cuda.synchronize()
+        for kernels in self.kernels:
+            kernels.check(synchronize=True)
+        found = Outcome([], inputs)
+        served_W = []
+        for call, y_TD, served, last in results:
+            on_host = {"x_TD": call.x_TD.cpu(), "ids_TK": call.ids_TK.cpu(), "kept_TK": call.kept_TK.cpu()}
+            on_host |= {"weights_TK": call.weights_TK.cpu(), "outcome_2W": call.outcome_2W.cpu()}
+            found.calls.append(replace(call, **on_host))
+            found.results.append(y_TD.cpu())
+            word = Words.from_buffer_copy(bytes(served.cpu().numpy())).served
+            served_W.append(bits_of(word, self.case.ranks))
+            found.behind_W.append(Words.from_buffer_copy(bytes(last.cpu().numpy())).behind)
+        found.served_WW = torch.stack(served_W)
+        return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_dropped_without_patience(name: str) -> None:
+    case = CASES[name]
+    ranks = Ranks(case, 0.0, 0)
+    inputs = [make_inputs(replace(case, seed=seed), "cuda") for seed in range(3)]
+    torch.cuda.synchronize()
+    results = [ranks.call(one, "before", call % case.ranks) for call, one in enumerate(inputs)]
+    for one, result in zip(inputs, results, strict=True):
+        assert check_outcome(case, ranks.outcome(one, result), 0) == 0
+
+
+@pytest.mark.parametrize("late", ["before", "experts"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_late_rank_is_done_without(name: str, late: str) -> None:
+    case = CASES[name]
+    ranks = Ranks(case, TAU_S, 1)
+    inputs = [make_inputs(replace(case, seed=seed), "cuda") for seed in range(3)]
+    warm = ranks.call(inputs[0])
+    assert check_outcome(case, ranks.outcome(inputs[0], warm), 1) == 0
+    dropped = 0
+    results = [ranks.call(one, late, case.ranks - 1) for one in inputs]
+    for one, result in zip(inputs, results, strict=True):
+        dropped += check_outcome(case, ranks.outcome(one, result), 1)
+    assert dropped > 0
+
+
+def test_a_captured_call_counts_on() -> None:
+    """A graph of one rank's calls, replayed beside others: calls are numbered on the device."""
+    case = CASES["two ranks"]
+    ranks = Ranks(case, 0.0, 0)
+    inputs = make_inputs(case, "cuda")
+    ranks.outcome(inputs, ranks.call(inputs))
+    graphs, results = [], []
+    for rank, tokens in enumerate(case.tokens):
+        given = inputs_of(inputs, rank, tokens)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            call = ranks.kernels[rank].send(*given, ranks.tables, ranks.patience[rank])
+            rows_RD = ranks.kernels[rank].take(call)
+            ranks.kernels[rank].reply(call, rows_RD, weighted=True)
+            y_TD = ranks.kernels[rank].sum(call, rows_RD, weighted=True)
+        graphs.append(graph)
+        results.append(y_TD)
+    seen = []
+    for _ in range(3):
+        for y_TD in results:
+            y_TD.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for rank, graph in enumerate(graphs):
+            with torch.cuda.stream(ranks.streams[rank]):
+                graph.replay()
+        torch.cuda.synchronize()
+        seen.append([y_TD.clone() for y_TD in results])
+    for kernels in ranks.kernels:
+        kernels.check(synchronize=True)
+    for later in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], later, strict=True))
+    assert not any(y_TD.isnan().any() for y_TD in seen[0])
+
+
+def test_a_rank_that_never_comes_is_lost() -> None:
+    """However patient its peer is: after the time-out it is an error that names it."""
+    case = CASES["two ranks"]
+    ranks = Ranks(case, 1e-3, 1, timeout=0.5)
+    inputs = make_inputs(case, "cuda")
+    ranks.outcome(inputs, ranks.call(inputs))
+    given = inputs_of(inputs, 0, case.tokens[0])
+
+    def go_on() -> None:
+        for _ in range(2000):
+            call = ranks.kernels[0].send(*given, ranks.tables, ranks.patience[0])
+            rows_RD = ranks.kernels[0].take(call)
+            ranks.kernels[0].reply(call, rows_RD, weighted=True)
+            ranks.kernels[0].sum(call, rows_RD, weighted=True)
+            torch.cuda.synchronize()
+
+    with pytest.raises(ExchangeError, match=r"rank 0 in events call .*: timed out, waiting for .* of rank 1"):
+        go_on()

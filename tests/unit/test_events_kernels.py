@@ -1,0 +1,36 @@
+"""The kernels of events, emulated: ranks out of step, of whom those that are late are done without."""
+
+from __future__ import annotations
+
+import pytest
+
+from imbrex.placement import contiguous, from_slots
+from tests.emulated import kernel
+from tests.emulated.events import EventsOutOfStep, check_outcome
+from tests.emulated.scenario import Case
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+CASE = Case(placement=contiguous(6, 3), tokens=(5, 0, 9), choices=2, width=64)
+UNEVEN = Case(placement=from_slots([[0, 1, 2], [3, 4, 5], [-1]], 6), tokens=(7, 4, 3), choices=3, width=72)
+SHARED = Case(placement=contiguous(4, 2), tokens=(4, 3, 2, 5), choices=2, width=64, tensor=2)
+CALLS = 4
+
+
+@pytest.mark.parametrize("case", [CASE, UNEVEN, SHARED])
+def test_without_patience_nothing_is_dropped(case: Case) -> None:
+    ranks = EventsOutOfStep(case, 0, 0.0)
+    for seed in range(2):
+        for outcome in ranks.run_calls(CALLS, seed):
+            assert check_outcome(case, outcome, 0) == 0
+
+
+@pytest.mark.parametrize(("case", "epsilon"), [(CASE, 1), (CASE, 2), (UNEVEN, 2), (SHARED, 1)])
+def test_whoever_is_late_is_done_without(case: Case, epsilon: int) -> None:
+    """With a tau of 0 who counts is the adversary's: outputs are those of the masks, to the bit, no rank
+    gives up on more than epsilon, and both sides of every claim know the same."""
+    dropped = 0
+    for seed in range(4):
+        ranks = EventsOutOfStep(case, epsilon, 0.0)
+        for outcome in ranks.run_calls(CALLS, seed):
+            dropped += check_outcome(case, outcome, epsilon)
+    assert dropped > 0
