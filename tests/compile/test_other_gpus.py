@@ -12,6 +12,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-
 import torch
 
 from imbrex.kernels import shipped_variants
+from imbrex.kernels.gemm import portable
 from imbrex.kernels.jit import compile_variant
 from imbrex.testing import trials
 
@@ -45,12 +46,35 @@ def test_a_variant_of_every_source_compiles_but_for_these(arch: str, not_there: 
         assert compiled.cubin[:4] == b"\x7fELF"
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"])
+def test_the_products_without_wgmma_compile_without_spills(arch: str) -> None:
+    for variant in portable.shipped_variants():
+        compiled = compile_variant(replace(variant, arch=arch))
+        assert compiled.resources.spill_bytes == compiled.resources.stack_bytes == 0, (variant, arch)
+        assert compiled.resources.warnings == ()
+
+
+def test_two_blocks_fit_into_the_smallest_multiprocessor() -> None:
+    # CUDA C++ Programming Guide: 100 KB a multiprocessor at 8.6, 8.9 and 12.0, of which a block costs 1 KB
+    assert all(2 * (portable.smem_of(rows) + 1024) <= 100 * 1024 for rows in portable.STAGES)
+
+
+def test_ptx_for_the_oldest_gpus() -> None:
+    variant = replace(portable.shipped_variants()[0], arch="compute_80")
+    assert b".target sm_80" in compile_variant(variant).cubin
+
+
 def test_doctor_says_what_was_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    monkeypatch.setattr(trials, "FAMILIES", ("imbrex.kernels.rows.choices", "imbrex.kernels.ffn.ffn"))
+    families = "rows.choices", "ffn.ffn", "gemm.portable"
+    monkeypatch.setattr(trials, "FAMILIES", tuple(f"imbrex.kernels.{name}" for name in families))
     monkeypatch.setattr(trials, "unavailable", lambda: "this GPU has 10.0")
-    choices, ffn = trials.try_kernels()
+    monkeypatch.setattr(trials, "why_not_portable", lambda: None)
+    choices, ffn, products = trials.try_kernels()
     assert choices.why.startswith("compiles for sm_100, never run by us (")
     assert choices.why.endswith(" registers a thread); this GPU has 10.0")
     assert ffn.why.startswith("does not compile: NVRTC could not compile ")
+    assert products.works
+    assert products.why.startswith("compiles for sm_100, never run by us (")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from imbrex.kernels import jit
 from imbrex.kernels.ffn import fp8, glue
-from imbrex.kernels.gemm import gemm
+from imbrex.kernels.gemm import gemm, portable
 from tests.emulated.kernel import NAMESPACES, built_once, compile_library, struct_checks
 
 HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "tensor_cores", "machine")]
@@ -31,7 +31,7 @@ SHARED = {
 }
 """A fiber's block has one piece of shared memory; what the kernel declares as static lies behind the rest."""
 STATIC_BYTES = 2048
-REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/wgmma.cuh")
+REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/mma.cuh", "ptx/wgmma.cuh")
 Edits = tuple[tuple[str, str], ...]
 
 
@@ -44,6 +44,7 @@ def _entry_point(entry: str) -> str:
     return (
         f'extern "C" int emulate_{entry}(int grid, int block, int smem, unsigned seed, double limit, '
         "void** a) {\n    emu::products.clear();\n    emu::rows_of_warp.clear();\n"
+        "    emu::fragments.clear();\n"
         f"    return emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({entry}, a); }});\n}}\n"
     )
 
@@ -171,6 +172,13 @@ def emulate(
         variant = jit.Variant(source=fp8.SOURCE, entry="quantise_rows")
         return EmulatedKernel(variant, 0, tensors, (), most=blocks)
 
+    def portable_kernel(layout: Any, epilogue: Any, rows: int, device: int, arch: str) -> EmulatedKernel:
+        variant = portable.portable_variant(layout, epilogue, rows)
+        kernel = EmulatedKernel(variant, portable.smem_of(rows), tensors, edits, most=blocks)
+        kernel.seed = seed
+        return kernel
+
+    monkeypatch.setattr(portable, "_kernel", portable_kernel)
     monkeypatch.setattr(fp8, "_quantiser", quantiser)
     monkeypatch.setattr(gemm, "_launches", {})
     monkeypatch.setattr(gemm, "_gemm_kernel", gemm_kernel)

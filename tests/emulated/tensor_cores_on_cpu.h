@@ -73,6 +73,7 @@ void walk(const TensorMap& map, u32 shared, std::array<int, 4> at, Piece piece) 
 // Products of a thread, by commit group; the last group is the open one.
 inline std::map<const Fiber*, std::deque<std::vector<Product>>> products;
 inline std::map<std::pair<const Block*, unsigned>, std::array<u32, 32>> rows_of_warp;
+inline std::map<std::pair<const Block*, unsigned>, std::array<std::array<u32, 6>, 32>> fragments;  // of mma
 
 }  // namespace emu
 
@@ -231,6 +232,45 @@ inline void load_matrix_x4(u32 address, u32 (&m)[4]) {
     rows[lane] = address;
     __syncwarp();
     for (u32 i = 0; i < 4; ++i) std::memcpy(&m[i], shared_memory() + rows[8 * i + lane / 4] + lane % 4 * 4, 4);
+    __syncwarp();
+}
+inline void load_matrix_x4_transposed(u32 address, u32 (&m)[4]) {
+    auto& rows = emu::rows_of_warp[{emu::self().block, emu::self().thread / 32}];
+    const u32 lane = emu::self().thread % 32;
+    rows[lane] = address;
+    __syncwarp();
+    for (u32 i = 0; i < 4; ++i) {
+        u16 both[2];
+        for (u32 j = 0; j < 2; ++j)
+            std::memcpy(&both[j], shared_memory() + rows[8 * i + lane % 4 * 2 + j] + lane / 4 * 2, 2);
+        m[i] = both[0] | static_cast<u32>(both[1]) << 16;
+    }
+    __syncwarp();
+}
+// Lands like copy_async.
+inline void copy_async_or_zero(u32 to, const void* from, bool wanted) {
+    const u8* source = wanted ? static_cast<const u8*>(from) : emu::zeros;
+    if (wanted && !emu::known(source, 16)) emu::fail("a piece lies in no tensor");
+    emu::check_bulk(source, to, 16);
+    emu::self().asked.push_back({shared_memory() + to, source, 16, nullptr, {}});
+    if (emu::machine->random() % 2) emu::finish_store(emu::self().asked.back());
+}
+// Sums go through k in its order. PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type".
+inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    auto& words = emu::fragments[{emu::self().block, emu::self().thread / 32}];
+    const u32 lane = emu::self().thread % 32, mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    std::memcpy(words[lane].data(), mine, sizeof mine);
+    __syncwarp();
+    const auto number = [&](u32 thread, u32 word, u32 k) {
+        return k % 2 ? bf16_high(words[thread][word]) : bf16_low(words[thread][word]);
+    };
+    for (u32 i = 0; i < 4; ++i) {
+        const u32 row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        float sum = 0;
+        for (u32 k = 0; k < 16; ++k)
+            sum += number(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2, k) * number(column * 4 + k % 8 / 2, 4 + k / 8, k);
+        d[i] += sum;
+    }
     __syncwarp();
 }
 inline float load_constant(const float* from) { return *from; }

@@ -12,12 +12,15 @@ from imbrex import MoEConfig, MoELayer
 from imbrex.contracts import Dispatched, Handle, RowForm
 from imbrex.experts import experts
 from imbrex.experts.experts import Experts, pick_implementation
+from imbrex.kernels import jit
+from imbrex.kernels.gemm import portable
 from tests.poison import real_empty
 
 
 @pytest.fixture
 def kernels_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "unavailable", lambda: None)
+    monkeypatch.setattr(experts, "why_not_portable", lambda: None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="states what happens without a GPU")
@@ -36,6 +39,39 @@ def test_auto_takes_the_kernels_where_they_run() -> None:
         assert pick_implementation("auto")[0] == "kernels"
         assert pick_implementation("kernels") == ("kernels", "asked for")
     assert pick_implementation("loop") == ("loop", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "reason"),
+    [
+        ((7, 5), "grouped", "need compute capability 8.0 or more and this GPU has 7.5"),
+        ((8, 0), "kernels", "products by mma.sync, compiled for sm_80, never run by us on such a GPU"),
+        ((8, 9), "kernels", "compiled for sm_89"),
+        ((9, 0), "kernels", "the fastest for bfloat16 on this GPU"),
+        ((10, 0), "grouped", "torch has a grouped product for compute capability 10.0"),
+        ((12, 0), "kernels", "compiled for sm_120"),
+    ],
+)
+def test_every_gpu_has_its_products(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, reason: str
+) -> None:
+    monkeypatch.setattr(jit, "_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    picked = pick_implementation("auto")
+    assert picked[0] == name
+    assert reason in picked[1]
+    portable._lacks_wgmma.cache_clear()
+    assert portable.is_portable(0) == (capability != (9, 0))
+    portable._lacks_wgmma.cache_clear()
+    if capability >= (8, 0):
+        assert pick_implementation("kernels")[0] == "kernels"
+        fp8 = "kernels-fp8" if capability == (9, 0) else "kernels"
+        with warnings.catch_warnings(record=True) as said:
+            assert pick_implementation("kernels-fp8")[0] == fp8
+        assert ["compute capability 9.0" in str(warning.message) for warning in said] == [True] * (
+            fp8 == "kernels"
+        )
 
 
 @pytest.mark.usefixtures("kernels_available")

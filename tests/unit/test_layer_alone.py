@@ -18,7 +18,7 @@ from imbrex.codec.int8 import Int8
 from imbrex.exchange import autograd
 from imbrex.experts import products
 from imbrex.experts.experts import Experts, Shard
-from imbrex.kernels import unavailable
+from imbrex.kernels import why_not_portable
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import timeout_seconds
 from imbrex.testing import dense
@@ -91,7 +91,7 @@ def test_auto_says_why(ranks: int, top_k: int, name: str, reason: str) -> None:
 def test_the_layer_says_what_was_chosen() -> None:
     reasons = make().reasons
     assert reasons["transport"] == "alltoall: one rank: nothing to move"
-    assert reasons["experts"].startswith("grouped: " if unavailable() else "kernels: ")
+    assert reasons["experts"].startswith("grouped: " if why_not_portable() else "kernels: ")
     assert "transport=alltoall" in repr(make())
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
-from imbrex.kernels import unavailable
+from imbrex.kernels import unavailable, why_not_portable
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts, unfit_for_fp8
 from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8
@@ -23,6 +23,7 @@ from imbrex.kernels.ffn.operators import swiglu
 from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.ffn.widths import MULTIPLE, fits
 from imbrex.kernels.fused.rows_out import rows_out
+from imbrex.kernels.gemm.portable import describe_portable, why_grouped_is_faster
 
 Activation = Literal["swiglu", "gelu"]
 ACTIVATIONS = ("swiglu", "gelu")
@@ -48,9 +49,10 @@ class Experts(nn.Module):
         down(gelu(up(x))) with the exact error function.
     bias: add biases to both products. shard: the part of F held here; outputs are then partial sums.
     implementation: `loop` (one expert after the other: the oracle), `grouped` (grouped products), `kernels`
-        (imbrex's own, for SwiGLU in bfloat16 without biases on a Hopper GPU; D and F that are no multiples of
-        8 are padded in every call), or `auto`: `kernels` where they can run, else `grouped`.
-        `implementation_reason` says why; rows of another dtype, or on a CPU, go through `grouped`.
+        (imbrex's own, for SwiGLU in bfloat16 without biases on a GPU of compute capability 8.0 or more; D and
+        F that are no multiples of 8 are padded in every call), or `auto`: `kernels` on Hopper and where torch
+        computes grouped products one by one, else `grouped`. `implementation_reason` says why; rows of
+        another dtype, or on a CPU, go through `grouped`.
         `kernels-fp8` is `kernels` whose forward without gradients computes in e4m3 with block scales (D and F
         multiples of 128): inference. The weights are quantised when first needed, and again after a change,
         and kept beside them.
@@ -101,7 +103,7 @@ class Experts(nn.Module):
         self._fp8: tuple[tuple[int, ...], Fp8Experts] | None = None
         # Kernels scale inside, and find the weights' gradient on their way back.
         glued = self.implementation == "grouped" and unfit is None and fits(hidden_size, width)
-        glued = glued and unavailable() is None
+        glued = glued and why_not_portable() is None
         self.applies_weights = glued or self.implementation.startswith("kernels")
         up_width = 2 * width if activation == "swiglu" else width
 
@@ -219,7 +221,7 @@ class Experts(nn.Module):
     def _check_no_sums(self) -> None:
         if self.gradient_sums is not None and torch.is_grad_enabled():
             raise ValueError(
-                "Experts: gradient_sums want implementation='kernels' and bfloat16 rows on a Hopper GPU; "
+                "Experts: gradient_sums want implementation='kernels' and bfloat16 rows on a GPU; "
                 f"this is {self.implementation!r}, {self.implementation_reason}"
             )
 
@@ -318,14 +320,19 @@ def pick_implementation(name: str, unfit: str | None = None, unfit_fp8: str | No
         raise ValueError(f"Experts: implementation {name!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}")
     if name in ("loop", "grouped"):
         return name, "asked for"
-    reason = unfit or unavailable()
+    reason, no_wgmma = unfit or why_not_portable(), unavailable()
+    if reason is None and name == "auto" and no_wgmma is not None:
+        reason = why_grouped_is_faster()
     if reason is not None:
         if name != "auto":
             warnings.warn(f"Experts: grouped products instead of kernels: {reason}", stacklevel=3)
         return "grouped", reason
+    unfit_fp8 = unfit_fp8 or no_wgmma
     if name == "kernels-fp8" and unfit_fp8 is not None:
         warnings.warn(f"Experts: kernels in bfloat16 instead of fp8: {unfit_fp8}", stacklevel=3)
         return "kernels", unfit_fp8
+    if no_wgmma is not None:
+        return name if name != "auto" else "kernels", describe_portable()
     if name == "auto":
         return "kernels", "the fastest for bfloat16 on this GPU; other rows go through grouped products"
     return name, "asked for"

@@ -6,7 +6,7 @@ kernels can run here, and in one sentence why not.
 
 import importlib
 
-from imbrex.kernels.jit import KernelError, Variant, unavailable
+from imbrex.kernels.jit import KernelError, Variant, unavailable, why_not_portable
 
 FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.rows.choices",
@@ -17,6 +17,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.ffn.ffn",
     "imbrex.kernels.ffn.fp8",
     "imbrex.kernels.ffn.tokens",
+    "imbrex.kernels.gemm.portable",
     "imbrex.kernels.exchange.variants",
     "imbrex.kernels.events.events",
     "imbrex.kernels.fused.down_home",
@@ -40,4 +41,4 @@ def shipped_variants() -> list[Variant]:
     return variants
 
 
-__all__ = ["FAMILIES", "KernelError", "shipped_variants", "unavailable"]
+__all__ = ["FAMILIES", "KernelError", "shipped_variants", "unavailable", "why_not_portable"]

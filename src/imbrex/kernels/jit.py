@@ -25,7 +25,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ from imbrex.kernels.arguments import pack as _pack
 from imbrex.kernels.structs import sources_from
 
 ARCH = "sm_90a"
+LEAST_CAPABILITY = (8, 0)
+PORTABLE = frozenset({"ffn/glue.cu", "gemm/portable.cu"})
+"""Sources that run on every GPU from that compute capability on; the others are for Hopper."""
 _SUSPICIOUS = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
 # NVRTC answers from a cache of its own without the report of ptxas: not wanted, ours keeps the report
 _FIXED_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v", "-no-cache")
@@ -49,7 +52,8 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One specialisation of one kernel: `entry` is an `extern "C" __global__` name in file `source`."""
+    """One specialisation of one kernel: `entry` is an `extern "C" __global__` name in file `source`. arch: as
+    NVRTC takes it; `compute_80` stands for PTX, which the driver compiles for the GPU that is there."""
 
     source: str
     entry: str
@@ -89,6 +93,26 @@ def cuda_binding(name: str) -> Any:
 
 def unavailable(device: int | None = None) -> str | None:
     """None if imbrex's kernels can run on CUDA device `device` (default: the current one), else why not."""
+    if (reason := _no_cuda()) is not None:
+        return reason
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"imbrex kernels need compute capability 9.0 (H100, H200) and this GPU has {major}.{minor}"
+    return None
+
+
+def why_not_portable(device: int | None = None) -> str | None:
+    """None if the kernels of `PORTABLE`, and so bfloat16 experts, can run there, else why not."""
+    if (reason := _no_cuda()) is not None:
+        return reason
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        least, here = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
+        return f"imbrex's expert kernels need compute capability {least} or more and this GPU has {here}"
+    return None
+
+
+def _no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "imbrex kernels need an NVIDIA GPU and torch sees none"
     try:
@@ -96,10 +120,15 @@ def unavailable(device: int | None = None) -> str | None:
         cuda_binding("nvrtc")
     except KernelError as error:
         return str(error)
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        return f"imbrex kernels need compute capability 9.0 (H100, H200) and this GPU has {major}.{minor}"
     return None
+
+
+def arch_of(device: int | None = None) -> str:
+    """The compiler's name of a GPU (default: the current one); without one, that of those kernels are for."""
+    if not torch.cuda.is_available():
+        return ARCH
+    major, minor = torch.cuda.get_device_capability(device)
+    return ARCH if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
 cached_unavailable = functools.cache(unavailable)
@@ -168,9 +197,14 @@ def _compile(variant: Variant, sources: dict[str, str]) -> Compiled:
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         first = next((line for line in log.splitlines() if "error" in line), log.strip() or str(result))
         raise KernelError(f"NVRTC could not compile {variant}: {first.strip()}")
-    cubin = _nvrtc_bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    if variant.arch.startswith("compute_"):
+        cubin = _nvrtc_bytes(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+        resources = Resources(registers=0, spill_bytes=0, stack_bytes=0, static_smem=0)
+    else:
+        cubin = _nvrtc_bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        resources = read_resources(log, variant.entry)
     nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(cubin=cubin, resources=read_resources(log, variant.entry))
+    return Compiled(cubin=cubin, resources=resources)
 
 
 def read_resources(log: str, entry: str) -> Resources:
@@ -251,7 +285,9 @@ class Kernel:
         # forces the lazy load now: a load while another kernel spins may deadlock
         self._function = cuda_ok(driver.cuKernelGetFunction(kernel), f"loading {variant}")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        shared = 227 * 1024 - compiled.resources.static_smem
+        room = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        shared = cuda_ok(driver.cuDeviceGetAttribute(room, device), "asking for shared memory")
+        shared -= compiled.resources.static_smem
         cuda_ok(
             driver.cuFuncSetAttribute(self._function, limit, shared), f"allowing shared memory for {variant}"
         )
@@ -399,7 +435,10 @@ def load(variant: Variant, device: torch.device | int | None = None) -> Kernel:
     index = device.index if isinstance(device, torch.device) else device
     if index is None:
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    reason = unavailable(index)
+    portable = variant.source in PORTABLE
+    reason = why_not_portable(index) if portable else unavailable(index)
     if reason is not None:
         raise KernelError(reason)
+    if portable and variant.arch == ARCH:
+        variant = replace(variant, arch=arch_of(index))
     return _load(variant, index)

@@ -27,7 +27,7 @@ from imbrex.contracts import Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import IMPLEMENTATIONS, Experts
 from imbrex.kernels import FAMILIES, unavailable
-from imbrex.kernels.jit import ARCH, KernelError, compile_variant
+from imbrex.kernels.jit import ARCH, PORTABLE, KernelError, arch_of, compile_variant, why_not_portable
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import leave
 from imbrex.testing.conformity import FLOATS
@@ -169,17 +169,9 @@ def _try_implementation(name: str, device: str) -> Finding:
     return _attempt("experts", name, device, compare)
 
 
-def arch_here() -> str:
-    """The compiler's name of this machine's GPU; without one, that of the GPUs that kernels are for."""
-    if not torch.cuda.is_available():
-        return ARCH
-    major, minor = torch.cuda.get_device_capability()
-    return ARCH if (major, minor) == (9, 0) else f"sm_{major}{minor}"
-
-
 def try_kernels() -> Iterator[Finding]:
     """Whether each family of CUDA kernels compiles for this GPU, and whether it can run."""
-    missing, arch = unavailable(), arch_here()
+    arch = arch_of()
     for family in FAMILIES:
         name = family.rpartition(".")[2]
         try:
@@ -190,6 +182,8 @@ def try_kernels() -> Iterator[Finding]:
         except (ImportError, KernelError) as error:
             yield _finding("kernels", name, "cuda", f"does not compile: {_one_line(error)}")
             continue
+        portable = all(variant.source in PORTABLE for variant in variants)
+        missing = why_not_portable() if portable else unavailable()
         untried = "" if arch == ARCH else ", never run by us"
         seen = f"compiles for {arch}{untried} ({compiled.resources.registers} registers a thread)"
         yield _finding("kernels", name, "cuda", f"{seen}; {missing}" if missing else "", seen)

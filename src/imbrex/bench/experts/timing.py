@@ -24,6 +24,7 @@ from imbrex.kernels.ffn.fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.ffn.glue import plan_groups
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, launch_gemm
+from imbrex.kernels.gemm.portable import launch_portable, portable_products
 from imbrex.kernels.gemm.tiling import choose_tiling
 from imbrex.kernels.jit import cuda_binding, cuda_ok
 from imbrex.observe.clock import PAUSE_CYCLES, device_microseconds
@@ -31,7 +32,9 @@ from imbrex.observe.clock import PAUSE_CYCLES, device_microseconds
 OPS = ("grouped_gemm", "ffn", "ffn_unpermuted", "ffn_training", "decode")
 FP8_IMPLS = ("imbrex-fp8", "imbrex-fp8-rows")
 """Rows quantised in the call, and rows that come as fp8, as a dispatch with the codec `fp8` delivers them."""
-IMPLS = ("imbrex", *FP8_IMPLS, "torch", "torch-compiled")
+PORTABLE = "imbrex-portable"
+"""The products without wgmma, as a GPU without it runs them: code for compute capability 8.0."""
+IMPLS = ("imbrex", *FP8_IMPLS, PORTABLE, "torch", "torch-compiled")
 Call = Callable[[], Any]
 RIDGE = 183
 """Operations that a dense bf16 product does while one byte is copied: 783 TFLOP/s over 4.27 TB/s."""
@@ -60,6 +63,16 @@ def token_calls(work: Work) -> dict[str, Call]:
     return calls
 
 
+def portably(call: Call) -> Call:
+    """The same call with its products by mma.sync."""
+
+    def ours() -> None:
+        with portable_products("compute_80"):
+            call()
+
+    return ours
+
+
 def calls_of(op: str, work: Work) -> dict[str, Call]:
     """The calls to time, by implementation."""
     weights = (work.gate_up_eGD, work.down_eDF)
@@ -74,13 +87,18 @@ def calls_of(op: str, work: Work) -> dict[str, Call]:
         def step(y_RD: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad(y_RD, (x, up, down), d_y)
 
+        def ours() -> tuple[Tensor, ...]:
+            return step(ffn(x, up, down, work.counts_e))
+
         return {
-            "imbrex": lambda: step(ffn(x, up, down, work.counts_e)),
+            "imbrex": ours,
+            PORTABLE: portably(ours),
             "torch": lambda: step(rival.ffn(x, up, down, ends_e)),
             "torch-compiled": lambda: step(quick(x, up, down, ends_e)),
         }
     calls: dict[str, Call] = {
         "imbrex": lambda: ffn(rows_RD, *weights, work.counts_e),
+        PORTABLE: portably(lambda: ffn(rows_RD, *weights, work.counts_e)),
         "torch": lambda: rival.ffn(rows_RD, *weights, work.ends_e),
         "torch-compiled": lambda: rival.compiled(rival.ffn)(rows_RD, *weights, work.ends_e),
     }
@@ -115,7 +133,8 @@ def gemm_calls(product: str, work: Work) -> dict[str, Call]:
             epilogue=Epilogue.PLAIN,
         )
 
-    return {"imbrex": ours, "torch": lambda: F.grouped_mm(a, weight.mT, offs=work.ends_e)}
+    portable = portably(lambda: launch_portable(Layout.FORWARD, a, weight, groups.ends_e, out))
+    return {"imbrex": ours, PORTABLE: portable, "torch": lambda: F.grouped_mm(a, weight.mT, offs=work.ends_e)}
 
 
 def flops_of(op: str, work: Work) -> float:

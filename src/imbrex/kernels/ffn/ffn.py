@@ -37,6 +37,7 @@ from imbrex.kernels.gemm.gemm import (
     gemm_variant,
     launch_gemm,
 )
+from imbrex.kernels.gemm.portable import is_portable, launch_portable
 from imbrex.kernels.gemm.tiling import LOW, SHARED, SMALL, choose_tiling, gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.runtime.deferred import Deferral, recording
@@ -335,7 +336,7 @@ def _swiglu_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]."""
     rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
-    if d_y_RD.shape[1] > FUSED_WIDTH:
+    if d_y_RD.shape[1] > FUSED_WIDTH or is_portable(d_y_RD.get_device()):
         d_act_RF = d_y_RD.new_empty(rows, inner)
         _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF, beside=beside)
         return swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e, keep=keep)
@@ -477,6 +478,9 @@ def _gemm(
 ) -> None:
     """Queues one product of `groups`. follows: the launch right before makes its rows, and where they end is
     known, or told, before it ends (gemm/follow.cu)."""
+    if is_portable(a.get_device()):
+        launch_portable(layout, a, b, groups.ends_e, out, epilogue, **more)
+        return
     index_R, experts = more.get("index_R"), groups.ends_e.numel()
     rows = a.shape[0] if index_R is None else index_R.shape[0]
     operands, expected = (layout, epilogue, rows, experts, a, out), groups.expected if follows else 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from imbrex.kernels.jit import unavailable
+from imbrex.kernels.jit import why_not_portable
 from imbrex.runtime.tracing import traced
 
 
@@ -16,7 +16,7 @@ def supports(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> str | No
     sentence that says why not."""
     if not rows_RD.is_cuda:
         return "the expert kernels need tensors on a GPU"
-    if (reason := unavailable(rows_RD.device.index)) is not None:
+    if (reason := why_not_portable(rows_RD.device.index)) is not None:
         return reason
     tensors = rows_RD, gate_up_eGD, down_eDF
     return find_misfit_of_dtypes(*tensors) or find_misfit_of_weights(*tensors)

@@ -10,9 +10,9 @@
 `ends_e` is what torch's grouped products call `offs`: int32, where the rows of every expert end. It is read
 on the device, rows past it are neither read nor written, and a call's time follows them and not the size of
 the tensors: at EP 64 it is that of EP 4, though all but 1 of 64 rows that there is room for are nobody's
-(TensorRT-LLM's large-scale EP, auxiliary kernels). bfloat16 on a Hopper GPU, rows of a multiple of 8 values;
-nothing synchronises with the host. Differentiable; the operators are opaque to `torch.compile`, their
-backward is one too.
+(TensorRT-LLM's large-scale EP, auxiliary kernels). bfloat16 on a GPU of compute capability 8.0 or more, rows
+of a multiple of 8 values; nothing synchronises with the host. Differentiable; the operators are opaque to
+`torch.compile`, their backward is one too.
 """
 
 from __future__ import annotations
