@@ -118,8 +118,9 @@ def halves(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 def at_scale(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Plan from the first half of a task, score batches of 512 and 2048 tokens of the second with the
     balanced split: on DeepSeek's placement, on the one for even shares, and on the one for this split.
-    `bound` is what the fullest rank has at least, wherever experts live. Layers' means; worst_over_bound is
-    of one layer."""
+    `in_sample` is planned from the batches that it is scored on, so what it lacks is the search's. `bound` is
+    what the fullest rank has at least, wherever experts live. Layers' means; worst_over_bound is of one
+    layer."""
     rows = []
     for ranks, slots in AT_SCALE:
         for task, ids_LTK in ids.items():
@@ -133,7 +134,8 @@ def at_scale(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
                 loads = enumerate(train.load())
                 plans["deepseek"] = {at: deepseek_placement(load_E, ranks, slots) for at, load_E in loads}
             for batch in (512, 2048):
-                counts_ILE = history_of_ids(ids_LTK[:, half:], NUM_EXPERTS, batch).counts_ILE
+                test = history_of_ids(ids_LTK[:, half:], NUM_EXPERTS, batch)
+                counts_ILE = test.counts_ILE
                 case = {"task": task, "batch": batch, "W": ranks, "S": slots}
                 bound_L = np.array(
                     [
@@ -142,7 +144,8 @@ def at_scale(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
                     ]
                 )
                 rows.append(scale_row("bound", case, bound_L - 1, bound_L))
-                for name, plan in plans.items():
+                known = {"in_sample": plan_history(test, Target(num_ranks=ranks, slots=slots))}
+                for name, plan in (plans | known).items():
                     scored = [imbalances(counts_ILE[:, at], plan[at], "balanced").mean() for at in plan]
                     rows.append(scale_row(name, case, np.array(scored), bound_L))
     return rows

@@ -2,6 +2,7 @@
 
     imbrex netlab run --nodes 2 --ranks-per-node 1 --inter 1gbit -- benchmarks/schedule.py
     imbrex netlab run --nodes 2 --ranks-per-node 1 --inter 1gbit -- benchmarks/schedule.py --sweep 0:10
+    imbrex netlab run ... -- benchmarks/schedule.py --sweep 0:20 --in-turns
 
 `optsche-2-joined` is `optsche-2` with the weights' gradients computed with the rows', to see what it gives to
 leave them for the waits.
@@ -9,7 +10,9 @@ leave them for the waits.
 Forward and backward of the strategy apart, router excluded; the median over calls of the slowest rank; all
 schedules in turn within a round, so that what else the machine does meets all of them alike. Predictions come
 from a profile of the same process. `--sweep` takes some of the configurations in `SWEEP` and says for each
-what `auto` predicts, what it then takes, and what the best of the others takes.
+what `auto` predicts, what it then takes, and what the best of the others takes. With `--in-turns` nothing is
+predicted: a round goes through all of them, so that a minute in which the machine does something else costs
+each of them a round; beside the seconds stand those of a processor, all ranks together.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,7 +81,26 @@ class Layer:
     moe: imbrex.MoELayer
     x_TD: Tensor
     routing: imbrex.Routing
-    profile: Profile
+
+    def profile(self) -> Profile:
+        """The times of its tasks, measured."""
+        parameters = parameters_of(self.moe.experts)
+        moe = self.moe
+        return measure(moe.exchange, moe.experts, self.x_TD, self.routing, parameters, degrees=DEGREES)
+
+
+class Took(NamedTuple):
+    """Seconds of the slowest rank, and of a processor, of all ranks together."""
+
+    wall: float
+    processor: float
+
+    def __add__(self, other: Took) -> Took:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Took(self.wall + other.wall, self.processor + other.processor)
+
+
+Rounds = list[tuple[Took, Took]]
+"""A forward and a backward each."""
 
 
 def main() -> None:
@@ -89,7 +111,10 @@ def main() -> None:
     if args.sweep:
         first, last = map(int, args.sweep.split(":"))
         configurations = [argparse.Namespace(**{**vars(args), **more}) for more in SWEEP[first:last]]
-        written = [row for one in configurations for row in sweep(one, make_layer(one, group, device))]
+        if args.in_turns:
+            written = in_turns(args.rounds, [(one, make_layer(one, group, device)) for one in configurations])
+        else:
+            written = [row for one in configurations for row in sweep(one, make_layer(one, group, device))]
     else:
         lists = itertools.product(*(vars(args)[name].split(",") for name in LISTS))
         each = [argparse.Namespace(**{**vars(args), **dict(zip(LISTS, one, strict=True))}) for one in lists]
@@ -113,9 +138,7 @@ def make_layer(args: argparse.Namespace, group: dist.ProcessGroup, device: torch
     with torch.no_grad():
         routing = moe.gate(x_TD)
     routing = imbrex.Routing(ids_TK=routing.ids_TK, weights_TK=routing.weights_TK)
-    parameters = parameters_of(moe.experts)
-    profile = measure(moe.exchange, moe.experts, x_TD, routing, parameters, degrees=DEGREES)
-    return Layer(moe=moe, x_TD=x_TD, routing=routing, profile=profile)
+    return Layer(moe=moe, x_TD=x_TD, routing=routing)
 
 
 def parse() -> argparse.Namespace:
@@ -133,6 +156,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sweep", default=None, metavar="FIRST:LAST", help="configurations of SWEEP")
+    parser.add_argument(
+        "--in-turns", action="store_true", help="of a sweep: all in every round, no predictions"
+    )
     parser.add_argument("--network", default="netlab", help="its name in the result file")
     parser.add_argument("--rates", default="1gbit between nodes", help="said in the result file")
     parser.add_argument("--store", default=None, help="a file where ranks meet, instead of MASTER_ADDR")
@@ -142,10 +168,11 @@ def parse() -> argparse.Namespace:
 
 def compare(args: argparse.Namespace, layer: Layer) -> list[dict]:
     """All schedules asked for, on one configuration."""
-    strategies = {name: strategy(name, layer.profile) for name in args.schedules.split(",")}
-    rounds = time_all(args, layer, strategies)
+    profile = layer.profile()
+    strategies = {name: strategy(name, profile) for name in args.schedules.split(",")}
+    rounds = time_all(args.rounds, layer, strategies)
     world = dist.get_world_size()
-    return report(args, rounds, layer.profile, world) if dist.get_rank() == 0 else []
+    return report(args, rounds, profile, world) if dist.get_rank() == 0 else []
 
 
 def strategy(name: str, profile: Profile):
@@ -174,54 +201,78 @@ def chosen(profile: Profile, scheduler: Any, degree: int, name: str) -> Pipeline
     return Pipelined(scheduler, degree, times=profile.even_times(degree), name=name)
 
 
-def time_all(args: argparse.Namespace, layer: Layer, strategies: dict) -> dict[str, list]:
-    """Seconds (forward, backward) of every round by schedule, of the slowest rank."""
-    found: dict[str, list] = {name: [] for name in strategies}
-    for number in range(args.rounds + 2):
+def time_all(rounds: int, layer: Layer, strategies: dict) -> dict[str, Rounds]:
+    """What every round took by schedule, two more before that are not kept."""
+    every: dict[str, Rounds] = {name: [] for name in strategies}
+    for _ in range(rounds + 2):
         for name, one in strategies.items():
-            x_TD = layer.x_TD.clone().requires_grad_()
-            weights_TK = layer.routing.weights_TK.clone().requires_grad_()
-            routing = imbrex.Routing(ids_TK=layer.routing.ids_TK, weights_TK=weights_TK)
-            moe, outputs = layer.moe, []
-            forward = _timed(
-                layer,
-                lambda x=x_TD, r=routing, o=outputs, s=one, m=moe: o.append(
-                    s.run(x, r, m.exchange, m.experts, None)
-                ),
-            )
-            backward = _timed(layer, lambda o=outputs: o[0].backward(torch.ones_like(o[0])))
-            moe.zero_grad()
-            if number >= 2:
-                found[name].append((forward, backward))
-    return found
+            every[name].append(time_once(layer, one))
+    return {name: some[2:] for name, some in every.items()}
 
 
-def _timed(layer: Layer, step: Callable[[], object]) -> float:
+def time_once(layer: Layer, one: Any) -> tuple[Took, Took]:
+    """One forward and one backward."""
+    x_TD = layer.x_TD.clone().requires_grad_()
+    weights_TK = layer.routing.weights_TK.clone().requires_grad_()
+    routing = imbrex.Routing(ids_TK=layer.routing.ids_TK, weights_TK=weights_TK)
+    moe, outputs = layer.moe, []
+    forward = _timed(
+        layer, lambda: outputs.append(one.run(x_TD, routing, moe.exchange, moe.experts, None).y_TD)
+    )
+    backward = _timed(layer, lambda: outputs[0].backward(torch.ones_like(outputs[0])))
+    moe.zero_grad()
+    return forward, backward
+
+
+def _timed(layer: Layer, step: Callable[[], object]) -> Took:
     exchange_counts = layer.moe.exchange.transport.exchange_counts
-    exchange_counts(torch.zeros(1, dtype=torch.int64))
-    begin = time.perf_counter()
+    exchange_counts(torch.zeros(2, dtype=torch.int64))
+    begin, used = time.perf_counter(), time.process_time()
     step()
     if layer.x_TD.is_cuda:
         torch.cuda.synchronize()
-    took = torch.tensor([int(1e9 * (time.perf_counter() - begin))])
-    return 1e-9 * int(exchange_counts(took).max())
+    ours = time.perf_counter() - begin, time.process_time() - used
+    all_WX = exchange_counts(torch.tensor([int(1e9 * part) for part in ours])).reshape(-1, 2)
+    return Took(1e-9 * int(all_WX[:, 0].max()), 1e-9 * int(all_WX[:, 1].sum()))
+
+
+def in_turns(rounds: int, layers: list[tuple[argparse.Namespace, Layer]]) -> list[dict]:
+    """All schedules of all layers, each once a round; two rounds before are not kept."""
+    names = ("serial", *(f"optsche-{degree}" for degree in DEGREES if degree > 1))
+    every: dict[tuple[int, str], Rounds] = {}
+    for number in range(rounds + 2):
+        for at, (_, layer) in enumerate(layers):
+            for name in names:
+                took = time_once(layer, overlap.make(name))
+                if number >= 2:
+                    every.setdefault((at, name), []).append(took)
+    written: list[dict] = []
+    for at, (args, layer) in enumerate(layers):
+        case = case_of(args, layer.moe.ranks.expert_size)
+        for name in names:
+            written += rows_of("layer", name, case, every[at, name], None)
+            both = [1e3 * part for part in medians_of(every[at, name])]
+            if dist.get_rank() == 0:
+                sys.stdout.write(f"{case} {name}: {both[0]:.1f} and {both[1]:.1f} ms\n")
+    return written
 
 
 def sweep(args: argparse.Namespace, layer: Layer) -> list[dict]:
     """What `auto` predicts for one configuration, and what it and the others then take."""
-    choice = choose(layer.profile, DEGREES)
+    profile = layer.profile()
+    choice = choose(profile, DEGREES)
     picked = f"{choice.scheduler}-{choice.degree}"
     names = [*(f"optsche-{degree}" for degree in DEGREES if degree > 1), "serial"]
-    strategies = {name: strategy(name, layer.profile) for name in names}
-    strategies["auto"] = chosen(layer.profile, overlap.SCHEDULERS[choice.scheduler], choice.degree, picked)
-    rounds = time_all(args, layer, strategies)
+    strategies = {name: strategy(name, profile) for name in names}
+    strategies["auto"] = chosen(profile, overlap.SCHEDULERS[choice.scheduler], choice.degree, picked)
+    rounds = time_all(args.rounds, layer, strategies)
     medians = {name: medians_of(r) for name, r in rounds.items()}
     best = min(medians, key=lambda name: sum(medians[name]))
     found = []
     for name in ("auto", *names[:-1]):
-        guess = choice if name == "auto" else predict(layer.profile, "optsche", int(name.split("-")[1]))
+        guess = choice if name == "auto" else predict(profile, "optsche", int(name.split("-")[1]))
         found += rows_of("prediction", name, case_of(args, layer.moe.ranks.expert_size), rounds[name], guess)
-    tasks = predict(replace(layer.profile, whole={}), choice.scheduler, choice.degree)
+    tasks = predict(replace(profile, whole={}), choice.scheduler, choice.degree)
     for row in found:
         row |= {"picked": picked, "best": best, "best_us": 1e6 * sum(medians[best])}
         row |= {"from_tasks_us": 1e6 * tasks.seconds} if row["impl"] == "auto" else {}
@@ -235,7 +286,7 @@ def sweep(args: argparse.Namespace, layer: Layer) -> list[dict]:
             f"{1e3 * took[0]:.1f} and {1e3 * took[1]:.1f} ms, predicted {off[0]:+.1f} % and {off[1]:+.1f} %, "
             f"both {both:+.1f} % (tasks alone {100 * (tasks.seconds / sum(took) - 1):+.1f}); best {best}, "
             f"{regret:.1f} % better; contention "
-            f"{layer.profile.contention.compute:.2f} {layer.profile.contention.moves:.2f}; "
+            f"{profile.contention.compute:.2f} {profile.contention.moves:.2f}; "
             + " ".join(f"{n} {1e3 * a:.0f}+{1e3 * b:.0f}" for n, (a, b) in medians.items())
             + "\n"
         )
@@ -243,8 +294,8 @@ def sweep(args: argparse.Namespace, layer: Layer) -> list[dict]:
     return found
 
 
-def medians_of(rounds: Iterable[tuple[float, float]]) -> list[float]:
-    return [statistics.median(part) for part in zip(*rounds, strict=True)]
+def medians_of(rounds: Iterable[tuple[Took, Took]]) -> list[float]:
+    return [statistics.median(took.wall for took in part) for part in zip(*rounds, strict=True)]
 
 
 def case_of(args: argparse.Namespace, world: int) -> dict[str, Any]:
@@ -254,7 +305,7 @@ def case_of(args: argparse.Namespace, world: int) -> dict[str, Any]:
     return case | {"network": args.network, "rates": args.rates}
 
 
-def report(args: argparse.Namespace, rows: dict[str, list], profile: Profile, world: int) -> list[dict]:
+def report(args: argparse.Namespace, rows: dict[str, Rounds], profile: Profile, world: int) -> list[dict]:
     alone = profile.times([profile.tokens]), profile.times([profile.tokens], backward=True)
     for name, times in zip(("forward", "backward"), alone, strict=True):
         said = ", ".join(f"{t.kind.name} {1e3 * s:.1f}" for t, s in times.items())
@@ -273,14 +324,16 @@ def report(args: argparse.Namespace, rows: dict[str, list], profile: Profile, wo
     return written
 
 
-def rows_of(op: str, name: str, case: dict, rounds: list, guess: Choice | None) -> list[dict]:
+def rows_of(op: str, name: str, case: dict, rounds: Rounds, guess: Choice | None) -> list[dict]:
     """Rows of a results file: both ways together, forward and backward, with what was predicted."""
     found = []
     guesses = {} if guess is None else {"forward": guess.forward, "backward": guess.backward}
     for way in ("both", "forward", "backward"):
-        times = [1e6 * (sum(r) if way == "both" else r[way == "backward"]) for r in rounds]
+        each = [r[0] + r[1] if way == "both" else r[way == "backward"] for r in rounds]
+        times = [1e6 * took.wall for took in each]
         row = {"op": op if way == "both" else f"{op}-{way}", "impl": name, "case": case, "n": len(times)}
         row |= {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+        row["processor_us"] = 1e6 * statistics.median(took.processor for took in each)
         if guess is not None:
             row["predicted_us"] = 1e6 * guesses.get(way, guess.seconds)
         found.append(row)

@@ -40,11 +40,13 @@ def scale() -> Table:
             mine = select(rows, impl=impl, case={"W": ranks, "S": slots})
             mean = sum(row["imbalance"] for row in mine) / max(len(mine), 1)
             cells.append(f"{mean:.4f}" if mine else "slots uneven")
-        ours = select(rows, impl="balanced", case={"W": ranks, "S": slots})
-        over = sum(row["over_bound"] for row in ours) / len(ours)
-        worst = max(row["worst_over_bound"] for row in ours)
-        lines.append([f"{ranks}, {slots}", *cells, f"{over:.3f}", f"{worst:.3f}"])
-    head = ["ranks, slots", *impls.values(), "this plan over the lowest possible", "its worst layer"]
+        for impl in ("balanced", "in_sample"):
+            ours = select(rows, impl=impl, case={"W": ranks, "S": slots})
+            cells.append(f"{sum(row['over_bound'] for row in ours) / len(ours):.3f}")
+            cells.append(f"{max(row['worst_over_bound'] for row in ours):.3f}")
+        lines.append([f"{ranks}, {slots}", *cells])
+    over = "this plan over the lowest possible", "its worst layer"
+    head = ["ranks, slots", *impls.values(), *over, "planned from these batches", "its worst layer"]
     return Table(head=head, body=lines, rows=rows)
 
 
