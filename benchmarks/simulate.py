@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.simulate_fit import (
+    KNOWN_WAYS,
     RESULTS,
     Row,
     is_bytes_fitted,
     is_fused_fitted,
     is_pair_fitted,
     is_piece_fitted,
+    of_cores,
     of_exchange,
     of_schedule,
     one_node,
@@ -56,7 +58,6 @@ FITTED_MOVES = {
     (7, 8, "copy-per-rank", "move"),
     *((3, 8, impl, op) for impl in ("copy-per-rank", "hierarchical-dedup") for op in ("move", "move_back")),
 }
-KNOWN_WAYS = ("serial", "optsche-1", "optsche-2", "optsche-4", "optsche-8")
 
 
 def parts() -> list[Part]:
@@ -73,14 +74,6 @@ def _ways(*runs: int) -> tuple[Row, ...]:
         for row in rows("schedule")
         if row["run"] in runs and row["op"] in SCHEDULED and row["impl"] in KNOWN_WAYS and id(row) not in left
     )
-
-
-def last_run(name: str, words: str) -> int:
-    """The number of the last run on cores whose command ends like this, or goes on after it: one that was
-    measured again takes the place of the one before."""
-    runs = json.loads((RESULTS / f"{name}.json").read_text())["runs"]
-    of_cores = [run for run in runs if "gpu" not in run["hardware"] and "netlab" in run["command"]]
-    return max(run["id"] for run in of_cores if f"{name}.py {words}" in run["command"])
 
 
 def _moves(*runs: int) -> tuple[Row, ...]:
@@ -141,10 +134,8 @@ def _core_parts(profile: Profile) -> list[Part]:
     def nodes(row: Row) -> Fabric:
         return islands(profile, 8, 4)
 
-    runs = last_run("schedule", "--rounds 20"), last_run("schedule", "--sweep 10:20")
-    apart = tuple(row for row in _ways(*runs) if row["op"] != "layer")
     return [
-        Part("schedules, two cores, 1 Gb/s", "schedule", apart, pair, predicted),
+        Part("schedules, two cores, 1 Gb/s", "schedule", tuple(of_cores()[1]), pair, predicted),
         Part("exchanges, two cores, 1 Gb/s", "collectives", _moves(3, 6), nodes, of_exchange),
     ]
 

@@ -1,6 +1,7 @@
 """The simulator's shipped profiles, fitted to parts that were measured alone.
 
-    python -m benchmarks.simulate_fit   # writes src/imbrex/simulate/profiles/*.json; 3 minutes of one core
+    python -m benchmarks.simulate_fit             # writes src/imbrex/simulate/profiles/*.json; 3 minutes
+    python -m benchmarks.simulate_fit two-cores   # that one alone
 
 `FITTED` says to what. `benchmarks/simulate.py` predicts the rest.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,7 +24,7 @@ from imbrex.simulate import device
 from imbrex.simulate.device import Shape, Share
 from imbrex.simulate.fabric import Fabric, islands
 from imbrex.simulate.profile import SHIPPED, Entry, Profile
-from imbrex.simulate.run import Case, Layout, predict
+from imbrex.simulate.run import Case, Layout, Outcome, predict
 from imbrex.simulate.traffic import FLOWS, Crowd, seconds
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,7 +50,7 @@ FITTED = {
     "exchange": "whole calls to expert-major rows, bf16, uniform or recorded; products beside kernels",
     "layer_fp8": "dispatch, experts and what is left of forward, imbrex-serial",
     "codecs": "encode and decode, bfloat16",
-    "schedule": "run 12 (NCCL over NVLink), two rows of run 7 and run 5 (two cores, first half of the sweep)",
+    "schedule": "run 12 (NCCL over NVLink), two rows of run 7; on two cores the first half of the sweep",
     "fused": "run 0: experts alone, serial layers of 4096 tokens, fused over serial for two of five models",
     "layer": "imbrex-alltoall, two of four models",
     "collectives": "run 7, top-8, copy-per-rank (sockets); run 3, top-8, copy-per-rank and hierarchical",
@@ -360,6 +362,19 @@ def is_bytes_fitted(row: Row) -> bool:
 
 def of_schedule(profile: Profile, fabric: Fabric, row: Row) -> float:
     """Predicted seconds of a row of schedule.json or layer.json: a forward, a backward, or both."""
+    backward = row["op"].endswith("backward") or row["op"] in ("layer", "prediction")
+    return part_of(outcome_of(profile, fabric, row, backward=backward), row)
+
+
+def part_of(done: Outcome, row: Row) -> float:
+    """The seconds of an outcome that a row is of."""
+    if row["op"] in ("layer-backward", "prediction-backward"):
+        return done.backward
+    return done.forward + (0.0 if row["op"].endswith("-forward") else done.backward)
+
+
+def outcome_of(profile: Profile, fabric: Fabric, row: Row, *, backward: bool) -> Outcome:
+    """A simulation of the layer of a row."""
     case = row["case"]
     schedule = str(row["impl"]).removeprefix("imbrex-").removesuffix("-joined")
     whole = schedule == "alltoall"
@@ -371,11 +386,7 @@ def of_schedule(profile: Profile, fabric: Fabric, row: Row) -> float:
     )
     tokens = case["M"] // case["W"] if "M" in case else case["T"]
     layer = Case(profile=profile, fabric=fabric, shape=shape_of(case), tokens=tokens)
-    backward = row["op"].endswith("backward") or row["op"] in ("layer", "prediction")
-    done = predict(layer, layout, backward=backward)
-    if row["op"] in ("layer-backward", "prediction-backward"):
-        return done.backward
-    return done.forward + done.backward
+    return predict(layer, layout, backward=backward)
 
 
 def of_exchange(fabric: Fabric, row: Row) -> float:
@@ -490,13 +501,10 @@ def fit_two_cores() -> Profile:
     )
     guesses = {n: Entry(value=v, status="assumed", source=s) for n, (v, s) in OF_CORES.items()}
     profile = fit_links(profile.with_entries(guesses))
-    ours = [
-        r
-        for r in rows("schedule")
-        if r["run"] == 5 and r["impl"] != "auto" and r["op"] in ("prediction-forward", "prediction-backward")
-    ]
+    ours = of_cores()[0]
+    source = commits("schedule", {row["run"] for row in ours})
     # One sender a node does not meet others on its link, so its rate is another.
-    profile = profile.with_entries(links("pair", 1.1e8, commits("schedule", [5]), "fitted", start=2e-4))
+    profile = profile.with_entries(links("pair", 1.1e8, source, "fitted", start=2e-4))
     names = (
         "pair_bytes_s",
         *("product_flops_s", "copied_bytes_s", "plan_s", "chunk_forward_s", "chunk_backward_s"),
@@ -505,16 +513,44 @@ def fit_two_cores() -> Profile:
     )
 
     def fitted(x: np.ndarray) -> Profile:
-        return profile.with_entries(
-            entries(names, np.maximum(x, [0] * 7 + [1, 1] + [0] * 6), commits("schedule", [5]))
-        )
+        return profile.with_entries(entries(names, np.maximum(x, [0] * 7 + [1, 1] + [0] * 6), source))
+
+    layers: dict[tuple[str, str], list[Row]] = {}
+    for row in ours:
+        layers.setdefault((str(row["case"]), row["impl"]), []).append(row)
 
     def pairs(some: Profile) -> list:
         fabric = islands(some, 2, 1, network="pair")
-        return [(of_schedule(some, fabric, row), 1e-6 * row["median_us"]) for row in ours]
+        done = ((outcome_of(some, fabric, of[0], backward=True), of) for of in layers.values())
+        return [(part_of(each, row), 1e-6 * row["median_us"]) for each, of in done for row in of]
 
     start = (1.1e8, 7e10, 3e9, 1e-3, 1e-3, 1e-3, 1.2, 2.0, 1.1, *[3e8] * 6)
     return fitted(minimise(lambda x: off(pairs(fitted(x))), start, 400))
+
+
+SWEPT = 10
+"""Configurations of the sweep that are fitted to; the others are held out."""
+
+
+def of_cores() -> tuple[list[Row], list[Row]]:
+    """Schedules on two cores, those fitted to and those held out: halves of the sweep in turns, `serial`
+    included; where a file has none, of the sweeps that were measured one after the other."""
+    runs = json.loads((RESULTS / "schedule.json").read_text())["runs"]
+    in_turns = [run["id"] for run in runs if "--in-turns" in run["command"] and "gpu" not in run["hardware"]]
+    timed = [
+        row
+        for row in rows("schedule")
+        if row["op"].endswith(("-forward", "-backward")) and row["impl"] in KNOWN_WAYS
+    ]
+    if not in_turns:
+        return [r for r in timed if r["run"] == 5], [r for r in timed if r["run"] in (1, 6)]
+    timed = [row for row in timed if row["run"] == max(in_turns)]
+    cases = list(dict.fromkeys(str(row["case"]) for row in timed))
+    fitted = [row for row in timed if str(row["case"]) in cases[:SWEPT]]
+    return fitted, [row for row in timed if str(row["case"]) in cases[SWEPT:]]
+
+
+KNOWN_WAYS = ("serial", "optsche-1", "optsche-2", "optsche-4", "optsche-8")
 
 
 def fit_links(profile: Profile) -> Profile:
@@ -539,5 +575,6 @@ def fit_links(profile: Profile) -> Profile:
 
 
 if __name__ == "__main__":
-    fit_h200().save(SHIPPED / "h200.json")
+    if "two-cores" not in sys.argv[1:]:
+        fit_h200().save(SHIPPED / "h200.json")
     fit_two_cores().save(SHIPPED / "two-cores.json")

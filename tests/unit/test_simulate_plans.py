@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from imbrex.simulate.loads import Spread, Stragglers
 from imbrex.simulate.plans import Request, World, choose, memory_of, rivals
 from imbrex.simulate.profile import STATUSES, Entry, Profile, shipped
 from imbrex.simulate.run import Case, Layout, predict
+from imbrex.simulate.story import lines
 
 H200 = Profile.load("h200")
 DEEPSEEK = Shape(width=7168, inner=2048, experts=256, top_k=8)
@@ -179,6 +181,60 @@ def test_what_does_not_fit_is_refused_by_its_bytes() -> None:
     assert memory_of(request, first.layout) > weights
     forward = Request(shape=DEEPSEEK, ranks=64, tokens=4096, mode="forward", layers=58)
     assert choose(forward, world(64, 8))[0].outcome
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "micros"),
+    [(QWEN, 8, 149), (QWEN, 64, 306), (QWEN, 2048, 467), (replace(DEEPSEEK, experts=64), 2048, 2764)],
+)
+def test_a_rank_alone_has_kernels_and_no_wire(shape: Shape, tokens: int, micros: float) -> None:
+    # Captured layers of one H200 without their gate: docs/LOG.md, "rows gathered inside the first product".
+    case = Case(profile=H200, fabric=islands(H200, 1, 1), shape=shape, tokens=tokens, decode=True)
+    alone = predict(case, Layout(), backward=False)
+    assert 1e6 * alone.forward == pytest.approx(micros, rel=0.2)
+    assert alone.tasks["encode_out"] == alone.tasks["decode_back"] == 0
+
+
+def test_one_gpu_is_not_told_of_nodes_that_it_lacks() -> None:
+    plans = choose(Request(shape=QWEN, ranks=1, tokens=4096), world(1, 1))
+    assert plans[0].layout.transport == "alltoall"
+    assert {plan.why_not for plan in plans if plan.outcome is None} == {
+        "there is only one rank, and nothing to move"
+    }
+
+
+def test_decoding_over_bytes_pays_for_its_host() -> None:
+    request = Request(shape=QWEN, ranks=8, tokens=64, mode="decode")
+    plans = choose(request, world(8, 8))
+    by_kernels = min(p.seconds for p in plans if p.layout.transport == "nvlink")
+    over_bytes = min(p.seconds for p in plans if p.layout.transport == "alltoall" and p.layout.group > 1)
+    assert over_bytes > by_kernels + 0.9 * H200["chunk_forward_s"]
+
+
+def test_what_does_not_fit_says_whether_experts_or_rows_are_too_many() -> None:
+    for tokens, mended in ((4096, "fewer layers"), (10**9, "fewer tokens")):
+        request = Request(shape=DEEPSEEK, ranks=8, tokens=tokens, mode="forward", layers=58)
+        (first, *_) = lines(choose(request, world(8, 8)), request, world(8, 8))
+        assert first.startswith("nothing fits")
+        assert mended in first
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "0"], "--gpus is 0: give at least 1"),
+        (["--gpus", "8", "--nodes", "-1"], "--nodes is -1: give at least 1"),
+        (["--gpus", "8", "--nodes", "3"], "8 GPUs do not divide into 3 nodes"),
+        (["--gpus", "8", "--layers", "0"], "0 layers; give at least 1"),
+        (["--gpus", "8", "--tokens", "0"], "0 tokens; give at least 1"),
+        (["--gpus", "8", "--seed", "-1"], "seed -1; give a number from 0 up"),
+        (["--gpus", "8", "--stragglers", "0,2,3"], "a chance of at most 1"),
+    ],
+)
+def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *words])
+    assert said in capsys.readouterr().err
 
 
 def test_far_links_bring_nodes_together_once() -> None:

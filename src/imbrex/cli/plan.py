@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         ranks=args.gpus,
         tokens=args.tokens,
         mode=args.mode,
-        layers=args.layers or LAYERS.get(args.model, 1),
+        layers=LAYERS.get(args.model, 1) if args.layers is None else args.layers,
         codecs=choices_of_codec(args.codecs.split(","), profile),
         seed=args.seed,
         replicas=_numbers(args.replicas),
@@ -105,7 +105,10 @@ def _shape(model: str, profile: Profile) -> Shape:
 
 
 def _fabric(args: argparse.Namespace, profile: Profile) -> Fabric:
-    if args.gpus < 1 or args.nodes < 1 or args.gpus % args.nodes:
+    for name in ("gpus", "nodes"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}: give at least 1")
+    if args.gpus % args.nodes:
         raise ValueError(f"plan: {args.gpus} GPUs do not divide into {args.nodes} nodes; give a multiple")
     if args.network:
         return Fabric.read(args.network, args.gpus)

@@ -125,8 +125,12 @@ class Stragglers:
             numbers = [float(part) for part in text.split(",")]
         except ValueError:
             numbers = []
-        if len(numbers) not in (1, 3) or min(numbers) < 0 or not all(n < 1000 for n in numbers):
-            raise ValueError(f"--stragglers: {text!r}; give SIGMA or SIGMA,CHANCE,FACTOR, e.g. 0.02,0.001,3")
+        wrong = len(numbers) not in (1, 3) or min(numbers) < 0 or not all(n < 1000 for n in numbers)
+        if wrong or any(chance > 1 for chance in numbers[1:2]):
+            raise ValueError(
+                f"--stragglers: {text!r}; give SIGMA or SIGMA,CHANCE,FACTOR, e.g. 0.02,0.001,3, a chance "
+                "of at most 1"
+            )
         return Stragglers(**dict(zip(("sigma", "chance", "factor"), numbers, strict=False)))
 
     def draw(self, ranks: int, seed: int | tuple[int, ...]) -> Floats:

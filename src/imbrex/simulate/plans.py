@@ -84,13 +84,17 @@ def choose(request: Request, world: World) -> list[Plan]:
     """All plans, the best first, then those that could run by their time, then those that could not."""
     if request.mode not in MODES:
         raise ValueError(f"plan: mode {request.mode!r}; use {', '.join(MODES)}")
-    if min(request.ranks, request.tokens, request.layers) < 1:
-        raise ValueError("plan: ranks, tokens and layers are at least 1")
+    for what in ("ranks", "tokens", "layers"):
+        if getattr(request, what) < 1:
+            raise ValueError(f"plan: {getattr(request, what)} {what}; give at least 1")
+    if request.seed < 0:
+        raise ValueError(f"plan: seed {request.seed}; give a number from 0 up")
     drawn: dict[tuple[int, int], Floats] = {}
     plans = [weigh(request, world, layout, drawn) for layout in layouts(request)]
     able = sorted((p for p in plans if p.why_not is None), key=lambda plan: plan.seconds)
     unable = [p for p in plans if p.why_not is not None]
-    unable.sort(key=lambda plan: plan.memory or math.inf)
+    # That a rank alone moves nothing says least about a transport.
+    unable.sort(key=lambda plan: (plan.memory or math.inf, plan.layout.group == 1))
     if not able:
         return unable
     # Among equals the layout with fewest parts that move.
@@ -122,7 +126,7 @@ def layouts(request: Request) -> Iterator[Layout]:
 
 
 def divisions(request: Request) -> Iterator[tuple[int, int]]:
-    """EP and TP that divide the ranks, the experts and the expert width."""
+    """EP and TP that divide the ranks, EP up to the number of experts, TP that divides the expert width."""
     for ep in (n for n in range(1, request.ranks + 1) if request.ranks % n == 0):
         for tp in (n for n in (1, 2, 4, 8) if (request.ranks // ep) % n == 0):
             if ep <= request.shape.experts and request.shape.inner % tp == 0:
@@ -148,7 +152,8 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
         tokens=request.tokens,
         loads_W=load_W,
         speeds_W=slow_W,
-        decode=request.mode == "decode",
+        # Over bytes the host asks for the counts of rows, which no graph can hold.
+        decode=request.mode == "decode" and (layout.transport == "nvlink" or layout.group == 1),
     )
     outcome = run.predict(case, layout, backward=request.mode == "train")
     return Plan(
@@ -163,9 +168,9 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
 def why_not_possible(request: Request, fabric: Fabric, layout: Layout) -> str | None:
     """None, or why the layer would refuse this layout."""
     group, node = layout.group, fabric.node
+    if group == 1 and layout.transport != "alltoall":
+        return "there is only one rank, and nothing to move"
     if layout.transport == "nvlink":
-        if group == 1:
-            return "there is only one rank, and nothing to move"
         if group > min(node, run.NVLINK_RANKS):
             return f"its kernels exchange among at most {min(node, run.NVLINK_RANKS)} ranks of a node"
         if request.shape.value_bytes != 2:
@@ -176,26 +181,33 @@ def why_not_possible(request: Request, fabric: Fabric, layout: Layout) -> str | 
             return f"calls of {run.FEW_FUSED} tokens a rank or fewer have a kernel of their own, not fused"
     elif layout.transport in ("hierarchical", "2dh", "pipe") and (group <= node or group % node):
         return f"{group} ranks are not several whole nodes of {node}"
-    elif group == 1 and layout.transport != "alltoall":
-        return "there is only one rank, and nothing to move"
     if layout.replicas and layout.replicas + request.shape.experts > layout.ep * request.shape.experts:
         return "a rank would hold an expert twice"
     return None
 
 
 def memory_of(request: Request, layout: Layout) -> float:
-    """Bytes of a rank: experts with all that training keeps of a parameter, the rows that a backward needs,
-    and buffers of the exchange."""
+    """Bytes of a rank: of experts and of rows."""
+    return memory_of_experts(request, layout) + memory_of_rows(request, layout)
+
+
+def memory_of_experts(request: Request, layout: Layout) -> float:
+    """Bytes of a rank's experts, with all that training keeps of a parameter."""
     shape, training = request.shape, request.mode == "train"
     copies = (shape.experts + layout.replicas) / shape.experts
     parameters = shape.parameters * copies / layout.group * request.layers
     # bf16 weights and gradients, fp32 weights and two moments of Adam.
-    weights = parameters * (shape.value_bytes * 2 + 12 if training else shape.value_bytes)
+    return parameters * (shape.value_bytes * 2 + 12 if training else shape.value_bytes)
+
+
+def memory_of_rows(request: Request, layout: Layout) -> float:
+    """Bytes of a rank's rows, those that a backward needs included, and of the exchange's buffers."""
+    shape = request.shape
     rows = request.tokens * shape.top_k * layout.tp
     values = rows * (shape.width + 3 * shape.inner // layout.tp) * shape.value_bytes
-    saved = values * (request.layers if training else 1)
+    saved = values * (request.layers if request.mode == "train" else 1)
     room = 2 * layout.group + 1 if layout.transport == "nvlink" else 4 * min(shape.top_k, layout.group)
-    return weights + saved + room * request.tokens * shape.width * shape.value_bytes
+    return saved + room * request.tokens * shape.width * shape.value_bytes
 
 
 def beyond(world: World, layout: Layout) -> tuple[str, ...]:
@@ -313,6 +325,8 @@ __all__ = [
     "choose",
     "layouts",
     "memory_of",
+    "memory_of_experts",
+    "memory_of_rows",
     "rivals",
     "weigh",
 ]

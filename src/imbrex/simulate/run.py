@@ -1,8 +1,8 @@
 """One layer of one layout: the seconds of its tasks, run by the events of its schedule.
 
 Over NVLink a crossing is one kernel, which routes, moves and sums: the tasks `encode` and `decode` take
-nothing. Over bytes rows are copied into buffers, written by a codec, moved, read and copied to the experts,
-and every chunk costs the host's time as well.
+nothing. A rank alone has such kernels too, and no wire. Over bytes rows are copied into buffers, written by a
+codec, moved, read and copied to the experts, and every chunk costs the host's time as well.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class _Costs:
     def __init__(self, case: Case, layout: Layout) -> None:
         self.case, self.layout, self.profile = case, layout, case.profile
         shape, group = case.shape, layout.group
-        self.nvlink = layout.transport == "nvlink"
+        alone = group == 1 and shape.value_bytes == 2 and self.profile["multiprocessors"] > 1
+        self.kernels = layout.transport == "nvlink" or alone
         row = make(layout.codec).nbytes(shape.width, DTYPES[shape.value_bytes])
         self.crowd = traffic.Crowd(
             ranks=group,
@@ -182,11 +183,11 @@ class _Costs:
         self.slots = (shape.experts + layout.replicas) / layout.ep
 
     def planning(self) -> float:
-        return 0.0 if self.nvlink or self.case.decode else self.profile["plan_s"]
+        return 0.0 if self.kernels or self.case.decode else self.profile["plan_s"]
 
     def host(self, *, backward: bool) -> float:
         """The host's seconds a chunk over bytes."""
-        if self.nvlink or self.case.decode:
+        if self.kernels or self.case.decode:
             return 0.0
         return self.profile[f"chunk_{'backward' if backward else 'forward'}_s"]
 
@@ -196,7 +197,7 @@ class _Costs:
         return degree * self.host(backward=True) if backward and self.runs_ahead else 0.0
 
     def contention(self) -> Contention:
-        kind = "nvlink" if self.nvlink else "bytes"
+        kind = "nvlink" if self.kernels else "bytes"
         return Contention(
             compute=self.profile[f"{kind}_slows_compute"], moves=self.profile[f"{kind}_slows_moves"]
         )
@@ -206,7 +207,7 @@ class _Costs:
         share one, so a piece takes its part of the whole. apart: with nothing inside of another's launch."""
         whole = self.layout.schedule in DESIGNS
         part = 1 if whole else degree
-        by_kind = self._bytes(part, backward) if not self.nvlink else self._nvlink(part, backward)
+        by_kind = self._bytes(part, backward) if not self.kernels else self._nvlink(part, backward)
         by_kind |= self._experts(part, backward)
         if self.layout.schedule == "fused" and not apart:
             by_kind |= self._fused(by_kind, backward)
@@ -224,7 +225,7 @@ class _Costs:
             rows_W=self.rows * self.load_W / degree,
         )
         # A piece over NVLink takes more than its kernels: their gaps, and ranks that meet. No graph has gaps.
-        gaps = self.nvlink and not self.case.decode
+        gaps = self.kernels and not self.case.decode
         beside = self.profile[f"piece_{'backward' if backward else 'forward'}_s"] if gaps else 0.0
         if not backward:
             return {Kind.experts: device.forward(self.profile, self.case.shape, share) + beside}

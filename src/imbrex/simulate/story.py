@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from imbrex.observe.page import empty_figure, table, write_page
 from imbrex.simulate import scale
 from imbrex.simulate.fabric import Fabric
-from imbrex.simulate.plans import Plan, Request, World, rivals
+from imbrex.simulate.plans import Plan, Request, World, memory_of_rows, rivals
 from imbrex.simulate.profile import Profile
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def lines(plans: Sequence[Plan], request: Request, world: World) -> list[str]:
     """The plan, what is predicted of it, what that rests on, and why not the others."""
     best = plans[0]
     if best.outcome is None:
-        return [_nothing_fits(plans), *_as_text(rows_of([best, *rivals(plans)]))]
+        return [_nothing_fits(plans, request), *_as_text(rows_of([best, *rivals(plans)]))]
     words = [
         f"plan: {best.layout}",
         *(f"  {name}: {value}" for name, value in facts(best, request, world).items()),
@@ -51,8 +51,8 @@ def facts(plan: Plan, request: Request, world: World) -> dict[str, str]:
             f", backward {1e3 * outcome.backward:.3g}, gradients summed {1e3 * outcome.sync:.3g}"
         )
     words["the step"] = (
-        f"{1e3 * outcome.step * request.layers:.4g} ms for {request.layers} layers of experts; attention, "
-        "gates and all else are not in it"
+        f"{1e3 * outcome.step * request.layers:.4g} ms for {request.layers} "
+        f"layer{'s' * (request.layers > 1)} of experts; attention, gates and all else are not in it"
     )
     words["memory a rank"] = f"{plan.memory / 1e9:.3g} GB: experts, what is kept of rows, and buffers"
     tiers = zip(world.fabric.tiers, outcome.tiers, strict=True)
@@ -149,12 +149,17 @@ def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], axis: str) -> F
     return figure
 
 
-def _nothing_fits(plans: Sequence[Plan]) -> str:
+def _nothing_fits(plans: Sequence[Plan], request: Request) -> str:
     sized = [plan for plan in plans if plan.memory]
     if not sized:
         return f"nothing can run: {plans[0].why_not}"
     least = min(sized, key=lambda plan: plan.memory)
-    return f"nothing fits: {least.layout} {least.why_not}; give fewer layers (pipeline stages), or more GPUs"
+    rows = memory_of_rows(request, least.layout)
+    if rows > least.memory / 2:
+        mend = f"{rows / 1e9:.0f} of them for rows: give fewer tokens a rank"
+    else:
+        mend = "give fewer layers (pipeline stages), or more GPUs"
+    return f"nothing fits: {least.layout} {least.why_not}; {mend}"
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
