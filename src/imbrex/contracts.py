@@ -354,8 +354,9 @@ class Dispatcher(Protocol):
         word among hosts would wait for GPUs, ranks tell each other at the first combine only."""
         ...
 
-    def check_in(self, x_TD: Tensor, routing: Routing) -> None:
-        """Tell every rank whether this input can be dispatched: ValueError on all where one's cannot."""
+    def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
+        """Tell every rank whether this input can be dispatched: ValueError on all where one's cannot.
+        before: parts that `agree` comes for next; what is fine it may tell by itself."""
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> Sequence[Any]:
         """Plans of several dispatches: what ranks must know before rows move. Checks as `check_in` does."""

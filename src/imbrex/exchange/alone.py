@@ -88,7 +88,7 @@ class AloneDispatcher(DispatcherBase):
         indexed = RowForm.INDEXED in forms and not differentiated(x_TD, weights_TK)
         return RowForm.INDEXED if indexed else RowForm.ROWS
 
-    def check_in(self, x_TD: Tensor, routing: Routing) -> None:
+    def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         self.general.check_in(x_TD, routing)
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Order]:

@@ -11,6 +11,7 @@ tokens are encoded as the others' are. Forward only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -64,7 +65,7 @@ class BytesDispatcher(WiredDispatcher):
         self.place = None if self.world_size == 1 else transport.device
         size = transport.ranks_per_node
         self.nodes = None if size is None else Nodes(num_nodes=self.world_size // size, size=size)
-        self.calls, self.combined = 0, False
+        self.calls, self.combined = itertools.count(1), False
 
     def met(self, number: int, node_of_W: Sequence[int]) -> None:
         super().met(number, node_of_W)
@@ -75,8 +76,16 @@ class BytesDispatcher(WiredDispatcher):
             # host sync: asked for
             torch.cuda.synchronize(self.transport.device)
 
-    def check_in(self, x_TD: Tensor, routing: Routing) -> None:
-        self._gather([self._message(x_TD, routing, counted=False)[0]])
+    def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
+        problem = self.find_problem(x_TD, routing)
+        if problem[0] or not self._checks_itself(before):
+            header = self._header(problem, x_TD, routing.ids_TK)
+            self._gather([torch.cat([header, header.new_zeros(self._room)])])
+
+    def _checks_itself(self, num_parts: int) -> bool:
+        """Whether `agree` on so many parts has a message as long as that of a check. A rank whose input is
+        fine sends the first alone, and one whose input is not the other."""
+        return num_parts == 1
 
     def agree_on_rows(self, problem: str | None) -> None:
         if self.world_size > 1 and not (self.combined and self.transport.device.type == "cuda"):
@@ -100,30 +109,28 @@ class BytesDispatcher(WiredDispatcher):
             check_headers(message[:, :HEADER], self.transport.replicated)
         return by_part
 
-    def _message(
-        self, x_TD: Tensor, routing: Routing, *, counted: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """This rank's message of a part, and who wants its tokens, where that is known ahead. counted: else
-        its counts are zeros, which nobody reads."""
-        replicated, geometry = self.transport.replicated, self.geometry
-        num_experts, ids_TK = geometry.placement.num_experts, routing.ids_TK
+    def _message(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """This rank's message of a part, and who wants its tokens, where that is known ahead."""
+        geometry, ids_TK = self.geometry, routing.ids_TK
         problem = self.find_problem(x_TD, routing)
-        self.calls += 1
-        call = self.number, self.layer, self.calls, self.where
-        header = write_header(problem, x_TD, ids_TK, call, replicated)
-        if problem[0] or not counted:
-            counts = num_experts + self._sizes_ahead * self._num_places
-            return torch.cat([header, header.new_zeros(counts)]), None
-        counts_E = plan.count_choices(ids_TK, num_experts)
+        header = self._header(problem, x_TD, ids_TK)
+        if problem[0]:
+            return torch.cat([header, header.new_zeros(self._room)]), None
+        counts_E = plan.count_choices(ids_TK, geometry.placement.num_experts)
         if not self._sizes_ahead:
             return torch.cat([header, counts_E]), None
         wanted_TW = self._wanted(plan.only_slots(ids_TK, geometry.placement))
         return torch.cat([header, counts_E, wanted_TW.sum(0)]), wanted_TW
 
+    def _header(self, problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+        call = self.number, self.layer, next(self.calls), self.where
+        return write_header(problem, x_TD, ids_TK, call, self.transport.replicated)
+
     @property
-    def _num_places(self) -> int:
-        """Places that a rank tells its rows to each of, where it knows them ahead."""
-        return self.world_size
+    def _room(self) -> int:
+        """Numbers behind the header in the message of a part, and so in that of a check, where they are
+        zeros."""
+        return self.geometry.placement.num_experts + self._sizes_ahead * self.world_size
 
     @property
     def _sizes_ahead(self) -> bool:

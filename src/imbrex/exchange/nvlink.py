@@ -188,7 +188,7 @@ class NvlinkDispatcher(WiredDispatcher):
     def check(self, *, synchronize: bool = False) -> None:
         self.transport.check(synchronize=synchronize)
 
-    def check_in(self, x_TD: Tensor, routing: Routing) -> None:
+    def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         self._meet(x_TD, routing)
 
     def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Part]:

@@ -42,16 +42,18 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan, rows
+from imbrex.exchange.agreement import HEADER
 from imbrex.exchange.bytes import BytesDispatcher
 from imbrex.exchange.dispatcher import DispatcherBase
 from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.placement import split_evenly
 from imbrex.runtime.streams import Begun
-from imbrex.transport.base import straight
 from imbrex.transport.tiers import ACROSS, Flight, Tiers
 
 OURS = 2
 """Tensors of the state before those of the dispatcher inside: the traffic between nodes."""
+PARTS_TOLD = 16
+"""Parts whose rows to every node fit into the message of a check. Ranks check before they plan more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,75 +127,119 @@ class TieredDispatcher(BytesDispatcher):
         super().close()
         self.inside.close()
 
-    @property
-    def _sizes_ahead(self) -> bool:
-        """Whether a rank knows what it sends to which node before it knows what others choose."""
-        return self.world_size > 1 and not self.geometry.placement.has_replicas
+    def _checks_itself(self, num_parts: int) -> bool:
+        return num_parts > 0 and self._length(num_parts) <= self._room
 
     @property
-    def _num_places(self) -> int:
-        return self.tiers.nodes.num_nodes
+    def _room(self) -> int:
+        """Choices of every expert, and rows of the parts to every node: whatever the placement, so that ranks
+        which disagree about it still understand each other."""
+        return self.geometry.placement.num_experts + self.tiers.nodes.num_nodes * PARTS_TOLD
 
-    def _wanted(self, slot_TK: Tensor) -> Tensor:
-        """Which nodes a token must reach, bool [T, nodes]: what ranks tell each other beside their counts."""
-        geometry, nodes = self.geometry, self.tiers.nodes
-        wanted_TW = plan.ranks_wanted(slot_TK, geometry.placement, geometry.tensor_parallel)
-        return wanted_TW.unflatten(1, (nodes.num_nodes, nodes.size)).any(2)
+    def _length(self, num_parts: int) -> int:
+        """Numbers behind the header that planning so many parts takes, of the first message."""
+        num_experts = self.geometry.placement.num_experts
+        if self.geometry.placement.has_replicas:
+            return num_experts * num_parts
+        return num_experts + self.tiers.nodes.num_nodes * num_parts
 
     def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Any]:
-        placement, rank = self.geometry.placement, self.geometry.rank
-        slots, (gathered, wants) = [], self.exchange_choices(parts)
-        for (_, routing), counts in zip(parts, gathered, strict=True):
-            split_WS = self._split(counts)
-            slots.append(plan.choose_slots(routing.ids_TK, split_WS[rank], placement))
-        per_part = [
-            self._wanted(slot_TK) if wanted_TN is None else wanted_TN
-            for wanted_TN, slot_TK in zip(wants, slots, strict=True)
-        ]
-        traffics = [
-            straight(wanted_TN, rows_NN, self.tiers.node)
-            for wanted_TN, rows_NN in zip(per_part, self._rows_between(gathered, per_part), strict=True)
-        ]
-        labels = [
-            torch.cat([as_bytes(slot_TK.int()), as_bytes(routing.weights_TK)], 1)
-            for slot_TK, (_, routing) in zip(slots, parts, strict=True)
-        ]
-        flight, sizes = self._tell(labels, traffics)
+        leaving = self._meet(parts)
+        labels, traffics = self._tell(leaving), leaving.traffics
         ahead = self._start(parts, traffics)
-        came = self._heard(flight, sizes)
+        if leaving.unread is not None:
+            # Who only counts choices hears of them here, behind the rows.
+            self._split(leaving.unread)
+        slots, came = leaving.slot_TK.split(leaving.sizes), self._heard(labels, traffics)
         pools = [self._pool(*of_part) for of_part in zip(parts, slots, traffics, came, strict=True)]
-        inside = self.inside.agree([(x_PD, routing) for x_PD, routing in pools])
+        inside = self.inside.agree(pools)
         return [
-            TieredPlan(traffic=traffic, inside=inner, weights_PK=routing.weights_TK, ahead=leaving)
-            for traffic, inner, (_, routing), leaving in zip(traffics, inside, pools, ahead, strict=True)
+            TieredPlan(traffic=traffic, inside=inner, weights_PK=routing.weights_TK, ahead=flights)
+            for traffic, inner, (_, routing), flights in zip(traffics, inside, pools, ahead, strict=True)
         ]
 
-    def _rows_between(self, gathered: Sequence[Tensor], per_part: Sequence[Tensor]) -> list[Tensor]:
-        """Tokens that every counterpart, node by node, sends to every node, int64 [nodes, nodes] of every
-        part, with a diagonal of zeros. per_part: which nodes this rank's tokens want."""
-        nodes = self.tiers.nodes
-        if self.world_size == 1:
-            return [torch.zeros(1, 1, dtype=torch.int64, device="cpu")] * len(gathered)
-        if self._sizes_ahead:
-            rows_WN = [message[:, -nodes.num_nodes :] for message in gathered]
+    def _meet(self, parts: Sequence[tuple[Tensor, Routing]]) -> _Leaving:
+        """What leaves, once ranks have told each other: in one message, two where replicas are chosen by what
+        all ranks say. The parts are gone through as one batch, and all that can be is made before an answer
+        is waited for."""
+        placement, sizes = self.geometry.placement, [len(x_TD) for x_TD, _ in parts]
+        header, unread = self._checked(parts), None
+        ids = [routing.ids_TK for _, routing in parts]
+        ids_TK = _joined(ids)
+        if placement.has_replicas:
+            slot_TK = _joined(self._choose(ids, header))
         else:
+            slot_TK = plan.only_slots(ids_TK, placement)
+        others_TN = self._wanted(slot_TK)
+        rows_X = torch.cat([part_TN.sum(0) for part_TN in others_TN.split(sizes)])
+        weights_TK = _joined([routing.weights_TK.detach() for _, routing in parts])
+        label_TB = torch.cat([as_bytes(slot_TK.int()), as_bytes(weights_TK)], 1)
+        if placement.has_replicas:
             self.observer.count("host_syncs", 1, layer=self.layer)
-            message = torch.cat([wanted_TN.sum(0) for wanted_TN in per_part])
-            rows_WN = list(self.transport.exchange_counts(message).chunk(len(per_part), 1))
-        return [one_WN[self.tiers.place :: nodes.size].clone().fill_diagonal_(0) for one_WN in rows_WN]
+            rows_WX = self.transport.exchange_counts(rows_X)
+        else:
+            unread = self._tell_counts(header, [plan.count_choices(ids_TK, placement.num_experts), rows_X])
+            rows_WX = unread[:, HEADER + placement.num_experts :][:, : len(rows_X)]
+        traffics, tokens_N = self._traffics(others_TN, sizes, rows_WX)
+        label_NB = pick_rows(label_TB, tokens_N)
+        return _Leaving(slot_TK=slot_TK, label_NB=label_NB, sizes=sizes, traffics=traffics, unread=unread)
 
-    def _tell(self, labels: Sequence[Tensor], traffics: Sequence[Traffic]) -> tuple[Flight, list[list[int]]]:
-        """Labels of the tokens that leave, by node, part and token: one message to a node. And how many come
-        of every part from every node."""
-        send, receive = ([traffic.splits_2W[way].tolist() for traffic in traffics] for way in (0, 1))
-        leaving = [
-            pick_rows(label, traffic.sent_tokens_N).split(sizes)
-            for label, traffic, sizes in zip(labels, traffics, send, strict=True)
+    def _checked(self, parts: Sequence[tuple[Tensor, Routing]]) -> Tensor:
+        """The header of this rank's message. ValueError on every rank where this one's input is wrong."""
+        problems = [self.find_problem(*part) for part in parts]
+        problem = next((problem for problem in problems if problem[0]), problems[0])
+        header = self._header(problem, parts[0][0], parts[0][1].ids_TK)
+        if problem[0]:
+            self._tell_counts(header, [header.new_zeros(self._length(len(parts)))])
+        return header
+
+    def _tell_counts(self, header: Tensor, counts: Sequence[Tensor]) -> Tensor:
+        """One message of all ranks, as long as that of a check if it is not longer."""
+        so_far = sum(len(of) for of in counts)
+        rest = header.new_zeros(max(self._room - so_far, 0))
+        return self._gather([torch.cat([header, *counts, rest])])[0]
+
+    def _choose(self, ids: Sequence[Tensor], header: Tensor) -> list[Tensor]:
+        """The slots of every part's choices, from the counts of all ranks."""
+        placement, rank = self.geometry.placement, self.geometry.rank
+        counts = [plan.count_choices(ids_TK, placement.num_experts) for ids_TK in ids]
+        gathered = self._tell_counts(header, counts)
+        blocks = gathered[:, HEADER:].split(placement.num_experts, 1)
+        splits = [self._split(torch.cat([gathered[:, :HEADER], block], 1)) for block in blocks[: len(ids)]]
+        return [
+            plan.choose_slots(ids_TK, split_WS[rank], placement)
+            for ids_TK, split_WS in zip(ids, splits, strict=True)
         ]
-        both = [[sum(sizes) for sizes in zip(*side, strict=True)] for side in (send, receive)]
-        flight = self.tiers.rail.begin(ACROSS, "plan", labels[0], both[1])
-        by_node = [part[node] for node in range(self.tiers.nodes.num_nodes) for part in leaving]
-        return flight.send(torch.cat(by_node), both[0]), receive
+
+    def _traffics(
+        self, others_TN: Tensor, sizes: Sequence[int], rows_WX: Tensor
+    ) -> tuple[list[Traffic], Tensor]:
+        """The traffic of every part, and the tokens of all that leave, by node and token. rows_WX: of every
+        part that every rank sends to every node, on the host."""
+        node, nodes = self.tiers.node, self.tiers.nodes
+        rows_NPN = rows_WX[self.tiers.place :: nodes.size].unflatten(1, (len(sizes), nodes.num_nodes))
+        send_PN = rows_NPN[node]
+        tokens_N = torch.nonzero_static(others_TN.T, size=int(send_PN.sum()))[:, 1].clone()
+        blocks, begin, traffics = tokens_N.split(send_PN.T.flatten().tolist()), 0, []
+        for part, size in enumerate(sizes):
+            splits_2W = torch.stack([send_PN[part], rows_NPN[:, part, node]])
+            tokens = tokens_N if len(sizes) == 1 else torch.cat(blocks[part :: len(sizes)]) - begin
+            traffics.append(Traffic(sent_tokens_N=tokens, splits_2W=splits_2W))
+            begin += size
+        return traffics, tokens_N
+
+    def _wanted(self, slot_TK: Tensor) -> Tensor:
+        """Which other nodes a token must reach, bool [T, nodes]."""
+        geometry, nodes = self.geometry, self.tiers.nodes
+        wanted_TW = plan.ranks_wanted(slot_TK, geometry.placement, geometry.tensor_parallel)
+        others_TN = wanted_TW.unflatten(1, (nodes.num_nodes, nodes.size)).any(2)
+        others_TN[:, self.tiers.node] = False
+        return others_TN
+
+    def _tell(self, leaving: _Leaving) -> Flight:
+        """Labels of the tokens that leave: one message to a node for all parts."""
+        send, receive = torch.stack([traffic.splits_2W for traffic in leaving.traffics]).sum(0).tolist()
+        return self.tiers.rail.begin(ACROSS, "plan", leaving.label_NB, receive).send(leaving.label_NB, send)
 
     def _start(
         self, parts: Sequence[tuple[Tensor, Routing]], traffics: Sequence[Traffic]
@@ -206,8 +252,9 @@ class TieredDispatcher(BytesDispatcher):
             for (x_TD, _), traffic in zip(parts, traffics, strict=True)
         ]
 
-    def _heard(self, labels: Flight, sizes: list[list[int]]) -> list[Tensor]:
+    def _heard(self, labels: Flight, traffics: Sequence[Traffic]) -> list[Tensor]:
         """Labels of the tokens that arrive, of every part, by node and token."""
+        sizes = [traffic.splits_2W[1].tolist() for traffic in traffics]
         blocks = labels.finish().split([n for by_part in zip(*sizes, strict=True) for n in by_part])
         return [torch.cat(blocks[part :: len(sizes)]) for part in range(len(sizes))]
 
@@ -454,6 +501,21 @@ class TieredDispatcher(BytesDispatcher):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Leaving:
+    """What of a batch in parts crosses.
+
+    slot_TK: of every choice. label_NB: of the tokens that leave, by node and token. sizes: tokens of every
+    part. unread: the message of all ranks, where no choice of replicas has read it.
+    """
+
+    slot_TK: Tensor
+    label_NB: Tensor
+    sizes: list[int]
+    traffics: list[Traffic]
+    unread: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Home:
     """Sums of the own tokens made on this node, and those that came from others; of gradients, also those of
     the weights."""
@@ -483,6 +545,10 @@ class _Inside:
     def count(self, name: str, value: Any, **where: int) -> None:
         if name == "bytes_sent":
             self.bytes_M.append(value)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def rows_across(rows_TD: Tensor, codec: Codec, traffic: Traffic) -> Tensor:

@@ -133,25 +133,25 @@ class Pipelined:
     ) -> Output:
         if torch.compiler.is_compiling():
             return Serial().run(x_TD, routing, exchange, experts, addend)
-        # The message of a layer that runs serially, so that one rank's wrong input is heard by all.
+        # The message of a layer that runs serially, so that one rank's wrong input is heard by all; or the
+        # plan's own, but for the call in which orders are compared before it.
         if not self.fuses:  # one chunk, whose own message says it
-            exchange.dispatcher.check_in(x_TD, routing)
-        orders = self._agree(exchange)
-        added = None if addend is None else addend()
-        geometry = exchange.geometry
+            before = self.degree if exchange in self._agreed else 0
+            exchange.dispatcher.check_in(x_TD, routing, before=before)
+        orders, geometry = self._agree(exchange), exchange.geometry
         # Where the tokens are the same on every rank, so must be their chunks.
         split = split_evenly if exchange.transport.replicated else self.split
         sizes = split(x_TD.shape[0], orders.degree, geometry.rank, exchange.world_size)
         parameters = tuple(parameters_of(experts))
-        call = _Call(
-            exchange=exchange,
-            experts=experts,
-            ids_TK=routing.ids_TK,
-            orders=orders,
-            sizes=self.roles if self.fuses else sizes,
-            differentiated=differentiated(x_TD, routing.weights_TK, added, *parameters),
-        )
-        return Output(y_TD=_Run.apply(call, x_TD, routing.weights_TK, added, *parameters))
+        keep = differentiated(x_TD, routing.weights_TK, *parameters)
+        keep = keep or (addend is not None and torch.is_grad_enabled())
+        defer = orders.defer and len(parameters) > 0
+        inputs = exchange, experts, x_TD, routing, None, self.roles if self.fuses else sizes
+        with torch.no_grad():
+            work = Forward(*inputs, keep=keep, defer=defer)
+        # Behind the plan, which rows may leave with, and in which all ranks have heard that all are fine.
+        added = None if addend is None else addend()
+        return Output(y_TD=_Run.apply((work, orders), x_TD, routing.weights_TK, added, *parameters))
 
     def _agree(self, exchange: RowExchange) -> Orders:
         """The orders, compared once an exchange: ranks that start their moves in other orders would wait for
@@ -201,37 +201,24 @@ def parameters_of(experts: Experts) -> list[Tensor]:
     return [] if every is None else [p for p in every() if p.requires_grad]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    exchange: RowExchange
-    experts: Experts
-    ids_TK: Tensor
-    orders: Orders
-    sizes: Sequence[int] | Roles | None
-    differentiated: bool
-
-
 class _Run(torch.autograd.Function):
     """All chunks at once, so that the backward has its own order. The parameters are inputs: each gets one
     gradient a layer, however many chunks there are."""
 
     @staticmethod
-    def forward(ctx, call: _Call, x_TD: Tensor, weights_TK: Tensor, addend_TD: Tensor | None, *parameters):
-        keep = call.differentiated
-        routing = Routing(ids_TK=call.ids_TK, weights_TK=weights_TK)
-        work = Forward(
-            call.exchange,
-            call.experts,
-            x_TD,
-            routing,
-            addend_TD,
-            call.sizes,
-            keep=keep,
-            defer=call.orders.defer and any(ctx.needs_input_grad[4:]),
-        )
-        execute(call.orders.forward, work)
-        if keep:
-            ctx.work, ctx.orders, ctx.parameters = work, call.orders, parameters
+    def forward(
+        ctx,
+        call: tuple[Forward, Orders],
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        addend_TD: Tensor | None,
+        *parameters,
+    ):
+        work, orders = call
+        work.addend_TD = addend_TD
+        execute(orders.forward, work)
+        if work.keep:
+            ctx.work, ctx.orders, ctx.parameters = work, orders, parameters
         return work.y_TD
 
     @staticmethod

@@ -129,7 +129,7 @@ class _Layer:
         tokens = self.x_TD.shape[0]
         even = [tokens // degree + (c < tokens % degree) for c in range(degree)]
         # As a strategy does before it plans.
-        self.exchange.dispatcher.check_in(self.x_TD, self.routing)
+        self.exchange.dispatcher.check_in(self.x_TD, self.routing, before=degree)
         inputs = self.exchange, self.experts, self.x_TD, self.routing, None, even
         return _InTurn(*inputs, keep=True, defer=True)
 
