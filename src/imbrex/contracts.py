@@ -352,7 +352,6 @@ class Dispatcher(Protocol):
     def agree_on_rows(self, problem: str | None) -> None:
         """ValueError on every rank where one rank's rows cannot be combined; `problem`: this rank's. Where a
         word among hosts would wait for GPUs, ranks tell each other at the first combine only."""
-        ...
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         """Tell every rank whether this input can be dispatched: ValueError on all where one's cannot.
