@@ -58,7 +58,7 @@ def run_start(ranks: Ranks, degrees: list[int]) -> list[list[str]]:
     """What is said in each second call, up to what is added to the output."""
     exchange, experts = two_tiers(ranks, contiguous(24, 2), 4)
     x_TD, ids_TK, weights_TK, _ = given_to(ranks.rank)
-    inputs: Any = x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK), exchange, experts
+    inputs = x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=weights_TK), exchange, experts
     heads = []
     for degree in degrees:
         schedule = Pipelined("optsche", degree)
