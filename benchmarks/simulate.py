@@ -152,7 +152,7 @@ def validated() -> list[dict[str, Any]]:
                     "impl": row["impl"],
                     "case": row["case"] | {"part": part.name, "what": row["op"], "of_run": row["run"]},
                     "median_us": row["median_us"],
-                    "max_us": row["max_us"],
+                    **{name: row[name] for name in ("min_us", "max_us") if name in row},
                     "predicted_us": round(predicted, 1),
                     "error": round(predicted / row["median_us"] - 1, 4),
                 }
@@ -173,6 +173,11 @@ def losses(found: Sequence[Row]) -> dict[str, list[float]]:
             best = min(row["median_us"] for row in several)
             lost.setdefault(part, []).append(choice["median_us"] / best - 1)
     return lost
+
+
+def unsure(row: Row) -> bool:
+    """Whether a prediction lies between the fastest and the slowest round of its row."""
+    return row.get("min_us", row["median_us"]) <= row["predicted_us"] <= row["max_us"]
 
 
 def clear_losses(found: Sequence[Row]) -> list[float]:

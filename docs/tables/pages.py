@@ -59,7 +59,11 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "iterations": placement.iterations,
         "skewed": placement.skewed,
     },
-    "docs/plan.md": {"validated": simulate.validated, "gains": simulate.gains},
+    "docs/plan.md": {
+        "validated": simulate.validated,
+        "cores": simulate.cores,
+        "gains": simulate.gains,
+    },
     "docs/schedules.md": {
         "order loss": schedules.order_loss,
         "nvlink": schedules.nvlink,

@@ -34,19 +34,20 @@ def scale() -> Table:
     """Imbalance of batches of 512 tokens under the balanced split, mean over tasks and layers."""
     rows, lines = select(rows_of("at_scale"), case={"batch": 512}), []
     impls = {"deepseek": "DeepSeek's placement", "even_plan": "plan for even shares", "balanced": "this plan"}
+    known = ["balanced", *(["in_sample"] if select(rows, impl="in_sample") else [])]
     for ranks, slots in dict.fromkeys((row["case"]["W"], row["case"]["S"]) for row in rows):
         cells = []
         for impl in impls:
             mine = select(rows, impl=impl, case={"W": ranks, "S": slots})
             mean = sum(row["imbalance"] for row in mine) / max(len(mine), 1)
             cells.append(f"{mean:.4f}" if mine else "slots uneven")
-        for impl in ("balanced", "in_sample"):
+        for impl in known:
             ours = select(rows, impl=impl, case={"W": ranks, "S": slots})
             cells.append(f"{sum(row['over_bound'] for row in ours) / len(ours):.3f}")
             cells.append(f"{max(row['worst_over_bound'] for row in ours):.3f}")
         lines.append([f"{ranks}, {slots}", *cells])
-    over = "this plan over the lowest possible", "its worst layer"
-    head = ["ranks, slots", *impls.values(), *over, "planned from these batches", "its worst layer"]
+    over = ["this plan over the lowest possible", "planned from these batches"][: len(known)]
+    head = ["ranks, slots", *impls.values(), *(word for one in over for word in (one, "its worst layer"))]
     return Table(head=head, body=lines, rows=rows)
 
 

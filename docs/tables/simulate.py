@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.simulate import digest
+import statistics
+
+from benchmarks.simulate import clear_losses, digest, losses, unsure
 from docs.tables.results import Table, read
 
 from imbrex.simulate import scale
 from imbrex.simulate.profile import Profile
 
+FAR, CLOSE = 0.20, 0.05
 SHOWN = (16, 64, 256, 1024, 4096, 8192)
 
 
@@ -20,6 +23,28 @@ def validated() -> Table:
         for name, number, median, worst, chosen in digest(rows)
     ]
     return Table(head=head, body=body, rows=rows)
+
+
+def cores() -> Table:
+    """What the rounds of rows on two cores say of their errors."""
+    rows = [row for row in read("simulate") if "two cores" in row["case"]["part"] and "min_us" in row]
+    body = []
+    for part in dict.fromkeys(row["case"]["part"] for row in rows):
+        ours = [row for row in rows if row["case"]["part"] == part]
+        spread = statistics.median((row["max_us"] - row["min_us"]) / row["median_us"] for row in ours)
+        far = [row for row in ours if abs(row["error"]) > FAR]
+        lost = sum(one > CLOSE for some in losses(ours).values() for one in some)
+        body.append(
+            [
+                part,
+                f"{spread:.0%}",
+                f"{sum(unsure(row) for row in ours)} of {len(ours)}",
+                f"{sum(unsure(row) for row in far)} of {len(far)}",
+                f"{len(clear_losses(ours))} of {lost}",
+            ]
+        )
+    head = ["held out", "rounds of a row, slowest minus fastest", "predicted within its rounds"]
+    return Table(head=[*head, "of those over 20 %", "choices lost for sure"], body=body, rows=rows)
 
 
 def gains() -> str:

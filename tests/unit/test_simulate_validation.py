@@ -6,6 +6,7 @@ import json
 
 import pytest
 from benchmarks import simulate as bench
+from benchmarks.simulate_fit import SWEPT, of_cores
 
 COMMITTED = json.loads((bench.RESULTS / "simulate.json").read_text())["rows"]
 
@@ -22,31 +23,36 @@ def test_the_committed_predictions_are_those_of_the_shipped_profiles(predicted: 
         assert now["predicted_us"] == pytest.approx(then["predicted_us"], rel=1e-3)
 
 
-def test_the_median_is_within_8_percent(predicted: list[dict]) -> None:
-    (_, number, median, worst, _) = bench.digest(predicted)[-1]
-    assert number > 260
-    assert median <= 0.05
-    # On two cores the rounds of one row spread over a third of their median: docs/plan.md.
-    assert worst <= 0.27
+def on_gpus(rows: list[dict]) -> list[dict]:
+    """Those whose rounds repeat to a few percent. On two cores those of one row may spread over a third of
+    their median and more, so docs/plan.md tells how far off predictions are there, and no test holds it."""
+    return [row for row in rows if "GPU" in row["case"]["part"]]
+
+
+def test_everything_that_was_measured_is_there(predicted: list[dict]) -> None:
+    assert len(predicted) > 260
+    assert len(predicted) - len(on_gpus(predicted)) > 80
 
 
 def test_on_gpus_no_prediction_is_more_than_a_fifth_off(predicted: list[dict]) -> None:
-    lines = [line for line in bench.digest(predicted) if "GPUs" in line[0]]
+    *lines, (_, number, median, _, _) = bench.digest(on_gpus(predicted))
+    assert number > 170
+    assert median <= 0.05
     assert len(lines) == 6
     assert all(worst <= 0.20 for _, _, _, worst, _ in lines)
     assert {line[0]: line[2] for line in lines}["whole layer, NVLink, 2 and 4 GPUs"] <= 0.05
 
 
-def test_choices_lose_little(predicted: list[dict]) -> None:
-    lost = [one for some in bench.losses(predicted).values() for one in some]
-    assert len(lost) > 40
-    assert sum(one <= 0.05 for one in lost) >= 0.93 * len(lost)
+def test_on_gpus_choices_lose_nothing(predicted: list[dict]) -> None:
+    lost = [one for some in bench.losses(on_gpus(predicted)).values() for one in some]
+    assert len(lost) > 30
+    assert all(one <= 0.05 for one in lost)
     assert sorted(lost)[len(lost) // 2] == 0.0
 
 
-def test_no_choice_loses_more_than_5_percent_for_sure(predicted: list[dict]) -> None:
-    assert bench.clear_losses(predicted) == []
-    worse = [dict(row) for row in predicted]
+def test_a_choice_that_loses_for_sure_is_told(predicted: list[dict]) -> None:
+    assert bench.clear_losses(on_gpus(predicted)) == []
+    worse = [dict(row) for row in on_gpus(predicted)]
     best = min((row for row in worse if row["impl"] == "optsche-2"), key=lambda row: row["median_us"])
     others = [row for row in worse if row["case"] == best["case"] and row is not best]
     others[0] |= {"predicted_us": 0.0, "median_us": 2 * best["max_us"]}
@@ -60,10 +66,19 @@ def test_nothing_is_validated_on_that_was_fitted_to() -> None:
         assert file in ("layer", "fused", "schedule", "collectives")
         assert not (file == "fused" and (bench.is_piece_fitted(row) or bench.is_fused_fitted(row)))
         assert not (file == "layer" and bench.is_bytes_fitted(row))
-        assert (file, row["run"]) not in {("schedule", 5), ("schedule", 12)}
+        assert (file, row["run"]) != ("schedule", 12)
+        assert not (file == "schedule" and any(row is other for other in of_cores()[0]))
         assert not (file == "schedule" and bench.is_pair_fitted(row))
         top = row["case"].get("K") == 8
         if file == "collectives" and top and row["run"] == 3:
             assert row["impl"] not in ("copy-per-rank", "hierarchical-dedup")
         if file == "collectives" and top and (row["run"], row["op"]) == (7, "move"):
             assert row["impl"] != "copy-per-rank"
+
+
+def test_on_two_cores_no_configuration_is_on_both_sides() -> None:
+    fitted, held = ({str(row["case"]) for row in rows} for rows in of_cores())
+    assert len(fitted) == SWEPT
+    # The first sweep was measured twice: once more, all schedules of its second configuration.
+    assert len(fitted & held) <= 1
+    assert len(held) >= SWEPT
