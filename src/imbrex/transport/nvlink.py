@@ -18,9 +18,10 @@ import socket
 import time
 import weakref
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,18 @@ class Size:
         )
 
 
+class Kernels(Protocol):
+    """Kernels over a heap of this transport's; as `NvlinkExchange`."""
+
+    @property
+    def usable(self) -> bool: ...
+    def check(self, *, synchronize: bool = False) -> None: ...
+    def close(self, *, together: bool = True) -> None: ...
+
+
+K = TypeVar("K", bound=Kernels)
+
+
 def room_for(tokens: int) -> int:
     """Tokens that a heap for a small batch has room for, a power of two, so that its rows are few; 0 for a
     batch that is not small: there is one heap for all of those, as large as the largest."""
@@ -159,6 +172,7 @@ class Nvlink(Collective):
         self.sms_beside = Sms(**dict.fromkeys(Sms.__dataclass_fields__, beside_sms))
         self._exchanges: dict[tuple[Size, int], NvlinkExchange] = {}
         self._captured: set[NvlinkExchange] = set()
+        self._others: dict[Any, Kernels] = {}
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._shared = self._closed = False
         self._failure: ExchangeError | None = None
@@ -273,7 +287,7 @@ class Nvlink(Collective):
         """Raise `ExchangeError` if a call has failed, on any heap; see `NvlinkExchange.check`."""
         if self._failure is not None:
             raise self._failure
-        for exchanges in (self._exchanges.values(), self._captured):
+        for exchanges in (self._exchanges.values(), self._captured, self._others.values()):
             for exchange in exchanges:
                 exchange.check(synchronize=synchronize)
 
@@ -312,6 +326,15 @@ class Nvlink(Collective):
             self._captured.add(exchange)
         return exchange
 
+    def kernels_for(self, key: Any, make: Callable[[Callable[[int], Heap]], K]) -> K:
+        """Kernels of another kind over a heap of their own, which layers with the same key share; they fail,
+        and are closed, with this transport. Collective where there are none yet."""
+        if self._closed:
+            self._refuse_closed()
+        if key not in self._others:
+            self._others[key] = make(self._make_heap)
+        return self._others[key]  # pyright: ignore[reportReturnType]
+
     def _retire(self, old: NvlinkExchange | None) -> None:
         if old is None or old in self._captured:
             return
@@ -342,8 +365,8 @@ class Nvlink(Collective):
         """Whether calls can go on: it is open, and none has failed."""
         return not self._closed and all(exchange.usable for exchange in self._all())
 
-    def _all(self) -> set[NvlinkExchange]:
-        return {*self._exchanges.values(), *self._captured}
+    def _all(self) -> set[Any]:
+        return {*self._exchanges.values(), *self._captured, *self._others.values()}
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -375,3 +398,4 @@ class Nvlink(Collective):
             exchange.close(together=False)
         self._exchanges.clear()
         self._captured.clear()
+        self._others.clear()

@@ -18,7 +18,7 @@ namespace claims {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kMostPeers = 16;
-enum Step { kSend = 0, kPlace = 1, kExpand = 2, kReply = 3, kSum = 4 };
+enum Step { kSend = 0, kPlace = 1, kExpand = 2, kReply = 3, kSum = 4, kRefuse = 5 };
 enum Wait { kForTurn = 1, kForPacket = 2, kForReply = 3 };  // phases of this heap
 
 // By value. The host reads it: `kernels.structs`. T: `room`, most tokens of a rank.
@@ -474,6 +474,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (e.step == kExpand) step_expand(call, e, own);
     if (e.step == kReply) step_reply(call, e, own);
     if (e.step == kSum) step_sum(call, e, own);
+    if (e.step == kRefuse && call.block == 0 && threadIdx.x == 0)
+        give_up(call, kBadInput, static_cast<Phase>(kForTurn), call.me);
 }
 
 }  // namespace claims

@@ -35,7 +35,7 @@ Words = struct("events/claims.cuh", "Words")
 PatienceWords = struct("events/claims.cuh", "Patience")
 EVENTS = jit.Variant(source="events/events.cu", entry="run_events")
 THREADS, BLOCKS, SHARED = 512, 64, 4096
-SEND, PLACE, EXPAND, REPLY, SUM = range(5)
+SEND, PLACE, EXPAND, REPLY, SUM, REFUSE = range(6)
 KINDS, PHASES = ("", "events"), ("", "leave to send", "the packet", "the reply")
 ENDLESS = (1 << 64) - 1
 
@@ -203,6 +203,23 @@ class EventsKernels:
         y_TD = torch.empty_like(call.x_TD)
         self._run(SUM, call, rows=rows_RD, weighted=weighted, addend=addend_TD, out=y_TD)
         return y_TD
+
+    def refuse(self) -> None:
+        """Make the calls of all ranks fail: this one's input is wrong, and the others wait for it."""
+        none = torch.empty(0, self.room.choices, dtype=torch.int64, device=self.device)
+        x_TD = torch.empty(0, self.room.row_bytes // 2, dtype=torch.bfloat16, device=self.device)
+        call = EventsCall(
+            x_TD=x_TD,
+            ids_TK=none,
+            weights_TK=none.float(),
+            tables=(none, none),
+            patience=Patience(math.inf, 0, 1, self.device),
+            note=0,
+            routed=empty_routed(self.sizes, 1, self.device),
+            kept_TK=none.bool(),
+            outcome_2W=none.int(),
+        )
+        self._run(REFUSE, call)
 
     def _run(
         self,

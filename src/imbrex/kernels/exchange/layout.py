@@ -53,6 +53,7 @@ CODES = (
     "expert ids out of range or repeated in a token",
     "overflow",
     "ranks disagree about what is called",
+    "it was given an input that cannot be dispatched",
 )
 CHUNK, SEGMENT = 128, 32
 SHARED_BYTES = 227 * 1024

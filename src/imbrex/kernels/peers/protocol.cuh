@@ -40,7 +40,7 @@ enum Phase {
     kRowsReduced = 5,
     kOwnBlocks = 6
 };
-enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4, kOtherCall = 5 };
+enum Code { kTimedOut = 1, kPeerGaveUp = 2, kBadIds = 3, kOverflow = 4, kOtherCall = 5, kBadInput = 6 };
 
 // The first bytes of every heap. Zeroed once, when the heap is made. The host reads them: `kernels.structs`.
 struct Control {

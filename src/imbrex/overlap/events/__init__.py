@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from imbrex.contracts import Experts, Output, Routing, RowExchange, Transport
 from imbrex.overlap.events.backward import Backward
+from imbrex.overlap.events.device import WITH_GRADIENTS, DeviceSeat, run_on_device
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind, Ledger
 from imbrex.overlap.events.seat import Patience, Seat
@@ -43,7 +44,7 @@ class Events:
         self.tau, self.epsilon, self.every = tau if isinstance(tau, str) else float(tau), epsilon, every
         bound = "" if every == 1 else f", every={every}"
         self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon}{bound})"
-        self._seats: weakref.WeakKeyDictionary[RowExchange, Seat] = weakref.WeakKeyDictionary()
+        self._seats: weakref.WeakKeyDictionary[RowExchange, Seat | DeviceSeat] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(name: str) -> Events | None:
@@ -65,7 +66,9 @@ class Events:
         if exchange.world_size == 1:
             return "asked for; one rank: as serial"
         often = "" if self.every == 1 else f", in one of {self.every} calls"
-        return f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}{often}"
+        reason = f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}{often}"
+        on_device = exchange.transport.name == "nvlink"
+        return f"{reason}, by the GPU's clock; {WITH_GRADIENTS}" if on_device else reason
 
     def run(
         self,
@@ -77,14 +80,18 @@ class Events:
     ) -> Output:
         if torch.compiler.is_compiling() or exchange.world_size == 1:
             return Serial().run(x_TD, routing, exchange, experts, addend)
+        parameters = tuple(parameters_of(experts))
+        keep = differentiated(x_TD, routing.weights_TK, *parameters)
+        if keep and exchange.transport.name == "nvlink":
+            return Serial().run(x_TD, routing, exchange, experts, addend)
         seat = self._seat(x_TD, routing, exchange)
         seat.check_in(exchange.geometry, x_TD, routing)
         problem = _why_not_placement(exchange)
         if problem is not None:
             # Every rank has the same placement, so this is every rank's sentence.
             raise ValueError(f"schedule: {problem}")
-        parameters = tuple(parameters_of(experts))
-        keep = differentiated(x_TD, routing.weights_TK, *parameters)
+        if isinstance(seat, DeviceSeat):
+            return run_on_device(seat, exchange, x_TD, routing, experts, addend)
         forward = Forward(seat, exchange, experts, x_TD, routing, keep=keep)
         forward.send()
         added = None if addend is None else addend()
@@ -95,18 +102,27 @@ class Events:
         y_TD, kept_TK = _Run.apply(forward, x_TD, routing.weights_TK, added, *parameters)
         return Output(y_TD=y_TD, kept_TK=kept_TK if kept_TK.numel() else None)
 
-    def _seat(self, x_TD: Tensor, routing: Routing, exchange: RowExchange) -> Seat:
+    def _seat(self, x_TD: Tensor, routing: Routing, exchange: RowExchange) -> Seat | DeviceSeat:
         seat = self._seats.get(exchange)
         if seat is None:
             # A layer whose first input is wrong says so in this way, before its strategy runs.
             exchange.dispatcher.check_in(x_TD, routing)
             problem = why_not_events(exchange, self.epsilon)
-            seat = self._seats[exchange] = Seat(
-                exchange, Patience(self.tau, self.every), self.epsilon, problem
-            )
+            if exchange.transport.name == "nvlink":
+                seat = DeviceSeat(exchange, self, problem, x_TD.shape[0])
+            else:
+                patience = Patience(self.tau, self.every)
+                seat = Seat(exchange, patience, self.epsilon, problem)
+            self._seats[exchange] = seat
             # Not a cycle through the exchange: connections close with the last reference to it.
-            geometry = exchange.geometry
-            exchange.herald = lambda x_TD, routing: seat.check_in(geometry, x_TD, routing)
+            geometry, dispatcher, kept_seat = exchange.geometry, exchange.dispatcher, seat
+
+            def herald(x_TD: Tensor, routing: Routing) -> None:
+                if isinstance(kept_seat, DeviceSeat) and torch.is_grad_enabled():
+                    dispatcher.check_in(x_TD, routing)  # the others run serially
+                kept_seat.check_in(geometry, x_TD, routing)
+
+            exchange.herald = herald
         return seat
 
 
@@ -134,11 +150,11 @@ def why_not_patience(tau: Any, epsilon: Any, every: Any = 1) -> str | None:
 def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
     """Why this exchange cannot be run by events, or `None`."""
     transport, geometry = exchange.transport, exchange.geometry
-    if transport.name == "nvlink" or transport.device.type != "cpu":
-        return f"events move rows between CPUs so far, not over {transport.name}; use schedule='serial'"
+    if transport.device.type != "cpu" and transport.name != "nvlink":
+        return f"events move rows of GPUs over nvlink alone, not over {transport.name}; use schedule='serial'"
     if transport.replicated:
         return f"transport {transport.name!r} moves no rows that events could wait for; use 'alltoall'"
-    if cast("Transport", transport).ranks_per_node is not None:
+    if transport.name != "nvlink" and cast("Transport", transport).ranks_per_node is not None:
         return f"transport {transport.name!r} sends rows by way of nodes, events straight; use 'alltoall'"
     if geometry.rows_per_slot is not None or geometry.alignment != 1:
         return "padding wants the tokens of all ranks, which events do not wait for; leave it out"
