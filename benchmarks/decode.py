@@ -4,7 +4,8 @@
 Layers over NVLink, one after the other in a CUDA graph that both ranks replay together, two in turns so that
 none finds its weights in L2: microseconds a layer, the slowest rank of every replay, and rank 0's kernels of
 one, with when they begin and end. Both GPUs begin a replay together, behind a pause in which the hosts queue
-it: a model's step is one graph, so a host's launch and its lead over the other's are no part of a layer. The
+it: a model's step is one graph, so a host's launch and its lead over the other's are no part of a layer.
+`imbrex-one-launch` is the same with both products of the experts in one kernel (`Experts.one_launch`). The
 rival is the same layers over AllGather and ReduceScatter of NCCL, captured as well: tokens and choices go to
 everybody, every rank computes its own experts on them by torch's grouped products, and sums are scattered.
 """
@@ -126,7 +127,7 @@ def measure(
             top_k=sizes.top_k,
         )
         layers = [make_layer(config, number) for number in range(2)]
-        ways: dict[str, Sequence[Any]] = {"imbrex": layers}
+        ways: dict[str, Sequence[Any]] = {"imbrex": layers, "imbrex-one-launch": layers}
         if rivals:
             ways["nccl-agrs"] = [make_rival(layer, dist.group.WORLD) for layer in layers]
         for count in tokens:
@@ -137,7 +138,9 @@ def measure(
             for way, modules in ways.items():
                 row = {"op": "decode", "impl": way, "case": {"model": name, "T": count, "W": world}}
                 row |= {"experts_hit": hit, "read_us": round(read, 1), "n": repeats}
-                rows.append(row | time_way(modules, x_TD, repeats, timeline=way == "imbrex"))
+                for layer in layers:
+                    layer.experts.one_launch = way == "imbrex-one-launch"
+                rows.append(row | time_way(modules, x_TD, repeats, timeline=way.startswith("imbrex")))
                 if rank == 0:
                     print(rows[-1], flush=True)
         for layer in layers:

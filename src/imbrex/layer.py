@@ -215,7 +215,12 @@ class MoELayer(nn.Module):
         }
 
     def _about_rows(self) -> str:
-        """Where experts compute in fp8: whether rows come so, or why not."""
+        """Where experts compute in fp8: whether rows come so, or why not; in bf16 by kernels, in how many
+        launches those of a small batch."""
+        if self.experts.implementation == "kernels":
+            if self.experts.one_launch:
+                return "; products of a small batch in one launch: asked for"
+            return "; products of a small batch in two launches: one is not measured"
         if self.experts.implementation != "kernels-fp8":
             return ""
         reason = self.exchange.dispatcher.why_not_form(RowForm.FP8)

@@ -19,6 +19,7 @@ from imbrex.kernels import unavailable, why_not_portable
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts, unfit_for_fp8
 from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8
+from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.ffn.operators import swiglu
 from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.ffn.widths import MULTIPLE, fits
@@ -64,9 +65,12 @@ class Experts(nn.Module):
     gradient_sums: `None`, or tensors like gate_up_proj and down_proj, float32 or bfloat16, to which `kernels`
         add the weights' gradients in the backward; the parameters then get none. ValueError where the rows
         cannot go through them.
+    one_launch: without gradients, `kernels` compute both products of a small batch's rows in one launch where
+        they come from a small dispatch over NVLink; the same bits. Calls that are captured keep what it was.
     """
 
     gradient_sums: tuple[Tensor, Tensor] | None = None
+    one_launch: bool = False
 
     def __init__(
         self,
@@ -177,6 +181,8 @@ class Experts(nn.Module):
             beside = rows_out(dispatched.beside) if staged else dispatched.beside
             if staged and self.unchanged:  # who changes the result reads it
                 beside = beside._replace(leave=dispatched.leave)
+            if isinstance(beside, Groups):
+                beside.one_launch = self.one_launch
             more = {"weights_R": weights_R, "gradients": self.gradient_sums, "beside": beside}
             return ffn(rows_RD, gate_up, down, counts_e, **more)
         gate_up_RG = products.grouped_mm(rows_RD, gate_up.mT, counts_e)

@@ -14,6 +14,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.rows.compact",
     "imbrex.kernels.rows.keys",
     "imbrex.kernels.rows.labels",
+    "imbrex.kernels.ffn.both",
     "imbrex.kernels.ffn.ffn",
     "imbrex.kernels.ffn.fp8",
     "imbrex.kernels.ffn.tokens",

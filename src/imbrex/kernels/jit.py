@@ -369,6 +369,12 @@ class Kernel:
         config = configuration(driver, (cluster, 1, 1), block, smem, 0, attributes(driver, cluster, False))
         return cuda_ok(driver.cuOccupancyMaxActiveClusters(self._function, config), "counting clusters")
 
+    def resident(self, block: int, smem: int) -> int:
+        """How many blocks a multiprocessor of an idle device holds at once."""
+        driver = cuda_binding("driver")
+        count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, block, smem)
+        return cuda_ok(count, "counting blocks")
+
     def prepare(self, *, args: Sequence[Any], **how: Any) -> Prepared:
         """The same, to be launched later, and again, on the stream that is then current; `how`: what `launch`
         takes but a stream and `cooperative`."""

@@ -45,6 +45,7 @@ from imbrex.kernels.exchange.failures import check_choices, check_rows, check_se
 from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launches import Choosing, Sums, default_sms
 from imbrex.kernels.exchange.lease import Lease, Staged, staged_rows
+from imbrex.kernels.ffn import both
 from imbrex.kernels.gemm.gemm import FOLLOWS
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed, placement_tables
@@ -401,7 +402,7 @@ class NvlinkExchange:
         sums.setdefault("weighted", True)
         args, shared = self._reduce_args(rows, out, routed, sums), lay.reduce_shared(2 * width, wire)
         latest = jit.latest_launch(self.heap.local.get_device())
-        args.early = latest is not None and latest.entry == FOLLOWS.file[1]
+        args.early = latest is not None and latest.entry in (FOLLOWS.file[1], both.ENTRY)
         variant = kernel.REDUCE[wire == "fp8"]
         self._launch(variant, "combine", num_sms, kernel.REDUCE_THREADS, shared, args)
         return out

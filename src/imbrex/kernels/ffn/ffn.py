@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
 from imbrex.kernels.arguments import multiprocessors
+from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.ffn.inputs import check_inputs
 from imbrex.kernels.ffn.widths import MULTIPLE, fits, pad_widths
@@ -170,6 +171,10 @@ def run_experts(
     rows_RD[index_R[r]], read there by the first product. beside: the kernel of that product."""
     rows = rows_RD.shape[0] if index_R is None else index_R.shape[0]
     act_RF, y_RD = rows_RD.new_empty(rows, down_eDF.shape[2]), rows_RD.new_empty(rows, rows_RD.shape[1])
+    elsewhere = index_R is not None or beside is not None
+    if both.why_not_both(groups, keep=gate_up_RG is not None, elsewhere=elsewhere) is None:
+        both.run_both(rows_RD, gate_up_eGD, down_eDF, groups, act_RF, y_RD, weights_R)
+        return y_RD
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
         more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}

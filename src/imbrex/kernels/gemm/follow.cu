@@ -8,8 +8,8 @@
 // begin, and writes it when the other ends and the counters are there. The second product has a counter of
 // its own: the launch before may still be drawing from its.
 #include "gemm/cut.cuh"
+#include "gemm/ends.cuh"
 #include "gemm/run.cuh"
-#include "ptx/exchange.cuh"
 
 namespace gemm {
 
@@ -22,17 +22,6 @@ struct Follows {
         ptx::launch_dependents();
     }
 };
-
-// Until it is known where rows end. Bounded: whoever has waited for the launch before knows it as well.
-__device__ __forceinline__ void wait_for_ends(const int* ends, int experts) {
-    constexpr int kLooks = 1000;
-    for (int look = 0; look < kLooks; ++look) {
-        if (static_cast<int>(ptx::load_acquire_gpu(reinterpret_cast<const u32*>(ends) + experts - 1)) >= 0)
-            return;
-        ptx::pause();
-    }
-    ptx::wait_for_launches();
-}
 
 // The arguments of gemm/gemm.cu.
 extern "C" __global__ void __launch_bounds__(C::kThreads, 1)

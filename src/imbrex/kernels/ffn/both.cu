@@ -1,0 +1,320 @@
+// Gate and up, and down, of a small batch in one launch: one stream of tiles, first all of gate and up, then
+// all of down, drawn in order by blocks that stay.
+//
+// Where reading weights is all that takes time, two launches leave memory idle between them: a block ends,
+// the next one begins, finds its tile and asks, and a last wave has no tile for every block. Here a block's
+// ring goes on over the border: columns of down are asked for while its last tile of gate and up is on its
+// way, as many steps as there are stages, and only then does it wait for the rows. In place of two
+// gemm/follow.cu; the same bits.
+//
+//   producer   | gate and up, tile i | columns of down | wait for the part | rows | columns and rows ...
+//   consumers  |      multiply, activate, store | in memory? fence, count | multiply, store
+//
+// Rows of 64, of an expert each, are numbered through: units. Units are cut into kParts parts, each with a
+// counter: its tiles of gate and up that are in memory. A tile of down waits for its part alone.
+//
+// Invariants:
+//   A tile waits for tiles of lower numbers only. Those are of blocks that run, or that begin without this
+//     one's help: the host launches no more than the device holds at once.
+//   Nobody waits with a tile of gate and up in hand: consumers count it before they look at their next one,
+//     and a producer tells consumers of a tile before it waits for the tile's rows.
+//   A counter is looked at behind an acquire, and rows are asked for behind a fence for the copy engine; who
+//     counts has waited for the copy engine and fenced.
+//   The last block whose producer is done sets counters back: it has then seen every part that is used.
+//   A wait that fails sets the status; the tile is computed all the same, so that nobody waits for it.
+//
+// What is read before the launch right before has ended, and where rows end: as in gemm/follow.cu.
+//
+// Example: experts of 3, 0 and 70 rows have units 0, then 1 and 2. With F = 128 and D = 256 tiles 0 to 5 are
+// of gate and up, two a unit, and 6 to 11 of down; parts 0, 2 and 5 get two tiles each.
+#include "gemm/cut.cuh"
+#include "gemm/ends.cuh"
+#include "gemm/run.cuh"
+
+namespace ffn {
+
+using namespace gemm;
+
+constexpr int kParts = 8;
+constexpr int kFirstPart = 4;  // of the counters
+constexpr u64 kLongest = 10'000'000'000;  // ns
+
+struct DownCut : Cut {
+    static constexpr Epilogue kEpilogue = WEIGHTED ? Epilogue::kWeighted : Epilogue::kPlain;
+};
+using Up = C;
+using Down = Config<DownCut>;
+static_assert(Up::kGroups == 1 && Up::kBytesA == Down::kBytesA && Up::kBytesB == Down::kBytesB, "one ring");
+static_assert(!Up::kHalved, "a half that is stored beside the next tile's products would wait for itself");
+
+// A, B and the result, of gate and up, then of down.
+struct BothMaps {
+    TensorMap of[2][3];
+};
+
+// By value. The host reads it: `kernels.structs`.
+struct Both {
+    const int* ends;       // where every expert's rows end
+    const float* weights;  // of rows (Epilogue::kWeighted)
+    u32* counter;          // zeros: tiles drawn, producers that are done, two of others, kParts parts
+    u32* status;           // as in gemm::Problem
+    int experts;
+    int width;  // D
+    int inner;  // F
+};
+
+__device__ __forceinline__ int part_of(int unit, int units) { return unit * kParts / units; }
+__device__ __forceinline__ int first_of_part(int part, int units) {
+    return (part * units + kParts - 1) / kParts;
+}
+
+// Experts that have rows, in order: number, first unit, first row; behind them how many units and rows.
+struct Units {
+    int *expert, *unit, *row;
+    int hits;
+
+    // All lanes of a warp. Four loads of ends are on their way at once.
+    __device__ __forceinline__ void list(const int* ends, int experts) {
+        const int lane = static_cast<int>(ptx::lane_id());
+        int units = 0, rows = 0;
+        hits = 0;
+#pragma unroll 1
+        for (int first = 0; first < experts; first += 128) {
+            int end[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) end[i] = ends[least(first + 32 * i + lane, experts - 1)];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int before = __shfl_up_sync(~0u, end[i], 1), begin = lane > 0 ? before : rows;
+                const int tiles = (end[i] - begin + 63) / 64;
+                int sum = tiles;
+#pragma unroll
+                for (int step = 1; step < 32; step *= 2) {
+                    const int left = __shfl_up_sync(~0u, sum, step);
+                    if (lane >= step) sum += left;
+                }
+                const u32 hit = __ballot_sync(~0u, tiles > 0);
+                const int at = hits + __popc(hit & ((1u << lane) - 1));
+                if (tiles > 0) {
+                    expert[at] = first + 32 * i + lane;
+                    unit[at] = units + sum - tiles;
+                    row[at] = begin;
+                }
+                hits += __popc(hit);
+                units += __shfl_sync(~0u, sum, 31);
+                rows = __shfl_sync(~0u, end[i], 31);
+            }
+        }
+        if (lane == 0) unit[hits] = units, row[hits] = rows;
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ int count() const { return unit[hits]; }
+};
+
+struct Work {
+    Tile tile;
+    bool down;
+    int part;
+};
+
+// The tile of a number; false: there are no more. The row tiles of an expert read the same columns one after
+// the other.
+__device__ __forceinline__ bool seek(const Both& both, const Units& units, int number, Work& work) {
+    const int ups = (both.inner + Up::kColumns - 1) / Up::kColumns,
+              downs = (both.width + Down::kColumns - 1) / Down::kColumns, all = units.count();
+    if (number >= all * (ups + downs)) return false;
+    work.down = number >= all * ups;
+    const int local = work.down ? number - all * ups : number, columns = work.down ? downs : ups;
+    int low = 0, high = units.hits;
+#pragma unroll 1
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (units.unit[middle] * columns <= local)
+            low = middle;
+        else
+            high = middle;
+    }
+    const int begin = units.unit[low], side = units.unit[low + 1] - begin, inside = local - begin * columns;
+    work.part = part_of(begin + inside % side, all);
+    work.tile.expert = units.expert[low];
+    work.tile.row = units.row[low] + inside % side * Up::kBlockM;
+    work.tile.rows = units.row[low + 1] - work.tile.row;
+    work.tile.column = inside / side * (work.down ? Down::kColumns : Up::kColumns);
+    work.tile.columns = (work.down ? both.width : both.inner) - work.tile.column;
+    return true;
+}
+
+// Parts whose rows of down are there, and the wait for one. One thread.
+struct Written {
+    const Both& both;
+    const Units& units;
+    u32 known = 0;
+
+    __device__ __forceinline__ bool is(int part) {
+        if (known >> part & 1) return true;
+        const int all = units.count(),
+                  due = first_of_part(part + 1, all) - first_of_part(part, all),
+                  ups = (both.inner + Up::kColumns - 1) / Up::kColumns;
+        if (static_cast<int>(ptx::load_acquire_gpu(both.counter + kFirstPart + part)) < due * ups)
+            return false;
+        ptx::fence_async();
+        known |= 1u << part;
+        return true;
+    }
+    __device__ __forceinline__ void wait(int part) {
+        const u64 begin = ptx::global_timer();
+#pragma unroll 1
+        while (!is(part)) {
+            if (ptx::global_timer() - begin > kLongest) {
+                *both.status = 1;
+                break;
+            }
+            ptx::pause();
+        }
+    }
+};
+
+// A step of a tile, or, in two calls, its columns and then its rows.
+template <bool kColumns, bool kRows>
+__device__ __forceinline__ void load_work(const BothMaps& maps, const Shared<Up>& shared, u32 stage,
+                                          const Work& work, int k) {
+    const u32 full = shared.full + 8 * stage;
+    const int live = least(work.tile.rows, Up::kBlockM);
+    const TensorMap* map = maps.of[work.down];
+    if (kColumns) ptx::mbarrier_expect(full, bytes_of_rows<Up>(live) + Up::kBytesB);
+    if (kRows) load_rows<Up>(map, full, shared.a_of(stage), work.tile.row, live, k);
+    if (!kColumns) return;
+    if (work.down)
+        load_columns<Down, true>(map + 1, full, shared.b_of(stage), work.tile.expert, work.tile.column, k);
+    else
+        load_columns<Up, true>(map + 1, full, shared.b_of(stage), work.tile.expert, work.tile.column, k);
+}
+
+// The producer thread.
+__device__ __forceinline__ void produce_both(const Both& both, const BothMaps& maps,
+                                             const Shared<Up>& shared, const Units& units) {
+    u32 patience = ptx::kPatience, position = 0;
+    Written written{both, units};
+    Work work;
+    bool more = seek(both, units, static_cast<int>(blockIdx.x), work);
+    Ring<Up> ring(0);
+#pragma unroll 1
+    for (u32 index = 0;; ++index) {
+        const u32 slot = index % kSlots;
+        ptx::mbarrier_wait(shared.slot_empty + 8 * slot, (index / kSlots & 1) ^ 1, patience);
+        if (!more) {
+            shared.slots[slot].steps = -1;
+            ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+            break;
+        }
+        const int next = static_cast<int>(atomicAdd(both.counter, 1u) + gridDim.x);
+        const int k = work.down ? both.inner : both.width, steps = (k + Up::kBlockK - 1) / Up::kBlockK;
+        const Tile& tile = work.tile;
+        shared.slots[slot] = {tile.expert, tile.row,  tile.rows, tile.column,
+                              tile.columns, steps, position,  work.down ? -1 : work.part};
+        ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
+        // The rows of gate and up are the launch's before, which a block waits for once.
+        const bool there = index > 0 && (!work.down || written.is(work.part));
+        const int ahead = there ? 0 : least(steps, Up::kStages);
+        Ring<Up> rows = ring;
+#pragma unroll 1
+        for (int step = 0; step < ahead; ++step, ring.next()) {
+            ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
+            load_work<true, false>(maps, shared, ring.stage, work, step * Up::kBlockK);
+        }
+        if (index == 0) {
+            ptx::wait_for_launches();
+            ptx::launch_dependents();
+        }
+        if (work.down) written.wait(work.part);
+#pragma unroll 1
+        for (int step = 0; step < ahead; ++step, rows.next())
+            load_work<false, true>(maps, shared, rows.stage, work, step * Up::kBlockK);
+        const auto load = [&](int begin, int end) {
+#pragma unroll 1
+            for (int step = begin; step < end; ++step, ring.next()) {
+                ptx::mbarrier_wait(shared.empty + 8 * ring.stage, ring.phase ^ 1, patience);
+                load_work<true, true>(maps, shared, ring.stage, work, step * Up::kBlockK);
+            }
+        };
+        const int few = ahead > 0 ? ahead : least(steps, kPeek);
+        if (ahead == 0) load(0, few);
+        Work then;
+        more = seek(both, units, next, then);
+        load(few, steps);
+        position += steps;
+        work = then;
+    }
+    if (patience == 0) *both.status = 1;
+    if (atomicAdd(both.counter + 1, 1u) == gridDim.x - 1) {
+        both.counter[0] = both.counter[1] = 0;
+        for (int part = 0; part < kParts; ++part) both.counter[kFirstPart + part] = 0;
+    }
+}
+
+// One thread, when it has sent a tile of gate and up: the tile is in memory, and counted.
+__device__ __forceinline__ void tell_part(const Both& both, int part) {
+    ptx::bulk_wait<0>();
+    ptx::fence_async();
+    ptx::fence_gpu();
+    ptx::add_relaxed_gpu(both.counter + kFirstPart + part, 1);
+}
+
+__device__ __forceinline__ void consume_both(const Both& both, const BothMaps& maps,
+                                             const Shared<Up>& shared) {
+    const int thread = static_cast<int>(threadIdx.x);
+    // Longer than the producer's, who may wait for another block.
+    u32 patience = 2 * ptx::kPatience, index = 0;
+    Stores<Up> acts{shared.staging, 0, thread};
+    Stores<Down> outs{shared.staging, 0, thread};
+    const StoreTiles act{maps.of[0] + 2, maps.of[0] + 2}, out{maps.of[1] + 2, maps.of[1] + 2};
+    Slot tile = take_slot<Up>(shared, index, patience);
+    while (tile.steps >= 0 && patience != 0) {
+        float d[1][Up::kBlockN / 2];
+        multiply_tile<Up, 1>(d, shared, 0, tile, patience);
+        const int rows = least(tile.rows, Up::kBlockM);
+        if (tile.together >= 0) {
+            store_block<Up>(d[0], act, acts, tile, tile.row, rows, nullptr);
+            if (thread == 0) tell_part(both, tile.together);
+        } else {
+            store_block<Down>(d[0], out, outs, tile, tile.row, rows, both.weights);
+        }
+        tile = take_slot<Up>(shared, ++index, patience);
+    }
+    if (thread == 0) ptx::bulk_wait<0>();
+    if (patience == 0) *both.status = 1;
+}
+
+// Dynamic memory as of a product, and 12 bytes for every expert and one more.
+extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
+    gate_up_and_down(const __grid_constant__ BothMaps maps, const __grid_constant__ Both both) {
+    extern __shared__ u8 memory[];
+    __shared__ Slot slots[kSlots];
+    __shared__ u64 barriers[2 * C::kStages + 2 * kSlots + 2];
+    const Shared<Up> shared = lay_out<Up>(memory, slots, barriers, nullptr);
+    if (threadIdx.x == 0) {
+        make_barriers(shared);
+        for (int i = 0; i < 6; ++i) ptx::prefetch_map(&maps.of[0][0] + i);
+    }
+    meet<Up>();
+    if (threadIdx.x < 128) {
+        ptx::wait_for_launches();
+        ptx::more_registers<Up::kConsumerRegisters>();
+        consume_both(both, maps, shared);
+    } else {
+        ptx::fewer_registers<Up::kProducerRegisters>();
+        if (threadIdx.x / 32 == 4) {
+            wait_for_ends(both.ends, both.experts);
+            const u32 behind = shared.staging + Up::kPanels * kPanel - ptx::smem_u32(memory);
+            int* room = reinterpret_cast<int*>(memory + behind);
+            Units units{room, room + both.experts + 1, room + 2 * (both.experts + 1)};
+            units.list(both.ends, both.experts);
+            if (ptx::lane_id() == 0) produce_both(both, maps, shared, units);
+        }
+    }
+    ptx::wait_for_launches();  // a block without a tile: nothing ends before the launch before has
+    ptx::launch_dependents();
+}
+
+}  // namespace ffn

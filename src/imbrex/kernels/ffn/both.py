@@ -1,0 +1,122 @@
+"""Gate, up and down of a small batch in one launch: the host's side of `ffn/both.cu`.
+
+An option: `Experts.one_launch`, `Groups(one_launch=True)`. The bits of two launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from imbrex.kernels.arguments import multiprocessors
+from imbrex.kernels.ffn.glue import Groups
+from imbrex.kernels.gemm.gemm import (
+    Epilogue,
+    Layout,
+    check_products,
+    gemm_variant,
+    products_status,
+    ragged_map,
+    stacked_map,
+)
+from imbrex.kernels.gemm.tiling import SMALL
+from imbrex.kernels.jit import ByValue, KernelError, Variant, load
+from imbrex.kernels.structs import struct
+
+BOTH = struct("ffn/both.cu", "Both")
+ENTRY = "gate_up_and_down"
+MOST_EXPERTS = 1024
+"""Experts of a rank: a block keeps 12 bytes of each in the shared memory that a product leaves."""
+FEW_ROWS = 32
+"""Rows of an expert, in the mean, up to which weights are all that takes time, and narrow tiles read them."""
+
+
+def both_variant(*, weighted: bool) -> Variant:
+    """The kernel whose result's rows are multiplied by weights, or not."""
+    up = gemm_variant(Layout.FORWARD, Epilogue.SWIGLU, SMALL)
+    return Variant(source="ffn/both.cu", entry=ENTRY, defines=(*up.defines, ("WEIGHTED", int(weighted))))
+
+
+def shipped_variants() -> list[Variant]:
+    return [both_variant(weighted=weighted) for weighted in (True, False)]
+
+
+def why_not_both(groups: Groups, *, keep: bool, elsewhere: bool) -> str | None:
+    """Why one launch does not compute both products of `groups`, or `None`. keep: gate and up are kept;
+    elsewhere: rows are read through an index, or come beside the first product."""
+    experts = groups.ends_e.numel()
+    if not groups.one_launch:
+        return "nobody asks for it"
+    if keep or elsewhere:
+        return "gate and up are kept, or rows do not lie in the order of experts"
+    if not 0 < groups.expected <= FEW_ROWS * experts:
+        return f"the rows are not those of a small dispatch, {FEW_ROWS} an expert in the mean at most"
+    if experts > MOST_EXPERTS:
+        return f"a rank has {experts} experts, {MOST_EXPERTS} at most"
+    return None
+
+
+def run_both(
+    rows_RD: Tensor,
+    gate_up_eGD: Tensor,
+    down_eDF: Tensor,
+    groups: Groups,
+    act_RF: Tensor,
+    out_RD: Tensor,
+    weights_R: Tensor | None,
+) -> None:
+    """Queue both products of rows_RD: `act_RF` and `out_RD` get what two launches give. All contiguous bf16,
+    but `weights_R` float32. Where `why_not_both` says nothing; KernelError where a multiprocessor has no
+    room for a block: each has one, and they wait for each other's tiles."""
+    device, experts = rows_RD.get_device(), len(down_eDF)
+    smem = shared_bytes(experts)
+    kernel, blocks = _kernel(weights_R is not None, smem, device)
+    both = BOTH(
+        ends=groups.ends_e,
+        weights=weights_R,
+        counter=groups.counter,
+        status=products_status(device),
+        experts=experts,
+        width=out_RD.shape[1],
+        inner=act_RF.shape[1],
+    )
+    maps = _maps(rows_RD, gate_up_eGD, down_eDF, act_RF, out_RD)
+    how = {"grid": blocks, "block": 128 * (SMALL.groups + 1), "smem": smem, "dependent": True}
+    kernel.launch(args=[maps, both], **how)
+    check_products(device)
+
+
+def shared_bytes(experts: int) -> int:
+    """Bytes of dynamic shared memory: a product's, and three numbers of every expert and one more."""
+    return SMALL.smem + -(-12 * (experts + 1) // 16) * 16
+
+
+def _maps(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, act_RF: Tensor, out_RD: Tensor) -> ByValue:
+    """`BothMaps`: rows, weights and result of each product."""
+    height, width = SMALL.box_m, SMALL.block_n
+    maps = (
+        ragged_map(rows_RD, 64, height),
+        stacked_map(gate_up_eGD, 64, width // 2, 2),
+        ragged_map(act_RF, 64, 64),
+        ragged_map(act_RF, 64, height),
+        stacked_map(down_eDF, 64, width),
+        ragged_map(out_RD, 64, 64),
+    )
+    return ByValue(b"".join(bytes(part.raw) for part in maps))
+
+
+@functools.cache
+def _kernel(weighted: bool, smem: int, device: int) -> tuple[Any, int]:
+    """The kernel and the blocks of a launch, one a multiprocessor."""
+    kernel, threads = load(both_variant(weighted=weighted), device), 128 * (SMALL.groups + 1)
+    if not kernel.resident(threads, smem):
+        raise KernelError(
+            f"ffn: one launch for both products wants {smem} bytes of shared memory in every multiprocessor, "
+            "and the device has less: use one_launch=False"
+        )
+    return kernel, multiprocessors(device)
+
+
+__all__ = ["BOTH", "ENTRY", "both_variant", "run_both", "shared_bytes", "shipped_variants", "why_not_both"]
