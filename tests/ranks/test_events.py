@@ -164,6 +164,29 @@ def test_one_ranks_wrong_input_is_every_ranks_sentence(pool: Pool, what: str) ->
     assert pool.run(4, _wrong, what) == [wanted] * 4
 
 
+def _wrong_everywhere(ranks: Ranks) -> list[str]:
+    """Errors of a right call, of one that ranks 0 and 1 get wrong, and of right ones behind it."""
+    case = Case(config=SMALL, options={"transport": "alltoall", "schedule": "events"})
+    layer = make_layer(case, ranks.group)
+    errors = []
+    for is_wrong in (False, True, False, False):
+        width = SMALL.hidden_size - (is_wrong and ranks.rank < 2)
+        try:
+            layer(torch.randn(5, width))
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error).split(", ")[1])
+        # What a peer says of a call comes after this rank has left it.
+        dist.barrier(ranks.group)
+    return errors
+
+
+def test_what_several_ranks_got_wrong_is_over_with_that_call(pool: Pool) -> None:
+    """A peer's word that comes after this rank's own error is no error of the next call."""
+    for errors in pool.run(4, _wrong_everywhere):
+        assert errors == ["", "x has 2 dimensions and last size 12; give tokens [T", "", ""]
+
+
 PATIENT: dict[str, Any] = {"tau": 0.1, "epsilon": 1, "every": 1}
 
 

@@ -89,6 +89,7 @@ class Seat:
         self.open: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.silent_since: dict[int, float] = {}
         self.last_call: dict[int, int] = {}
+        self.refused: set[int] = set()
 
     def begin(self, record: Record) -> int:
         """Number a call; what came for it before is its first letters."""
@@ -105,6 +106,8 @@ class Seat:
         if not problem[0]:
             return
         self.calls += 1
+        self.refused.add(self.calls)
+        self.early.pop(self.calls, None)
         number, *details = problem
         for peer in self.peers:
             said_details = (number, *details, 0)
@@ -170,7 +173,11 @@ class Seat:
     def _raise_problem(self, letters: Sequence[Letter]) -> None:
         for peer, envelope, _ in letters:
             number, *details = envelope.details
+            if envelope.kind == Kind.PROBLEM and envelope.call in self.refused:
+                # Another's problem, or the own one, was this call's error already.
+                continue
             if envelope.kind == Kind.PROBLEM:
+                self.refused.add(envelope.call)
                 raise ValueError(f"dispatch: on rank {peer}, {PROBLEMS[number].format(*details)}")
             if envelope.kind == Kind.LOST and number != self.rank:
                 raise RankLostError(
