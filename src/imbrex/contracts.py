@@ -349,9 +349,9 @@ class Dispatcher(Protocol):
         """Why tokens [..., D] of this width, dtype and device cannot be dispatched, or `None`."""
         ...
 
-    def agree_on_rows(self, problem: str | None) -> None:
-        """ValueError on every rank where one rank's rows cannot be combined; `problem`: this rank's. Where a
-        word among hosts would wait for GPUs, ranks tell each other at the first combine only."""
+    def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
+        """ValueError on every rank where one rank's rows cannot be combined, or have another dtype. Where
+        hosts would wait for GPUs, at the first combine only. problem, dtype: of this rank's rows."""
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         """Tell every rank whether this input can be dispatched: ValueError on all where one's cannot.

@@ -62,6 +62,7 @@ class Ranks:
                 stacklevel=3,
             )
         world = 1 if group is None else group.size()
+        expect("MoELayer: tensor_parallel", tensor_size, (int,), "give a whole number")
         if tensor_size < 1 or world % tensor_size:
             raise ValueError(
                 f"MoELayer: {world} ranks do not divide into tensor_parallel={tensor_size}; choose "

@@ -43,6 +43,8 @@ def bad_input(kind: str) -> tuple[torch.Tensor, imbrex.Routing]:
         weights_TK[0, 1] = torch.nan
     elif kind == "integers":
         x_TD = x_TD.long()
+    elif kind == "weights":
+        weights_TK = weights_TK.flatten()
     elif kind == "int32 ids":
         ids_TK = ids_TK.int()
     elif kind == "dtype":
@@ -55,6 +57,8 @@ def bad_input(kind: str) -> tuple[torch.Tensor, imbrex.Routing]:
 MESSAGES = {
     "width": r"on rank 1, x has 2 dimensions and last size 6; give tokens \[T, 5\]",
     "tokens": r"on rank 1, x has 4 tokens but the routing has 3; route the same tokens",
+    "weights": r"on rank 1, weights have 1 dimensions and another shape than ids; give one for every choice, "
+    r"\[3, 2\]",
     "choices": r"on rank 1, the routing has 1 choices a token; this exchange was made for 2",
     "range": r"on rank 1, choice 1 of token 1 is expert 99, which does not exist; ids are 0..E-1, or -1",
     "twice": r"on rank 1, token 2 wants expert 4 twice; an expert may stand at most once",
@@ -276,6 +280,7 @@ WRONG_ROWS = {
     "number": r"combine: on rank 1, rows are \[\d+, 5\]; give a row for every row of the dispatch, \[\d",
     "width": r"combine: on rank 1, rows are \[\d+, 6\]; give a row for every row",
     "dtype": "combine: on rank 1, rows are torch.int64; give torch.float32 or",
+    "another dtype": "combine: ranks disagree about the dtype of rows: torch.float32 on rank 0, torch.flo",
     "device": "combine: on rank 1, rows are on meta; give them on cpu",
     "handle": "combine: on rank 1, the handle is of another exchange; give the one that came with the rows",
     "addend": r"combine: on rank 1, the addend is \[1, 5\]; give a row for every token, \[3, 5\]",
@@ -294,6 +299,7 @@ def run_wrong_rows(ranks: Ranks, kind: str) -> str:
         "number": (rows_RD[1:], handle, None),
         "width": (torch.zeros(len(rows_RD), D + 1), handle, None),
         "dtype": (rows_RD.long(), handle, None),
+        "another dtype": (rows_RD.double(), handle, None),
         "device": (rows_RD.to("meta"), handle, None),
         "handle": (rows_RD, foreign.handle, None),
         "addend": (rows_RD, handle, torch.zeros(1, D)),

@@ -164,6 +164,7 @@ MISTAKES = {
     "width": "on rank 1, rows of 520 values; fp8 takes a multiple of 128",
     "most": "ranks disagree about num_max_dispatch_tokens_per_rank: 6 on rank 0, 8 on rank 1",
     "ids": "on rank 1, ids of topk_idx outside",
+    "twice": "on rank 1, a token of topk_idx wants an expert twice",
     "experts": "on rank 1, 7 experts on 2 ranks; give a multiple",
     "exponents": "on rank 1, use_ue8m0 without round_scale",
     "both": "on rank 1, async_finish and return_recv_hook",
@@ -183,6 +184,7 @@ def make_mistake(ranks: Ranks, kind: str) -> tuple[str, bool]:
         "width": {"x": torch.zeros(5, 520).bfloat16()},
         "most": {"num_max_dispatch_tokens_per_rank": 8},
         "ids": {"topk_idx": ids_TK + E},
+        "twice": {"topk_idx": torch.full_like(ids_TK, 3)},
         "experts": {"num_experts": 7},
         "exponents": {"use_ue8m0": True},
         "both": {"async_finish": True, "return_recv_hook": True},
@@ -208,6 +210,7 @@ SUMS = {
     "weights": r"on rank 1, topk_idx and topk_weights are \[5, 3\] and \[5, 2\]; give \[5, K\]",
     "out": r"on rank 1, out is torch.float32 \[5, 512\]; give bfloat16 \[5, 512\]",
     "no rows": "on rank 1, zero_copy, but no rows were asked for",
+    "others": "on rank 1, topk_idx has experts that the dispatch did not have; give its topk_idx again",
 }
 
 
@@ -222,6 +225,7 @@ def make_mistake_in_sums(ranks: Ranks, kind: str) -> tuple[str, bool]:
         "weights": {"topk_weights": weights_TK[:, :2]},
         "out": {"out": torch.zeros(5, D)},
         "no rows": {"zero_copy": True},
+        "others": {"topk_idx": torch.where(ids_TK < 0, -1, (ids_TK + 1) % E)},
     }
     with pytest.raises(ValueError, match="low_latency_combine") as caught:
         buffer.low_latency_combine(**given | (changes[kind] if ranks.rank == 1 else {}))

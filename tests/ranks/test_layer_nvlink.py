@@ -333,7 +333,7 @@ def run_unrouted(ranks: Ranks, where: str) -> tuple[str, list[bool]]:
     (layer, optimizer), x_TD = make_impatient(ranks), tokens_of(CASE, ranks.rank)
     if ranks.rank == 1:
         layer.exchange.dispatcher.check_in(x_TD, layer.gate(x_TD))
-        layer.exchange.dispatcher.agree_on_rows(None)
+        layer.exchange.dispatcher.agree_on_rows(None, torch.bfloat16)
         return "left", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)

@@ -98,6 +98,7 @@ def test_the_layer_says_what_was_chosen() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"num_experts": True, "top_k": 1}, "MoEConfig: num_experts is True; give a whole number"),
         ({"hidden_size": 8.5}, "MoEConfig: hidden_size is 8.5; give a whole number"),
         ({"gate": "sigmoid"}, r"MoEConfig: gate is 'sigmoid'; give an object, as in Gate\(score='sigmoid'\)"),
         ({"losses": 0.01}, r"MoELayer: losses is 0.01; give AuxLosses\(load_balance=...\)"),

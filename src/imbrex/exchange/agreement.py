@@ -44,6 +44,7 @@ PROBLEMS = {
     8: "token {0} wants expert {1} twice; an expert may stand at most once in a row of ids",
     9: "the weight of choice {1} of token {0} is NaN or infinite; check the router's input",
     10: "the mask kept_TK is not of bools; pass one as recorded in Routing.kept_TK",
+    11: "weights have {0} dimensions and another shape than ids; give one for every choice, [{1}, {2}]",
 }
 
 
@@ -59,10 +60,12 @@ def find_problem(
     ids, weights = routing.ids_TK, routing.weights_TK
     if x_TD.dim() != 2 or x_TD.shape[1] != width:
         return 1, x_TD.dim(), x_TD.shape[-1] if x_TD.dim() else 0, width
-    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x_TD.shape[0]:
+    if ids.dim() != 2 or ids.shape[0] != x_TD.shape[0]:
         return 2, x_TD.shape[0], ids.shape[0] if ids.dim() else 0, 0
     if ids.shape[1] != top_k:
         return 3, ids.shape[1], top_k, 0
+    if ids.shape != weights.shape:
+        return 11, weights.dim(), ids.shape[0], top_k
     if x_TD.dtype not in DTYPES:
         return 4, 0, 0, 0
     if ids.dtype != torch.int64 or weights.dtype != torch.float32:
@@ -173,16 +176,30 @@ def agree(
     return words_W[:, 1 : 1 + len(own)].tolist()
 
 
-def raise_together(backend: Backend, what: str, problem: str | None) -> None:
+def raise_together(
+    backend: Backend, what: str, problem: str | None, dtype: torch.dtype | None = None
+) -> None:
     """One exchange, two where a rank has a problem: then ValueError on every rank with what is wrong on the
-    first that has one."""
+    first that has one. dtype: of this rank's rows; ValueError, too, where ranks have several."""
     try:
-        flags_W = backend.exchange_counts(words(problem is not None))
+        code = DTYPES.index(dtype) if dtype in DTYPES else -1
+        flags_W = backend.exchange_counts(words(problem is not None, code))
     except RankLostError as error:
         raise RankLostError(str(error).replace("in plan", f"in {what}")) from error
     wrong = flags_W[:, 0].nonzero().flatten()
     if not len(wrong):
+        _refuse_several(what, flags_W[:, 1].tolist())
         return
     text = (problem or "").encode("ascii", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES)
     letters = backend.exchange_counts(words(*text))[wrong[0]].tolist()
     raise ValueError(f"{what}: on rank {int(wrong[0])}, {bytes(letters).decode().rstrip()}")
+
+
+def _refuse_several(what: str, dtypes_W: list[int]) -> None:
+    """Raise ValueError where the ranks' rows, by their places in `DTYPES`, are not of one dtype."""
+    for rank, code in enumerate(dtypes_W):
+        if code != dtypes_W[0]:
+            raise ValueError(
+                f"{what}: ranks disagree about the dtype of rows: {DTYPES[dtypes_W[0]]} on rank 0, "
+                f"{DTYPES[code]} on rank {rank}; give every rank the same"
+            )

@@ -87,10 +87,10 @@ class BytesDispatcher(WiredDispatcher):
         fine sends the first alone, and one whose input is not the other."""
         return num_parts == 1
 
-    def agree_on_rows(self, problem: str | None) -> None:
+    def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         if self.world_size > 1 and not (self.combined and self.transport.device.type == "cuda"):
             self.combined = True
-            raise_together(self.transport, "combine", problem)
+            raise_together(self.transport, "combine", problem, dtype)
 
     def exchange_choices(
         self, parts: Sequence[tuple[Tensor, Routing]]

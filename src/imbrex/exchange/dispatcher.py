@@ -101,7 +101,7 @@ class DispatcherBase:
         experts = geometry.placement.num_experts
         return find_problem(x_TD, routing, geometry.hidden_size, geometry.top_k, experts, place)
 
-    def agree_on_rows(self, problem: str | None) -> None:
+    def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         """There is nobody else to tell."""
 
     def why_not_form(self, form: RowForm) -> str | None:

@@ -382,7 +382,7 @@ class Exchange:
         problem = self._why_not_rows(rows_RD, handle, addend)
         together = together and not handle.promised
         if together and not (rows_RD.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.dispatcher.agree_on_rows(problem)
+            self.dispatcher.agree_on_rows(problem, rows_RD.dtype)
         if problem is not None:
             raise ValueError(f"combine: on rank {self.geometry.rank}, {problem}")
 

@@ -218,8 +218,8 @@ class NvlinkDispatcher(WiredDispatcher):
         most, self.promised = max(values_W), min([value & 1 for value in values_W]) == 1
         return Part(ids_TK=routing.ids_TK, max_tokens=most >> 2, backward=bool(most & 2))
 
-    def agree_on_rows(self, problem: str | None) -> None:
-        """By a word on the hosts' board, which asks no GPU."""
+    def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
+        """By a word on the hosts' board, which asks no GPU. Rows have one dtype here."""
         _, wrong = self.transport.agree_on_call(0, fine=problem is None, note=self.calls % NOTES)
         if wrong is not None:
             raise_together(self.transport, "combine", problem)

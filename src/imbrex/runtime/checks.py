@@ -31,6 +31,6 @@ def piece(argument: str, value: Value) -> Value:
 
 
 def expect(what: str, value: object, kinds: tuple[type, ...], mend: str) -> None:
-    """Raise ValueError unless `value` is of one of `kinds`; the text ends in `mend`."""
-    if not isinstance(value, kinds):
+    """Raise ValueError unless `value` is of one of `kinds`; the text ends in `mend`. True is no number."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ValueError(f"{what} is {value!r}; {mend}")

@@ -89,4 +89,12 @@ def find_problem(backend: Backend, given: Given, num_experts: int) -> str:
     # On a GPU a look at values would be a host synchronisation.
     if ids_TK.device.type == "cpu" and bool(((ids_TK < -1) | (ids_TK >= num_experts)).any()):
         return f"ids of topk_idx outside [-1, {num_experts}); -1 drops a choice"
+    if ids_TK.device.type == "cpu" and _is_twice(ids_TK):
+        return "a token of topk_idx wants an expert twice; an expert may stand at most once in a row"
     return backend.wrong_device(hidden, scales, ids_TK, weights_TK)
+
+
+def _is_twice(ids_TK: torch.Tensor) -> bool:
+    """Whether a token has chosen an expert more than once."""
+    ordered_TK, _ = ids_TK.sort(1)
+    return bool(((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] >= 0)).any())

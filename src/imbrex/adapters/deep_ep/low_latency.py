@@ -263,6 +263,11 @@ def _why_not_combine(rows: Tensor | None, given: Given, out: Tensor | None, kept
     if ids_TK.dim() != 2 or len(ids_TK) != tokens or ids_TK.shape != weights_TK.shape:
         shapes = list(ids_TK.shape), list(weights_TK.shape)
         return f"topk_idx and topk_weights are {shapes[0]} and {shapes[1]}; give [{tokens}, K]"
+    # On a GPU a look at values would be a host synchronisation.
+    if ids_TK.device.type == kept.choices.ids_TK.device.type == "cpu":
+        same_TKK = ids_TK[:, :, None] == kept.choices.ids_TK[:, None]
+        if bool((~same_TKK.any(2) & (ids_TK >= 0)).any()):
+            return "topk_idx has experts that the dispatch did not have; give its topk_idx again"
     shape = [tokens, rows.shape[-1]]
     if out is not None and (list(out.shape) != shape or out.dtype != torch.bfloat16):
         return f"out is {out.dtype} {list(out.shape)}; give bfloat16 {shape}"
