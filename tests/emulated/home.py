@@ -38,6 +38,8 @@ def loader(edits: Edits = (), limit: float = 60.0) -> Callable[..., Any]:
         if not variant.source.startswith("fused/"):
             return kernel.load(variant)
         defines = dict(variant.defines)
+        if "GROUPS" not in defines:  # no product
+            return EmulatedKernel(variant, 0, None, edits, limit=limit)
         groups = int(defines["GROUPS"])
         rows = 64 * (int(defines["BLOCKS_M"]) if int(defines["PINGPONG"]) else groups)
         shared = 1024 + int(defines["STAGES"]) * 128 * (rows + int(defines["BLOCK_N"]))
@@ -82,12 +84,13 @@ def _outputs(backward: Backward) -> tuple[Tensor, Tensor]:
     return x_WTD, weights_WTK
 
 
-def apart(backward: Backward, sms: int = 2) -> list[Tensor]:
+def apart(backward: Backward, sms: int = 2, wire: str = "bf16") -> list[Tensor]:
     """dx, the gate weights' gradients and all weights' gradients, one launch after the other."""
     out, home = _outputs(backward)
     values = backward.numbers, home
     exchange, routed = backward.exchange, backward.routed
-    exchange.combine(backward.d_rows, routed, weighted=False, num_sms=sms, values=values, out=out)
+    sums = {"weighted": False, "values": values, "wire": wire}
+    exchange.combine(backward.d_rows, routed, num_sms=sms, out=out, **sums)
     exchange.check(synchronize=True)
     results = [out, home]
     for pair in backward.pairs:
@@ -99,7 +102,9 @@ def apart(backward: Backward, sms: int = 2) -> list[Tensor]:
     return results
 
 
-def beside(backward: Backward, first_blocks: int, blocks: int | None = None) -> list[Tensor]:
+def beside(
+    backward: Backward, first_blocks: int, blocks: int | None = None, wire: str = "bf16"
+) -> list[Tensor]:
     """The same in one launch."""
     out, home = _outputs(backward)
     pairs = [tuple(_apart_from(gradient) for gradient in pair) for pair in backward.pairs]
@@ -107,7 +112,7 @@ def beside(backward: Backward, first_blocks: int, blocks: int | None = None) -> 
         backward.exchange,
         backward.d_rows,
         backward.routed,
-        (backward.numbers, home),
+        {"values": (backward.numbers, home), "wire": wire},
         out,
         pairs,  # pyright: ignore[reportArgumentType]
         first_blocks=first_blocks,

@@ -152,7 +152,7 @@ def beside(forward: Forward, sms: int = 2, blocks: int | None = None, movers: in
         staged, routed = exchange.stage(*given, balanced=case.balanced, out=out, quantise=forward.fp8)
     else:
         routed = exchange.route(*given[1:3], inputs.tokens_W, balanced=case.balanced)
-        staged = exchange.stage_again(inputs.x_WTD, routed, sms, out=out)
+        staged = exchange.stage_again(inputs.x_WTD, routed, sms, out=out, quantise=forward.fp8)
     results, staged = [], replace(staged, movers=movers)
     for rank in range(case.ranks):
         results.append(_multiply(forward, rank, out[rank], routed, rows_out(staged, rank), blocks))

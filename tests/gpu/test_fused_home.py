@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from imbrex.kernels.arguments import multiprocessors
+from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.fused.home import home_beside_gradients
 from imbrex.placement.layouts import contiguous
 from tests.emulated.home import apart, begin, beside, differences
@@ -60,7 +61,8 @@ def test_a_captured_launch_is_replayed() -> None:
     backward, blocks = begin(case, inner, device="cuda", timeout=10.0), blocks_of(case)
     wanted = apart(backward, sms=8)
     out, home = (torch.empty_like(tensor) for tensor in backward.like)
-    given = backward.exchange, backward.d_rows, backward.routed, (backward.numbers, home), out, backward.pairs
+    sums: Sums = {"values": (backward.numbers, home)}
+    given = backward.exchange, backward.d_rows, backward.routed, sums, out, backward.pairs
 
     def call() -> list[tuple[torch.Tensor, torch.Tensor]]:
         return home_beside_gradients(*given, first_blocks=16, blocks=blocks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.fused import down_home, home
-from imbrex.kernels.fused.rows_out import rows_out
+from imbrex.kernels.fused.rows_out import bring_rows, rows_out
 from imbrex.overlap import Auto, Fused, Serial, tuner
 from imbrex.placement import contiguous
 from imbrex.schedule.choice import Choice
@@ -157,7 +159,7 @@ def run_both(ranks: Ranks, codec: str, train_down: bool, tokens: int) -> tuple[l
 
 @pytest.mark.parametrize(
     ("codec", "train_down", "tokens", "launches"),
-    [("identity", True, 40, 1), ("identity", False, 40, 0), ("fp8", True, 40, 0), ("identity", True, 0, 1)],
+    [("identity", True, 40, 1), ("identity", False, 40, 0), ("fp8", True, 40, 1), ("identity", True, 0, 1)],
 )
 def test_bits_are_those_of_serial(
     pool: Pool, codec: str, train_down: bool, tokens: int, launches: int
@@ -168,12 +170,20 @@ def test_bits_are_those_of_serial(
         assert brought == 2
 
 
-def run_fp8(ranks: Ranks) -> tuple[list[bool], bool]:
-    """`run_dy` where rows go out in fp8, and dy does not; and whether experts brought them."""
+def run_fp8(ranks: Ranks, codec: dict[str, str], leaving: int) -> tuple[list[bool], bool, list[str]]:
+    """`run_dy` where rows, dy or dx cross in fp8; whether experts brought rows; and how dy came."""
+    came: list[str] = []
+
+    def note(name: str, function: Any) -> Any:
+        return lambda *args, **options: came.append(name) or function(*args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.WIDTH", 512)  # which that codec's kernels take
         patch.setattr(Weighing, "brought", 0)
-        with an_exchange(ranks, dispatch="fp8") as (exchange, _):
+        patch.setattr(Weighing, "leaves", ranks.rank < leaving)
+        patch.setattr(NvlinkExchange, "stage_again", note("staged", NvlinkExchange.stage_again))
+        patch.setattr("imbrex.exchange.nvlink.bring_rows", note("before", bring_rows))
+        with an_exchange(ranks, None, "even", **codec) as (exchange, launches):
             answers, brought = [], 0
             for strategy in (Serial(), Fused()):
                 x_TD, routing = inputs_of(ranks.rank, 31 + 9 * ranks.rank)
@@ -184,13 +194,26 @@ def run_fp8(ranks: Ranks) -> tuple[list[bool], bool]:
                 answers.append([y_TD, *torch.autograd.grad(loss, leaves)])
                 brought = experts.brought
             exchange.check()
-    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], bool(brought)
+        came += ["home"] * len(launches)
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], bool(brought), came
 
 
-def test_rows_in_fp8_are_brought_with_the_bits_of_serial(pool: Pool) -> None:
-    for same, brought in pool.run(2, run_fp8):
+@pytest.mark.parametrize(
+    ("codec", "leaving", "came"),
+    [
+        ({"dispatch": "fp8"}, 2, ["staged", "home"]),
+        ({"combine_backward": "fp8"}, 1, ["staged", "home"]),
+        ({"dispatch": "fp8", "combine_backward": "fp8", "dispatch_backward": "fp8"}, 2, ["staged", "home"]),
+    ],
+)
+def test_rows_in_fp8_are_brought_with_the_bits_of_serial(
+    pool: Pool, codec: dict[str, str], leaving: int, came: list[str]
+) -> None:
+    """Rank 1 may have its gradient read by somebody else: it then brings dy before the product."""
+    for rank, (same, brought, how) in enumerate(pool.run(2, run_fp8, codec, leaving)):
         assert same == [True] * 5
         assert brought
+        assert how == ([came[0], "before", *came[1:]] if rank >= leaving else came)
 
 
 def run_dy(ranks: Ranks, train_down: bool, tokens: int, wide: bool, leaving: int) -> tuple[list[bool], int]:
@@ -424,21 +447,49 @@ def test_auto_takes_it_where_it_is_faster(
         assert same
 
 
-def run_reasons(ranks: Ranks) -> tuple[str, str, str]:
+def run_exact(ranks: Ranks, codec: dict[str, str], idle: bool) -> tuple[list[bool], list[int]]:
+    """Whether y and all gradients are serial's, and how many rows there was room for. idle: the second rank
+    has no rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.WIDTH", 512)
+        with an_exchange(ranks, None, "even", **codec) as (exchange, _):
+            exchange.transport.exact_rows = True  # pyright: ignore[reportAttributeAccessIssue]
+            answers, rooms = [], []
+            for strategy in (Serial(), Fused()):
+                x_TD, routing = inputs_of(ranks.rank, 31 + 9 * ranks.rank)
+                if idle:
+                    routing = replace(routing, ids_TK=routing.ids_TK.clamp(max=1))
+                    routing.ids_TK[:, 1] = -1
+                experts = Weighing(ranks.rank, train_down=True)
+                experts.register_forward_pre_hook(lambda _, given: rooms.append(len(given[0].rows_RD)))
+                y_TD = strategy.run(x_TD, routing, exchange, experts, None).y_TD
+                loss = (y_TD.float() * coefficients(y_TD)).sum()
+                leaves = [x_TD, routing.weights_TK, *experts.parameters()]
+                answers.append([y_TD, *torch.autograd.grad(loss, leaves)])
+            exchange.check()
+    return [torch.equal(a, b) for a, b in zip(*answers, strict=True)], rooms
+
+
+@pytest.mark.parametrize("codec", [{}, {"dispatch": "fp8", "combine_backward": "fp8"}])
+@pytest.mark.parametrize("idle", [False, True])
+def test_rows_are_exactly_as_many_as_there_are(pool: Pool, codec: dict[str, str], idle: bool) -> None:
+    for rank, (same, (serially, fused)) in enumerate(pool.run(2, run_exact, codec, idle)):
+        assert same == [True] * 5
+        assert serially == fused
+        assert (fused == 0) is (idle and rank == 1)
+
+
+def run_reasons(ranks: Ranks) -> tuple[str, str]:
     with an_exchange(ranks) as (exchange, _):
         strategy = Fused()
-        exchange.transport.exact_rows = True  # pyright: ignore[reportAttributeAccessIssue]
-        first = strategy.reason(exchange)
-        exchange.transport.exact_rows = False  # pyright: ignore[reportAttributeAccessIssue]
-        second = strategy.reason(exchange)
+        plain = strategy.reason(exchange)
         experts = Kernels(ranks.rank, train_down=True)
         experts.forms = (RowForm.ROWS,)  # pyright: ignore[reportAttributeAccessIssue]
         strategy.run(*inputs_of(ranks.rank, 9), exchange, experts, None)
-        return first, second, strategy.reason(exchange)
+        return plain, strategy.reason(exchange)
 
 
 def test_the_reason_says_what_runs(pool: Pool) -> None:
-    for exact, plain, others in pool.run(2, run_reasons):
-        assert exact.startswith("runs serially: with exact_rows the host waits")
+    for plain, others in pool.run(2, run_reasons):
         assert plain.startswith("asked for: rows come beside gate and up")
         assert others.startswith("runs serially: these experts cannot bring their rows")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from imbrex.kernels.exchange.failures import ExchangeError
+from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn.ffn import LeftGradient
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.fused.home import home_beside_gradients, why_not_home
@@ -51,6 +52,18 @@ def test_whole_rows_and_ranks_without(monkeypatch: pytest.MonkeyPatch, case: Cas
         assert differences(case, beside(backward, first, 2), wanted) == []
 
 
+@pytest.mark.parametrize("case", [replace(FOUR, width=768), replace(WHOLE, width=256)])
+def test_sums_in_fp8_have_the_bits_of_the_codec(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Those of a combine in fp8, some blocks zeros and some with a scale that divides slowly."""
+    emulate(monkeypatch, blocks=2)
+    backward = begin(case, 64, load=loader(), timeout=30.0)
+    backward.d_rows[:, 0::7, :128], backward.d_rows[:, 1::7, 130] = 0.0, 3e30
+    wanted, plain = apart(backward, wire="fp8"), apart(backward)
+    assert differences(case, plain, wanted) != []
+    for first in (0, 1, 2):
+        assert differences(case, beside(backward, first, 2, wire="fp8"), wanted) == []
+
+
 @pytest.mark.parametrize("add", [torch.bfloat16, torch.float32])
 def test_gradients_are_added_in_turns_of_the_groups(
     monkeypatch: pytest.MonkeyPatch, add: torch.dtype
@@ -73,7 +86,7 @@ def test_a_rank_that_never_comes_ends_the_sums_and_not_the_product(
     wanted, exchange = apart(backward), backward.exchange
     exchange.heap.local, exchange.local_ranks = exchange.heap.local[:1], 1
     out = torch.zeros_like(backward.like[0])
-    arguments = exchange, backward.d_rows, backward.routed, None, out, backward.pairs[:1]
+    arguments = exchange, backward.d_rows, backward.routed, Sums(), out, backward.pairs[:1]
     ((one, other),) = home_beside_gradients(*arguments, first_blocks=first, blocks=BLOCKS)
     with pytest.raises(ExchangeError, match=r"timed out, waiting for reduced rows of rank 1"):
         exchange.check()

@@ -94,11 +94,11 @@ GRADIENTS = {
 }
 
 
-def gradient_of(case: Case, name: str, monkeypatch: Any, edits: Edits = ()) -> Forward:
-    emulate(monkeypatch, None, blocks=4, edits=edits)
+def gradient_of(case: Case, name: str, monkeypatch: Any, *, fp8: bool = False) -> Forward:
+    emulate(monkeypatch, None, blocks=4)
     epilogue, tiling = GRADIENTS[name]
     exchange = make_exchange(case, load=kernel.load)
-    return begin(case, 192, exchange, tiling, gradient=epilogue)
+    return begin(case, 192, exchange, tiling, gradient=epilogue, fp8=fp8)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -107,6 +107,19 @@ def test_rows_of_dy_beside_the_gradient_through_down(
     case: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradient = gradient_of(CASES[case], name, monkeypatch)
+    wanted = apart(gradient)
+    for _ in range(2):
+        assert differences(beside(gradient), wanted) == []
+
+
+@pytest.mark.parametrize("name", ["plain, pairs", "swiglu"])
+@pytest.mark.parametrize("case", ["two ranks", "empty ranks", "tensor ranks"])
+def test_rows_of_dy_in_fp8_have_the_bits_of_the_codec(
+    case: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradient = gradient_of(replace(CASES[case], width=1024), name, monkeypatch, fp8=True)
+    gradient.inputs.x_WTD[:, 1, :128] = 0.0
+    gradient.inputs.x_WTD[:, 2, 3] = 3e30
     wanted = apart(gradient)
     for _ in range(2):
         assert differences(beside(gradient), wanted) == []

@@ -44,13 +44,14 @@ from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.groups import RowGroups, empty_groups
-from imbrex.kernels.exchange.launches import Choosing
+from imbrex.kernels.exchange.launches import Choosing, Sums
 from imbrex.kernels.exchange.layout import Shape
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, weigh_rows
 from imbrex.kernels.fused.down_home import cut_of, down_and_sums, pieces_of, why_not_sums
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
+from imbrex.kernels.fused.rows_out import bring_rows
 from imbrex.kernels.routing.routed import Sizes, Tables, placement_tables, write_tables
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
 from imbrex.kernels.rows.weights import spread
@@ -142,14 +143,10 @@ class NvlinkDispatcher(WiredDispatcher):
         return other
 
     def why_not_form(self, form: RowForm) -> str | None:
-        if form is not RowForm.UNDER_WAY:
-            return super().why_not_form(form)
-        if self.transport.exact_rows:
-            return "with exact_rows the host waits for their number before it makes room for them"
-        return None
+        return None if form is RowForm.UNDER_WAY else super().why_not_form(form)
 
     def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
-        if self.fuses and RowForm.UNDER_WAY in forms and self.why_not_form(RowForm.UNDER_WAY) is None:
+        if self.fuses and RowForm.UNDER_WAY in forms:
             return RowForm.UNDER_WAY
         return super().form_of(forms, x_TD, weights_TK)
 
@@ -281,8 +278,7 @@ class NvlinkDispatcher(WiredDispatcher):
         sms, choosing = self.sms, self._choosing
         with self.observer.span("dispatch", layer=self.layer):
             if stages:
-                rows_RD = x_TD.new_empty(room, x_TD.shape[1])
-                return kernels.stage(*inputs, sms.stage, out=rows_RD, quantise=self._writes_fp8, **choosing)
+                return self._stage(kernels, inputs, room)
             if self._writes_fp8:
                 lease, routed = kernels.dispatch(*inputs, sms.push, quantise=True, **choosing)
                 num_rows = self._count_rows(routed) if exact else room
@@ -308,6 +304,19 @@ class NvlinkDispatcher(WiredDispatcher):
     def _choosing(self) -> Choosing:
         assert self._tables is not None
         return {"tally": self.tally_WS, "tables": self._tables, "balanced": self.placed.balanced}
+
+    def _stage(
+        self, kernels: NvlinkExchange, inputs: tuple[Tensor, Tensor, Tensor], worst: int
+    ) -> tuple[Staged, Routed]:
+        """Rows under way. Only where `exact_rows` asks for it the host waits to hear how many there are; else
+        there is room for `worst`."""
+        (x_TD, *_), stage = inputs, self.sms.stage
+        how = partial(kernels.stage, *inputs, stage, quantise=self._writes_fp8, **self._choosing)
+        if not self.transport.exact_rows or self.transport.capturing:
+            return how(out=x_TD.new_empty(worst, x_TD.shape[1]))
+        no_memory = x_TD.new_empty(1, x_TD.shape[1]).expand(worst, -1)
+        staged, routed = how(out=no_memory)
+        return replace(staged, rows=x_TD.new_empty(self._count_rows(routed), x_TD.shape[1])), routed
 
     def _exact(self, part: Part, worst: int) -> bool:
         """Whether the host asks how many rows there are, for whom it has else room for `worst`."""
@@ -438,6 +447,8 @@ class NvlinkDispatcher(WiredDispatcher):
         def work() -> Tensor:
             with self.observer.span("combine_backward", layer=self.layer):
                 inputs = d_y_TD.contiguous(), self.read_state(state), weights_R.shape[0]
+                if self.fuses and is_coded(self.wire.combine_backward):  # peers may have theirs beside
+                    return bring_rows(self._stage_again(*inputs), self.sms.stage, load=self.transport.load)
                 return self._move_out(*inputs, self.wire.combine_backward)
 
         return self._crossing(work, lambda d_y_RD: self._weigh(d_y_RD, rows_RD, weights_R, state))
@@ -446,8 +457,6 @@ class NvlinkDispatcher(WiredDispatcher):
         """Why `combine_backward_beside` moves rows before their product, or `None`."""
         if not self.fuses:
             return "nothing was fused in the forward"
-        if is_coded(self.wire.combine_backward):
-            return "gradients of sums cross as fp8"
         if self.roles.dy == 0:
             return "the roles say so"
         return None
@@ -462,13 +471,17 @@ class NvlinkDispatcher(WiredDispatcher):
             return super().combine_backward_beside(d_y_TD, weights_R, state)
 
         def work() -> tuple[Tensor, Staged]:
-            routed, out = self.read_state(state), d_y_TD.new_empty(rows, d_y_TD.shape[1])
             with self.observer.span("combine_backward", layer=self.layer):
-                tokens = d_y_TD.contiguous(), routed, self.sms.stage
-                staged = self._kernels(routed).stage_again(*tokens, out=out)
-            return out, replace(staged, movers=self.roles.rows)
+                staged = self._stage_again(d_y_TD.contiguous(), self.read_state(state), rows)
+            return staged.rows, replace(staged, movers=self.roles.rows)
 
         return Crossing(partial(_at_once, work), _as_it_is)
+
+    def _stage_again(self, d_y_TD: Tensor, routed: Routed, rows: int) -> Staged:
+        """dy where peers find it, for a kernel that brings it to as many rows."""
+        out, coded = d_y_TD.new_empty(rows, d_y_TD.shape[1]), is_coded(self.wire.combine_backward)
+        tokens = d_y_TD, routed, self.sms.stage
+        return self._kernels(routed).stage_again(*tokens, out=out, quantise=coded)
 
     def dispatch_backward(
         self,
@@ -490,12 +503,6 @@ class NvlinkDispatcher(WiredDispatcher):
 
         return self._crossing(work, _as_it_is)
 
-    def why_not_beside(self, gradients: Sequence[Any]) -> str | None:
-        """Why `dispatch_backward_beside` computes what was left after the move, or `None`."""
-        if is_coded(self.wire.dispatch_backward):
-            return "gradients of tokens cross as fp8"
-        return why_not_home(gradients)
-
     def dispatch_backward_beside(
         self,
         left: Deferral,
@@ -506,25 +513,26 @@ class NvlinkDispatcher(WiredDispatcher):
         out: tuple[Tensor, Tensor],
     ) -> Crossing[tuple[Tensor, Tensor]]:
         """`dispatch_backward` and, in the same launch, the weights' gradients that the experts have left to
-        `left`, which has them then: the same bits. Where `why_not_beside` says why, it leaves them.
+        `left`, which has them then: the same bits. Where `why_not_home` says why, it leaves them.
 
         In the caller's stream, so with nothing of the transport under way in another one.
         """
         products = left.take()
         gradients: list[Any] = [gradient for _, gradient in products]
-        if self.why_not_beside(gradients) is not None:
+        if why_not_home(gradients) is not None:
             for product in products:
                 left.add(*product)
             return self.dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens, out)
 
         def work() -> tuple[Tensor, Tensor]:
             routed, (d_x_TD, d_weights_TK) = self.read_state(state), out
-            values = d_weights_R.contiguous(), d_weights_TK
-            sums = {} if self.roles.sums is None else {"first_blocks": self.roles.sums}
+            values, wire = (d_weights_R.contiguous(), d_weights_TK), self.wire.dispatch_backward.name
+            sums: Sums = {"values": values, "wire": _WIRES.get(wire, "bf16")}
+            first = {} if self.roles.sums is None else {"first_blocks": self.roles.sums}
             with self.observer.span("dispatch_backward", layer=self.layer):
                 rows_1RD, kernels = d_rows_RD.contiguous()[None], self._kernels(routed)
-                what = kernels, rows_1RD, routed, values, d_x_TD, [(*gradients,)]
-                (results,) = home_beside_gradients(*what, **sums)
+                what = kernels, rows_1RD, routed, sums, d_x_TD, [(*gradients,)]
+                (results,) = home_beside_gradients(*what, **first)
             for (weight, _), gradient, result in zip(products, gradients, results, strict=True):
                 left.add(weight, computed(gradient, result))
             return out

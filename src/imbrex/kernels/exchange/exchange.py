@@ -327,14 +327,16 @@ class NvlinkExchange:
         self._launch(kernel.STAGE[quantise], "pull", blocks, kernel.STAGE_THREADS, shared, args)
         return staged, routed
 
-    def stage_again(self, x: Tensor, routed: Routed, num_sms: int = how.STAGE_SMS, *, out: Tensor) -> Staged:
-        """`stage` of other tokens of a routing that was made before. A rank may `pull` instead."""
+    def stage_again(
+        self, x: Tensor, routed: Routed, num_sms: int = how.STAGE_SMS, *, out: Tensor, quantise: bool = False
+    ) -> Staged:
+        """`stage` of other tokens of a routing that was made before. Unless `quantise`, a rank may `pull`."""
         self._row_bytes(x)
         if self.debug:
             check_rows(routed, out.shape[-2])
-        staged, lists = self._staged(x, out, routed)
+        staged, lists = self._staged(x, out, routed, quantise=quantise)
         args, threads = lay.StageAgain(**lists), kernel.STAGE_AGAIN_THREADS
-        self._launch(kernel.STAGE_AGAIN, "pull", num_sms, threads, 0, args)
+        self._launch(kernel.STAGE_AGAIN[quantise], "pull", num_sms, threads, 0, args)
         return staged
 
     def _staged(
@@ -395,7 +397,6 @@ class NvlinkExchange:
         """
         width, wire = rows.shape[-1], sums.get("wire", "bf16")
         num_sms = num_sms or (lay.FP8_SMS if wire == "fp8" else default_sms(2 * width, compact=False))
-        how.check_wire(wire, width)
         if out is None:
             tokens = routed.max_tokens if num_tokens is None else num_tokens
             out = self._empty_out(tokens, width, out_dtype)

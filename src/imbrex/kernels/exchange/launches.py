@@ -311,6 +311,7 @@ def reduce_args(
     warps that begin by reducing."""
     width, max_tokens, at = rows.shape[-1], routed.max_tokens, routed.addresses
     wire, addend = sums.get("wire", "bf16"), sums.get("addend")
+    check_wire(wire, rows.shape[-1])
     pieces = sums.get("pieces") or lay.combine_pieces(max_tokens, wire)
     numbers, home = sums.get("values") or (None, None)
     for value in (numbers, home) if numbers is not None else ():
@@ -326,7 +327,8 @@ def reduce_args(
         recv_row=at.recv_row_LWT,
         send_row=at.send_row_LTW,
         tokens=at.tokens_LW,
-        values=numbers,
+        # No rows have no address, by which the kernel would take it that no numbers go home.
+        values=numbers if numbers is None or numbers.numel() else home,
         values_out=home,
         values_at=layout.values,
         values_bytes=lay.value_bytes(shape),

@@ -73,6 +73,29 @@ __device__ inline void quantise_row(u32 row, float* scales, int width) {
     ptx::fence_async_shared();
 }
 
+// A row of bf16 as the fp8 codec has it, by a warp. `width`: a multiple of kStep.
+struct Coded {
+    static constexpr bool kCoded = true;
+    __device__ __forceinline__ static void stage(u8* to, const u8* from, int width) {
+        const int lane = static_cast<int>(ptx::lane_id());
+        float* scales = reinterpret_cast<float*>(to + width);
+#pragma unroll 1
+        for (int first = 16 * lane; first < width; first += kStep) {
+            const u8* at = from + 2 * first;
+            const Sixteen v = {{ptx::load_once(at, true), ptx::load_once<16>(at, true)}};
+            u32 amax = larger_of(v);
+#pragma unroll
+            for (int step = 1; step < 8; step *= 2)
+                amax = ptx::max_u16x2(amax, __shfl_xor_sync(~0u, amax, step));
+            const Divisor d = divisor_of(amax);
+            const bool plain = __all_sync(~0u, d.plain);
+            const uint2 low = eight_values(v.half[0], d, plain), high = eight_values(v.half[1], d, plain);
+            *reinterpret_cast<uint4*>(to + first) = {low.x, low.y, high.x, high.y};
+            if (lane % 8 == 0) scales[first / kBlock] = d.scale;
+        }
+    }
+};
+
 // A quantising warp; `number` among `warps`, which has every `warps`-th row. The stages are a multiple of the
 // warps, so that a slot always meets the same warp: one that met another's could take an older phase for this
 // one. `scales`: shared, of this warp.

@@ -23,33 +23,10 @@ using namespace route;
 
 static_assert(kRouteFirst == 32 * kStagers, "the warps that route come behind those that stage");
 
-// A row of bf16 as the fp8 codec has it, by a warp. `width`: a multiple of kStep.
-struct Coded {
-    static constexpr bool kCoded = true;
-    __device__ __forceinline__ static void stage(u8* to, const u8* from, int width) {
-        const int lane = static_cast<int>(ptx::lane_id());
-        float* scales = reinterpret_cast<float*>(to + width);
-#pragma unroll 1
-        for (int first = 16 * lane; first < width; first += kStep) {
-            const u8* at = from + 2 * first;
-            const Sixteen v = {{ptx::load_once(at, true), ptx::load_once<16>(at, true)}};
-            u32 amax = larger_of(v);
-#pragma unroll
-            for (int step = 1; step < 8; step *= 2)
-                amax = ptx::max_u16x2(amax, __shfl_xor_sync(~0u, amax, step));
-            const Divisor d = divisor_of(amax);
-            const bool plain = __all_sync(~0u, d.plain);
-            const uint2 low = eight_values(v.half[0], d, plain), high = eight_values(v.half[1], d, plain);
-            *reinterpret_cast<uint4*>(to + first) = {low.x, low.y, high.x, high.y};
-            if (lane % 8 == 0) scales[first / kBlock] = d.scale;
-        }
-    }
-};
-
 #if WIRE_FP8
-using Form = Coded;
+using StagedForm = Coded;
 #else
-using Form = AsTheyAre;
+using StagedForm = AsTheyAre;
 #endif
 
 // By value. The host reads it: `kernels.structs`.
@@ -68,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kRouteFirst + kRouteThreads, 1)
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < kRouteFirst) {
         if (call.block == 0 && thread < 32) tell_started(call, thread);
-        stage_groups<Form>(call, stage.pull, view_of(call, stage.pull),
+        stage_groups<StagedForm>(call, stage.pull, view_of(call, stage.pull),
                      stage.route.tokens ? stage.route.tokens[call.local] : stage.route.num_tokens, thread);
     } else {
         u32* there = stage.there + static_cast<i64>(call.local) * stage.counters;

@@ -5,14 +5,24 @@
 // One launch is a call of kPull, with the buffers, flags and credit of exchange/pull.cu: a rank may pull
 // where its peers stage for such a kernel, and the other way round.
 //
+// WIRE_FP8: tokens are staged as rows of the fp8 codec, for peers that decode what they bring; then all ranks
+// stage.
+//
 // Example, K = 2: positions [[[0, -1], [2, 1]]] of one source give token_R = [0, 1, 1].
 #include "exchange/pull.cuh"
+#include "exchange/quantise.cuh"
 
 namespace exchange {
 
 using namespace mover;
 
 constexpr int kListers = 256;  // threads
+
+#if WIRE_FP8
+using StagedForm = Coded;
+#else
+using StagedForm = AsTheyAre;
+#endif
 
 // By value. The host reads it: `kernels.structs`.
 struct StageAgain {
@@ -30,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * kStagers + kListers, 1)
     const int thread = static_cast<int>(threadIdx.x), lister = thread - 32 * kStagers;
     if (lister < 0) {
         if (call.block == 0 && thread < 32) tell_started(call, thread);
-        stage_groups(call, stage.pull, view, view.tokens[call.me], thread);
+        stage_groups<StagedForm>(call, stage.pull, view, view.tokens[call.me], thread);
     } else {
         const int first = call.block * kListers + lister, step = call.blocks * kListers;
         u32* there = stage.there + static_cast<i64>(call.local) * stage.counters;

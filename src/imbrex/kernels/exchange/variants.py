@@ -23,7 +23,7 @@ def shipped_variants() -> list[jit.Variant]:
         *DISPATCH.values(),
         EXPERT,
         *STAGE.values(),
-        STAGE_AGAIN,
+        *STAGE_AGAIN.values(),
         PULL,
         SMALL,
         *REDUCE.values(),
@@ -56,7 +56,10 @@ STAGE = {
     fp8: jit.Variant(source="exchange/stage.cu", entry="route_and_stage", defines=(("WIRE_FP8", int(fp8)),))
     for fp8 in (False, True)
 }
-STAGE_AGAIN = jit.Variant(source="exchange/stage_again.cu", entry="stage_again")
+STAGE_AGAIN = {
+    fp8: jit.Variant(source="exchange/stage_again.cu", entry="stage_again", defines=(("WIRE_FP8", int(fp8)),))
+    for fp8 in (False, True)
+}
 PULL = jit.Variant(source="exchange/pull.cu", entry="pull_rows")
 REDUCE = {
     fp8: jit.Variant(source="exchange/reduce.cu", entry="reduce_rows", defines=(("WIRE_FP8", int(fp8)),))

@@ -29,9 +29,13 @@ namespace fused {
 using namespace exchange;
 using namespace gemm;
 
-using Sums = sums::Form<4 * C::kGroups, 6, 8, 4>;
+// Sums that cross as fp8 are encoded by steps of four columns.
+using Sums = sums::Form<4 * C::kGroups, 6, WIRE_FP8 ? sums::kColumns : 8, 4>;
 static_assert(C::kWgrad && C::kCluster == 1, "gradients of weights, by single blocks");
-static_assert(kReduceBytes<Sums> <= C::kStages * (C::kBytesA + C::kBytesB) + C::kGroups * C::kPanels * kPanel,
+constexpr int kMostScales = 544;  // bytes of the scales of the widest row: MOST_FP8 of launches.py
+constexpr u32 kScales = WIRE_FP8 ? 4 * C::kGroups * kMostScales : 0;
+static_assert(kReduceBytes<Sums> + kScales <=
+                  C::kStages * (C::kBytesA + C::kBytesB) + C::kGroups * C::kPanels * kPanel,
               "sums have the memory of stages and staging");
 
 constexpr int kSumBarrier = 5, kLoadBarrier = 6;  // 1 and 2: gemm/store.cuh

@@ -16,6 +16,7 @@ from torch import Tensor
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn.ffn import LeftGradient
 from imbrex.kernels.gemm.gemm import (
     Epilogue,
@@ -41,20 +42,20 @@ FIRST_BLOCKS = 16
 Pair = tuple[LeftGradient, LeftGradient]
 
 
-def home_variant(epilogue: Epilogue, tiling: Tiling, local_ranks: int = 1) -> Variant:
-    """The kernel for so many ranks a launch."""
+def home_variant(epilogue: Epilogue, tiling: Tiling, local_ranks: int = 1, *, fp8: bool = False) -> Variant:
+    """The kernel for so many ranks a launch. fp8: how sums cross."""
     defines = gemm_variant(Layout.WGRAD, epilogue, tiling).defines
     return Variant(
         source="fused/home.cu",
         entry="home_beside_gradients",
-        defines=(*defines, ("LOCAL_RANKS", local_ranks)),
+        defines=(*defines, ("LOCAL_RANKS", local_ranks), ("WIRE_FP8", int(fp8))),
     )
 
 
 def shipped_variants() -> list[Variant]:
     """One for every way that the gradients of weights are cut and stored."""
     choices = [choice for choice in gemm_choices() if choice.layout is Layout.WGRAD and choice.wide]
-    return [home_variant(choice.epilogue, choice.tiling) for choice in choices]
+    return [home_variant(c.epilogue, c.tiling, fp8=fp8) for c in choices for fp8 in (False, True)]
 
 
 def why_not_home(gradients: Sequence[Any]) -> str | None:
@@ -77,17 +78,18 @@ def home_beside_gradients(
     exchange: NvlinkExchange,
     d_rows: Tensor,
     routed: Routed,
-    values: tuple[Tensor, Tensor] | None,
+    sums: Sums,
     out: Tensor,
     gradients: Sequence[Pair],
     *,
     first_blocks: int = FIRST_BLOCKS,
     blocks: int | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Queue `exchange.combine(d_rows, routed, weighted=False, values=values, out=out)` and both gradients of
+    """Queue `exchange.combine(d_rows, routed, weighted=False, out=out, **sums)` and both gradients of
     each local rank; returns where these are: new tensors, or what they are added to.
 
-    d_rows [L, row_capacity, D] bf16, out [T, D] ([L, max_tokens, D] with virtual ranks), `values` as there.
+    d_rows [L, row_capacity, D] bf16, out [T, D] ([L, max_tokens, D] with virtual ranks).
+    sums: `values` and `wire`.
     first_blocks: of each rank, that begin with sums. blocks: of each rank; `None`: the device's
     multiprocessors. None of them changes a bit.
 
@@ -102,13 +104,13 @@ def home_beside_gradients(
     results = [(_result(pair[0]), _result(pair[1])) for pair in gradients]
     maps = b"".join(_maps(*both, tiling) for both in zip(gradients, results, strict=True))
     exchange.combine_beside(
-        home_variant(_epilogue(first), tiling, exchange.local_ranks),
+        home_variant(_epilogue(first), tiling, exchange.local_ranks, fp8=sums.get("wire") == "fp8"),
         (blocks, tiling.threads, tiling.smem, 1),
         [_home_args(gradients, device, min(first_blocks, blocks)), ByValue(maps)],
         d_rows,
         routed,
         out=out,
-        values=values,
+        **sums,
     )
     check_products(device)
     return results

@@ -8,15 +8,21 @@ The bits are those of `NvlinkExchange.pull` and of `launch_gemm`. `fused/movers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.gemm.gemm import Beside, Epilogue, Layout, gemm_variant, of_file
 from imbrex.kernels.gemm.tiling import gemm_choices
-from imbrex.kernels.jit import Variant
-from imbrex.kernels.structs import struct
+from imbrex.kernels.jit import Variant, load
+from imbrex.kernels.structs import Struct, struct
 
 ROWS = struct("fused/movers.cuh", "Rows")
+BEFORE = Variant(source="fused/rows_before.cu", entry="bring_rows", defines=(("WIRE_FP8", 1),))
+"""Brings coded rows before their product: those that are not coded are pulled."""
+BEFORE_THREADS = 256
 SOURCE, ENTRY = "fused/rows_out.cu", "rows_and_product"
 ALL = 1 << 30
 PRODUCTS = {
@@ -30,11 +36,12 @@ def shipped_variants() -> list[Variant]:
     """One for every way that gate and up, and the gradient through down, are cut and stored."""
     choices = [c for c in gemm_choices() if c.epilogue in PRODUCTS.get(c.layout, ())]
     choices = [c for c in choices if c.wide or c.layout is Layout.FORWARD]
-    return [
+    beside = [
         of_file(gemm_variant(c.layout, c.epilogue, c.tiling, True), file_of(fp8=fp8))
         for c in choices
-        for fp8 in ((False, True) if c.layout is Layout.FORWARD else (False,))
+        for fp8 in (False, True)
     ]
+    return [*beside, BEFORE]
 
 
 def file_of(*, fp8: bool) -> tuple[Any, ...]:
@@ -42,24 +49,19 @@ def file_of(*, fp8: bool) -> tuple[Any, ...]:
     return SOURCE, ENTRY, ("WIRE_FP8", int(fp8))
 
 
+def bring_rows(staged: Staged, num_sms: int, local: int = 0, *, load: Callable[..., Any] = load) -> Tensor:
+    """Queue what brings coded rows of rank `local` and nothing else: [room, D], for a product that cannot."""
+    assert staged.pitch > 0
+    rows = staged.rows if staged.rows.dim() == 2 else staged.rows[local]
+    if rows.shape[0]:
+        args = [staged.group(local, num_sms), _rows_of(staged, local)]
+        load(BEFORE, rows.device).launch(grid=num_sms, block=BEFORE_THREADS, args=args)
+    return rows
+
+
 def rows_out(staged: Staged, local: int = 0) -> Beside:
     """The kernel that brings the rows of rank `local` of this process beside a product of `staged.rows`."""
-    position = staged.position_LWTK[local]
-    rows = ROWS(
-        x=staged.x if staged.x.dim() == 2 else staged.x[local],
-        out=staged.rows if staged.rows.dim() == 2 else staged.rows[local],
-        token=staged.token_LR[local],
-        position=position,
-        totals=staged.totals_L4[local],
-        there=staged.there_LC[local],
-        staged_at=staged.staged_at,
-        room=staged.rows.shape[-2],
-        max_tokens=position.shape[1],
-        choices=position.shape[2],
-        row_bytes=staged.rows.shape[-1] * staged.rows.element_size(),
-        pitch=staged.pitch,
-        blocks=ALL if staged.movers is None else staged.movers,
-    )
+    rows = _rows_of(staged, local)
     parts = rows.x, rows.token, rows.position, rows.totals, rows.there
     return Beside(
         file=file_of(fp8=staged.pitch > 0),
@@ -74,4 +76,24 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
             rows.pitch,
             rows.blocks,
         ),
+    )
+
+
+def _rows_of(staged: Staged, local: int) -> Struct:
+    """The rows of one rank, as movers are told of them."""
+    position = staged.position_LWTK[local]
+    return ROWS(
+        x=staged.x if staged.x.dim() == 2 else staged.x[local],
+        out=staged.rows if staged.rows.dim() == 2 else staged.rows[local],
+        token=staged.token_LR[local],
+        position=position,
+        totals=staged.totals_L4[local],
+        there=staged.there_LC[local],
+        staged_at=staged.staged_at,
+        room=staged.rows.shape[-2],
+        max_tokens=position.shape[1],
+        choices=position.shape[2],
+        row_bytes=staged.rows.shape[-1] * staged.rows.element_size(),
+        pitch=staged.pitch,
+        blocks=ALL if staged.movers is None else staged.movers,
     )
