@@ -215,9 +215,9 @@ class MoELayer(nn.Module):
         }
 
     def _about_rows(self) -> str:
-        """Where experts compute in fp8: whether rows come so, or why not; in bf16 by kernels, in how many
-        launches those of a small batch."""
-        if self.experts.implementation == "kernels":
+        """Where experts compute in fp8: whether rows come so, or why not; in bf16 by kernels over NVLink, in
+        how many launches those of a small batch."""
+        if self.experts.implementation == "kernels" and self.exchange.transport.name == "nvlink":
             if self.experts.one_launch:
                 return "; products of a small batch in one launch: asked for"
             return "; products of a small batch in two launches: one is not measured"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from imbrex import MoEConfig, MoELayer
 from imbrex.contracts import Dispatched, Handle, RowForm
 from imbrex.experts import experts
 from imbrex.experts.experts import Experts, pick_implementation
 from imbrex.kernels import jit
+from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.gemm import portable
 from tests.poison import real_empty
 
@@ -117,6 +120,34 @@ def test_whether_rows_come_in_fp8_is_said(codec: Any, said: str) -> None:
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=2, top_k=1)
     layer = MoELayer(config, codec=codec, experts="kernels-fp8", dtype=torch.bfloat16)
     assert layer.reasons["experts"] == f"kernels-fp8: asked for; {said}"
+
+
+@pytest.mark.usefixtures("kernels_available")
+def test_launches_of_a_small_batch_over_nvlink_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=2, top_k=1)
+    layer = MoELayer(config, experts="kernels", dtype=torch.bfloat16)
+    assert "launch" not in layer.reasons["experts"]
+    nvlink = SimpleNamespace(name="nvlink")
+    monkeypatch.setattr(layer.exchange, "transport", nvlink)
+    said = "; products of a small batch in "
+    assert layer.reasons["experts"].endswith(f"{said}two launches: one is not measured")
+    layer.experts.one_launch = True
+    assert layer.reasons["experts"].endswith(f"{said}one launch: asked for")
+
+
+@pytest.mark.usefixtures("kernels_available")
+@pytest.mark.parametrize("one_launch", [False, True])
+def test_one_launch_is_asked_for_with_the_rows(monkeypatch: pytest.MonkeyPatch, one_launch: bool) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(experts, "ffn", lambda *_, beside, **more: asked.append(beside.one_launch))
+    made = Experts((0,), 128, 128, implementation="kernels", dtype=torch.bfloat16)
+    made.one_launch = one_launch
+    handle = Handle(weights_R=torch.ones(4), state=(), num_tokens=4)
+    groups = Groups(torch.zeros(COUNTERS + 1, dtype=torch.int32), expected=4)
+    with FakeTensorMode():
+        rows = torch.empty(4, 128, dtype=torch.bfloat16, device="cuda")
+    made(Dispatched(rows_RD=rows, counts_e=torch.tensor([4]), handle=handle, beside=groups))
+    assert asked == [one_launch]
 
 
 def test_rows_in_fp8_want_experts_in_fp8() -> None:
