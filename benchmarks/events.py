@@ -30,6 +30,13 @@ SMS, CALLS, TAU_S, LATE_CYCLES = 56, 20, 2e-3, 40_000_000
 
 def median_ms(streams: list[Any], call: Callable[[int], None], before: Callable[[int], None]) -> float:
     """Of rank 0's calls. before: what a rank's stream does first."""
+    for stream in streams:  # one host serves all ranks: memory is there before anything spins
+        with torch.cuda.stream(stream):
+            blocks = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(3)]
+            blocks += [torch.empty(60 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
+            torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        del blocks
     times = []
     for _ in range(CALLS + 3):
         torch.cuda.synchronize()

@@ -77,6 +77,22 @@ TUNING = [
 
 EVENTS = [
     Fault(
+        "events-reply-without-a-claim",
+        "kernels/events/events.cu",
+        "a host believes that its reply counts, whether the home has given up on it or not",
+        "reply[call.me], call.epoch, 1, before);",
+        "reply[call.me], call.epoch, 1, before) || true;",
+        ("unit/test_events_kernels.py::test_whoever_is_late_is_done_without",),
+    ),
+    Fault(
+        "events-packet-over-one-that-is-read",
+        "kernels/events/events.cu",
+        "a packet is written before its host has read the last one",
+        "{ return reached(ptx::load_acquire_sys(&own.taken[p]), own.sent[p]); };",
+        "{ return true; };",
+        ("unit/test_events_kernels.py::test_whoever_is_late_is_done_without",),
+    ),
+    Fault(
         "silence-sixty-times-as-long",
         "overlap/events/seat.py",
         "a peer on whom all give up in every call is lost after minutes",

@@ -53,11 +53,22 @@ class Ranks:
         self.patience = [Patience(tau_s, epsilon, 1, device) for _ in range(case.ranks)]
         slot_of_E, offsets = tables_of(case.placement)
         self.tables = slot_of_E.cuda(), offsets.cuda()
-        # Every kernel is loaded before anything spins, or loading waits for what spins.
-        words = torch.zeros(2, 4, dtype=torch.int32, device=device)
-        computed(torch.zeros(4, 8, device=device).bfloat16(), words[0], 0)
-        words_of(self.kernels[0]).clone()
-        torch.cuda.synchronize()
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Every kernel loaded and memory for every stream before anything spins: one host serves all ranks
+        here, and what it waits for may wait for a rank that it has not launched yet."""
+        room = self.kernels[0].room
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1)
+                low, high = self.case.slots_of(rank)
+                counts_e = torch.zeros(high - low, dtype=torch.int32, device="cuda")
+                rows = [torch.zeros(room.rows, self.case.width, device="cuda").bfloat16() for _ in range(3)]
+                rows += [computed(rows[0], counts_e, low), torch.empty_like(rows[0])]
+                words_of(self.kernels[rank]).clone()
+            torch.cuda.synchronize()
+            del rows
 
     def call(self, inputs: Any, late: str = "", late_rank: int = -1) -> list[Any]:
         """One call of every rank: put on its stream, and not waited for."""
@@ -129,9 +140,10 @@ def test_a_captured_call_counts_on() -> None:
     ranks = Ranks(case, 0.0, 0)
     inputs = make_inputs(case, "cuda")
     ranks.outcome(inputs, ranks.call(inputs))
-    graphs, results = [], []
+    graphs, results, keep = [], [], []
     for rank, tokens in enumerate(case.tokens):
         given = inputs_of(inputs, rank, tokens)
+        keep.append(given)  # whose memory the graph reads
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=ranks.streams[rank]):
             call = ranks.kernels[rank].send(*given, ranks.tables, ranks.patience[rank])

@@ -3,6 +3,7 @@ without a late rank; gradients are serial's."""
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -84,8 +85,8 @@ def test_a_wrong_input_fails_on_all_ranks(pool: Pool) -> None:
     sentences = pool.run(4, run_wrong)
     assert sentences[1].startswith("dispatch: on rank 1, x ")
     for rank in (0, 2, 3):
-        assert "in events call 2" in sentences[rank]
-        assert "a peer gave up" in sentences[rank]
+        # Whose first call is not over when rank 1 gives up, loses that one.
+        assert re.search(r"in events call [12] .*: a peer gave up", sentences[rank])
 
 
 def run_refused(ranks: Ranks, schedule: Any, options: dict[str, Any]) -> str:
