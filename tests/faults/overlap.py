@@ -29,6 +29,14 @@ FUSED = [
         "ptx::tma_store_3d(map_d, panel, column, row, tile.expert);",
         ("unit/test_home_beside_gradients.py::test_bits_are_those_of_three_launches",),
     ),
+    Fault(
+        "no-numbers-of-no-rows",
+        "kernels/exchange/launches.py",
+        "a rank without rows leaves the gradients of its gate weights unwritten",
+        "values=numbers if numbers is None or numbers.numel() else home,",
+        "values=numbers,",
+        ("ranks/test_fused.py::test_rows_are_exactly_as_many_as_there_are",),
+    ),
 ]
 
 TUNING = [

@@ -38,6 +38,16 @@ def test_bits_are_those_of_three_launches(name: str) -> None:
         assert differences(case, beside(backward, first, blocks), wanted) == []
 
 
+@pytest.mark.parametrize("name", ["two ranks", "in turns", "four ranks"])
+def test_sums_in_fp8_have_the_bits_of_a_combine(name: str) -> None:
+    case, inner = CASES[name]
+    backward, blocks = begin(case, inner, device="cuda", timeout=10.0), blocks_of(case)
+    backward.d_rows[:, 0::7, :128], backward.d_rows[:, 1::7, 130] = 0.0, 3e30
+    wanted = apart(backward, sms=8, wire="fp8")
+    for first in (0, 16, blocks):
+        assert differences(case, beside(backward, first, blocks, wire="fp8"), wanted) == []
+
+
 @pytest.mark.parametrize("name", ["two ranks", "in turns"])
 @pytest.mark.parametrize("add", [torch.bfloat16, torch.float32])
 def test_gradients_are_added(name: str, add: torch.dtype) -> None:

@@ -55,6 +55,19 @@ def test_rows_of_dy_beside_the_gradient_through_down(name: str, gradient: str) -
         assert differences(beside(backward, 132 // case.ranks), wanted) == []
 
 
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_dy_in_fp8_have_the_bits_of_the_codec(name: str, gradient: str) -> None:
+    case, inner = CASES[name]
+    case = replace(case, width=-(-case.width // 512) * 512)
+    epilogue, tiling = GRADIENTS[gradient]
+    exchange = make_exchange(case, "cuda", timeout=10.0)
+    backward = begin(case, inner, exchange, tiling, "cuda", epilogue, fp8=True)
+    wanted = apart(backward, 16)
+    for _ in range(3):
+        assert differences(beside(backward, 132 // case.ranks), wanted) == []
+
+
 def test_many_calls_with_delays_in_them() -> None:
     case, inner = CASES["four ranks"]
     for seed in range(30):
