@@ -8,12 +8,15 @@ nothing else: twice for the forward, four times for a step. `network-c` is the s
 chunks, all out and then all back, as `tiered` sends them. Medians over rounds of the slowest rank, all in
 turn within a round.
 
-`--timeline FILE` writes when the kernels of one step each run on the first rank's GPU, by stream.
+`--timeline FILE` writes when the kernels of one step each run on the first rank's GPU, by stream. `--wide`
+has NCCL open more sockets, for the network alone as for all others. `--seconds` ends the rounds where they
+would take longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -34,7 +37,7 @@ from imbrex.launch.netlab import started_by
 from imbrex.overlap.pipelined import Pipelined, split_evenly
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import leave
-from imbrex.transport import TRANSPORTS, TWO_TIERS
+from imbrex.transport import TRANSPORTS, TWO_TIERS, sockets
 from imbrex.transport.tiers import ACROSS, Tiers
 
 QUESTION = "How much of two tiers hides behind the network?"
@@ -43,17 +46,25 @@ OPS = ("forward", "step")
 
 def main() -> None:
     args = parse()
+    why_not_wide = sockets.widen() if args.wide else None
+    if why_not_wide is not None:
+        sys.stdout.write(f"sockets as they are: {why_not_wide}\n")
     device = meet(args.store)
     group = dist.group.WORLD
     assert group is not None
     works = {**networks(args, group, device), **layers(args, group, device)}
     seconds: dict[str, list[list[float]]] = {name: [] for name in works}
+    began, longest = time.perf_counter(), 0.0
     for number in range(args.rounds + args.warm_up):
+        if number > args.warm_up and longest > args.seconds:
+            break
         for name, work in works.items():
-            took = torch.tensor([together(work[op], group, device) for op in OPS], device=device)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            took = [together(work[op], group, device) for op in OPS]
+            all_took = torch.tensor([*took, time.perf_counter() - began], device=device)
+            dist.all_reduce(all_took, dist.ReduceOp.MAX)
+            *took, longest = all_took.tolist()
             if number >= args.warm_up:
-                seconds[name].append(took.tolist())
+                seconds[name].append(took)
     if args.timeline:
         lines = [line for name, work in works.items() for line in timeline(name, work["step"], device)]
         Path(args.timeline).write_text("\n".join(lines)) if group.rank() == 0 else None
@@ -262,6 +273,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--implementation", default="auto", help="of the experts")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no round begins")
+    parser.add_argument("--wide", action="store_true", help="more of NCCL's sockets, unless they are set")
     parser.add_argument("--rates", default="1gbit between nodes", help="said in the result file")
     parser.add_argument("--store", default=None, help="a file where ranks meet, instead of MASTER_ADDR")
     parser.add_argument("--timeline", default=None, help="a file for when kernels ran")

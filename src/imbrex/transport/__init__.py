@@ -11,7 +11,7 @@ from imbrex.cost import Load
 from imbrex.runtime import checks
 from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
-from imbrex.transport import nvlink
+from imbrex.transport import nvlink, sockets
 from imbrex.transport.allgather import AllGather
 from imbrex.transport.allreduce import AllReduce
 from imbrex.transport.alltoall import AllToAll
@@ -80,8 +80,11 @@ def make(
     chosen = automatic if isinstance(automatic, Auto) else None
     name, reason = pick("auto" if chosen else str(transport), num_ranks=num_ranks, top_k=top_k)
     if chosen is None or group is None or dist.get_world_size(group) == 1:
-        more = {"not_nvlink": not_nvlink} if name == Tiers.name else {}
-        return TRANSPORTS[name](group, timeout=timeout, **more), reason
+        if name != Tiers.name:
+            return TRANSPORTS[name](group, timeout=timeout), reason
+        tiers = Tiers(group, timeout=timeout, not_nvlink=not_nvlink)
+        told = "" if group is None else sockets.remark(str(dist.get_backend(group)), tiers.nodes.num_nodes)
+        return tiers, reason + told
     nodes = chosen.nodes(group)
     reason_against = not_nvlink
     if reason_against is None:
