@@ -14,9 +14,9 @@ from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER, TOKENS, PROBLEM = 12, 6, 8
+HEADER, TOKENS, PROBLEM, CHUNKS = 13, 6, 8, 12
 """int64 values before the counts: version, exchange, layer, call, placement, dtype, tokens, checksum, problem
-and its three details. The tokens stand at `TOKENS`, the problem at `PROBLEM`."""
+and its three details, chunks. `TOKENS`, `PROBLEM` and `CHUNKS` are places of these."""
 DTYPE, CHECKSUM = 5, 7
 TEXT_BYTES = 240
 ALIKE = {
@@ -26,6 +26,7 @@ ALIKE = {
     3: "the number of calls so far",
     4: "the placement (its checksum; every rank must relocate between the same two calls)",
     DTYPE: "the dtype of x",
+    CHUNKS: "the number of chunks (0 is a check of the input alone)",
 }
 ALIKE_REPLICATED = {
     TOKENS: "the number of tokens",
@@ -107,14 +108,19 @@ def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tupl
 
 
 def write_header(
-    problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, call: tuple[int, int, int, int], replicated: bool
+    problem: tuple[int, ...],
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    call: tuple[int, int, int, int],
+    replicated: bool,
+    chunks: int = 1,
 ) -> Tensor:
     """The header of this rank's message, int64 [HEADER], on the device of the ids. call: the numbers of the
     exchange, of its layer and of the call, and of where its experts live."""
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0
-    head = words(VERSION, *call, dtype, tokens, 0, *problem)
+    head = words(VERSION, *call, dtype, tokens, 0, *problem, chunks)
     head = head.to(ids_TK.device if fine else "cpu", non_blocking=True)
     if replicated and fine:
         place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
@@ -127,12 +133,12 @@ def check_headers(headers_WH: Tensor, replicated: bool) -> None:
     headers = headers_WH.tolist()
     for rank, header in enumerate(headers):
         if header[PROBLEM]:
-            text = PROBLEMS[header[PROBLEM]].format(*header[PROBLEM + 1 :])
+            text = PROBLEMS[header[PROBLEM]].format(*header[PROBLEM + 1 : CHUNKS])
             raise ValueError(f"dispatch: on rank {rank}, {text}")
     first, names = headers[0], ALIKE | ALIKE_REPLICATED if replicated else ALIKE
     alike = slice(PROBLEM if replicated else TOKENS)
     for rank, header in enumerate(headers):
-        if header[alike] == first[alike]:
+        if header[alike] == first[alike] and header[CHUNKS] == first[CHUNKS]:
             continue
         for place, name in names.items():
             if header[place] != first[place]:

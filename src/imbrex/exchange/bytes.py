@@ -79,7 +79,7 @@ class BytesDispatcher(WiredDispatcher):
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         problem = self.find_problem(x_TD, routing)
         if problem[0] or not self._checks_itself(before):
-            header = self._header(problem, x_TD, routing.ids_TK)
+            header = self._header(problem, x_TD, routing.ids_TK, before)
             self._gather([torch.cat([header, header.new_zeros(self._room)])])
 
     def _checks_itself(self, num_parts: int) -> bool:
@@ -98,7 +98,7 @@ class BytesDispatcher(WiredDispatcher):
         """Tell every rank the state of the input, the choices per expert and, where they are known ahead, the
         rows to every rank: int64 [W, HEADER + E (+ W)] of every part, all in one message. Also who wants the
         tokens of this rank's parts, where that is known ahead."""
-        messages = [self._message(*part) for part in parts]
+        messages = [self._message(*part, len(parts)) for part in parts]
         return self._gather([message for message, _ in messages]), [wanted_TW for _, wanted_TW in messages]
 
     def _gather(self, messages: Sequence[Tensor]) -> list[Tensor]:
@@ -109,11 +109,11 @@ class BytesDispatcher(WiredDispatcher):
             check_headers(message[:, :HEADER], self.transport.replicated)
         return by_part
 
-    def _message(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+    def _message(self, x_TD: Tensor, routing: Routing, num_parts: int) -> tuple[Tensor, Tensor | None]:
         """This rank's message of a part, and who wants its tokens, where that is known ahead."""
         geometry, ids_TK = self.geometry, routing.ids_TK
         problem = self.find_problem(x_TD, routing)
-        header = self._header(problem, x_TD, ids_TK)
+        header = self._header(problem, x_TD, ids_TK, num_parts)
         if problem[0]:
             return torch.cat([header, header.new_zeros(self._room)]), None
         counts_E = plan.count_choices(ids_TK, geometry.placement.num_experts)
@@ -122,9 +122,9 @@ class BytesDispatcher(WiredDispatcher):
         wanted_TW = self._wanted(plan.only_slots(ids_TK, geometry.placement))
         return torch.cat([header, counts_E, wanted_TW.sum(0)]), wanted_TW
 
-    def _header(self, problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+    def _header(self, problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:
         call = self.number, self.layer, next(self.calls), self.where
-        return write_header(problem, x_TD, ids_TK, call, self.transport.replicated)
+        return write_header(problem, x_TD, ids_TK, call, self.transport.replicated, num_parts)
 
     @property
     def _room(self) -> int:

@@ -162,7 +162,7 @@ class TieredPlanning(BytesDispatcher):
         """The header of this rank's message. ValueError on every rank where this one's input is wrong."""
         problems = [self.find_problem(*part) for part in parts]
         problem = next((problem for problem in problems if problem[0]), problems[0])
-        header = self._header(problem, parts[0][0], parts[0][1].ids_TK)
+        header = self._header(problem, parts[0][0], parts[0][1].ids_TK, len(parts))
         if problem[0]:
             self._tell_counts(header, [header.new_zeros(self._length(len(parts)))])
         return header
