@@ -20,9 +20,10 @@ from imbrex.layer import SharedExperts
 from imbrex.overlap import Serial
 from imbrex.overlap.pipelined import Pipelined
 from imbrex.placement import contiguous
+from imbrex.runtime import waits
 from imbrex.transport import Tiers
 from imbrex.transport.collective import Collective
-from imbrex.transport.tiers import ACROSS, INSIDE
+from imbrex.transport.tiers import ACROSS, INSIDE, Flight
 from tests.ranks.pool import Pool, RankError, Ranks
 from tests.ranks.test_tiered import Scaled, factors
 
@@ -187,6 +188,34 @@ def run_widths(ranks: Ranks) -> tuple[str, str]:
 def test_another_width_on_a_rank(pool: Pool) -> None:
     sentence = "dispatch: on rank 1, x has 2 dimensions and last size 7; give tokens [T, 6]"
     assert pool.run(4, run_widths) == [(sentence, sentence)] * 4
+
+
+def run_out_of_time(ranks: Ranks) -> str:
+    """What numbers inside a node say where a stream's wait for them has run past its time-out, so that they
+    never came."""
+    node, over = Tiers(ranks.group, ranks_per_node=2).bytes_inside, []
+
+    def finish(flight: Flight) -> Tensor:
+        over.append(flight)
+        return plain(flight)
+
+    def refuse_lost(group: Any) -> None:
+        if over:
+            raise imbrex.RankLostError("the group was given up")
+
+    plain = Flight.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flight, "finish", finish)
+        patch.setattr(waits, "refuse_lost", refuse_lost)
+        try:
+            node.exchange_counts(torch.tensor([1, 2]))
+        except imbrex.RankLostError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_numbers_that_never_came_are_not_read(pool: Pool) -> None:
+    assert pool.run(2, run_out_of_time) == ["the group was given up"] * 2
 
 
 TIMEOUT_S = 1.5

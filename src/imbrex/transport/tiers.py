@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.contracts import Pending
+from imbrex.runtime import waits
 from imbrex.runtime.streams import Lane
 from imbrex.runtime.words import words
 from imbrex.transport.alltoall import AllToAll
@@ -112,7 +113,9 @@ class Members(AllToAll):
         flight = Flight(self, "plan", WORDS, out, each)
         flight.send(own.expand(self.world_size, -1), each).finish()
         # host sync: the counts decide the sizes of what follows
-        return out.view(torch.int64).cpu()
+        counts = out.view(torch.int64).cpu()
+        waits.refuse_lost(self.group)
+        return counts
 
     def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         return (
