@@ -61,7 +61,7 @@ def batches(ranks: Ranks, per_node: int) -> dict[str, Batch]:
     of_node = E // (world // per_node)
     home = [range(n * of_node, (n + 1) * of_node) for n in range(world // per_node)]
     node = rank // per_node
-    given = {
+    by_name = {
         "nobody has tokens": drawn(0, 3, rank),
         "one has one": drawn(int(rank == world - 1), 3, rank),
         "one has all": drawn(60 * (rank == 0), 3, rank),
@@ -71,8 +71,8 @@ def batches(ranks: Ranks, per_node: int) -> dict[str, Batch]:
         "choices are dropped": drawn(7, 3, rank),
         "many": drawn(2001 + rank, 3, rank),
     }
-    given["choices are dropped"][1].ids_TK[:] = -1
-    return given
+    by_name["choices are dropped"][1].ids_TK[:] = -1
+    return by_name
 
 
 def error_of(batch: Batch, exchange: imbrex.Exchange, experts: Any, schedule: Pipelined) -> float:

@@ -83,8 +83,10 @@ def make(
         if name != Tiers.name:
             return TRANSPORTS[name](group, timeout=timeout), reason
         tiers = Tiers(group, timeout=timeout, not_nvlink=not_nvlink)
-        told = "" if group is None else sockets.remark(str(dist.get_backend(group)), tiers.nodes.num_nodes)
-        return tiers, reason + told
+        about_sockets = (
+            "" if group is None else sockets.remark(str(dist.get_backend(group)), tiers.nodes.num_nodes)
+        )
+        return tiers, reason + about_sockets
     nodes = chosen.nodes(group)
     reason_against = not_nvlink
     if reason_against is None:
