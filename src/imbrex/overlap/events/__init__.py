@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,7 @@ class Events:
         self.tau, self.epsilon, self.every = tau if isinstance(tau, str) else float(tau), epsilon, every
         bound = "" if every == 1 else f", every={every}"
         self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon}{bound})"
+        self._warned = False
         self._seats: weakref.WeakKeyDictionary[RowExchange, Seat | DeviceSeat] = weakref.WeakKeyDictionary()
 
     @staticmethod
@@ -83,6 +85,7 @@ class Events:
         parameters = tuple(parameters_of(experts))
         keep = differentiated(x_TD, routing.weights_TK, *parameters)
         if keep and exchange.transport.name == "nvlink":
+            self._warn_of_gradients()
             return Serial().run(x_TD, routing, exchange, experts, addend)
         seat = self._seat(x_TD, routing, exchange)
         seat.check_in(exchange.geometry, x_TD, routing)
@@ -101,6 +104,11 @@ class Events:
             return Output(y_TD=y_TD, kept_TK=kept_TK)
         y_TD, kept_TK = _Run.apply(forward, x_TD, routing.weights_TK, added, *parameters)
         return Output(y_TD=y_TD, kept_TK=kept_TK if kept_TK.numel() else None)
+
+    def _warn_of_gradients(self) -> None:
+        if self.epsilon and not self._warned:
+            self._warned = True
+            warnings.warn(f"schedule: {self.name} over nvlink runs {WITH_GRADIENTS}", stacklevel=4)
 
     def _seat(self, x_TD: Tensor, routing: Routing, exchange: RowExchange) -> Seat | DeviceSeat:
         seat = self._seats.get(exchange)
