@@ -255,6 +255,21 @@ def test_the_same_bits_twice() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("width", [512, 4608])
+def test_a_retained_graph_gives_the_same_bits(width: int) -> None:
+    """Though a backward writes over gate and up; SwiGLU's gradient fused, and apart."""
+    torch.manual_seed(8)
+    counts, inner = torch.tensor([130, 0, 70], device="cuda"), 328
+    like = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    leaves = [torch.randn(200, width, **like), torch.randn(3, 2 * inner, width, **like)]
+    leaves.append(torch.randn(3, width, inner, **like))
+    y = ffn(leaves[0], leaves[1], leaves[2], counts)
+    d_y = torch.randn(200, width, device="cuda", dtype=torch.bfloat16)
+    first = torch.autograd.grad(y, leaves, d_y, retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(y, leaves, d_y), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_graph_follows_the_counts() -> None:
     torch.manual_seed(3)
     x, gate_up, down = draw(400, 256), draw(3, 512, 256, scale=1 / 16), draw(3, 256, 256, scale=1 / 16)

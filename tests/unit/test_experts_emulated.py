@@ -44,6 +44,44 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> 
         assert error(one[:cut], other) < 1e-2, name
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
+def test_a_backward_holds_no_second_gate_and_up(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """Its own bytes, beside what it gives: SwiGLU's result. The bits are those of one that writes beside
+    them, and through a graph that is retained they come again, from gate and up that are computed anew."""
+    if not fused:
+        monkeypatch.setattr(ffn_module, "FUSED_WIDTH", 0)
+    torch.manual_seed(4)
+    counts, width, inner = torch.tensor([70, 0, 3]), 64, 136
+    x, d_y, weights = draw(73, width), draw(73, width), torch.rand(73)
+    gate_up, down = draw(3, 2 * inner, width) / 8, draw(3, width, inner) / 11
+    leaves = [t.detach().requires_grad_() for t in (x, gate_up, down, weights)]
+    emulate(monkeypatch, blocks=1)
+    y = ffn(leaves[0], leaves[1], leaves[2], counts, weights_R=leaves[3])
+    held: list[int] = []
+
+    def counted(make: Any) -> Any:
+        def made(*args: Any, **how: Any) -> Tensor:
+            new = make(*args, **how)
+            held.append(new.nbytes)
+            return new
+
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "new_empty", counted(Tensor.new_empty))
+        patch.setattr(torch, "empty_like", counted(torch.empty_like))
+        first = torch.autograd.grad(y, leaves, d_y, retain_graph=True)
+    parts = 4 * 73 * -(-inner // OWN.block_n) if fused else 0  # of the weights' gradient, before their sum
+    given = sum(one.nbytes for one in (first[:3] if fused else first))
+    assert sum(held) == given + parts + 2 * 73 * inner
+    again = torch.autograd.grad(y, leaves, d_y)
+    _, kept, plan = run_ffn(x, gate_up, down, counts, weights, True)
+    beside = run_ffn_backward(d_y, x, gate_up, down, plan, weights, kept, (True, True, True))
+    for one, two, three in zip(first, again, beside, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
 Launched = list[tuple[Layout, Tiling]]
 
 

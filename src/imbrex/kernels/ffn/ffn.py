@@ -256,9 +256,11 @@ def ffn_gradients(
     gradients: tuple[Tensor, Tensor] | None = None,
     deferral: Deferral | None = None,
     beside: Beside = ALONE,
+    consume: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same. The weights' gradients are not among the results where they are added to `gradients`, or left
-    to `deferral`. beside: the kernel of the product of `d_y_RD`, which brings its rows as well."""
+    to `deferral`. beside: the kernel of the product of `d_y_RD`, which brings its rows as well. consume: the
+    gradient of gate and up is written over them, the largest of what a backward holds."""
     rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG = saved
     need_rows, need_gate_up, need_down = needs
     rows, groups = rows_RD.shape[0], Groups(plan=plan)
@@ -270,12 +272,14 @@ def ffn_gradients(
         d_down_eDF = down_eDF.new_zeros(down_eDF.shape if need_down else 0)
         return d_rows_RD, d_gate_up_eGD, d_down_eDF, rows_RD.new_empty(rows, dtype=torch.float32)
     if gate_up_RG.shape[0] == 0:
-        gate_up_RG = rows_RD.new_empty(rows, gate_up_eGD.shape[1])
+        gate_up_RG, consume = rows_RD.new_empty(rows, gate_up_eGD.shape[1]), True
         _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
     weights_R = None if weights_R is None else weights_R.contiguous()
-    d_gate_up_RG, act_RF, d_weights_R = _swiglu_gradient(
-        d_y_RD, down_eDF, groups, gate_up_RG, weights_R, need_down, beside
+    slopes = Slopes(
+        gate_up=gate_up_RG, d_gate_up=gate_up_RG if consume else torch.empty_like(gate_up_RG), keep=need_down
     )
+    act_RF, d_weights_R = _swiglu_gradient(d_y_RD, down_eDF, groups, slopes, weights_R, beside)
+    d_gate_up_RG = slopes.d_gate_up
     add_to = (None, None) if gradients is None else gradients
     if deferral is not None:  # takes those of both weights
         parts = (d_gate_up_RG, rows_RD), (d_y_RD, act_RF)
@@ -334,17 +338,17 @@ def _swiglu_gradient(
     d_y_RD: Tensor,
     down_eDF: Tensor,
     groups: Groups,
-    gate_up_RG: Tensor,
+    slopes: Slopes,
     weights_R: Tensor | None,
-    keep: bool,
     beside: Beside,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """d_gate_up [R, 2F], act [R, F] times the weights (unset without `keep`), d_weights [R]."""
+) -> tuple[Tensor, Tensor | None]:
+    """act [R, F] times the weights (unset without `keep`), d_weights [R]; the rest is in `slopes`."""
     rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
     if d_y_RD.shape[1] > FUSED_WIDTH or is_portable(d_y_RD.get_device()):
         d_act_RF = d_y_RD.new_empty(rows, inner)
         _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF, beside=beside)
-        return swiglu_backward(d_act_RF, gate_up_RG, weights_R, groups.ends_e, keep=keep)
+        operands = d_act_RF, slopes.gate_up, weights_R, groups.ends_e
+        return swiglu_backward(*operands, keep=slopes.keep, out=(slopes.d_gate_up, d_act_RF))[1:]
     tiling = choose_tiling(
         Layout.DGRAD,
         Epilogue.SWIGLU_GRADIENT,
@@ -353,8 +357,7 @@ def _swiglu_gradient(
         (rows, inner),
         sms=multiprocessors(d_y_RD.get_device()),
     )
-    d_gate_up_RG, act_RF = torch.empty_like(gate_up_RG), gate_up_RG.new_empty(rows, inner)
-    parts = None
+    act_RF, parts = d_y_RD.new_empty(rows, inner), None
     if weights_R is not None:
         parts = weights_R.new_empty(-(-inner // tiling.block_n), rows)
     launch_gemm(
@@ -367,10 +370,10 @@ def _swiglu_gradient(
         tiling=tiling,
         epilogue=Epilogue.SWIGLU_GRADIENT,
         weights_R=weights_R,
-        slopes=Slopes(gate_up=gate_up_RG, d_gate_up=d_gate_up_RG, keep=keep, d_weights=parts),
+        slopes=replace(slopes, d_weights=parts),
         beside=beside,
     )
-    return d_gate_up_RG, act_RF, None if parts is None else parts.sum(0)
+    return act_RF, None if parts is None else parts.sum(0)
 
 
 def _fake_ffn_backward(d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, needs):
@@ -422,6 +425,7 @@ class Ffn(torch.autograd.Function):
         ctx.gradients, ctx.deferral = backward
         leaves = beside is not None and beside.leave is not None
         ctx.brings, ctx.beside = leaves and can_bring_gradient(down_eDF), ALONE
+        ctx.consumed = False
         return y_RD
 
     @staticmethod
@@ -430,13 +434,16 @@ class Ffn(torch.autograd.Function):
         (d_y_RD,) = grad_outputs
         rows, gate_up, down, _, weights, _ = ctx.needs_input_grad
         saved, add_to = Saved(*ctx.saved_tensors), ctx.gradients
+        if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
+            saved = saved._replace(gate_up_RG=saved.gate_up_RG[:0])
         # Zeros of no rows, or no experts, are not worth leaving.
         deferral = ctx.deferral if saved.rows_RD.shape[0] and saved.down_eDF.shape[0] else None
         ours, needs = add_to is None and deferral is None, (rows, gate_up, down)
         if ours and ctx.beside is ALONE and traced(d_y_RD):
             results = torch.ops.imbrex_experts_v3.ffn_backward(d_y_RD, *saved, needs)
         else:
-            more = {"gradients": add_to, "deferral": deferral, "beside": ctx.beside}
+            ctx.consumed = True
+            more = {"gradients": add_to, "deferral": deferral, "beside": ctx.beside, "consume": True}
             results = ffn_gradients(d_y_RD, saved, needs, **more)
         present = rows, gate_up and ours, down and ours, weights
         d_rows, d_gate_up, d_down, d_weights = (

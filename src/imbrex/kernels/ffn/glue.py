@@ -91,12 +91,20 @@ def swiglu(gate_up_RG: Tensor, weights_R: Tensor | None, ends_e: Tensor) -> Tens
 
 
 def swiglu_backward(
-    d_act_RF: Tensor, gate_up_RG: Tensor, weights_R: Tensor | None, ends_e: Tensor, *, keep: bool = True
+    d_act_RF: Tensor,
+    gate_up_RG: Tensor,
+    weights_R: Tensor | None,
+    ends_e: Tensor,
+    *,
+    keep: bool = True,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """d_gate_up [R, 2F]; act [R, F] times the weights (empty without `keep`); d_weights [R] float32 (`None`
-    without weights)."""
+    without weights). out: where the first two lie; gate_up_RG and d_act_RF themselves may be given."""
     rows, width = d_act_RF.shape
-    d_gate_up_RG, act_RF = torch.empty_like(gate_up_RG), d_act_RF.new_empty(rows if keep else 0, width)
+    if out is None:
+        out = torch.empty_like(gate_up_RG), d_act_RF.new_empty(rows if keep else 0, width)
+    d_gate_up_RG, act_RF = out
     d_weights_R = None if weights_R is None else d_act_RF.new_empty(rows, dtype=torch.float32)
     count = ends_e, ends_e.numel(), width // _UNIT
     act = act_RF if keep else None
