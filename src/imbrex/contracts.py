@@ -301,14 +301,11 @@ class Dispatcher(Protocol):
     promised: bool
     observer: Listener
     layer: int
+    dtypes: Sequence[torch.dtype]
+    """Dtypes of the experts' rows that `combine` sums."""
 
     @property
     def geometry(self) -> Geometry: ...
-
-    @property
-    def dtypes(self) -> Sequence[torch.dtype]:
-        """Dtypes of the experts' rows that `combine` sums."""
-        ...
 
     @property
     def counts_on_device(self) -> bool: ...

@@ -334,7 +334,7 @@ class MoELayer(nn.Module):
                 "MoELayer: this is a copy, and the experts of the layer that it was copied from have moved, "
                 "with the exchange that both use; copy it anew, or without a balancer"
             )
-        wrong = self.exchange.why_not_tokens(x) is not None
+        wrong = self.exchange.dispatcher.why_not_tokens(x) is not None
         if kept_TK is not None and not wrong:
             expected = x.numel() // x.shape[-1], self.config.top_k
             wrong = kept_TK.shape != expected or kept_TK.dtype != torch.bool

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from imbrex.contracts import VERSION, Backend, Routing
+from imbrex.contracts import VERSION, Backend, Geometry, Routing
 from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 
@@ -50,33 +50,33 @@ PROBLEMS = {
 
 
 def find_problem(
-    x_TD: Tensor, routing: Routing, width: int, top_k: int, num_experts: int, device_type: str
+    x_TD: Tensor, routing: Routing, geometry: Geometry, place: torch.device | None
 ) -> tuple[int, ...]:
     """The first thing wrong with the input as (number in PROBLEMS, three details), or zeros.
 
-    device_type: where the exchange's transport takes rows.
+    place: where the exchange's transport takes rows; `None`: wherever the tokens are.
 
     Shapes and dtypes always; values on the CPU, and on a GPU only under IMBREX_DEBUG=1 (a host sync).
     """
-    ids, weights = routing.ids_TK, routing.weights_TK
+    ids, weights, width = routing.ids_TK, routing.weights_TK, geometry.hidden_size
     if x_TD.dim() != 2 or x_TD.shape[1] != width:
         return 1, x_TD.dim(), x_TD.shape[-1] if x_TD.dim() else 0, width
     if ids.dim() != 2 or ids.shape[0] != x_TD.shape[0]:
         return 2, x_TD.shape[0], ids.shape[0] if ids.dim() else 0, 0
-    if ids.shape[1] != top_k:
-        return 3, ids.shape[1], top_k, 0
+    if ids.shape[1] != geometry.top_k:
+        return 3, ids.shape[1], geometry.top_k, 0
     if ids.shape != weights.shape:
-        return 11, weights.dim(), ids.shape[0], top_k
+        return 11, weights.dim(), ids.shape[0], geometry.top_k
     if x_TD.dtype not in DTYPES:
         return 4, 0, 0, 0
     if ids.dtype != torch.int64 or weights.dtype != torch.float32:
         return 5, 0, 0, 0
     if routing.kept_TK is not None and routing.kept_TK.dtype != torch.bool:
         return 10, 0, 0, 0
-    if not x_TD.device == ids.device == weights.device or x_TD.device.type != device_type:
+    if not x_TD.device == ids.device == weights.device or x_TD.device.type != (place or x_TD.device).type:
         return 6, 0, 0, 0
     if ids.device.type == "cpu" or os.environ.get("IMBREX_DEBUG") == "1":
-        return find_bad_value(ids, weights, num_experts)
+        return find_bad_value(ids, weights, geometry.placement.num_experts)
     return 0, 0, 0, 0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imbrex.contracts import Addend, Arrived, Crossing, Dispatcher, Geometry, Listener, Routing, RowForm
 from imbrex.exchange import plan, rows
-from imbrex.exchange.agreement import explain
+from imbrex.exchange.agreement import explain, find_problem
 from imbrex.exchange.dispatcher import DispatcherBase, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
 from imbrex.kernels.ffn.glue import gather_rows, sum_rows, weigh_rows
@@ -48,6 +48,8 @@ class AloneDispatcher(DispatcherBase):
     """Serves the calls that kernels can, and leaves the others to `general`. The state has the tensors of
     `STATE`."""
 
+    dtypes: Sequence[torch.dtype] = (DTYPE,)
+
     def __init__(self, geometry: Geometry, general: Dispatcher, observer: Listener, layer: int) -> None:
         super().__init__(geometry, observer, layer)
         self.general = general
@@ -55,10 +57,6 @@ class AloneDispatcher(DispatcherBase):
     @property
     def family(self) -> Sequence[Any]:
         return self, self.general
-
-    @property
-    def dtypes(self) -> Sequence[torch.dtype]:
-        return (DTYPE,)
 
     def relocate(self, geometry: Geometry) -> None:
         super().relocate(geometry)
@@ -109,7 +107,7 @@ class AloneDispatcher(DispatcherBase):
     def _order(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Order:
         where, experts = {"layer": self.layer}, self.geometry.placement.num_experts
         routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-        problem = explain(self.find_problem(x_TD, routing))
+        problem = explain(find_problem(x_TD, routing, self.geometry, self.place))
         if problem is not None:
             raise ValueError(f"dispatch: on rank 0, {problem}")
         with self.observer.span("plan", **where):

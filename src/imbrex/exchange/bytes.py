@@ -37,7 +37,14 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan, rows
-from imbrex.exchange.agreement import HEADER, TOKENS, check_headers, raise_together, write_header
+from imbrex.exchange.agreement import (
+    HEADER,
+    TOKENS,
+    check_headers,
+    find_problem,
+    raise_together,
+    write_header,
+)
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.plan import read_state
 from imbrex.placement.flow import split_near
@@ -77,7 +84,7 @@ class BytesDispatcher(WiredDispatcher):
             torch.cuda.synchronize(self.transport.device)
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
-        problem = self.find_problem(x_TD, routing)
+        problem = find_problem(x_TD, routing, self.geometry, self.place)
         if problem[0] or not self._checks_itself(before):
             header = self._header(problem, x_TD, routing.ids_TK, before)
             self._gather([torch.cat([header, header.new_zeros(self._room)])])
@@ -112,7 +119,7 @@ class BytesDispatcher(WiredDispatcher):
     def _message(self, x_TD: Tensor, routing: Routing, num_parts: int) -> tuple[Tensor, Tensor | None]:
         """This rank's message of a part, and who wants its tokens, where that is known ahead."""
         geometry, ids_TK = self.geometry, routing.ids_TK
-        problem = self.find_problem(x_TD, routing)
+        problem = find_problem(x_TD, routing, self.geometry, self.place)
         header = self._header(problem, x_TD, ids_TK, num_parts)
         if problem[0]:
             return torch.cat([header, header.new_zeros(self._room)]), None
@@ -245,8 +252,8 @@ class BytesDispatcher(WiredDispatcher):
     ) -> Crossing[Arrived]:
         """Tokens cross with slots, positions and weights of their choices behind them."""
         with self._span("dispatch"):
-            labels = [plan.slot_TK.int(), plan.position_TK.int(), weights_TK]
-            encoded = write([x_TD, *labels], self.wire.dispatch, x_TD.dtype)
+            labels = plan.slot_TK.int(), plan.position_TK.int(), weights_TK.view(torch.int32)
+            encoded = write([x_TD, torch.cat(labels, 1)], self.wire.dispatch, x_TD.dtype)
 
         def read(received: Tensor) -> Arrived:
             with self._span("dispatch"):
@@ -263,10 +270,11 @@ class BytesDispatcher(WiredDispatcher):
     def _place(self, plan: Plan, received: Tensor, weights_TK: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Weights of the rows and the state, from the labels behind what arrived."""
         top_k, traffic = weights_TK.shape[1], plan.traffic
-        labels = received[:, -12 * top_k :].unflatten(1, (3, 4 * top_k))
-        slot = torch.cat([plan.slot_TK, from_bytes(labels[:, 0], top_k, torch.int32).long()])
-        position = torch.cat([plan.position_TK, from_bytes(labels[:, 1], top_k, torch.int32).long()])
-        weights = torch.cat([weights_TK, from_bytes(labels[:, 2], top_k, torch.float32)])
+        labels = from_bytes(received[:, -12 * top_k :], 3 * top_k, torch.int32)
+        slots, positions, bits = labels.split(top_k, 1)
+        slot = torch.cat([plan.slot_TK, slots.long()])
+        position = torch.cat([plan.position_TK, positions.long()])
+        weights = torch.cat([weights_TK, bits.view(torch.float32)])
         source_R, position_PK, weights_R = rows.index_rows(
             slot, position, weights, self.geometry.local_slots, plan.num_rows
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from imbrex.codec.fp8 import BLOCK, Fp8
 from imbrex.contracts import Addend, Crossing, Geometry, Listener, Roles, Routing, RowForm, Wire
 from imbrex.exchange import autograd
-from imbrex.exchange.agreement import DTYPES, find_problem
+from imbrex.exchange.agreement import DTYPES
 from imbrex.runtime.tracing import differentiated, traced
 
 
@@ -20,6 +20,7 @@ class DispatcherBase:
     """A dispatcher by itself, which serves every call, has rows in one form, and counts on the host."""
 
     geometry: Geometry
+    dtypes: Sequence[torch.dtype] = DTYPES
     roles = Roles()
     promise = promised = False
     place: torch.device | None = None
@@ -32,10 +33,6 @@ class DispatcherBase:
         self.key = autograd.register(self, *where, *form)
         self.number = 0
         self.relocate(geometry)
-
-    @property
-    def dtypes(self) -> Sequence[torch.dtype]:
-        return DTYPES
 
     @property
     def counts_on_device(self) -> bool:
@@ -94,12 +91,6 @@ class DispatcherBase:
         out: tuple[Tensor, Tensor],
     ) -> Any:
         return self.dispatch_backward(d_rows_RD, d_weights_R, state, num_tokens, out)
-
-    def find_problem(self, x_TD: Tensor, routing: Routing) -> tuple[int, ...]:
-        """The first thing wrong with the input of a call, by number and details: `agreement.find_problem`."""
-        geometry, place = self.geometry, (self.place or x_TD.device).type
-        experts = geometry.placement.num_experts
-        return find_problem(x_TD, routing, geometry.hidden_size, geometry.top_k, experts, place)
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         """There is nobody else to tell."""

@@ -88,7 +88,7 @@ class Exchange:
         layer: int = 0,
     ) -> None:
         self.group, self.world_size = group, 1 if group is None else dist.get_world_size(group)
-        self.wire = make_wire(codec)
+        self.wire, self.layer = make_wire(codec), layer
         self.geometry = Geometry(
             placement=placement,
             rank=0 if group is None else dist.get_rank(group),
@@ -174,10 +174,6 @@ class Exchange:
         for dispatcher in self.dispatcher.family:
             dispatcher.observer = observer
 
-    @property
-    def layer(self) -> int:
-        return self.dispatcher.layer
-
     def relocate(self, placement: Placement | None = None, split: Split | None = None) -> None:
         """From the next dispatch on, experts live at `placement` and `split` chooses replicas. What was
         dispatched before is combined and differentiated as it was planned. Every rank must call it between
@@ -209,10 +205,6 @@ class Exchange:
         """
         self._missed_for_dtype = False  # another dispatcher would not know of it
         self.dispatcher.count_into(tally_WS)
-
-    def why_not_tokens(self, x: Tensor) -> str | None:
-        """Why tokens [..., D] of this width, dtype and device cannot be dispatched, or `None`."""
-        return self.dispatcher.why_not_tokens(x)
 
     def check_in(self, x: Tensor, *, kept_TK: Tensor | None = None, alone: bool = False) -> None:
         """Tell the other ranks whether tokens [..., D] can be dispatched: ValueError on every rank where one

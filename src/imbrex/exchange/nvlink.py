@@ -39,7 +39,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import explain, raise_together
+from imbrex.exchange.agreement import explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
@@ -109,6 +109,8 @@ class NvlinkDispatcher(WiredDispatcher):
     move beside the caller; `None`: the caller's stream does.
     """
 
+    dtypes: Sequence[torch.dtype] = (DTYPE,)
+
     def __init__(
         self, geometry: Geometry, transport: Nvlink, wire: Wire, observer: Listener, layer: int
     ) -> None:
@@ -170,10 +172,6 @@ class NvlinkDispatcher(WiredDispatcher):
             self._tables = placement_tables(placed.placement, self.transport.device)
 
     @property
-    def dtypes(self) -> Sequence[torch.dtype]:
-        return (DTYPE,)
-
-    @property
     def counts_on_device(self) -> bool:
         return not self.placed.by_slot and self.geometry.tensor_parallel == 1
 
@@ -223,9 +221,9 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def _problem(self, x_TD: Tensor, routing: Routing) -> str | None:
         limit = self.transport.max_tokens
-        problem = explain(self.find_problem(x_TD, routing))
-        if problem is not None:
-            return problem
+        problem = find_problem(x_TD, routing, self.geometry, self.place)
+        if problem[0]:
+            return explain(problem)
         if x_TD.dtype != DTYPE:
             return (
                 f"x is {x_TD.dtype}; NVLink's kernels move bfloat16: convert it, or use transport='alltoall'"

@@ -92,9 +92,9 @@ def slot_of_expert(placement: Placement, device: torch.device) -> Tensor:
 def ranks_wanted(slot_TK: Tensor, placement: Placement, tensor_size: int) -> Tensor:
     """Which ranks a token must reach, bool [T, W]: every tensor rank of every expert-parallel rank that owns
     one of its slots. W = placement.num_ranks * tensor_size; rank r is tensor rank r % tensor_size."""
-    owner = owner_of_slot(placement, slot_TK.device)
-    rank_TK = torch.where(slot_TK < 0, placement.num_ranks, owner[slot_TK.clamp(min=0)])
-    wants_TW = torch.zeros(slot_TK.shape[0], placement.num_ranks + 1, dtype=torch.bool, device=slot_TK.device)
+    owner, ranks = owner_of_slot(placement, slot_TK.device), placement.num_ranks
+    rank_TK = torch.where(slot_TK < 0, ranks, owner[slot_TK.clamp(min=0)])
+    wants_TW = torch.zeros(slot_TK.shape[0], ranks + 1, dtype=torch.bool, device=slot_TK.device)
     wants_TW.scatter_(1, rank_TK, True)
     wants_TW = wants_TW[:, :-1]
     return wants_TW if tensor_size == 1 else wants_TW.repeat_interleave(tensor_size, dim=1)

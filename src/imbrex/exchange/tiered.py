@@ -39,10 +39,6 @@ class TieredDispatcher(TieredPlanning):
     """Rows over the network to counterparts, and then by the dispatcher inside a node. Codecs are the
     network's; inside a node rows move as they are."""
 
-    @property
-    def dtypes(self) -> Sequence[torch.dtype]:
-        return self.inside.dtypes
-
     def beside(self, chunks: int, *, in_turn: bool = False) -> TieredDispatcher:
         inside = self.inside.beside(chunks)
         if inside is self.inside and not in_turn:

@@ -33,7 +33,7 @@ from imbrex.contracts import (
     Wire,
 )
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import HEADER
+from imbrex.exchange.agreement import HEADER, find_problem
 from imbrex.exchange.bytes import BytesDispatcher
 from imbrex.exchange.nvlink import NvlinkDispatcher
 from imbrex.placement import split_evenly
@@ -94,6 +94,7 @@ class TieredPlanning(BytesDispatcher):
             if kernels is None
             else NvlinkDispatcher(inside, kernels, *arguments)
         )
+        self.dtypes = self.inside.dtypes
         local = inside.placement.num_slots
         first = geometry.placement.rank_offsets[transport.node * inside.placement.num_ranks]
         self.slots = range(first, first + local)
@@ -160,7 +161,7 @@ class TieredPlanning(BytesDispatcher):
 
     def _checked(self, parts: Sequence[tuple[Tensor, Routing]]) -> Tensor:
         """The header of this rank's message. ValueError on every rank where this one's input is wrong."""
-        problems = [self.find_problem(*part) for part in parts]
+        problems = [find_problem(*part, self.geometry, self.place) for part in parts]
         problem = next((problem for problem in problems if problem[0]), problems[0])
         header = self._header(problem, parts[0][0], parts[0][1].ids_TK, len(parts))
         if problem[0]:

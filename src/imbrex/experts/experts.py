@@ -267,7 +267,7 @@ class Experts(nn.Module):
                 old[here].view(torch.uint8).copy_(new.view(torch.uint8))
 
     def _by_products(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
-        product = _loop_product if self.implementation == "loop" else _grouped_product
+        product = _loop_product if self.implementation == "loop" else products.grouped_product
         up_RF = product(rows_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_e)
         # Tensor ranks sum their outputs, so only the first adds the bias.
         down_bias = self.down_proj_bias if self.shard.rank == 0 else None
@@ -361,13 +361,3 @@ def _loop_product(rows_RK: Tensor, weight_eNK: Tensor, bias_eN: Tensor | None, c
         begin += count
     outputs.append(rows_RK.new_zeros(rows_RK.shape[0] - begin, weight_eNK.shape[1]))
     return torch.cat(outputs)
-
-
-def _grouped_product(rows_RK: Tensor, weight_eNK: Tensor, bias_eN: Tensor | None, counts_e: Tensor) -> Tensor:
-    out_RN = products.grouped_mm(rows_RK, weight_eNK.to(rows_RK.dtype).mT, counts_e)
-    if bias_eN is None:
-        return out_RN
-    row = torch.arange(rows_RK.shape[0], device=rows_RK.device)
-    # Rows past the counts get a bias of their own: what their gradients are, nobody knows.
-    bias_eN = F.pad(bias_eN.to(rows_RK.dtype), [0, 0, 0, 1])
-    return out_RN + bias_eN[torch.searchsorted(counts_e.cumsum(0), row, right=True)]

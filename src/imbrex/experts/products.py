@@ -1,4 +1,4 @@
-"""Grouped matrix products, rows of group i times matrix i: `imbrex::grouped_mm` and its gradient.
+"""Grouped matrix products, rows of group i times matrix i: `imbrex::grouped_mm`, its gradient, biases.
 
 `torch.nn.functional.grouped_mm` where the device and dtype have it (bfloat16 on CUDA, strides of 16 bytes;
 other widths are padded), one product per group elsewhere.
@@ -133,3 +133,14 @@ def _grouped_backward(ctx, d_out_RN):
 
 
 grouped_mm.register_autograd(_grouped_backward, setup_context=_grouped_setup)
+
+
+def grouped_product(rows_RK: Tensor, weight_eNK: Tensor, bias_eN: Tensor | None, counts_e: Tensor) -> Tensor:
+    """Rows of group i times the transpose of `weight_eNK[i]`, plus its bias."""
+    out_RN = grouped_mm(rows_RK, weight_eNK.to(rows_RK.dtype).mT, counts_e)
+    if bias_eN is None:
+        return out_RN
+    row = torch.arange(rows_RK.shape[0], device=rows_RK.device)
+    # Rows past the counts get a bias of their own: what their gradients are, nobody knows.
+    bias_eN = F.pad(bias_eN.to(rows_RK.dtype), [0, 0, 0, 1])
+    return out_RN + bias_eN[torch.searchsorted(counts_e.cumsum(0), row, right=True)]

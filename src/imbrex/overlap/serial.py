@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Dispatched, Experts, Output, Routing, RowExchange
+from imbrex.contracts import Dispatched, Experts, Listener, Output, Routing, RowExchange
 from imbrex.experts import surely_fit
 from imbrex.observe import bracket_backward
 
@@ -42,8 +42,11 @@ class Serial:
         dispatched = exchange.dispatch(x_TD, routing, forms=experts.forms, promise=promise)
         keep = self.keep_rows or compiling
         again = None if keep else exchange.dispatching_again(x_TD, dispatched)
-        with exchange.observer.span("experts", layer=exchange.layer), again or nullcontext():
-            rows_RD = _computed(dispatched, exchange, experts)
+        observer, layer = exchange.observer, exchange.layer
+        with observer.span("experts", layer=layer), again or nullcontext():
+            rows_RD = (
+                _watched(dispatched, experts, observer, layer) if observer.enabled else experts(dispatched)
+            )
             added = None if addend is None else addend()
         weighted = experts.applies_weights
         return Output(
@@ -51,15 +54,12 @@ class Serial:
         )
 
 
-def _computed(dispatched: Dispatched, exchange: RowExchange, experts: Experts) -> Tensor:
-    """The experts' rows; where someone listens, their backward is a span too."""
-    observer = exchange.observer
-    if not observer.enabled:
-        return experts(dispatched)
+def _watched(dispatched: Dispatched, experts: Experts, observer: Listener, layer: int) -> Tensor:
+    """The experts' rows, whose backward is a span too."""
     return bracket_backward(
         observer,
         "experts_backward",
         lambda rows_RD: experts(replace(dispatched, rows_RD=rows_RD)),
         dispatched.rows_RD,
-        layer=exchange.layer,
+        layer=layer,
     )

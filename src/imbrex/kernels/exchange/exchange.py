@@ -108,7 +108,7 @@ class NvlinkExchange:
         """The first word of every status, in pinned memory that the kernels write: 0 while all is well."""
         tables = placement_tables(placement, self.device)
         self._sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
-        self._plan = how.RoutingPlan(shape, self.layout, placement, self._room, tables)
+        self._plan = how.RoutingPlan(shape, self.layout, placement.num_slots, self._room, tables)
 
     @property
     def layer(self) -> int | None:

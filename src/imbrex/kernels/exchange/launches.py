@@ -186,13 +186,13 @@ class Choosing(TypedDict, total=False):
 
 
 class RoutingPlan(NamedTuple):
-    """The common part of all routings of an exchange: who is where, and the slots for replicas.
+    """The common part of all routings of an exchange: its slots, and room for how many replicas of an expert.
 
     tables: of the placement, where a call brings none."""
 
     shape: lay.Shape
     layout: lay.Layout
-    placement: Placement
+    slots: int
     room: int
     tables: Tables
 
@@ -239,7 +239,7 @@ def route_args(
         token_capacity=shape.token_capacity,
         tensor=shape.tensor,
         replicated=room > 0,
-        slots=plan.placement.num_slots,
+        slots=plan.slots,
         room=room if choosing.get("balanced") else 0,
     )
 
@@ -331,9 +331,9 @@ def reduce_args(
         values=numbers if numbers is None or numbers.numel() else home,
         values_out=home,
         values_at=layout.values,
-        values_bytes=lay.value_bytes(shape),
+        values_bytes=layout.value_bytes,
         partials_at=layout.partials,
-        buffer_bytes=lay.partial_bytes(shape),
+        buffer_bytes=layout.partial_bytes,
         rows_stride=rank_stride(rows),
         x_stride=rank_stride(addend),
         out_stride=rank_stride(out),

@@ -108,7 +108,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Offsets in a heap, in bytes."""
+    """Offsets in a heap, in bytes; value_bytes, partial_bytes: sizes of what stands there twice."""
 
     staged_flags: int
     reduced_flags: int
@@ -126,6 +126,8 @@ class Layout:
     inbox: int
     early: int
     values: int
+    value_bytes: int
+    partial_bytes: int
     nbytes: int
 
 
@@ -142,6 +144,9 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
     flags = max(tokens, SMALL_PARTS * few)
     chunks = ranks * -(-tokens // CHUNK)
     rows = shape.buffers * shape.token_capacity * shape.row_bytes
+    # Of the other ranks: numbers of rows that come with a combine's sums, and sums, whatever they cross as.
+    value_bytes = 4 * (ranks - 1) * tokens * shape.choices
+    partial_bytes = (ranks - 1) * tokens * max(shape.row_bytes, wire_bytes(1, "fp8"))
     return Layout(
         flags=flags,
         staged_flags=take(4 * ranks * flags),
@@ -152,7 +157,9 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
         received=take(rows if compact else 0),
         staged=take(shape.buffers * tokens * shape.row_bytes if expert else 0),
         reduced=take(rows if compact else 0),
-        partials=take(2 * partial_bytes(shape) if expert else 0),
+        partial_bytes=partial_bytes,
+        value_bytes=value_bytes,
+        partials=take(2 * partial_bytes if expert else 0),
         small_ids=take(8 * 4 * ranks * few * shape.choices if expert else 0),
         small_tokens=take(8 * 2 * ranks),
         small_staged=take(2 * ranks * few * shape.row_bytes if expert else 0),
@@ -160,14 +167,9 @@ def layout(shape: Shape, *, compact: bool = True, expert: bool = True) -> Layout
             shape.buffers * ranks * early_groups(shape) * (32 // ranks) * shape.row_bytes if expert else 0
         ),
         early=take(16 * ranks * (MAX_BLOCKS * ranks + -(-tokens // SEGMENT)) if compact else 0),
-        values=take(2 * value_bytes(shape) if expert else 0),
+        values=take(2 * value_bytes if expert else 0),
         nbytes=at,
     )
-
-
-def value_bytes(shape: Shape) -> int:
-    """Bytes of the numbers of rows that come with a combine's sums, without the own rank's."""
-    return 4 * (shape.ranks - 1) * shape.max_tokens * shape.choices
 
 
 EARLY_BYTES = 12 << 20
@@ -299,11 +301,6 @@ def _wire_steps(row_bytes: int) -> int:
 def wire_bytes(row_bytes: int, wire: str) -> int:
     """From one sum to the next where they cross as `wire`: `exchange/wire.cuh` says what is in it."""
     return -(-(_wire_steps(row_bytes) * (512 + 16)) // 128) * 128 if wire == "fp8" else row_bytes
-
-
-def partial_bytes(shape: Shape) -> int:
-    """Bytes of a buffer of sums of own tokens, whatever they cross as."""
-    return (shape.ranks - 1) * shape.max_tokens * max(shape.row_bytes, wire_bytes(1, "fp8"))
 
 
 @functools.cache

@@ -84,9 +84,7 @@ class DeviceSeat:
     def check_in(self, geometry: Geometry, x_TD: Tensor, routing: Routing) -> None:
         """Raise ValueError where this rank's input cannot be dispatched. Its peers, whose hosts look at
         nobody's calls, hear that it gave up, and the kernels have failed on all ranks."""
-        experts, place = geometry.placement.num_experts, self.transport.device.type
-        shape = geometry.hidden_size, geometry.top_k, experts, place
-        problem = explain(find_problem(x_TD, routing, *shape))
+        problem = explain(find_problem(x_TD, routing, geometry, self.transport.device))
         if problem is None and x_TD.dtype != DTYPE:
             problem = f"x is {x_TD.dtype}; NVLink's kernels move bfloat16: convert it, or use 'alltoall'"
         if problem is None and x_TD.shape[0] > self.room.tokens:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from imbrex.contracts import Geometry, Routing, RowExchange
@@ -101,8 +102,7 @@ class Seat:
 
     def check_in(self, geometry: Geometry, x_TD: Tensor, routing: Routing) -> None:
         """Raise ValueError on every rank where this one's input cannot be dispatched."""
-        experts = geometry.placement.num_experts
-        problem = find_problem(x_TD, routing, geometry.hidden_size, geometry.top_k, experts, "cpu")
+        problem = find_problem(x_TD, routing, geometry, torch.device("cpu"))
         if not problem[0]:
             return
         self.calls += 1
