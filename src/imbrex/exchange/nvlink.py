@@ -210,8 +210,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 f"{self.where:08x}; every rank must call the same layers in the same order, with the same "
                 "placement"
             )
-        most, self.promised = max(values_W), min([value & 1 for value in values_W]) == 1
-        return Part(ids_TK=routing.ids_TK, max_tokens=most >> 2, backward=bool(most & 2))
+        largest, self.promised = max(values_W), min([value & 1 for value in values_W]) == 1
+        return Part(ids_TK=routing.ids_TK, max_tokens=largest >> 2, backward=bool(largest & 2))
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
         """By a word on the hosts' board, which asks no GPU. Rows have one dtype here."""

@@ -225,11 +225,11 @@ class BackendBase:
     def check_worst(self, rows_WW: Tensor, most_W: list[int]) -> None:
         """ValueError on every rank where one receives more rows than it has room for. rows_WW: on the host.
         most_W: `num_worst_tokens` of every rank."""
-        for rank, (received, most) in enumerate(zip(rows_WW.sum(0).tolist(), most_W, strict=True)):
-            if 0 < most < received:
+        for rank, (received, room) in enumerate(zip(rows_WW.sum(0).tolist(), most_W, strict=True)):
+            if 0 < room < received:
                 raise ValueError(
                     f"{self.who}.dispatch: rank {rank} receives {received} tokens, more than "
-                    f"num_worst_tokens, {most}; give the tokens of all ranks together"
+                    f"num_worst_tokens, {room}; give the tokens of all ranks together"
                 )
 
 

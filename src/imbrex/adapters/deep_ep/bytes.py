@@ -173,8 +173,8 @@ class BytesBackend(BackendBase):
             ids_TK, weights_TK = given.ids_TK, given.weights_TK
             map_TE, probs_TE = indices_to_map(ids_TK, weights_TK, len(ids_TK), config.num_experts)
         wanted_TW = map_TE.unflatten(1, (self.world_size, -1)).any(2)
-        most = map_TE.sum(1).max() if len(map_TE) else 0
-        rows_WW, most_W = self.settle(call, problem, wanted_TW, most, settings)
+        top_k = map_TE.sum(1).max() if len(map_TE) else 0
+        rows_WW, most_W = self.settle(call, problem, wanted_TW, top_k, settings)
         route = make_route(wanted_TW, rows_WW, self.rank)
         return route, pack_choices(map_TE, probs_TE, max(1, *most_W))
 

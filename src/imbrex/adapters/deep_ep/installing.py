@@ -20,8 +20,8 @@ def install() -> None:
 
     Raises RuntimeError where another deep_ep has been imported: programs may already hold its classes.
     """
-    found = sys.modules.get("deep_ep")
-    if found is not None and getattr(found, MARK, False):
+    module = sys.modules.get("deep_ep")
+    if module is not None and getattr(module, MARK, False):
         return
     foreign = [name for name in ("deep_ep", "deep_ep_cpp", "hybrid_ep_cpp") if name in sys.modules]
     if foreign:

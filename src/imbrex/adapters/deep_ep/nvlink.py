@@ -158,9 +158,9 @@ class NvlinkBackend(BackendBase):
         if num_experts <= ALL_EXPERTS:
             return num_experts
         if num_experts not in self._most_choices:
-            most = chosen_T.max() if len(chosen_T) else words(0)[0]
+            own = chosen_T.max() if len(chosen_T) else words(0)[0]
             # host sync: once a number of experts
-            largest = int(self.transport.exchange_counts(most.long().view(1)).max())
+            largest = int(self.transport.exchange_counts(own.long().view(1)).max())
             self._most_choices[num_experts] = min(num_experts, max(8, -(-largest // 8) * 8))
         return self._most_choices[num_experts]
 
@@ -378,10 +378,10 @@ class NvlinkBackend(BackendBase):
             weights_TK = None if given.weights_TK is None else given.weights_TK.float().gather(1, order_TK)
             return Choices(ids_TK=ids_TK.gather(1, order_TK), weights_TK=weights_TK)
         chosen_T = given.map_TE.sum(1)
-        most = self.most_choices(chosen_T, num_experts)
-        choices = pack_choices(given.map_TE, given.probs_TE, most)
+        top_k = self.most_choices(chosen_T, num_experts)
+        choices = pack_choices(given.map_TE, given.probs_TE, top_k)
         # More than there is room for: an id that the kernels refuse on every rank.
-        ids_TK = torch.where((chosen_T > most)[:, None], num_experts, choices.ids_TK)
+        ids_TK = torch.where((chosen_T > top_k)[:, None], num_experts, choices.ids_TK)
         return Choices(ids_TK=ids_TK, weights_TK=choices.weights_TK)
 
     def carry_with_sources(

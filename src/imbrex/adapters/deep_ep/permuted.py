@@ -78,8 +78,8 @@ class Permutation:
 
     def reduce(self, rows_RD: Tensor) -> Tensor:
         """Expert-major rows summed for every row received, in float32, in ascending row order: [N, D]."""
-        most = min(self.position_NK.shape[1], len(self.counts_e))
-        return rows.reduce(rows_RD, self.position_NK, None, most)
+        terms = min(self.position_NK.shape[1], len(self.counts_e))
+        return rows.reduce(rows_RD, self.position_NK, None, terms)
 
     def pick(self, values_R: Tensor) -> Tensor:
         """The value of every choice's row, 0 where there is none: float32 [N, K]."""
