@@ -62,6 +62,18 @@ def test_a_command_refuses_in_one_line(capsys, tmp_path, words):
     assert [path.name for path in tmp_path.iterdir()] == ["meminfo"]
 
 
+@pytest.mark.parametrize("command", ["tune", "bench layer"])
+def test_a_layer_that_is_larger_than_the_machine_is_refused(capsys, command):
+    """DeepSeek-V3's experts take 45.1 GB in float32, and no torch would say so before they are written."""
+    words = "--model deepseek-v3 --scale 1 --tokens 64 --ranks 2 --device cpu"
+    with pytest.raises(SystemExit):
+        main([*command.split(), *words.split()])
+    assert capsys.readouterr().err.splitlines() == [
+        "imbrex: error: 2 ranks need some 45.5 GB of memory (200 MB each, and 45.1 GB for weights and "
+        "tokens), and this machine has 0.5 GB available: give fewer --tokens, or a smaller layer with --scale"
+    ]
+
+
 def test_what_starts_ranks_refuses(tmp_path):
     with pytest.raises(ValueError, match="3 ranks need some"):
         launch([], num_ranks=TOO_MANY, board=tmp_path, timeout_s=1, hint=str)

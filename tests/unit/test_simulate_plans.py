@@ -16,7 +16,7 @@ from imbrex.simulate import device, loads, scale, traffic
 from imbrex.simulate.device import Shape, Share
 from imbrex.simulate.fabric import Fabric, Tier, islands, parse
 from imbrex.simulate.loads import Spread, Stragglers
-from imbrex.simulate.plans import Request, World, choose, memory_of, rivals
+from imbrex.simulate.plans import Request, World, choose, divisions, memory_of, rivals
 from imbrex.simulate.profile import STATUSES, Entry, Profile, shipped
 from imbrex.simulate.run import Case, Layout, predict
 from imbrex.simulate.story import lines
@@ -193,6 +193,12 @@ def test_a_rank_alone_has_kernels_and_no_wire(shape: Shape, tokens: int, micros:
     alone = predict(case, Layout(), backward=False)
     assert 1e6 * alone.forward == pytest.approx(micros, rel=0.2)
     assert alone.tasks["encode_out"] == alone.tasks["decode_back"] == 0
+
+
+def test_the_divisors_of_very_many_ranks_are_not_looked_for_above_the_experts() -> None:
+    """Tried up to the ranks, they took longer than anybody waits."""
+    pairs = list(divisions(Request(shape=QWEN, ranks=2**40, tokens=4096)))
+    assert {ep for ep, _ in pairs} == {1, 2, 4, 8, 16, 32, 64, 128}
 
 
 def test_one_gpu_is_not_told_of_nodes_that_it_lacks() -> None:

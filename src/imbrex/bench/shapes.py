@@ -14,6 +14,11 @@ class Shape:
     num_experts: int
     top_k: int
 
+    def least_bytes(self, tokens: int, itemsize: int) -> int:
+        """What weights and tokens take at least, over all ranks."""
+        weights = 3 * self.num_experts * self.hidden_size * self.intermediate_size
+        return itemsize * (weights + tokens * self.hidden_size)
+
     def __str__(self) -> str:
         return f"D={self.hidden_size} F={self.intermediate_size} E={self.num_experts} K={self.top_k}"
 

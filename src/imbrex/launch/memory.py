@@ -24,22 +24,35 @@ def available_bytes(meminfo: Path = MEMINFO) -> int | None:
     return None if kib is None else 1024 * int(kib)
 
 
-def why_not_start(num_ranks: int, available: int | None) -> str | None:
-    """None, or why `num_ranks` processes with torch do not fit into `available` bytes."""
-    if available is None or num_ranks * RANK_BYTES <= available:
+def why_not_start(num_ranks: int, available: int | None, layer_bytes: int = 0) -> str | None:
+    """None, or why `num_ranks` processes with torch, and what they hold together, do not fit into `available`
+    bytes."""
+    needed = num_ranks * RANK_BYTES + layer_bytes
+    if available is None or needed <= available:
         return None
-    # In whole numbers: a count as long as a line has no float.
-    tenths, here = num_ranks * RANK_BYTES // 10**8, available / 1e9
-    limit = max(1, available // RANK_BYTES)
+    each = f"{RANK_BYTES // 10**6} MB each"
+    if layer_bytes > needed - layer_bytes:
+        what = f"{each}, and {_gigabytes(layer_bytes)} for weights and tokens"
+        mend = "give fewer --tokens, or a smaller layer with --scale"
+    else:
+        limit = max(1, available // RANK_BYTES)
+        what = f"{each}, before tokens and experts"
+        mend = f"start at most {limit} here, or spread them over several machines with torchrun"
     return (
-        f"{num_ranks} ranks need some {tenths // 10}.{tenths % 10} GB of memory "
-        f"({RANK_BYTES // 10**6} MB each, before tokens and experts), and this machine has {here:.1f} GB "
-        f"available: start at most {limit} here, or spread them over several machines with torchrun"
+        f"{num_ranks} ranks need some {_gigabytes(needed)} of memory ({what}), and this machine has "
+        f"{_gigabytes(available)} available: {mend}"
     )
 
 
-def check_memory(num_ranks: int) -> None:
-    """Raise ValueError where `num_ranks` ranks cannot be held by this machine."""
-    reason = why_not_start(num_ranks, available_bytes())
+def _gigabytes(count: int) -> str:
+    """In whole numbers: a count as long as a line has no float."""
+    tenths = (count + 5 * 10**7) // 10**8
+    return f"{tenths // 10}.{tenths % 10} GB"
+
+
+def check_memory(num_ranks: int, layer_bytes: int = 0) -> None:
+    """Raise ValueError where `num_ranks` ranks cannot be held by this machine. layer_bytes: what they hold
+    together, at least, beside what each takes."""
+    reason = why_not_start(num_ranks, available_bytes(), layer_bytes)
     if reason is not None:
         raise ValueError(reason)

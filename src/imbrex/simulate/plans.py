@@ -127,9 +127,10 @@ def layouts(request: Request) -> Iterator[Layout]:
 
 def divisions(request: Request) -> Iterator[tuple[int, int]]:
     """EP and TP that divide the ranks, EP up to the number of experts, TP that divides the expert width."""
-    for ep in (n for n in range(1, request.ranks + 1) if request.ranks % n == 0):
+    largest = min(request.ranks, request.shape.experts)
+    for ep in (n for n in range(1, largest + 1) if request.ranks % n == 0):
         for tp in (n for n in (1, 2, 4, 8) if (request.ranks // ep) % n == 0):
-            if ep <= request.shape.experts and request.shape.inner % tp == 0:
+            if request.shape.inner % tp == 0:
                 yield ep, tp
 
 
