@@ -7,6 +7,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -218,13 +219,15 @@ def test_a_full_disk_is_an_error_on_every_rank(pool, tmp_path, broken):
 
 
 def save_what_one_cannot(ranks: Ranks, directory: str, how: str):
-    """Rank 1 alone has an `extra` that JSON cannot write, or another disk under the same name, or neither."""
+    """Rank 1 alone has an `extra` that JSON cannot write, no step or another one, or another disk under the
+    same name."""
     model, optimizer = build(ranks, Split(world=2), 1)
     odd = ranks.rank == 1
     extra = {"bad": object()} if odd and how == "extra" else {}
+    step: Any = {"no step": float("nan"), "another step": 2}.get(how, 1) if odd else 1
     blind = mock.patch("pathlib.Path.is_dir", return_value=False) if odd and how == "path" else nullcontext()
     with blind:
-        return _said(lambda: checkpoint.save(directory, model, optimizer, 1, extra, group=ranks.group))
+        return _said(lambda: checkpoint.save(directory, model, optimizer, step, extra, group=ranks.group))
 
 
 def load_what_one_does_not_see(ranks: Ranks, directory: str):
@@ -243,12 +246,25 @@ def _said(call) -> str:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("extra", "ValueError {}checkpoint: extra cannot be"), ("path", "OSError {}this rank does not see")],
+    [
+        ("extra", "ValueError {}checkpoint: extra cannot be"),
+        ("path", "OSError {}this rank does not see"),
+        ("no step", "ValueError {}checkpoint: step nan, keep None; give a step from 0 on"),
+    ],
 )
 def test_what_one_rank_cannot_save_is_an_error_on_every_rank_at_once(pool, tmp_path, how, said):
     first, second = pool.run(2, save_what_one_cannot, str(tmp_path), how)
     assert first.startswith(said.format("rank 1: "))
     assert second.startswith(said.format(""))
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_ranks_after_several_steps_save_nothing(pool, tmp_path):
+    """Each had returned a path of its own, of which one was there."""
+    for said in pool.run(2, save_what_one_cannot, str(tmp_path), "another step"):
+        assert said.startswith(
+            "ValueError checkpoint: ranks disagree about the step: step_00000001 on rank 0, step_00000002 on"
+        )
     assert checkpoint.latest(tmp_path) is None
 
 

@@ -15,7 +15,7 @@ class Shape:
     top_k: int
 
     def least_bytes(self, tokens: int, itemsize: int) -> int:
-        """What weights and tokens take at least, over all ranks."""
+        """Bytes of weights and tokens over all ranks, the least that a layer takes."""
         weights = 3 * self.num_experts * self.hidden_size * self.intermediate_size
         return itemsize * (weights + tokens * self.hidden_size)
 

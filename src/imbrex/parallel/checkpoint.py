@@ -54,17 +54,17 @@ def save(
     Raises ValueError for an `extra`, `step` or `keep` that cannot be, and OSError (a full or read-only disk,
     a rank that does not see it), with no new checkpoint left behind.
     """
-    directory = Path(directory)
-    _on_all(group, lambda: _check(step, keep, extra))
-    final = files.folder_of(directory, step)
-    partial = _on_first(group, lambda: files.make_room(directory, step))
+    finals = _of_all(group, lambda: _check(directory, step, keep, extra))
+    _refuse_several_steps(finals)
+    final = finals[0]
+    partial = _on_first(group, lambda: files.make_room(final.parent, step))
     state, where = _on_all(group, lambda: _state_to_write(partial, model, optimizer))
     pieces = {"storage_writer": FileSystemWriter(partial), "planner": SavePlanner(where)}
     _dcp(f"cannot write checkpoint {final}", dcp_save, state, group, **pieces)
     digests = _of_all(group, lambda: _digests(partial, group))
     _on_first(group, lambda: _publish(partial, final, step, extra or {}, digests))
     if keep is not None:
-        _on_first(group, lambda: files.prune(directory, keep, step))
+        _on_first(group, lambda: files.prune(final.parent, keep, step))
     return final
 
 
@@ -133,8 +133,11 @@ def step_of(path: str | os.PathLike[str]) -> int:
     return files.read_mark(Path(path)).step
 
 
-def _check(step: int, keep: int | None, extra: dict[str, Any] | None) -> None:
-    if step < 0 or (keep is not None and keep < 1):
+def _check(
+    directory: str | os.PathLike[str], step: int, keep: int | None, extra: dict[str, Any] | None
+) -> Path:
+    """Where the checkpoint goes. Raises ValueError for what cannot be."""
+    if not hasattr(step, "__index__") or step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"checkpoint: step {step}, keep {keep}; give a step from 0 on, and keep 1 or more")
     try:
         json.dumps(extra)
@@ -142,6 +145,17 @@ def _check(step: int, keep: int | None, extra: dict[str, Any] | None) -> None:
         raise ValueError(
             f"checkpoint: extra cannot be written as JSON ({error}); give str, numbers, lists and dicts"
         ) from None
+    return files.folder_of(Path(directory), step)
+
+
+def _refuse_several_steps(finals: list[Path]) -> None:
+    """Raise ValueError on every rank where one is after another step than the first."""
+    for rank, final in enumerate(finals):
+        if final.name != finals[0].name:
+            raise ValueError(
+                f"checkpoint: ranks disagree about the step: {finals[0].name} on rank 0, {final.name} on "
+                f"rank {rank}; save on every rank after the same step"
+            )
 
 
 def _state_to_write(
