@@ -45,7 +45,7 @@ def why_not_start(num_ranks: int, available: int | None, layer_bytes: int = 0) -
 
 
 def _gigabytes(count: int) -> str:
-    """In whole numbers: a count as long as a line has no float."""
+    """Gigabytes, by whole numbers: a count as long as a line has no float."""
     tenths = (count + 5 * 10**7) // 10**8
     return f"{tenths // 10}.{tenths % 10} GB"
 
