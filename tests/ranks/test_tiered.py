@@ -412,7 +412,7 @@ def lose(ranks: Ranks, dying: list[int], phase: str) -> float:
         dist.barrier(ranks.group)
     if ranks.rank in dying:
         os.kill(os.getpid(), signal.SIGKILL)
-    exchange.dispatcher.agree_on_rows = lambda *_: None  # else all hear it before rows move
+    exchange.dispatcher.agree_on_rows = lambda problem, dtype: None  # else all hear it before rows move
     calls = {
         "plan": lambda: exchange.dispatch(x_TD, routing),
         "dispatch": lambda: complete(exchange.dispatcher.dispatch(plan, x_TD, weights_TK)),
