@@ -52,6 +52,12 @@ def test_what_cannot_be_captured_is_refused_with_a_reason() -> None:
         decoding.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=2)
     with pytest.raises(ValueError, match="0 sequences"):
         imbrex.capture(model, batch=0, length=4)
+    decoding.start(torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="2 tokens behind 3 of a sequence; give 1"):
+        decoding.step(torch.tensor([1, 2]))
+    decoding.step(torch.tensor([1]))
+    with pytest.raises(ValueError, match="1 tokens behind 4 of a sequence; give 1, and start anew where 4"):
+        decoding.step(torch.tensor([1]))
     model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         imbrex.capture(model, batch=1, length=4)

@@ -100,10 +100,18 @@ class Decoding:
         model: Any = self.model
         output = model(input_ids=input_ids.to(self.device), past_key_values=self.cache, use_cache=True)
         self.position_1.fill_(size)
+        self._used = size
         return self.logits_BV.copy_(output.logits[:, -1])
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        """One token a sequence; the logits [B, V] behind it, overwritten by the next step."""
+        """One token a sequence; the logits [B, V] behind it, overwritten by the next step. Raises ValueError
+        for another number of tokens, and where the cache has no room: a GPU would write past its end."""
+        if tokens_B.numel() != self.batch or self._used >= self.length:
+            raise ValueError(
+                f"capture: {tokens_B.numel()} tokens behind {self._used} of a sequence; give {self.batch}, "
+                f"and start anew where {self.length} are full, or capture with a larger length"
+            )
+        self._used += 1
         self.tokens_B1.copy_(tokens_B.view(-1, 1))
         self._program()
         for layer in self.layers:
@@ -129,7 +137,10 @@ class Decoding:
         return torch.stack(answer, 1)
 
     def rewind(self) -> None:
-        """Forget the newest token of every sequence."""
+        """Forget the newest token of every sequence. Raises ValueError where there is none."""
+        if self._used < 1:
+            raise ValueError("capture: no token to forget; start with prompts first")
+        self._used -= 1
         self.position_1.sub_(1)
         for layer in self.cache.layers:
             layer.cumulative_length.sub_(1)
@@ -151,6 +162,7 @@ class Decoding:
     def _reset(self) -> None:
         self.cache.reset()
         self.position_1.zero_()
+        self._used = 0
 
     @torch.no_grad()
     def _step(self) -> None:
