@@ -19,6 +19,7 @@ from imbrex.testing import trials
 PRODUCTS = {
     "gemm/gemm.cu",
     "gemm/follow.cu",
+    "ffn/both.cu",
     "fused/down_home.cu",
     "fused/home.cu",
     "fused/rows_out.cu",
@@ -30,6 +31,7 @@ HOPPER = PRODUCTS | {
     "exchange/pull.cu",
     "exchange/push.cu",
     "ffn/quantise.cu",
+    "fused/rows_before.cu",
     "rows/expand.cu",
 }
 

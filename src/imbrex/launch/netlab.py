@@ -71,6 +71,7 @@ def check(args: argparse.Namespace, command: list[str]) -> None:
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
         raise ValueError(f"netlab: {' and '.join(missing)} not found; install iproute2 and util-linux")
+    check_memory(args.nodes * args.ranks_per_node)
 
 
 def check_gpus(args: argparse.Namespace, command: list[str]) -> None:
@@ -83,6 +84,7 @@ def check_gpus(args: argparse.Namespace, command: list[str]) -> None:
         raise ValueError(
             f"netlab: {needed} ranks want a GPU each, {there} are there; use fewer, or no --gpus"
         )
+    check_memory(needed)
 
 
 def _check_ranks(args: argparse.Namespace, command: list[str]) -> None:
@@ -92,7 +94,6 @@ def _check_ranks(args: argparse.Namespace, command: list[str]) -> None:
         raise ValueError(
             f"netlab: {args.nodes} nodes of {args.ranks_per_node} ranks; use 1 to 64 nodes of at least 1"
         )
-    check_memory(args.nodes * args.ranks_per_node)
     if not 0 < args.timeout <= MAX_TIMEOUT_S:
         raise ValueError(
             f"netlab: --timeout {args.timeout:g} is no time; give seconds, at most {MAX_TIMEOUT_S:.0f}"
