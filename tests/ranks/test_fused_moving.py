@@ -16,7 +16,10 @@ from tests.ranks.layer_jobs import coefficients
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_fused import CHOICES, EXPERTS, INNER, WIDTH, Weighing, an_exchange, emulating, inputs_of
 
-pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+pytestmark = [
+    pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++"),
+    pytest.mark.untraced,
+]
 PLACES = [[0, 1, 2], [2, 3, 0]], [[3, 2, -1], [0, 1, 3]]
 
 

@@ -27,6 +27,8 @@ from imbrex.transport.tiers import ACROSS, INSIDE, Flight
 from tests.ranks.pool import Pool, RankError, Ranks
 from tests.ranks.test_tiered import Scaled, factors
 
+pytestmark = pytest.mark.untraced
+
 E, K = 24, 4
 Batch = tuple[Tensor, imbrex.Routing, Tensor]
 

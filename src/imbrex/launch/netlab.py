@@ -68,10 +68,10 @@ def check(args: argparse.Namespace, command: list[str]) -> None:
         rate = getattr(args, name)
         if rate != "none" and not RATE.fullmatch(rate):
             raise ValueError(f"netlab: --{name} {rate!r} is not a rate; use e.g. 1gbit, 200mbit or none")
+    check_memory(args.nodes * args.ranks_per_node)
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
         raise ValueError(f"netlab: {' and '.join(missing)} not found; install iproute2 and util-linux")
-    check_memory(args.nodes * args.ranks_per_node)
 
 
 def check_gpus(args: argparse.Namespace, command: list[str]) -> None:
