@@ -136,7 +136,7 @@ def make_kernels(case: Case, device: str, loads: Sequence[Any], **options: Any) 
 
 def words_of(kernels: EventsKernels) -> Tensor:
     """The memory of a rank's words."""
-    at = kernels._offsets["words_at"]
+    at = kernels._fixed["words_at"]
     return kernels.heap.local[0, at : at + ctypes.sizeof(Words)]
 
 

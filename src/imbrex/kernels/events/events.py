@@ -25,7 +25,7 @@ from torch import Tensor
 
 from imbrex.kernels import jit
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.failures import raise_failure
+from imbrex.kernels.exchange.failures import Status
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
 from imbrex.kernels.structs import struct
@@ -117,40 +117,35 @@ class EventsKernels:
         if room.ranks > lay.MOST_RANKS or room.choices > 32 or room.row_bytes % 16:
             raise ValueError("events: at most 16 ranks, 32 choices, and rows of a multiple of 16 bytes")
         self.room, self.timeout, self.blocks = room, timeout, blocks
-        at, self._offsets = lay.CONTROL_BYTES, dict[str, int]()
+        at = lay.CONTROL_BYTES
+        self._fixed = {
+            "room": room.tokens,
+            "choices": room.choices,
+            "experts": room.experts,
+            "most_slots": room.most_slots,
+            "tensor": room.tensor,
+            "row_bytes": room.row_bytes,
+        }
+        """The part of a launch's arguments that never changes: the room, and where the heap's parts begin."""
         for name, nbytes in room.parts.items():
-            self._offsets[name], at = at, at + -(-nbytes // 1024) * 1024
+            self._fixed[name], at = at, at + -(-nbytes // 1024) * 1024
         self.heap = make_heap(at)
         self.device = self.heap.local.device
         self._kernel = load(EVENTS, self.device)
-        pinned = self.device.type == "cuda"
-        self._status = torch.zeros(1, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self._code = ctypes.c_int32.from_address(self._status.data_ptr())
+        self._status = Status(self.heap, timeout, KINDS, PHASES)
         self.sizes = Sizes(1, room.ranks, room.choices, room.most_slots)
-        self._group = lay.Group(
-            heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
-            timeout_ns=int(timeout * 1e9),
-            host_status=self._status,
-            staged_flags=0,
-            reduced_flags=0,
-            flags=0,
-            ranks=room.ranks,
-            first=self.heap.first,
-            blocks=blocks,
-            layer=0,
-        )
+        self._group = self._status.group(ranks=room.ranks, blocks=blocks)
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raises `ExchangeError` where a call has failed; see `NvlinkExchange.check`."""
         if synchronize and self.device.type == "cuda":
             # host sync: asked for
             torch.cuda.synchronize(self.device)
-        if self._code.value:
-            raise_failure(self._status.tolist(), self.timeout, KINDS, PHASES)
+        self._status.check()
 
     @property
     def usable(self) -> bool:
-        return not self._code.value
+        return not self._status.failed
 
     def close(self, *, together: bool = True) -> None:
         self.heap.close(together=together and self.usable)
@@ -231,7 +226,7 @@ class EventsKernels:
         out: Tensor | None = None,
         weighted: bool = False,
     ) -> None:
-        room, to = self.room, call.routed.addresses
+        to = call.routed.addresses
         args = Events(
             patience=call.patience.words,
             x=call.x_TD,
@@ -249,15 +244,9 @@ class EventsKernels:
             out=out,
             kept=call.kept_TK,
             outcome=call.outcome_2W,
-            **self._offsets,
+            **self._fixed,
             step=step,
             tokens=call.x_TD.shape[0],
-            room=room.tokens,
-            choices=room.choices,
-            experts=room.experts,
-            most_slots=room.most_slots,
-            tensor=room.tensor,
-            row_bytes=room.row_bytes,
             weighted=weighted,
             note=call.note,
         )

@@ -41,7 +41,7 @@ from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange import launches as how
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange import variants as kernel
-from imbrex.kernels.exchange.failures import check_choices, check_rows, check_sent, poison, raise_failure
+from imbrex.kernels.exchange.failures import Status, check_choices, check_rows, check_sent, poison
 from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launches import Choosing, Sums, default_sms
 from imbrex.kernels.exchange.lease import Lease, Staged, staged_rows
@@ -102,10 +102,7 @@ class NvlinkExchange:
         self._kernels = {variant: load(variant, self.device) for variant in variants}
         at_least = route_blocks or (8 if compact else 24)
         self.route_blocks, self._route_shared = lay.route_blocks(shape, at_least, self._room)
-        pinned = self.device.type == "cuda"
-        self._status = torch.zeros(self.local_ranks, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
-        """The first word of every status, in pinned memory that the kernels write: 0 while all is well."""
+        self._status = Status(self.heap, timeout)
         tables = placement_tables(placement, self.device)
         self._sizes = Sizes(self.local_ranks, shape.ranks, shape.choices, shape.most_slots)
         self._plan = how.RoutingPlan(shape, self.layout, placement.num_slots, self._room, tables)
@@ -125,15 +122,13 @@ class NvlinkExchange:
         if synchronize and self.device.type == "cuda":
             # host sync: asked for
             torch.cuda.synchronize(self.device)
-        for word in self._codes:
-            if word.value:
-                raise_failure(self._status.tolist(), self.timeout)
+        self._status.check()
 
     @property
     def usable(self) -> bool:
         """Whether calls can go on. One that has failed stays so on every rank: `close()` it, and make
         another, if all ranks are there."""
-        return not any(word.value for word in self._codes)
+        return not self._status.failed
 
     def overflows(self) -> list[int]:
         """How many routings of each local rank did not fit `row_capacity` or `token_capacity`; the flag of
@@ -523,17 +518,8 @@ class NvlinkExchange:
         """The ranks as every kernel is told of them; made once a number of blocks."""
         group = self._groups.get(blocks)
         if group is None:
-            group = self._groups[blocks] = lay.Group(
-                heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
-                timeout_ns=int(self.timeout * 1e9),
-                host_status=self._status,
-                staged_flags=self.layout.staged_flags,
-                reduced_flags=self.layout.reduced_flags,
-                flags=self.layout.flags,
-                ranks=self.shape.ranks,
-                first=self.heap.first,
-                blocks=blocks,
-                layer=self._layer,
+            group = self._groups[blocks] = self._status.group(
+                ranks=self.shape.ranks, blocks=blocks, layer=self._layer, layout=self.layout
             )
         return group
 
@@ -544,7 +530,7 @@ class NvlinkExchange:
             whole = self._group(blocks)
             group = self._groups[local, blocks] = type(whole).from_buffer_copy(whole)
             group.first = self.heap.first + local
-            group.host_status = self._status[local].data_ptr()
+            group.host_status = self._status.words_L8[local].data_ptr()
         return group
 
     def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:

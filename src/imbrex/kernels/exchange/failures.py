@@ -9,17 +9,64 @@ Looking costs a host synchronisation a call; a call that is being captured in a 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed
+from imbrex.kernels.structs import Struct
 
 
 class ExchangeError(RuntimeError):
     """A wait ran out or a peer gave up: says who missed what. The exchange cannot be used again."""
+
+
+class Status:
+    """The words that the kernels over a heap leave on the host, a row for every rank of this process: zeros
+    while all is well. timeout: seconds, as the error says. kinds, phases: names of calls and of what they
+    wait for."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        timeout: float,
+        kinds: Sequence[str] = lay.KINDS,
+        phases: Sequence[str] = lay.PHASES,
+    ) -> None:
+        self.heap, self.timeout, self._names = heap, timeout, (kinds, phases)
+        local, pinned = heap.local.shape[0], heap.local.device.type == "cuda"
+        self.words_L8 = torch.zeros(local, 8, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self.words_L8]
+
+    @property
+    def failed(self) -> bool:
+        return any(code.value for code in self._codes)
+
+    def check(self) -> None:
+        """Raise `ExchangeError` where a call is known to have failed."""
+        for code in self._codes:  # asked before every launch
+            if code.value:
+                # host sync: none, the words are on the host
+                raise_failure(self.words_L8.tolist(), self.timeout, *self._names)
+
+    def group(self, *, ranks: int, blocks: int, layer: int = 0, layout: lay.Layout | None = None) -> Struct:
+        """The ranks as a launch of `blocks` is told of them. layout: where its heap has flags, if any."""
+        return lay.Group(
+            heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
+            timeout_ns=int(self.timeout * 1e9),
+            host_status=self.words_L8,
+            staged_flags=0 if layout is None else layout.staged_flags,
+            reduced_flags=0 if layout is None else layout.reduced_flags,
+            flags=0 if layout is None else layout.flags,
+            ranks=ranks,
+            first=self.heap.first,
+            blocks=blocks,
+            layer=layer,
+        )
 
 
 def raise_failure(

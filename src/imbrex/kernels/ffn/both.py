@@ -83,7 +83,7 @@ def run_both(
         inner=act_RF.shape[1],
     )
     maps = _maps(rows_RD, gate_up_eGD, down_eDF, act_RF, out_RD)
-    how = {"grid": blocks, "block": 128 * (SMALL.groups + 1), "smem": smem, "dependent": True}
+    how = {"grid": blocks, "block": SMALL.threads, "smem": smem, "dependent": True}
     kernel.launch(args=[maps, both], **how)
     check_products(device)
 
@@ -110,8 +110,8 @@ def _maps(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor, act_RF: Tensor
 @functools.cache
 def _kernel(weighted: bool, smem: int, device: int) -> tuple[Any, int]:
     """The kernel and the blocks of a launch, one a multiprocessor."""
-    kernel, threads = load(both_variant(weighted=weighted), device), 128 * (SMALL.groups + 1)
-    if not kernel.resident(threads, smem):
+    kernel = load(both_variant(weighted=weighted), device)
+    if not kernel.resident(SMALL.threads, smem):
         raise KernelError(
             f"ffn: one launch for both products wants {smem} bytes of shared memory in every multiprocessor, "
             "and the device has less: use one_launch=False"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from imbrex.kernels import jit
 from imbrex.kernels.exchange import layout as lay
-from imbrex.kernels.exchange.failures import raise_failure
+from imbrex.kernels.exchange.failures import Status
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.structs import struct
 
@@ -47,24 +46,10 @@ class TokenChoice:
         self.ranks, self.room, self.timeout = ranks, room, timeout
         words = MAILBOXES * ranks * room * 2
         self.heap = make_heap(lay.CONTROL_BYTES + words * WORD_BYTES)
-        device, local = self.heap.local.device, self.heap.local.shape[0]
+        device = self.heap.local.device
         self._kernels = {dtype: load(variant(size), device) for dtype, size in SIZES.items()}
-        self._status = torch.zeros(
-            local, 8, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
-        )
-        self._codes = [ctypes.c_int32.from_address(row.data_ptr()) for row in self._status]
-        self._group = lay.Group(
-            heap=(ctypes.c_uint64 * lay.MAX_RANKS)(*self.heap.bases),
-            timeout_ns=int(timeout * 1e9),
-            host_status=self._status,
-            staged_flags=0,
-            reduced_flags=0,
-            flags=0,
-            ranks=ranks,
-            first=self.heap.first,
-            blocks=1,
-            layer=0,
-        )
+        self._status = Status(self.heap, timeout)
+        self._group = self._status.group(ranks=ranks, blocks=1)
 
     def why_not(self, logits_PV: Tensor) -> str | None:
         """None if tokens can be chosen by these logits of all ranks' rows, else why not."""
@@ -103,8 +88,7 @@ class TokenChoice:
 
     def check(self) -> None:
         """Raise `ExchangeError` if a call is known to have failed."""
-        if any(word.value for word in self._codes):
-            raise_failure(self._status.tolist(), self.timeout)
+        self._status.check()
 
     def close(self) -> None:
         """Free the heap; asks no other rank. Graphs that have it cannot be replayed."""
