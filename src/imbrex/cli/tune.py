@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imbrex.bench.layer.command import DTYPES
+from imbrex.bench.layer.command import DTYPES, host_bytes
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.launch.local import is_worker
-from imbrex.launch.memory import check_memory
 from imbrex.launch.ranks import join, run_on_ranks, settle
 
 
@@ -42,11 +41,7 @@ def run(args: argparse.Namespace) -> int:
     worker = is_worker()
     settle(args, worker=worker)
     check(args)
-    if not worker and args.device == "cpu":
-        tokens = max(map(int, args.tokens.split(",")))
-        layer_bytes = parse_shape(args.model, args.scale).least_bytes(tokens, DTYPES[args.dtype].itemsize)
-        check_memory(args.ranks, layer_bytes)
-    return run_on_ranks(args, ("tune",), partial(_tune, args), worker=worker)
+    return run_on_ranks(args, ("tune",), partial(_tune, args), worker=worker, layer_bytes=host_bytes(args))
 
 
 def check(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import VERSION, Backend, Geometry, Routing
+from imbrex.exchange.plan import chosen_twice
 from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 
@@ -93,12 +94,11 @@ def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tupl
         # host sync: only where something is wrong
         token, choice = outside.nonzero()[0].tolist()
         return 7, token, choice, int(ids_TK[token, choice])
-    ordered, _ = ids_TK.sort(1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    ordered_TK, twice = chosen_twice(ids_TK)
     if twice.any():
         # host sync: only where something is wrong
         token, choice = twice.nonzero()[0].tolist()
-        return 8, token, int(ordered[token, choice]), 0
+        return 8, token, int(ordered_TK[token, choice]), 0
     wrong = ~torch.isfinite(weights_TK) & (ids_TK >= 0)
     if wrong.any():
         # host sync: only where something is wrong

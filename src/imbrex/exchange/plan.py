@@ -17,7 +17,7 @@ from torch import Tensor
 from imbrex.contracts import Placement, Plan, Traffic
 from imbrex.runtime.words import words
 
-__all__ = ["count_choices", "order_within"]
+__all__ = ["chosen_twice", "count_choices", "order_within"]
 """The names for adapters."""
 
 
@@ -76,6 +76,13 @@ def choose_slots(ids_TK: Tensor, split_S: Tensor, placement: Placement) -> Tenso
 def only_slots(ids_TK: Tensor, placement: Placement) -> Tensor:
     """The slot of every choice where no expert has two, int64 [T, K], `-1` for a dropped one."""
     return slot_of_expert(placement, ids_TK.device)[ids_TK]
+
+
+def chosen_twice(ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """The choices of every token in order, and which of them but the last stand there once more: bool
+    [T, K - 1]. -1 is no choice."""
+    ordered_TK, _ = ids_TK.sort(1)
+    return ordered_TK, (ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] >= 0)
 
 
 @lru_cache(maxsize=1024)

@@ -49,13 +49,19 @@ def settle(args: argparse.Namespace, *, worker: bool) -> None:
 
 
 def run_on_ranks(
-    args: argparse.Namespace, command: Sequence[str], work: Callable[[int, Any], None], *, worker: bool
+    args: argparse.Namespace,
+    command: Sequence[str],
+    work: Callable[[int, Any], None],
+    *,
+    worker: bool,
+    layer_bytes: int = 0,
 ) -> int:
     """Start ranks that run `imbrex` with the words of `command` and of `args`, or call `work` as one of them;
-    returns the exit code."""
+    returns the exit code. Raises ValueError for ranks, with `layer_bytes` of memory that they hold together,
+    which do not fit into this machine."""
     if worker:
         return be_a_rank(args, work)
-    check_memory(args.ranks)
+    check_memory(args.ranks, layer_bytes)
     args.board = tempfile.mkdtemp(prefix=f"imbrex-{command[-1]}-")
     words = [*command, *words_of(args)]
     code = launch(words, num_ranks=args.ranks, board=Path(args.board), timeout_s=args.timeout, hint=hint)

@@ -20,9 +20,9 @@ def widen() -> str | None:
 
     To be called before `torch.distributed.init_process_group`. What the environment says stands.
     """
-    own = [f"{name}={os.environ[name]}" for name in WIDE if name in os.environ]
+    own = _in_environment()
     if own:
-        return f"the environment says {' '.join(own)}"
+        return f"the environment says {own}"
     if dist.is_initialized():
         return "there are groups already, and NCCL may have read its numbers; call it before the first"
     os.environ.update(WIDE)
@@ -33,13 +33,17 @@ def remark(backend: str, num_nodes: int) -> str:
     """The end of the reason for a transport between nodes: how many connections NCCL is told to open."""
     if "nccl" not in backend or num_nodes == 1:
         return ""
-    own = " ".join(f"{name}={os.environ[name]}" for name in WIDE if name in os.environ)
+    own = _in_environment()
     if own:
         return f"; NCCL's sockets, if it uses them, as the environment says: {own}"
     return (
         "; NCCL's sockets, if it uses them, have one connection: imbrex.transport.sockets.widen() before "
         "init_process_group gives them 16"
     )
+
+
+def _in_environment() -> str:
+    return " ".join(f"{name}={os.environ[name]}" for name in WIDE if name in os.environ)
 
 
 __all__ = ["WIDE", "remark", "widen"]

@@ -9,6 +9,7 @@ import torch
 
 from imbrex.adapters.deep_ep.choices import Choices, indices_to_map
 from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, Given, Kept, read_handle
+from imbrex.exchange import plan
 
 if TYPE_CHECKING:
     from imbrex.adapters.deep_ep.backend import Backend
@@ -32,8 +33,8 @@ def plan_rows(backend: Backend, call: str, given: Given, config: BufferConfig, p
 def plan_again(backend: Backend, call: str, given: Given, handle: tuple) -> Kept:
     """The same way as an earlier dispatch, with other probabilities where they are given: by expert, or by
     choice with the ids that they belong to. Where rows go, the handle alone says."""
-    plan = read_handle(handle, call)
-    tokens, ids_given, probs_TE = plan.route.num_tokens, given.ids_TK, given.probs_TE
+    earlier = read_handle(handle, call)
+    tokens, ids_given, probs_TE = earlier.route.num_tokens, given.ids_TK, given.probs_TE
     problem = ""
     if len(given.hidden) != tokens or (ids_given is not None and len(ids_given) != tokens):
         problem = (
@@ -43,12 +44,12 @@ def plan_again(backend: Backend, call: str, given: Given, handle: tuple) -> Kept
     widths = [0 if problem else column.shape[1] * column.dtype.itemsize for column in given.columns]
     backend.meet(call, problem, {"the bytes of a row": sum(widths), "whether scales are given": len(widths)})
     if probs_TE is None and ids_given is not None and given.weights_TK is not None:
-        probs_TE = indices_to_map(ids_given, given.weights_TK, tokens, plan.config.num_experts)[1]
-    ids_TK, weights_TK, route = plan.choices.ids_TK, None, plan.route
+        probs_TE = indices_to_map(ids_given, given.weights_TK, tokens, earlier.config.num_experts)[1]
+    ids_TK, weights_TK, route = earlier.choices.ids_TK, None, earlier.route
     if probs_TE is not None:
         weights_TK = probs_TE.gather(1, ids_TK.clamp(min=0))
         route = backend.reweigh(route, weights_TK)
-    return replace(plan, route=route, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK))
+    return replace(earlier, route=route, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK))
 
 
 def carry_rows(backend: Backend, given: Given, kept: Kept) -> Arrived:
@@ -89,12 +90,6 @@ def find_problem(backend: Backend, given: Given, num_experts: int) -> str:
     # On a GPU a look at values would be a host synchronisation.
     if ids_TK.device.type == "cpu" and bool(((ids_TK < -1) | (ids_TK >= num_experts)).any()):
         return f"ids of topk_idx outside [-1, {num_experts}); -1 drops a choice"
-    if ids_TK.device.type == "cpu" and _is_twice(ids_TK):
+    if ids_TK.device.type == "cpu" and bool(plan.chosen_twice(ids_TK)[1].any()):
         return "a token of topk_idx wants an expert twice; an expert may stand at most once in a row"
     return backend.wrong_device(hidden, scales, ids_TK, weights_TK)
-
-
-def _is_twice(ids_TK: torch.Tensor) -> bool:
-    """Whether a token has chosen an expert more than once."""
-    ordered_TK, _ = ids_TK.sort(1)
-    return bool(((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] >= 0)).any())

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.bench.skew import make_routing
 from imbrex.launch.local import is_worker
-from imbrex.launch.memory import check_memory
 from imbrex.launch.ranks import join, run_on_ranks, settle, words_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,11 +54,16 @@ def run(args: argparse.Namespace) -> int:
     if args.scale is None:
         args.scale = 1 if args.device == "cuda" else CPU_SCALE
     check(args)
-    if not worker and args.device == "cpu":
-        tokens = max(map(int, args.tokens.split(",")))
-        layer_bytes = parse_shape(args.model, args.scale).least_bytes(tokens, DTYPES[args.dtype].itemsize)
-        check_memory(args.ranks, layer_bytes)
-    return run_on_ranks(args, ("bench", "layer"), partial(_measure, args), worker=worker)
+    work, layer_bytes = partial(_measure, args), host_bytes(args)
+    return run_on_ranks(args, ("bench", "layer"), work, worker=worker, layer_bytes=layer_bytes)
+
+
+def host_bytes(args: argparse.Namespace) -> int:
+    """The least that the layer takes of this machine's memory, all ranks together; 0 where GPUs hold it."""
+    if args.device != "cpu":
+        return 0
+    tokens = max(map(int, args.tokens.split(",")))
+    return parse_shape(args.model, args.scale).least_bytes(tokens, DTYPES[args.dtype].itemsize)
 
 
 def check(args: argparse.Namespace) -> None:
