@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LIMIT = 3e-3  # of ||out - ref|| / ||ref||: bf16 rounds by 2^-9 at most
@@ -37,6 +38,15 @@ def rows_of(counts: list[int], width: int) -> Tensor:
 def per_expert(counts: list[int], rows: Tensor, weight: Tensor) -> Tensor:
     pieces = rows[: sum(counts)].double().split(counts)
     return torch.cat([piece @ w.double() for piece, w in zip(pieces, weight, strict=True)])
+
+
+def reference_ffn(counts: list[int], rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+    """SwiGLU experts and their rows' weights, in the dtype of what is given."""
+    outputs = []
+    for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):
+        gate_R, up_R = (piece @ up.T).chunk(2, 1)
+        outputs.append((F.silu(gate_R) * up_R) @ out.T)
+    return torch.cat(outputs) * weights[:, None]
 
 
 def check_rows(out: Tensor, reference: Tensor) -> None:

@@ -15,6 +15,7 @@ from imbrex.kernels.ffn.tokens import TILINGS as GATHER_TILINGS
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.gemm.tiling import PAIRED, SHARED, gemm_choices
+from tests.emulated.ragged import reference_ffn
 
 pytestmark = pytest.mark.gpu
 
@@ -208,14 +209,6 @@ def test_gradients_of_short_sums(tiling: Tiling, rows: int) -> None:
         launch_gemm(Layout.WGRAD, d_out, x, groups.ends_e, out, groups.counter, tiling=tiling)
     pieces = zip(d_out.float().split(counts), x.float().split(counts), strict=True)
     assert error(out, torch.stack([d.T @ x for d, x in pieces])) < LIMIT
-
-
-def reference_ffn(counts: list[int], rows, gate_up, down, weights):
-    act = []
-    for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):
-        gate_R, up_R = (piece @ up.T).chunk(2, 1)
-        act.append((F.silu(gate_R) * up_R) @ out.T)
-    return torch.cat(act) * weights[:, None]
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])

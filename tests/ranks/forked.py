@@ -8,14 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from imbrex.cli import main
 from tests import tracing
 from tests.garbage import collect_seldom
-from tests.ranks.pool import TRACED, warm
+from tests.ranks.pool import TRACED, threads, warm
 
 LIMIT_S = 240.0
 
@@ -60,19 +59,10 @@ class Forked:
         return self.paths[1].read_text()
 
 
-def threads() -> list[str]:
-    """Names of this process's threads; one that ends meanwhile is none."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):
-            names.append((task / "comm").read_text().strip())
-    return names
-
-
 def gloo_threads(wait_s: float = 0.0) -> list[str]:
     """Those of gloo, waiting until there are none: one that was joined is seen for a moment longer."""
     until = time.monotonic() + wait_s
-    while (names := [name for name in threads() if "gloo" in name]) and time.monotonic() < until:
+    while (names := [name for name in threads().values() if "gloo" in name]) and time.monotonic() < until:
         time.sleep(0.01)
     return names
 

@@ -201,19 +201,25 @@ class Leftover:
 
         for group in [group for group in _groups() if group not in self._known]:
             dist.destroy_process_group(group)
-        if len(_gloo_threads()) > self._least:
+        left = len(_gloo_threads())
+        if left > self._least:
             gc.collect()
-        self._least = len(_gloo_threads())
+            left = len(_gloo_threads())
+        self._least = left
 
 
 def _gloo_threads() -> list[int]:
     """Not all threads: one of another kind that is about to end would hide one that is left."""
-    threads = []
+    return [thread for thread, name in threads().items() if "gloo_tcp" in name]
+
+
+def threads() -> dict[int, str]:
+    """Names of this process's threads by their numbers; one that ends meanwhile is none."""
+    names = {}
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # ended meanwhile
-            if "gloo_tcp" in (task / "comm").read_text():
-                threads.append(int(task.name))
-    return threads
+        with suppress(FileNotFoundError, ProcessLookupError):
+            names[int(task.name)] = (task / "comm").read_text().strip()
+    return names
 
 
 def _groups() -> list[Any]:

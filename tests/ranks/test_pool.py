@@ -14,13 +14,12 @@ import torch.distributed as dist
 from imbrex.balancer.channel import Channel
 from imbrex.placement import contiguous
 from tests import tracing
-from tests.ranks.forked import threads
-from tests.ranks.pool import Pool, RankError, Ranks
+from tests.ranks.pool import Pool, RankError, Ranks, threads
 
 
 def count_loops(ranks: Ranks) -> int:
     """Threads of gloo's that wake up a hundred times a second, one a group."""
-    return threads().count("gloo_tcp_loop")
+    return list(threads().values()).count("gloo_tcp_loop")
 
 
 def leave_groups(ranks: Ranks, fail: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -425,15 +425,20 @@ def lose(ranks: Ranks, dying: list[int], phase: str) -> float:
     raise AssertionError(f"waited {'long enough' if waited < 5 * TIMEOUT_S else 'too long'}")
 
 
-@pytest.mark.parametrize("phase", ["plan", "dispatch", "combine"])
-@pytest.mark.parametrize("dying", [[3], [2, 3]], ids=["a rank", "a node"])
-def test_the_others_are_told(dying: list[int], phase: str) -> None:
-    ranks = Pool(4, timeout_s=120.0, grace_s=15.0)
+def others_hear(job: Callable[..., Any], dying: list[int], at: str, timeout_s: float) -> None:
+    """Runs `job` on four ranks of which some die: each of the others says that it waited long enough."""
+    ranks = Pool(4, timeout_s=timeout_s, grace_s=15.0)
     try:
         with pytest.raises(RankError) as caught:
-            ranks.run(4, lose, dying, phase)
+            ranks.run(4, job, dying, at)
     finally:
         ranks.close()
     said = str(caught.value)
     assert said.count("waited long enough") >= 4 - len(dying), said
     assert "too long" not in said.replace("'too long'", "")
+
+
+@pytest.mark.parametrize("phase", ["plan", "dispatch", "combine"])
+@pytest.mark.parametrize("dying", [[3], [2, 3]], ids=["a rank", "a node"])
+def test_the_others_are_told(dying: list[int], phase: str) -> None:
+    others_hear(lose, dying, phase, timeout_s=120.0)

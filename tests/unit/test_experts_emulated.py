@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from imbrex.kernels.ffn import ffn as ffn_module
@@ -16,7 +15,7 @@ from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
 from imbrex.kernels.gemm.tiling import NARROW, OWN, override_tilings
 from tests.emulated.gemm import emulate
-from tests.emulated.ragged import TAIL, draw, error, rows_of
+from tests.emulated.ragged import TAIL, draw, error, reference_ffn, rows_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
 
@@ -185,14 +184,6 @@ def test_gradients_of_two_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> 
     assert [error(a, b) < 1e-2 for a, b in zip(sums, wanted, strict=True)] == [True, True]
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         ffn(draw(70, width), gate_up, down, torch.tensor(counts), gradients=(sums[1], sums[0]))
-
-
-def reference_ffn(counts: list[int], rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-    outputs = []
-    for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):
-        gate_R, up_R = (piece @ up.T).chunk(2, 1)
-        outputs.append((F.silu(gate_R) * up_R) @ out.T)
-    return torch.cat(outputs) * weights[:, None]
 
 
 def test_tokens_to_weighted_sums(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from imbrex.kernels.ffn.ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.ffn.tokens import ffn_in_place
@@ -17,7 +16,18 @@ from imbrex.kernels.gemm import portable
 from imbrex.kernels.gemm.gemm import Epilogue, Layout
 from imbrex.kernels.gemm.portable import FLAT, TALL, launch_portable, portable_products, rows_of_tile
 from tests.emulated.gemm import emulate
-from tests.emulated.ragged import LIMIT, TAIL, check_rows, draw, ends_of, error, per_expert, poisoned, rows_of
+from tests.emulated.ragged import (
+    LIMIT,
+    TAIL,
+    check_rows,
+    draw,
+    ends_of,
+    error,
+    per_expert,
+    poisoned,
+    reference_ffn,
+    rows_of,
+)
 from tests.ranks.forked import Forked
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
@@ -90,14 +100,6 @@ def test_gradient_of_weights(monkeypatch: pytest.MonkeyPatch, epilogue: Epilogue
     pieces = zip(d_out[:-TAIL].double().split(COUNTS), x[:-TAIL].double().split(COUNTS), strict=True)
     reference = torch.stack([d.T @ rows for d, rows in pieces]) + before
     assert error(out, reference) < (1e-6 if epilogue is Epilogue.ADD_FLOAT else LIMIT)
-
-
-def reference_ffn(counts: list[int], rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-    outputs = []
-    for piece, up, out in zip(rows.split(counts), gate_up, down, strict=True):
-        gate_R, up_R = (piece @ up.T).chunk(2, 1)
-        outputs.append((F.silu(gate_R) * up_R) @ out.T)
-    return torch.cat(outputs) * weights[:, None]
 
 
 def test_experts_and_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
