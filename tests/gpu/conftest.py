@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
+from tests.gpu.gpus import RANKS
 from tests.ranks.pool import Pool
 
 
 @pytest.fixture(scope="module")
 def nccl() -> Iterator[Pool]:
-    ranks = Pool(torch.cuda.device_count(), timeout_s=120.0, backend="nccl")
+    ranks = Pool(RANKS, timeout_s=120.0, backend="nccl")
     yield ranks
     ranks.close()

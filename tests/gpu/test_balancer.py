@@ -16,13 +16,14 @@ from imbrex.kernels.routing.split import SplitKernel
 from imbrex.placement import plan_layers, split_balanced
 from imbrex.placement.flow import spread_choices
 from tests.emulated.scenario import check_exchange, make_exchange
+from tests.gpu.gpus import RANKS
 from tests.ranks.balancer_jobs import EAGER, Model, tokens
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import relative
 from tests.unit.test_exchange_balanced import CASES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need a GPU each")
+two_gpus = pytest.mark.skipif(RANKS < 2, reason="ranks need a GPU each")
 CONFIG = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=16, top_k=3)
 
 
@@ -83,7 +84,7 @@ def infer(ranks: Ranks, transport: str, iterations: int, moving: bool, journal: 
 @two_gpus
 @pytest.mark.parametrize(("transport", "iterations"), [("nvlink", 60), ("alltoall", 30)])
 def test_inference_is_the_same_while_weights_move(nccl: Pool, transport: str, iterations: int) -> None:
-    world = torch.cuda.device_count()
+    world = RANKS
     moving = nccl.run(world, infer, transport, iterations, True)
     still = nccl.run(world, infer, transport, iterations, False)
     assert moving[0]["mover"] == "peer copies"
@@ -97,7 +98,7 @@ def test_inference_is_the_same_while_weights_move(nccl: Pool, transport: str, it
 
 @two_gpus
 def test_counts_on_the_device_are_all_choices(nccl: Pool, tmp_path) -> None:
-    world, journal = torch.cuda.device_count(), tmp_path / "journal.jsonl"
+    world, journal = RANKS, tmp_path / "journal.jsonl"
     nccl.run(world, infer, "nvlink", 12, True, str(journal))
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     choices = CONFIG.top_k * sum(6 + rank % 3 for rank in range(world))
@@ -136,6 +137,6 @@ def replay(ranks: Ranks, iterations: int) -> dict:
 
 @two_gpus
 def test_a_captured_forward_follows_the_experts(nccl: Pool) -> None:
-    found = nccl.run(torch.cuda.device_count(), replay, 40)
+    found = nccl.run(RANKS, replay, 40)
     assert found[0]["switched"] >= 5
     assert max(one["worst"] for one in found) < 1e-3

@@ -12,20 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import Buffer, HybridEPBuffer, indices_to_map
+from tests.gpu.gpus import RANKS, worlds
 from tests.ranks.pool import Pool, Ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NVLink needs two GPUs"),
+    pytest.mark.skipif(RANKS < 2, reason="NVLink needs two GPUs"),
 ]
 E, K, D, PAD = 32, 4, 256, 16
 TOKENS = (70, 0, 33, 128)
 ROOM = 4 * 128
-
-
-def worlds() -> list[int]:
-    return [w for w in (2, 4) if w <= torch.cuda.device_count()]
 
 
 def draw(ranks: Ranks, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import Buffer
-from tests.gpu.test_deep_ep import worlds
+from tests.gpu.gpus import RANKS, worlds
 from tests.ranks.pool import Pool, Ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NVLink needs two GPUs"),
+    pytest.mark.skipif(RANKS < 2, reason="NVLink needs two GPUs"),
 ]
 E, K, D, MOST = 32, 4, 512, 64
 TOKENS = (40, 0, 33, 64)

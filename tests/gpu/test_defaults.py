@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import imbrex
+from tests.gpu.gpus import RANKS
 from tests.gpu.test_layer_alone import ALONE, CASES, LIMIT, SHAPE
 from tests.gpu.test_layer_nvlink import NVLINK
 from tests.ranks.layer_jobs import Case, run_layer
@@ -30,7 +31,7 @@ def test_a_rank_alone(kind: str, name: str) -> None:
     assert max(largest_error(case, 1, [found]).values()) < LIMIT
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need two GPUs")
+@pytest.mark.skipif(RANKS < 2, reason="ranks need two GPUs")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", ["nvlink", "alltoall"])
 def test_ranks(nccl: Pool, kind: str, transport: str) -> None:

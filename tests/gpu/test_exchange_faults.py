@@ -19,20 +19,17 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.heap import SymmetricHeap
 from imbrex.placement.layouts import contiguous
+from tests.gpu.gpus import RANKS, share, worlds
 from tests.ranks.pool import Pool, Ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="peers need two GPUs"),
+    pytest.mark.skipif(RANKS < 2, reason="peers need two GPUs"),
 ]
 T, K, E, D = 96, 6, 16, 256
 CALLS = 1000
 TIMEOUT_S = 3.0
-
-
-def worlds() -> list[int]:
-    return [w for w in (2, 4) if w <= torch.cuda.device_count()]
 
 
 def open_exchange(ranks: Ranks, timeout: float = 20.0) -> NvlinkExchange:
@@ -166,13 +163,14 @@ def test_a_peer_that_sleeps_only_delays(nccl: Pool) -> None:
 
 def lose_a_rank(rank: int, world: int, folder: str) -> None:
     """The last rank leaves without a word after the first call; what the others saw, into a file each."""
-    torch.cuda.set_device(rank)
+    device = torch.device("cuda", share(rank))
+    torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        device_id=torch.device("cuda", rank),
+        device_id=device,
     )
     ranks = Ranks(rank=rank, world_size=world, group=dist.group.WORLD, device="cuda")
     exchange = open_exchange(ranks, timeout=TIMEOUT_S)

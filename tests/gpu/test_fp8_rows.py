@@ -13,6 +13,7 @@ from imbrex.codec.fp8 import Fp8
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.kernels import jit
 from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts
+from tests.gpu.gpus import RANKS
 from tests.gpu.sanitizer import check_code
 from tests.poison import real_empty
 from tests.ranks.pool import Pool, Ranks
@@ -21,7 +22,7 @@ from tests.ranks.test_layer import relative
 from tests.unit.test_expand import check_expansion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NVLink needs two GPUs")
+TWO = pytest.mark.skipif(RANKS < 2, reason="NVLink needs two GPUs")
 COUNTS = [300, 0, 1, 129, 650]
 CONFIG = imbrex.MoEConfig(hidden_size=1024, intermediate_size=256, num_experts=8, top_k=3)
 

@@ -11,6 +11,7 @@ import torch
 import imbrex
 from imbrex.overlap import Serial
 from imbrex.router.capacity import Capacity
+from tests.gpu.gpus import RANKS, worlds
 from tests.poison import real_empty
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -19,14 +20,10 @@ from tests.ranks.test_layer import largest_error, relative
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NVLink needs two GPUs"),
+    pytest.mark.skipif(RANKS < 2, reason="NVLink needs two GPUs"),
 ]
 CONFIG = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=12, top_k=3)
 NVLINK = Case(config=CONFIG, dtype=torch.bfloat16, tokens=(70, 0, 33, 128), options={"transport": "nvlink"})
-
-
-def worlds() -> list[int]:
-    return [w for w in (2, 4) if w <= torch.cuda.device_count()]
 
 
 @pytest.mark.parametrize("experts", ["grouped", "kernels", "gelu"])

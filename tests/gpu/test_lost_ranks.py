@@ -22,11 +22,12 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.router.collectives import sum_over_ranks
 from imbrex.runtime.waits import RankLostError, refuse_lost
+from tests.gpu.gpus import RANKS, share
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a lost rank needs another"),
+    pytest.mark.skipif(RANKS < 2, reason="a lost rank needs another"),
 ]
 TIMEOUT_S, SILENT_S, D = 3.0, 9.0, 256
 
@@ -39,13 +40,13 @@ def make_layer(transport: str, *, width: int = D, **options: Any) -> imbrex.MoEL
         transport=transport,
         timeout=TIMEOUT_S,
         dtype=torch.bfloat16,
-        device=f"cuda:{dist.get_rank()}",
+        device=torch.device("cuda", torch.cuda.current_device()),
         **options,
     )
 
 
 def draw(tokens: int, width: int = D) -> torch.Tensor:
-    return torch.randn(tokens, width, dtype=torch.bfloat16, device=f"cuda:{dist.get_rank()}")
+    return torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
 
 
 def leave_if_second() -> None:
@@ -165,7 +166,7 @@ def call_the_dead() -> list[str]:
 
 def replay_without_an_answer() -> list[str]:
     """A sum over NCCL, captured; a rank that goes to sleep between two replays."""
-    group, x = dist.group.WORLD, torch.ones(8, device=f"cuda:{dist.get_rank()}")
+    group, x = dist.group.WORLD, torch.ones(8, device="cuda")
     assert group is not None
     sum_over_ranks(x, group.group_name, 2)
     graph = torch.cuda.CUDAGraph()
@@ -191,14 +192,15 @@ def replay_without_an_answer() -> list[str]:
 
 
 def run(rank: int, job: Callable[[], list[str]], folder: str) -> None:
-    torch.cuda.set_device(rank)
+    device = torch.device("cuda", share(rank))
+    torch.cuda.set_device(device)
     os.environ["IMBREX_TIMEOUT_S"] = f"{TIMEOUT_S:g}"  # of what is of no layer
     dist.init_process_group(
         "nccl",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=2,
-        device_id=torch.device("cuda", rank),
+        device_id=device,
     )
     Path(folder, f"rank{rank}").write_text("\n".join(job()))
     os._exit(0)

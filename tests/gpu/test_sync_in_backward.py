@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.gpu.gpus import RANKS
 from tests.gpu.test_layer_nvlink import NVLINK
 from tests.ranks.pool import Pool
 from tests.ranks.test_sync_in_backward import CASE, run_both
@@ -14,7 +15,7 @@ from tests.ranks.test_sync_in_backward import CASE, run_both
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need two GPUs")
+@pytest.mark.skipif(RANKS < 2, reason="ranks need two GPUs")
 @pytest.mark.parametrize("transport", ["nvlink", "alltoall"])
 def test_two_gpus(nccl: Pool, transport: str) -> None:
     config = NVLINK.config if transport == "nvlink" else CASE.config

@@ -17,16 +17,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from imbrex.transport import Tiers
+from tests.gpu.gpus import GPUS, RANKS
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.matrix import NVLINK, OF_BFLOAT16
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import SMALL, largest_error
 
-GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(GPUS < 2, reason="nodes need two GPUs"),
+    pytest.mark.skipif(RANKS < 2, reason="nodes need two GPUs"),
 ]
 SCHEDULES = ["serial", "optsche-3"]
 
@@ -68,6 +68,7 @@ def be_one_of_four(rank: int, folder: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.skipif(GPUS < 2, reason="the ranks of a node want a GPU each")
 def test_two_nodes_of_two_on_two_gpus(tmp_path: Path) -> None:
     mp.spawn(be_one_of_four, (str(tmp_path),), nprocs=4)  # pyright: ignore[reportPrivateImportUsage]
     results = [torch.load(tmp_path / str(rank), weights_only=False) for rank in range(4)]

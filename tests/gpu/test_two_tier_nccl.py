@@ -8,27 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from imbrex.testing import ConformityError, check_transport
+from tests.gpu.gpus import RANKS
 from tests.ranks.layer_jobs import Case
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_hierarchical import KINDS, run_on_nodes
 from tests.ranks.test_layer import SMALL, largest_error
 
-GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(GPUS < 2, reason="nodes need two GPUs"),
+    pytest.mark.skipif(RANKS < 2, reason="nodes need two GPUs"),
 ]
-SHAPES = [(world, per_node) for world, per_node in ((2, 1), (2, 2), (4, 2)) if world <= GPUS]
+SHAPES = [(world, per_node) for world, per_node in ((2, 1), (2, 2), (4, 2)) if world <= RANKS]
 """Ranks, and ranks of a node."""
 
 
 @pytest.fixture(scope="module")
 def nccl() -> Iterator[Pool]:
-    ranks = Pool(4 if GPUS >= 4 else 2, timeout_s=100.0, backend="nccl")
+    ranks = Pool(4 if RANKS >= 4 else 2, timeout_s=100.0, backend="nccl")
     yield ranks
     ranks.close()
 

@@ -152,9 +152,12 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> 
     collect_seldom()
     poison_empty()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    device = "cpu" if backend == "gloo" else f"cuda:{rank}"
+    device = "cpu"
     if backend != "gloo":
-        torch.cuda.set_device(rank)
+        from tests.gpu.gpus import share
+
+        device = f"cuda:{share(rank)}"
+        torch.cuda.set_device(device)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=240)
     )
