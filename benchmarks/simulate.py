@@ -3,10 +3,11 @@
     python -m benchmarks.simulate_fit   # writes src/imbrex/simulate/profiles/*.json
     python -m benchmarks.simulate       # predicts what was held out, writes results/simulate.json
 
-`benchmarks/simulate_fit.py` says what is fitted to. Held out: every whole layer over NVLink at 2 and 4 GPUs
-(`layer.json`), serial and fused layers on 2 (`fused.json`) but those named there, every schedule over NVLink
-and over sockets, every other exchange, the sweep's second half on two cores. A row that was fitted to is
-never validated on.
+`benchmarks/simulate_fit.py` and `simulate_cores.py` say what is fitted to. Held out: every whole layer over
+NVLink at 2 and 4 GPUs (`layer.json`), serial and fused layers on 2 (`fused.json`) but those named there,
+every schedule over NVLink and over sockets, every other exchange, two tiers in one stream in other numbers
+of chunks and with their backward (`tiers.json`), the sweep's second half on two cores. A row that was fitted
+to is never validated on.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.simulate_cores import KNOWN_WAYS, of_cores
 from benchmarks.simulate_fit import (
-    KNOWN_WAYS,
     RESULTS,
     Row,
     is_bytes_fitted,
     is_fused_fitted,
     is_pair_fitted,
     is_piece_fitted,
-    of_cores,
+    is_tiers_fitted,
     of_exchange,
     of_schedule,
+    of_tiers,
     one_node,
     rows,
     with_older_host,
@@ -112,6 +114,11 @@ def _gpu_parts(profile: Profile) -> list[Part]:
     def over_sockets(fabric: Fabric, row: Row) -> float:
         return of_schedule(with_older_host(profile), fabric, row)
 
+    tiers = tuple(
+        row
+        for row in rows("tiers")
+        if row["impl"].startswith(("tiered", "hierarchical")) and not is_tiers_fitted(row)
+    )
     bytewise = tuple(r for r in rows("layer") if r["impl"] == "imbrex-alltoall" and not is_bytes_fitted(r))
     apart = tuple(row for row in _ways(7, 8, 11) if row["op"] != "layer")
     return [
@@ -121,6 +128,7 @@ def _gpu_parts(profile: Profile) -> list[Part]:
         Part("whole layer, NCCL over NVLink, 2 GPUs", "layer", bytewise, nvlink, predicted),
         Part("schedules, sockets, 2 and 4 GPUs", "schedule", apart, sockets, over_sockets),
         Part("exchanges, sockets, 4 GPUs", "collectives", _moves(7), sockets, of_exchange),
+        Part("two tiers, sockets, 2 GPUs", "tiers", tiers, sockets, lambda _, row: of_tiers(profile, row)),
     ]
 
 

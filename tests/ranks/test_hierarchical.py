@@ -164,13 +164,8 @@ def run_counted(ranks: Ranks, kind: Any, per_node: int) -> dict[str, list[int]]:
     recorder = Recorder(rank=ranks.rank)
 
     class Counted(kind):
-        def scatter_rows(self, phase, rows, send, receive):
-            if phase != "plan" and kind is not Sequential:  # its rows are posted
-                sent_W.add_(torch.tensor(send) * rows.shape[1])
-            return super().scatter_rows(phase, rows, send, receive)
-
         def post(self, phase, sends, receives):
-            for message in sends:
+            for message in sends if phase != "plan" else ():
                 sent_W[message.peer] += message.rows.numel()
             return super().post(phase, sends, receives)
 
@@ -183,7 +178,6 @@ def run_counted(ranks: Ranks, kind: Any, per_node: int) -> dict[str, list[int]]:
     for (name, _), value in recorder.take_counters().items():
         if name in ("bytes_sent", "bytes_by_tier"):
             found["sent" if name == "bytes_sent" else "tiers"] = list(value)
-    sent_W[ranks.rank] = 0
     return found | {"messages": sent_W.tolist()}
 
 

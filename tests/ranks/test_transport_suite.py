@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from imbrex.testing import ConformityError, check_transport
 from imbrex.transport import AllToAll
@@ -51,6 +52,34 @@ def run_check(ranks: Ranks, transport) -> str:
     except ConformityError as error:
         return str(error)
     return ""
+
+
+class Noted(AllToAll):
+    """Remembers what it starts."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.begun: list[str] = []
+
+    def _start(self, phase, op, m):
+        self.begun.append(op.__name__)
+        return super()._start(phase, op, m)
+
+
+def run_rows(ranks: Ranks) -> tuple[list[int], list[str]]:
+    transport, rank, world = Noted(ranks.group), ranks.rank, ranks.world_size
+    rows = torch.tensor([[rank, to] for to in range(world) for _ in range(to + 1)], dtype=torch.uint8)
+    send, receive = list(range(1, world + 1)), [rank + 1] * world
+    came = transport.scatter_rows("dispatch", rows, send, receive).finish()
+    assert came[:, 1].eq(rank).all()
+    return came[:, 0].tolist(), transport.begun
+
+
+def test_places_are_told_before_rows_leave(pool: Pool) -> None:
+    """gloo's own all-to-all sends first, and the two directions of a link take turns."""
+    for rank, (sources, begun) in enumerate(pool.run(4, run_rows)):
+        assert sources == [source for source in range(4) for _ in range(rank + 1)]
+        assert begun == ["irecv"] * 3 + ["isend"] * 3
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])

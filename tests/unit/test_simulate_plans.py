@@ -41,6 +41,7 @@ EVERY = traffic.Crowd(ranks=8, tensor=1, experts=8, top_k=8, tokens=10, row_byte
         ("sequential", (60, 80), 88.0),
         ("2dh", (120, 80), 12.0 + 80.5),  # near all rows of both nodes, far one message
         ("hierarchical", (120, 20), 22.0 + 12.0 / 4),  # once to a node, in 4 messages
+        ("tiered", (120, 20), 20.5 + 12.0),  # once to a node in one message, then inside
     ],
 )
 def test_bytes_by_tier_by_hand(name: str, nbytes: tuple[float, float], seconds: float) -> None:
@@ -250,8 +251,46 @@ def test_far_links_bring_nodes_together_once() -> None:
     plans = choose(
         Request(shape=DEEPSEEK, ranks=32, tokens=4096, mode="forward", layers=58), world(32, 8, fabric=fabric)
     )
-    assert plans[0].layout.transport == "hierarchical"
+    assert plans[0].layout.transport in ("hierarchical", "tiered")
     assert any("tier network is assumed" in said for said in plans[0].extrapolates)
+
+
+def test_two_tiers_are_weighed_and_say_why_not() -> None:
+    """The network alone moves: spreading inside the node is hidden but for the last chunk's."""
+    request = Request(shape=DEEPSEEK, ranks=32, tokens=8192, mode="train", layers=1)
+    plans = choose(request, world(32, 8))
+    (one, two) = (
+        next(
+            p
+            for p in plans
+            if p.layout.transport == "tiered"
+            and p.layout.schedule == f"optsche-{n}"
+            and (p.layout.ep, p.layout.tp) == (32, 1)
+        )
+        for n in (1, 2)
+    )
+    assert one.outcome
+    assert two.outcome
+    assert two.outcome.forward < one.outcome.forward
+    inside = one.outcome.tasks["decode_out"] + one.outcome.tasks["encode_back"]
+    assert one.outcome.forward - two.outcome.forward > 0.5 * inside
+    assert "two tiers on 4 nodes of 8, measured on 2 of one rank" in two.extrapolates
+    once = next(p for p in plans if p.layout.transport == "hierarchical" and p.layout.group == 32)
+    assert once.outcome
+    assert two.outcome.tiers == once.outcome.tiers
+    reasons = {p.why_not for p in plans if p.layout.transport == "tiered"}
+    assert "8 ranks are not several whole nodes of 8" in reasons
+    split = choose(Request(shape=QWEN, ranks=16, tokens=4096), world(16, 2))
+    reasons = {p.why_not for p in split if p.layout.transport == "tiered"}
+    assert "4 tensor ranks of an expert are not all on one node of 2" in reasons
+    older = Profile(
+        machine="before two tiers",
+        most_ranks=4,
+        entries={name: entry for name, entry in H200.entries.items() if name != "tiers_chunk_s"},
+    )
+    without = choose(Request(shape=QWEN, ranks=16, tokens=4096), world(16, 8, profile=older))
+    assert without[0].outcome
+    assert any("nothing of two tiers" in str(p.why_not) for p in without if p.layout.transport == "tiered")
 
 
 def test_slow_ranks_and_full_ranks_make_a_layer_longer() -> None:

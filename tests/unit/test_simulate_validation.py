@@ -6,7 +6,7 @@ import json
 
 import pytest
 from benchmarks import simulate as bench
-from benchmarks.simulate_fit import SWEPT, of_cores
+from benchmarks.simulate_cores import SWEPT, of_cores
 
 COMMITTED = json.loads((bench.RESULTS / "simulate.json").read_text())["rows"]
 
@@ -38,7 +38,7 @@ def test_on_gpus_no_prediction_is_more_than_a_fifth_off(predicted: list[dict]) -
     *lines, (_, number, median, _, _) = bench.digest(on_gpus(predicted))
     assert number > 170
     assert median <= 0.05
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert all(worst <= 0.20 for _, _, _, worst, _ in lines)
     assert {line[0]: line[2] for line in lines}["whole layer, NVLink, 2 and 4 GPUs"] <= 0.05
 
@@ -63,9 +63,10 @@ def test_nothing_is_validated_on_that_was_fitted_to() -> None:
     by_name = {part.name: part for part in bench.parts()}
     rows = [(part.file, row) for part in by_name.values() for row in part.rows]
     for file, row in rows:
-        assert file in ("layer", "fused", "schedule", "collectives")
+        assert file in ("layer", "fused", "schedule", "collectives", "tiers")
         assert not (file == "fused" and (bench.is_piece_fitted(row) or bench.is_fused_fitted(row)))
         assert not (file == "layer" and bench.is_bytes_fitted(row))
+        assert not (file == "tiers" and bench.is_tiers_fitted(row))
         assert (file, row["run"]) != ("schedule", 12)
         assert not (file == "schedule" and any(row is other for other in of_cores()[0]))
         assert not (file == "schedule" and bench.is_pair_fitted(row))

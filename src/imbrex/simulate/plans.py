@@ -20,7 +20,7 @@ from imbrex.simulate.loads import Spread, Stragglers
 from imbrex.simulate.profile import Profile
 from imbrex.simulate.run import Case, Layout, Outcome
 
-TRANSPORTS = ("nvlink", "alltoall", "allgather", "hierarchical", "2dh", "pipe")
+TRANSPORTS = ("nvlink", "alltoall", "allgather", "hierarchical", "tiered", "2dh", "pipe")
 SCHEDULES = {
     "train": ("serial", "fused", "optsche-1", "optsche-2", "optsche-4"),
     "forward": ("serial", "fused", "optsche-2", "optsche-4"),
@@ -29,6 +29,10 @@ SCHEDULES = {
 """Schedules worth a look, by mode: in one chunk only the backward has something to hide."""
 FUSED_RANKS = 2
 """Ranks on which fused kernels were measured (`benchmarks/results/fused.json`)."""
+NODEWISE = ("hierarchical", "tiered", "2dh", "pipe")
+"""Transports for several whole nodes."""
+TIERED_NODES = 2
+"""Nodes, of a GPU each, on which two tiers in one stream were measured (`benchmarks/results/tiers.json`)."""
 NVLINK_CODECS = ("identity", "fp8")
 MODES = ("train", "forward", "decode")
 CLOSE = 1.02
@@ -136,7 +140,7 @@ def divisions(request: Request) -> Iterator[tuple[int, int]]:
 
 def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int, int], Floats]) -> Plan:
     """Simulate one layout, or say why it cannot run. drawn: loads of ranks by EP and replicas, kept."""
-    reason = why_not_possible(request, world.fabric, layout)
+    reason = why_not_possible(request, world, layout)
     if reason is not None:
         return Plan(layout=layout, outcome=None, why_not=reason)
     memory = memory_of(request, layout)
@@ -166,9 +170,9 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
     )
 
 
-def why_not_possible(request: Request, fabric: Fabric, layout: Layout) -> str | None:
-    """None, or why the layer would refuse this layout."""
-    group, node = layout.group, fabric.node
+def why_not_possible(request: Request, world: World, layout: Layout) -> str | None:
+    """None, or why the layer would refuse this layout, or the profile says nothing of it."""
+    group, node = layout.group, world.fabric.node
     if group == 1 and layout.transport != "alltoall":
         return "there is only one rank, and nothing to move"
     if layout.transport == "nvlink":
@@ -180,8 +184,13 @@ def why_not_possible(request: Request, fabric: Fabric, layout: Layout) -> str | 
             return "fused kernels move rows as they are"
         if layout.schedule == "fused" and request.tokens <= run.FEW_FUSED:
             return f"calls of {run.FEW_FUSED} tokens a rank or fewer have a kernel of their own, not fused"
-    elif layout.transport in ("hierarchical", "2dh", "pipe") and (group <= node or group % node):
+    elif layout.transport in NODEWISE and (group <= node or group % node):
         return f"{group} ranks are not several whole nodes of {node}"
+    if layout.transport == "tiered":
+        if node % layout.tp:
+            return f"{layout.tp} tensor ranks of an expert are not all on one node of {node}"
+        if "tiers_chunk_s" not in world.profile:
+            return "the profile says nothing of two tiers in one stream; write it anew with `imbrex profile`"
     if layout.replicas and layout.replicas + request.shape.experts > layout.ep * request.shape.experts:
         return "a rank would hold an expert twice"
     return None
@@ -222,6 +231,11 @@ def beyond(world: World, layout: Layout) -> tuple[str, ...]:
     reasons += [f"tier {t.name} is assumed: {t.source}" for t in used if t.status == "assumed"]
     if layout.schedule == "fused" and layout.group > FUSED_RANKS:
         reasons.append(f"fused kernels on {layout.group} ranks, at most {FUSED_RANKS} were measured")
+    if layout.transport == "tiered" and (world.fabric.node > 1 or layout.group > TIERED_NODES):
+        nodes = layout.group // world.fabric.node
+        reasons.append(
+            f"two tiers on {nodes} nodes of {world.fabric.node}, measured on {TIERED_NODES} of one rank"
+        )
     if layout.schedule in run.DESIGNS:
         reasons.append(f"schedule {layout.schedule} is a design, not measured")
     return tuple(reasons)
@@ -263,7 +277,7 @@ def _against(plan: Plan, best: Plan, request: Request) -> str:
     parts = {
         "its rows take longer": _moves(plan.outcome) - _moves(best.outcome),
         "its experts take longer": plan.outcome.tasks["experts"] - best.outcome.tasks["experts"],
-        "its codec and copies take longer": _codes(plan.outcome) - _codes(best.outcome),
+        f"its {_beside(plan.layout)} take longer": _codes(plan.outcome) - _codes(best.outcome),
         "it sums gradients of more copies": plan.outcome.sync - best.outcome.sync,
     }
     reason, loss = max(parts.items(), key=lambda pair: pair[1])
@@ -273,6 +287,11 @@ def _against(plan: Plan, best: Plan, request: Request) -> str:
         return f"{slower:.0%} slower: it hides less"
     what = "launches" if plan.layout.schedule == "fused" else "chunks"
     return f"{slower:.0%} slower: its {what} cost more than they hide"
+
+
+def _beside(layout: Layout) -> str:
+    """Tasks beside experts and moves, in words."""
+    return "copies and rows inside nodes" if layout.transport == "tiered" else "codec and copies"
 
 
 def _hiding(layout: Layout) -> tuple[int, bool]:

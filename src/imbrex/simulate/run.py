@@ -2,7 +2,8 @@
 
 Over NVLink a crossing is one kernel, which routes, moves and sums: the tasks `encode` and `decode` take
 nothing. A rank alone has such kernels too, and no wire. Over bytes rows are copied into buffers, written by a
-codec, moved, read and copied to the experts, and every chunk costs the host's time as well.
+codec, moved, read and copied to the experts, and every chunk costs the host's time as well. In two tiers a
+move is the network's alone, and the exchange inside the node stands in line with what is computed.
 """
 
 from __future__ import annotations
@@ -163,8 +164,10 @@ class _Costs:
     def __init__(self, case: Case, layout: Layout) -> None:
         self.case, self.layout, self.profile = case, layout, case.profile
         shape, group = case.shape, layout.group
-        alone = group == 1 and shape.value_bytes == 2 and self.profile["multiprocessors"] > 1
-        self.kernels = layout.transport == "nvlink" or alone
+        has_kernels = shape.value_bytes == 2 and self.profile["multiprocessors"] > 1
+        self.kernels = layout.transport == "nvlink" or (group == 1 and has_kernels)
+        self.kernels_inside = has_kernels and 1 < case.fabric.node <= NVLINK_RANKS
+        self.tiered = layout.transport == "tiered"
         row = make(layout.codec).nbytes(shape.width, DTYPES[shape.value_bytes])
         self.crowd = traffic.Crowd(
             ranks=group,
@@ -189,6 +192,8 @@ class _Costs:
         """The host's seconds a chunk over bytes."""
         if self.kernels or self.case.decode:
             return 0.0
+        if self.tiered:
+            return self.profile["tiers_chunk_s"]
         return self.profile[f"chunk_{'backward' if backward else 'forward'}_s"]
 
     def queued(self, degree: int, *, backward: bool) -> float:
@@ -207,7 +212,8 @@ class _Costs:
         share one, so a piece takes its part of the whole. apart: with nothing inside of another's launch."""
         whole = self.layout.schedule in DESIGNS
         part = 1 if whole else degree
-        by_kind = self._bytes(part, backward) if not self.kernels else self._nvlink(part, backward)
+        crossed = self._tiers if self.tiered else self._nvlink if self.kernels else self._bytes
+        by_kind = crossed(part, backward)
         by_kind |= self._experts(part, backward)
         if self.layout.schedule == "fused" and not apart:
             by_kind |= self._fused(by_kind, backward)
@@ -237,34 +243,33 @@ class _Costs:
 
     def _wire(self, degree: int) -> Floats:
         """Seconds of the rows on the links; a rank that gets more than the mean waits for it."""
-        flow = traffic.Flow(
-            nbytes=tuple(part / degree for part in self.flow.nbytes),
-            messages=self.flow.messages,
-            serial=self.flow.serial,
-            pieces=self.flow.pieces,
-        )
-        seconds = traffic.seconds(
-            flow, self.case.fabric, sharing=min(self.crowd.ranks, self.case.fabric.node)
-        )
-        return seconds * np.maximum(1.0, self.load_W)
+        return self._sent(traffic.part(self.flow, degree))
+
+    def _sent(self, flow: traffic.Flow) -> Floats:
+        sharing = min(self.crowd.ranks, self.case.fabric.node)
+        return traffic.seconds(flow, self.case.fabric, sharing=sharing) * np.maximum(1.0, self.load_W)
 
     def _nvlink(self, degree: int, backward: bool) -> dict[Kind, Floats]:
-        """One kernel a crossing: its start, its routing, and the slower of the wire and of the rows that it
-        stores or reads."""
-        profile, shape = self.profile, self.case.shape
-        nothing = np.zeros_like(self.load_W)
-        wire_W = self._wire(degree)
-        rows_W = self.rows * self.load_W / degree * shape.width * shape.value_bytes
+        """One kernel a crossing."""
         beside = degree > 1 or self.layout.schedule not in ("serial", "fused")
+        tokens = self.case.tokens / degree
+        out, back = self._crossings(self._wire(degree), tokens, degree, routed=not backward, beside=beside)
+        return dict.fromkeys(Kind, np.zeros_like(self.load_W)) | {Kind.move_out: out, Kind.move_back: back}
+
+    def _crossings(
+        self, wire_W: Floats, tokens: float, degree: int, *, routed: bool, beside: bool
+    ) -> tuple[Floats, Floats]:
+        """Seconds of the kernels that dispatch and combine: a start, the routing of `tokens`, and the slower
+        of the wire and of the rows that they store or read. beside: products that run meanwhile."""
+        profile, shape = self.profile, self.case.shape
+        rows_W = self.rows * self.load_W / degree * shape.width * shape.value_bytes
         few = self.case.tokens <= FEW_TOKENS
-        kind = "beside" if beside else "small" if few else "dispatch"
-        sms = profile[f"{kind}_multiprocessors"]
-        routed = 0.0 if backward else profile["choice_s"] * self.case.tokens * shape.top_k / degree
+        sms = profile[f"{'beside' if beside else 'small' if few else 'dispatch'}_multiprocessors"]
+        routing = profile["choice_s"] * tokens * shape.top_k if routed else 0.0
         stored_W = rows_W / (sms * profile["stored_bytes_s_a_multiprocessor"])
-        out = np.maximum(wire_W, stored_W) + profile["dispatch_start_s"] + routed
+        out = np.maximum(wire_W, stored_W) + profile["dispatch_start_s"] + routing
         back = np.maximum(wire_W * profile["combine_wire_factor"], rows_W / profile["summed_bytes_s"])
-        by_kind = dict.fromkeys(Kind, nothing)
-        return by_kind | {Kind.move_out: out, Kind.move_back: back + profile["combine_start_s"]}
+        return out, back + profile["combine_start_s"]
 
     def _fused(self, alone: Mapping[Kind, Floats], backward: bool) -> dict[Kind, Floats]:
         """The rest of a crossing that is inside a product's launch. In a forward rows come beside gate and
@@ -297,6 +302,33 @@ class _Costs:
             Kind.encode_back: rows_W * copied + coded(profile, codec, "encode", arrived_W, width),
             Kind.move_back: wire_W,
             Kind.decode_back: out_W * copied + coded(profile, codec, "decode", out_W, width),
+        }
+
+    def _tiers(self, degree: int, backward: bool) -> dict[Kind, Floats]:
+        """Rows of every chunk leave with the plan, once to a node. The exchange inside it, by kernels where
+        these can, is the second step of a move: what a chunk waits for when its rows have come."""
+        profile, shape, codec = self.profile, self.case.shape, self.layout.codec
+        value, width = shape.width * shape.value_bytes, shape.width
+        size = min(self.crowd.ranks, self.case.fabric.node)
+        tokens, nodes = self.crowd.tokens / degree, self.crowd.ranks / size
+        leave_W = tokens * traffic.wanted(self.crowd, size) * (nodes - 1) * np.ones_like(self.load_W)
+        pool = tokens + float(leave_W[0])
+        copied = value / profile["copied_bytes_s"]
+        wire_W = self._sent(traffic.part(traffic.across(self.flow), degree))
+        near_W = self._sent(traffic.part(traffic.inside(self.flow), degree))
+        if self.kernels_inside:
+            spread, summed = self._crossings(near_W, pool, degree, routed=not backward, beside=degree > 1)
+        else:
+            spread = summed = near_W + self.rows * self.load_W / degree * copied
+        host = 0.0 if backward and self.runs_ahead else self.host(backward=backward)
+        coded = device.coded
+        return {
+            Kind.encode_out: host + leave_W * copied + coded(profile, codec, "encode", leave_W, width),
+            Kind.move_out: wire_W,
+            Kind.decode_out: spread + pool * copied + coded(profile, codec, "decode", leave_W, width),
+            Kind.encode_back: summed + coded(profile, codec, "encode", leave_W, width),
+            Kind.move_back: wire_W,
+            Kind.decode_back: leave_W * copied + coded(profile, codec, "decode", leave_W, width),
         }
 
 

@@ -8,7 +8,7 @@ Example: 4 ranks, K = 8 of 256 experts: 0.90 of the tokens want a given rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from imbrex.simulate.fabric import Fabric
 
@@ -98,6 +98,29 @@ def hierarchical(crowd: Crowd, fabric: Fabric, pieces: int = 4) -> Flow:
     )
 
 
+def tiered(crowd: Crowd, fabric: Fabric) -> Flow:
+    """Once to every node that a token wants, in one message, and then on to its ranks."""
+    near, *far = fabric.peers(crowd.ranks)
+    messages = (float(near), *(number / (near + 1) for number in far))
+    return Flow(nbytes=hierarchical(crowd, fabric).nbytes, messages=messages, serial=True)
+
+
+def part(flow: Flow, parts: int) -> Flow:
+    """One of equal parts of a flow; each has as many messages as the whole."""
+    return replace(flow, nbytes=tuple(nbytes / parts for nbytes in flow.nbytes))
+
+
+def across(flow: Flow) -> Flow:
+    """The share of a flow that leaves the node."""
+    return replace(flow, nbytes=(0.0, *flow.nbytes[1:]), messages=(0.0, *flow.messages[1:]))
+
+
+def inside(flow: Flow) -> Flow:
+    """The share of a flow that stays in the node."""
+    rest = (0.0,) * (len(flow.nbytes) - 1)
+    return replace(flow, nbytes=(flow.nbytes[0], *rest), messages=(flow.messages[0], *rest))
+
+
 FLOWS: Mapping[str, Callable[[Crowd, Fabric], Flow]] = {
     "copy-per-choice": choices,
     "alltoall": alltoall,
@@ -106,6 +129,7 @@ FLOWS: Mapping[str, Callable[[Crowd, Fabric], Flow]] = {
     "sequential": sequential,
     "2dh": two_level,
     "hierarchical": hierarchical,
+    "tiered": tiered,
     "nvlink": alltoall,
 }
 """The bytes that a rank sends, by the name of the transport."""
@@ -130,4 +154,4 @@ def _direct(peers: Sequence[int], per_rank: float) -> Flow:
     return Flow(nbytes=tuple(number * per_rank for number in peers), messages=tuple(map(float, peers)))
 
 
-__all__ = ["FLOWS", "Crowd", "Flow", "seconds", "wanted"]
+__all__ = ["FLOWS", "Crowd", "Flow", "across", "inside", "part", "seconds", "wanted"]

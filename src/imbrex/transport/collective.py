@@ -121,6 +121,22 @@ class InFlight:
         return self.rows if self.select is None else self.select(self.rows)
 
 
+class Posted:
+    """Messages under way. Holds what they read until they are over."""
+
+    def __init__(
+        self, transport: Collective, phase: str, works: Sequence[dist.Work], rows: Tensor, reads: Tensor
+    ) -> None:
+        self.transport, self.phase, self.works, self.rows = transport, phase, works, rows
+        self.reads: Tensor | None = reads
+
+    def finish(self) -> Tensor:
+        for work in self.works:
+            self.transport.finish(self.phase, work)
+        self.reads = None
+        return self.rows
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """The device on which a group communicates: the current GPU if its back end is NCCL, else the CPU."""
     if "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available():

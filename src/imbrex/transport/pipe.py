@@ -14,9 +14,9 @@ from imbrex.transport.tiered import Tiered
 
 
 class Pipe(Tiered):
-    """Pipe-A2A (ScheMoE, section 5): both halves move at the same time. gloo starts all messages of an
-    all-to-all at once: there it is one, and gains nothing over `alltoall`. Over NCCL, whose stream does one
-    collective after the other, it is two."""
+    """Pipe-A2A (ScheMoE, section 5): both halves move at the same time. Over gloo all messages of an
+    all-to-all begin at once: there it is one, and gains nothing over `alltoall`. Over NCCL, whose stream does
+    one collective after the other, it is two."""
 
     name = "pipe"
 
