@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imbrex import contracts
 from imbrex.adapters.deep_ep.choices import Choices
-from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
+from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Inputs, Record
 from imbrex.adapters.deep_ep.permuted import Permutation
 from imbrex.codec import from_bytes
 from imbrex.transport import make as make_transport
@@ -86,7 +86,7 @@ class Backend(Protocol):
         ...
 
     def plan_choices(
-        self, call: str, problem: str, given: Given, config: BufferConfig, settings: dict[str, int]
+        self, call: str, problem: str, inputs: Inputs, config: BufferConfig, settings: dict[str, int]
     ) -> tuple[Any, Choices]:
         """The route of tokens to the ranks of their experts, and the choices of the own tokens."""
         ...
@@ -145,18 +145,24 @@ class Backend(Protocol):
         ...
 
     def expand(
-        self, given: Given, kept: Kept, permutation: Permutation | None, budget: int | None, *, on_host: bool
+        self,
+        inputs: Inputs,
+        record: Record,
+        permutation: Permutation | None,
+        budget: int | None,
+        *,
+        on_host: bool,
     ) -> Expanded:
         """Expert-major rows, where `permutation` has them, or where the routing puts them."""
         ...
 
     def reduce(
-        self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
+        self, hidden: Tensor, probs: Tensor | None, record: Record, permutation: Permutation
     ) -> tuple[Tensor, Tensor | None]:
         """Sums of a token's expert-major rows, and the value of each of its choices."""
         ...
 
-    def blocks(self, given: Given, kept: Kept, room: int) -> Expanded:
+    def blocks(self, inputs: Inputs, record: Record, room: int) -> Expanded:
         """Expert-major rows, those of an expert in a block of `room`; rows of no token are not written."""
         ...
 
@@ -165,7 +171,13 @@ class Backend(Protocol):
         ...
 
     def weigh_home(
-        self, call: str, problem: str, given: Given, rows_RD: Tensor, kept: Kept, settings: dict[str, int]
+        self,
+        call: str,
+        problem: str,
+        inputs: Inputs,
+        rows_RD: Tensor,
+        record: Record,
+        settings: dict[str, int],
     ) -> Tensor:
         """Sums of a token's rows, where the permutation has them, times the weights of its choices: [T, D].
         The ranks meet first, as in `meet`."""

@@ -15,7 +15,7 @@ from imbrex import contracts
 from imbrex.adapters.deep_ep.backend import BackendBase, Labels, cut
 from imbrex.adapters.deep_ep.choices import Choices, indices_to_map, pack_choices
 from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows
-from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
+from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Inputs, Record
 from imbrex.adapters.deep_ep.permuted import Permutation, make_permutation
 from imbrex.codec import as_bytes
 from imbrex.contracts import Traffic, Transport
@@ -162,15 +162,15 @@ class BytesBackend(BackendBase):
         return make_route(handle[4], prefix.diff(dim=0, prepend=torch.zeros_like(prefix[:1])), self.rank)
 
     def plan_choices(
-        self, call: str, problem: str, given: Given, config: BufferConfig, settings: dict[str, int]
+        self, call: str, problem: str, inputs: Inputs, config: BufferConfig, settings: dict[str, int]
     ) -> tuple[Route, Choices]:
         if problem:
             map_TE, probs_TE = torch.zeros(0, self.world_size, dtype=torch.bool, device="cpu"), None
-        elif given.map_TE is not None:
-            map_TE, probs_TE = given.map_TE, given.probs_TE
+        elif inputs.map_TE is not None:
+            map_TE, probs_TE = inputs.map_TE, inputs.probs_TE
         else:
-            assert given.ids_TK is not None
-            ids_TK, weights_TK = given.ids_TK, given.weights_TK
+            assert inputs.ids_TK is not None
+            ids_TK, weights_TK = inputs.ids_TK, inputs.weights_TK
             map_TE, probs_TE = indices_to_map(ids_TK, weights_TK, len(ids_TK), config.num_experts)
         wanted_TW = map_TE.unflatten(1, (self.world_size, -1)).any(2)
         top_k = map_TE.sum(1).max() if len(map_TE) else 0
@@ -213,26 +213,32 @@ class BytesBackend(BackendBase):
         return torch.tensor([route.num_rows], dtype=torch.int32, device=device)
 
     def expand(
-        self, given: Given, kept: Kept, permutation: Permutation | None, budget: int | None, *, on_host: bool
+        self,
+        inputs: Inputs,
+        record: Record,
+        permutation: Permutation | None,
+        budget: int | None,
+        *,
+        on_host: bool,
     ) -> Expanded:
-        arrived = carry_rows(self, given, kept)
-        kept = arrived.kept
-        assert kept.ids_NK is not None
+        arrived = carry_rows(self, inputs, record)
+        record = arrived.record
+        assert record.ids_NK is not None
         permutation = permutation or make_permutation(
-            kept.ids_NK, kept.config.local(self.rank), kept.config.pad_multiple, budget, on_host=on_host
+            record.ids_NK, record.config.local(self.rank), record.config.pad_multiple, budget, on_host=on_host
         )
         weights_NK, scales_NS = arrived.weights_NK, arrived.scales_NS
         return Expanded(
             rows_RD=permutation.expand(arrived.rows_ND),
             probs_R=None if weights_NK is None else permutation.expand_choices(weights_NK),
             scales_RS=None if scales_NS is None else permutation.expand(scales_NS),
-            kept=kept,
+            record=record,
             permutation=permutation,
         )
 
-    def blocks(self, given: Given, kept: Kept, room: int) -> Expanded:
-        arrived = carry_rows(self, given, kept)
-        ids_NK, local = arrived.kept.ids_NK, kept.config.local(self.rank)
+    def blocks(self, inputs: Inputs, record: Record, room: int) -> Expanded:
+        arrived = carry_rows(self, inputs, record)
+        ids_NK, local = arrived.record.ids_NK, record.config.local(self.rank)
         assert ids_NK is not None
         permutation = make_permutation(ids_NK, local, 1, len(local) * room, on_host=False)
         permutation, scales_NS = permutation.in_blocks(room), arrived.scales_NS
@@ -240,7 +246,7 @@ class BytesBackend(BackendBase):
             rows_RD=permutation.expand(arrived.rows_ND),
             probs_R=None,
             scales_RS=None if scales_NS is None else permutation.expand(scales_NS),
-            kept=arrived.kept,
+            record=arrived.record,
             permutation=permutation,
         )
 
@@ -252,25 +258,31 @@ class BytesBackend(BackendBase):
         return owner_N, tokens_N1[:, 0].long()
 
     def weigh_home(
-        self, call: str, problem: str, given: Given, rows_RD: Tensor, kept: Kept, settings: dict[str, int]
+        self,
+        call: str,
+        problem: str,
+        inputs: Inputs,
+        rows_RD: Tensor,
+        record: Record,
+        settings: dict[str, int],
     ) -> Tensor:
         self.meet(call, problem, settings)
-        ids_TK, weights_TK, permutation = given.ids_TK, given.weights_TK, kept.permutation
+        ids_TK, weights_TK, permutation = inputs.ids_TK, inputs.weights_TK, record.permutation
         assert ids_TK is not None
         assert permutation is not None
-        probs_TE = indices_to_map(ids_TK, weights_TK, len(ids_TK), kept.config.num_experts)[1]
+        probs_TE = indices_to_map(ids_TK, weights_TK, len(ids_TK), record.config.num_experts)[1]
         assert probs_TE is not None
-        own_TK = probs_TE.gather(1, kept.choices.ids_TK.clamp(min=0))
-        [weights_NK] = self.carry([own_TK], kept.route)
+        own_TK = probs_TE.gather(1, record.choices.ids_TK.clamp(min=0))
+        [weights_NK] = self.carry([own_TK], record.route)
         weights_R = permutation.expand_choices(weights_NK)
         sums_ND = permutation.reduce(rows_RD.float() * weights_R[:, None])
-        y_TD = self.bring_home([sums_ND], [rows_RD.dtype], kept.route, rounded=False)[0]
+        y_TD = self.bring_home([sums_ND], [rows_RD.dtype], record.route, rounded=False)[0]
         return y_TD.to(rows_RD.dtype)
 
     def reduce(
-        self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
+        self, hidden: Tensor, probs: Tensor | None, record: Record, permutation: Permutation
     ) -> tuple[Tensor, Tensor | None]:
         columns, dtypes = [permutation.reduce(hidden)], [hidden.dtype, torch.float32]
         columns += [] if probs is None else [permutation.pick(probs)]
-        summed = self.bring_home(columns, dtypes[: len(columns)], kept.route, rounded=False)
+        summed = self.bring_home(columns, dtypes[: len(columns)], record.route, rounded=False)
         return summed[0].to(hidden.dtype), None if probs is None else summed[1]

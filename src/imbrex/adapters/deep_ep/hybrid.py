@@ -20,9 +20,9 @@ from imbrex.adapters.deep_ep.choices import indices_to_map, spread_choices
 from imbrex.adapters.deep_ep.hybrid_arrival import carry_rows, plan_again, plan_rows
 from imbrex.adapters.deep_ep.hybrid_handle import (
     BufferConfig,
-    Given,
     HybridHandle,
-    Kept,
+    Inputs,
+    Record,
     make_handle,
     read_handle,
 )
@@ -134,7 +134,7 @@ class HybridEPBuffer:
 
         Returns rows [N, D], probabilities float32 [N, E] or None, scales or None, a handle of seven fields.
         """
-        inputs = Given(
+        inputs = Inputs(
             hidden=hidden,
             scales=scaling_factor,
             map_TE=routing_map,
@@ -145,7 +145,7 @@ class HybridEPBuffer:
         plan, size = self._plan("dispatch", inputs, num_of_experts, handle), num_dispatched_tokens or 0
         plan = replace(plan, route=self._backend.resize(plan.route, size))
         arrived = carry_rows(self._backend, inputs, plan)
-        plan = arrived.kept
+        plan = arrived.record
         probs_NE = None if arrived.weights_NK is None else pad_rows(plan.spread(arrived.weights_NK), size)
         scales_NS = None if arrived.scales_NS is None else pad_rows(arrived.scales_NS, size)
         return pad_rows(arrived.rows_ND, size), probs_NE, scales_NS, self._handle(plan)
@@ -207,7 +207,7 @@ class HybridEPBuffer:
         # host sync: only for a count that a program keeps on the device
         budget = None if num_permuted_tokens is None else int(num_permuted_tokens)
         problem = _find_budget_problem(budget, pad_multiple or 1, non_blocking)
-        inputs = Given(
+        inputs = Inputs(
             hidden=hidden,
             scales=scaling_factor,
             map_TE=routing_map,
@@ -222,12 +222,12 @@ class HybridEPBuffer:
         results = self._backend.expand(inputs, plan, permutation, budget, on_host=not non_blocking)
         permutation = results.permutation
         counts_e = permutation.counts_e if permutation.on_host_e is None else permutation.on_host_e
-        handle = self._handle(replace(results.kept, permutation=permutation))
+        handle = self._handle(replace(results.record, permutation=permutation))
         return results.rows_RD, results.probs_R, results.scales_RS, counts_e, handle
 
-    def _handle(self, kept: Kept) -> HybridHandle:
-        device = kept.choices.ids_TK.device
-        return make_handle(kept, self.rank, self._backend.received(kept.route, device))
+    def _handle(self, record: Record) -> HybridHandle:
+        device = record.choices.ids_TK.device
+        return make_handle(record, self.rank, self._backend.received(record.route, device))
 
     @torch.no_grad()
     def combine_with_unpermute(
@@ -270,22 +270,22 @@ class HybridEPBuffer:
     def _plan(
         self,
         call: str,
-        given: Given,
+        inputs: Inputs,
         num_experts: int | None,
         handle: tuple | None,
         pad_multiple: int = 1,
         problem: str = "",
-    ) -> Kept:
+    ) -> Record:
         if handle is not None:
-            return plan_again(self._backend, call, given, handle)
+            return plan_again(self._backend, call, inputs, handle)
         local = None
         if num_experts is not None:
             local = num_experts // self.group_size
             if num_experts % self.group_size:
                 problem = f"{num_experts} experts on {self.group_size} ranks; give a multiple"
-        tokens, width = given.hidden.shape if given.hidden.dim() == 2 else (None, None)
+        tokens, width = inputs.hidden.shape if inputs.hidden.dim() == 2 else (None, None)
         config = self.update_template_config(width, tokens, local, pad_multiple)
-        return plan_rows(self._backend, call, given, config, problem)
+        return plan_rows(self._backend, call, inputs, config, problem)
 
 
 def _find_budget_problem(budget: int | None, pad_multiple: int, non_blocking: bool) -> str:

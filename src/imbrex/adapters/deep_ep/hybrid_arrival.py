@@ -8,43 +8,43 @@ from typing import TYPE_CHECKING
 import torch
 
 from imbrex.adapters.deep_ep.choices import Choices, indices_to_map
-from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, Given, Kept, read_handle
+from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, Inputs, Record, read_handle
 from imbrex.exchange import plan
 
 if TYPE_CHECKING:
     from imbrex.adapters.deep_ep.backend import Backend
 
 
-def plan_rows(backend: Backend, call: str, given: Given, config: BufferConfig, problem: str) -> Kept:
+def plan_rows(backend: Backend, call: str, inputs: Inputs, config: BufferConfig, problem: str) -> Record:
     """Who sends what to whom, for a new routing."""
-    problem = problem or find_problem(backend, given, config.num_experts)
-    columns = [] if problem else given.columns
-    weighted = given.probs_TE is not None if given.map_TE is not None else given.weights_TK is not None
+    problem = problem or find_problem(backend, inputs, config.num_experts)
+    columns = [] if problem else inputs.columns
+    weighted = inputs.probs_TE is not None if inputs.map_TE is not None else inputs.weights_TK is not None
     settings = {
         "the number of experts": config.num_experts,
         "the bytes of a row": sum(column.shape[1] * column.dtype.itemsize for column in columns),
         "whether scales are given": len(columns) == 2,
         "whether probabilities are given": weighted,
     }
-    route, choices = backend.plan_choices(call, problem, given, config, settings)
-    return Kept(route=route, choices=choices, config=config)
+    route, choices = backend.plan_choices(call, problem, inputs, config, settings)
+    return Record(route=route, choices=choices, config=config)
 
 
-def plan_again(backend: Backend, call: str, given: Given, handle: tuple) -> Kept:
+def plan_again(backend: Backend, call: str, inputs: Inputs, handle: tuple) -> Record:
     """The same way as an earlier dispatch, with other probabilities where they are given: by expert, or by
     choice with the ids that they belong to. Where rows go, the handle alone says."""
     earlier = read_handle(handle, call)
-    tokens, ids_given, probs_TE = earlier.route.num_tokens, given.ids_TK, given.probs_TE
+    tokens, ids_given, probs_TE = earlier.route.num_tokens, inputs.ids_TK, inputs.probs_TE
     problem = ""
-    if len(given.hidden) != tokens or (ids_given is not None and len(ids_given) != tokens):
+    if len(inputs.hidden) != tokens or (ids_given is not None and len(ids_given) != tokens):
         problem = (
-            f"{len(given.hidden)} tokens for a handle of {tokens}; give as many again, with new "
+            f"{len(inputs.hidden)} tokens for a handle of {tokens}; give as many again, with new "
             "probabilities as probs [T, E], or as topk_weights with topk_idx"
         )
-    widths = [0 if problem else column.shape[1] * column.dtype.itemsize for column in given.columns]
+    widths = [0 if problem else column.shape[1] * column.dtype.itemsize for column in inputs.columns]
     backend.meet(call, problem, {"the bytes of a row": sum(widths), "whether scales are given": len(widths)})
-    if probs_TE is None and ids_given is not None and given.weights_TK is not None:
-        probs_TE = indices_to_map(ids_given, given.weights_TK, tokens, earlier.config.num_experts)[1]
+    if probs_TE is None and ids_given is not None and inputs.weights_TK is not None:
+        probs_TE = indices_to_map(ids_given, inputs.weights_TK, tokens, earlier.config.num_experts)[1]
     ids_TK, weights_TK, route = earlier.choices.ids_TK, None, earlier.route
     if probs_TE is not None:
         weights_TK = probs_TE.gather(1, ids_TK.clamp(min=0))
@@ -52,29 +52,29 @@ def plan_again(backend: Backend, call: str, given: Given, handle: tuple) -> Kept
     return replace(earlier, route=route, choices=Choices(ids_TK=ids_TK, weights_TK=weights_TK))
 
 
-def carry_rows(backend: Backend, given: Given, kept: Kept) -> Arrived:
+def carry_rows(backend: Backend, inputs: Inputs, record: Record) -> Arrived:
     """Rows, scales, choices and their weights to the ranks that want them, as compact rows."""
-    columns = given.columns
-    columns += [] if kept.choices.weights_TK is None else [kept.choices.weights_TK]
+    columns = inputs.columns
+    columns += [] if record.choices.weights_TK is None else [record.choices.weights_TK]
     # One higher on the way, so that rows to spare, which are zero, read -1.
-    columns += [kept.choices.ids_TK.int() + 1] if kept.ids_NK is None else []
-    arrived = backend.carry(columns, kept.route)
-    if kept.ids_NK is None:
-        kept = replace(kept, ids_NK=arrived.pop().long() - 1)
-    weights_NK = None if kept.choices.weights_TK is None else arrived.pop()
-    scales_NS = None if given.scales is None else arrived.pop()
-    return Arrived(rows_ND=arrived[0], weights_NK=weights_NK, scales_NS=scales_NS, kept=kept)
+    columns += [record.choices.ids_TK.int() + 1] if record.ids_NK is None else []
+    arrived = backend.carry(columns, record.route)
+    if record.ids_NK is None:
+        record = replace(record, ids_NK=arrived.pop().long() - 1)
+    weights_NK = None if record.choices.weights_TK is None else arrived.pop()
+    scales_NS = None if inputs.scales is None else arrived.pop()
+    return Arrived(rows_ND=arrived[0], weights_NK=weights_NK, scales_NS=scales_NS, record=record)
 
 
-def find_problem(backend: Backend, given: Given, num_experts: int) -> str:
+def find_problem(backend: Backend, inputs: Inputs, num_experts: int) -> str:
     """Says what is wrong with a new routing or the rows that it is for, or nothing."""
-    hidden, scales = given.hidden, given.scales
+    hidden, scales = inputs.hidden, inputs.scales
     tokens = hidden.shape[0] if hidden.dim() else 0
     if hidden.dim() != 2 or (scales is not None and (scales.dim() != 2 or len(scales) != tokens)):
         return f"hidden is {list(hidden.shape)}; give [T, D], and scales [T, S]"
     if num_experts < 1 or num_experts % backend.world_size:
         return f"{num_experts} experts on {backend.world_size} ranks; give a multiple"
-    map_TE, probs_TE, ids_TK, weights_TK = given.map_TE, given.probs_TE, given.ids_TK, given.weights_TK
+    map_TE, probs_TE, ids_TK, weights_TK = inputs.map_TE, inputs.probs_TE, inputs.ids_TK, inputs.weights_TK
     if map_TE is not None:
         if map_TE.shape != (tokens, num_experts) or map_TE.dtype != torch.bool:
             return f"routing_map is {map_TE.dtype} {list(map_TE.shape)}; give bool {[tokens, num_experts]}"

@@ -34,7 +34,7 @@ class BufferConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class Inputs:
     """The inputs of a dispatch, as a program gave them. Of the routing, the map is looked at first.
 
     hidden: [T, D]. scales: [T, S]. map_TE: bool. probs_TE: float32. ids_TK: int64. weights_TK: float32.
@@ -54,7 +54,7 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class Record:
     """Everything that a dispatch leaves for the calls that follow it.
 
     route: who sends what to whom, as the backend knows it. choices: of the own tokens. ids_NK: int64; experts
@@ -81,7 +81,7 @@ class HybridHandle(tuple):
     configuration, [7] counts of the local experts, [10] = [-1] the overflow flag int32 [1]. Those that only
     its kernels read are None, and so is [4] of rows that were never compact."""
 
-    kept: Kept
+    record: Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Arrived:
     rows_ND: Tensor
     weights_NK: Tensor | None
     scales_NS: Tensor | None
-    kept: Kept
+    record: Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,28 +101,28 @@ class Expanded:
     rows_RD: Tensor
     probs_R: Tensor | None
     scales_RS: Tensor | None
-    kept: Kept
+    record: Record
     permutation: Permutation
 
 
-def make_handle(kept: Kept, rank: int, received: Tensor) -> HybridHandle:
+def make_handle(record: Record, rank: int, received: Tensor) -> HybridHandle:
     """The handle of a dispatch. received: compact rows that there are, int32 [1]."""
-    route, local_map_NE = kept.route, None
-    if kept.ids_NK is not None:
-        local = kept.config.local(rank)
-        local_map_NE = kept.spread((kept.ids_NK >= 0).float())[:, local.start : local.stop].bool()
+    route, local_map_NE = record.route, None
+    if record.ids_NK is not None:
+        local = record.config.local(rank)
+        local_map_NE = record.spread((record.ids_NK >= 0).float())[:, local.start : local.stop].bool()
     fields: tuple[Any, ...] = (None, None, None, received, local_map_NE)
-    if kept.permutation is None:
-        fields = (*fields, route.num_tokens, kept.config)
+    if record.permutation is None:
+        fields = (*fields, route.num_tokens, record.config)
     else:
-        counts_e, flag = kept.permutation.counts_e, kept.permutation.overflow
-        fields = (*fields, None, None, counts_e, route.num_tokens, kept.config, flag)
+        counts_e, flag = record.permutation.counts_e, record.permutation.overflow
+        fields = (*fields, None, None, counts_e, route.num_tokens, record.config, flag)
     handle = HybridHandle(fields)
-    handle.kept = kept
+    handle.record = record
     return handle
 
 
-def read_handle(handle: tuple | None, call: str) -> Kept:
+def read_handle(handle: tuple | None, call: str) -> Record:
     if not isinstance(handle, HybridHandle):
         raise ValueError(f"deep_ep.HybridEPBuffer.{call}: pass the handle that a dispatch returned, whole")
-    return handle.kept
+    return handle.record

@@ -27,7 +27,7 @@ from imbrex.adapters.deep_ep import events
 from imbrex.adapters.deep_ep.backend import MOST_TOKENS, Backend
 from imbrex.adapters.deep_ep.events import EventOverlap
 from imbrex.adapters.deep_ep.hybrid_arrival import find_problem
-from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Given, Kept
+from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Inputs, Record
 from imbrex.exchange import plan
 
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -43,7 +43,7 @@ class LowLatencyHandle(tuple):
     rank int32 [e, W * M], where the rows of every source begin (high word) and how many they are (low word)
     int64 [e, W], `num_max_dispatch_tokens_per_rank`, D, E. The first two are made when they are looked at."""
 
-    record: Kept
+    record: Record
     backend: Backend
     rows: Tensor | None
     """The rows of `get_next_low_latency_combine_buffer`."""
@@ -57,13 +57,13 @@ class LowLatencyHandle(tuple):
         return tuple(iter(self))[at]
 
 
-def _where(kept: Kept, backend: Backend) -> tuple[Tensor, Tensor]:
+def _where(record: Record, backend: Backend) -> tuple[Tensor, Tensor]:
     """The first two fields of a handle."""
-    permutation, slots, world = kept.permutation, kept.config.num_of_experts_per_rank, backend.world_size
+    permutation, slots, world = record.permutation, record.config.num_of_experts_per_rank, backend.world_size
     assert permutation is not None
     # Rows of no token are told by the last entry.
     room, position_NK = permutation.num_rows // slots, permutation.position_NK.long()
-    owner_N, token_N = backend.origins(kept.route)
+    owner_N, token_N = backend.origins(record.route)
     source_R, _ = permutation.index(torch.zeros_like(position_NK, dtype=torch.float32))
     token_R = torch.cat([token_N, token_N.new_zeros(1)])[source_R]
     key_NK = torch.where(position_NK < 0, -1, position_NK // room * world + owner_N[:, None])
@@ -120,7 +120,7 @@ class LowLatency:
         the event; with `return_recv_hook` a hook, which has nothing left to do. Raises ValueError on every
         rank where one rank's input is wrong.
         """
-        limit, call, inputs = num_max_dispatch_tokens_per_rank, "low_latency_dispatch", _given(x, topk_idx)
+        limit, call, inputs = num_max_dispatch_tokens_per_rank, "low_latency_dispatch", _inputs(x, topk_idx)
         problem = find_problem(self._backend, inputs, num_experts) or _why_not_dispatch(x, limit)
         problem = problem or _why_not_end(async_finish, return_recv_hook)
         if use_fp8 and not problem:
@@ -141,13 +141,13 @@ class LowLatency:
             "the bytes of a row": sum(c.shape[-1] * c.dtype.itemsize for c in inputs.columns),
         }
         route, choices = self._backend.plan_choices(call, problem, inputs, config, settings)
-        record = Kept(route=route, choices=choices, config=config)
+        record = Record(route=route, choices=choices, config=config)
         blocks = self._backend.blocks(inputs, record, self.group_size * limit)
         counts_e = blocks.permutation.counts_e.int()
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += counts_e
         handle = LowLatencyHandle((None, None, limit, x.shape[1], num_experts))
-        handle.record = replace(blocks.kept, permutation=blocks.permutation)
+        handle.record = replace(blocks.record, permutation=blocks.permutation)
         handle.backend, handle.rows = self._backend, None
         return (
             _shaped(blocks.rows_RD, blocks.scales_RS, per_rank),
@@ -192,7 +192,7 @@ class LowLatency:
         """
         call = "low_latency_combine"
         own = _ours(handle, call)
-        record, inputs = own.record, _given(x, topk_idx, topk_weights)
+        record, inputs = own.record, _inputs(x, topk_idx, topk_weights)
         rows = own.rows if zero_copy else x
         problem = _why_not_combine(rows, inputs, out, record) or _why_not_end(async_finish, return_recv_hook)
         problem = problem or self._backend.wrong_device(rows, topk_idx, topk_weights, out)
@@ -207,8 +207,8 @@ def _nothing_left() -> None:
     """Rows are there when the stream comes to what follows the call."""
 
 
-def _given(x: Tensor, ids_TK: Tensor, weights_TK: Tensor | None = None) -> Given:
-    return Given(
+def _inputs(x: Tensor, ids_TK: Tensor, weights_TK: Tensor | None = None) -> Inputs:
+    return Inputs(
         hidden=x.contiguous(), scales=None, map_TE=None, probs_TE=None, ids_TK=ids_TK, weights_TK=weights_TK
     )
 
@@ -221,10 +221,10 @@ def _shaped(rows_RD: Tensor, scales_RS: Tensor | None, slots: int) -> Rows:
     return rows, scales.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _size_of(kept: Kept) -> tuple[int, int, int]:
-    slots = kept.config.num_of_experts_per_rank
-    assert kept.permutation is not None
-    return slots, kept.permutation.num_rows // slots, kept.config.hidden_dim
+def _size_of(record: Record) -> tuple[int, int, int]:
+    slots = record.config.num_of_experts_per_rank
+    assert record.permutation is not None
+    return slots, record.permutation.num_rows // slots, record.config.hidden_dim
 
 
 def _ours(handle: tuple, call: str) -> LowLatencyHandle:
@@ -252,20 +252,20 @@ def _why_not_fp8(width: int, *, round_scale: bool, use_ue8m0: bool) -> str:
     return f"rows of {width} values; fp8 takes a multiple of {multiple}" if width % multiple else ""
 
 
-def _why_not_combine(rows: Tensor | None, given: Given, out: Tensor | None, kept: Kept) -> str:
+def _why_not_combine(rows: Tensor | None, inputs: Inputs, out: Tensor | None, record: Record) -> str:
     if rows is None:
         return "zero_copy, but no rows were asked for; write into get_next_low_latency_combine_buffer(handle)"
-    if tuple(rows.shape) != _size_of(kept) or rows.dtype != torch.bfloat16:
-        return f"x is {rows.dtype} {list(rows.shape)}; give bfloat16 {list(_size_of(kept))}"
-    ids_TK, weights_TK, tokens = given.ids_TK, given.weights_TK, kept.route.num_tokens
+    if tuple(rows.shape) != _size_of(record) or rows.dtype != torch.bfloat16:
+        return f"x is {rows.dtype} {list(rows.shape)}; give bfloat16 {list(_size_of(record))}"
+    ids_TK, weights_TK, tokens = inputs.ids_TK, inputs.weights_TK, record.route.num_tokens
     assert ids_TK is not None
     assert weights_TK is not None
     if ids_TK.dim() != 2 or len(ids_TK) != tokens or ids_TK.shape != weights_TK.shape:
         shapes = list(ids_TK.shape), list(weights_TK.shape)
         return f"topk_idx and topk_weights are {shapes[0]} and {shapes[1]}; give [{tokens}, K]"
     # On a GPU a look at values would be a host synchronisation.
-    if ids_TK.device.type == kept.choices.ids_TK.device.type == "cpu":
-        same_TKK = ids_TK[:, :, None] == kept.choices.ids_TK[:, None]
+    if ids_TK.device.type == record.choices.ids_TK.device.type == "cpu":
+        same_TKK = ids_TK[:, :, None] == record.choices.ids_TK[:, None]
         if bool((~same_TKK.any(2) & (ids_TK >= 0)).any()):
             return "topk_idx has experts that the dispatch did not have; give its topk_idx again"
     shape = [tokens, rows.shape[-1]]

@@ -21,7 +21,7 @@ from torch import Tensor
 from imbrex import contracts
 from imbrex.adapters.deep_ep.backend import MOST_TOKENS, BackendBase, Labels, cut
 from imbrex.adapters.deep_ep.choices import Choices, pack_choices
-from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Given, Kept
+from imbrex.adapters.deep_ep.hybrid_handle import BufferConfig, Expanded, Inputs, Record
 from imbrex.adapters.deep_ep.permuted import Permutation, place_choices
 from imbrex.codec import as_bytes
 from imbrex.exchange import rows
@@ -43,7 +43,7 @@ class KernelRoute:
     """Who sends what to whom in one dispatch, on the device.
 
     size: of the kernels. expert: the routing as expert-major rows. traffic_WW: int32; tokens that every rank
-    has for every other. num_tokens: T. most: tokens of a rank that there is room for.
+    has for every other. num_tokens: T. room: for so many tokens of a rank.
     placed: the routing as compact rows, and num_rows: rows of the compact tensors that a program holds;
     `None` before it has any. full: they are known to be received, all of them.
     """
@@ -52,7 +52,7 @@ class KernelRoute:
     expert: Routed
     traffic_WW: Tensor
     num_tokens: int
-    most: int
+    room: int
     placed: Placed | None = None
     num_rows: int | None = None
     full: bool = False
@@ -110,7 +110,7 @@ class NvlinkBackend(BackendBase):
             )
         if self.transport.max_tokens is not None and tokens > self.transport.max_tokens:
             problem = problem or f"{tokens} tokens; Nvlink(max_tokens=) is {self.transport.max_tokens}"
-        most = self._meet(call, problem, settings, max(tokens, settings.get(MOST_TOKENS, 0)))
+        room = self._meet(call, problem, settings, max(tokens, settings.get(MOST_TOKENS, 0)))
         placement = _placement(num_experts, self.world_size)
         size = nvlink.Size(
             rank_offsets=placement.rank_offsets,
@@ -120,11 +120,11 @@ class NvlinkBackend(BackendBase):
             row_bytes=_row_bytes(columns, 8 * choices + 16),
             alignment=alignment,
         )
-        kernels = self.transport.exchange_for(size, placement, most, Observer())
+        kernels = self.transport.exchange_for(size, placement, room, Observer())
         weights = self._no_weights(tokens, choices) if weights_TK is None else weights_TK.float()
         traffic_WW = torch.empty(self.world_size, self.world_size, dtype=torch.int32, device=ids_TK.device)
         routed = kernels.route(ids_TK.long(), weights, traffic=traffic_WW)
-        return KernelRoute(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, most=most)
+        return KernelRoute(size=size, expert=routed, traffic_WW=traffic_WW, num_tokens=tokens, room=room)
 
     def _no_weights(self, tokens: int, choices: int) -> Tensor:
         if self._zeros.numel() < tokens * choices:
@@ -166,7 +166,7 @@ class NvlinkBackend(BackendBase):
 
     def resize(self, route: KernelRoute, size: int) -> KernelRoute:
         link = route
-        worst = self.world_size * link.most
+        worst = self.world_size * link.room
         placed = link.placed
         if placed is None or len(placed.source_R) < size:
             parts = link.expert, link.traffic_WW, self.rank, link.num_tokens
@@ -338,7 +338,7 @@ class NvlinkBackend(BackendBase):
         settings |= {"num_worst_tokens": worst}
         route = self._route_ranks(problem, wanted_TW, columns, settings)
         rows_WW = route.traffic_WW
-        if 0 < worst < self.world_size * route.most:
+        if 0 < worst < self.world_size * route.room:
             # host sync: only where so many might not have room
             self.check_worst(rows_WW.cpu(), [worst] * self.world_size)
         return self.resize(route, worst), rows_WW
@@ -355,31 +355,31 @@ class NvlinkBackend(BackendBase):
 
     def read_ranks(self, handle: tuple, columns: Sequence[Tensor]) -> KernelRoute:
         route = self._route_ranks("", handle[4], columns, {})
-        route = self.resize(route, self.world_size * route.most)
+        route = self.resize(route, self.world_size * route.room)
         return replace(route, num_rows=handle[3].shape[0])
 
     def plan_choices(
-        self, call: str, problem: str, given: Given, config: BufferConfig, settings: dict[str, int]
+        self, call: str, problem: str, inputs: Inputs, config: BufferConfig, settings: dict[str, int]
     ) -> tuple[KernelRoute, Choices]:
-        choices = self._choose(given, config.num_experts, problem)
-        routing, columns = (choices.ids_TK, choices.weights_TK), [] if problem else given.columns
+        choices = self._choose(inputs, config.num_experts, problem)
+        routing, columns = (choices.ids_TK, choices.weights_TK), [] if problem else inputs.columns
         more = settings, config.num_experts, columns, config.pad_multiple
         return self.plan(call, problem, *routing, *more), choices
 
-    def _choose(self, given: Given, num_experts: int, problem: str) -> Choices:
+    def _choose(self, inputs: Inputs, num_experts: int, problem: str) -> Choices:
         """Choices of as many columns as the kernels are made for, which costs no host synchronisation but
         where a map of more than `ALL_EXPERTS` experts comes for the first time."""
         if problem:
             return Choices(ids_TK=words()[:, None], weights_TK=None)
-        if given.map_TE is None:
-            assert given.ids_TK is not None
-            ids_TK = given.ids_TK.long()
+        if inputs.map_TE is None:
+            assert inputs.ids_TK is not None
+            ids_TK = inputs.ids_TK.long()
             order_TK = torch.where(ids_TK < 0, num_experts, ids_TK).argsort(dim=1, stable=True)
-            weights_TK = None if given.weights_TK is None else given.weights_TK.float().gather(1, order_TK)
+            weights_TK = None if inputs.weights_TK is None else inputs.weights_TK.float().gather(1, order_TK)
             return Choices(ids_TK=ids_TK.gather(1, order_TK), weights_TK=weights_TK)
-        chosen_T = given.map_TE.sum(1)
+        chosen_T = inputs.map_TE.sum(1)
         top_k = self.most_choices(chosen_T, num_experts)
-        choices = pack_choices(given.map_TE, given.probs_TE, top_k)
+        choices = pack_choices(inputs.map_TE, inputs.probs_TE, top_k)
         # More than there is room for: an id that the kernels refuse on every rank.
         ids_TK = torch.where((chosen_T > top_k)[:, None], num_experts, choices.ids_TK)
         return Choices(ids_TK=ids_TK, weights_TK=choices.weights_TK)
@@ -396,33 +396,39 @@ class NvlinkBackend(BackendBase):
         return route.received(self.rank)
 
     def expand(
-        self, given: Given, kept: Kept, permutation: Permutation | None, budget: int | None, *, on_host: bool
+        self,
+        inputs: Inputs,
+        record: Record,
+        permutation: Permutation | None,
+        budget: int | None,
+        *,
+        on_host: bool,
     ) -> Expanded:
-        permutation = permutation or permute(kept.route, budget, on_host=on_host)
-        routed = expert_major(kept.route, permutation)
+        permutation = permutation or permute(record.route, budget, on_host=on_host)
+        routed = expert_major(record.route, permutation)
         source_R, weights_R = index_rows(
             routed.position_LWTK, routed.weights_LWTK, permutation.num_rows, load=self.transport.load
         )
-        way = kept.route, routed, len(source_R), source_R
-        rows_RD, *scales = [self.pull(column, *way) for column in given.columns]
+        way = record.route, routed, len(source_R), source_R
+        rows_RD, *scales = [self.pull(column, *way) for column in inputs.columns]
         return Expanded(
             rows_RD=rows_RD,
-            probs_R=None if kept.choices.weights_TK is None else weights_R,
+            probs_R=None if record.choices.weights_TK is None else weights_R,
             scales_RS=scales[0] if scales else None,
-            kept=kept,
+            record=record,
             permutation=permutation,
         )
 
-    def blocks(self, given: Given, kept: Kept, room: int) -> Expanded:
-        size = kept.config.num_of_experts_per_rank * room
-        permutation = permute(kept.route, size, on_host=False).in_blocks(room)
-        way = kept.route, expert_major(kept.route, permutation), size
-        rows_RD, *scales = [self.pull(column, *way) for column in given.columns]
+    def blocks(self, inputs: Inputs, record: Record, room: int) -> Expanded:
+        size = record.config.num_of_experts_per_rank * room
+        permutation = permute(record.route, size, on_host=False).in_blocks(room)
+        way = record.route, expert_major(record.route, permutation), size
+        rows_RD, *scales = [self.pull(column, *way) for column in inputs.columns]
         return Expanded(
             rows_RD=rows_RD,
             probs_R=None,
             scales_RS=scales[0] if scales else None,
-            kept=kept,
+            record=record,
             permutation=permutation,
         )
 
@@ -435,16 +441,16 @@ class NvlinkBackend(BackendBase):
         self,
         call: str,
         problem: str,
-        given: Given,
+        inputs: Inputs,
         rows_RD: Tensor,
-        kept: Kept,
+        record: Record,
         settings: dict[str, int],
     ) -> Tensor:
         """The weights go to the experts' ranks as they do in every routing: with the ids, by its kernel."""
         self.meet(call, problem, settings)
-        link, kernels, permutation = kept.route, self._kernels(kept.route), kept.permutation
+        link, kernels, permutation = record.route, self._kernels(record.route), record.permutation
         assert permutation is not None
-        choices = self._choose(given, kept.config.num_experts, "")
+        choices = self._choose(inputs, record.config.num_experts, "")
         assert choices.weights_TK is not None
         routed = kernels.route(choices.ids_TK, choices.weights_TK)
         position = permutation.position_NK.view_as(routed.position_LWTK).int()
@@ -459,10 +465,10 @@ class NvlinkBackend(BackendBase):
         return y_TD[:, :width]
 
     def reduce(
-        self, hidden: Tensor, probs: Tensor | None, kept: Kept, permutation: Permutation
+        self, hidden: Tensor, probs: Tensor | None, record: Record, permutation: Permutation
     ) -> tuple[Tensor, Tensor | None]:
-        routed = expert_major(kept.route, permutation)
-        return self.combine(hidden, kept.route, routed, rounded=True, values=probs)
+        routed = expert_major(record.route, permutation)
+        return self.combine(hidden, record.route, routed, rounded=True, values=probs)
 
 
 @functools.lru_cache(maxsize=64)
