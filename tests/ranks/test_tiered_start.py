@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import imbrex
-from imbrex.exchange.tiered_plan import PARTS_TOLD
+from imbrex.exchange.tiered import PARTS_TOLD
 from imbrex.overlap.pipelined import Pipelined
 from imbrex.placement import contiguous, from_slots
 from imbrex.transport import Tiers

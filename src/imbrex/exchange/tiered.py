@@ -8,8 +8,15 @@ place on other nodes, by node, then token. To the dispatcher inside, bytes or ke
 a batch like any other: the slots of the node are its experts, and choices of other nodes are dropped. So its
 planning, its spreading and its sums are used as they are, forward and backward.
 
-Which replica takes a choice, and which choices go where, is settled before rows move: slots and weights of
-the choices cross first, of all chunks together. See docs/tiers.md.
+Which replica takes a choice, and which choices go where, is settled before rows move:
+
+    message of all ranks: [header, choices E, rows of parts x nodes]  ──▶ who sends how many to whom
+    labels (slots, weights) to counterparts, then the rows of all parts ──▶ pools, planned inside the node
+
+The first row waits for one message, and of many parts hardly longer than of one: they are gone through as one
+batch. Replicas are chosen by what all ranks say, and take a second message. The first is as long as that of a
+check whatever is planned, if that fits: so a rank whose input is wrong says it there, and need not know what
+the others do. Who only counts choices, and the node's plan, come behind the rows. See docs/tiers.md.
 """
 
 from __future__ import annotations
@@ -17,27 +24,87 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from imbrex.codec.cast import from_bytes
+from imbrex.codec.cast import Identity, as_bytes, from_bytes, pick_rows
 from imbrex.codec.columns import write
-from imbrex.contracts import Addend, Arrived, Codec, Crossing, Pending, RowForm, Traffic
-from imbrex.exchange import rows
+from imbrex.contracts import (
+    Addend,
+    Arrived,
+    Codec,
+    Crossing,
+    Dispatcher,
+    Geometry,
+    Listener,
+    Pending,
+    Routing,
+    RowForm,
+    Traffic,
+    Transport,
+    Wire,
+)
+from imbrex.exchange import plan, rows
+from imbrex.exchange.agreement import HEADER, find_problem
+from imbrex.exchange.bytes import BytesDispatcher
 from imbrex.exchange.dispatcher import DispatcherBase
-from imbrex.exchange.tiered_plan import TieredPlanning, rows_across
+from imbrex.exchange.nvlink import NvlinkDispatcher
+from imbrex.exchange.tiered_plan import (
+    Leaving,
+    Overheard,
+    TieredPlan,
+    inside_of,
+    joined,
+    labels_by_part,
+    nodes_wanted,
+    pool_of,
+    rows_across,
+    traffics_of,
+    why_not_tiers,
+)
 from imbrex.runtime.streams import Begun
-from imbrex.transport.tiers import ACROSS, Flight
+from imbrex.transport.tiers import ACROSS, Flight, Tiers
 
 OURS = 2
 """Tensors of the state before those of the dispatcher inside: the traffic between nodes."""
+PARTS_TOLD = 16
+"""Parts whose rows to every node fit into the message of a check. Ranks check before they plan more."""
 
 
-class TieredDispatcher(TieredPlanning):
+class TieredDispatcher(BytesDispatcher):
     """Rows over the network to counterparts, and then by the dispatcher inside a node. Codecs are the
     network's; inside a node rows move as they are."""
+
+    leaves_ahead = True
+    """Whether rows leave as soon as it is known where to, with the plan."""
+
+    def __init__(
+        self, geometry: Geometry, transport: Tiers, wire: Wire, observer: Listener, layer: int
+    ) -> None:
+        problem = why_not_tiers(geometry, transport)
+        if problem is not None:
+            raise ValueError(f"Exchange: transport 'tiered' cannot serve it: {problem}")
+        kernels = transport.kernels
+        inner = type(transport.bytes_inside if kernels is None else kernels), transport.nodes.size
+        super().__init__(geometry, cast("Transport", transport), wire, observer, layer, *inner)
+        self.tiers, self.listening = transport, Overheard()
+        inside = inside_of(geometry, transport)
+        arguments = Wire(**dict.fromkeys(Wire.__dataclass_fields__, Identity())), self.listening, layer
+        self.inside: Dispatcher = (
+            BytesDispatcher(inside, transport.bytes_inside, *arguments)
+            if kernels is None
+            else NvlinkDispatcher(inside, kernels, *arguments)
+        )
+        self.dtypes = self.inside.dtypes
+        local = inside.placement.num_slots
+        first = geometry.placement.rank_offsets[transport.node * inside.placement.num_ranks]
+        self.slots = range(first, first + local)
+
+    def met(self, number: int, node_of_W: Sequence[int]) -> None:
+        super().met(number, node_of_W)
+        self.inside.met(number, [0] * self.tiers.nodes.size)
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> TieredDispatcher:
         inside = self.inside.beside(chunks)
@@ -60,6 +127,114 @@ class TieredDispatcher(TieredPlanning):
     def close(self) -> None:
         super().close()
         self.inside.close()
+
+    def _checks_itself(self, num_parts: int) -> bool:
+        return num_parts > 0 and self._length(num_parts) <= self._room
+
+    @property
+    def _room(self) -> int:
+        """Choices of every expert, and rows of the parts to every node: whatever the placement, so that ranks
+        which disagree about it still understand each other."""
+        return self.geometry.placement.num_experts + self.tiers.nodes.num_nodes * PARTS_TOLD
+
+    def _length(self, num_parts: int) -> int:
+        """Numbers behind the header that planning so many parts takes, of the first message."""
+        num_experts = self.geometry.placement.num_experts
+        if self.geometry.placement.has_replicas:
+            return num_experts * num_parts
+        return num_experts + self.tiers.nodes.num_nodes * num_parts
+
+    def _make_plans(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Any]:
+        leaving = self._meet(parts)
+        flight, traffics = self._tell(leaving), leaving.traffics
+        ahead = self._start(parts, traffics)
+        if leaving.unread is not None:
+            # Who only counts choices hears of them here, behind the rows.
+            self._split(leaving.unread)
+        slots = leaving.slot_TK.split(leaving.sizes)
+        labels = labels_by_part(flight.finish(), traffics)
+        pools = [pool_of(*of_part, self.slots) for of_part in zip(parts, slots, labels, strict=True)]
+        inside = self.inside.agree(pools)
+        return [
+            TieredPlan(traffic=traffic, inside=inner, weights_PK=routing.weights_TK, ahead=flights)
+            for traffic, inner, (_, routing), flights in zip(traffics, inside, pools, ahead, strict=True)
+        ]
+
+    def _meet(self, parts: Sequence[tuple[Tensor, Routing]]) -> Leaving:
+        """Ranks tell each other what leaves: in one message, two where replicas are chosen by what all ranks
+        say. All that can be made before an answer is waited for is."""
+        placement, sizes = self.geometry.placement, [len(x_TD) for x_TD, _ in parts]
+        header, unread = self._checked(parts), None
+        ids = [routing.ids_TK for _, routing in parts]
+        ids_TK = joined(ids)
+        if placement.has_replicas:
+            slot_TK = joined(self._choose(ids, header))
+        else:
+            slot_TK = plan.only_slots(ids_TK, placement)
+        others_TN = nodes_wanted(slot_TK, self.geometry, self.tiers)
+        rows_X = torch.cat([part_TN.sum(0) for part_TN in others_TN.split(sizes)])
+        weights_TK = joined([routing.weights_TK.detach() for _, routing in parts])
+        label_TB = torch.cat([as_bytes(slot_TK.int()), as_bytes(weights_TK)], 1)
+        if placement.has_replicas:
+            self.observer.count("host_syncs", 1, layer=self.layer)
+            rows_WX = self.transport.exchange_counts(rows_X)
+        else:
+            unread = self._tell_counts(header, [plan.count_choices(ids_TK, placement.num_experts), rows_X])
+            rows_WX = unread[:, HEADER + placement.num_experts :][:, : len(rows_X)]
+        traffics, tokens_N = traffics_of(self.tiers, others_TN, sizes, rows_WX)
+        label_NB = pick_rows(label_TB, tokens_N)
+        return Leaving(slot_TK=slot_TK, label_NB=label_NB, sizes=sizes, traffics=traffics, unread=unread)
+
+    def _checked(self, parts: Sequence[tuple[Tensor, Routing]]) -> Tensor:
+        """The header of this rank's message. ValueError on every rank where this one's input is wrong."""
+        problems = [find_problem(*part, self.geometry, self.place) for part in parts]
+        problem = next((problem for problem in problems if problem[0]), problems[0])
+        header = self._header(problem, parts[0][0], parts[0][1].ids_TK, len(parts))
+        if problem[0]:
+            self._tell_counts(header, [header.new_zeros(self._length(len(parts)))])
+        return header
+
+    def _tell_counts(self, header: Tensor, counts: Sequence[Tensor]) -> Tensor:
+        """One message of all ranks, as long as that of a check if it is not longer."""
+        so_far = sum(len(of) for of in counts)
+        rest = header.new_zeros(max(self._room - so_far, 0))
+        return self._gather([torch.cat([header, *counts, rest])])[0]
+
+    def _choose(self, ids: Sequence[Tensor], header: Tensor) -> list[Tensor]:
+        """The slots of every part's choices, from the counts of all ranks."""
+        placement, rank = self.geometry.placement, self.geometry.rank
+        counts = [plan.count_choices(ids_TK, placement.num_experts) for ids_TK in ids]
+        gathered = self._tell_counts(header, counts)
+        blocks = gathered[:, HEADER:].split(placement.num_experts, 1)
+        splits = [self._split(torch.cat([gathered[:, :HEADER], block], 1)) for block in blocks[: len(ids)]]
+        return [
+            plan.choose_slots(ids_TK, split_WS[rank], placement)
+            for ids_TK, split_WS in zip(ids, splits, strict=True)
+        ]
+
+    def _tell(self, leaving: Leaving) -> Flight:
+        """Labels of the tokens that leave: one message to a node for all parts."""
+        # host sync: none, sizes are on the host
+        send, receive = torch.stack([traffic.splits_2W for traffic in leaving.traffics]).sum(0).tolist()
+        return self.tiers.rail.begin(ACROSS, "plan", leaving.label_NB, receive).send(leaving.label_NB, send)
+
+    def _start(
+        self, parts: Sequence[tuple[Tensor, Routing]], traffics: Sequence[Traffic]
+    ) -> list[list[Flight]]:
+        """Rows of every part on their way, while the node is still planned."""
+        if not self.leaves_ahead:
+            return [[] for _ in parts]
+        return [
+            [self._leave(rows_across(x_TD.detach(), self.wire.dispatch, traffic), traffic)]
+            for (x_TD, _), traffic in zip(parts, traffics, strict=True)
+        ]
+
+    def _leave(self, leaving: Tensor | None, traffic: Traffic) -> Flight:
+        """Rows, by node, on their way to the nodes that want them."""
+        assert leaving is not None
+        send, receive = traffic.splits_2W.tolist()
+        self._count(traffic, 0, leaving)
+        return self.tiers.rail.begin(ACROSS, "dispatch", leaving, receive).send(leaving, send)
 
     def dispatch(
         self, plan: Any, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
@@ -260,6 +435,20 @@ class TieredDispatcher(TieredPlanning):
             self._count_sent(sent_W)
         return flight.finish()
 
+    def _count(self, traffic: Traffic, way: int, like: Tensor) -> None:
+        """Bytes to counterparts, by their rank."""
+        if not self.observer.enabled:
+            return
+        sent_W = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
+        sent_W[list(self.tiers.rail.ranks)] = traffic.splits_2W[way] * like.shape[1]
+        self._count_sent(sent_W)
+
+    def _count_sent(self, sent_W: Tensor) -> None:
+        self.observer.count("bytes_sent", sent_W, layer=self.layer)
+        nodes = self.tiers.nodes
+        if nodes.num_nodes > 1:
+            self.observer.count("bytes_by_tier", nodes.by_tier(sent_W, self.geometry.rank), layer=self.layer)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sums:
@@ -303,6 +492,3 @@ class _UnderWay:
 def arriving(traffic: Traffic) -> int:
     """Tokens in the pool that are other ranks'."""
     return int(traffic.splits_2W[1].sum())
-
-
-__all__ = ["TieredDispatcher"]

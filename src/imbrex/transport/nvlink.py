@@ -287,9 +287,8 @@ class Nvlink(Collective):
         """Raise `ExchangeError` if a call has failed, on any heap; see `NvlinkExchange.check`."""
         if self._failure is not None:
             raise self._failure
-        for exchanges in (self._exchanges.values(), self._captured, self._others.values()):
-            for exchange in exchanges:
-                exchange.check(synchronize=synchronize)
+        for exchange in self._all():
+            exchange.check(synchronize=synchronize)
 
     @property
     def agreed(self) -> bool:
