@@ -368,3 +368,31 @@ def run_unequal_layers(ranks: Ranks, name: str, value: Any) -> str:
 def test_unequal_layers(pool: Pool, name: str, value: Any) -> None:
     for said in pool.run(2, run_unequal_layers, name, value):
         assert said.startswith(f"MoELayer: ranks disagree about {name}: rank 1 was given something else")
+
+
+def run_promised(ranks: Ranks, transport: str) -> list[Any]:
+    """How many messages of numbers a forward and backward sends, and what is said: with imbrex's experts;
+    where a hook of one rank sees their result, and where it changes that."""
+    config = imbrex.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=E, top_k=K)
+    layer = imbrex.MoELayer(config, ranks.group, transport=transport, dtype=torch.float32)
+    moves, messages, heard = layer.exchange.transport, [], []
+    tell = moves.exchange_counts
+    moves.exchange_counts = lambda said: messages.append(len(said)) or tell(said)
+    for hook in (None, lambda *_: None, lambda module, inputs, rows_RD: rows_RD[:, :-1]):
+        handle = layer.experts.register_forward_hook(hook) if hook and ranks.rank == 1 else None
+        messages.clear()
+        try:
+            layer(torch.randn(3 + ranks.rank, 8)).sum().backward()
+            heard.append(len(messages))
+        except ValueError as error:
+            heard.append(str(error))
+        if handle is not None:
+            handle.remove()
+    return heard
+
+
+@pytest.mark.parametrize("transport", ["alltoall", "allgather"])
+def test_ranks_meet_once_a_call_where_rows_are_sure_to_fit(pool: Pool, transport: str) -> None:
+    for once, twice, said in pool.run(2, run_promised, transport):
+        assert (once, twice) == (1, 2)
+        assert "combine: on rank 1, rows are [" in said

@@ -75,6 +75,26 @@ def test_a_loss_in_the_backward_pass_is_said_so() -> None:
     assert missing == "not heard of since: rank 1"
 
 
+def lose_behind_the_experts(ranks: Ranks) -> None:
+    """Rank 1 dies with rows that it had promised to combine, so that nobody asks for its word before."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
+    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall", timeout=TIMEOUT_S)
+    layer(torch.randn(3, 4))
+    assert layer.exchange.dispatcher.promised
+    if ranks.rank == 1:
+        layer.exchange.combine = lambda *rows, **how: os.kill(os.getpid(), signal.SIGKILL)
+    layer(torch.randn(3, 4))
+
+
+def test_a_death_behind_a_promise_is_heard_where_the_sums_cross() -> None:
+    ranks = Pool(2, timeout_s=120.0, grace_s=10.0)
+    try:
+        with pytest.raises(RankError, match="rank 0 lost its peers in combine of layer 0"):
+            ranks.run(2, lose_behind_the_experts)
+    finally:
+        ranks.close()
+
+
 def run_and_lose(ranks: Ranks, how: str, phase: str) -> None:
     """Rank 1 dies or sleeps in `phase`; rank 0 goes on into the same crossing."""
     x_TD, ids_TK = torch.randn(3, 4), torch.tensor([[0], [1], [0]])

@@ -15,9 +15,10 @@ from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER, TOKENS, PROBLEM, CHUNKS = 13, 6, 8, 12
+HEADER, TOKENS, PROBLEM, CHUNKS, PROMISE = 14, 6, 8, 12, 13
 """int64 values before the counts: version, exchange, layer, call, placement, dtype, tokens, checksum, problem
-and its three details, chunks. `TOKENS`, `PROBLEM` and `CHUNKS` are places of these."""
+and its three details, chunks, whether the rows of the combine are sure to fit. `TOKENS`, `PROBLEM`, `CHUNKS`
+and `PROMISE` are places of these."""
 DTYPE, CHECKSUM = 5, 7
 TEXT_BYTES = 240
 ALIKE = {
@@ -114,13 +115,14 @@ def write_header(
     call: tuple[int, int, int, int],
     replicated: bool,
     chunks: int = 1,
+    promise: bool = False,
 ) -> Tensor:
     """The header of this rank's message, int64 [HEADER], on the device of the ids. call: the numbers of the
-    exchange, of its layer and of the call, and of where its experts live."""
+    exchange, of its layer and of the call, and of where its experts live. promise: of `Exchange.dispatch`."""
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0
-    head = words(VERSION, *call, dtype, tokens, 0, *problem, chunks)
+    head = words(VERSION, *call, dtype, tokens, 0, *problem, chunks, promise)
     head = head.to(ids_TK.device if fine else "cpu", non_blocking=True)
     if replicated and fine:
         place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)

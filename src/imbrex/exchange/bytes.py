@@ -39,6 +39,7 @@ from imbrex.contracts import (
 from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import (
     HEADER,
+    PROMISE,
     TOKENS,
     check_headers,
     find_problem,
@@ -111,6 +112,8 @@ class BytesDispatcher(WiredDispatcher):
     def _gather(self, messages: Sequence[Tensor]) -> list[Tensor]:
         gathered = self.transport.exchange_counts(torch.cat([*messages]))
         self.observer.count("host_syncs", 1, layer=self.layer)
+        # Of a call in parts nobody promises anything.
+        self.promised = bool(gathered[:, PROMISE].all())
         by_part = list(gathered.chunk(len(messages), 1))
         for message in by_part:
             check_headers(message[:, :HEADER], self.transport.replicated)
@@ -130,8 +133,9 @@ class BytesDispatcher(WiredDispatcher):
         return torch.cat([header, counts_E, wanted_TW.sum(0)]), wanted_TW
 
     def _header(self, problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:
-        call = self.number, self.layer, next(self.calls), self.where
-        return write_header(problem, x_TD, ids_TK, call, self.transport.replicated, num_parts)
+        call, promise = (self.number, self.layer, next(self.calls), self.where), self.promise
+        self.promise = False
+        return write_header(problem, x_TD, ids_TK, call, self.transport.replicated, num_parts, promise)
 
     @property
     def _room(self) -> int:
