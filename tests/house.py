@@ -199,7 +199,7 @@ HAZARDS = (
     ),
     (
         r"torch\.library|torch import library",
-        r"/(exchange/(autograd|layer_op)|experts/products|router/collectives|kernels/.+)\.py$",
+        r"/(exchange/(autograd|layer_op)|experts/products|router/(chosen|collectives)|kernels/.+)\.py$",
         "operator registration",
     ),
     (r"_symmetric_memory", r"/kernels/heap\.py$", "torch's symmetric memory"),

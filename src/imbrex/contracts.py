@@ -292,13 +292,15 @@ class Dispatcher(Protocol):
 
     key: by which operators find it, and handles name it. family: itself, and the dispatcher of the calls that
     it leaves to another. roles: of its fused kernels, as they were tuned. promise: that this rank combines
-    rows that fit, of the next dispatch; promised: of all ranks, in the last.
+    rows that fit, of the next dispatch; promised: of all ranks, in the last. room_for_all: a dispatch has as
+    many rows as there are choices, where there is room to spare.
     """
 
     key: int
     roles: Roles
     promise: bool
     promised: bool
+    room_for_all: bool
     observer: Listener
     layer: int
     dtypes: Sequence[torch.dtype]

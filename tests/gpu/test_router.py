@@ -68,27 +68,55 @@ def test_routing_does_not_wait_for_the_gpu() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "probability"])
 @pytest.mark.parametrize("experts", [48, 256, 384])
 def test_the_kernel_is_the_operators(name: str, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids of ties and of random logits; weights and the gradients of tokens and gate within rounding."""
-    router = Router(D, experts, K, gate=GATES[name], device="cuda")
+    """Ids of ties and of random logits; weights, losses and the gradients of tokens and gate within rounding,
+    the same bits twice."""
+    losses = AuxLosses(load_balance=0.5, sequence_balance=0.25, z=0.125)
+    router = Router(D, experts, K, gate=GATES[name], losses=losses, device="cuda")
     router.weight.requires_grad_()
     for draw in (lambda *s: torch.randint(-2, 3, s) / 8, torch.randn):
         with torch.no_grad():
             router.weight.copy_(draw(experts, D))
         x_TD, d_TK = draw(T, D).cuda(), torch.randn(T, K, device="cuda")
         found = []
-        for fused in (True, False):
+        for fused in (True, True, False):
             if not fused:
                 monkeypatch.setattr("imbrex.router.router.why_not_fused", lambda *_: "compared with")
             leaf = x_TD.clone().requires_grad_()
             router.weight.grad = None
-            routing = router(leaf)
-            routing.weights_TK.backward(d_TK)
+            routing = router(leaf, num_sequences=3)
+            ((routing.weights_TK * d_TK).sum() + losses.total(routing.losses)).backward()
             assert router.weight.grad is not None
-            found.append((routing.ids_TK, routing.weights_TK.detach(), leaf.grad, router.weight.grad.clone()))
+            values = [loss.detach() for loss in routing.losses.values()]
+            gradients = leaf.grad, router.weight.grad.clone()
+            found.append((routing.ids_TK, routing.weights_TK.detach(), *values, *gradients))
             monkeypatch.undo()
-        assert torch.equal(found[0][0], found[1][0])
-        for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        for ours, again, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, again)
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_of_a_captured_call() -> None:
+    """A replay computes the losses and gradients of what then stands in its input."""
+    losses = AuxLosses(load_balance=0.5, z=0.125)
+    router = Router(D, 128, K, losses=losses, device="cuda")
+    x_TD = torch.randn(T, D, device="cuda").requires_grad_()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        total = losses.total(router(x_TD).losses)
+        return total, torch.autograd.grad(total, [x_TD])[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x_TD.copy_(torch.randn_like(x_TD))
+    graph.replay()
+    for replayed, now in zip(captured, step(), strict=True):
+        assert torch.equal(replayed, now)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import imbrex
 from imbrex.contracts import Dispatched, Routing, RowForm
@@ -14,7 +17,6 @@ from imbrex.kernels.rows import choices
 from imbrex.overlap.serial import Serial
 from imbrex.placement import contiguous, split_evenly
 from imbrex.router.capacity import Capacity
-from imbrex.runtime.tracing import traced
 from tests.emulated import kernel
 from tests.emulated.gemm import emulate
 
@@ -31,7 +33,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         AloneDispatcher,
         "serves",
-        lambda self, x_TD, routing: x_TD.dtype == torch.bfloat16 and not traced(x_TD) and self.misfit is None,
+        lambda self, x_TD, routing: x_TD.dtype == torch.bfloat16 and self.misfit is None,
     )
 
 
@@ -149,3 +151,42 @@ def test_a_wrong_input_is_refused() -> None:
     ids = torch.tensor([[4, 0]])
     with pytest.raises(ValueError, match="on rank 0, choice 0 of token 0 is expert 4"):
         exchange_of().dispatch(torch.ones(1, 8).bfloat16(), Routing(ids_TK=ids, weights_TK=torch.ones(1, 2)))
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_compiler_sees_sizes_that_it_knows(training: bool, dynamic: bool | None) -> None:
+    """One graph without a size that only the run knows, with the bits of the calls that nobody compiled."""
+    torch._dynamo.reset()
+    config = imbrex.MoEConfig(hidden_size=16, intermediate_size=24, num_experts=5, top_k=3)
+    torch.manual_seed(1)
+    layer = imbrex.MoELayer(config, dtype=torch.bfloat16)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=keep), fullgraph=True, dynamic=dynamic)
+    for tokens in (37, 20):
+        x = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+        found = []
+        for run in (layer, compiled):
+            leaf = x.clone().requires_grad_(training)
+            with torch.set_grad_enabled(training):
+                y = run(leaf)
+            if training:
+                y.float().square().sum().backward()
+            found.append((y.detach(), leaf.grad))
+        assert torch.equal(found[0][0], found[1][0])
+        assert not training or torch.equal(found[0][1], found[1][1])
+    assert graphs
+    assert not any("new_dynamic" in str(g.code) or _unknown(g) for g in graphs)
+
+
+def _unknown(graph: torch.fx.GraphModule) -> bool:
+    """Whether a size of a tensor is known to the run alone."""
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return any(free_unbacked_symbols(tensor) for tensor in tensors)

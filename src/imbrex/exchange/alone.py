@@ -4,7 +4,9 @@
 
 There is room for T * K rows; how many there are stands in `counts_e`, and nothing reads past them. A token's
 rows are summed in float32 in the order of its choices. `BytesDispatcher` does the same by operators of torch,
-which serve every device, dtype and layout, and which a compiler sees.
+which serve every device, dtype and layout.
+
+To a compiler the room is a size that it knows, T * K, and a CUDA graph of its holds the crossings.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from imbrex.kernels.ffn.widths import MULTIPLE
 from imbrex.kernels.jit import cached_unavailable
 from imbrex.kernels.rows.choices import MOST_EXPERTS, Order, order_choices
 from imbrex.placement import SPLITS
-from imbrex.runtime.tracing import differentiated, traced
+from imbrex.runtime.tracing import differentiated, plain, traced
 
 STATE = ("choice_R", "position_TK", "ends_e")
 
@@ -49,6 +51,7 @@ class AloneDispatcher(DispatcherBase):
     `STATE`."""
 
     dtypes: Sequence[torch.dtype] = (DTYPE,)
+    room_for_all = True
 
     def __init__(self, geometry: Geometry, general: Dispatcher, observer: Listener, layer: int) -> None:
         super().__init__(geometry, observer, layer)
@@ -70,8 +73,7 @@ class AloneDispatcher(DispatcherBase):
         return self if self.serves(x_TD, routing) else self.general
 
     def serves(self, x_TD: Tensor, routing: Routing) -> bool:
-        inputs = x_TD, routing.ids_TK, routing.weights_TK
-        if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or traced(*inputs):
+        if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or not plain(x_TD):
             return False
         return cached_unavailable(x_TD.get_device()) is None
 
@@ -83,7 +85,8 @@ class AloneDispatcher(DispatcherBase):
         return None if form is RowForm.INDEXED else self.general.why_not_form(form)
 
     def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
-        indexed = RowForm.INDEXED in forms and not differentiated(x_TD, weights_TK)
+        inputs = x_TD, weights_TK
+        indexed = RowForm.INDEXED in forms and not (differentiated(*inputs) or traced(*inputs))
         return RowForm.INDEXED if indexed else RowForm.ROWS
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
@@ -124,7 +127,7 @@ class AloneDispatcher(DispatcherBase):
 
     def fake_state(self, ids_TK: Tensor, rows: Any, size: Callable[[], Any]) -> list[Tensor]:
         ends_e = ids_TK.new_empty(len(self.geometry.local_slots), dtype=torch.int32)
-        return [ids_TK.new_empty(rows, dtype=torch.int32), torch.empty_like(ids_TK), ends_e]
+        return [ids_TK.new_empty(rows), torch.empty_like(ids_TK), ends_e]
 
     def dispatch_backward(
         self,

@@ -92,7 +92,7 @@ dispatch_op = custom_op("imbrex::dispatch", run_dispatch, mutates_args=())
 @dispatch_op.register_fake
 def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int):
     dispatcher, size = dispatcher_by(key), get_ctx().new_dynamic_size
-    rows = size()
+    rows = ids_TK.numel() if dispatcher.room_for_all else size()
     return (
         x_TD.new_empty(rows, x_TD.shape[1]),
         weights_TK.new_empty(rows),

@@ -22,7 +22,7 @@ class DispatcherBase:
     geometry: Geometry
     dtypes: Sequence[torch.dtype] = DTYPES
     roles = Roles()
-    promise = promised = False
+    promise = promised = room_for_all = False
     place: torch.device | None = None
     """Where tokens must lie; a rank alone takes them anywhere."""
 

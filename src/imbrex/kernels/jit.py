@@ -131,8 +131,19 @@ def arch_of(device: int | None = None) -> str:
     return ARCH if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
-cached_unavailable = functools.cache(unavailable)
-"""`unavailable`, asked of a device once a process: for what every call asks."""
+_asked: dict[int | None, str | None] = {}
+
+
+def cached_unavailable(device: int | None = None) -> str | None:
+    """The answer of `unavailable`, asked of a device once a process: for what every call asks. To a compiler
+    it is a constant."""
+    if device not in _asked:
+        _asked[device] = unavailable(device)
+    return _asked[device]
+
+
+# What `torch.compiler.assume_constant_result` sets, which imports the compiler.
+vars(cached_unavailable)["_dynamo_marked_constant"] = True
 
 
 def sources_of(variant: Variant) -> dict[str, str]:

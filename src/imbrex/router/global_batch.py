@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,8 +27,8 @@ class GlobalBatch:
     """
 
     def __init__(self, groups: tuple[dist.ProcessGroup, ...] = ()):
-        self._names = tuple(group.group_name for group in groups)
-        self._sizes = tuple(group.size() for group in groups)
+        self.names = [group.group_name for group in groups]
+        self.sizes = [group.size() for group in groups]
         self.num_ranks = 1
         self.rank = 0
         for group in groups:
@@ -35,14 +37,12 @@ class GlobalBatch:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks, same shape and dtype. Differentiable (see the class)."""
-        for name, size in zip(self._names, self._sizes, strict=True):
-            x = collectives.sum_over_ranks(x, name, size)
-        return x
+        return sum_over_groups(x, self.names, self.sizes)
 
     def gather(self, x: Tensor) -> Tensor:
         """`x` [...] of every rank as [num_ranks, ...], in the order of `rank`. Not differentiable."""
         gathered = x.detach().unsqueeze(0)
-        for name, size in zip(self._names, self._sizes, strict=True):
+        for name, size in zip(self.names, self.sizes, strict=True):
             gathered = collectives.gather_over_ranks(gathered, name, size).flatten(0, 1)
         return gathered
 
@@ -54,3 +54,10 @@ class GlobalBatch:
     def count(self, n: int, device: torch.device) -> Tensor:
         """The sum of the host integer `n` over all ranks: int64 scalar on `device`."""
         return self.sum(torch.full((), n, dtype=torch.int64, device=device))
+
+
+def sum_over_groups(x: Tensor, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+    """The sum of `x` over groups of ranks, by their names and sizes, one after the other."""
+    for name, size in zip(names, sizes, strict=True):
+        x = collectives.sum_over_ranks(x, name, size)
+    return x

@@ -43,7 +43,11 @@ class AuxLosses:
         """The sum of `losses` (as in `Routing`), each times its coefficient; 0 where there is none."""
         if not losses:
             return torch.zeros((), dtype=torch.float32, device="cpu")
-        return torch.stack([getattr(self, name) * loss for name, loss in losses.items()]).sum()
+        (first, loss), *others = losses.items()
+        total = getattr(self, first) * loss
+        for name, loss in others:
+            total = torch.add(total, loss, alpha=getattr(self, name))
+        return total
 
 
 def auxiliary_losses(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from imbrex.contracts import Routing
-from imbrex.kernels.gate.choose import choose_experts, why_not_fused
+from imbrex.kernels.gate.choose import why_not_fused
 from imbrex.router.capacity import keep
+from imbrex.router.chosen import choose_by_kernels
 from imbrex.router.gates import Gate, choose
 from imbrex.router.global_batch import GlobalBatch
 from imbrex.router.logits import logits
@@ -93,8 +94,7 @@ class Router(nn.Module):
         mixed = torch.is_autocast_enabled(x_TD.device.type)
         with torch.autocast(x_TD.device.type, enabled=False) if mixed else _AS_IT_IS:
             logits_TE = self.project(x_TD, self.weight, num_sequences)
-            logits_TE, scores_TE, ids_TK, weights_TK = self._choose(logits_TE)
-            losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}
+            ids_TK, weights_TK, losses = self._choose(logits_TE, num_sequences)
         if self.gate.capacity is not None and (kept_TK is None or self.is_collective):
             # A rank that is given its choices comes to the sums all the same: others may not be.
             chosen_TK = keep(ids_TK, weights_TK, self.num_experts, self.gate.capacity, self.batch)
@@ -103,20 +103,23 @@ class Router(nn.Module):
             ids_TK = torch.where(kept_TK, ids_TK, -1)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, losses=losses, kept_TK=kept_TK)
 
-    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Logits with their noise, scores [T, E] where torch computed them, ids and scaled weights [T, K]."""
+    def _choose(self, logits_TE: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Ids and scaled weights [T, K], and the losses."""
         gate, bias_E = self.gate, self.e_score_correction_bias
         noise = gate.noise if self.training else 0.0
+        scores_TE = None
         if gate.score == "sparsemixer":
             ids_TK, weights_TK = sparsemixer(logits_TE, self.top_k, jitter=gate.jitter, noise=noise)
-            return logits_TE, None, ids_TK, weights_TK * gate.scale
-        if noise:
-            logits_TE = logits_TE + noise * torch.randn_like(logits_TE)
-        if why_not_fused(logits_TE, self.choice) is None:
-            return logits_TE, None, *choose_experts(logits_TE, bias_E, self.choice)
-        scores_TE = self._scores(logits_TE)
-        ids_TK, weights_TK = choose(scores_TE, bias_E, gate, self.top_k)
-        return logits_TE, scores_TE, ids_TK, weights_TK * gate.scale
+        else:
+            if noise:
+                logits_TE = logits_TE + noise * torch.randn_like(logits_TE)
+            if why_not_fused(logits_TE, self.choice) is None:
+                names, batch = self.losses.names, self.batch
+                return choose_by_kernels(logits_TE, bias_E, self.choice, names, num_sequences, batch)
+            scores_TE = self._scores(logits_TE)
+            ids_TK, weights_TK = choose(scores_TE, bias_E, gate, self.top_k)
+        losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}
+        return ids_TK, weights_TK * gate.scale, losses
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         return logits_TE.sigmoid() if self.gate.score == "sigmoid" else logits_TE.softmax(-1)

@@ -29,6 +29,11 @@ def traced(*tensors: Tensor | None) -> bool:
     return False
 
 
+def plain(tensor: Tensor) -> bool:
+    """Whether operators of ours know its kind: not a DTensor, say. To a compiler its inputs are plain."""
+    return type(tensor) in _PLAIN
+
+
 def differentiated(*tensors: Tensor | None) -> bool:
     """Whether a gradient may be asked of what comes of them."""
     if torch.is_grad_enabled():

@@ -3,12 +3,17 @@
 // `imbrex.router.gates.best`; sums are taken over a lane's experts first, then between lanes 16, 8, 4, 2 and
 // 1 apart, so that the same logits give the same bits on every rank.
 //
-// The gradient computes the scores again: the logits are all that a forward keeps.
+// With losses the same launch sums what they are made of: a block has a chunk of the tokens of one sequence,
+// warp w those at w, w + 8, ..., and the block's sums are those of its warps in order. `losses.cu` adds the
+// chunks, in a fixed order too: no sum depends on who came first.
+//
+// The gradient computes the scores again: the logits are all that a forward keeps, and of the losses a few
+// numbers an expert.
 //
 // Example, softmax, 4 experts, the best 2 of logits {0, ln 2, ln 5, 0}: scores {1/9, 2/9, 5/9, 1/9}, experts
 // {2, 1}, weights normalised {5/7, 2/7}. Weights' gradients {7, 0} give scores' {18/7, -45/7} and logits'
 // {0, -10/7, 10/7, 0}.
-#include "ptx/base.cuh"
+#include "ptx/exchange.cuh"
 
 namespace gate {
 
@@ -52,26 +57,47 @@ __device__ __forceinline__ float max_lanes(float x) {
     return x;
 }
 
-// Scores of the lane's experts; those past the last are not to be looked at.
-__device__ __forceinline__ void read_scores(const float* logits, int experts, float (&score)[kValues]) {
+// The softmax of the lane's experts, 0 past the last; returns the logarithm of the sum of exp(logit).
+__device__ __forceinline__ float read_softmax(const float* logits, int experts, float (&share)[kValues]) {
     float most = lowest(), sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
         const int expert = 32 * i + lane();
-        score[i] = expert < experts ? logits[expert] : lowest();
-        if (kSigmoid) score[i] = 1.0f / (1.0f + expf(-score[i]));
-        most = fmaxf(most, score[i]);
+        share[i] = expert < experts ? logits[expert] : lowest();
+        most = fmaxf(most, share[i]);
     }
-    if (kSigmoid) return;
     most = max_lanes(most);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-        score[i] = 32 * i + lane() < experts ? expf(score[i] - most) : 0.0f;
-        sum += score[i];
+        share[i] = 32 * i + lane() < experts ? expf(share[i] - most) : 0.0f;
+        sum += share[i];
     }
     sum = add_lanes(sum);
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) score[i] /= sum;
+    for (int i = 0; i < kValues; ++i) share[i] /= sum;
+    return most + logf(sum);
+}
+
+// Scores of the lane's experts; those past the last are not to be looked at.
+__device__ __forceinline__ void read_scores(const float* logits, int experts, float (&score)[kValues]) {
+    if (!kSigmoid) {
+        read_softmax(logits, experts, score);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            const int expert = 32 * i + lane();
+            score[i] = expert < experts ? logits[expert] : lowest();
+            score[i] = 1.0f / (1.0f + expf(-score[i]));
+        }
+    }
+}
+
+// The sum of sigmoids of a token's experts; those past the last count nothing.
+__device__ __forceinline__ float add_scores(const float (&score)[kValues], int experts) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) sum += 32 * i + lane() < experts ? score[i] : 0.0f;
+    return add_lanes(sum);
 }
 
 // The groups that are chosen from, a bit each.
@@ -106,18 +132,12 @@ __device__ __forceinline__ u32 open_groups(const Gate& gate, const float (&wante
     return chosen;
 }
 
-// ids, weights [T, K]. bias [E], added for the selection only, may be null.
-extern "C" __global__ void __launch_bounds__(32 * kWarps)
-    choose_experts(const float* logits, const float* bias, int tokens, int experts, int top_k, int groups,
-                   int open, int best_two, int normalize, float scale, i64* ids, float* weights) {
-    ptx::wait_for_launches();
-    ptx::launch_dependents();
-    const Gate gate{experts, top_k, groups, open, best_two, normalize, scale};
-    const int token = blockIdx.x * kWarps + threadIdx.x / 32;
-    if (token >= tokens) return;
-    float score[kValues], wanted[kValues];
-    u32 key[kValues];
-    read_scores(logits + static_cast<i64>(token) * gate.experts, gate.experts, score);
+// Chooses for one token, from its scores: its ids and weights [K], written; a bit of `chosen` for every value
+// of the lane whose expert is chosen.
+__device__ __forceinline__ u32 choose(const Gate& gate, const float (&score)[kValues], const float* bias,
+                                      i64* ids, float* weights) {
+    float wanted[kValues];
+    u32 key[kValues], chosen = 0;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
         const int expert = 32 * i + lane();
@@ -147,28 +167,91 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
         if (lane() == k) my_id = its_id, my_score = its;
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
-            if (its_id == 32 * i + lane()) key[i] = 0;
+            if (its_id == 32 * i + lane()) key[i] = 0, chosen |= 1u << i;
     }
-    if (lane() >= gate.top_k) return;
-    const i64 at = static_cast<i64>(token) * gate.top_k + lane();
-    ids[at] = my_id;
-    weights[at] = (gate.normalize ? my_score / (sum + kTiny) : my_score) * gate.scale;
+    if (lane() < gate.top_k) {
+        ids[lane()] = my_id;
+        weights[lane()] = (gate.normalize ? my_score / (sum + kTiny) : my_score) * gate.scale;
+    }
+    return chosen;
 }
 
-// d_logits [T, E] from the weights' gradients [T, K].
+// ids, weights [T, K]. bias [E], added for the selection only, may be null.
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
-    choose_experts_backward(const float* logits, const i64* ids, const float* d_weights, int tokens,
-                            int experts, int top_k, int normalize, float scale, float* d_logits) {
-    const Gate gate{experts, top_k, 0, 0, 0, normalize, scale};
+    choose_experts(const float* logits, const float* bias, int tokens, int experts, int top_k, int groups,
+                   int open, int best_two, int normalize, float scale, i64* ids, float* weights) {
+    ptx::wait_for_launches();
+    ptx::launch_dependents();
+    const Gate gate{experts, top_k, groups, open, best_two, normalize, scale};
     const int token = blockIdx.x * kWarps + threadIdx.x / 32;
     if (token >= tokens) return;
-    float score[kValues], d_score[kValues];
-    const i64 row = static_cast<i64>(token) * gate.experts;
-    const i64 at = static_cast<i64>(token) * gate.top_k + lane();
-    read_scores(logits + row, gate.experts, score);
-    const bool mine = lane() < gate.top_k;
-    const int my_id = mine ? static_cast<int>(ids[at]) : 0;
-    const float my_d = mine ? d_weights[at] * gate.scale : 0.0f;
+    float score[kValues];
+    read_scores(logits + static_cast<i64>(token) * experts, experts, score);
+    const i64 at = static_cast<i64>(token) * top_k;
+    choose(gate, score, bias, ids + at, weights + at);
+}
+
+// The same, and the sums of a chunk in every block: of probabilities and choices [chunks, E], and of squares
+// of logsumexp [chunks]. A sequence has `length` tokens in `chunks` chunks of `chunk`. arrived: becomes 0.
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+    choose_and_sum(const float* logits, const float* bias, int experts, int top_k, int groups, int open,
+                   int best_two, int normalize, float scale, int length, int chunks, int chunk, i64* ids,
+                   float* weights, float* mass, int* counts, float* squares, u32* arrived) {
+    const Gate gate{experts, top_k, groups, open, best_two, normalize, scale};
+    const int warp = threadIdx.x / 32, width = 32 * kValues;
+    const int first = static_cast<int>(blockIdx.x) % chunks * chunk, last = min(first + chunk, length);
+    const i64 before = static_cast<i64>(blockIdx.x) / chunks * length;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *arrived = 0;
+    float of_mine[kValues], square = 0.0f;
+    int chosen_of_mine[kValues];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) of_mine[i] = 0.0f, chosen_of_mine[i] = 0;
+    for (int token = first + warp; token < last; token += kWarps) {
+        const i64 row = before + token;
+        float score[kValues];
+        const float logsum = read_softmax(logits + row * experts, experts, score);
+        if (kSigmoid) read_scores(logits + row * experts, experts, score);
+        const u32 chosen = choose(gate, score, bias, ids + row * top_k, weights + row * top_k);
+        const float total = kSigmoid ? add_scores(score, experts) + kTiny : 1.0f;
+        square += logsum * logsum;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            of_mine[i] += kSigmoid ? score[i] / total : score[i];
+            chosen_of_mine[i] += chosen >> i & 1;
+        }
+    }
+    float* masses = reinterpret_cast<float*>(ptx::shared_memory());
+    int* chosens = reinterpret_cast<int*>(masses + kWarps * width);
+    float* logsums = reinterpret_cast<float*>(chosens + kWarps * width);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+        masses[warp * width + 32 * i + lane()] = of_mine[i];
+        chosens[warp * width + 32 * i + lane()] = chosen_of_mine[i];
+    }
+    if (lane() == 0) logsums[warp] = square;
+    __syncthreads();
+    for (int expert = threadIdx.x; expert < experts; expert += 32 * kWarps) {
+        float sum = 0.0f;
+        int count = 0;
+        for (int w = 0; w < kWarps; ++w)
+            sum += masses[w * width + expert], count += chosens[w * width + expert];
+        mass[static_cast<i64>(blockIdx.x) * experts + expert] = sum;
+        counts[static_cast<i64>(blockIdx.x) * experts + expert] = count;
+    }
+    if (threadIdx.x != 0) return;
+    float sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += logsums[w];
+    squares[blockIdx.x] = sum;
+}
+
+// The gradients of the lane's scores from those of the token's weights [K], and what the softmax takes from
+// each of them. d_weights may be null.
+__device__ __forceinline__ float score_gradients(const Gate& gate, const float (&score)[kValues],
+                                                 const i64* ids, const float* d_weights,
+                                                 float (&d_score)[kValues]) {
+    const bool mine = lane() < gate.top_k && d_weights != nullptr;
+    const int my_id = mine ? static_cast<int>(ids[lane()]) : 0;
+    const float my_d = mine ? d_weights[lane()] * gate.scale : 0.0f;
     float my_score = 0.0f, sum = 0.0f;
     for (int k = 0; k < gate.top_k; ++k) {
         const int expert = __shfl_sync(kAll, my_id, k);
@@ -189,19 +272,87 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     const float mean = add_lanes(my_d_score * my_score);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) d_score[i] = 0.0f;
-    for (int k = 0; k < gate.top_k; ++k) {
+    for (int k = 0; k < gate.top_k && d_weights != nullptr; ++k) {
         const int expert = __shfl_sync(kAll, my_id, k);
         const float its = from_lane(my_d_score, k);
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
             if (expert == 32 * i + lane()) d_score[i] = its;
     }
+    return mean;
+}
+
+// d_logits [T, E] from the weights' gradients [T, K].
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+    choose_experts_backward(const float* logits, const i64* ids, const float* d_weights, int tokens,
+                            int experts, int top_k, int normalize, float scale, float* d_logits) {
+    const Gate gate{experts, top_k, 0, 0, 0, normalize, scale};
+    const int token = blockIdx.x * kWarps + threadIdx.x / 32;
+    if (token >= tokens) return;
+    float score[kValues], d_score[kValues];
+    const i64 row = static_cast<i64>(token) * experts, at = static_cast<i64>(token) * top_k;
+    read_scores(logits + row, experts, score);
+    const float mean = score_gradients(gate, score, ids + at, d_weights + at, d_score);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
         const int expert = 32 * i + lane();
-        if (expert >= gate.experts) continue;
+        if (expert >= experts) continue;
         const float slope = kSigmoid ? d_score[i] * (1.0f - score[i]) : d_score[i] - mean;
         d_logits[row + expert] = slope * score[i];
+    }
+}
+
+__device__ __forceinline__ float read_or_zero(const float* at) { return at == nullptr ? 0.0f : *at; }
+
+// The same, and the losses' share. Their gradients are scalars, null where there is none, and so may
+// d_weights be. terms [2E + 4], of all `ranks`, each of which computes the losses; counts [sequences, E], of
+// the sequences of `length` tokens of this rank: as losses.cu writes them.
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+    choose_and_losses_backward(const float* logits, const i64* ids, const float* d_weights, int tokens,
+                               int experts, int top_k, int normalize, float scale, const float* d_balance,
+                               const float* d_sequence, const float* d_z, const float* terms,
+                               const float* counts, int length, int ranks, float* d_logits) {
+    const Gate gate{experts, top_k, 0, 0, 0, normalize, scale};
+    const int token = blockIdx.x * kWarps + threadIdx.x / 32;
+    if (token >= tokens) return;
+    const float all = fmaxf(terms[2 * experts + 2], 1.0f), sequences = fmaxf(terms[2 * experts + 3], 1.0f);
+    const float of_counts = read_or_zero(d_balance) * ranks * experts / (all * top_k) / all;
+    const float of_sequence = read_or_zero(d_sequence) * ranks * experts /
+                              (static_cast<float>(length) * top_k) / length / sequences;
+    const float of_z = read_or_zero(d_z) * ranks * 2.0f / all;
+    float score[kValues], share[kValues], d_score[kValues];
+    const i64 row = static_cast<i64>(token) * experts, at = static_cast<i64>(token) * top_k;
+    const float logsum = read_softmax(logits + row, experts, share);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) score[i] = share[i];
+    if (kSigmoid) read_scores(logits + row, experts, score);
+    const float* d_mine = d_weights == nullptr ? nullptr : d_weights + at;
+    float mean = score_gradients(gate, score, ids + at, d_mine, d_score);
+    const float total = kSigmoid ? add_scores(score, experts) + kTiny : 1.0f;
+    const float* of_token = counts + static_cast<i64>(token / length) * experts;
+    float d_probability[kValues], taken = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+        const int expert = 32 * i + lane();
+        const bool there = expert < experts;
+        d_probability[i] = there ? of_counts * terms[expert] : 0.0f;
+        if (there && d_sequence != nullptr) d_probability[i] += of_sequence * of_token[expert];
+        taken += there ? d_probability[i] * score[i] : 0.0f;
+    }
+    taken = add_lanes(taken);
+    mean += taken;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+        const int expert = 32 * i + lane();
+        if (expert >= experts) continue;
+        float slope;
+        if (kSigmoid) {
+            const float d = d_score[i] + d_probability[i] / total - taken / (total * total);
+            slope = d * (1.0f - score[i]);
+        } else {
+            slope = d_score[i] + d_probability[i] - mean;
+        }
+        d_logits[row + expert] = slope * score[i] + of_z * logsum * share[i];
     }
 }
 

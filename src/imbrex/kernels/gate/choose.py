@@ -1,23 +1,35 @@
-"""A gate after its logits in one kernel, forward and backward: the host's side of `choose.cu`."""
+"""A gate after its logits in one kernel, forward and backward, and its losses: the host's side of
+`choose.cu` and `losses.cu`.
+
+    logits_TE ──choose_and_sum──▶ ids, weights, sums of chunks ──sum_losses──▶ terms, losses
+    d_weights, d_losses, terms ──choose_and_losses_backward──▶ d_logits_TE
+
+Where ranks share a batch their terms are added between the last two, and `losses_of_terms` makes the losses.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from imbrex.kernels.jit import Kernel, Variant, cached_unavailable, load
-from imbrex.runtime.tracing import differentiated, once_differentiable, traced
+from imbrex.runtime.tracing import plain
 
-KERNELS = ("choose_experts", "choose_experts_backward")
+KERNELS = ("choose_experts", "choose_and_sum", "choose_experts_backward", "choose_and_losses_backward")
+LOSS_KERNELS = ("sum_losses", "losses_of_terms")
 VALUES = (2, 4, 8, 16)
 """Experts of a lane, of which a warp has 32."""
 MOST_EXPERTS, MOST_CHOICES, MOST_GROUPS = 32 * VALUES[-1], 32, 32
-THREADS = 256
+THREADS, WARPS = 256, 8
 """A block's. A warp has a token."""
+LOSS_THREADS = 1024
+MOST_CHUNKS = 1024
+"""Chunks of a batch, about: a warp takes several tokens where there are more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +50,26 @@ class Choice:
     scale: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The tokens that losses are means of. sequences: of equal length, on this rank; 0: no tokens. ranks:
+    that share the batch, each of which computes the losses. losses: whether load balance, sequence balance
+    and z are wanted."""
+
+    sequences: int
+    ranks: int
+    losses: Sequence[bool]
+
+
 def shipped_variants() -> list[Variant]:
     return [
-        _variant(entry, values, sigmoid)
-        for entry in KERNELS
-        for values in VALUES
-        for sigmoid in (False, True)
+        *(
+            _variant(entry, values, sigmoid)
+            for entry in KERNELS
+            for values in VALUES
+            for sigmoid in (False, True)
+        ),
+        *(_variant(entry) for entry in LOSS_KERNELS),
     ]
 
 
@@ -51,8 +77,8 @@ def why_not_fused(logits_TE: Tensor, choice: Choice) -> str | None:
     """None if the kernels choose from these logits, float32 [T, E], else one sentence that says why not."""
     if not logits_TE.is_cuda:
         return "the gate's kernels need logits on a GPU"
-    if logits_TE.dtype != torch.float32 or traced(logits_TE):
-        return "the gate's kernels take float32 logits that nobody traces"
+    if logits_TE.dtype != torch.float32 or not plain(logits_TE):
+        return "the gate's kernels take float32 logits, tensors of no kind of their own"
     if logits_TE.shape[1] > MOST_EXPERTS or choice.top_k > MOST_CHOICES or choice.groups > MOST_GROUPS:
         return (
             f"the gate's kernels choose {MOST_CHOICES} of {MOST_EXPERTS} experts in {MOST_GROUPS} groups "
@@ -61,70 +87,135 @@ def why_not_fused(logits_TE: Tensor, choice: Choice) -> str | None:
     return cached_unavailable(logits_TE.get_device())
 
 
-def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
-    """Ids int64 [T, K], best first, of equal ones the lowest, and weights float32 [T, K], differentiable in
-    the logits once. bias_E: float32 [E], added to scores for the selection only."""
-    if differentiated(logits_TE):
-        return _Choose.apply(logits_TE, bias_E, choice)
-    return run_choose(logits_TE.contiguous(), bias_E, choice)
-
-
-class _Choose(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
-        logits_TE = logits_TE.contiguous()
-        ids_TK, weights_TK = run_choose(logits_TE, bias_E, choice)
-        ctx.choice = choice
-        ctx.save_for_backward(logits_TE, ids_TK)
-        ctx.mark_non_differentiable(ids_TK)
-        ctx.set_materialize_grads(False)
-        return ids_TK, weights_TK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _, d_weights_TK = gradients
-        if d_weights_TK is None:
-            return None, None, None
-        logits_TE, ids_TK = ctx.saved_tensors
-        return run_choose_backward(logits_TE, ids_TK, d_weights_TK.contiguous(), ctx.choice), None, None
-
-
 def run_choose(logits_TE: Tensor, bias_E: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+    """Ids int64 [T, K], best first, of equal ones the lowest, and weights float32 [T, K]. bias_E: float32
+    [E], added to scores for the selection only."""
     tokens, experts = logits_TE.shape
-    device = logits_TE.device
-    ids_TK = torch.empty(tokens, choice.top_k, dtype=torch.int64, device=device)
-    weights_TK = torch.empty(tokens, choice.top_k, dtype=torch.float32, device=device)
-    rule = [choice.groups, choice.open_groups, int(choice.best_two), int(choice.normalize), choice.scale]
-    args = [logits_TE, bias_E, tokens, experts, choice.top_k, *rule, ids_TK, weights_TK]
-    _launch("choose_experts", logits_TE, choice, args)
+    ids_TK, weights_TK = _results(logits_TE, choice)
+    args = [logits_TE, bias_E, tokens, experts, *_rule(choice), ids_TK, weights_TK]
+    if tokens:
+        kernel = _kernel("choose_experts", _values(experts), choice.sigmoid, logits_TE.device)
+        kernel.launch(grid=-(-tokens // WARPS), block=THREADS, args=args, dependent=True)
     return ids_TK, weights_TK
 
 
+def run_choose_and_sum(
+    logits_TE: Tensor, bias_E: Tensor | None, choice: Choice, batch: Batch
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Ids and weights as `run_choose` has them; terms float32 [2E + 4] of this rank, as `losses.cu` says;
+    choices of the experts by sequence, float32 [sequences, E]; and the three losses, float32 scalars, where
+    they are wanted and this rank has the whole batch."""
+    tokens, experts = logits_TE.shape
+    device, sequences = logits_TE.device, batch.sequences
+    length = tokens // max(sequences, 1)
+    chunk = WARPS * max(1, -(-tokens // (WARPS * MOST_CHUNKS)))
+    blocks, values, all_chunks = -(-experts // 32), _values(experts), sequences * -(-length // chunk)
+    ids_TK, weights_TK = _results(logits_TE, choice)
+    # Mass and counts of the chunks, their squares, parts of the blocks and how many of them have come; that
+    # becomes 0 in the first launch, where there is one.
+    room = torch.empty if tokens else torch.zeros
+    scratch = room(all_chunks * (2 * experts + 1) + blocks + 1, dtype=torch.float32, device=device)
+    at = [0, all_chunks * experts, 2 * all_chunks * experts, all_chunks * (2 * experts + 1), -1]
+    at[4] = at[3] + blocks
+    mass, counts, squares, parts, arrived = (_word(scratch, offset) for offset in at)
+    if tokens:
+        sizes = [length, all_chunks // sequences, chunk]
+        args = [logits_TE, bias_E, experts, *_rule(choice), *sizes, ids_TK, weights_TK]
+        _kernel("choose_and_sum", values, choice.sigmoid, device).launch(
+            grid=all_chunks,
+            block=THREADS,
+            smem=8 * WARPS * 32 * values + 4 * WARPS,
+            args=[*args, mass, counts, squares, arrived],
+        )
+    terms = torch.empty(2 * experts + 4, dtype=torch.float32, device=device)
+    counts_SE = torch.empty(sequences, experts, dtype=torch.float32, device=device)
+    losses = _losses(terms, batch.losses if batch.ranks == 1 else (False,) * 3)
+    sizes = [all_chunks // max(sequences, 1), sequences, length, experts, choice.top_k]
+    _kernel("sum_losses", 0, False, device).launch(
+        grid=blocks,
+        block=LOSS_THREADS,
+        smem=12 * LOSS_THREADS,
+        args=[mass, counts, squares, *sizes, parts, arrived, terms, counts_SE, *losses],
+    )
+    return ids_TK, weights_TK, terms, counts_SE, losses
+
+
+def run_losses(terms: Tensor, choice: Choice, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The losses that are wanted, of the terms of all ranks."""
+    losses, experts = _losses(terms, wanted), (terms.numel() - 4) // 2
+    _kernel("losses_of_terms", 0, False, terms.device).launch(
+        grid=1, block=32, args=[terms, experts, choice.top_k, *losses]
+    )
+    return losses
+
+
 def run_choose_backward(logits_TE: Tensor, ids_TK: Tensor, d_weights_TK: Tensor, choice: Choice) -> Tensor:
+    """d_logits_TE from the gradient of the weights."""
+    return _launch_backward("choose_experts_backward", logits_TE, ids_TK, d_weights_TK, choice, [])
+
+
+def run_losses_backward(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    gradients: Sequence[Tensor | None],
+    sums: tuple[Tensor, Tensor],
+    choice: Choice,
+    ranks: int,
+) -> Tensor:
+    """d_logits_TE. gradients: of the weights and of the three losses, `None` where there is none. sums: the
+    terms of all ranks, and the choices by sequence of this one."""
+    tokens, (terms, counts_SE) = logits_TE.shape[0], sums
+    d_weights_TK, *d_losses = gradients
+    length = tokens // max(counts_SE.shape[0], 1)
+    more = [*d_losses, terms, counts_SE, length, ranks]
+    return _launch_backward("choose_and_losses_backward", logits_TE, ids_TK, d_weights_TK, choice, more)
+
+
+def _launch_backward(
+    entry: str, logits_TE: Tensor, ids_TK: Tensor, d_weights_TK: Tensor | None, choice: Choice, more: list
+) -> Tensor:
     tokens, experts = logits_TE.shape
     d_logits_TE = torch.empty_like(logits_TE)
     rule = [choice.top_k, int(choice.normalize), choice.scale]
-    args = [logits_TE, ids_TK, d_weights_TK, tokens, experts, *rule, d_logits_TE]
-    _launch("choose_experts_backward", logits_TE, choice, args)
+    args = [logits_TE, ids_TK, d_weights_TK, tokens, experts, *rule, *more, d_logits_TE]
+    if tokens:
+        kernel = _kernel(entry, _values(experts), choice.sigmoid, logits_TE.device)
+        kernel.launch(grid=-(-tokens // WARPS), block=THREADS, args=args)
     return d_logits_TE
 
 
-def _launch(entry: str, logits_TE: Tensor, choice: Choice, args: list[Any]) -> None:
-    tokens, experts = logits_TE.shape
-    if tokens:
-        kernel = _kernel(entry, experts, choice.sigmoid, logits_TE.device)
-        dependent = entry == "choose_experts"
-        kernel.launch(grid=-(-tokens // (THREADS // 32)), block=THREADS, args=args, dependent=dependent)
+def _results(logits_TE: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    shape, device = (logits_TE.shape[0], choice.top_k), logits_TE.device
+    ids_TK = torch.empty(shape, dtype=torch.int64, device=device)
+    return ids_TK, torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def _variant(entry: str, values: int, sigmoid: bool) -> Variant:
+def _word(scratch: Tensor, offset: int) -> ctypes.c_void_p:
+    """The address of a word of `scratch`: a view of it costs the host more."""
+    return ctypes.c_void_p(scratch.data_ptr() + 4 * offset)
+
+
+def _losses(terms: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    return [torch.empty((), dtype=torch.float32, device=terms.device) if want else None for want in wanted]
+
+
+def _rule(choice: Choice) -> list[int | float]:
+    limit = [choice.groups, choice.open_groups, int(choice.best_two)]
+    return [choice.top_k, *limit, int(choice.normalize), choice.scale]
+
+
+def _values(experts: int) -> int:
+    return next(values for values in VALUES if experts <= 32 * values)
+
+
+def _variant(entry: str, values: int = 0, sigmoid: bool = False) -> Variant:
+    if entry in LOSS_KERNELS:
+        return Variant(source="gate/losses.cu", entry=entry)
     return Variant(
         source="gate/choose.cu", entry=entry, defines=(("VALUES", values), ("SIGMOID", int(sigmoid)))
     )
 
 
 @functools.cache
-def _kernel(entry: str, experts: int, sigmoid: bool, device: torch.device) -> Kernel:
-    values = next(values for values in VALUES if experts <= 32 * values)
+def _kernel(entry: str, values: int, sigmoid: bool, device: torch.device) -> Kernel:
     return load(_variant(entry, values, sigmoid), device)

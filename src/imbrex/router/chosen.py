@@ -1,0 +1,201 @@
+"""A gate's choice and its losses by kernels, as autograd and compilers see them: one node forward, one back.
+
+Outside of a trace the node is a function of autograd's, inside one an operator, whose backward is one too.
+The losses are the same on every rank of the batch: their terms are added over the ranks inside the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_autograd, register_fake
+
+from imbrex.kernels.gate import choose as kernels
+from imbrex.kernels.gate.choose import Batch, Choice
+from imbrex.router.global_batch import GlobalBatch, sum_over_groups
+from imbrex.router.losses import NAMES
+from imbrex.runtime.tracing import differentiated, once_differentiable, traced
+
+Ranks = tuple[Sequence[str], Sequence[int]]
+"""Names and sizes of the groups over which the batch is spread."""
+
+_library = Library("imbrex_gate_v1", "DEF")
+_RULE = "int top_k, int[] rule, float scale"
+_library.define(
+    f"choose(Tensor logits_TE, Tensor? bias_E, SymInt sequences, {_RULE}, bool[3] wanted, str[] groups,"
+    " int[] sizes) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "choose_backward(Tensor logits_TE, Tensor ids_TK, Tensor? d_weights_TK, Tensor? d_balance,"
+    f" Tensor? d_sequence, Tensor? d_z, Tensor terms, Tensor counts_SE, {_RULE}, int ranks) -> Tensor"
+)
+
+
+def choose_by_kernels(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    choice: Choice,
+    names: Sequence[str],
+    num_sequences: int,
+    batch: GlobalBatch,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Ids int64 [T, K], best first, of equal ones the lowest, weights float32 [T, K], and the losses of
+    `names`, as `auxiliary_losses` defines them; differentiable in the logits once. bias_E: float32 [E], added
+    to scores for the selection only. Collective over `batch` where there are names."""
+    flags = [name in names for name in NAMES]
+    if traced(logits_TE):
+        how = *_flat(choice), flags, batch.names, batch.sizes
+        ids_TK, weights_TK, *_, a, b, c = torch.ops.imbrex_gate_v1.choose(
+            logits_TE, bias_E, num_sequences, *how
+        )
+        losses = [loss for loss, want in zip((a, b, c), flags, strict=True) if want]
+    else:
+        sequences = num_sequences if logits_TE.shape[0] else 0
+        of = Batch(sequences=sequences, ranks=batch.num_ranks, losses=flags)
+        how = choice, of, (batch.names, batch.sizes)
+        if differentiated(logits_TE):
+            ids_TK, weights_TK, *losses = _Choose.apply(logits_TE, bias_E, how)
+        else:
+            ids_TK, weights_TK, _, losses = _run(logits_TE.contiguous(), bias_E, *how)
+    return ids_TK, weights_TK, dict(zip((n for n in NAMES if n in names), losses, strict=True))
+
+
+Chosen = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, list[Tensor]]
+
+
+def _run(logits_TE: Tensor, bias_E: Tensor | None, choice: Choice, of: Batch, ranks: Ranks) -> Chosen:
+    """Ids, weights, what the losses' backward wants, and those losses that are wanted."""
+    if not any(of.losses):
+        return *kernels.run_choose(logits_TE, bias_E, choice), None, []
+    ids_TK, weights_TK, terms, counts_SE, losses = kernels.run_choose_and_sum(logits_TE, bias_E, choice, of)
+    if of.ranks > 1:
+        terms = sum_over_groups(terms, *ranks)
+        losses = kernels.run_losses(terms, choice, of.losses)
+    return ids_TK, weights_TK, (terms, counts_SE), [loss for loss in losses if loss is not None]
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, how: Any) -> Any:
+        logits_TE = logits_TE.contiguous()
+        ids_TK, weights_TK, sums, losses = _run(logits_TE, bias_E, *how)
+        ctx.how = how
+        ctx.save_for_backward(logits_TE, ids_TK, *(sums or ()))
+        ctx.mark_non_differentiable(ids_TK)
+        ctx.set_materialize_grads(False)
+        return ids_TK, weights_TK, *losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, d_weights_TK, *d_losses = gradients
+        logits_TE, ids_TK, *sums = ctx.saved_tensors
+        choice, of, _ = ctx.how
+        left = iter(d_losses)
+        of_all = d_weights_TK, *(next(left) if want else None for want in of.losses)
+        return _gradient(logits_TE, ids_TK, of_all, tuple(sums), choice, of.ranks), None, None
+
+
+def _gradient(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    gradients: Sequence[Tensor | None],
+    sums: tuple[Tensor, ...],
+    choice: Choice,
+    ranks: int,
+) -> Tensor | None:
+    """d_logits_TE from those of the weights and of the three losses; `None` where there are none."""
+    d_weights_TK, *d_losses = gradients
+    d_weights_TK = None if d_weights_TK is None else d_weights_TK.contiguous()
+    if all(d is None for d in d_losses):
+        if d_weights_TK is None:
+            return None
+        return kernels.run_choose_backward(logits_TE, ids_TK, d_weights_TK, choice)
+    terms, counts_SE = sums
+    both = d_weights_TK, *d_losses
+    return kernels.run_losses_backward(logits_TE, ids_TK, both, (terms, counts_SE), choice, ranks)
+
+
+def _flat(choice: Choice) -> tuple[int, list[int], float]:
+    limit = [choice.groups, choice.open_groups, int(choice.best_two)]
+    return choice.top_k, [int(choice.sigmoid), *limit, int(choice.normalize)], choice.scale
+
+
+def _rule(top_k: int, rule: Sequence[int], scale: float) -> Choice:
+    sigmoid, groups, open_groups, best_two, normalize = rule
+    return Choice(
+        top_k=top_k,
+        sigmoid=bool(sigmoid),
+        groups=groups,
+        open_groups=open_groups,
+        best_two=bool(best_two),
+        normalize=bool(normalize),
+        scale=scale,
+    )
+
+
+def _choose(logits_TE, bias_E, sequences, *how):
+    """The operator: ids, weights, terms, counts_SE and the three losses, empty where they are not wanted."""
+    *rule, flags, groups, sizes = how
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    logits_TE, sequences = logits_TE.contiguous(), sequences if logits_TE.shape[0] else 0
+    of = Batch(sequences=sequences, ranks=ranks, losses=flags)
+    ids_TK, weights_TK, sums, losses = _run(logits_TE, bias_E, _rule(*rule), of, (groups, sizes))
+    if sums is None:
+        sums = logits_TE.new_empty(0), logits_TE.new_empty(0, 0)
+    left = iter(losses)
+    return ids_TK, weights_TK, *sums, *(next(left) if want else logits_TE.new_empty(0) for want in flags)
+
+
+def _fake_choose(logits_TE, bias_E, sequences, *how):
+    top_k, _, _, flags, _, _ = how
+    tokens, experts = logits_TE.shape
+    summed = any(flags)
+    return (
+        logits_TE.new_empty(tokens, top_k, dtype=torch.int64),
+        logits_TE.new_empty(tokens, top_k),
+        logits_TE.new_empty(2 * experts + 4 if summed else 0),
+        logits_TE.new_empty(sequences if summed else 0, experts if summed else 0),
+        *(logits_TE.new_empty(() if want else (0,)) for want in flags),
+    )
+
+
+def _choose_backward(logits_TE, ids_TK, *how):
+    *gradients, terms, counts_SE, top_k, rule, scale, ranks = how
+    choice, sums = _rule(top_k, rule, scale), (terms, counts_SE)
+    d_logits_TE = _gradient(logits_TE.contiguous(), ids_TK, gradients, sums, choice, ranks)
+    return torch.zeros_like(logits_TE) if d_logits_TE is None else d_logits_TE
+
+
+def _set_up(ctx, inputs, output):
+    logits_TE, _, _, *ctx.rule, ctx.flags, _, sizes = inputs
+    ctx.ranks = 1
+    for size in sizes:
+        ctx.ranks *= size
+    ids_TK, _, *sums = output[:4]
+    # Else autograd makes zeros for what nobody differentiates.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits_TE, ids_TK, *sums)
+
+
+def _differentiate(ctx, _ids, d_weights_TK, _terms, _counts, *d_losses):
+    logits_TE, ids_TK, *sums = ctx.saved_tensors
+    d_losses = [d if want else None for d, want in zip(d_losses, ctx.flags, strict=True)]
+    d_logits_TE = torch.ops.imbrex_gate_v1.choose_backward(
+        logits_TE, ids_TK, d_weights_TK, *d_losses, *sums, *ctx.rule, ctx.ranks
+    )
+    return d_logits_TE, *[None] * 8
+
+
+_library.impl("choose", _choose, "CompositeExplicitAutograd")
+_library.impl("choose_backward", _choose_backward, "CompositeExplicitAutograd")
+register_fake("imbrex_gate_v1::choose", _fake_choose, lib=_library)
+register_fake(
+    "imbrex_gate_v1::choose_backward", lambda logits_TE, *_: torch.empty_like(logits_TE), lib=_library
+)
+register_autograd("imbrex_gate_v1::choose", _differentiate, setup_context=_set_up, lib=_library)
