@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from imbrex.demo.corpus import load_corpus
 from imbrex.demo.training import Recipe, Shape
-from imbrex.reproduce import layers, patience, stage, stragglers
+from imbrex.reproduce import aristos_training, layers, patience, stage, stragglers
 from imbrex.reproduce.teams import train_all
 from imbrex.reproduce.training import Size
 
@@ -62,7 +63,7 @@ def test_trainings_take_turns_and_stop_together(monkeypatch: pytest.MonkeyPatch)
     }
     shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "expert_width": 8}
     course = patience.Course(steps=6, seeds=2, batch=4, length=16, every=2, held_out=1, shape=shape)
-    runs, _ = stage.on_ranks("patience", patience.settings(ways, course, limit_s=0.0), PAIR)
+    runs, _ = stage.on_ranks("patience", patience.settings(ways, course, limit_s=0.0, seeds=(0, 1)), PAIR)
     assert [(run["way"], run["seed"], run["steps"]) for run in runs] == [
         ("serial", 0, 2),
         ("endless", 0, 2),
@@ -74,6 +75,25 @@ def test_trainings_take_turns_and_stop_together(monkeypatch: pytest.MonkeyPatch)
         assert [point[2] for point in serial["curve"]] == [point[2] for point in endless["curve"]]
         assert endless["dropped"] == 0
     assert runs[0]["held_out_nats"] != runs[2]["held_out_nats"]
+
+
+def test_a_seed_that_is_kept_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def on_ranks(job: str, request: Any, network: Any, **_: Any) -> Any:
+        asked.append(request)
+        (seed,) = request["seeds"]
+        return [{"seed": seed, "way": way} for way in request["ways"]], stage.RanOn(network=network)
+
+    monkeypatch.setattr(aristos_training, "on_ranks", on_ranks)
+    course = patience.Course(seeds=2)
+    runs, _ = aristos_training.train_all(course, 1.0, str(tmp_path))
+    assert [run["seed"] for run in runs] == [0] * 5 + [1] * 2
+    next(tmp_path.glob("*-0.json")).unlink()
+    assert aristos_training.train_all(course, 1.0, str(tmp_path))[0] == runs
+    assert [request["seeds"] for request in asked] == [[0], [1], [0]]
+    aristos_training.train_all(patience.Course(seeds=1, factor=4.0), 1.0, str(tmp_path))
+    assert asked[-1]["course"]["factor"] == 4.0
 
 
 def test_ranks_that_fail_are_told() -> None:

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="all of it, not what takes minutes on a laptop")
     parser.add_argument("--rounds", type=int, default=0, metavar="N", help="of every timing")
     parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help="text to train on, or a trace")
+    parser.add_argument("--resume", action="store_true", help="keep finished parts in --out, and use those")
     parser.add_argument("--out", default="runs/reproduce", metavar="DIR", help="where the files go")
     parser.add_argument("--results", default=None, metavar="FILE", help="put the rows in this file instead")
 
@@ -33,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     _make(folder)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     try:
-        finding = find(args.name, Asked(full=args.full, rounds=args.rounds, data=tuple(args.data)))
+        settings = {"full": args.full, "rounds": args.rounds, "data": tuple(args.data)}
+        finding = find(args.name, Asked(**settings, parts=str(folder) if args.resume else None))
     except RuntimeError as error:
         print(f"imbrex: error: {error}", file=sys.stderr)
         return 1

@@ -12,11 +12,13 @@ class Asked:
     """The settings of a reproduction.
 
     full: as large as the claim, instead of a few minutes on a laptop. rounds: of every timing; 0 is the
-    reproduction's own choice. data: text files, where text is needed."""
+    reproduction's own choice. data: text files, where text is needed. parts: a folder for finished parts of
+    a reproduction that takes long and has such: those that are there are not made again."""
 
     full: bool = False
     rounds: int = 0
     data: tuple[str, ...] = ()
+    parts: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

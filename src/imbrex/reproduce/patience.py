@@ -1,8 +1,8 @@
 """Training while one rank is late now and then: loss, wall time and what is dropped, by patience.
 
 The demo's language model with one layer of experts on 4 gloo ranks. Every way of every seed is a training of
-its own; they take turns step by step, so that a busy minute of the machine is everybody's, and all that are
-broken off have made as many steps. Bytes, parameters and late steps depend on the seed alone.
+its own; those of a run take turns step by step, so that a busy minute of the machine is everybody's, and all
+that are broken off have made as many steps. Bytes, parameters and late steps depend on the seed alone.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Course:
 
 
 def settings(
-    ways: Mapping[str, Way], course: Course, *, limit_s: float, once: Sequence[str] = ()
+    ways: Mapping[str, Way], course: Course, *, limit_s: float, seeds: Sequence[int] = (0,)
 ) -> dict[str, Any]:
-    """The request of a run. once: the ways that are trained with the first seed alone."""
+    """The request of a run of some seeds."""
     what = {"ways": {name: asdict(way) for name, way in ways.items()}, "course": asdict(course)}
-    return what | {"limit_s": limit_s, "once": list(once)}
+    return what | {"limit_s": limit_s, "seeds": list(seeds)}
 
 
 def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -83,11 +83,10 @@ def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     median_s = largest(statistics.median(plain.seconds[WARM:]))
     trainings = [
         _Training(name, Way(**way), seed, course, corpus, median_s)
-        for seed in range(course.seeds)
+        for seed in asked["seeds"]
         for name, way in asked["ways"].items()
-        if seed == 0 or name not in asked["once"]
     ]
-    is_late = {seed: LateSteps(course.share, seed) for seed in range(course.seeds)}
+    is_late = {seed: LateSteps(course.share, seed) for seed in asked["seeds"]}
     for step in range(course.steps):
         late = {seed: of_seed(step) for seed, of_seed in is_late.items()}
         turn = step % len(trainings)
