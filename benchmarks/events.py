@@ -63,26 +63,36 @@ def sleep_late(rank: int) -> None:
     torch.cuda._sleep(2_000_000 + LATE_CYCLES * rank)
 
 
-def main() -> None:
-    inputs, streams = make_inputs(CASE, "cuda"), [torch.cuda.Stream() for _ in CASE.tokens]
-    each = [(inputs.x_WTD[r], inputs.ids_WTK[r], inputs.weights_WTK[r]) for r in range(CASE.ranks)]
-    slot_of_E, offsets = tables_of(CASE.placement)
-    tables = slot_of_E.cuda(), offsets.cuda()
+class Bench:
+    """One batch of every rank, and the ways that move it."""
 
-    def events(tau_s: float, epsilon: int) -> Callable[[int], None]:
+    def __init__(self) -> None:
+        inputs = make_inputs(CASE, "cuda")
+        self.each = [(inputs.x_WTD[r], inputs.ids_WTK[r], inputs.weights_WTK[r]) for r in range(CASE.ranks)]
+        slot_of_E, offsets = tables_of(CASE.placement)
+        self.tables = slot_of_E.cuda(), offsets.cuda()
+        self.values_R = torch.zeros(CASE.ranks * max(CASE.tokens) * CASE.choices, device="cuda")
+
+    def events(self, tau_s: float, epsilon: int, *, backward: bool = False) -> Callable[[int], None]:
         kernels = make_kernels(CASE, "cuda", [jit.load] * CASE.ranks, timeout=10.0, blocks=SMS)
-        patience = [Patience(tau_s, epsilon, 1, torch.device("cuda")) for _ in each]
+        patience = [Patience(tau_s, epsilon, 1, torch.device("cuda")) for _ in self.each]
 
         def call(rank: int) -> None:
-            begun = kernels[rank].send(*each[rank], tables, patience[rank])
-            rows_RD = kernels[rank].take(begun)
-            kernels[rank].reply(begun, rows_RD, weighted=True)
-            kernels[rank].sum(begun, rows_RD, weighted=True)
-            kernels[rank].check()
+            mine = kernels[rank]
+            begun = mine.send(*self.each[rank], self.tables, patience[rank])
+            rows_RD = mine.take(begun)
+            mine.reply(begun, rows_RD, weighted=True)
+            y_TD = mine.sum(begun, rows_RD, weighted=True)
+            if backward:
+                back = mine.send_back(begun, y_TD)
+                d_rows_RD = mine.take_back(back)
+                mine.reply(back, d_rows_RD, values_R=self.values_R)
+                mine.sum_back(back, d_rows_RD, self.values_R)
+            mine.check()
 
         return call
 
-    def serial() -> Callable[[int], None]:
+    def serial(self, *, backward: bool = False) -> Callable[[int], None]:
         shape, heaps = make_exchange(CASE, "cuda").shape, list[VirtualHeap]()
 
         def heap_of(rank: int, nbytes: int) -> RankHeap:
@@ -93,16 +103,29 @@ def main() -> None:
         exchanges = [NvlinkExchange(partial(heap_of, r), CASE.placement, shape) for r in range(CASE.ranks)]
 
         def call(rank: int) -> None:
-            rows_1RD, routed = exchanges[rank].dispatch_expert(*each[rank], SMS)
-            exchanges[rank].combine(rows_1RD, routed, num_sms=SMS)
+            mine = exchanges[rank]
+            rows_1RD, routed = mine.dispatch_expert(*self.each[rank], SMS)
+            y_TD = mine.combine(rows_1RD, routed, num_sms=SMS)
+            if backward:
+                d_rows_1RD = mine.pull(y_TD, routed, num_sms=SMS)
+                numbers = self.values_R, torch.empty_like(self.each[rank][2])
+                mine.combine(d_rows_1RD, routed, num_sms=SMS, weighted=False, values=numbers)
 
         return call
 
-    print(f"serial's kernels {median_ms(streams, serial(), sleep):8.3f} ms")
-    print(f"events           {median_ms(streams, events(0.0, 0), sleep):8.3f} ms")
-    print(f"patient, no wait {median_ms(streams, events(TAU_S, 1), sleep):8.3f} ms")
-    print(f"events, 1 late   {median_ms(streams, events(0.0, 0), sleep_late):8.3f} ms")
-    print(f"patient, 1 late  {median_ms(streams, events(TAU_S, 1), sleep_late):8.3f} ms")
+
+def main() -> None:
+    bench, streams = Bench(), [torch.cuda.Stream() for _ in CASE.tokens]
+    for name, way, before in (
+        ("events", partial(bench.events, 0.0, 0), sleep),
+        ("patient, no wait", partial(bench.events, TAU_S, 1), sleep),
+        ("events, 1 late", partial(bench.events, 0.0, 0), sleep_late),
+        ("patient, 1 late", partial(bench.events, TAU_S, 1), sleep_late),
+        ("events, both ways", partial(bench.events, 0.0, 0, backward=True), sleep),
+        ("serial's kernels", bench.serial, sleep),
+        ("serial's, both ways", partial(bench.serial, backward=True), sleep),
+    ):
+        print(f"{name:20} {median_ms(streams, way(), before):8.3f} ms", flush=True)
 
 
 if __name__ == "__main__":

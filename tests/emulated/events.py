@@ -1,43 +1,71 @@
 """Calls by events among virtual ranks out of step: each a stream of launches, in one emulated machine.
 
 The experts of slot s multiply by s + 1, between two launches of a rank. Outputs, masks and what both sides of
-a claim believe are compared with sums in the same order.
+a claim believe are compared with sums in the same order; so are, of backwards, whose experts multiply too,
+the gradients of tokens, and the numbers that go home for every row.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
-from imbrex.kernels.events.events import EventsCall, EventsKernels, Patience, Room, Words
+from imbrex.kernels.events.events import (
+    ENDLESS,
+    WHOLE,
+    EventsCall,
+    EventsKernels,
+    Memory,
+    Patience,
+    Room,
+    Words,
+)
 from imbrex.kernels.heap import VirtualHeap
+from imbrex.kernels.routing.routed import Routed
+from imbrex.overlap.events import seat
+from imbrex.overlap.events.seat import Stage
 from tests.emulated.out_of_step import OutOfStep, RankHeap, Recorder
 from tests.emulated.scenario import Case, Inputs, add_rows, make_inputs
 
-STEPS = 5
-_, _, EXPANDED, REPLIED, SUMMED = range(STEPS)
+STEPS, BACK_STEPS = 5, 4
+EXPANDED, SUMMED = 2, 4
+BACK_EXPANDED = 1
+
+
+@dataclass
+class Back:
+    """A rank's backward: its rows and numbers, and the gradients of its tokens and weights."""
+
+    call: EventsCall
+    rows_RD: Tensor
+    values_R: Tensor
+    d_x_TD: Tensor
+    d_weights_TK: Tensor
 
 
 @dataclass
 class Outcome:
-    """What the ranks of one call came to. served_WW: host, then home."""
+    """What the ranks of one call came to."""
 
     calls: list[EventsCall]
     inputs: Inputs
     results: list[Tensor] = field(default_factory=list)
-    served_WW: Tensor = field(default_factory=lambda: torch.empty(0))
     behind_W: list[int] = field(default_factory=list)
+    backs: list[Back] = field(default_factory=list)
 
 
 class EventsOutOfStep(OutOfStep):
-    """Some calls of every rank, each written down and then run by `run_calls`."""
+    """Some calls of every rank, each written down and then run by `run_calls`; with `backward`, behind them
+    their backwards, the last call's first."""
 
     def __init__(self, case: Case, epsilon: int, tau_s: float, *, blocks: int = 2, every: int = 1) -> None:
         self.case, ranks = case, case.ranks
@@ -50,20 +78,23 @@ class EventsOutOfStep(OutOfStep):
         self.patience = [Patience(tau_s, epsilon, every, cpu) for _ in range(ranks)]
         self.tables = tables_of(case.placement)
         self.rows: dict[tuple[int, int], Tensor] = {}
+        self.learnt: set[tuple[Stage, bool]] = set()
 
     def words(self, rank: int) -> Any:
         return Words.from_buffer_copy(bytes(words_of(self.exchanges[rank]).numpy()))
 
-    def run_calls(self, count: int, seed: int) -> list[Outcome]:
+    def run_calls(self, count: int, seed: int, *, backward: bool = False) -> list[Outcome]:
         """So many calls of every rank under an adversary."""
         outcomes = []
         for number in range(count):
             inputs = make_inputs(replace(self.case, seed=number))
             outcome = Outcome([], inputs, behind_W=[0] * self.case.ranks)
-            outcome.served_WW = torch.zeros(self.case.ranks, self.case.ranks, dtype=torch.bool)
             for rank, tokens in enumerate(self.case.tokens):
                 self._write_down(rank, tokens, number, outcome)
             outcomes.append(outcome)
+        for outcome in reversed(outcomes if backward else []):
+            for rank in range(self.case.ranks):
+                self._write_down_backward(rank, outcome)
         self.run(seed, partial(self._told, outcomes))
         return outcomes
 
@@ -75,36 +106,94 @@ class EventsOutOfStep(OutOfStep):
         outcome.results.append(kernels.sum(call, rows_RD, weighted=True))
         outcome.calls.append(call)
 
+    def _write_down_backward(self, rank: int, outcome: Outcome) -> None:
+        kernels, call = self.exchanges[rank], outcome.calls[rank]
+        back = kernels.send_back(call, doubled(call.x_TD))
+        rows_RD = kernels.take_back(back)
+        values_R = torch.zeros(len(rows_RD))
+        kernels.reply(back, rows_RD, values_R=values_R)
+        sums = kernels.sum_back(back, rows_RD, values_R)
+        outcome.backs.append(Back(back, rows_RD, values_R, *sums))
+
     def _told(self, outcomes: list[Outcome], rank: int, launch: int, ended: bool) -> None:
         number, step = divmod(launch, STEPS)
+        if number >= len(outcomes):
+            number, step = divmod(launch - STEPS * len(outcomes), BACK_STEPS)
+            if step == BACK_EXPANDED:
+                self._go_back(rank, outcomes[-1 - number], ended)
+            return
         outcome = outcomes[number]
         if ended and step == EXPANDED:
-            self._compute(rank, number, outcome)
-        if ended and step == REPLIED:
-            outcome.served_WW[rank] = bits_of(self.words(rank).served, self.case.ranks)
+            self._check_learnt(rank)
+            call = outcome.calls[rank]
+            x_WTD = [one.x_TD for one in outcome.calls]
+            rows_RD = self.rows[rank, number]
+            for at, slot in self._rows(rank, outcome, call.outcome_3W[1], rows_RD, x_WTD):
+                rows_RD[at] = (rows_RD[at].float() * (slot + 1)).bfloat16()
         if ended and step == SUMMED:
             outcome.behind_W[rank] = self.words(rank).behind
 
-    def _compute(self, rank: int, number: int, outcome: Outcome) -> None:
-        """The experts of a rank; its rows are those of the packets that came, in the order of `serial`."""
-        rows_RD, call = self.rows[rank, number], outcome.calls[rank]
+    def _check_learnt(self, rank: int) -> None:
+        """Limits are what a patience on the host learns of the same waits."""
+        patience = self.patience[rank]
+        if not patience.share:
+            return
+        memory: Any = Memory.from_buffer_copy(bytes(patience.memory.numpy()))
+        factor = f"{patience.factor:g} " if patience.factor else ""
+        for which, stage in enumerate(Stage):
+            on_host = seat.Patience(f"{factor}p{100 * patience.share / WHOLE:g}")
+            waits = memory.waits[which][: min(memory.seen[which], seat.MEMORY)]
+            on_host.waits[stage].extend(math.inf if wait == 0xFFFFFFFF else 64e-9 * wait for wait in waits)
+            expected_s, limit = on_host.seconds(0, stage), memory.limit[which]
+            limit_s = math.inf if limit in (0, ENDLESS) else 1e-9 * limit
+            assert limit_s == pytest.approx(expected_s, rel=1e-5, abs=2e-9)
+            self.learnt.add((stage, math.isfinite(limit_s)))
+
+    def _go_back(self, rank: int, outcome: Outcome, ended: bool) -> None:
+        """Before rows come: those that were computed in vain have no place. Then the experts' backward."""
+        call, back = outcome.calls[rank], outcome.backs[rank]
+        if not ended:
+            left, before_R = call.routed.without(call.outcome_3W[2].bool(), len(back.rows_RD))
+            self._check_left(call, left, before_R)
+            before_TC, after_TC = call.routed.words_TC, left.words_TC
+            assert before_TC is not None
+            assert after_TC is not None
+            before_TC.copy_(after_TC)
+            return
+        d_y_WTD = [one.call.x_TD for one in outcome.backs]
+        for at, slot in self._rows(rank, outcome, call.outcome_3W[2], back.rows_RD, d_y_WTD):
+            back.values_R[at] = value_of(back.rows_RD[at], slot)
+            back.rows_RD[at] = (back.rows_RD[at].float() * (slot + 1)).bfloat16()
+
+    def _check_left(self, call: EventsCall, left: Routed, before_R: Tensor) -> None:
+        """Every row is what it was, at its new place."""
+        rows = int(left.totals_L4[0, 0])
+        assert int(left.counts_Le.sum()) == rows == int((left.position_LWTK >= 0).sum())
+        stays = left.position_LWTK >= 0
+        places = left.position_LWTK[stays].long()
+        assert torch.equal(before_R[places], call.routed.position_LWTK[stays].long())
+        assert torch.equal(places.sort().values, torch.arange(rows))
+
+    def _rows(
+        self, rank: int, outcome: Outcome, sources: Tensor, rows_RD: Tensor, tokens_WTD: list[Tensor]
+    ) -> Iterator[tuple[int, int]]:
+        """The rows of a rank and their slots: those of its own tokens and of the sources', in the order of
+        `serial`. Compares them."""
+        routed, at = outcome.calls[rank].routed, 0
         low, high = self.case.slots_of(rank)
-        expected, at = [], 0
         for slot in range(low, high):
-            before = len(expected)
+            before = at
             for source in range(self.case.ranks):
-                if source != rank and not call.outcome_2W[1, source]:
+                if source != rank and not sources[source]:
                     continue
-                ids_TK = outcome.calls[source].ids_TK
-                tokens, ks = (self.slots(ids_TK) == slot).nonzero(as_tuple=True)
-                for t, k in zip(tokens.tolist(), ks.tolist(), strict=True):
-                    assert int(call.routed.position_LWTK[0, source, t, k]) == len(expected)
-                    expected.append(outcome.calls[source].x_TD[t])
-            assert int(call.routed.counts_Le[0, slot - low]) == len(expected) - before
-            at = len(expected)
-            assert all(torch.equal(rows_RD[i], expected[i]) for i in range(before, at))
-            rows_RD[before:at] = (rows_RD[before:at].float() * (slot + 1)).bfloat16()
-        assert int((call.routed.position_LWTK >= 0).sum()) == at == int(call.routed.totals_L4[0, 0])
+                slot_TK = self.slots(outcome.calls[source].ids_TK)
+                for t, k in (slot_TK == slot).nonzero().tolist():
+                    assert int(routed.position_LWTK[0, source, t, k]) == at
+                    assert torch.equal(rows_RD[at], tokens_WTD[source][t])
+                    yield at, slot
+                    at += 1
+            assert int(routed.counts_Le[0, slot - low]) == at - before
+        assert int((routed.position_LWTK >= 0).sum()) == at == int(routed.totals_L4[0, 0])
 
     def slots(self, ids_TK: Tensor) -> Tensor:
         return slots_of(ids_TK, self.tables[0])
@@ -146,6 +235,16 @@ def inputs_of(inputs: Inputs, rank: int, tokens: int) -> tuple[Tensor, Tensor, T
     return x_TD[:tokens].clone(), ids_TK[:tokens].clone(), weights_TK[:tokens].clone()
 
 
+def doubled(x_TD: Tensor) -> Tensor:
+    """Some gradient of outputs, of the tokens."""
+    return (2 * x_TD.float() + 1).bfloat16()
+
+
+def value_of(row_D: Tensor, slot: int | Tensor) -> Tensor:
+    """The number of a row that goes home."""
+    return row_D[..., 0].float() * 0.5 + slot
+
+
 def bits_of(word: int, ranks: int) -> Tensor:
     return torch.tensor([word >> p & 1 for p in range(ranks)]).bool()
 
@@ -163,29 +262,43 @@ def check_outcome(case: Case, outcome: Outcome, epsilon: int) -> int:
     """Outputs and masks of a call, to the bit; how many choices were dropped."""
     dropped, (slot_of_E, _) = 0, tables_of(case.placement)
     for home in range(case.ranks):
-        call, tokens = outcome.calls[home], case.tokens[home]
+        call = outcome.calls[home]
         assert int(bits_of(outcome.behind_W[home], case.ranks).sum()) <= epsilon
-        counts = call.outcome_2W[0].bool().tolist()
+        counts = call.outcome_3W[0].bool().tolist()
         for host in range(case.ranks):
             if host != home and case.tensor == 1:
                 # Both sides of a claim know the same.
-                assert counts[host] == bool(outcome.served_WW[host, home]), (home, host)
+                assert counts[host] == bool(outcome.calls[host].outcome_3W[2, home]), (home, host)
         slot_TK = slots_of(call.ids_TK, slot_of_E)
         owner_TK = torch.bucketize(slot_TK, torch.tensor(case.placement.rank_offsets), right=True) - 1
         counted = torch.tensor([counts[o * case.tensor] for o in range(case.placement.num_ranks)])
         kept_TK = (slot_TK < 0) | counted[owner_TK.clamp(min=0)]
         assert torch.equal(call.kept_TK, kept_TK)
         dropped += int((~kept_TK).sum())
-        total_TD = torch.zeros(tokens, case.width)
-        for host in range(case.ranks):
-            low, high = case.slots_of(host)
-            here_TK = (slot_TK >= low) & (slot_TK < high) & kept_TK
-            sums_TD = total_TD if host == home else torch.zeros_like(total_TD)
-            for k in range(case.choices):
-                mine = here_TK[:, k]
-                rows = (call.x_TD[mine].float() * (slot_TK[mine, k, None] + 1)).bfloat16()
-                sums_TD[mine] = add_rows(sums_TD[mine], call.weights_TK[mine, k], rows)
-            if host != home:
-                total_TD += sums_TD.bfloat16().float()
-        assert torch.equal(outcome.results[home], total_TD.bfloat16())
+        y_TD = summed(case, home, call, slot_TK, call.x_TD, call.weights_TK)
+        assert torch.equal(outcome.results[home], y_TD)
+        for back in outcome.backs[home : home + 1]:
+            d_y_TD = back.call.x_TD
+            values_TK = value_of(d_y_TD[:, None], slot_TK) * kept_TK * (slot_TK >= 0)
+            assert torch.equal(back.d_weights_TK, values_TK * case.tensor)
+            d_x_TD = summed(case, home, call, slot_TK, d_y_TD, torch.ones_like(call.weights_TK))
+            assert torch.equal(back.d_x_TD, d_x_TD)
     return dropped
+
+
+def summed(
+    case: Case, home: int, call: EventsCall, slot_TK: Tensor, x_TD: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """The sums of a home's kept choices, in the kernels' order."""
+    total_TD = torch.zeros(len(x_TD), case.width)
+    for host in range(case.ranks):
+        low, high = case.slots_of(host)
+        here_TK = (slot_TK >= low) & (slot_TK < high) & call.kept_TK
+        sums_TD = total_TD if host == home else torch.zeros_like(total_TD)
+        for k in range(case.choices):
+            mine = here_TK[:, k]
+            rows = (x_TD[mine].float() * (slot_TK[mine, k, None] + 1)).bfloat16()
+            sums_TD[mine] = add_rows(sums_TD[mine], weights_TK[mine, k], rows)
+        if host != home:
+            total_TD += sums_TD.bfloat16().float()
+    return total_TD.bfloat16()

@@ -101,6 +101,22 @@ EVENTS = [
         ("unit/test_events_kernels.py::test_whoever_is_late_is_done_without",),
     ),
     Fault(
+        "events-backward-of-all-that-came",
+        "kernels/events/events.cu",
+        "a host's backward waits for homes that do without its reply",
+        "const u32 peers = peers_of(call, e, kServed);",
+        "const u32 peers = peers_of(call, e, kCame);",
+        ("unit/test_events_kernels.py::test_backwards_are_of_what_counted",),
+    ),
+    Fault(
+        "events-gradients-of-rows-in-vain",
+        "overlap/events/device.py",
+        "the gradients of weights are not those of the mask where rows were computed in vain",
+        "return bool((came_W > served_W).any())",
+        "return False",
+        ("ranks/test_events_nvlink.py::test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit",),
+    ),
+    Fault(
         "silence-sixty-times-as-long",
         "overlap/events/seat.py",
         "a peer on whom all give up in every call is lost after minutes",

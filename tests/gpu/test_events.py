@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 import torch
 
 from imbrex.kernels import jit
-from imbrex.kernels.events.events import Patience, Words
+from imbrex.kernels.events.events import EventsCall, EventsKernels, Patience, Words
 from imbrex.kernels.exchange.failures import ExchangeError
+from imbrex.kernels.routing.routed import empty_routed
 from imbrex.placement.layouts import contiguous
 from tests.emulated.events import (
+    Back,
     Outcome,
-    bits_of,
     check_outcome,
+    doubled,
     inputs_of,
     make_kernels,
     tables_of,
+    value_of,
     words_of,
 )
 from tests.emulated.scenario import Case, make_inputs
@@ -36,10 +40,15 @@ LATE_CYCLES = 40_000_000
 TAU_S = 2e-3
 
 
+def slots_of_rows(rows_RD: torch.Tensor, counts_e: torch.Tensor, low: int) -> torch.Tensor:
+    """The slot of every row."""
+    row_R = torch.arange(len(rows_RD), device="cuda")
+    return low + torch.bucketize(row_R, counts_e.cumsum(0), right=True)
+
+
 def computed(rows_RD: torch.Tensor, counts_e: torch.Tensor, low: int) -> torch.Tensor:
     """The rows times one more than their slots."""
-    row_R = torch.arange(len(rows_RD), device="cuda")
-    slot_R = low + torch.bucketize(row_R, counts_e.cumsum(0), right=True)
+    slot_R = slots_of_rows(rows_RD, counts_e, low)
     return (rows_RD.float() * (slot_R[:, None] + 1)).bfloat16()
 
 
@@ -67,8 +76,21 @@ class Ranks:
                 rows = [torch.zeros(room.rows, self.case.width, device="cuda").bfloat16() for _ in range(3)]
                 rows += [computed(rows[0], counts_e, low), torch.empty_like(rows[0])]
                 words_of(self.kernels[rank]).clone()
+                self._warm_up_backward(self.kernels[rank], rows[0], counts_e, low)
             torch.cuda.synchronize()
             del rows
+
+    def _warm_up_backward(
+        self, kernels: EventsKernels, rows_RD: torch.Tensor, counts_e: torch.Tensor, low: int
+    ) -> None:
+        """What torch does in a backward."""
+        routed = empty_routed(kernels.sizes, kernels.room.tokens, kernels.device)
+        assert routed.words_TC is not None
+        routed.words_TC.zero_()
+        served_W = torch.ones(self.case.ranks, dtype=torch.int32, device="cuda").bool()
+        routed.without(served_W, kernels.room.rows)
+        value_of(rows_RD, slots_of_rows(rows_RD, counts_e, low))
+        doubled(rows_RD[: kernels.room.tokens])
 
     def call(self, inputs: Any, late: str = "", late_rank: int = -1) -> list[Any]:
         """One call of every rank: put on its stream, and not waited for."""
@@ -85,27 +107,48 @@ class Ranks:
                 if late == "experts" and rank == late_rank:
                     torch.cuda._sleep(LATE_CYCLES)
                 kernels.reply(call, rows_RD, weighted=True)
-                served = words_of(kernels).clone()
                 y_TD = kernels.sum(call, rows_RD, weighted=True)
-                results.append((call, y_TD, served, words_of(kernels).clone()))
+                results.append((call, y_TD, words_of(kernels).clone()))
         return results
 
-    def outcome(self, inputs: Any, results: list[Any]) -> Outcome:
+    def backward(self, results: list[Any], late_rank: int = -1) -> list[Back]:
+        """The backward of a call, in which what was computed in vain is left out."""
+        backs = []
+        for rank, (call, *_) in enumerate(results):
+            low, high = self.case.slots_of(rank)
+            kernels = self.kernels[rank]
+            with torch.cuda.stream(self.streams[rank]):
+                if rank == late_rank:
+                    torch.cuda._sleep(LATE_CYCLES)
+                back = kernels.send_back(call, doubled(call.x_TD))
+                back.routed, _ = call.routed.without(call.outcome_3W[2].bool(), kernels.room.rows)
+                d_y_RD = kernels.take_back(back)
+                counts_e = back.routed.counts_Le[0, : high - low]
+                values_R = value_of(d_y_RD, slots_of_rows(d_y_RD, counts_e, low))
+                rows_RD = computed(d_y_RD, counts_e, low)
+                kernels.reply(back, rows_RD, values_R=values_R)
+                sums = kernels.sum_back(back, rows_RD, values_R)
+                backs.append(Back(back, torch.empty(0), torch.empty(0), *sums))
+        return backs
+
+    def outcome(self, inputs: Any, results: list[Any], backs: Sequence[Back] = ()) -> Outcome:
         torch.cuda.synchronize()
         for kernels in self.kernels:
             kernels.check(synchronize=True)
-        found = Outcome([], inputs)
-        served_W = []
-        for call, y_TD, served, last in results:
-            on_host = {"x_TD": call.x_TD.cpu(), "ids_TK": call.ids_TK.cpu(), "kept_TK": call.kept_TK.cpu()}
-            on_host |= {"weights_TK": call.weights_TK.cpu(), "outcome_2W": call.outcome_2W.cpu()}
-            found.calls.append(replace(call, **on_host))
-            found.results.append(y_TD.cpu())
-            word = Words.from_buffer_copy(bytes(served.cpu().numpy())).served
-            served_W.append(bits_of(word, self.case.ranks))
-            found.behind_W.append(Words.from_buffer_copy(bytes(last.cpu().numpy())).behind)
-        found.served_WW = torch.stack(served_W)
-        return found
+        seen = Outcome([], inputs)
+        for call, y_TD, last in results:
+            seen.calls.append(on_host(call))
+            seen.results.append(y_TD.cpu())
+            seen.behind_W.append(Words.from_buffer_copy(bytes(last.cpu().numpy())).behind)
+        for back in backs:
+            sums = {"d_x_TD": back.d_x_TD.cpu(), "d_weights_TK": back.d_weights_TK.cpu()}
+            seen.backs.append(replace(back, call=on_host(back.call), **sums))
+        return seen
+
+
+def on_host(call: EventsCall) -> EventsCall:
+    names = "x_TD", "ids_TK", "kept_TK", "weights_TK", "outcome_3W"
+    return replace(call, **{name: getattr(call, name).cpu() for name in names})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -132,6 +175,31 @@ def test_a_late_rank_is_done_without(name: str, late: str) -> None:
     for one, result in zip(inputs, results, strict=True):
         dropped += check_outcome(case, ranks.outcome(one, result), 1)
     assert dropped > 0
+
+
+@pytest.mark.parametrize("late", ["", "before", "experts"])
+@pytest.mark.parametrize("name", ["four ranks, ragged", "two ranks"])
+def test_backwards_are_of_what_counted(name: str, late: str) -> None:
+    """Forwards with a late rank, then their backwards with another one."""
+    case = CASES[name]
+    ranks = Ranks(case, TAU_S, 1)
+    inputs = [make_inputs(replace(case, seed=seed), "cuda") for seed in range(3)]
+    warm = ranks.call(inputs[0])
+    assert check_outcome(case, ranks.outcome(inputs[0], warm, ranks.backward(warm)), 1) == 0
+    results = [ranks.call(one, late, case.ranks - 1) for one in inputs]
+    backs = [ranks.backward(result, late_rank=0) for result in reversed(results)][::-1]
+    dropped = 0
+    for one, *call in zip(inputs, results, backs, strict=True):
+        dropped += check_outcome(case, ranks.outcome(one, *call), 1)
+    assert (dropped > 0) == bool(late)
+
+
+def test_backwards_of_experts_that_ranks_share() -> None:
+    case = CASES["shared experts"]
+    ranks = Ranks(case, 0.0, 0)
+    inputs = make_inputs(case, "cuda")
+    result = ranks.call(inputs)
+    assert check_outcome(case, ranks.outcome(inputs, result, ranks.backward(result)), 0) == 0
 
 
 def test_a_captured_call_counts_on() -> None:

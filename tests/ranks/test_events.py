@@ -12,6 +12,7 @@ import torch.distributed as dist
 import imbrex
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind
+from imbrex.overlap.events.seat import FEWEST
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import SMALL, largest_error
@@ -122,6 +123,31 @@ def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
             assert step["same"], (rank, step)
         # The first call meets the others, which is a barrier.
         assert sum(step["dropped"] for step in steps[1:]) > 0 or (where == "experts" and rank == LATE)
+
+
+def run_usual(ranks: Ranks, tau: str) -> tuple[int, float]:
+    """Choices dropped, and seconds taken, by a forward in which rank 3 is late, behind some in which it is
+    not."""
+    options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(tau, 1)}
+    layer: Any = make_layer(Case(config=SMALL, options=options), ranks.group)
+    x_TD = tokens_of(Case(config=SMALL, tokens=(8,)), ranks.rank)
+    layer.experts = Sleepy(layer.experts, 0.0)
+    for _ in range(FEWEST + 5):
+        layer.experts.sleep_s = 0.02
+        one_step(layer, x_TD, None, False)
+    dist.barrier(ranks.group)
+    layer.experts.sleep_s = 6 * LATE_S if ranks.rank == LATE else 0.02
+    began = time.monotonic()
+    kept = one_step(layer, x_TD, None, False)["kept"]
+    took_s = time.monotonic() - began
+    dist.barrier(ranks.group)
+    return int((~kept).sum()), took_s
+
+
+def test_who_takes_longer_than_usual_calls_is_done_without(pool: Pool) -> None:
+    for dropped, took_s in pool.run(4, run_usual, "4 p50")[:LATE]:
+        assert dropped > 0
+        assert took_s < 5 * LATE_S
 
 
 def _wrong(ranks: Ranks, what: str) -> list[str]:

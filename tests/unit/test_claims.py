@@ -6,6 +6,7 @@ import pytest
 
 from imbrex.reproduce.claims import Claims
 from imbrex.reproduce.interleavings import explore, wander
+from imbrex.reproduce.liveness import claimed
 
 
 @pytest.mark.parametrize(
@@ -20,12 +21,20 @@ def test_every_interleaving(world: int, calls: int, epsilon: int, mortal: int) -
     assert explored.ends > 0
 
 
+@pytest.mark.parametrize(("calls", "epsilon", "mortal"), [(2, 0, 0), (2, 1, 0), (1, 1, 1)])
+def test_every_interleaving_with_backwards(calls: int, epsilon: int, mortal: int) -> None:
+    case = claimed(Claims(2, calls, epsilon, mortal, backward=True))
+    assert (case.fault, case.faulty) == ("", 0)
+    assert case.states > 500
+
+
 @pytest.mark.untraced
 @pytest.mark.parametrize(("epsilon", "mortal"), [(1, 0), (2, 0), (1, 1)])
 def test_random_interleavings_of_three(epsilon: int, mortal: int) -> None:
-    wandered = wander(Claims(3, 4, epsilon, mortal), 300)
-    assert wandered.fault is None
-    assert wandered.states > 10_000
+    for claims in (Claims(3, 4, epsilon, mortal), Claims(3, 2, epsilon, mortal, backward=True)):
+        wandered = wander(claims, 300)
+        assert wandered.fault is None
+        assert wandered.states > 10_000
 
 
 @pytest.mark.parametrize(
@@ -33,10 +42,12 @@ def test_random_interleavings_of_three(epsilon: int, mortal: int) -> None:
     [
         (Claims(2, 3, 1, no_credit=True), "not of its call"),
         (Claims(2, 3, 1, no_claim=True), "which the host does not"),
+        (Claims(2, 1, 1, backward=True, hasty=True), "that counts"),
     ],
 )
 def test_faults_that_are_put_in_are_found(claims: Claims, fault: str) -> None:
-    """Packets that are written without asking who has read the last; replies that count without a claim."""
+    """Packets that are written without asking who has read the last; replies that count without a claim;
+    backwards that do without a rank."""
     explored = explore(claims)
     assert explored.fault is not None
     assert explored.fault.endswith(fault)

@@ -11,7 +11,7 @@ import pytest
 
 from imbrex.overlap import Events
 from imbrex.overlap.events.ledger import Kind
-from imbrex.overlap.events.seat import Patience, Seat
+from imbrex.overlap.events.seat import Patience, Seat, Stage
 from imbrex.runtime.waits import RankLostError
 from imbrex.transport.messages import Envelope
 
@@ -30,9 +30,28 @@ def test_a_learnt_tau_gives_up_no_more_than_its_share() -> None:
             patience.give_up(step)
         else:
             patience.remember(late_s)
-        assert sum(map(math.isinf, patience.waits)) <= 0.1 * len(patience.waits)
+        waits = patience.waits[Stage.REPLIES]
+        assert sum(map(math.isinf, waits)) <= 0.1 * len(waits)
     # A quarter of the waits is long; a tenth of all, the longest, may be given up.
     assert 10 <= given_up <= 44
+
+
+def test_patience_by_the_whole_call_is_learnt_of_usual_ones() -> None:
+    """Late calls do not move the median, and each stage has its own."""
+    patience = Patience("1.5 p50")
+    assert patience.from_begin
+    for step in range(100):
+        patience.remember(5.0 if step % 10 == 0 else 0.02)
+        patience.remember(0.01, Stage.PACKETS)
+    assert patience.seconds(101) == pytest.approx(0.03)
+    assert patience.seconds(101, Stage.PACKETS) == pytest.approx(0.015)
+    assert not Patience("p95").from_begin
+
+
+@pytest.mark.parametrize("tau", ["p0", "0.5 p50", "p", "1.5", "1.5p50", "fast"])
+def test_what_asks_for_nothing_that_is_learnt_is_refused(tau: str) -> None:
+    with pytest.raises(ValueError, match=r"give seconds, a quantile of the last waits as p95"):
+        Events(tau, 1)
 
 
 def test_a_fixed_tau_forgets_nothing_that_matters() -> None:
@@ -52,7 +71,7 @@ def test_one_call_of_so_many_is_given_up_by_all_ranks_alike() -> None:
     assert [patience.seconds(57) for patience in ranks] == [0.5] * 2
 
 
-@pytest.mark.parametrize("schedule", [Events(0.05, 1), Events("p95", 2, 19), Events()])
+@pytest.mark.parametrize("schedule", [Events(0.05, 1), Events("p95", 2, 19), Events("1.5 p50", 1), Events()])
 def test_a_name_says_everything(schedule: Events) -> None:
     again = Events.of(schedule.name)
     assert again is not None

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("transport", "how rows move: auto, alltoall, allgather, hierarchical, ...", metavar="NAME")
     flag("codec", "how rows are written on the wire: identity, bf16, fp8, int8, ...", metavar="NAME")
     flag("schedule", "when the steps of a layer run: serial, events, optsche-2, ...", metavar="NAME")
-    flag("tau", "of events: seconds to wait for the last peers, or a quantile as p95", metavar="T")
+    flag("tau", "of events: seconds to wait for the last peers, or learnt, as p95 or '1.5 p50'", metavar="T")
     flag("epsilon", "of events: peers that a rank may do without", **number)
     flag("balance", "let experts move to where their tokens are, while it trains", action="store_true")
     flag("batch", "sequences in the global batch", **number)

@@ -48,13 +48,13 @@ from imbrex.kernels.exchange.launches import Choosing, Sums
 from imbrex.kernels.exchange.layout import Shape
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import LeftProduct
-from imbrex.kernels.ffn.glue import COUNTERS, Groups, weigh_rows
+from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.fused.down_home import cut_of, down_and_sums, pieces_of, why_not_sums
 from imbrex.kernels.fused.home import computed, home_beside_gradients, why_not_home
 from imbrex.kernels.fused.rows_out import bring_rows
 from imbrex.kernels.routing.routed import Sizes, Tables, placement_tables, write_tables
 from imbrex.kernels.rows.expand import expand_fp8, expand_fp8_rows
-from imbrex.kernels.rows.weights import spread
+from imbrex.kernels.rows.weights import spread, weigh
 from imbrex.runtime.deferred import Deferral
 from imbrex.transport.collective import Done
 from imbrex.transport.nvlink import Nvlink, Size
@@ -548,13 +548,7 @@ class NvlinkDispatcher(WiredDispatcher):
         if rows_RD is None:
             return d_y_RD, weights_R.new_empty(0)
         with self.observer.span("combine_backward", layer=self.layer):
-            if rows_RD.is_cuda:
-                num_rows_1 = self.read_state(state).totals_L4[0, :1]
-                d_rows_RD, d_weights_R = weigh_rows(d_y_RD, rows_RD.contiguous(), weights_R, num_rows_1)
-                assert d_weights_R is not None
-                return d_rows_RD, d_weights_R
-            d_weights_R = (rows_RD.float() * d_y_RD.float()).sum(1)
-            return (d_y_RD.float() * weights_R[:, None]).to(DTYPE), d_weights_R
+            return weigh(d_y_RD, rows_RD, weights_R, self.read_state(state))
 
     def _kernels(self, routed: Routed) -> NvlinkExchange:
         kernels = self.transport.exchange_of(self.size, routed.max_tokens)

@@ -1,8 +1,9 @@
 """Every interleaving of the claims by which ranks do without a late peer on GPUs (kernels/events/claims.cuh).
 
-Several calls in a row, because places for packets and replies are used again in each. A place holds the call
-whose rows it has, or that it is being written; who reads looks before and behind. When patience runs out is a
-choice, so a rank that is slow or stops for a while is one that others overtake.
+Several calls in a row, because places for packets and replies are used again in each: forwards and, where
+there are gradients, the backwards of these, the last first. A place holds the call whose rows it has, or that
+it is being written; who reads looks before and behind. When patience runs out is a choice, so a rank that is
+slow or stops for a while is one that others overtake.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ TORN = -1
 class Seat(NamedTuple):
     """The knowledge of a rank. peers: those it still has to do this step for. went: who was sent
     its packet, here: whose packet it has, counts: whose reply, behind: on whom it gave up; bits.
-    sent_calls: the last call whose packet every peer was sent."""
+    sent_calls: the last call whose packet every peer was sent. counted, served: of every forward, whose
+    replies count, and whose tokens count here."""
 
     phase: int
     call: int
@@ -28,6 +30,8 @@ class Seat(NamedTuple):
     counts: int
     behind: int
     sent_calls: tuple[int, ...]
+    counted: tuple[int, ...]
+    served: tuple[int, ...]
 
 
 class Heaps(NamedTuple):
@@ -54,21 +58,25 @@ class World(NamedTuple):
 
 @dataclass(frozen=True)
 class Claims:
-    """Some calls of some ranks, without gradients. epsilon: of all ranks. mortal: how many may die.
+    """Some forwards of some ranks; backward: and their backwards. epsilon: of all ranks. mortal: how many may
+    die.
 
-    no_credit, no_claim: faults to find: packets are written without asking who has read the last, and replies
-    count without a claim.
+    no_credit, no_claim, hasty: faults to find: packets are written without asking who has read the last,
+    replies count without a claim, and backwards give up as forwards do.
     """
 
     world: int
     calls: int
     epsilon: int
     mortal: int = 0
+    backward: bool = False
     no_credit: bool = False
     no_claim: bool = False
+    hasty: bool = False
 
     def first(self) -> World:
-        seat = Seat(TURN, 1, self._others(0), 0, 0, 0, 0, (0,) * self.world)
+        none = (0,) * self.calls
+        seat = Seat(TURN, 1, self._others(0), 0, 0, 0, 0, (0,) * self.world, none, none)
         seats = tuple(seat._replace(peers=self._others(rank)) for rank in range(self.world))
         square = (0,) * self.world**2
         return World(seats, Heaps(*[square] * 6), (square,) * self.calls)
@@ -78,6 +86,17 @@ class Claims:
 
     def _others(self, rank: int) -> int:
         return (1 << self.world) - 1 & ~(1 << rank)
+
+    def _forward_of(self, call: int) -> int | None:
+        """The forward that a call is the backward of; `None`: it is a forward."""
+        return None if call <= self.calls else 2 * self.calls - call
+
+    def _asked(self, rank: int, seat: Seat, stage: int) -> int:
+        """Ranks that a call is with, in its first two stages."""
+        forward = self._forward_of(seat.call)
+        if forward is None:
+            return self._others(rank)
+        return (seat.counted if stage == TURN else seat.served)[forward]
 
     def _at(self, receiver: int, sender: int) -> int:
         return receiver * self.world + sender
@@ -121,7 +140,8 @@ class Claims:
 
     def _wait(self, state: World, rank: int, seat: Seat) -> Iterator[World]:
         missing = self._missing(state, rank, seat)
-        if missing and (missing | seat.behind).bit_count() > self.epsilon:
+        epsilon = self.epsilon if self.hasty or self._forward_of(seat.call) is None else 0
+        if missing and (missing | seat.behind).bit_count() > epsilon:
             return
         come = seat.peers & ~missing
         if seat.phase == TURN:
@@ -136,7 +156,7 @@ class Claims:
         if seat.phase == WRITE:
             return self._with(state, rank, seat._replace(phase=SEND, peers=self._others(rank)))
         if seat.phase == SEND:
-            return self._with(state, rank, seat._replace(phase=TAKE, peers=self._others(rank)))
+            return self._with(state, rank, seat._replace(phase=TAKE, peers=self._asked(rank, seat, TAKE)))
         if seat.phase == CLOSE:
             # Those that moved on without a packet are no more here than those that were closed.
             places = [self._at(rank, p) for p in range(self.world)]
@@ -154,19 +174,28 @@ class Claims:
             return self._with(state, rank, seat._replace(phase=WAIT, peers=seat.went))
         if seat.phase == SHUT:
             return self._begin_adding(state, rank, seat)
-        last = seat.call == self.calls
+        last = seat.call == self.calls * (1 + self.backward)
         following = seat._replace(
             phase=DONE if last else TURN, call=seat.call + 1, went=0, here=0, counts=0, behind=0
         )
-        return self._with(state, rank, following._replace(peers=0 if last else self._others(rank)))
+        peers = 0 if last else self._asked(rank, following, TURN)
+        return self._with(state, rank, following._replace(peers=peers))
 
     def _begin_reading(self, state: World, rank: int, seat: Seat) -> World:
+        forward = self._forward_of(seat.call)
+        if forward is not None and seat.here != seat.served[forward]:
+            return state._replace(fault=f"rank {rank} goes back without gradients of rows that count")
         state = self._check(state, rank, seat, seat.here, state.heaps.packets, "packet")
         return self._with(state, rank, seat._replace(phase=READ, peers=self._others(rank)))
 
     def _begin_adding(self, state: World, rank: int, seat: Seat) -> World:
         state = self._check(state, rank, seat, seat.counts, state.heaps.replies, "reply")
-        for host in range(self.world):
+        forward = self._forward_of(seat.call)
+        if forward is not None and seat.counts != seat.counted[forward]:
+            return state._replace(fault=f"rank {rank} lacks gradients of a host that counts")
+        if forward is None:
+            seat = seat._replace(counted=_set(seat.counted, seat.call - 1, seat.counts))
+        for host in range(self.world) if forward is None else ():
             if host != rank:
                 state = self._say(state, seat.call, rank, host, by=0, counts=bool(seat.counts >> host & 1))
         return self._with(state, rank, seat._replace(phase=ADD, peers=seat.counts))
@@ -199,7 +228,11 @@ class Claims:
             heaps = heaps._replace(replies=_set(heaps.replies, there, left.call))
             word, served = _claim(heaps.reply[there], 2 * left.call + 1)
             heaps = heaps._replace(reply=_set(heaps.reply, there, word))
-            state = self._say(state, left.call, peer, rank, by=2, counts=served or self.no_claim)
+            if self._forward_of(left.call) is None:
+                counts = served or self.no_claim
+                of_call = left.served[left.call - 1] | counts << peer
+                left = left._replace(served=_set(left.served, left.call - 1, of_call))
+                state = self._say(state, left.call, peer, rank, by=2, counts=counts)
         elif left.phase == SHUT:
             word, done = _claim(heaps.reply[here], 2 * left.call)
             heaps = heaps._replace(reply=_set(heaps.reply, here, word))

@@ -9,6 +9,7 @@ from itertools import permutations
 from typing import Any
 
 from imbrex.reproduce import chart
+from imbrex.reproduce.claims import Claims
 from imbrex.reproduce.frame import Asked, Finding
 from imbrex.reproduce.interleavings import (
     BACKWARD,
@@ -32,7 +33,19 @@ PHASES = (FORWARD, UNDECIDED, BACKWARD)
 DEATHS = (((0, 0, 1, 1), (1, 3)), ((1, 1, 1, 1), (3,)))
 """Settings of 4 ranks and those of them that may die, one at a time."""
 WALKS = {False: 100, True: 2000}
-"""Random interleavings of 4 ranks with an epsilon of 3, by whether everything was asked for."""
+"""Random interleavings of 4 ranks with an epsilon of 3, and of 3 GPUs, by whether everything was asked
+for."""
+CLAIMS = (
+    Claims(2, 3, 0),
+    Claims(2, 3, 1),
+    Claims(2, 2, 1, mortal=1),
+    Claims(3, 1, 0),
+    Claims(2, 2, 0, backward=True),
+    Claims(2, 2, 1, backward=True),
+    Claims(2, 1, 1, mortal=1, backward=True),
+)
+"""Settings of GPUs that are gone through."""
+WALKED = (Claims(3, 4, 1), Claims(3, 4, 2), Claims(3, 2, 1, backward=True), Claims(3, 2, 2, backward=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +83,16 @@ def walked(epsilons: Sequence[int], *, at_once: bool, walks: int, mortal: int = 
     explored = wander(Events(epsilons, at_once=at_once, mortal=mortal), walks)
     name = "ours, " + ("inference" if at_once else "training") + f", {walks} random walks"
     return _case(name, epsilons, [explored], began)
+
+
+def claimed(claims: Claims, *, walks: int = 0) -> Case:
+    """The claims of GPUs in all interleavings, or in random ones."""
+    began = time.process_time()
+    explored = wander(claims, walks) if walks else explore(claims)
+    kind = "training" if claims.backward else "inference"
+    name = f"ours on GPUs, {kind}, {claims.calls} calls"
+    name += (", one may die" if claims.mortal else "") + (f", {walks} random walks" if walks else "")
+    return _case(name, (claims.epsilon,) * claims.world, [explored], began)
 
 
 def printed(epsilons: Sequence[int]) -> Case:
@@ -128,7 +151,8 @@ def every_case(full: bool) -> list[Case]:
         cases += [walked((3, 3, 3, 3), at_once=at_once, walks=WALKS[full])]
     for epsilons in ((1, 1), (1, 1, 1)):
         cases += [ours(epsilons, at_once=at_once, mortal=1) for at_once in (True, False)]
-    return cases
+    cases += [claimed(claims) for claims in CLAIMS]
+    return cases + [claimed(claims, walks=WALKS[full]) for claims in WALKED]
 
 
 def find(asked: Asked) -> Finding:
@@ -149,14 +173,17 @@ def find(asked: Asked) -> Finding:
             "All interleavings of 2 and 3 ranks, of one forward and its backward. Of 4 ranks, each with an "
             "epsilon of 0 or 1 (--full: up to 3, and five ranks), those that differ in more than the order "
             "of independent actions; random ones of 4 where all have 3. Not a proof for more.",
+            "On GPUs, where claims decide: several calls in a row, because their places in memory are used "
+            "again; of three GPUs random interleavings.",
         ),
         verdict=(
             f"As printed, with equal epsilon everywhere, {sum(c.faulty for c in equal)} of "
             f"{sum(c.cases for c in equal)} routings have a deadlock: {_first_fault(equal)}. The theorem "
             "says that there is none.",
             f"Ours: {bad} faults. Looked for: a deadlock, a row that one rank uses and another believes "
-            "dropped, more than epsilon peers given up. Where a rank dies, those that wait for it, and those "
-            "who wait for them, are what the time-out ends.",
+            "dropped, more than epsilon peers given up; on GPUs also rows of another call that are read. "
+            "Where a rank dies, those that wait for it, and those who wait for them, are what the time-out "
+            "ends.",
         ),
         rows=[_row(case) for case in cases],
         chart=chart.bars(shares, "share of routings with a deadlock"),

@@ -8,18 +8,27 @@
 //
 // Places. A packet of home h has one place in the heap of host p, written by h alone: in call n only once p
 // has `taken` the last packet that h sent. A reply of p has one place in the heap of h, written by p alone,
-// in
-// call n only after a packet of call n has come: h sends it when its call n - 1 is over, so h has read what
-// was there, or closed it. A sender that comes too late stores in a place that nobody reads before its next
-// claim.
+// in call n only after a packet of call n has come: h sends it when its call n - 1 is over, so h has read
+// what was there, or closed it. A sender that comes too late stores in a place that nobody reads before its
+// next claim.
 //
 // `moved`, of h at p: h will send no packet of calls up to this one any more. So p, far behind, waits for no
 // packet that h left out.
+//
+// A backward is a call whose peers are known before: a home claims the packets of hosts that counted, and a
+// host waits for the homes that it served. Both sides of a claim say the same, so nobody waits in vain.
 //
 // Patience. A rank waits in three stages: for its turn to write, for packets, for replies. From when no more
 // than epsilon peers are missing, those included on whom it gave up before in this call, it waits tau more,
 // by the device's clock; then it closes what is still open. Without an end to patience only the fatal
 // deadline ends a wait: so it does for a peer on whom one gives up again and again while it makes no call.
+//
+// Learnt patience. A layer remembers its last waits for packets and for replies, or how long its calls had
+// taken when these were there. `learn` makes the limits of both of them, beside other work of a call: the
+// quantile that is asked for, times a factor. The turn to write has that of packets, since it is part of the
+// same wait. A wait that was given up counts as endless, so that no more than the rest is ever given up.
+//
+// Example, p75 of the waits 3 1 9 2 us: 3 us, while none of them was given up.
 #pragma once
 #include "peers/protocol.cuh"
 
@@ -29,7 +38,7 @@ using namespace exchange;
 
 constexpr Kind kEvents = static_cast<Kind>(1);  // the only kind of call in these heaps
 enum Stage { kTurn = 0, kPackets = 1, kReplies = 2 };
-constexpr int kStages = 3;
+enum Wait { kForTurn = 1, kForPacket = 2, kForReply = 3 };  // phases of these heaps
 
 // Behind the control words of a heap, zeroed once. The host reads it: `kernels.structs`.
 struct Words {
@@ -44,17 +53,34 @@ struct Words {
     u32 decided[8];  // call, by stage
     u32 ranks[8];    // of whom the stage is fine, a bit each
     u32 behind;      // on whom this rank gave up in this call
-    u32 served;      // homes whose reply counts
     u32 left;        // blocks that have done their part of the step
-    u32 unused;
 };
 
-// How patient a layer is. `memory`: its calls, and 1 + the last one in which it gave somebody up.
+constexpr int kMemory = 200;  // waits that are remembered
+constexpr int kFewest = 20;   // from which on a limit is learnt
+constexpr int kLearnt = 2;    // waits that have limits: for packets, for replies
+constexpr u32 kEndless = 0xffffffff;
+constexpr u32 kWhole = 100000;  // of a share
+constexpr int kShift = 6;       // waits are in units of 64 ns
+
+// A layer's, zeroed once. The host reads it: `kernels.structs`.
+struct Memory {
+    u32 calls;
+    u32 gave_up;         // 1 + the last call in which it gave somebody up
+    u64 began;           // the call under way
+    u64 limit[kLearnt];  // ns; 0: none was learnt yet
+    u32 seen[kLearnt];   // waits so far
+    u32 waits[kLearnt][kMemory];
+};
+
+// How patient a layer is.
 struct Patience {
     u64 tau_ns;
-    u32* memory;
+    Memory* memory;
     u32 epsilon;
     u32 every;
+    u32 share;     // of the waits that are shorter than what is learnt, in 1 / kWhole; 0: tau is given
+    float factor;  // times of a usual call, from its begin; 0: waits count from when few are missing
 };
 
 // Decides a claim of `call` unless that has been done; whether it was done now. The value before goes to
@@ -77,7 +103,7 @@ __device__ __forceinline__ Words& words_of(const Group& group, i64 at, int rank)
 
 // Whether this call may do without somebody: of `every` calls one.
 __device__ __forceinline__ bool may_spend(const Patience& patience) {
-    const u32 call = patience.memory[0], before = patience.memory[1];
+    const u32 call = patience.memory->calls, before = patience.memory->gave_up;
     return before == 0 || before == 1 + call || (before - 1) / patience.every != call / patience.every;
 }
 
@@ -92,6 +118,57 @@ __device__ inline bool is_lost(const Call& call, Words& own, int peer) {
     return now - own.silent_since[peer] > call.group->timeout_ns;
 }
 
+// Which waits a phase of a call belongs to.
+__device__ __forceinline__ int learnt_of(Phase phase) { return phase == static_cast<Phase>(kForReply); }
+
+// One lane.
+__device__ inline void remember(const Patience& patience, int which, u64 waited_ns) {
+    Memory& memory = *patience.memory;
+    const u64 units = waited_ns >> kShift;
+    memory.waits[which][memory.seen[which] % kMemory] =
+        units < kEndless ? static_cast<u32>(units) : kEndless;
+    // As many as there are, and then a number that the next place follows from.
+    memory.seen[which] = memory.seen[which] + 1 < 2 * kMemory ? memory.seen[which] + 1 : kMemory;
+}
+
+// The limit of waits `which`. One warp.
+__device__ inline void learn(const Patience& patience, int which) {
+    constexpr int kEach = (kMemory + 31) / 32;
+    Memory& memory = *patience.memory;
+    const int lane = static_cast<int>(ptx::lane_id()), seen = static_cast<int>(memory.seen[which]);
+    const int count = min(seen, kMemory);
+    const u32* waits = memory.waits[which];
+    if (count < kFewest) return;
+    u32 mine[kEach], given_up = 0;
+    int before[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        mine[i] = lane + 32 * i < count ? waits[lane + 32 * i] : 0;
+        before[i] = 0;
+        given_up += __popc(__ballot_sync(0xffffffffu, mine[i] == kEndless));
+    }
+#pragma unroll 1
+    for (int j = 0; j < count; ++j) {
+        const u32 other = waits[j];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+            before[i] += other < mine[i] || (other == mine[i] && j < lane + 32 * i);
+    }
+    const u64 most = static_cast<u64>(kWhole - patience.share) * min(kMemory, count + 1);
+    if (static_cast<u64>(given_up + 1) * kWhole > most) {
+        if (lane == 0) memory.limit[which] = ~0ull;
+        return;
+    }
+    const int at = static_cast<int>((static_cast<u64>(patience.share) * count + kWhole - 1) / kWhole) - 1;
+    const float factor = patience.factor > 0.0f ? patience.factor : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+        if (lane + 32 * i < count && before[i] == at) {
+            const float ns = factor * static_cast<float>(mine[i]) * static_cast<float>(1 << kShift);
+            memory.limit[which] = max(static_cast<u64>(ns), u64{1});
+        }
+}
+
 // Waits for those in `missing`, as long as patience says: `come(peer)` asks for one, a lane each. Leaves in
 // `missing` those on whom to give up. False on failure. All lanes of a warp.
 template <class Come>
@@ -99,18 +176,30 @@ __device__ inline bool wait_patiently(const Call& call, const Patience& patience
                                       u32& missing, Come come) {
     const int lane = static_cast<int>(ptx::lane_id());
     const u64 start = ptx::global_timer();
-    const bool may = patience.epsilon > 0 && may_spend(patience);
-    u64 since = 0;
+    const bool may = patience.epsilon > 0 && may_spend(patience), learns = patience.share > 0;
+    const bool whole = patience.factor > 0.0f;
+    u64 since = 0, tau_ns = patience.tau_ns;
+    if (may && learns) {
+        tau_ns = patience.memory->limit[learnt_of(phase)];
+        tau_ns = tau_ns == 0 ? ~0ull : tau_ns;
+    }
     stall(call, 1);
 #pragma unroll 1
     for (u32 polls = 1;; ++polls) {
         const bool here = (missing >> lane & 1) != 0 && come(lane);
         missing &= ~__ballot_sync(0xffffffffu, here);
-        if (missing == 0) return true;
+        if (missing == 0) {
+            const u64 now = ptx::global_timer(), from = whole ? patience.memory->began : since;
+            const bool notes = patience.epsilon > 0 && learns && behind == 0;
+            if (notes && lane == 0 && phase != static_cast<Phase>(kForTurn))
+                remember(patience, learnt_of(phase), from == 0 ? 0 : now - from);
+            return true;
+        }
         if (static_cast<u32>(__popc(missing | behind)) <= patience.epsilon) {
             const u64 now = ptx::global_timer();
             if (since == 0) since = now;
-            const bool over = (missing & ~behind) == 0 || (may && now - since >= patience.tau_ns);
+            const u64 from = whole ? patience.memory->began : since;
+            const bool over = (missing & ~behind) == 0 || (may && now - from >= tau_ns);
             // The clock of one lane: they read it at different times.
             if (__shfl_sync(0xffffffffu, over, 0)) return true;
         }
@@ -125,7 +214,10 @@ __device__ inline bool give_up_on(const Call& call, Words& own, const Patience& 
     const int lane = static_cast<int>(ptx::lane_id());
     const bool lost = (gone >> lane & 1) != 0 && is_lost(call, own, lane);
     if (lost) give_up(call, kTimedOut, phase, lane);
-    if (lane == 0 && (gone & ~own.behind) != 0) patience.memory[1] = 1 + patience.memory[0];
+    if (lane == 0 && (gone & ~own.behind) != 0) {
+        patience.memory->gave_up = 1 + patience.memory->calls;
+        if (patience.share > 0) remember(patience, learnt_of(phase), ~0ull);
+    }
     __syncwarp();
     if (lane == 0) own.behind |= gone;
     __syncwarp();

@@ -11,6 +11,10 @@
 // at places 1 and 2 of rank 0's packet and has them as its rows 0 and 1. If rank 1 is late and rank 0 may do
 // without it, tokens 1 and 2 become 0 and kept is 1, 0, 0; rank 1 stores its reply, and finds its claim
 // closed.
+//
+// The backward of a call is a call of four steps, without places: gradients of outputs out, rows to the
+// experts, gradients of tokens and of weights home, sums. Who counted on both sides stands in `known`, so
+// nobody has patience: a home sends to the hosts that counted, a host waits for the homes that it served.
 #include "events/claims.cuh"
 #include "exchange/terms.cuh"
 
@@ -19,7 +23,6 @@ namespace claims {
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kMostPeers = 16;
 enum Step { kSend = 0, kPlace = 1, kExpand = 2, kReply = 3, kSum = 4, kRefuse = 5 };
-enum Wait { kForTurn = 1, kForPacket = 2, kForReply = 3 };  // phases of this heap
 
 // By value. The host reads it: `kernels.structs`. T: `room`, most tokens of a rank.
 struct Events {
@@ -38,8 +41,11 @@ struct Events {
     const u8* addend;      // [tokens, row_bytes] or null; joins last
     u8* out;               // [tokens, row_bytes]
     u8* kept;              // bool [tokens, K]
-    int* outcome;          // [2, W]; whose replies count; whose packets came
-    i64 words_at, heads_at, choices_at, gates_at, packets_at, replies_at;
+    int* outcome;          // [3, W]; whose replies count; whose packets came; whose tokens count here
+    const int* known;      // of a backward: the outcome of its forward; null: a forward
+    const float* values;   // of a backward: [rows], a number of every row that goes home as it is
+    float* values_out;     // [tokens, K]
+    i64 words_at, heads_at, choices_at, gates_at, packets_at, replies_at, values_at;
     int step, tokens, room, choices, experts, most_slots, tensor, row_bytes;
     int weighted;  // rows are multiplied by the gate weights here
     int note;      // of the call: the same on all ranks
@@ -63,6 +69,10 @@ __device__ __forceinline__ int* choices_at(const Call& call, const Events& e, in
 }
 __device__ __forceinline__ float* gates_at(const Call& call, const Events& e, int at, int from) {
     return reinterpret_cast<float*>(at_peer(call, e.gates_at, at)) +
+           static_cast<i64>(from) * e.room * e.choices;
+}
+__device__ __forceinline__ float* values_at(const Call& call, const Events& e, int at, int from) {
+    return reinterpret_cast<float*>(at_peer(call, e.values_at, at)) +
            static_cast<i64>(from) * e.room * e.choices;
 }
 __device__ __forceinline__ u8* row_at(const Call& call, const Events& e, i64 where, int at, int from,
@@ -105,15 +115,31 @@ __device__ __forceinline__ u32 ranks_wanted(const Call& call, const Events& e, i
     return wanted;
 }
 
-__device__ __forceinline__ u32 everyone(const Call& call) { return (1u << call.group->ranks) - 1; }
+enum Outcome { kCounted = 0, kCame = 1, kServed = 2 };
+
+// The peers that this call is with: in a backward those that its forward says.
+__device__ __forceinline__ u32 peers_of(const Call& call, const Events& e, Outcome which) {
+    const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks;
+    const bool with = lane < ranks && lane != call.me && (!e.known || e.known[which * ranks + lane]);
+    return __ballot_sync(0xffffffffu, with);
+}
+
+// The slot of choice `lane` of an own token.
+__device__ __forceinline__ int own_slot(const Events& e, int t, int lane) {
+    const i64 id = lane < e.choices ? e.ids[static_cast<i64>(t) * e.choices + lane] : -1;
+    return id >= 0 && id < e.experts ? e.slot_of[id] : -1;
+}
 
 // First step. To whom packets go: to those who have read the last one.
 __device__ inline void decide_turn(const Call& call, const Events& e, Words& own) {
     const int lane = static_cast<int>(ptx::lane_id());
-    const u32 peers = everyone(call) & ~(1u << call.me);
+    const u32 peers = peers_of(call, e, kCounted);
     if (lane == 0) {
         own.behind = 0;
-        ++e.patience.memory[0];
+        if (!e.known) {
+            ++e.patience.memory->calls;
+            e.patience.memory->began = ptx::global_timer();
+        }
     }
     __syncwarp();
     u32 missing = peers;
@@ -130,10 +156,10 @@ __device__ inline void send_packets(const Call& call, const Events& e, u32 open)
 #pragma unroll 1
     for (int t = call.block * kWarps + warp; t < e.tokens; t += call.blocks * kWarps) {
         const i64 at = static_cast<i64>(t) * e.choices + lane;
-        const bool any = lane < e.choices;
+        const bool any = lane < e.choices && !e.known;
         const i64 id = any ? e.ids[at] : -1;
         fine = fine && id >= -1 && id < e.experts;
-        const int slot = id >= 0 && id < e.experts ? e.slot_of[id] : -1;
+        const int slot = own_slot(e, t, lane);
         const u32 wanted = ranks_wanted(call, e, slot) & ~(1u << call.me);
         const float weight = any ? e.weights[at] : 0.0f;
 #pragma unroll 1
@@ -180,7 +206,7 @@ __device__ inline void step_send(const Call& call, const Events& e, Words& own) 
 // Second step: whose packets are there in time, and where their rows go.
 __device__ inline void decide_packets(const Call& call, const Events& e, Words& own) {
     const int lane = static_cast<int>(ptx::lane_id());
-    const u32 peers = everyone(call) & ~(1u << call.me);
+    const u32 peers = peers_of(call, e, kServed);
     u32 missing = peers;
     const auto come = [&](int p) {
         const u32 moved = ptx::load_acquire_sys(&own.moved[p]);  // before the claim
@@ -197,8 +223,10 @@ __device__ inline void decide_packets(const Call& call, const Events& e, Words& 
     const u32 came = __ballot_sync(0xffffffffu, here);
     const u32 gone = missing & ~came;
     fine = fine && (gone == 0 || give_up_on(call, own, e.patience, phase, gone));
-    // A packet is of the same call of the same layer, or ranks do not call alike.
-    const bool alike = !fine || !here || head_at(call, e, call.me, lane)->note == e.note;
+    // A packet is of the same call of the same layer, or ranks do not call alike; so where one whom this rank
+    // served goes on without a gradient.
+    const bool alike = !fine || (here ? head_at(call, e, call.me, lane)->note == e.note
+                                      : !e.known || (peers >> lane & 1) == 0);
     if (!alike) give_up(call, kOtherCall, phase, lane);
     fine = fine && __ballot_sync(0xffffffffu, !alike) == 0;
     publish(call, own, kPackets, fine ? came | 1u << call.me : 0);
@@ -273,7 +301,7 @@ __device__ inline void step_place(const Call& call, const Events& e, Words& own)
         const int p = thread;
         if (p < call.group->ranks) {
             e.tokens_of[p] = here >> p & 1 ? head_at(call, e, call.me, p)->tokens : 0;
-            e.outcome[call.group->ranks + p] = here >> p & 1;
+            e.outcome[kCame * call.group->ranks + p] = here >> p & 1;
         }
         for (int s = thread; s < e.most_slots; s += kThreads)
             if (low + s >= high || here == 0) e.counts[s] = 0;
@@ -297,10 +325,35 @@ __device__ inline void step_place(const Call& call, const Events& e, Words& own)
     for (int slot = low + call.block; slot < high; slot += call.blocks) place_slot(call, e, here, slot, low);
 }
 
+// A token to its rows, `row` of this lane's choice: read once, stored to each. A warp.
+__device__ __forceinline__ void copy_to_rows(const Events& e, int row, const u8* from) {
+    const int lane = static_cast<int>(ptx::lane_id()), units = e.row_bytes / 16;
+    const u32 some = __ballot_sync(0xffffffffu, row >= 0);
+    if (some == 0) return;
+#pragma unroll 1
+    for (int first = lane; first - lane < units; first += 32 * kBatch) {
+        uint4 value[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            value[i] = reinterpret_cast<const uint4*>(from)[min(first + 32 * i, units - 1)];
+#pragma unroll 1
+        for (u32 left = some; left; left &= left - 1) {
+            const int to = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
+            uint4* out = reinterpret_cast<uint4*>(e.rows + static_cast<i64>(to) * e.row_bytes);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+                if (first + 32 * i < units) out[first + 32 * i] = value[i];
+        }
+    }
+}
+
 // Third step: rows to where the experts want them. Then packets may be overwritten.
 __device__ inline void step_expand(const Call& call, const Events& e, Words& own) {
-    const u32 here = own.ranks[kPackets];
+    if (e.known && call.block == 0 && threadIdx.x < 32) decide_packets(call, e, own);
+    const u32 here = e.known ? await_decision(call, own, kPackets) : own.ranks[kPackets];
     const int lane = static_cast<int>(ptx::lane_id()), warp = static_cast<int>(threadIdx.x) / 32;
+    // No wait of this call writes to the memory of them now.
+    if (!e.known && e.patience.share > 0 && call.block == 0 && warp < kLearnt) learn(e.patience, warp);
 #pragma unroll 1
     for (int w = 0; w < call.group->ranks; ++w) {
         const int tokens = here >> w & 1 ? e.tokens_of[w] : 0;
@@ -310,11 +363,7 @@ __device__ inline void step_expand(const Call& call, const Events& e, Words& own
             const int row = lane < e.choices ? e.position[at] : -1;
             const u8* from = w == call.me ? e.x + static_cast<i64>(t) * e.row_bytes
                                           : row_at(call, e, e.packets_at, call.me, w, t);
-#pragma unroll 1
-            for (u32 left = __ballot_sync(0xffffffffu, row >= 0); left; left &= left - 1) {
-                const int to = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
-                copy_row(e.rows + static_cast<i64>(to) * e.row_bytes, from, e.row_bytes);
-            }
+            copy_to_rows(e, row, from);
         }
     }
     if (!last_to_leave(call, own) || here == 0) return;
@@ -360,6 +409,9 @@ __device__ __forceinline__ void store_sum(u8* to, const Sum& sum, int first, int
             reinterpret_cast<uint4*>(to)[first + 32 * q] = sums::pack_eight(sum.column[q]);
 }
 
+// The number of the row, here, of this lane's choice; 0 without.
+__device__ __forceinline__ float value_of(const Events& e, int row) { return row < 0 ? 0.0f : e.values[row]; }
+
 // Fourth step: the sums of every peer's tokens, to where that peer finds them.
 __device__ inline void step_reply(const Call& call, const Events& e, Words& own) {
     const u32 here = failed(call) ? 0 : own.ranks[kPackets];
@@ -374,6 +426,8 @@ __device__ inline void step_reply(const Call& call, const Events& e, Words& own)
             const int row = lane < e.choices ? e.position[at] : -1;
             const float weight = e.weighted && lane < e.choices ? e.all_weights[at] : 1.0f;
             if (__ballot_sync(0xffffffffu, row >= 0) == 0) continue;
+            if (e.values && lane < e.choices)
+                values_at(call, e, w, call.me)[static_cast<i64>(t) * e.choices + lane] = value_of(e, row);
             u8* to = row_at(call, e, e.replies_at, w, call.me, t);
 #pragma unroll 1
             for (int column = 0; column < units; column += 32 * kWide) {
@@ -390,8 +444,8 @@ __device__ inline void step_reply(const Call& call, const Events& e, Words& own)
         stall(call, 4);
         served = claim(&words_of(*call.group, e.words_at, lane).reply[call.me], call.epoch, 1, before);
     }
-    const u32 all = __ballot_sync(0xffffffffu, served);
-    if (lane == 0) own.served = all;
+    if (!e.known && lane < call.group->ranks)
+        e.outcome[kServed * call.group->ranks + lane] = served || lane == call.me;
 }
 
 // Last step: whose replies count.
@@ -415,7 +469,8 @@ __device__ inline void decide_replies(const Call& call, const Events& e, Words& 
         const u32 pieces = ((1u << e.tensor) - 1) << first;
         if ((counted & pieces) != pieces) counted &= ~pieces;
     }
-    if (lane < call.group->ranks) e.outcome[lane] = counted >> lane & 1;
+    if (!e.known && lane < call.group->ranks)
+        e.outcome[kCounted * call.group->ranks + lane] = counted >> lane & 1;
     // With a bit that no rank has: that nobody counts is no failure.
     publish(call, own, kReplies, fine ? counted | 1u << 31 : 0);
 }
@@ -425,11 +480,20 @@ __device__ inline void sum_token(const Call& call, const Events& e, u32 counted,
     const i64 mine = static_cast<i64>(t) * e.choices + lane,
               at = static_cast<i64>(call.me) * e.room * e.choices + mine;
     const bool any = lane < e.choices;
-    const int slot = any ? choices_at(call, e, call.me, call.me)[mine] : -1;
+    const int slot = own_slot(e, t, lane);
     const u32 wanted = ranks_wanted(call, e, slot) & counted;
     const int row = any && (counted >> call.me & 1) ? e.position[at] : -1;
     const float weight = any && e.weighted ? e.all_weights[at] : 1.0f;
-    if (any) {
+    if (any && e.values_out) {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int p = 0; p < call.group->ranks; ++p)
+            sum += p == call.me         ? value_of(e, row)
+                   : (wanted >> p & 1) ? values_at(call, e, call.me, p)[mine]
+                                        : 0.0f;
+        e.values_out[mine] = sum;
+    }
+    if (any && !e.known) {
         bool counts = slot < 0;
         for (int p = 0; p < call.group->ranks; p += e.tensor)
             counts = counts || ((counted >> p & 1) && slot >= e.offsets[p / e.tensor] &&

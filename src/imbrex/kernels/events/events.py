@@ -6,6 +6,10 @@
     rows_RD = kernels.take(call)                                  # of those that came; call.routed says where
     kernels.reply(call, experts(rows_RD), weighted=True)
     y_TD = kernels.sum(call)                                      # call.kept_TK: the choices that count
+    back = kernels.send_back(call, d_y_TD)                        # and its backward, of the same ranks
+    d_y_RD = kernels.take_back(back)
+    kernels.reply(back, d_rows_RD, values_R=d_weights_R)
+    d_x_TD, d_weights_TK = kernels.sum_back(back, d_rows_RD, d_weights_R)
 
 Every rank makes the same calls in the same order. No step waits for the host, and the number of the call is
 the device's, so a call may be captured in a CUDA graph. A wait without patience ends after `timeout` seconds,
@@ -14,10 +18,11 @@ as those of `NvlinkExchange`: then `check()` raises `ExchangeError` on all ranks
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,12 +37,15 @@ from imbrex.kernels.structs import struct
 
 Events = struct("events/events.cu", "Events")
 Words = struct("events/claims.cuh", "Words")
+Memory = struct("events/claims.cuh", "Memory")
 PatienceWords = struct("events/claims.cuh", "Patience")
 EVENTS = jit.Variant(source="events/events.cu", entry="run_events")
 THREADS, BLOCKS, SHARED = 512, 64, 4096
 SEND, PLACE, EXPAND, REPLY, SUM, REFUSE = range(6)
 KINDS, PHASES = ("", "events"), ("", "leave to send", "the packet", "the reply")
 ENDLESS = (1 << 64) - 1
+WHOLE = 100000
+"""Parts that a share is given in."""
 
 
 def shipped_variants() -> list[jit.Variant]:
@@ -67,28 +75,55 @@ class Room:
         """Bytes of the parts of a heap behind its control words, in their order."""
         choices, rows = 4 * self.ranks * self.tokens * self.choices, (self.ranks - 1) * self.tokens
         parts = {"words_at": ctypes.sizeof(Words), "heads_at": 8 * self.ranks, "choices_at": choices}
-        return (
-            parts | {"gates_at": choices} | dict.fromkeys(("packets_at", "replies_at"), rows * self.row_bytes)
-        )
+        parts |= dict.fromkeys(("gates_at", "values_at"), choices)
+        return parts | dict.fromkeys(("packets_at", "replies_at"), rows * self.row_bytes)
 
 
 class Patience:
-    """The time that a layer's calls wait for the last `epsilon` peers, and its memory of them."""
+    """The time that a layer's calls wait for the last `epsilon` peers, and its memory of them.
 
-    def __init__(self, tau_s: float, epsilon: int, every: int, device: torch.device) -> None:
+    share, factor: where it is learnt. As long as that share of the last waits took; with a factor, until a
+    call has taken that many times as long as that share of the last did.
+    """
+
+    def __init__(
+        self,
+        tau_s: float,
+        epsilon: int,
+        every: int,
+        device: torch.device,
+        *,
+        share: float = 0.0,
+        factor: float | None = None,
+    ) -> None:
         self.tau_ns = ENDLESS if math.isinf(tau_s) else min(round(tau_s * 1e9), ENDLESS)
         self.epsilon, self.every = epsilon, every
-        self.memory_2 = torch.zeros(2, dtype=torch.int32, device=device)
+        self.share, self.factor = round(share * WHOLE), factor or 0.0
+        self.memory = torch.zeros(ctypes.sizeof(Memory) // 4, dtype=torch.int32, device=device)
+
+    def none(self) -> Patience:
+        """The same memory, of calls that do without nobody."""
+        other = copy.copy(self)
+        other.epsilon = 0
+        return other
 
     @property
     def words(self) -> Any:
-        return PatienceWords(tau_ns=self.tau_ns, memory=self.memory_2, epsilon=self.epsilon, every=self.every)
+        return PatienceWords(
+            tau_ns=self.tau_ns,
+            memory=self.memory,
+            epsilon=self.epsilon,
+            every=self.every,
+            share=self.share,
+            factor=self.factor,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
 class EventsCall:
     """A call under way. tables: the slot of every expert and the first slot of every owner, int32.
-    outcome_2W: int32, whose replies count, and whose packets came in time."""
+    outcome_3W: int32, whose replies count, whose packets came in time, and which homes count what they were
+    sent. known_3W: of a backward, the outcome of its forward."""
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -98,7 +133,8 @@ class EventsCall:
     note: int
     routed: Routed
     kept_TK: Tensor
-    outcome_2W: Tensor
+    outcome_3W: Tensor
+    known_3W: Tensor | None = None
 
 
 class EventsKernels:
@@ -174,10 +210,32 @@ class EventsKernels:
             note=layer,
             routed=empty_routed(self.sizes, self.room.tokens, self.device),
             kept_TK=torch.empty(ids_TK.shape, dtype=torch.bool, device=self.device),
-            outcome_2W=torch.zeros(2, self.room.ranks, dtype=torch.int32, device=self.device),
+            outcome_3W=torch.zeros(3, self.room.ranks, dtype=torch.int32, device=self.device),
         )
         self._run(SEND, call)
         return call
+
+    def send_back(self, forward: EventsCall, d_y_TD: Tensor, *, layer: int = 0) -> EventsCall:
+        """Gradients of outputs to the hosts that counted. Every rank goes back through the same calls in the
+        same order, whoever counted there."""
+        self.check()
+        assert d_y_TD.shape == forward.x_TD.shape
+        self._group.layer = 1 + layer
+        call = replace(
+            forward,
+            x_TD=d_y_TD.contiguous(),
+            patience=forward.patience.none(),
+            note=~forward.note,
+            known_3W=forward.outcome_3W,
+        )
+        self._run(SEND, call)
+        return call
+
+    def take_back(self, call: EventsCall) -> Tensor:
+        """The gradients of outputs at the rows of `call.routed`, of the homes that were served."""
+        rows_RD = call.x_TD.new_empty(self.room.rows, call.x_TD.shape[1])
+        self._run(EXPAND, call, rows=rows_RD)
+        return rows_RD
 
     def take(self, call: EventsCall) -> Tensor:
         """Expert-major rows [`room.rows`, D] of the packets that came in time; those past the counts are not
@@ -187,9 +245,12 @@ class EventsKernels:
         self._run(EXPAND, call, rows=rows_RD)
         return rows_RD
 
-    def reply(self, call: EventsCall, rows_RD: Tensor, *, weighted: bool) -> None:
-        """The sums of the peers' rows to where they find them. weighted: times the gate weights."""
-        self._run(REPLY, call, rows=rows_RD, weighted=weighted)
+    def reply(
+        self, call: EventsCall, rows_RD: Tensor, *, weighted: bool = False, values_R: Tensor | None = None
+    ) -> None:
+        """The sums of the peers' rows to where they find them. weighted: times the gate weights. values_R:
+        of a backward, a float32 of every row that goes home as it is."""
+        self._run(REPLY, call, rows=rows_RD, weighted=weighted, values=values_R)
 
     def sum(
         self, call: EventsCall, rows_RD: Tensor, *, weighted: bool, addend_TD: Tensor | None = None
@@ -198,6 +259,12 @@ class EventsKernels:
         y_TD = torch.empty_like(call.x_TD)
         self._run(SUM, call, rows=rows_RD, weighted=weighted, addend=addend_TD, out=y_TD)
         return y_TD
+
+    def sum_back(self, call: EventsCall, rows_RD: Tensor, values_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the own tokens [T, D] and of their weights [T, K], 0 where a choice does not count."""
+        d_x_TD, d_weights_TK = torch.empty_like(call.x_TD), torch.empty_like(call.weights_TK)
+        self._run(SUM, call, rows=rows_RD, values=values_R, out=d_x_TD, values_out=d_weights_TK)
+        return d_x_TD, d_weights_TK
 
     def refuse(self) -> None:
         """Make the calls of all ranks fail: this one's input is wrong, and the others wait for it."""
@@ -212,7 +279,7 @@ class EventsKernels:
             note=0,
             routed=empty_routed(self.sizes, 1, self.device),
             kept_TK=none.bool(),
-            outcome_2W=none.int(),
+            outcome_3W=none.int(),
         )
         self._run(REFUSE, call)
 
@@ -224,6 +291,8 @@ class EventsKernels:
         rows: Tensor | None = None,
         addend: Tensor | None = None,
         out: Tensor | None = None,
+        values: Tensor | None = None,
+        values_out: Tensor | None = None,
         weighted: bool = False,
     ) -> None:
         to = call.routed.addresses
@@ -243,7 +312,10 @@ class EventsKernels:
             addend=addend,
             out=out,
             kept=call.kept_TK,
-            outcome=call.outcome_2W,
+            outcome=call.outcome_3W,
+            known=call.known_3W,
+            values=values,
+            values_out=values_out,
             **self._fixed,
             step=step,
             tokens=call.x_TD.shape[0],

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from imbrex.contracts import Placement
@@ -138,6 +139,25 @@ class Routed:
         other.__dict__ |= self.__dict__ | {"position_LWTK": position_LWTK}
         other.addresses = self.addresses._replace(position_LWTK=position_LWTK.data_ptr())
         return other
+
+    def without(self, served_W: Tensor, num_rows: int) -> tuple[Routed, Tensor]:
+        """Where rows stand when those of other ranks than the `served_W` (bool) are left out, of one local
+        rank with room for `num_rows`; and the row that each was.
+
+        Example: rows 0 1 2 3 of ranks 0 1 0 1. Without rank 0, rows 0 1 are what was 1 3.
+        """
+        assert self.words_TC is not None
+        left = Routed.of_words(self.words_TC.clone(), self._sizes)
+        position_WTK, counts_e = self.position_LWTK[0].long(), self.counts_Le[0].long()
+        stays_WTK = (position_WTK >= 0) & served_W[:, None, None]
+        stays_R = torch.zeros(num_rows + 1, dtype=torch.bool, device=served_W.device)
+        stays_R[torch.where(stays_WTK, position_WTK, num_rows)] = True
+        stays_R[num_rows] = False
+        before_R = F.pad(stays_R.cumsum(0), (1, 0))
+        left.position_LWTK[0] = torch.where(stays_WTK, before_R[position_WTK.clamp(min=0)], -1).int()
+        left.counts_Le[0] = before_R[F.pad(counts_e.cumsum(0), (1, 0))].diff().int()
+        left.totals_L4[0, 0] = before_R[num_rows]
+        return left, torch.argsort((~stays_R[:num_rows]).int(), stable=True)
 
     def replace(self, **parts: Tensor) -> Routed:
         """With other tensors for some parts."""

@@ -6,9 +6,10 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from imbrex.kernels.exchange.groups import RowGroups, empty_groups
-from imbrex.kernels.ffn.glue import COUNTERS
+from imbrex.kernels.ffn.glue import COUNTERS, weigh_rows
 from imbrex.kernels.jit import Kernel, Variant, load
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.structs import struct
@@ -59,3 +60,15 @@ def run_spread(routed: Routed, num_rows: int, slots: int) -> RowGroups:
     )
     _kernel("spread_weights", device).launch(grid=_BLOCKS, block=_THREADS, args=[args])
     return groups
+
+
+def weigh(d_y_RD: Tensor, rows_RD: Tensor, weights_R: Tensor, routed: Routed) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows of one rank, bf16, whose weighted sum has the gradient d_y_RD, and of their
+    weights."""
+    if rows_RD.is_cuda:
+        num_rows_1 = routed.totals_L4[0, :1]
+        d_rows_RD, d_weights_R = weigh_rows(d_y_RD, rows_RD.contiguous(), weights_R, num_rows_1)
+        assert d_weights_R is not None
+        return d_rows_RD, d_weights_R
+    d_weights_R = (rows_RD.float() * d_y_RD.float()).sum(1)
+    return (d_y_RD.float() * weights_R[:, None]).to(rows_RD.dtype), d_weights_R

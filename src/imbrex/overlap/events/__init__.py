@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from imbrex.contracts import Experts, Output, Routing, RowExchange, Transport
 from imbrex.overlap.events.backward import Backward
-from imbrex.overlap.events.device import WITH_GRADIENTS, DeviceSeat, run_on_device
+from imbrex.overlap.events.device import DeviceBackward, DeviceForward, DeviceSeat, why_not_backward
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind, Ledger
-from imbrex.overlap.events.seat import Patience, Seat
+from imbrex.overlap.events.seat import Patience, Seat, learnt
 from imbrex.overlap.pipelined import parameters_of
 from imbrex.overlap.serial import Serial
 from imbrex.runtime.tracing import differentiated
@@ -28,8 +28,9 @@ from imbrex.runtime.tracing import differentiated
 class Events:
     """Packets of rows from rank to rank, computed as they come, with no barrier of all ranks.
 
-    tau: seconds to wait for the last peers, counted from when no more than `epsilon` of them are missing; or
-        `p95`, as long as 95 % of the last 200 such waits took. Infinite: patience has no end.
+    tau: seconds to wait for the last peers, counted from when no more than `epsilon` of them are missing;
+        `p95`, as long as 95 % of the last 200 such waits took; or `1.5 p50`, until the call has taken 1.5
+        times as long as half of the last 200 did. Infinite: patience has no end.
     epsilon: how many peers a rank may do without in a call. Their choices are dropped, and `kept_TK` says so.
     every: of so many calls in a row a rank does without anybody in one at most; 1: in any. All ranks count
         alike, so the calls in which they do without the same late peer are the same.
@@ -69,8 +70,10 @@ class Events:
             return "asked for; one rank: as serial"
         often = "" if self.every == 1 else f", in one of {self.every} calls"
         reason = f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}{often}"
-        on_device = exchange.transport.name == "nvlink"
-        return f"{reason}, by the GPU's clock; {WITH_GRADIENTS}" if on_device else reason
+        if exchange.transport.name != "nvlink":
+            return reason
+        serially = self._serially(exchange)
+        return f"{reason}, by the GPU's clock" + ("" if serially is None else f"; {serially}")
 
     def run(
         self,
@@ -84,8 +87,8 @@ class Events:
             return Serial().run(x_TD, routing, exchange, experts, addend)
         parameters = tuple(parameters_of(experts))
         keep = differentiated(x_TD, routing.weights_TK, *parameters)
-        if keep and exchange.transport.name == "nvlink":
-            self._warn_of_gradients()
+        if keep and self._serially(exchange) is not None:
+            self._warn_of_gradients(exchange)
             return Serial().run(x_TD, routing, exchange, experts, addend)
         seat = self._seat(x_TD, routing, exchange)
         seat.check_in(exchange.geometry, x_TD, routing)
@@ -93,9 +96,9 @@ class Events:
         if problem is not None:
             # Every rank has the same placement, so this is every rank's sentence.
             raise ValueError(f"schedule: {problem}")
-        if isinstance(seat, DeviceSeat):
-            return run_on_device(seat, exchange, x_TD, routing, experts, addend)
-        forward = Forward(seat, exchange, experts, x_TD, routing, keep=keep)
+        call = exchange, experts, x_TD, routing
+        on_device = isinstance(seat, DeviceSeat)
+        forward = DeviceForward(seat, *call, keep=keep) if on_device else Forward(seat, *call, keep=keep)
         forward.send()
         added = None if addend is None else addend()
         if not keep:
@@ -105,10 +108,14 @@ class Events:
         y_TD, kept_TK = _Run.apply(forward, x_TD, routing.weights_TK, added, *parameters)
         return Output(y_TD=y_TD, kept_TK=kept_TK if kept_TK.numel() else None)
 
-    def _warn_of_gradients(self) -> None:
-        if self.epsilon and not self._warned:
+    def _serially(self, exchange: RowExchange) -> str | None:
+        """Why calls with gradients run serially, or `None`."""
+        return why_not_backward(exchange, self.epsilon) if exchange.transport.name == "nvlink" else None
+
+    def _warn_of_gradients(self, exchange: RowExchange) -> None:
+        if not self._warned:
             self._warned = True
-            warnings.warn(f"schedule: {self.name} over nvlink runs {WITH_GRADIENTS}", stacklevel=4)
+            warnings.warn(f"schedule: {self.name} over nvlink runs {self._serially(exchange)}", stacklevel=4)
 
     def _seat(self, x_TD: Tensor, routing: Routing, exchange: RowExchange) -> Seat | DeviceSeat:
         seat = self._seats.get(exchange)
@@ -124,9 +131,10 @@ class Events:
             self._seats[exchange] = seat
             # Not a cycle through the exchange: connections close with the last reference to it.
             geometry, dispatcher, kept_seat = exchange.geometry, exchange.dispatcher, seat
+            serially = self._serially(exchange)
 
             def herald(x_TD: Tensor, routing: Routing) -> None:
-                if isinstance(kept_seat, DeviceSeat) and torch.is_grad_enabled():
+                if serially is not None and torch.is_grad_enabled():
                     dispatcher.check_in(x_TD, routing)  # the others run serially
                 kept_seat.check_in(geometry, x_TD, routing)
 
@@ -145,13 +153,11 @@ def why_not_patience(tau: Any, epsilon: Any, every: Any = 1) -> str | None:
         return f"every is {every!r}; give of how many calls one may be given up, 1 or more"
     if isinstance(epsilon, bool) or not isinstance(epsilon, int) or epsilon < 0:
         return f"epsilon is {epsilon!r}; give how many peers may be missing, 0 or more"
+    other = "a quantile of the last waits as p95, or times of a usual call as 1.5 p50"
     if isinstance(tau, str):
-        share = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)", tau)
-        if share is None or not float(share[1]):
-            return f"tau is {tau!r}; give seconds, or a quantile of the last waits as p95"
-        return None
+        return f"tau is {tau!r}; give seconds, {other}" if learnt(tau) is None else None
     if isinstance(tau, bool) or not isinstance(tau, int | float) or not tau >= 0:
-        return f"tau is {tau!r}; give seconds of at least 0, or a quantile of the last waits as p95"
+        return f"tau is {tau!r}; give seconds of at least 0, {other}"
     return None
 
 
@@ -186,7 +192,12 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Forward, x_TD: Tensor, weights_TK: Tensor, addend_TD: Any, *parameters: Any
+        ctx: Any,
+        forward: Forward | DeviceForward,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        addend_TD: Any,
+        *parameters: Any,
     ):
         forward.run()
         y_TD, kept_TK = forward.outputs(addend_TD)
@@ -203,7 +214,8 @@ class _Run(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         parameters = [p for p, need in zip(ctx.parameters, needed, strict=True) if need]
         d_y_TD = grads[0].contiguous()
-        d_x_TD, d_weights_TK, d_parameters = Backward(ctx.work, d_y_TD, parameters).run()
+        kind: Any = DeviceBackward if isinstance(ctx.work, DeviceForward) else Backward
+        d_x_TD, d_weights_TK, d_parameters = kind(ctx.work, d_y_TD, parameters).run()
         ctx.work = None
         each = iter(d_parameters)
         d_each = [next(each) if need else None for need in needed]

@@ -1,42 +1,53 @@
 """Events over NVLink: packets, patience and sums by kernels that wait for no host (docs/events.md).
 
-Only forwards that nobody differentiates run so; with gradients a call is `serial`'s, in which nobody is done
-without.
+A backward is of the ranks that counted in its forward, which the device knows. A host may have computed rows
+of a home that then did without them. So, where there is patience, its backward asks the device what came of
+the forward, and computes the experts once more on the others' rows where there are such: gradients are then
+to the bit those of a call that was given the mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Dispatched, Experts, Geometry, Handle, Output, Placement, Routing, RowExchange
+from imbrex.contracts import Dispatched, Experts, Geometry, Handle, Placement, Routing, RowExchange
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import agree, explain, find_problem
 from imbrex.exchange.nvlink_fit import DTYPE
-from imbrex.kernels.events.events import EventsCall, EventsKernels, Patience, Room
+from imbrex.kernels.events.events import EventsKernels, Patience, Room
 from imbrex.kernels.ffn.glue import Groups
-from imbrex.kernels.rows.weights import spread
+from imbrex.kernels.routing.routed import Routed
+from imbrex.kernels.rows.weights import spread, weigh
+from imbrex.overlap.events.seat import learnt
+from imbrex.runtime.streams import Mark
 from imbrex.runtime.words import words
 from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
 
 if TYPE_CHECKING:
     from imbrex.overlap.events import Events
 
-WITH_GRADIENTS = "with gradients as serial, in which nobody is done without: these kernels have no backward"
+SHARED = "with gradients as serial, in which nobody is done without: tensor ranks share experts"
 
 
-def why_not_on_device(exchange: RowExchange, tau: float | str) -> str | None:
+def why_not_backward(exchange: RowExchange, epsilon: int) -> str | None:
+    """Why calls with gradients run serially, or `None`: of a piece that came in time and does not count, for
+    lack of another rank's, its host does not hear."""
+    return SHARED if epsilon and exchange.geometry.tensor_parallel > 1 else None
+
+
+def why_not_on_device(exchange: RowExchange) -> str | None:
     """Why the kernels cannot run these calls, or `None`."""
     wire = exchange.wire
     codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
     if any(codec.name != "identity" for codec in codecs):
         return "events over nvlink move rows as they are; leave the codec out, or use schedule='serial'"
-    if isinstance(tau, str):
-        return f"tau is {tau!r}, but over nvlink none is learnt; give seconds"
     return None
 
 
@@ -49,7 +60,7 @@ class DeviceSeat:
 
     def __init__(self, exchange: RowExchange, events: Events, problem: str | None, num_tokens: int) -> None:
         transport, geometry = cast("Nvlink", exchange.transport), exchange.geometry
-        problem = problem or why_not_on_device(exchange, events.tau)
+        problem = problem or why_not_on_device(exchange)
         settings = {"tau": str(events.tau), "epsilon": events.epsilon, "every": events.every}
         error = None if problem is None else ValueError(f"schedule: {problem}")
         agree(transport, settings, "schedule: events", error)
@@ -67,7 +78,15 @@ class DeviceSeat:
             tensor=geometry.tensor_parallel,
             row_bytes=geometry.hidden_size * DTYPE.itemsize,
         )
-        self.patience = Patience(float(events.tau), events.epsilon, events.every, transport.device)
+        quantile = learnt(events.tau) if isinstance(events.tau, str) else None
+        self.patience = Patience(
+            math.inf if isinstance(events.tau, str) else events.tau,
+            events.epsilon,
+            events.every,
+            transport.device,
+            share=quantile.share if quantile else 0.0,
+            factor=quantile.factor if quantile else None,
+        )
         self._placed: Placement | None = None
         self.kernels = transport.kernels_for(self.room, self._make)
 
@@ -106,47 +125,167 @@ class DeviceSeat:
         return self._tables
 
 
-@torch.no_grad()
-def run_on_device(
-    seat: DeviceSeat,
-    exchange: RowExchange,
-    x_TD: Tensor,
-    routing: Routing,
-    experts: Experts,
-    addend: Callable[[], Tensor] | None,
-) -> Output:
-    """One call that nobody differentiates. Nothing in it waits for the device."""
-    kernels, tables = seat.kernels, seat.tables(exchange.geometry.placement)
-    observer, layer = exchange.observer, exchange.layer
-    with observer.span("dispatch", layer=layer):
-        inputs = x_TD, routing.ids_TK, routing.weights_TK
-        call = kernels.send(*inputs, tables, seat.patience, layer=layer)
-    added_TD = None if addend is None else addend()
-    with observer.span("dispatch", layer=layer):
-        rows_RD = kernels.take(call)
-        weights_R, counts_e, work = spread(call.routed, rows_RD.shape[0], len(exchange.geometry.local_slots))
-    handle = Handle(weights_R=weights_R, state=(), num_tokens=x_TD.shape[0], maker=exchange.dispatcher.key)
-    dispatched = Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle, beside=Groups(work))
-    with observer.span("experts", layer=layer):
-        rows_RD = experts(dispatched)
-    exchange.check_rows(rows_RD, handle, together=False)
-    assert added_TD is None or added_TD.shape == x_TD.shape
-    with observer.span("combine", layer=layer):
-        rows_RD, weighted = rows_RD.contiguous(), not experts.applies_weights
-        kernels.reply(call, rows_RD, weighted=weighted)
-        added_TD = None if added_TD is None else added_TD.to(DTYPE).contiguous()
-        y_TD = kernels.sum(call, rows_RD, weighted=weighted, addend_TD=added_TD)
-    return Output(y_TD=y_TD, kept_TK=_kept(exchange, call, routing))
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The experts' part of a call: what they were given and what they made of it, with the graph between."""
+
+    routed: Routed
+    rows_RD: Tensor
+    weights_R: Tensor
+    out_RD: Tensor
 
 
-def _kept(exchange: RowExchange, call: EventsCall, routing: Routing) -> Tensor | None:
-    """The choices that count: a mask, also where all do, because the host does not wait to know."""
-    observer, layer = exchange.observer, exchange.layer
-    if observer.enabled:
-        num_experts = exchange.geometry.placement.num_experts
-        observer.count("expert_load", plan.count_choices(routing.ids_TK, num_experts), layer=layer)
-    if not call.patience.epsilon:
-        return None
-    observer.count("drops", (~call.kept_TK).sum(), layer=layer)
-    observer.count("gave_up", 1 - call.outcome_2W[0].long(), layer=layer)
-    return call.kept_TK
+class DeviceForward:
+    """One call of one rank. keep: a backward may follow. Nothing in it waits for the device."""
+
+    def __init__(
+        self,
+        seat: DeviceSeat,
+        exchange: RowExchange,
+        experts: Experts,
+        x_TD: Tensor,
+        routing: Routing,
+        *,
+        keep: bool,
+    ) -> None:
+        self.seat, self.exchange, self.experts, self.keep = seat, exchange, experts, keep
+        self.x_TD, self.ids_TK, self.weights_TK = x_TD.detach(), routing.ids_TK, routing.weights_TK.detach()
+        self.weighted = not experts.applies_weights
+
+    def send(self) -> None:
+        """Packets to all peers."""
+        exchange, seat = self.exchange, self.seat
+        tables = seat.tables(exchange.geometry.placement)
+        with exchange.observer.span("dispatch", layer=exchange.layer):
+            inputs = self.x_TD, self.ids_TK, self.weights_TK
+            self.call = seat.kernels.send(*inputs, tables, seat.patience, layer=exchange.layer)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Rows of the packets that come in time, the experts, and replies."""
+        exchange, kernels = self.exchange, self.seat.kernels
+        with exchange.observer.span("dispatch", layer=exchange.layer):
+            rows_RD = kernels.take(self.call)
+        self.computed = self.compute(self.call.routed, rows_RD)
+        with exchange.observer.span("combine", layer=exchange.layer):
+            kernels.reply(self.call, self.computed.out_RD.detach(), weighted=self.weighted)
+
+    def compute(self, routed: Routed, rows_RD: Tensor) -> Computed:
+        """The experts' rows; with the graph from rows and weights to them where a backward may follow."""
+        exchange, experts = self.exchange, self.experts
+        observer, layer = exchange.observer, exchange.layer
+        with observer.span("dispatch", layer=layer):
+            slots = len(exchange.geometry.local_slots)
+            weights_R, counts_e, work = spread(routed, rows_RD.shape[0], slots)
+        rows_RD.requires_grad_(self.keep)
+        weights_R.requires_grad_(self.keep and experts.applies_weights)
+        handle = Handle(
+            weights_R=weights_R, state=(), num_tokens=self.x_TD.shape[0], maker=exchange.dispatcher.key
+        )
+        dispatched = Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle, beside=Groups(work))
+        with observer.span("experts", layer=layer), torch.set_grad_enabled(self.keep):
+            out_RD = experts(dispatched)
+            exchange.check_rows(out_RD, handle, together=False)
+            return Computed(routed, rows_RD, weights_R, out_RD.contiguous())
+
+    @torch.no_grad()
+    def outputs(self, addend_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Outputs [T, D]; and the choices that count, where there is patience: a mask, also where all do,
+        because the host does not wait to know."""
+        exchange, call, out_RD = self.exchange, self.call, self.computed.out_RD.detach()
+        observer, layer = exchange.observer, exchange.layer
+        assert addend_TD is None or addend_TD.shape == self.x_TD.shape
+        with observer.span("combine", layer=layer):
+            added_TD = None if addend_TD is None else addend_TD.to(DTYPE).contiguous()
+            y_TD = self.seat.kernels.sum(call, out_RD, weighted=self.weighted, addend_TD=added_TD)
+        if observer.enabled:
+            num_experts = exchange.geometry.placement.num_experts
+            observer.count("expert_load", plan.count_choices(self.ids_TK, num_experts), layer=layer)
+        if not call.patience.epsilon:
+            return y_TD, None
+        observer.count("drops", (~call.kept_TK).sum(), layer=layer)
+        observer.count("gave_up", 1 - call.outcome_3W[0].long(), layer=layer)
+        if self.keep:
+            self._tell_host()
+        return y_TD, call.kept_TK
+
+    def _tell_host(self) -> None:
+        """Sends the outcome, which the backward asks for, on its way behind the forward."""
+        outcome_3W = self.call.outcome_3W
+        self.mark: Mark | None = None
+        if outcome_3W.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self.heard_3W = torch.empty_like(outcome_3W, device="cpu", pin_memory=outcome_3W.is_cuda)
+        self.heard_3W.copy_(outcome_3W, non_blocking=True)
+        self.mark = Mark(outcome_3W.device)
+
+    def computed_in_vain(self) -> bool:
+        """Whether there may be rows here of homes that do without them."""
+        if not self.call.patience.epsilon:
+            return False
+        if self.mark is None:  # a captured call may drop any at its replay
+            return True
+        self.exchange.observer.count("host_syncs", 1, layer=self.exchange.layer)
+        # host sync: only of a forward with patience
+        self.mark.wait(math.inf)
+        _, came_W, served_W = self.heard_3W
+        return bool((came_W > served_W).any())
+
+
+class DeviceBackward:
+    """Gradients of tokens, weights and `parameters` of a call; the graph of its experts is gone afterwards.
+    It has no patience: what counted in the forward counts here, on both sides."""
+
+    def __init__(self, forward: DeviceForward, d_y_TD: Tensor, parameters: Sequence[Tensor]) -> None:
+        self.forward, self.d_y_TD, self.parameters = forward, d_y_TD, parameters
+
+    @torch.no_grad()
+    def run(self) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """d_x_TD, d_weights_TK, and those of the parameters."""
+        forward = self.forward
+        kernels, exchange = forward.seat.kernels, forward.exchange
+        observer, layer = exchange.observer, exchange.layer
+        with observer.span("combine_backward", layer=layer):
+            back = kernels.send_back(forward.call, self.d_y_TD, layer=layer)
+        computed = self._graph()
+        with observer.span("combine_backward", layer=layer):
+            back.routed = computed.routed
+            d_y_RD = kernels.take_back(back)
+            d_out_RD, d_weights_R = d_y_RD, torch.zeros_like(computed.weights_R)
+            if forward.weighted:
+                d_out_RD, d_weights_R = weigh(
+                    d_y_RD, computed.out_RD.detach(), computed.weights_R, computed.routed
+                )
+        with observer.span("experts_backward", layer=layer):
+            d_rows_RD, d_more_R, d_parameters = self._differentiate(computed, d_out_RD)
+        with observer.span("dispatch_backward", layer=layer):
+            d_weights_R = d_weights_R if d_more_R is None else d_more_R.contiguous()
+            kernels.reply(back, d_rows_RD, values_R=d_weights_R)
+            return *kernels.sum_back(back, d_rows_RD, d_weights_R), d_parameters
+
+    def _graph(self) -> Computed:
+        """The rows that count and what the experts made of them."""
+        forward = self.forward
+        computed = forward.computed
+        del forward.computed
+        if not forward.computed_in_vain():
+            return computed
+        served_W = forward.call.outcome_3W[2].bool()
+        routed, order_R = computed.routed.without(served_W, computed.rows_RD.shape[0])
+        return forward.compute(routed, computed.rows_RD.detach()[order_R])
+
+    def _differentiate(
+        self, computed: Computed, d_out_RD: Tensor
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """Gradients of the rows, of their weights where experts apply them, and of the parameters."""
+        weights = [] if self.forward.weighted else [computed.weights_R]
+        inputs = [computed.rows_RD, *weights, *self.parameters]
+        grads: list[Tensor | None] = [None] * len(inputs)
+        if computed.out_RD.requires_grad:
+            grads = list(torch.autograd.grad(computed.out_RD, inputs, d_out_RD, allow_unused=True))
+        d_rows_RD = grads.pop(0)
+        d_rows_RD = torch.zeros_like(computed.rows_RD) if d_rows_RD is None else d_rows_RD.contiguous()
+        return d_rows_RD, grads.pop(0) if weights else None, grads
+
+
+__all__ = ["DeviceBackward", "DeviceForward", "DeviceSeat", "why_not_backward"]

@@ -16,7 +16,7 @@ from imbrex.contracts import Dispatched, Experts, Handle, Routing, RowExchange
 from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import DTYPES
 from imbrex.overlap.events.ledger import Home, Kind, Ledger
-from imbrex.overlap.events.seat import Letter, Seat
+from imbrex.overlap.events.seat import Letter, Seat, Stage
 from imbrex.transport.messages import Envelope
 
 
@@ -97,6 +97,7 @@ class Forward:
         self.graph: tuple[Batch, Tensor] | None = None
         self.own_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device="cpu")
         self.dtype = x_TD.dtype
+        self.began = time.monotonic()
         self.since: float | None = None
         self.gave_up = False
         self.call = seat.begin(self)
@@ -150,7 +151,9 @@ class Forward:
             now, left = time.monotonic(), math.inf
             if ledger.may_give_up:
                 self.since = now if self.since is None else self.since
-                left = 0.0 if ledger.is_decided else self.since + seat.patience.seconds(self.call) - now
+                patience = seat.patience
+                since = self.began if patience.from_begin else self.since
+                left = 0.0 if ledger.is_decided else since + patience.seconds(self.call, self._stage) - now
             if left <= 0:
                 self._give_up()
                 return
@@ -164,13 +167,19 @@ class Forward:
         self.seat.miss(peers)
         if spent:
             self.gave_up = True
-            self.seat.patience.give_up(self.call)
+            self.seat.patience.give_up(self.call, self._stage)
+
+    @property
+    def _stage(self) -> Stage:
+        return Stage.REPLIES if self.ledger.at_once or self.ledger.computed else Stage.PACKETS
 
     def _end_wait(self) -> None:
         """Remember how long the last peers took, unless this rank gave up on them; the next count anew."""
+        patience = self.seat.patience
         if self.ledger.epsilon and not self.gave_up:
-            waited_s = 0.0 if self.since is None else time.monotonic() - self.since
-            self.seat.patience.remember(waited_s)
+            now = time.monotonic()
+            since = self.began if patience.from_begin else now if self.since is None else self.since
+            patience.remember(now - since, self._stage)
         self.since = None
 
     def _say(self, messages: list[tuple[int, Kind]]) -> None:

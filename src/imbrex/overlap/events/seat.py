@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -29,39 +31,68 @@ LEAD = 16
 Letter = tuple[int, Envelope, Tensor]
 
 
+class Stage(Enum):
+    """A part of a call that is waited for. Waits are learnt for each by itself."""
+
+    PACKETS = "packets"
+    REPLIES = "replies"
+
+
 class Patience:
-    """How long to wait for the last peers. tau: seconds, or `p95`, so long as 95 % of the last waits took.
-    every: of so many calls, numbered alike on all ranks, one at most is given up.
+    """How long to wait for the last peers. tau: seconds; `p95`, so long as 95 % of the last waits took; or
+    `1.5 p50`, until a call has taken 1.5 times as long as half of the last did. every: of so many calls,
+    numbered alike on all ranks, one at most is given up.
 
     A wait that was given up counts as endless: of the last 200 no more than the rest is ever given up.
     """
 
     def __init__(self, tau: float | str, every: int = 1) -> None:
         self.tau, self.every = tau, every
-        self.waits: deque[float] = deque(maxlen=MEMORY)
+        self.waits = {stage: deque[float](maxlen=MEMORY) for stage in Stage}
         self.given_up_in: int | None = None
+        self.learnt = learnt(tau) if isinstance(tau, str) else None
 
-    def seconds(self, call: int) -> float:
+    @property
+    def from_begin(self) -> bool:
+        """Whether waits count from when a call began; else from when no more than epsilon are missing."""
+        return self.learnt is not None and self.learnt.factor is not None
+
+    def seconds(self, call: int, stage: Stage = Stage.REPLIES) -> float:
         """How long this call's last peers are waited for."""
-        before = self.given_up_in
+        before, waits = self.given_up_in, self.waits[stage]
         if before is not None and before != call and before // self.every == call // self.every:
             return math.inf
-        if not isinstance(self.tau, str):
-            return self.tau
-        if len(self.waits) < FEWEST:
+        if self.learnt is None:
+            return cast("float", self.tau)
+        if len(waits) < FEWEST:
             return math.inf
-        ordered, share = sorted(self.waits), float(self.tau[1:]) / 100
+        ordered, share = sorted(waits), self.learnt.share
         given_up = sum(map(math.isinf, ordered))
         if given_up + 1 > (1 - share) * min(MEMORY, len(ordered) + 1):
             return math.inf
-        return ordered[math.ceil(share * len(ordered)) - 1]
+        return (self.learnt.factor or 1.0) * ordered[math.ceil(share * len(ordered)) - 1]
 
-    def remember(self, waited_s: float) -> None:
-        self.waits.append(waited_s)
+    def remember(self, waited_s: float, stage: Stage = Stage.REPLIES) -> None:
+        self.waits[stage].append(waited_s)
 
-    def give_up(self, call: int) -> None:
+    def give_up(self, call: int, stage: Stage = Stage.REPLIES) -> None:
         self.given_up_in = call
-        self.waits.append(math.inf)
+        self.waits[stage].append(math.inf)
+
+
+class Learnt(NamedTuple):
+    """A quantile of what was learnt, and how many times that."""
+
+    share: float
+    factor: float | None
+
+
+def learnt(tau: str) -> Learnt | None:
+    """The meaning of `p95` or `1.5 p50`; `None` where a text asks for nothing that is learnt."""
+    match = re.fullmatch(r"(?:(\d+(?:\.\d+)?) )?p(\d{1,2}(?:\.\d+)?)", tau)
+    if match is None or not float(match[2]) or (match[1] and float(match[1]) < 1):
+        return None
+    return Learnt(float(match[2]) / 100, float(match[1]) if match[1] else None)
 
 
 class Record(Protocol):
@@ -185,4 +216,4 @@ class Seat:
                 )
 
 
-__all__ = ["Letter", "Patience", "Seat"]
+__all__ = ["Letter", "Patience", "Seat", "Stage", "learnt"]
