@@ -67,8 +67,9 @@ class RowsBetween(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        output = gradients[0].new_empty(sum(ctx.sizes[0]), *gradients[0].shape[1:])
-        all_to_all(output, gradients[0], *ctx.sizes, ctx.group)
+        sizes, own_sizes = ctx.sizes
+        output = gradients[0].new_empty(sum(sizes), *gradients[0].shape[1:])
+        all_to_all(output, gradients[0], sizes, own_sizes, ctx.group)
         return output, None, None, None
 
 
