@@ -117,7 +117,7 @@ def test_what_a_rank_did_not_send_is_no_number(name: str, replayed: bool, zeros:
     exchange, inputs = make_exchange(CASE, load=Recorded, timeout=30.0), make_inputs(CASE)
     routed = route(CASE, exchange, inputs)
     exchange.check()
-    exchange.timeout = 0.5
+    exchange._status.timeout = 0.5
     if replayed:
         out, _written = CALLS[name](exchange, inputs, routed)
         exchange.check()

@@ -86,7 +86,6 @@ class NvlinkExchange:
         self.heap = make_heap(self.layout.nbytes)
         self.device = self.heap.local.device
         self.local_ranks = self.heap.local.shape[0]
-        self.timeout = timeout
         self._layer = 0
         self.debug = os.environ.get("IMBREX_DEBUG") == "1"
         self.last_sms: dict[str, int] = {}
