@@ -168,18 +168,33 @@ def validated() -> list[dict[str, Any]]:
     return found
 
 
+def choices(found: Sequence[Row]) -> list[list[Row]]:
+    """Rows that say which way is the fastest of one case: forwards, and steps. Nobody chooses a way for a
+    backward alone: its rows count together with the forward's, by the sums of both."""
+    ways: dict[str, list[Row]] = {}
+    for row in found:
+        case = dict(row["case"])
+        what = case.pop("what")
+        key = json.dumps(case, sort_keys=True)
+        ways.setdefault(f"{what} {key}", []).append(row)
+    for key in [key for key in ways if key.split(" ")[0].endswith("-backward")]:
+        forwards = {row["impl"]: row for row in ways[key.replace("-backward", "-forward", 1)]}
+        ways[key] = [_step(forwards[row["impl"]], row) for row in ways[key] if row["impl"] in forwards]
+    return [several for several in ways.values() if len({row["impl"] for row in several}) > 1]
+
+
+def _step(forward: Row, backward: Row) -> Row:
+    names = ("median_us", "predicted_us", "min_us", "max_us")
+    return backward | {name: forward[name] + backward[name] for name in names if name in forward}
+
+
 def losses(found: Sequence[Row]) -> dict[str, list[float]]:
     """By part: how much slower than the best measured way the predicted one is, wherever several were."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in found:
-        key = row["case"]["part"], json.dumps(row["case"], sort_keys=True)
-        groups.setdefault(key, []).append(row)
     lost: dict[str, list[float]] = {}
-    for (part, _), several in groups.items():
-        if len({row["impl"] for row in several}) > 1:
-            choice = min(several, key=lambda row: row["predicted_us"])
-            best = min(row["median_us"] for row in several)
-            lost.setdefault(part, []).append(choice["median_us"] / best - 1)
+    for several in choices(found):
+        choice = min(several, key=lambda row: row["predicted_us"])
+        best = min(row["median_us"] for row in several)
+        lost.setdefault(several[0]["case"]["part"], []).append(choice["median_us"] / best - 1)
     return lost
 
 
@@ -191,11 +206,8 @@ def unsure(row: Row) -> bool:
 def clear_losses(found: Sequence[Row]) -> list[float]:
     """Losses of more than 5 % that the measurement is sure of: no call of the best way took as long as the
     chosen one's median."""
-    groups: dict[str, list[Row]] = {}
-    for row in found:
-        groups.setdefault(json.dumps(row["case"], sort_keys=True), []).append(row)
     sure = []
-    for several in groups.values():
+    for several in choices(found):
         choice = min(several, key=lambda row: row["predicted_us"])
         best = min(several, key=lambda row: row["median_us"])
         if choice["median_us"] > max(1.05 * best["median_us"], best["max_us"]):

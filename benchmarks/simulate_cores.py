@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from benchmarks.simulate_fit import (
@@ -30,14 +31,13 @@ from imbrex.simulate.fabric import islands
 from imbrex.simulate.profile import Entry, Profile
 
 FITTED = {
-    "schedule": "the first half of the sweep",
+    "schedule": "the first half of the sweep, and the seconds of a processor of its serial rows",
     "collectives": "run 3, top-8, copy-per-rank and hierarchical",
 }
 CORES_CODECS = ("bf16", "int8", "fp8")
 OF_CORES = {
     "weights_bytes_s": (1e10, "one core's reading rate"),
     "experts_start_s": (5e-5, "a few operators' start"),
-    "rows_bytes_s": (1e10, "one core's copying rate"),
     "power_slowdown": (0.0, "no limit seen"),
     "host_holds_moves": (0.0, "gloo's threads ask"),
     "reading_exponent": (50.0, "a core reads while it multiplies"),
@@ -62,27 +62,84 @@ def fit_two_cores() -> Profile:
     source = commits("schedule", {row["run"] for row in ours})
     # One sender a node does not meet others on its link, so its rate is another.
     profile = profile.with_entries(links("pair", 1.1e8, source, "fitted", start=2e-4))
-    names = (
-        "pair_bytes_s",
-        *("product_flops_s", "copied_bytes_s", "plan_s", "chunk_forward_s", "chunk_backward_s"),
-        *("backward_rows_factor", "bytes_slows_compute", "bytes_slows_moves"),
-        *(f"{what}_values_s:{codec}" for codec in CORES_CODECS for what in ("encode", "decode")),
-    )
+    codecs = [f"{what}_values_s:{codec}" for codec in CORES_CODECS for what in ("encode", "decode")]
+    names = (*SCHEDULED, *codecs)
 
     def fitted(x: np.ndarray) -> Profile:
-        return profile.with_entries(entries(names, np.maximum(x, [0] * 7 + [1, 1] + [0] * 6), source))
+        # Who computes is never faster for what moves beside it.
+        least = [float(name.startswith("bytes_slows")) for name in names]
+        return profile.with_entries(entries(names, np.maximum(x, least), source))
 
+    def distances(x: np.ndarray) -> np.ndarray:
+        return np.array([math.log(predicted / measured) for predicted, measured in pairs(fitted(x), ours)])
+
+    return fitted(least_squares(distances, (*SCHEDULED.values(), *[1.5e9] * len(codecs))))
+
+
+SCHEDULED = {
+    "pair_bytes_s": 1.1e8,
+    "product_flops_s": 7e10,
+    "rows_bytes_s": 3e9,
+    "copied_bytes_s": 3e9,
+    "plan_s": 1e-3,
+    "chunk_forward_s": 1e-3,
+    "chunk_backward_s": 1e-3,
+    "backward_rows_factor": 1.2,
+    "bytes_slows_compute": 1.5,
+    "bytes_slows_moves": 1.1,
+}
+"""Figures fitted to the sweep, and where the search for them begins."""
+
+
+def pairs(some: Profile, of: Sequence[Row]) -> list[tuple[float, float]]:
+    """Predicted and measured seconds of rows, and of what two ranks compute in the serial ones: the layer as
+    it would be over a link that takes nothing, and the seconds of a processor, where a row has them."""
+    nothing = some.with_entries(links("pair", 1e15, "no link", "assumed", start=0.0))
     layers: dict[tuple[str, str], list[Row]] = {}
-    for row in ours:
+    for row in of:
         layers.setdefault((str(row["case"]), row["impl"]), []).append(row)
-
-    def pairs(some: Profile) -> list:
+    found = []
+    for same in layers.values():
         fabric = islands(some, 2, 1, network="pair")
-        done = ((outcome_of(some, fabric, of[0], backward=True), of) for of in layers.values())
-        return [(part_of(each, row), 1e-6 * row["median_us"]) for each, of in done for row in of]
+        done = outcome_of(some, fabric, same[0], backward=True)
+        found += [(part_of(done, row), 1e-6 * row["median_us"]) for row in same]
+        timed = [row for row in same if row["impl"] == "serial" and "processor_us" in row]
+        if timed:
+            alone = outcome_of(nothing, islands(nothing, 2, 1, network="pair"), timed[0], backward=True)
+            found += [(part_of(alone, row), 0.5e-6 * row["processor_us"]) for row in timed]
+    return found
 
-    start = (1.1e8, 7e10, 3e9, 1e-3, 1e-3, 1e-3, 1.2, 2.0, 1.1, *[3e8] * 6)
-    return fitted(minimise(lambda x: off(pairs(fitted(x))), start, 400))
+
+def least_squares(
+    distances: Callable[[np.ndarray], np.ndarray], start: Sequence[float], rounds: int = 25
+) -> np.ndarray:
+    """The positive numbers of the least sum of squares, by Gauss and Newton's steps in their logarithms, each
+    as short as it must be to lower it. What the distances do not tell stays near the start: a thousandth of
+    the squared way from it counts, too."""
+    first = np.log(np.array(start, dtype=np.float64))
+    x, damping = first.copy(), 1e-2
+    units, stay = np.eye(len(x)), np.sqrt(1e-3)
+
+    def off(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([distances(np.exp(x)), stay * (x - first)])
+
+    now = off(x)
+    for _ in range(rounds):
+        slopes = np.stack([(off(x + 1e-3 * unit) - now) / 1e-3 for unit in units], axis=1)
+        while damping < 1e6:
+            damped = np.vstack([slopes, np.sqrt(damping) * units])
+            step = np.linalg.lstsq(damped, np.concatenate([-now, np.zeros(len(x))]), rcond=None)[0]
+            after = off(x + np.clip(step, -1, 1))
+            if after @ after < now @ now:
+                break
+            damping *= 4
+        else:
+            break
+        gain = now @ now - after @ after
+        x, now, damping = x + np.clip(step, -1, 1), after, damping / 4
+        if gain < 1e-4:
+            break
+    return np.exp(x)
 
 
 SWEPT = 10

@@ -24,8 +24,8 @@ def test_the_committed_predictions_are_those_of_the_shipped_profiles(predicted: 
 
 
 def on_gpus(rows: list[dict]) -> list[dict]:
-    """Those whose rounds repeat to a few percent. On two cores those of one row may spread over a third of
-    their median and more, so docs/plan.md tells how far off predictions are there, and no test holds it."""
+    """Those whose rounds repeat to a few percent; on two cores those of one row may spread over a third of
+    their median."""
     return [row for row in rows if "GPU" in row["case"]["part"]]
 
 
@@ -41,6 +41,36 @@ def test_on_gpus_no_prediction_is_more_than_a_fifth_off(predicted: list[dict]) -
     assert len(lines) == 7
     assert all(worst <= 0.20 for _, _, _, worst, _ in lines)
     assert {line[0]: line[2] for line in lines}["whole layer, NVLink, 2 and 4 GPUs"] <= 0.05
+
+
+def test_all_predictions_keep_to_the_aims(predicted: list[dict]) -> None:
+    *_, (_, _, median, worst, _) = bench.digest(predicted)
+    assert median <= 0.08
+    assert worst <= 0.20
+    assert bench.clear_losses(predicted) == []
+    lost = [one for some in bench.losses(predicted).values() for one in some]
+    assert sum(one > 0.05 for one in lost) <= 1
+
+
+def test_a_choice_is_of_a_forward_or_of_a_step() -> None:
+    """Of `b` the forward is 1 ms longer and the backward 2 ms shorter: its step is the shorter one."""
+    rows = [
+        {
+            "impl": impl,
+            "case": {"part": "by hand", "what": what},
+            **dict.fromkeys(("median_us", "min_us", "max_us", "predicted_us"), us),
+        }
+        for impl, what, us in (
+            ("a", "layer-forward", 10),
+            ("b", "layer-forward", 11),
+            ("a", "layer-backward", 20),
+            ("b", "layer-backward", 18),
+            ("c", "layer-backward", 1),
+        )
+    ]
+    forwards, steps = bench.choices(rows)
+    assert [(row["impl"], row["median_us"]) for row in forwards] == [("a", 10), ("b", 11)]
+    assert [(row["impl"], row["predicted_us"]) for row in steps] == [("a", 30), ("b", 29)]
 
 
 def test_on_gpus_choices_lose_nothing(predicted: list[dict]) -> None:
