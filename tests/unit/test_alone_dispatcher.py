@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import imbrex
 from imbrex.contracts import Dispatched, Routing, RowForm
+from imbrex.exchange import alone
 from imbrex.exchange.alone import STATE, AloneDispatcher
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Experts
@@ -112,8 +113,28 @@ class InPlace(Experts):
         return super().forward(dispatched)
 
 
-def test_experts_read_tokens_in_place() -> None:
-    """Without gradients; with them, rows are copied."""
+def test_a_small_batch_is_one_launch_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, their groups and sums, of choices of which some are dropped; one row more is no small batch."""
+    config = imbrex.MoEConfig(hidden_size=64, intermediate_size=64, num_experts=5, top_k=3)
+    torch.manual_seed(3)
+    layer = imbrex.MoELayer(config, dtype=torch.bfloat16)
+    monkeypatch.setattr(alone, "MOST_FEW", 69)
+    launches: list[str] = []
+    of_name = choices._kernel
+    monkeypatch.setattr(
+        choices, "_kernel", lambda entry, *more: launches.append(entry) or of_name(entry, *more)
+    )
+    with torch.no_grad():
+        x = torch.randn(24, 64).bfloat16()
+        kept_TK = torch.rand(24, 3) < 0.8
+        few, many = layer(x[:23], kept_TK=kept_TK[:23]), layer(x, kept_TK=kept_TK)
+    assert launches == ["order_few", "place_choices"]
+    assert torch.equal(few, many[:23])
+
+
+def test_experts_read_tokens_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, of a batch that is not small; with them, rows are copied."""
+    monkeypatch.setattr(alone, "MOST_FEW", 0)
     config = imbrex.MoEConfig(hidden_size=64, intermediate_size=64, num_experts=5, top_k=3)
     experts = InPlace((0, 1, 2, 3, 4), 64, 64, dtype=torch.bfloat16)
     experts.applies_weights = True

@@ -11,14 +11,16 @@ from tests.emulated import kernel
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="compiles the kernels with g++")
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 3, 2), (1, 8, 8), (300, 40, 6), (2100, 33, 8)])
-def test_the_order_is_that_of_a_stable_sort(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, top_k: int
-) -> None:
-    """One block and, above 512 choices, several; an expert without choices; one choice in five dropped."""
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         choices, "_kernel", lambda entry, rounds, _: kernel.load(choices._variant(entry, rounds))
     )
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 3, 2), (1, 8, 8), (300, 40, 6), (2100, 33, 8)])
+def test_the_order_is_that_of_a_stable_sort(tokens: int, experts: int, top_k: int) -> None:
+    """One block and, above 512 choices, several; an expert without choices; one choice in five dropped."""
     torch.manual_seed(0)
     ids = torch.rand(tokens, experts).argsort(1)[:, :top_k]
     ids[(ids == 2) | (torch.rand(ids.shape) < 0.2)] = -1
@@ -42,3 +44,24 @@ def test_the_order_is_that_of_a_stable_sort(
     counts = torch.bincount(flat, minlength=experts + 1)[:experts]
     assert torch.equal(found.counts_e, counts)
     assert torch.equal(found.ends_e, counts.cumsum(0).int())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "live"), [(1, 8, 8, 1.0), (70, 40, 6, 0.8), (250, 33, 8, 0.0)]
+)
+def test_a_small_batch_has_the_same_order_and_its_rows(
+    tokens: int, experts: int, top_k: int, live: float
+) -> None:
+    """One round of choices and four, none of them kept in the last."""
+    torch.manual_seed(0)
+    ids = torch.rand(tokens, experts).argsort(1)[:, :top_k]
+    ids[torch.rand(ids.shape) >= live] = -1
+    weights, x = torch.rand(ids.shape), torch.randn(tokens, 24).bfloat16()
+    order, few = choices.order_choices(ids, weights, experts), choices.order_few(x, ids, weights, experts, 12)
+    rows = int(order.counts_e.sum())
+    assert torch.equal(few.position_TK, order.position_TK)
+    assert torch.equal(few.counts_e, order.counts_e)
+    assert few.plan.tolist() == [0] * 12 + order.ends_e.tolist()
+    assert torch.equal(few.choice_R[:rows], order.choice_R[:rows])
+    assert torch.equal(few.weights_R[:rows], order.weights_R[:rows])
+    assert torch.equal(few.rows_RD[:rows], x[order.token_R[:rows]])

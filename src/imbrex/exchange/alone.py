@@ -2,7 +2,8 @@
 
     x_TD ──order_choices, gather_rows──▶ rows_RD ──experts──▶ rows_RD ──sum_rows──▶ y_TD
 
-There is room for T * K rows; how many there are stands in `counts_e`, and nothing reads past them. A token's
+Of a small batch `order_few` does both in one launch, which the experts' first product begins beside. There is
+room for T * K rows; how many there are stands in `counts_e`, and nothing reads past them. A token's
 rows are summed in float32 in the order of its choices. `BytesDispatcher` does the same by operators of torch,
 which serve every device, dtype and layout.
 
@@ -22,10 +23,10 @@ from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import explain, find_problem
 from imbrex.exchange.dispatcher import DispatcherBase, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
-from imbrex.kernels.ffn.glue import gather_rows, sum_rows, weigh_rows
+from imbrex.kernels.ffn.glue import COUNTERS, Groups, gather_rows, sum_rows, weigh_rows
 from imbrex.kernels.ffn.widths import MULTIPLE
 from imbrex.kernels.jit import cached_unavailable
-from imbrex.kernels.rows.choices import MOST_EXPERTS, Order, order_choices
+from imbrex.kernels.rows.choices import MOST_EXPERTS, MOST_FEW, Order, order_choices, order_few
 from imbrex.placement import SPLITS
 from imbrex.runtime.tracing import differentiated, plain, traced
 
@@ -85,40 +86,55 @@ class AloneDispatcher(DispatcherBase):
         return None if form is RowForm.INDEXED else self.general.why_not_form(form)
 
     def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
+        """Tokens with an index where nobody differentiates, but of a small batch rows, which are there as
+        soon; experts in fp8 quantise tokens, of which there are fewer."""
         inputs = x_TD, weights_TK
-        indexed = RowForm.INDEXED in forms and not (differentiated(*inputs) or traced(*inputs))
-        return RowForm.INDEXED if indexed else RowForm.ROWS
+        if RowForm.INDEXED not in forms or differentiated(*inputs) or traced(*inputs):
+            return RowForm.ROWS
+        return RowForm.ROWS if RowForm.FP8 not in forms and _is_few(weights_TK) else RowForm.INDEXED
 
     def check_in(self, x_TD: Tensor, routing: Routing, *, before: int = 0) -> None:
         self.general.check_in(x_TD, routing)
 
-    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Order]:
-        return [self._order(x_TD, routing.weights_TK, routing.ids_TK) for x_TD, routing in parts]
+    def agree(self, parts: Sequence[tuple[Tensor, Routing]]) -> list[Tensor]:
+        """The ids, checked: of nobody else is anything to be known."""
+        for x_TD, routing in parts:
+            problem = explain(find_problem(x_TD, routing, self.geometry, self.place))
+            if problem is not None:
+                raise ValueError(f"dispatch: on rank 0, {problem}")
+        return [routing.ids_TK for _, routing in parts]
 
     def dispatch(
-        self, plan: Order, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
+        self, plan: Tensor, x_TD: Tensor, weights_TK: Tensor, form: RowForm = RowForm.ROWS
     ) -> Crossing[Arrived]:
-        def read(_: object) -> Arrived:
-            state, known = [plan.choice_R, plan.position_TK, plan.ends_e], (plan.weights_R, plan.counts_e)
-            if form is RowForm.INDEXED:
-                return Arrived(x_TD.contiguous(), *known, state, plan.token_R)
-            with self.observer.span("dispatch", layer=self.layer):
-                return Arrived(gather_rows(x_TD.contiguous(), plan.token_R, plan.ends_e), *known, state)
+        few = form is RowForm.ROWS and _is_few(weights_TK)
+        read = self._read_few if few else self._read
+        return Crossing(nothing_to_move, lambda _: read(plan, x_TD.contiguous(), weights_TK, form))
 
-        return Crossing(nothing_to_move, read)
+    def _read(self, ids_TK: Tensor, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> Arrived:
+        with self.observer.span("plan", layer=self.layer):
+            order: Order = order_choices(ids_TK, weights_TK, self.geometry.placement.num_experts)
+        self._tell(ids_TK, order.counts_e)
+        state = [order.choice_R, order.position_TK, order.ends_e]
+        known = order.weights_R, order.counts_e, state
+        if form is RowForm.INDEXED:
+            return Arrived(x_TD, *known, order.token_R)
+        with self.observer.span("dispatch", layer=self.layer):
+            return Arrived(gather_rows(x_TD, order.token_R, order.ends_e), *known)
 
-    def _order(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Order:
+    def _read_few(self, ids_TK: Tensor, x_TD: Tensor, weights_TK: Tensor, form: RowForm) -> Arrived:
+        with self.observer.span("dispatch", layer=self.layer):
+            few = order_few(x_TD, ids_TK, weights_TK, self.geometry.placement.num_experts, COUNTERS)
+        self._tell(ids_TK, few.counts_e)
+        groups = Groups(few.plan, expected=ids_TK.numel())
+        state = [few.choice_R, few.position_TK, groups.ends_e]
+        return Arrived(few.rows_RD, few.weights_R, few.counts_e, state, groups)
+
+    def _tell(self, ids_TK: Tensor, counts_e: Tensor) -> None:
         where, experts = {"layer": self.layer}, self.geometry.placement.num_experts
-        routing = Routing(ids_TK=ids_TK, weights_TK=weights_TK)
-        problem = explain(find_problem(x_TD, routing, self.geometry, self.place))
-        if problem is not None:
-            raise ValueError(f"dispatch: on rank 0, {problem}")
-        with self.observer.span("plan", **where):
-            order = order_choices(ids_TK, weights_TK, experts)
         if self.observer.enabled:
             self.observer.count("expert_load", plan.count_choices(ids_TK, experts), **where)
-            self.observer.count("rows", order.counts_e.sum(), **where)
-        return order
+            self.observer.count("rows", counts_e.sum(), **where)
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
         choice_R, position_TK, ends_e = state
@@ -187,6 +203,10 @@ class AloneDispatcher(DispatcherBase):
             # rows past the last have no choice
             at_R = choice_R.clamp(0, max(choice_R.shape[0] - 1, 0))
             return d_rows_RD, d_weights_TK.flatten()[at_R]
+
+
+def _is_few(weights_TK: Tensor) -> bool:
+    return 0 < weights_TK.numel() <= MOST_FEW
 
 
 def _into(out: tuple[Tensor, Tensor] | None, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -184,6 +184,8 @@ __device__ __forceinline__ void sum_choices(const Eight* rows, const i64* positi
 extern "C" __global__ void __launch_bounds__(256)
     sum_rows(const Eight* rows, const i64* position, const float* weights, const int* count, int tokens,
              int choices, int units, Eight* y, const Eight* addend) {
+    ptx::wait_for_launches();
+    ptx::launch_dependents();
     const int lane = threadIdx.x % 32, parts = (units + 31) / 32;
     if (count != nullptr) tokens = *count;
     for (i64 work = first_row(); work < i64(tokens) * parts; work += row_stride()) {

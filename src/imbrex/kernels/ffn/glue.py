@@ -158,8 +158,14 @@ def sum_rows(
     """
     tokens, choices = position_TK.shape
     y_TD = rows_RD.new_empty(tokens, rows_RD.shape[1])
-    sizes = tokens, choices, rows_RD.shape[1] // _UNIT
-    _launch("sum_rows", rows_RD, position_TK, weights_TK, count, *sizes, y_TD, addend_TD)
+    units, device = rows_RD.shape[1] // _UNIT, rows_RD.device
+    pieces = tokens * -(-units // 32)
+    _kernel("sum_rows", device).launch(
+        grid=max(1, min(_blocks(device), -(-pieces * 32 // _THREADS))),
+        block=_THREADS,
+        args=[rows_RD, position_TK, weights_TK, count, tokens, choices, units, y_TD, addend_TD],
+        dependent=True,
+    )
     return y_TD
 
 

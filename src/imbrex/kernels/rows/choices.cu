@@ -6,6 +6,11 @@
 // one block. More are two: `count_choices` writes how many choices of each expert every block has, and each
 // block of `place_choices` adds up those before it.
 //
+// Of a small batch `order_few` is the whole dispatch: every block orders all choices by itself, which is
+// sooner done than waiting for one that does, and copies a share of the tokens to their rows. Its first block
+// tells where rows end before they are there, to a product that begins meanwhile (gemm/follow.cu): until then
+// the last end is negative, from before the next kernel may begin.
+//
 // Example, 3 experts, two choices a token, ids {2 0, 2 -1}: rows 0: choice 1, 1: choice 0, 2: choice 2;
 // position {1 0, 2 -1}; counts {1 0 2}, ends {1 1 3}.
 #include "ptx/exchange.cuh"
@@ -14,8 +19,9 @@ namespace rows {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kRounds = ROUNDS;
 
-__device__ __forceinline__ int choice_of(int round) {
-    return (blockIdx.x * kWarps + threadIdx.x / 32) * (32 * kRounds) + 32 * round + threadIdx.x % 32;
+// block: of those that share the choices.
+__device__ __forceinline__ int choice_of(int block, int round) {
+    return (block * kWarps + threadIdx.x / 32) * (32 * kRounds) + 32 * round + threadIdx.x % 32;
 }
 
 // -1 for choices that are dropped, past the end, or of an expert that does not exist (the caller's error,
@@ -25,65 +31,48 @@ __device__ __forceinline__ int expert_of(const i64* ids, int choice, int choices
     return id >= 0 && id < experts ? static_cast<int>(id) : -1;
 }
 
-// found[expert] of every warp: its choices of every expert. Zero before.
-__device__ __forceinline__ void count_mine(const i64* ids, int choices, int experts, int* found) {
+// found[warp][expert]: its choices of every expert. The whole block.
+__device__ __forceinline__ void count_mine(const i64* ids, int block, int choices, int experts, int* found) {
+    int* mine = found + threadIdx.x / 32 * experts;
+    for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) found[i] = 0;
+    __syncthreads();
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-        const int expert = expert_of(ids, choice_of(round), choices, experts);
+        const int expert = expert_of(ids, choice_of(block, round), choices, experts);
         const u32 same = __match_any_sync(0xffffffffu, expert);
         if (expert >= 0 && __ffs(same) == static_cast<int>(threadIdx.x % 32) + 1)
-            found[expert] += __popc(same);
+            mine[expert] += __popc(same);
         __syncwarp();
     }
+    __syncthreads();
 }
 
-// number[blocks][experts]
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    count_choices(const i64* ids, int choices, int experts, int* number) {
-    int* found = reinterpret_cast<int*>(ptx::shared_memory());
-    for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) found[i] = 0;
-    __syncthreads();
-    count_mine(ids, choices, experts, found + threadIdx.x / 32 * experts);
-    __syncthreads();
-    for (int expert = threadIdx.x; expert < experts; expert += kThreads) {
-        int sum = 0;
-        for (int warp = 0; warp < kWarps; ++warp) sum += found[warp * experts + expert];
-        number[blockIdx.x * experts + expert] = sum;
-    }
+// What a block knows of an expert: its choices, and how many of them blocks before it have.
+struct Share {
+    int all, before;
+};
+
+__device__ __forceinline__ Share sum_warps(const int* found, int expert, int experts) {
+    Share share{0, 0};
+    for (int warp = 0; warp < kWarps; ++warp) share.all += found[warp * experts + expert];
+    return share;
 }
 
-// position [choices]: -1 where dropped. choice, token, weight of row [choices]: unset past the last row.
-// top_k: choices of a token. number: as above, null where there is one block.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    place_choices(const i64* ids, const float* weights, const int* number, int choices, int top_k,
-                  int experts, i64* position, i64* choice_of_row, i64* token_of_row, float* weight_of_row,
-                  i64* counts, int* ends) {
-    int* found = reinterpret_cast<int*>(ptx::shared_memory());
-    int* first = found + kWarps * experts;  // of an expert, of this block
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int* mine = found + warp * experts;
-    for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) found[i] = 0;
-    __syncthreads();
-    count_mine(ids, choices, experts, mine);
-    __syncthreads();
+// The whole block. found: becomes the choices of an expert before the warp's. first [experts + 1]: the first
+// row of every expert, and the end of the last. `share(expert)`; `tell(expert, all, end)` by the first warp.
+template <class Of, class Tell>
+__device__ __forceinline__ void place_experts(int* found, int* first, int experts, Of share, Tell tell) {
     for (int expert = threadIdx.x; expert < experts; expert += kThreads) {
-        int before = 0, all = 0;
-        if (number == nullptr) {
-            for (int w = 0; w < kWarps; ++w) all += found[w * experts + expert];
-        } else {
-            for (int block = 0; block < static_cast<int>(gridDim.x); ++block) {
-                const int there = number[block * experts + expert];
-                all += there, before += block < static_cast<int>(blockIdx.x) ? there : 0;
-            }
-        }
-        first[expert] = all;
-        for (int w = 0; w < kWarps; ++w) {  // what comes before a warp's choices in this expert
-            const int there = found[w * experts + expert];
-            found[w * experts + expert] = before, before += there;
+        Share of = share(expert);
+        first[expert] = of.all;
+        for (int warp = 0; warp < kWarps; ++warp) {
+            const int there = found[warp * experts + expert];
+            found[warp * experts + expert] = of.before, of.before += there;
         }
     }
     __syncthreads();
-    if (warp == 0) {
+    if (threadIdx.x < 32) {
+        const int lane = threadIdx.x;
         int start = 0;
         for (int i = 0; i < experts; i += 32) {
             const int all = i + lane < experts ? first[i + lane] : 0;
@@ -95,29 +84,106 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
             if (i + lane < experts) {
                 first[i + lane] = start + sum - all;
-                if (blockIdx.x == 0) counts[i + lane] = all, ends[i + lane] = start + sum;
+                tell(i + lane, all, start + sum);
             }
             start += __shfl_sync(0xffffffffu, sum, 31);
         }
+        if (lane == 0) first[experts] = start;
     }
     __syncthreads();
+}
+
+// The whole block: `put(choice, row)` for its choices, row -1 where one is dropped.
+template <class Put>
+__device__ __forceinline__ void place_mine(const i64* ids, int block, int choices, int experts, int* found,
+                                           const int* first, Put put) {
+    const int lane = threadIdx.x % 32;
+    int* mine = found + threadIdx.x / 32 * experts;
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-        const int choice = choice_of(round), expert = expert_of(ids, choice, choices, experts);
+        const int choice = choice_of(block, round), expert = expert_of(ids, choice, choices, experts);
         const u32 same = __match_any_sync(0xffffffffu, expert), lower = same & ((1u << lane) - 1);
-        if (expert >= 0) {
-            const int row = first[expert] + mine[expert] + __popc(lower);
-            position[choice] = row;
-            choice_of_row[row] = choice;
-            token_of_row[row] = static_cast<u32>(choice) / static_cast<u32>(top_k);
-            weight_of_row[row] = weights[choice];
-        } else if (choice < choices) {
-            position[choice] = -1;
-        }
+        if (choice < choices) put(choice, expert < 0 ? -1 : first[expert] + mine[expert] + __popc(lower));
         __syncwarp();
         if (expert >= 0 && lower == 0) mine[expert] += __popc(same);
         __syncwarp();
     }
+}
+
+// number[blocks][experts]
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    count_choices(const i64* ids, int choices, int experts, int* number) {
+    int* found = reinterpret_cast<int*>(ptx::shared_memory());
+    count_mine(ids, blockIdx.x, choices, experts, found);
+    for (int expert = threadIdx.x; expert < experts; expert += kThreads)
+        number[blockIdx.x * experts + expert] = sum_warps(found, expert, experts).all;
+}
+
+// position [choices]: -1 where dropped. choice, token, weight of row [choices]: unset past the last row.
+// top_k: choices of a token. number: as above, null where there is one block.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    place_choices(const i64* ids, const float* weights, const int* number, int choices, int top_k,
+                  int experts, i64* position, i64* choice_of_row, i64* token_of_row, float* weight_of_row,
+                  i64* counts, int* ends) {
+    int* found = reinterpret_cast<int*>(ptx::shared_memory());
+    int* first = found + kWarps * experts;
+    count_mine(ids, blockIdx.x, choices, experts, found);
+    const auto share = [&](int expert) {
+        if (number == nullptr) return sum_warps(found, expert, experts);
+        Share of{0, 0};
+        for (int block = 0; block < static_cast<int>(gridDim.x); ++block) {
+            const int there = number[block * experts + expert];
+            of.all += there, of.before += block < static_cast<int>(blockIdx.x) ? there : 0;
+        }
+        return of;
+    };
+    const auto tell = [&](int expert, int all, int end) {
+        if (blockIdx.x == 0) counts[expert] = all, ends[expert] = end;
+    };
+    place_experts(found, first, experts, share, tell);
+    place_mine(ids, blockIdx.x, choices, experts, found, first, [&](int choice, int row) {
+        position[choice] = row;
+        if (row < 0) return;
+        choice_of_row[row] = choice;
+        token_of_row[row] = static_cast<u32>(choice) / static_cast<u32>(top_k);
+        weight_of_row[row] = weights[choice];
+    });
+}
+
+// Of at most 512 ROUNDS choices. x [tokens][units], rows [choices][units]: 16 bytes. plan [counters +
+// experts]: zeros, and where rows end.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    order_few(const uint4* x, const i64* ids, const float* weights, int choices, int top_k, int experts,
+              int units, uint4* rows, i64* position, i64* choice_of_row, float* weight_of_row, i64* counts,
+              int* plan, int counters) {
+    int* found = reinterpret_cast<int*>(ptx::shared_memory());
+    int *first = found + kWarps * experts, *token_of_row = first + experts + 1, *ends = plan + counters;
+    const bool tells = blockIdx.x == 0;
+    const int thread = static_cast<int>(threadIdx.x);
+    ptx::wait_for_launches();
+    u32* last = reinterpret_cast<u32*>(ends + experts - 1);
+    if (tells && thread == 0) ptx::store_release_gpu(last, 0xffffffffu);
+    ptx::launch_dependents();
+    if (tells && thread < counters) plan[thread] = 0;
+    count_mine(ids, 0, choices, experts, found);
+    const auto share = [&](int expert) { return sum_warps(found, expert, experts); };
+    const auto tell = [&](int expert, int all, int end) {
+        if (!tells) return;
+        counts[expert] = all;
+        if (expert < experts - 1) ends[expert] = end;
+    };
+    place_experts(found, first, experts, share, tell);
+    if (tells && thread == 0) ptx::store_release_gpu(last, static_cast<u32>(first[experts]));
+    place_mine(ids, 0, choices, experts, found, first, [&](int choice, int row) {
+        if (row >= 0) token_of_row[row] = static_cast<u32>(choice) / static_cast<u32>(top_k);
+        if (!tells) return;
+        position[choice] = row;
+        if (row >= 0) choice_of_row[row] = choice, weight_of_row[row] = weights[choice];
+    });
+    __syncthreads();
+    const int all = first[experts] * units;
+    for (int at = blockIdx.x * kThreads + thread; at < all; at += gridDim.x * kThreads)
+        rows[at] = x[static_cast<i64>(token_of_row[at / units]) * units + at % units];
 }
 
 }  // namespace rows

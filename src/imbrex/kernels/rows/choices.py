@@ -11,11 +11,15 @@ from torch import Tensor
 from imbrex.kernels.jit import Kernel, Variant, load
 
 SOURCE = "rows/choices.cu"
-KERNELS = ("count_choices", "place_choices")
+KERNELS = ("count_choices", "place_choices", "order_few")
 _THREADS, _WARPS = 512, 16
 ROUNDS, FEW_CHOICES = (1, 4), 16384
 """Rounds of 512 choices a block: one up to so many choices, else more, since every block reads what all
 counted."""
+MOST_FEW = _THREADS * ROUNDS[-1]
+"""Choices of a small batch: one block orders them all."""
+COPIERS = 32
+"""Blocks of a small batch at most: a product's blocks want the other multiprocessors."""
 MOST_EXPERTS = 2048
 """Experts that a block's shared memory counts."""
 
@@ -71,7 +75,47 @@ def order_choices(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
     _kernel("place_choices", rounds, device).launch(
         grid=blocks,
         block=_THREADS,
-        smem=shared + 4 * experts,
+        smem=shared + 4 * (experts + 1),
         args=[ids_TK, weights_TK, number, choices, ids_TK.shape[1], experts, *results],
     )
     return order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FewRows:
+    """A small batch of a rank alone, ready for its experts. rows_RD: there is room for T * K. plan: int32
+    [counters + e], zeros and then where rows end; the last end is negative until the others are there. The
+    others are as of `Order`."""
+
+    rows_RD: Tensor
+    position_TK: Tensor
+    choice_R: Tensor
+    weights_R: Tensor
+    counts_e: Tensor
+    plan: Tensor
+
+
+def order_few(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int, counters: int) -> FewRows:
+    """Order and rows of at most `MOST_FEW` choices, in one launch that the next may begin beside. x_TD: bf16,
+    rows of a multiple of 16 bytes; the others as of `order_choices`."""
+    ids_TK, weights_TK, device = ids_TK.contiguous(), weights_TK.contiguous(), ids_TK.device
+    choices, width, top_k = ids_TK.numel(), x_TD.shape[1], ids_TK.shape[1]
+    assert choices <= MOST_FEW
+    few = FewRows(
+        rows_RD=x_TD.new_empty(choices, width),
+        position_TK=torch.empty_like(ids_TK),
+        choice_R=torch.empty(choices, dtype=torch.int64, device=device),
+        weights_R=torch.empty(choices, dtype=torch.float32, device=device),
+        counts_e=torch.empty(experts, dtype=torch.int64, device=device),
+        plan=torch.empty(counters + experts, dtype=torch.int32, device=device),
+    )
+    rounds, units = ROUNDS[choices > _THREADS], width * x_TD.element_size() // 16
+    results = few.rows_RD, few.position_TK, few.choice_R, few.weights_R, few.counts_e, few.plan
+    _kernel("order_few", rounds, device).launch(
+        grid=min(COPIERS, max(1, choices * units // _THREADS)),
+        block=_THREADS,
+        smem=4 * (_WARPS * experts + experts + 1 + choices),
+        args=[x_TD.contiguous(), ids_TK, weights_TK, choices, top_k, experts, units, *results, counters],
+        dependent=True,
+    )
+    return few
