@@ -1,10 +1,14 @@
 """How fast is a step of decoding where it is used, and how near to reading its weights and cache?
 `make gpu-bench NAME=serve`.
 
+On several GPUs, into `results/serve.json`; on one, which holds Qwen3-30B-A3B whole and what a rank of two has
+of either model, into `results/serve_one.json`, with the time of every part of a step.
+
 Random weights of real widths, drawn on the device; every way to the experts in the same engine, with the same
 attention, norms and head, over the same parameters where they are spread alike, so that all stand in one list
 of processes. A step is timed by itself, with every slot at the same length, and so is a chunk of prompts.
-Then a closed loop of users on ours, beside what `imbrex.bench.serve.replay` makes of the times before.
+Then a closed loop of users on ours, beside what `imbrex.bench.serve.replay` makes of the times before. A
+step's host is ahead of it, so a timing begins behind a pause in which the host queues the step.
 """
 
 from __future__ import annotations
@@ -33,15 +37,18 @@ from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.heads import best_keys, maximum, unpack
 from imbrex.serve.model import Decoder
 
-RESULTS = Path(__file__).parent / "results" / "serve.json"
+RESULTS = Path(__file__).parent / "results"
 QUESTION = "How many tokens a second does a step of decoding give, and how near is it to reading memory?"
 SLOTS, CHUNK, INTERVAL = 128, (4, 256), 4
 BATCHES = (8, 32, 128)
 ROUNDS, CHOICES = 20, 20
+PAUSE = 4_000_000
+"""Cycles, 2.3 ms, in which a host queues a step."""
 KERNELS = 34
-KNOWN = ("op", "impl", "case", "n", "experts_hit", "weights_gib", "model", "W", "dtype", "room")
+KNOWN = ("op", "impl", "case", "n", "weights_gib", "model", "W", "dtype", "room")
 """What is not printed of a row."""
-FP8 = "nvlink-fp8"
+FP8, ONE_FP8 = "nvlink-fp8", "auto-fp8"
+OURS = ("nvlink", "auto")
 FORCED = {1: 0.8, 3: 1.6}
 """Drafts that count as right, in the mean, by how many a step makes."""
 
@@ -49,11 +56,12 @@ FORCED = {1: 0.8, 3: 1.6}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
     """What is timed of a model. ways: the first's parameters serve the others. rooms: tokens before the step,
-    by engine. drafting: ways with drafts, too."""
+    by engine. drafting: ways with drafts, too. batches: rows of a step."""
 
     ways: tuple[str, ...]
     rooms: tuple[tuple[int, ...], ...]
     drafting: tuple[str, ...] = ()
+    batches: tuple[int, ...] = BATCHES
 
 
 SWEEPS = {
@@ -67,11 +75,20 @@ SWEEPS = {
     ),
 }
 """Experts of DeepSeek-V3's widths do not fit one GPU, nor do they beside what is kept of them in fp8."""
+ONE_GPU = {
+    "qwen3-30b-a3b": Sweep(
+        ways=("auto", GATHER, TRANSFORMERS, ONE_FP8), rooms=((1024,),), batches=(8, 16, 32, 64, 128)
+    ),
+    "qwen3-30b-a3b-half": Sweep(ways=("auto", GATHER), rooms=((1024,),)),
+    "deepseek-v3-8-half": Sweep(ways=("auto", GATHER), rooms=((1024,),), drafting=("auto",)),
+}
 
 
 def way_of(name: str) -> Way:
     if name == FP8:
         return Way(transport="nvlink", codec="fp8", experts="kernels-fp8")
+    if name == ONE_FP8:
+        return Way(transport="auto", experts="kernels-fp8")
     return Way(transport=name, experts="grouped" if name == "alltoall" else "auto")
 
 
@@ -183,6 +200,7 @@ def slowest_seconds(prepare: Callable[[], None], program: Callable[[], object]) 
     align, times = torch.zeros(1, device="cuda"), []
     for _ in range(ROUNDS + 3):
         prepare()
+        torch.cuda._sleep(PAUSE)
         dist.all_reduce(align)
         times.append(_seconds(program))
     taken = torch.tensor(statistics.median(times[3:]), device="cuda")
@@ -190,24 +208,71 @@ def slowest_seconds(prepare: Callable[[], None], program: Callable[[], object]) 
     return float(taken)
 
 
-def kernels(engine: Engine, rows: int, tokens: int) -> list[str]:
-    """The kernels of a replayed step by their time, a line each."""
+def recorded(engine: Engine, rows: int, tokens: int) -> list[tuple[str, float, float]]:
+    """Name, begin and end in us of every kernel of a replayed step, as they begin."""
     activity = torch.profiler.ProfilerActivity.CUDA
     ready(engine, rows, tokens)
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[activity]) as profiler:
         engine.programs[rows]()
         torch.cuda.synchronize()
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
+    return sorted((s for s in spans if not s[0].startswith("Mem")), key=lambda span: span[1])
+
+
+def kernels(spans: list[tuple[str, float, float]], rows: int) -> list[str]:
+    """The kernels of a step by their time, a line each."""
     of_name: dict[str, list[float]] = {}
-    for event in profiler.events() or ():
-        if "Memset" not in event.name:
-            of_name.setdefault(event.name, []).append(event.device_time)
+    for name, begin, end in spans:
+        of_name.setdefault(name, []).append(end - begin)
     longest = sorted(of_name.items(), key=lambda one: -sum(one[1]))
     total = sum(sum(times) for times in of_name.values())
-    lines = [f"{rows} rows: {total:.0f} us of {sum(map(len, of_name.values()))} kernels a step"]
+    lines = [f"{rows} rows: {total:.0f} us of {len(spans)} kernels a step"]
     return lines + [
         f"{sum(times):9.1f} us {len(times):5} x {statistics.median(times):7.2f} us  {name[:90]}"
         for name, times in longest[:KERNELS]
     ]
+
+
+DENSE = ("nvjet", "splitK", "gemm_", "gemv", "cublas", "cutlass")
+EXPERTS = ("grouped_gemm", "product_that_follows", "quantise", "swiglu")
+ATTENTION = ("triton_tem", "flash", "softmax", "masked_fill", "MaskedFill", "SoftMax")
+
+
+def parts_of(spans: list[tuple[str, float, float]]) -> dict[str, float]:
+    """The us of a step by what took them: a kernel has the time from the end of those before it to its own,
+    so that all parts together are the step, waits between kernels included."""
+    names = [name for name, _, _ in spans]
+    last = max((i for i, name in enumerate(names) if "sum_rows" in name), default=len(names))
+    us: dict[str, float] = {}
+    part, latest = "steps", spans[0][1]
+    for index, (_, _, end) in enumerate(spans):
+        part = _part(part, names, index, behind=index > last)
+        us[part] = us.get(part, 0.0) + max(0.0, end - latest)
+        latest = max(latest, end)
+    return {name: round(time, 1) for name, time in us.items()}
+
+
+def _part(before: str, names: list[str], index: int, *, behind: bool) -> str:
+    """The part of a kernel behind one of the part `before`. behind: the last layer."""
+    name, following = names[index], next((n for n in names[index + 1 :] if not _has(n, DENSE)), "")
+    if _has(name, EXPERTS):
+        return "experts"
+    if _has(name, DENSE):
+        return "head" if behind else "logits" if "choose_experts" in following else "projections"
+    if "sum_rows" in name:
+        return "sums"
+    if "choose_experts" in name or (before == "routing" and not name.startswith("triton_")):
+        return "routing"
+    if _has(name, ATTENTION) or (before == "attention" and name.startswith("triton_")):
+        return "attention"
+    if behind or before == "steps":
+        return "head" if before == "head" and "reduce" in name else "steps"
+    return "norms and positions"
+
+
+def _has(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in name for word in words)
 
 
 class Timed:
@@ -237,7 +302,7 @@ class Timed:
         return {"no_step_share": round(1 - busy / whole, 4), "device_ms": medians}
 
 
-def loop_row(engine: Engine, case: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def loop_row(engine: Engine, way: str, case: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A closed loop of 32 users a rank, and the same replayed from the times in `rows`."""
     ranks = dist.get_world_size()
     load = Load(users=32 * ranks, input=1024, output=128, rounds=3)
@@ -245,11 +310,11 @@ def loop_row(engine: Engine, case: dict[str, Any], rows: list[dict[str, Any]]) -
     point = serve(engine, load, engine.host_group)
     engine.programs = programs
     alike = Load(users=32, input=load.input, output=load.output, rounds=load.rounds)
-    again = replay(step_times(rows, case["model"], "nvlink"), alike, engine.settings)
+    again = replay(step_times(rows, case["model"], way), alike, engine.settings)
     names = ("tokens_per_s_gpu", "tokens_per_s_user")
     case = case | {"users": load.users, "input": load.input, "output": load.output, "interval": INTERVAL}
     replayed = {name: round(again[name], 1) for name in names}
-    return {"op": "serve", "impl": "nvlink", "case": case} | point | timed.found() | {"replayed": replayed}
+    return {"op": "serve", "impl": way, "case": case} | point | timed.found() | {"replayed": replayed}
 
 
 def choice_rows(engine: Engine) -> list[dict[str, Any]]:
@@ -280,16 +345,17 @@ def choice_rows(engine: Engine) -> list[dict[str, Any]]:
 class Run:
     """All rows of one rank's processes, in the order they are timed."""
 
-    def __init__(self, rank: int, args: argparse.Namespace) -> None:
+    def __init__(self, rank: int, world: int, args: argparse.Namespace) -> None:
         self.args, self.rank, self.rows = args, rank, list[dict[str, Any]]()
         self.group, self.device = dist.group.WORLD, torch.device("cuda", rank)
         assert self.group is not None
         self.stages, self.tbps = Stages(rank), read_tbps()
         self.truth: dict[tuple, torch.Tensor] = {}
+        self.sweeps = SWEEPS if world > 1 else ONE_GPU
 
     def model(self, name: str) -> None:
         """Every way of a model, over the parameters of the first."""
-        sweep, base = SWEEPS[name], None
+        sweep, base = self.sweeps[name], None
         for way in self.args.way or sweep.ways:
             if self.stages.past(self.args.until):
                 self.stages.over(f"{name} {way} is left out")
@@ -317,7 +383,7 @@ class Run:
 
     def make(self, name: str, way: str) -> Decoder:
         options: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
-        positions = max(max(of) for of in SWEEPS[name].rooms) + 1024
+        positions = max(max(of) for of in self.sweeps[name].rooms) + 1024
         model = make_model(name, way_of(way), self.group, positions=positions, **options)
         model.compiled = False if self.args.as_written else None
         self.stages.over(f"{name} {way} drawn")
@@ -327,13 +393,14 @@ class Run:
         """Steps and chunks over all contexts of an engine."""
         gc.collect()
         drafting = Drafting(length=drafts, forced=FORCED[drafts] if drafts else None)
+        batches = self.sweeps[name].batches
         settings = Settings(
             slots=SLOTS,
             room=max(contexts) + 256,
             chunk=CHUNK,
             graphs=way_of(way).captured,
             interval=INTERVAL,
-            sizes=BATCHES,
+            sizes=batches,
             drafting=drafting,
         )
         engine = Engine(model, settings, self.group)
@@ -345,28 +412,28 @@ class Run:
         case = {"model": name, "W": dist.get_world_size(), "dtype": "bf16", "room": settings.room}
         case |= {"drafts": drafts, "forced": FORCED[drafts]} if drafts else {}
         timed = contexts if settings.graphs else contexts[:1]
-        own = [self.step(engine, way, case | {"B": b, "context": n}) for n in timed for b in BATCHES]
+        own = [self.step(engine, way, case | {"B": b, "context": n}) for n in timed for b in batches]
         own += [self.chunk(engine, way, case | {"context": n}) for n in (0, *timed)]
         self.rows += own
         self.show(own)
         self.stages.over(f"{name} {way} timed, {torch.cuda.max_memory_allocated() >> 30} GiB at most")
-        if way == "nvlink" and not drafts:
-            self.more(engine, case, contexts)
+        if way in OURS and not drafts:
+            self.more(engine, way, case, contexts)
         engine.programs.clear()
 
-    def more(self, engine: Engine, case: dict[str, Any], contexts: tuple[int, ...]) -> None:
+    def more(self, engine: Engine, way: str, case: dict[str, Any], contexts: tuple[int, ...]) -> None:
         """What is asked of our own way alone."""
-        own = []
-        if case["model"] == next(iter(SWEEPS)):
+        own, sweep = [], self.sweeps[case["model"]]
+        if engine.group is not None and case["model"] == next(iter(SWEEPS)):
             own += choice_rows(engine)
         if self.args.kernels:
-            for batch in BATCHES[::2]:
-                lines = kernels(engine, batch, contexts[0])
+            for batch in sweep.batches[::2]:
+                lines = kernels(recorded(engine, batch, contexts[0]), batch)
                 if self.rank == 0:
                     print("\n".join(lines), flush=True)
-        if contexts == SWEEPS[case["model"]].rooms[0]:
+        if contexts == sweep.rooms[0]:
             engine.steps.state.remaining_Z.zero_()
-            own.append(loop_row(engine, case, self.rows))
+            own.append(loop_row(engine, way, case, self.rows))
         self.rows += own
         self.show(own)
         self.stages.over("choices, kernels, loop")
@@ -380,8 +447,13 @@ class Run:
         chosen = engine.steps.state.last_Z[:batch].clone()
         alike = (self.truth.setdefault(key, chosen) == chosen).double().mean()
         taken = slowest_seconds(lambda: ready(engine, batch, tokens), engine.programs[batch])
+        parts = {}
+        if engine.group is None and way in OURS and not drafts:
+            parts = {"parts_us": parts_of(recorded(engine, batch, tokens))}
         engine.steps.state.remaining_Z.zero_()
-        floor = step_bytes(engine.model, batch, tokens, hit, drafts, fp8=way == FP8) / self.tbps / 1e12
+        fp8 = way in (FP8, ONE_FP8)
+        read = step_bytes(engine.model, batch, tokens, hit, drafts, fp8=fp8)
+        floor = read / self.tbps / 1e12
         return {
             "op": "decode step",
             "impl": way,
@@ -391,10 +463,11 @@ class Run:
             "floor_us": round(1e6 * floor, 1),
             "times_floor": round(taken / floor, 3),
             "experts_hit": sum(hit),
-            "weights_gib": round(weights_gib(engine.model, fp8=way == FP8), 1),
+            "read_gb": round(read / 1e9, 2),
+            "weights_gib": round(weights_gib(engine.model, fp8=fp8), 1),
             "tokens_alike": round(float(alike), 3),
             "n": ROUNDS,
-        }
+        } | parts
 
     def chunk(self, engine: Engine, way: str, case: dict[str, Any]) -> dict[str, Any]:
         taken = slowest_seconds(lambda: ready_chunk(engine, case["context"]), engine.programs["prefill"])
@@ -410,15 +483,18 @@ class Run:
 
     def write(self) -> None:
         if self.rank == 0:
-            words = [f"--model {' '.join(self.args.model)}"] if len(self.args.model) < len(SWEEPS) else []
+            all_models = len(self.args.model) == len(self.sweeps)
+            words = [] if all_models else [f"--model {' '.join(self.args.model)}"]
             words += [f"--way {' '.join(self.args.way)}"] if self.args.way else []
             more = f' ARGS="{" ".join(words)}"' if words else ""
             run = describe_run(f"make gpu-bench NAME=serve{more}", {"read_tbps": round(self.tbps, 2)})
-            write_results(self.args.out, QUESTION, run, self.rows)
+            out = self.args.out or RESULTS / ("serve_one.json" if self.sweeps is ONE_GPU else "serve.json")
+            write_results(out, QUESTION, run, self.rows)
 
 
 def measure(rank: int, world: int, args: argparse.Namespace) -> None:
-    run = Run(rank, args)
+    run = Run(rank, world, args)
+    args.model = args.model or list(run.sweeps)
     for name in args.model:
         run.model(name)
     torch.cuda.synchronize()
@@ -427,12 +503,13 @@ def measure(rank: int, world: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", nargs="+", default=list(SWEEPS), choices=list(SWEEPS))
+    known = list(SWEEPS if torch.cuda.device_count() > 1 else ONE_GPU)
+    parser.add_argument("--model", nargs="+", default=[], choices=known)
     parser.add_argument("--way", nargs="*", default=[], help="ways to the experts, where not all")
     parser.add_argument("--until", type=float, default=1e9, help="no way is begun after so many seconds")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, too")
     parser.add_argument("--as-written", action="store_true", help="what stands between products, uncompiled")
-    parser.add_argument("--out", default=str(RESULTS))
+    parser.add_argument("--out", help="the result file, where not that of so many GPUs")
     args = parser.parse_args()
     run_ranks(measure, torch.cuda.device_count(), args)
 

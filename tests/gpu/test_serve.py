@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
 import imbrex
+from imbrex.bench.serve.training import train
+from imbrex.demo.corpus import Corpus
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.kernels.rows.keys import TokenChoice
 from imbrex.serve import attention
@@ -87,6 +91,63 @@ def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
         tokens.append([answer.tokens for answer in answers])
     assert [len(of) for of in tokens[0]] == [9, 12, 1, 20]
     assert tokens[0] == tokens[1]
+
+
+TEXT = b"tiles"
+MOE = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, top_k=2)
+
+
+@functools.cache
+def trained() -> Decoder:
+    """A model on the CPU, in float32, that goes on with a text of five bytes, as does its drafting block: no
+    rounding changes its tokens."""
+    config = ModelConfig(
+        moe=MOE,
+        attention=Grouped(num_heads=4, num_kv_heads=2, head_size=64),
+        num_layers=2,
+        vocabulary=256,
+        positions=128,
+        drafting=True,
+    )
+    model = Decoder(config, lambda layer: imbrex.MoELayer(MOE, layer=layer))
+    draw(model, seed=3)
+    text = torch.frombuffer(bytearray(TEXT * 60), dtype=torch.uint8)
+    last = train(model, Corpus(name="tiles", num_files=1, train=text, held_out=text), 30, None, rate=3e-3)
+    assert last["loss"] < 0.1
+    assert last["draft_loss"] < 0.3
+    return model
+
+
+@pytest.mark.parametrize("experts", ["auto", "kernels-fp8"])
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_tokens_are_those_of_the_text_whatever_drafts_and_weights(experts: str, drafts: int) -> None:
+    """From graphs, with weights in bf16 and fp8, beside requests that are refused alone."""
+    whole = trained()
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    model = Decoder(
+        whole.config, lambda layer: imbrex.MoELayer(MOE, layer=layer, experts=experts, **kind), **kind
+    )
+    model.load_state_dict(whole.state_dict())
+    settings = Settings(
+        slots=3, room=64, chunk=(2, 8), interval=2, drafting=Drafting(length=drafts), graphs=True
+    )
+    engine = Engine(model, settings)
+    asked = [(6, 40), (0, 3), (13, 25), (60, 9), (3, 1), (17, 30)]
+    answers = [
+        engine.submit(Request(prompt=list((TEXT * 20)[:length]), max_tokens=wanted))
+        for length, wanted in asked
+    ]
+    wrong = engine.submit(Request(prompt=[1, 256], max_tokens=2))
+    engine.run()
+    assert "token 1 is 256" in str(wrong.refused)
+    assert [answer.refused is None for answer in answers] == [True, False, True, False, True, True]
+    for answer, (length, wanted) in zip(answers, asked, strict=True):
+        expected = [] if answer.refused else list((TEXT * 20)[length : length + wanted])
+        assert answer.tokens == expected
+    # Nearly all drafts are right: a step gives what it may.
+    host = engine.host
+    assert host.row_tokens / host.row_steps > 1 + 0.6 * drafts
+    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -61,9 +61,16 @@ MODELS = {
         drafting=True,
     ),
 }
+for _name in ("qwen3-30b-a3b", "deepseek-v3-8"):
+    _whole = MODELS[_name]
+    _half = replace(_whole.moe, num_experts=_whole.moe.num_experts // 2)
+    MODELS[f"{_name}-half"] = replace(_whole, moe=_half)
 """The demo's, Qwen3-30B-A3B at full depth, and DeepSeek-V3's widths with 8 layers of experts and its drafting
 block, from their published configurations. DeepSeek-V3's dense layers and its stretched positions are left
-out. `positions` is set for each run."""
+out. `positions` is set for each run.
+
+A `-half` has half of the experts, and every token chooses as many of them: of T tokens it reads and computes
+what a rank of two does with T tokens a rank, and nothing crosses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
