@@ -173,6 +173,13 @@ def test_the_command_serves_the_demos_model(tmp_path: Path) -> None:
         (["--drafts", "1", "--forced", "2"], "force at most as many"),
         (["--train", "2"], "--train 2: the demo's model is trained"),
         (["--json", "/nowhere/at/all.json"], "its folder is missing"),
+        (["--json", "/tmp"], "that is a folder"),
+        (["--report", "/tmp"], "that is a folder"),
+        (["--json", __file__], "is no result file"),
+        (["--drafts", "16"], "an answer has 16 tokens"),
+        (["--forced", "1"], "nothing is drafted"),
+        (["--interval", "0"], "--interval is 0"),
+        (["--users", "1000000000"], "give fewer --users"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(

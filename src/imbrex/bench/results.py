@@ -56,6 +56,11 @@ def write_results(
     draft.replace(path)
 
 
+def check_results(path: str | os.PathLike[str], question: str) -> None:
+    """Raise ValueError where `write_results` could not put a run there: to be asked before a run is made."""
+    _read(Path(path), question, {"command": "", "hardware": None})
+
+
 def _read(path: Path, question: str, run: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -24,16 +24,21 @@ def available_bytes(meminfo: Path = MEMINFO) -> int | None:
     return None if kib is None else 1024 * int(kib)
 
 
-def why_not_start(num_ranks: int, available: int | None, layer_bytes: int = 0) -> str | None:
+SMALLER = "give fewer --tokens, or a smaller layer with --scale"
+
+
+def why_not_start(
+    num_ranks: int, available: int | None, layer_bytes: int = 0, smaller: str = SMALLER
+) -> str | None:
     """None, or why `num_ranks` processes with torch, and what they hold together, do not fit into `available`
-    bytes."""
+    bytes. smaller: how to make the latter less."""
     needed = num_ranks * RANK_BYTES + layer_bytes
     if available is None or needed <= available:
         return None
     each = f"{RANK_BYTES // 10**6} MB each"
     if layer_bytes > needed - layer_bytes:
         what = f"{each}, and {_gigabytes(layer_bytes)} for weights and tokens"
-        mend = "give fewer --tokens, or a smaller layer with --scale"
+        mend = smaller
     else:
         limit = max(1, available // RANK_BYTES)
         what = f"{each}, before tokens and experts"
@@ -50,9 +55,9 @@ def _gigabytes(count: int) -> str:
     return f"{tenths // 10}.{tenths % 10} GB"
 
 
-def check_memory(num_ranks: int, layer_bytes: int = 0) -> None:
+def check_memory(num_ranks: int, layer_bytes: int = 0, smaller: str = SMALLER) -> None:
     """Raise ValueError where `num_ranks` ranks cannot be held by this machine. layer_bytes: what they hold
-    together, at least, beside what each takes."""
-    reason = why_not_start(num_ranks, available_bytes(), layer_bytes)
+    together, at least, beside what each takes; smaller: how to make that less."""
+    reason = why_not_start(num_ranks, available_bytes(), layer_bytes, smaller)
     if reason is not None:
         raise ValueError(reason)

@@ -17,6 +17,7 @@ from imbrex.bench.serve.loop import Load, serve
 from imbrex.bench.serve.models import ALONE, DTYPES, GATHER, MODELS, RIVALS, Way, make_model
 from imbrex.bench.serve.training import LENGTH, train
 from imbrex.launch.local import is_worker
+from imbrex.launch.memory import check_memory
 from imbrex.launch.ranks import join, run_on_ranks, settle, words_of
 from imbrex.layer import MoELayer
 from imbrex.serve.checkpoint import served_config
@@ -62,6 +63,10 @@ def run(args: argparse.Namespace) -> int:
     worker = is_worker()
     settle(args, worker=worker)
     check(args)
+    if not worker:
+        check_memory(
+            args.ranks, held_bytes(args), "give fewer --users, shorter requests or a smaller --model"
+        )
     return run_on_ranks(args, ("bench", "serve"), partial(_measure, args), worker=worker)
 
 
@@ -86,6 +91,8 @@ def check(args: argparse.Namespace) -> None:
     for drafts in numbers(args, "drafts"):
         if drafts:
             Drafting(length=drafts, forced=args.forced)
+            if drafts >= args.output:
+                raise ValueError(f"--drafts {drafts}: an answer has {args.output} tokens; draft fewer")
             if args.weights or not MODELS[args.model].drafting:
                 raise ValueError(f"--drafts {drafts}: {model} has no block to draft with; leave it out")
     for name in args.transport.split(","):
@@ -93,11 +100,36 @@ def check(args: argparse.Namespace) -> None:
             pick(name, num_ranks=args.ranks, top_k=config.moe.top_k)
     make_wire(args.codec)
     pick_implementation(args.experts)
+    if args.forced is not None and not any(numbers(args, "drafts")):
+        raise ValueError(f"--forced {args.forced:g}: nothing is drafted; give --drafts, or leave it out")
     args.timeout = timeout_seconds(args.timeout)
+    _check_files(args)
+
+
+def _check_files(args: argparse.Namespace) -> None:
     for name in ("json", "report"):
         path = getattr(args, name)
         if path and not os.access(Path(path).resolve().parent, os.W_OK):
             raise ValueError(f"--{name} {path}: its folder is missing or cannot be written; make it first")
+        if path and Path(path).is_dir():
+            raise ValueError(f"--{name} {path}: that is a folder; give a file")
+    if args.json:
+        from imbrex.bench.results import check_results
+
+        check_results(args.json, QUESTION)
+
+
+def held_bytes(args: argparse.Namespace) -> int:
+    """Bytes of this machine's memory that the ranks hold together, at least: experts, embeddings and heads,
+    caches. On GPUs they are not this machine's."""
+    if args.device == "cuda":
+        return 0
+    config = served_config(args.weights) if args.weights else MODELS[args.model]
+    moe, itemsize = config.moe, DTYPES[args.dtype].itemsize
+    experts = (config.num_layers + config.drafting) * moe.num_experts * 3 * moe.intermediate_size
+    tokens = max(numbers(args, "users")) * (args.input + args.output)
+    values = (experts + (args.ranks + 1) * config.vocabulary) * moe.hidden_size
+    return values * itemsize + tokens * config.cache_bytes(itemsize)
 
 
 def _check_training(args: argparse.Namespace) -> None:
