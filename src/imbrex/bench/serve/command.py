@@ -164,6 +164,7 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
     rows: list[dict[str, Any]] = []
     for transport in args.transport.split(","):
         way = Way(transport=transport, codec=args.codec, experts=args.experts)
+        board.write(f"serving {way.name}"[:32])
         rows += compare(args, way, device)
     if rank == 0:
         show(args, rows)
