@@ -73,6 +73,20 @@ def test_as_the_operators(name: str, tokens: int) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6 * gate.scale)
 
 
+def test_choices_that_are_not_kept_have_no_expert() -> None:
+    """A mask of tokens, as an engine gives it, and one of choices; with gradients as without."""
+    gate, experts, top_k = GATES["scores as they are"]
+    logits_TE = torch.randn(5, experts)
+    ids_TK, weights_TK = choose_experts(logits_TE, None, gate.choice(top_k))
+    live_TK = torch.tensor([True, False, True, True, False])[:, None].expand(-1, top_k)
+    for kept_TK in (live_TK, (torch.rand(top_k, 5) < 0.5).t()):
+        for logits in (logits_TE, logits_TE.clone().requires_grad_()):
+            of = (), 1, ALONE, kept_TK
+            found_TK, same_TK, _ = choose_by_kernels(logits, None, gate.choice(top_k), *of)
+            assert torch.equal(found_TK, torch.where(kept_TK, ids_TK, -1))
+            assert torch.equal(same_TK, weights_TK)
+
+
 def test_the_example_of_its_head() -> None:
     logits = torch.tensor([[0.0, 2.0, 5.0, 0.0]]).clamp(min=1).log().requires_grad_()
     ids, weights = choose_experts(logits, None, Gate().choice(2))

@@ -41,11 +41,15 @@ def choose_by_kernels(
     names: Sequence[str],
     num_sequences: int,
     batch: GlobalBatch,
+    kept_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Ids int64 [T, K], best first, of equal ones the lowest, weights float32 [T, K], and the losses of
     `names`, as `auxiliary_losses` defines them; differentiable in the logits once. bias_E: float32 [E], added
-    to scores for the selection only. Collective over `batch` where there are names."""
+    to scores for the selection only. kept_TK: bool; the ids of the others are -1. Collective over `batch`
+    where there are names."""
     flags = [name in names for name in NAMES]
+    if kept_TK is not None and not names and not (traced(logits_TE) or differentiated(logits_TE)):
+        return *kernels.run_choose(logits_TE.contiguous(), bias_E, choice, kept_TK), {}
     if traced(logits_TE):
         how = *_flat(choice), flags, batch.names, batch.sizes
         ids_TK, weights_TK, *_, a, b, c = torch.ops.imbrex_gate_v1.choose(
@@ -60,7 +64,12 @@ def choose_by_kernels(
             ids_TK, weights_TK, *losses = _Choose.apply(logits_TE, bias_E, how)
         else:
             ids_TK, weights_TK, _, losses = _run(logits_TE.contiguous(), bias_E, *how)
-    return ids_TK, weights_TK, dict(zip((n for n in NAMES if n in names), losses, strict=True))
+    return only(kept_TK, ids_TK), weights_TK, dict(zip((n for n in NAMES if n in names), losses, strict=True))
+
+
+def only(kept_TK: Tensor | None, ids_TK: Tensor) -> Tensor:
+    """The ids, -1 for those that are not kept; `None`: all are."""
+    return ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
 
 
 Chosen = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, list[Tensor]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from imbrex.contracts import Routing
 from imbrex.kernels.gate.choose import why_not_fused
 from imbrex.router.capacity import keep
-from imbrex.router.chosen import choose_by_kernels
+from imbrex.router.chosen import choose_by_kernels, only
 from imbrex.router.gates import Gate, choose
 from imbrex.router.global_batch import GlobalBatch
 from imbrex.router.logits import logits
@@ -94,17 +94,20 @@ class Router(nn.Module):
         mixed = torch.is_autocast_enabled(x_TD.device.type)
         with torch.autocast(x_TD.device.type, enabled=False) if mixed else _AS_IT_IS:
             logits_TE = self.project(x_TD, self.weight, num_sequences)
-            ids_TK, weights_TK, losses = self._choose(logits_TE, num_sequences)
+            given_TK = kept_TK if self.gate.capacity is None else None
+            ids_TK, weights_TK, losses = self._choose(logits_TE, num_sequences, given_TK)
         if self.gate.capacity is not None and (kept_TK is None or self.is_collective):
             # A rank that is given its choices comes to the sums all the same: others may not be.
             chosen_TK = keep(ids_TK, weights_TK, self.num_experts, self.gate.capacity, self.batch)
             kept_TK = chosen_TK if kept_TK is None else kept_TK
-        if kept_TK is not None:
-            ids_TK = torch.where(kept_TK, ids_TK, -1)
+        if given_TK is None:
+            ids_TK = only(kept_TK, ids_TK)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, losses=losses, kept_TK=kept_TK)
 
-    def _choose(self, logits_TE: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Ids and scaled weights [T, K], and the losses."""
+    def _choose(
+        self, logits_TE: Tensor, num_sequences: int, kept_TK: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Ids, -1 where `kept_TK` says so, and scaled weights [T, K], and the losses of all choices."""
         gate, bias_E = self.gate, self.e_score_correction_bias
         noise = gate.noise if self.training else 0.0
         scores_TE = None
@@ -114,12 +117,12 @@ class Router(nn.Module):
             if noise:
                 logits_TE = logits_TE + noise * torch.randn_like(logits_TE)
             if why_not_fused(logits_TE, self.choice) is None:
-                names, batch = self.losses.names, self.batch
-                return choose_by_kernels(logits_TE, bias_E, self.choice, names, num_sequences, batch)
+                of = self.losses.names, num_sequences, self.batch
+                return choose_by_kernels(logits_TE, bias_E, self.choice, *of, kept_TK)
             scores_TE = self._scores(logits_TE)
             ids_TK, weights_TK = choose(scores_TE, bias_E, gate, self.top_k)
         losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}
-        return ids_TK, weights_TK * gate.scale, losses
+        return only(kept_TK, ids_TK), weights_TK * gate.scale, losses
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         return logits_TE.sigmoid() if self.gate.score == "sigmoid" else logits_TE.softmax(-1)

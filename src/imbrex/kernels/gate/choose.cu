@@ -176,10 +176,12 @@ __device__ __forceinline__ u32 choose(const Gate& gate, const float (&score)[kVa
     return chosen;
 }
 
-// ids, weights [T, K]. bias [E], added for the selection only, may be null.
+// ids, weights [T, K]. bias [E], added for the selection only, may be null, as may kept, bools with a stride by
+// token and one by choice: the ids of the others are -1.
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     choose_experts(const float* logits, const float* bias, int tokens, int experts, int top_k, int groups,
-                   int open, int best_two, int normalize, float scale, i64* ids, float* weights) {
+                   int open, int best_two, int normalize, float scale, const u8* kept, int token_stride,
+                   int choice_stride, i64* ids, float* weights) {
     ptx::wait_for_launches();
     ptx::launch_dependents();
     const Gate gate{experts, top_k, groups, open, best_two, normalize, scale};
@@ -189,6 +191,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     read_scores(logits + static_cast<i64>(token) * experts, experts, score);
     const i64 at = static_cast<i64>(token) * top_k;
     choose(gate, score, bias, ids + at, weights + at);
+    if (kept == nullptr || lane() >= top_k) return;
+    if (!kept[static_cast<i64>(token) * token_stride + lane() * choice_stride]) ids[at + lane()] = -1;
 }
 
 // The same, and the sums of a chunk in every block: of probabilities and choices [chunks, E], and of squares

@@ -87,12 +87,16 @@ def why_not_fused(logits_TE: Tensor, choice: Choice) -> str | None:
     return cached_unavailable(logits_TE.get_device())
 
 
-def run_choose(logits_TE: Tensor, bias_E: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+def run_choose(
+    logits_TE: Tensor, bias_E: Tensor | None, choice: Choice, kept_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Ids int64 [T, K], best first, of equal ones the lowest, and weights float32 [T, K]. bias_E: float32
-    [E], added to scores for the selection only."""
+    [E], added to scores for the selection only. kept_TK: bool, of any strides; the ids of the others are -1.
+    """
     tokens, experts = logits_TE.shape
     ids_TK, weights_TK = _results(logits_TE, choice)
-    args = [logits_TE, bias_E, tokens, experts, *_rule(choice), ids_TK, weights_TK]
+    kept = (None, 0, 0) if kept_TK is None else (kept_TK.view(torch.uint8), *kept_TK.stride())
+    args = [logits_TE, bias_E, tokens, experts, *_rule(choice), *kept, ids_TK, weights_TK]
     if tokens:
         kernel = _kernel("choose_experts", _values(experts), choice.sigmoid, logits_TE.device)
         kernel.launch(grid=-(-tokens // WARPS), block=THREADS, args=args, dependent=True)
