@@ -216,8 +216,12 @@ def recorded(engine: Engine, rows: int, tokens: int) -> list[tuple[str, float, f
     with torch.profiler.profile(activities=[activity]) as profiler:
         engine.programs[rows]()
         torch.cuda.synchronize()
-    spans = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
-    return sorted((s for s in spans if not s[0].startswith("Mem")), key=lambda span: span[1])
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if str(event.device_type) == "DeviceType.CUDA" and not event.name.startswith("Mem")
+    ]
+    return sorted(spans, key=lambda span: span[1])
 
 
 def kernels(spans: list[tuple[str, float, float]], rows: int) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 
 import imbrex
 from imbrex.contracts import RowForm
+from imbrex.exchange import alone
 from imbrex.exchange.alone import STATE
 from imbrex.overlap.serial import Serial
 from imbrex.router.capacity import Capacity
@@ -93,7 +94,25 @@ def test_a_captured_layer_follows_its_tokens(tokens: int) -> None:
         assert torch.equal(y, layer(x))
 
 
-@pytest.mark.parametrize("tokens", [3, 700])
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 8, 100, 512])
+def test_a_small_batch_has_the_bits_of_any(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its order, rows and groups by one launch, with choices that are not kept; eager and captured."""
+    layer, x = make(), torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16)
+    live_TK = (torch.rand(tokens, device="cuda") < 0.7)[:, None].expand(-1, SHAPE["top_k"])
+    y = layer(x, kept_TK=live_TK)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = layer(x, kept_TK=live_TK)
+    for _ in range(20):
+        graph.replay()
+    monkeypatch.setattr(alone, "MOST_FEW", 0)
+    wanted = layer(x, kept_TK=live_TK)
+    assert torch.equal(y, wanted)
+    assert torch.equal(again, wanted)
+
+
+@pytest.mark.parametrize("tokens", [520, 700])
 def test_tokens_in_place_give_the_bits_of_copied_rows(tokens: int) -> None:
     layer, x = make(), torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16)
     wanted = layer(x).detach()

@@ -18,6 +18,7 @@
 namespace rows {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kRounds = ROUNDS;
+constexpr int kDeep = 4, kPiece = 32 * kDeep;
 
 // block: of those that share the choices.
 __device__ __forceinline__ int choice_of(int block, int round) {
@@ -181,9 +182,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (row >= 0) choice_of_row[row] = choice, weight_of_row[row] = weights[choice];
     });
     __syncthreads();
-    const int all = first[experts] * units;
-    for (int at = blockIdx.x * kThreads + thread; at < all; at += gridDim.x * kThreads)
-        rows[at] = x[static_cast<i64>(token_of_row[at / units]) * units + at % units];
+    // A warp has a piece of a row: 32 lanes with kDeep loads under way.
+    const int parts = (units + kPiece - 1) / kPiece, pieces = first[experts] * parts;
+    for (int piece = blockIdx.x * kWarps + thread / 32; piece < pieces; piece += gridDim.x * kWarps) {
+        const int row = piece / parts, unit = piece % parts * kPiece + thread % 32;
+        const uint4* from = x + static_cast<i64>(token_of_row[row]) * units;
+        uint4* to = rows + static_cast<i64>(row) * units;
+        uint4 values[kDeep];
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) values[i] = from[unit + 32 * i < units ? unit + 32 * i : units - 1];
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i)
+            if (unit + 32 * i < units) to[unit + 32 * i] = values[i];
+    }
 }
 
 }  // namespace rows

@@ -18,7 +18,8 @@ ROUNDS, FEW_CHOICES = (1, 4), 16384
 counted."""
 MOST_FEW = _THREADS * ROUNDS[-1]
 """Choices of a small batch: one block orders them all."""
-COPIERS = 32
+_PIECE = 128
+COPIERS = 64
 """Blocks of a small batch at most: a product's blocks want the other multiprocessors."""
 MOST_EXPERTS = 2048
 """Experts that a block's shared memory counts."""
@@ -112,7 +113,7 @@ def order_few(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int, co
     rounds, units = ROUNDS[choices > _THREADS], width * x_TD.element_size() // 16
     results = few.rows_RD, few.position_TK, few.choice_R, few.weights_R, few.counts_e, few.plan
     _kernel("order_few", rounds, device).launch(
-        grid=min(COPIERS, max(1, choices * units // _THREADS)),
+        grid=min(COPIERS, -(-choices * -(-units // _PIECE) // _WARPS)),
         block=_THREADS,
         smem=4 * (_WARPS * experts + experts + 1 + choices),
         args=[x_TD.contiguous(), ids_TK, weights_TK, choices, top_k, experts, units, *results, counters],
