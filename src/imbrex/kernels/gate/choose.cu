@@ -176,8 +176,8 @@ __device__ __forceinline__ u32 choose(const Gate& gate, const float (&score)[kVa
     return chosen;
 }
 
-// ids, weights [T, K]. bias [E], added for the selection only, may be null, as may kept, bools with a stride by
-// token and one by choice: the ids of the others are -1.
+// ids, weights [T, K]. bias [E], added for the selection only, may be null, as may kept, bools with a stride
+// by token and one by choice: the ids of the others are -1.
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     choose_experts(const float* logits, const float* bias, int tokens, int experts, int top_k, int groups,
                    int open, int best_two, int normalize, float scale, const u8* kept, int token_stride,
