@@ -95,8 +95,8 @@ def run_choose(
     """
     tokens, experts = logits_TE.shape
     ids_TK, weights_TK = _results(logits_TE, choice)
-    kept = (None, 0, 0) if kept_TK is None else (kept_TK.view(torch.uint8), *kept_TK.stride())
-    args = [logits_TE, bias_E, tokens, experts, *_rule(choice), *kept, ids_TK, weights_TK]
+    mask = (None, 0, 0) if kept_TK is None else (kept_TK.view(torch.uint8), *kept_TK.stride())
+    args = [logits_TE, bias_E, tokens, experts, *_rule(choice), *mask, ids_TK, weights_TK]
     if tokens:
         kernel = _kernel("choose_experts", _values(experts), choice.sigmoid, logits_TE.device)
         kernel.launch(grid=-(-tokens // WARPS), block=THREADS, args=args, dependent=True)
