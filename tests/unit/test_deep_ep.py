@@ -145,13 +145,13 @@ def test_modes_that_are_not_offered_say_why() -> None:
         deep_ep.Buffer(None, enable_shrink=True)
     with pytest.raises(NotImplementedError, match=r"torch\.distributed group"):
         deep_ep.Buffer(None, comm=object())
-    for call in (
-        deep_ep.ElasticBuffer,
-        deep_ep.ElasticBuffer.get_buffer_size_hint,
-        deep_ep.ElasticBuffer.capture,
-    ):
-        with pytest.raises(NotImplementedError, match="it is the interface of DeepEP V2"):
-            call()
+    elastic = deep_ep.ElasticBuffer(None)
+    with pytest.raises(NotImplementedError, match=r"pp_send is not offered: remote caches"):
+        elastic.pp_send(torch.zeros(1), 0)
+    with pytest.raises(NotImplementedError, match=r"do_expand=True.*dispatch_with_permute"):
+        elastic.dispatch(torch.zeros(1, 8), torch.zeros(1, 1, dtype=torch.int64), do_expand=True)
+    with pytest.raises(AttributeError, match="no attribute 'sent'"):
+        elastic.sent  # noqa: B018
 
 
 @pytest.mark.parametrize("transport", ["allgather", "allreduce"])

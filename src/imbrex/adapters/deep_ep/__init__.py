@@ -1,4 +1,5 @@
-"""The doors for programs written for DeepEP: its legacy `Buffer` and NVIDIA's `HybridEPBuffer`.
+"""The doors for programs written for DeepEP: its legacy `Buffer`, V2's `ElasticBuffer` in its compact mode,
+and NVIDIA's `HybridEPBuffer`.
 
     import imbrex.adapters.deep_ep
     imbrex.adapters.deep_ep.install()      # then `import deep_ep` finds this
@@ -7,8 +8,8 @@
 They run wherever the group communicates: gloo on CPUs, NCCL on GPUs.
 """
 
-from imbrex.adapters.deep_ep.absent import ElasticBuffer
 from imbrex.adapters.deep_ep.config import Config
+from imbrex.adapters.deep_ep.elastic import ElasticBuffer, EPHandle
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 from imbrex.adapters.deep_ep.installing import install
@@ -17,6 +18,7 @@ from imbrex.adapters.deep_ep.legacy import Buffer, topk_idx_t
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",

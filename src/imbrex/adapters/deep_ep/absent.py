@@ -10,8 +10,22 @@ INTERNODE = (
 )
 MASK = "no call goes on without one of the ranks of the group; a rank that does not answer is a RankLostError"
 ELASTIC = (
-    "it is the interface of DeepEP V2, and only the legacy Buffer and HybridEPBuffer are there; use one of "
-    "these"
+    "remote caches, pipelines and gathers are no exchange of experts' tokens; of DeepEP V2 there are "
+    "dispatch and combine"
+)
+ELASTIC_PARTS = (
+    "engram_",
+    "pp_",
+    "agrs_",
+    "create_agrs",
+    "destroy_agrs",
+    "all_gather",
+    "get_engram",
+    "get_pp",
+)
+EXPAND = (
+    "rows come once to a rank; expert-major rows, one for every choice, are those of "
+    "HybridEPBuffer.dispatch_with_permute"
 )
 LOCAL_BUFFER = "there is no communication buffer to look into: the transport owns its memory"
 
@@ -40,19 +54,3 @@ class Calls:
 
     def low_latency_clean_mask_buffer(self, *args: Any, **options: Any) -> NoReturn:
         refuse("Buffer.low_latency_clean_mask_buffer", MASK)
-
-
-class ElasticBuffer:
-    """DeepEP V2. The name exists so that programs that import it start; every use raises
-    NotImplementedError."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        refuse("ElasticBuffer", ELASTIC)
-
-    @staticmethod
-    def get_buffer_size_hint(*args: Any, **options: Any) -> NoReturn:
-        refuse("ElasticBuffer.get_buffer_size_hint", ELASTIC)
-
-    @staticmethod
-    def capture() -> NoReturn:
-        refuse("ElasticBuffer.capture", ELASTIC)

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from imbrex.adapters.deep_ep import absent, config, events, hybrid, legacy
+from imbrex.adapters.deep_ep import config, elastic, events, hybrid, legacy
 
 MARK = "_imbrex"
 
@@ -37,7 +37,8 @@ def install() -> None:
     top = {
         "Buffer": legacy.Buffer,
         "Config": config.Config,
-        "ElasticBuffer": absent.ElasticBuffer,
+        "EPHandle": elastic.EPHandle,
+        "ElasticBuffer": elastic.ElasticBuffer,
         "HybridEPBuffer": hybrid.HybridEPBuffer,
         "topk_idx_t": legacy.topk_idx_t,
         "utils": utils,
