@@ -23,9 +23,9 @@ help:
 demo: $(RUN)  ## install, then train a small MoE language model on 4 local ranks; ARGS="--ranks 2 --steps 50"
 	$(BIN)/imbrex demo --out $(DEMO_OUT) $(ARGS)
 
-# Half a minute of types beside the tests, whose ranks wait for each other.
-test: lint docs  ## install, then every check that needs no GPU
-	$(MAKE) --no-print-directory --jobs=2 types unit
+# Half a minute of types and documentation beside the tests, whose ranks wait for each other.
+test: lint  ## install, then every check that needs no GPU
+	$(MAKE) --no-print-directory --jobs=3 docs types unit
 
 install: $(DEV)  ## only install, with everything that the checks need
 

@@ -100,7 +100,9 @@ inline u8* shared_memory() { return emu::self().block->shared; }
 inline u32 smem_u32(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory()); }
 inline u64* barrier_at(u32 address) { return reinterpret_cast<u64*>(shared_memory() + address); }
 inline u32 lane_id() { return emu::self().thread % 32; }
-inline u64 global_timer() { return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count()); }
+inline u64 global_timer() {
+    return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count()) + emu::leapt;
+}
 inline void pause() {
     emu::self().patient = true;
     emu::nap(1 + emu::machine->random() % 4);

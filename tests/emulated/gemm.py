@@ -15,7 +15,7 @@ from torch import Tensor
 from imbrex.kernels import jit
 from imbrex.kernels.ffn import fp8, glue
 from imbrex.kernels.gemm import gemm, portable
-from tests.emulated.kernel import NAMESPACES, built_once, compile_library, struct_checks
+from tests.emulated.kernel import NAMESPACES, alone, built_once, compile_library, struct_checks
 
 HEADERS = [Path(__file__).with_name(f"{name}_on_cpu.h") for name in ("cuda", "tensor_cores", "machine")]
 SHARED = {
@@ -43,9 +43,9 @@ def _entries(variant: jit.Variant) -> tuple[str, ...]:
 def _entry_point(entry: str) -> str:
     return (
         f'extern "C" int emulate_{entry}(int grid, int block, int smem, unsigned seed, double limit, '
-        "void** a) {\n    emu::products.clear();\n    emu::rows_of_warp.clear();\n"
-        "    emu::fragments.clear();\n"
-        f"    return emu::run(grid, block, smem, seed, limit, [=] {{ emu::call({entry}, a); }});\n}}\n"
+        "int alone, void** a) {\n    emu::rows_of_warp.clear();\n    emu::fragments.clear();\n"
+        f"    const auto body = [=] {{ emu::call({entry}, a); }};\n"
+        "    return emu::run(grid, block, smem, seed, limit, body, false, alone);\n}\n"
     )
 
 
@@ -128,7 +128,7 @@ class EmulatedKernel:
         self.seed += 1
         late = self._emulate(
             *(grid, block, smem + STATIC_BYTES, ctypes.c_uint(self.seed)),
-            *(ctypes.c_double(self._limit), addresses),
+            *(ctypes.c_double(self._limit), ctypes.c_int(alone()), addresses),
         )
         del slots
         assert late == 0, f"the kernel did not end within {self._limit} s"

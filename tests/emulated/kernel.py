@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from imbrex.kernels import jit
 from imbrex.kernels.structs import Struct
 
@@ -54,8 +56,9 @@ def struct_checks(sources: dict[str, str]) -> str:
 
 
 ENTRY = """
-extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, int unrest, void** args) {
-    return emu::run(grid, block, smem, seed, limit, [=] { emu::call(KERNEL, args); }, unrest);
+extern "C" int emulate(int grid, int block, int smem, unsigned seed, double limit, int unrest, int alone,
+                       void** args) {
+    return emu::run(grid, block, smem, seed, limit, [=] { emu::call(KERNEL, args); }, unrest, alone);
 }
 static emu::Trace traced;
 extern "C" int emulate_streams(int streams, int calls, const int* sizes, void*** args, unsigned seed,
@@ -66,7 +69,7 @@ extern "C" int emulate_streams(int streams, int calls, const int* sizes, void***
             {sizes[0], sizes[1], sizes[2], [=] { emu::call(KERNEL, args[i]); }});
     emu::Trace* trace = bytes ? &traced : nullptr;
     traced = {watched, static_cast<size_t>(bytes), std::vector<u8>(watched, watched + bytes), {}};
-    return emu::run_streams(all, seed, true, limit, told, trace);
+    return emu::run_streams(all, seed, true, true, limit, told, trace);
 }
 extern "C" emu::Event* events(i64* count) {
     *count = static_cast<i64>(traced.events.size());
@@ -75,6 +78,11 @@ extern "C" emu::Event* events(i64* count) {
 """
 """All launches of a stream, then those of the next; grid, block and shared memory of each in `sizes`."""
 REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/codec.cuh")
+
+
+def alone() -> bool:
+    """Whether all ranks are virtual ones of this process: no other writes what a kernel waits for."""
+    return not dist.is_initialized()
 
 
 def available() -> bool:
@@ -179,6 +187,7 @@ class EmulatedKernel:
             ctypes.c_uint(EmulatedKernel.seed),
             ctypes.c_double(EmulatedKernel.limit),
             ctypes.c_int(EmulatedKernel.unrest),
+            ctypes.c_int(alone()),
             pointers,
         )
         del values

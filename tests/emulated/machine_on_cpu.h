@@ -7,6 +7,9 @@
 // start of a launch and at any time; a thread also stops right after it wrote a flag or saw one. What has to wait for a barrier or
 // a flag and does not is then seen. Ranks may be streams, each with launches one after the other, and so be in
 // different calls.
+//
+// Where all ranks are `alone` in one process and no thread can do anything but look at the clock, the clock leaps: a
+// wait in vain for seconds ends at once, and none ends because the processor is busy with other things.
 #pragma once
 #include <sched.h>
 #include <ucontext.h>
@@ -52,6 +55,23 @@ namespace emu {
 struct Copy { u8* target; const u8* source; u32 bytes; u64* barrier; std::vector<u8> read; bool done = false; int add = 0; int stream = 0; };  // add: bytes of a number
 using StoreGroup = std::vector<Copy>;
 
+// A warp's part of a product of a warp group, as the tensor cores take it: operands are descriptors of tiles in shared
+// memory, d is every lane's. Lanes ask for it one after the other.
+struct Product {
+    int columns;
+    u64 a, b;
+    bool add, trans_a, trans_b, fp8;
+    u32 group;  // how many commits came before
+    u32 asked = 0;
+    std::array<float*, 32> d{};
+};
+struct Products {
+    std::deque<Product> left;
+    u32 done = 0;  // and gone
+    std::array<u32, 32> asked{}, commits{};  // by each lane
+    bool fenced = false;
+};
+
 struct Rendezvous { u32 arrived = 0, generation = 0; bool all = true, result = true; };
 
 struct Block {
@@ -65,9 +85,10 @@ struct Block {
     std::vector<Rendezvous> warps;
     std::vector<u32> votes;
     std::vector<u32> exchanged;
+    std::vector<Products> products;  // of every warp
 };
 
-struct Fiber {
+struct alignas(64) Fiber {
     // What every round looks at, in one line of the cache.
     const u32* wait_word = nullptr;  // runnable again when it differs from wait_value
     u32 wait_value = 0;
@@ -95,6 +116,7 @@ struct Machine {
     std::mt19937 random;
     Fiber* current = nullptr;
     bool unrest = false;
+    bool alone = false;  // no other process writes to this memory
     unsigned quiet = 0;  // rounds in which threads only polled, one of them patiently
     int freeze = -1;  // a rank that is to stop at once
     struct Trace* trace = nullptr;
@@ -129,6 +151,8 @@ struct Stream { std::vector<Launch> launches; size_t next = 0; unsigned running 
 using Told = std::function<void(int stream, int call, bool ended)>;
 
 inline Machine* machine = nullptr;
+inline u64 leapt = 0;  // ns that the clock is ahead
+constexpr u64 kLeap = 10'000'000;
 inline Fiber& self() { return *machine->current; }
 
 [[noreturn]] inline void fail(const char* what) {
@@ -253,19 +277,12 @@ inline void start_fiber() {
 
 // 0, or 1 when the launches did not end within `limit` seconds. Between two launches of a stream others go on.
 // Compiled once, not with every kernel.
-int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double limit, const Told& told,
+int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, bool alone, double limit, const Told& told,
                 Trace* trace = nullptr);
-int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body, bool unrest = false);
+int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body, bool unrest, bool alone);
 
-// A warp group's product, as the tensor cores take it: operands are descriptors of tiles in shared memory.
-struct Product {
-    float* d;
-    int columns;
-    u64 a, b;
-    bool add, trans_a, trans_b, fp8 = false;
-};
 inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
-void multiply(const Product& p);  // the part of the thread that runs
+void multiply(const Product& p);  // of the warp that runs
 
 #ifdef EMULATED_MACHINE
 constexpr size_t kStack = 48 * 1024, kSpare = 4096;
@@ -285,23 +302,13 @@ inline float from_bf16(u16 bits) {
 }
 
 // Numbers k = 0 .. of a row or column `mn` of an operand, each `stride` floats behind the one before.
-inline void numbers_of(u64 operand, bool transposed, bool fp8, int mn, float* to, int stride) {
+inline void numbers_of(const u8* shared, u64 operand, bool fp8, int mn, float* to, int stride) {
     static const std::array<float, 256> e4m3 = [] {
         std::array<float, 256> all;
         for (int bits = 0; bits < 256; ++bits) all[bits] = from_e4m3(static_cast<u8>(bits));
         return all;
     }();
-    const u8* shared = machine->current->block->shared;
-    const u32 start = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
-    if (transposed) {
-        const u32 first = start + mn / 64 * leading + mn % 64 * 2;
-        for (int k = 0; k < 16; ++k) {
-            u16 bits;
-            std::memcpy(&bits, shared + swizzled(first + k / 8 * group + k % 8 * 128), 2);
-            to[k * stride] = from_bf16(bits);
-        }
-        return;
-    }
+    const u32 start = (operand & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
     const u32 first = start + mn / 8 * group + mn % 8 * 128;
     for (u32 half = 0; half < 2; ++half) {  // pieces of 16 bytes, which swizzling leaves whole
         const u8* piece = shared + swizzled(first + 16 * half);
@@ -314,25 +321,50 @@ inline void numbers_of(u64 operand, bool transposed, bool fp8, int mn, float* to
         for (int k = 0; k < 8; ++k) to[(8 * half + k) * stride] = from_bf16(bits[k]);
     }
 }
+// Of an operand that lies the other way: eight neighbours mn, mn + 1, .. of number k.
+inline void neighbours_of(const u8* shared, u64 operand, int mn, int k, float* to, int stride) {
+    const u32 start = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, group = (operand >> 32 & 0x3fff) << 4;
+    u16 bits[8];
+    std::memcpy(bits, shared + swizzled(start + mn / 64 * leading + mn % 64 * 2 + k / 8 * group + k % 8 * 128), 16);
+    for (int i = 0; i < 8; ++i) to[i * stride] = from_bf16(bits[i]);
+}
 
 // Sums go through k in its order, over many columns at once.
+#ifdef __x86_64__
+__attribute__((target_clones("avx2", "default")))
+#endif
+void add_up(const float (*a)[32], const float (*b)[256], int depth, int columns, float (*sums)[256]) {
+    using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+    for (int row = 0; row < 16; row += 4)
+        for (int n = 0; n < columns; n += 8) {
+            Eight s0 = {}, s1 = {}, s2 = {}, s3 = {};
+            for (int k = 0; k < depth; ++k) {
+                const Eight wide = *reinterpret_cast<const Eight*>(&b[k][n]);
+                s0 += a[row][k] * wide, s1 += a[row + 1][k] * wide, s2 += a[row + 2][k] * wide, s3 += a[row + 3][k] * wide;
+            }
+            const Eight all[4] = {s0, s1, s2, s3};
+            for (int i = 0; i < 4; ++i) *reinterpret_cast<Eight*>(&sums[row + i][n]) = all[i];
+        }
+}
+
 void multiply(const Product& p) {
-    constexpr int kMost = 64;  // columns of a thread
-    const int warp = machine->current->thread / 32 % 4, lane = machine->current->thread % 32, depth = p.fp8 ? 32 : 16;
-    float a[2][32], b[32][kMost], sums[2][kMost] = {};
-    for (int half = 0; half < 2; ++half) numbers_of(p.a, p.trans_a, p.fp8, 16 * warp + lane / 4 + 8 * half, a[half], 1);
-    const int columns = p.columns / 4;
-    for (int c = 0; c < columns; ++c) numbers_of(p.b, p.trans_b, p.fp8, 8 * (c / 2) + 2 * (lane % 4) + c % 2, &b[0][c], kMost);
-    for (int k = 0; k < depth; ++k)
-        for (int c = 0; c < columns; ++c) {
-            sums[0][c] += a[0][k] * b[k][c];
-            sums[1][c] += a[1][k] * b[k][c];
-        }
-    for (int c = 0; c < columns; ++c)
-        for (int half = 0; half < 2; ++half) {
-            float& d = p.d[4 * (c / 2) + 2 * half + c % 2];
-            d = p.add ? d + sums[half][c] : sums[half][c];
-        }
+    static float a[16][32], b[32][256], sums[16][256];
+    const u8* shared = machine->current->block->shared;
+    const int first = machine->current->thread / 32 % 4 * 16;
+    for (int row = 0; row < 16 && !p.trans_a; ++row) numbers_of(shared, p.a, p.fp8, first + row, a[row], 1);
+    for (int k = 0; k < 16 && p.trans_a; ++k)
+        for (int row = 0; row < 16; row += 8) neighbours_of(shared, p.a, first + row, k, &a[row][k], 32);
+    for (int n = 0; n < p.columns && !p.trans_b; ++n) numbers_of(shared, p.b, p.fp8, n, &b[0][n], 256);
+    for (int k = 0; k < 16 && p.trans_b; ++k)
+        for (int n = 0; n < p.columns; n += 8) neighbours_of(shared, p.b, n, k, &b[k][n], 1);
+    add_up(a, b, p.fp8 ? 32 : 16, p.columns, sums);
+    for (int lane = 0; lane < 32; ++lane)
+        for (int n = 0; n < p.columns; n += 8)
+            for (int i = 0; i < 4; ++i) {
+                float& d = p.d[lane][n / 2 + i];
+                const float sum = sums[lane / 4 + i / 2 * 8][n + lane % 4 * 2 + i % 2];
+                d = p.add ? d + sum : sum;
+            }
 }
 
 inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::vector<Fiber*>& alive) {
@@ -350,6 +382,7 @@ inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::
         made.warps.resize((launch.block + 31) / 32);
         made.votes.resize((launch.block + 31) / 32);
         made.exchanged.resize((launch.block + 31) / 32 * 32);
+        made.products.resize((launch.block + 31) / 32);
         u64 until = 0;
         for (int t = 0; t < launch.block; ++t) {
             now.fibers.push_back(std::make_unique<Fiber>());
@@ -366,7 +399,8 @@ inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::
             fiber.until = until + (apart ? now.random() % 16 : 0);
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.get();
-            fiber.context.uc_stack.ss_size = kStack;
+            // Not all at one place of a page: they would push each other out of the cache.
+            fiber.context.uc_stack.ss_size = kStack - now.fibers.size() * 576 % 8192;
             fiber.context.uc_link = nullptr;
             makecontext(&fiber.context, reinterpret_cast<void (*)()>(start_fiber), 0);
             alive.push_back(&fiber);
@@ -424,7 +458,8 @@ inline void remove_done(std::vector<Fiber*>& alive, std::vector<Stream>& streams
     alive.resize(kept);
 }
 
-int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double limit, const Told& told, Trace* trace) {
+int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, bool alone, double limit, const Told& told,
+                Trace* trace) {
     Machine now;
     machine = &now;
     now.trace = trace;
@@ -436,6 +471,7 @@ int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double 
     };
     now.random.seed(seed);
     now.unrest = unrest;
+    now.alone = alone;
     const auto start = std::chrono::steady_clock::now();
     std::vector<Fiber*> alive;
     for (u64 round = 0;; ++round) {
@@ -459,8 +495,10 @@ int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double 
                 if (fiber->block->stream == static_cast<unsigned>(now.freeze)) fiber->until = until;
         }
         now.freeze = -1;
-        // A peer's process may have to write what is waited for, and wants the core.
-        if (run_round(alive, round)) now.quiet > 16 && !unrest ? usleep(50) : sched_yield();
+        const bool polls = run_round(alive, round);
+        // Who is held by the adversary goes on by itself. A peer's process may have to write what is waited for, and wants the core.
+        if (now.quiet > 16 && !unrest && alone) leapt += kLeap;
+        else if (polls && !alone) now.quiet > 16 && !unrest ? usleep(50) : sched_yield();
         land_loads(false);
         remove_done(alive, streams);
         for (unsigned s = 0; s < streams.size(); ++s)
@@ -480,10 +518,10 @@ int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, double 
     return 0;
 }
 
-int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body, bool unrest) {
+int run(int grid, int block, int smem, unsigned seed, double limit, std::function<void()> body, bool unrest, bool alone) {
     std::vector<Stream> one(1);
     one[0].launches.push_back({grid, block, smem, std::move(body)});
-    return run_streams(std::move(one), seed, unrest, limit, [](int, int, bool) {});
+    return run_streams(std::move(one), seed, unrest, alone, limit, [](int, int, bool) {});
 }
 
 #endif

@@ -70,8 +70,6 @@ void walk(const TensorMap& map, u32 shared, std::array<int, 4> at, Piece piece) 
                 }
 }
 
-// Products of a thread, by commit group; the last group is the open one.
-inline std::map<const Fiber*, std::deque<std::vector<Product>>> products;
 inline std::map<std::pair<const Block*, unsigned>, std::array<u32, 32>> rows_of_warp;
 inline std::map<std::pair<const Block*, unsigned>, std::array<std::array<u32, 6>, 32>> fragments;  // of mma
 
@@ -178,37 +176,41 @@ constexpr u64 kOperandHigh = 1ull << 62 | u64(1024 >> 4) << 32;
 inline u64 wgmma_operand(u32 address, u32 leading) {
     return 1ull << 62 | u64(1024 >> 4) << 32 | u64(leading >> 4) << 16 | (address & 0x3ffffu) >> 4;
 }
-inline void wgmma_fence() {
-    auto& groups = emu::products[&emu::self()];
-    if (groups.empty()) groups.emplace_back();
+inline emu::Products& own_products() { return emu::self().block->products[emu::self().thread / 32]; }
+inline void multiply_first(emu::Products& all) {
+    emu::multiply(all.left.front());
+    all.left.pop_front();
+    ++all.done;
 }
-inline void wgmma_commit() { emu::products[&emu::self()].emplace_back(); }
+inline void wgmma_fence() { own_products().fenced = true; }
+inline void wgmma_commit() { ++own_products().commits[lane_id()]; }
+// The instruction is the whole warp's: no lane goes on before all its products are done.
 template <int kPending>
 void wgmma_wait() {
-    auto& groups = emu::products[&emu::self()];
-    while (static_cast<int>(groups.size()) > kPending + 1) {
-        for (auto& product : groups.front()) emu::multiply(product);
-        groups.pop_front();
-    }
-    __syncwarp();  // the instruction is the whole warp's: no lane goes on before all its products are done
+    auto& all = own_products();
+    const u32 lanes = emu::warp_size(), commits = all.commits[lane_id()];
+    if (emu::own_warp().arrived + 1 == lanes)
+        while (!all.left.empty() && all.left.front().group + kPending < commits) multiply_first(all);
+    __syncwarp();
 }
-inline void queue_product(const emu::Product& product) {
-    auto& groups = emu::products[&emu::self()];
-    if (groups.empty()) emu::fail("wgmma without wgmma_fence");
-    bool first = true;
-    for (auto& group : groups) first = first && group.empty();
-    if (first && emu::machine->random() % 2)
-        emu::multiply(product);
-    else
-        groups.back().push_back(product);
+// A product is done when its last lane asks for it, or when it is waited for.
+inline void queue_product(float* d, int columns, u64 a, u64 b, bool add, bool trans_a, bool trans_b, bool fp8) {
+    auto& all = own_products();
+    const u32 lane = lane_id(), at = all.asked[lane]++ - all.done;
+    if (!all.fenced) emu::fail("wgmma without wgmma_fence");
+    if (at == all.left.size()) all.left.push_back({columns, a, b, add, trans_a, trans_b, fp8, all.commits[lane]});
+    auto& product = all.left[at];
+    if (product.a != a || product.b != b || product.add != add) emu::fail("lanes of a warp want different products");
+    product.d[lane] = d;
+    if (++product.asked == emu::warp_size() && at == 0 && emu::machine->random() % 2) multiply_first(all);
 }
 template <int kN, int kTransA, int kTransB>
 void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
-    queue_product({d, kN, a, b, add != 0, kTransA != 0, kTransB != 0});
+    queue_product(d, kN, a, b, add != 0, kTransA != 0, kTransB != 0, false);
 }
 template <int kN>
 void wgmma_e4m3(float (&d)[kN / 2], u64 a, u64 b, u32 add) {
-    queue_product({d, kN, a, b, add != 0, false, false, true});
+    queue_product(d, kN, a, b, add != 0, false, false, true);
 }
 template <int kCount>
 void wgmma_results(float (&)[kCount]) {}

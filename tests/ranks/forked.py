@@ -1,5 +1,5 @@
 """Commands in processes forked from a server with torch loaded: each is there at once, not after seconds of
-imports."""
+imports. So are the ranks that they start."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from imbrex.cli import main
 from tests import tracing
 from tests.garbage import collect_seldom
+from tests.ranks.branches import grow_branches
 from tests.ranks.pool import TRACED, threads, warm
 
 LIMIT_S = 240.0
@@ -129,7 +130,7 @@ def _run(
     os.setsid()
     if not traced:
         tracing.stop()
-    # Ranks that a launcher starts import all of torch: traced, for twice as long.
+    # Ranks that a launcher starts run the lines of those that no launcher did.
     for name in tracing.IN_PROCESSES:
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -144,4 +145,5 @@ def _run(
 
     torch.set_num_threads(1)
     collect_seldom()
+    grow_branches()
     sys.exit(call(*arguments))

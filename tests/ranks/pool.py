@@ -28,7 +28,7 @@ from tests.poison import poison_empty
 
 SIZES = (1, 2, 4, 8)
 PRELOADED = ["torch._dynamo", "imbrex.demo.rank", "imbrex.testing", "plotly.graph_objects", "pytest"]
-PRELOADED += ["tests.ranks.pool", "tests.ranks.layer_jobs"]
+PRELOADED += ["torch.distributed.run", "tests.ranks.branches", "tests.ranks.pool", "tests.ranks.layer_jobs"]
 GRACE_S = 3.0
 """How long the other ranks may take to answer once one has failed, and all to end."""
 TRACED = 1

@@ -13,7 +13,7 @@ from imbrex.cli import main
 from imbrex.observe import read_board
 from tests.ranks.forked import Forked, run_ranks
 
-TIMEOUT_S = 10
+TIMEOUT_S = 6
 ENDING_S = 20
 """What the launcher and the ranks may take to end besides."""
 WORDS = ["--steps", "100000", "--checkpoint-every", "4", "--batch", "4", "--length", "64", "--hidden", "64"]

@@ -46,7 +46,7 @@ def _fields(case: Case) -> dict[str, Any]:
 LATE = 3
 """The rank that is late."""
 TAU_S = 0.1
-LATE_S = 0.5
+LATE_S = 0.4
 
 
 class Sleepy(torch.nn.Module):
@@ -64,7 +64,7 @@ class Sleepy(torch.nn.Module):
 
 
 def run_late(ranks: Ranks, case: Case, where: str, steps: int, with_grad: bool) -> list[dict[str, Any]]:
-    """Some steps of a layer, rank 3 late in each; and each again, given its mask, through serial."""
+    """Some steps of a layer, rank 3 late in all but the first; and each again by serial, given its mask."""
     options = {"transport": "alltoall"}
     torch.manual_seed(0)
     ours: Any = make_layer(case, ranks.group)
@@ -72,7 +72,7 @@ def run_late(ranks: Ranks, case: Case, where: str, steps: int, with_grad: bool) 
     found = []
     for step in range(steps):
         x_TD = tokens_of(case, ranks.rank + 10 * step)
-        sleepy = ranks.rank == LATE
+        sleepy = step > 0 and ranks.rank == LATE
         if sleepy and where == "before":
             time.sleep(LATE_S)
         inner = ours.experts
@@ -302,7 +302,7 @@ def test_what_comes_before_its_call_is_kept_for_it(pool: Pool) -> None:
     assert pool.run(4, _ahead)[LATE] == (True, True)
 
 
-SILENT_S = 1.0
+SILENT_S = 0.5
 
 
 def _lost(ranks: Ranks, epsilon: int) -> tuple[str, float]:
@@ -331,7 +331,7 @@ def _lost(ranks: Ranks, epsilon: int) -> tuple[str, float]:
 def test_who_stays_silent_is_lost_however_patient_the_others_are(pool: Pool, epsilon: int) -> None:
     *others, _ = pool.run(4, _lost, epsilon)
     for rank, (text, took_s) in enumerate(others):
-        assert took_s < 30 * SILENT_S
+        assert took_s < 30
         assert text.startswith(f"rank {rank} lost its peers"), text
-        assert "rank 3 was silent for 1 s" in text or "left, for lack of rank 3" in text
-    assert any("rank 3 was silent for 1 s" in text for text, _ in others)
+        assert "rank 3 was silent for 0.5 s" in text or "left, for lack of rank 3" in text
+    assert any("rank 3 was silent for 0.5 s" in text for text, _ in others)

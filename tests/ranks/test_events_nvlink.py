@@ -25,7 +25,7 @@ from tests.ranks.test_events import Sleepy, one_step
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 CONFIG = imbrex.MoEConfig(hidden_size=64, intermediate_size=24, num_experts=8, top_k=3)
 CASE = Case(config=CONFIG, tokens=(5, 9, 3, 8), dtype=torch.bfloat16)
-LATE, LATE_S, TAU_S, STEPS = 3, 4.0, 0.5, 2
+LATE, LATE_S, TAU_S, STEPS = 3, 2.0, 0.4, 2
 
 
 def run_late(ranks: Ranks, case: Case, late: str, epsilon: int, with_grad: bool) -> dict[str, Any]:

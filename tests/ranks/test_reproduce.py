@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing.spawn import start_processes
 
 from imbrex.demo.corpus import load_corpus
 from imbrex.demo.training import Recipe, Shape
-from imbrex.reproduce import aristos_training, layers, patience, stage, stragglers
+from imbrex.reproduce import aristos_training, layers, patience, stage, stragglers, teams
 from imbrex.reproduce.teams import train_all
 from imbrex.reproduce.training import Size
+from tests.ranks.forked import Forked
+from tests.ranks.pool import warm
 
 PAIR = stage.Network(nodes=2, ranks_per_node=1)
 
 
-def test_layers_without_a_network_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
+def _on_loopback(answer: Path, *given: Any) -> int:
+    stage._on_netlab = lambda *_: "no namespaces"
+    answer.write_bytes(pickle.dumps(stage.on_ranks(*given)))
+    return 0
+
+
+def on_ranks(folder: Path, *given: Any) -> Any:
+    """`stage.on_ranks` without a network of its own; its ranks have torch loaded."""
+    ran = Forked(_on_loopback, folder / "answer", *given, folder=folder)
+    assert ran.wait() == 0, ran.stderr
+    return pickle.loads((folder / "answer").read_bytes())
+
+
+def test_layers_without_a_network_of_their_own(tmp_path: Path) -> None:
     ways = {"serial": layers.Way(), "int8": layers.Way(codec="int8", schedule="optsche-2")}
     work = layers.Work(layers=2, tokens=32, width=64, inner=32, experts=2, sequence=16)
-    told, ran_on = stage.on_ranks("layers", layers.settings(ways, work, rounds=2), PAIR)
+    told, ran_on = on_ranks(tmp_path, "layers", layers.settings(ways, work, rounds=2), PAIR)
     timed = layers.read(told)
     assert str(ran_on) == "loopback (no namespaces)"
     assert list(timed) == ["serial", "int8"]
@@ -32,38 +49,36 @@ def test_layers_without_a_network_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     assert serial.shortest <= serial.longest
 
 
-def test_ways_send_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_send_what_they_say(tmp_path: Path) -> None:
     """Two ranks: AllGather sends all 32 tokens, all-to-all those that want the other rank's half."""
-    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
     network = stage.Network(nodes=1, ranks_per_node=2)
-    rows, _ = stage.on_ranks("wide_ep", {"rounds": 1}, network)
+    rows, _ = on_ranks(tmp_path, "wide_ep", {"rounds": 1}, network)
     sent = {row["impl"]: row["rows_sent"] for row in rows}
     assert sent["allgather"] == 32
     assert 16 <= sent["alltoall"] < 32
 
 
-def test_steps_with_a_backward_and_without_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
+def test_steps_with_a_backward_and_without_take_turns(tmp_path: Path) -> None:
     events = stragglers.Way(schedule="events", tau=50.0, epsilon=1, every=19, skew="zipf:1.2", backward=False)
     ways = {"serial": stragglers.Way(schedule="serial"), "forward": events}
     load = stragglers.Load(tokens=16, width=16, inner=16)
-    measured, _ = stage.on_ranks("stragglers", stragglers.settings(ways, load, steps=4), PAIR)
+    measured, _ = on_ranks(tmp_path, "stragglers", stragglers.settings(ways, load, steps=4), PAIR)
     assert {name: len(of_way["seconds"]) for name, of_way in measured.items()} == {"serial": 4, "forward": 4}
     assert measured["serial"]["choices"] == 4 * 2 * 16 * 2
     assert measured["serial"]["late"] == measured["forward"]["late"]
     assert measured["forward"]["dropped"] == 0
 
 
-def test_trainings_take_turns_and_stop_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_take_turns_and_stop_together(tmp_path: Path) -> None:
     """Patience without an end learns what serial does; when the time is up all have made as many steps."""
-    monkeypatch.setattr(stage, "_on_netlab", lambda *_: "no namespaces")
     ways = {
         "serial": stragglers.Way(schedule="serial"),
         "endless": stragglers.Way(schedule="events", epsilon=1),
     }
     shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "expert_width": 8}
     course = patience.Course(steps=6, seeds=2, batch=4, length=16, every=2, held_out=1, shape=shape)
-    runs, _ = stage.on_ranks("patience", patience.settings(ways, course, limit_s=0.0, seeds=(0, 1)), PAIR)
+    given = patience.settings(ways, course, limit_s=0.0, seeds=(0, 1))
+    runs, _ = on_ranks(tmp_path, "patience", given, PAIR)
     assert [(run["way"], run["seed"], run["steps"]) for run in runs] == [
         ("serial", 0, 2),
         ("endless", 0, 2),
@@ -106,7 +121,9 @@ def test_ranks_keep_freed_memory() -> None:
     stage._on_loopback([sys.executable, "-c", asks], PAIR, 20)
 
 
-def test_a_training_is_told_once_and_resumed(tmp_path: Path) -> None:
+def test_a_training_is_told_once_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm()
+    monkeypatch.setattr(teams, "spawn", partial(start_processes, start_method="forkserver"))
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question: " * 200)
     shape = Shape(hidden_size=16, num_layers=1, num_heads=2, num_experts=4, expert_width=8)

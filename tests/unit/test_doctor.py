@@ -16,6 +16,7 @@ from imbrex.contracts import Output
 from imbrex.overlap.serial import Serial
 from imbrex.testing import trials
 from imbrex.transport import TRANSPORTS
+from tests.ranks.pool import warm
 
 TOPO = (
     "\tGPU0\tGPU1\tNIC0\tCPU Affinity\n"
@@ -25,7 +26,11 @@ TOPO = (
 )
 
 
-def test_everything_a_processor_needs_works_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_a_processor_needs_works_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = warm()  # else its ranks import torch anew
+    monkeypatch.setattr(trials.mp, "get_context", lambda _: loaded)
     assert main(["doctor", "--json", "--timeout", "240"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"] == torch.__version__

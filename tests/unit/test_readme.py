@@ -44,7 +44,7 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fork(call: Callable[..., Any], *words: str, folder: Path, name: str = "") -> Forked:
-    """A command whose launcher need not import torch anew; its ranks do, as a user's."""
+    """A command whose launcher and ranks need not import torch anew; those of `run` do, as a user's."""
     return Forked(call, list(words), folder=folder, name=name, traced=False, PATH=ENV["PATH"])
 
 
