@@ -44,7 +44,7 @@ class Branch(subprocess.Popen[Any]):
 def grow_branches() -> None:
     """From now on, in this process and in its launchers of torch's."""
     subprocess.Popen = Branch
-    subprocess_handler.Popen = Branch
+    subprocess_handler.Popen = Branch  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _be(how: Mapping[str, Any]) -> None:
