@@ -69,6 +69,7 @@ struct Products {
     std::deque<Product> left;
     u32 done = 0;  // and gone
     std::array<u32, 32> asked{}, commits{};  // by each lane
+    unsigned mood = 0;  // products are done once they are asked for, or when they are waited for, or now and then
     bool fenced = false;
 };
 

@@ -189,11 +189,13 @@ template <int kPending>
 void wgmma_wait() {
     auto& all = own_products();
     const u32 lanes = emu::warp_size(), commits = all.commits[lane_id()];
-    if (emu::own_warp().arrived + 1 == lanes)
+    if (emu::own_warp().arrived + 1 == lanes) {
         while (!all.left.empty() && all.left.front().group + kPending < commits) multiply_first(all);
+        all.mood = emu::machine->random() % 3;
+    }
     __syncwarp();
 }
-// A product is done when its last lane asks for it, or when it is waited for.
+// Products are done in their order, the first of them when all lanes ask for it, the last when it is waited for.
 inline void queue_product(float* d, int columns, u64 a, u64 b, bool add, bool trans_a, bool trans_b, bool fp8) {
     auto& all = own_products();
     const u32 lane = lane_id(), at = all.asked[lane]++ - all.done;
@@ -202,7 +204,8 @@ inline void queue_product(float* d, int columns, u64 a, u64 b, bool add, bool tr
     auto& product = all.left[at];
     if (product.a != a || product.b != b || product.add != add) emu::fail("lanes of a warp want different products");
     product.d[lane] = d;
-    if (++product.asked == emu::warp_size() && at == 0 && emu::machine->random() % 2) multiply_first(all);
+    if (++product.asked < emu::warp_size() || all.mood == 1 || (all.mood == 2 && emu::machine->random() % 2)) return;
+    while (!all.left.empty() && all.left.front().asked == emu::warp_size()) multiply_first(all);
 }
 template <int kN, int kTransA, int kTransB>
 void wgmma_bf16(float (&d)[kN / 2], u64 a, u64 b, u32 add) {

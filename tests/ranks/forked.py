@@ -73,9 +73,13 @@ def _execute(code: str, words: list[str]) -> None:
     exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
 
 
+def start_code(code: str, *words: str, folder: Path) -> Forked:
+    return Forked(_execute, code, list(words), folder=folder, traced=False)
+
+
 def run_code(code: str, *words: str, folder: Path) -> str:
     """What `code` prints, given these words, where torch is loaded and most of imbrex."""
-    ran = Forked(_execute, code, list(words), folder=folder, traced=False)
+    ran = start_code(code, *words, folder=folder)
     assert ran.wait() == 0, ran.stderr
     return ran.stdout
 

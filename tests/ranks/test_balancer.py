@@ -55,10 +55,10 @@ def still(pool: Pool) -> Still:
     ("world", "options"),
     [
         (2, {}),
+        (2, {"transport": "allreduce"}),
+        (4, {"transport": "allgather"}),
         (4, {"tensor_parallel": 2}),
         (8, {}),
-        (4, {"transport": "allgather"}),
-        (2, {"transport": "allreduce"}),
     ],
 )
 def test_inference_is_the_same_while_weights_move(pool: Pool, world: int, options: dict) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +24,7 @@ from imbrex.observe import (
     read_board,
     trace_events,
 )
+from tests.ranks.forked import start_code
 
 
 def test_off_records_nothing_and_costs_no_allocation_per_span():
@@ -153,21 +152,23 @@ def test_board_tells_where_a_killed_process_was(tmp_path):
     script = f"""
 import time
 from imbrex.observe import PhaseBoard, Recorder
-recorder = Recorder(rank=3, board=PhaseBoard({str(tmp_path)!r}, 3))
+recorder = Recorder(rank=3, board=PhaseBoard({str(tmp_path / "board")!r}, 3))
 recorder.begin_step(41)
 with recorder.span("dispatch", layer=2):
     print("inside", flush=True)
     time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "inside\n"
-        (phase,) = read_board(tmp_path)
-        assert phase.alive
-        assert find_dead([phase]) == ()
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    (dead,) = find_dead(read_board(tmp_path))
+    process, until = start_code(script, folder=tmp_path), time.monotonic() + 60
+    while process.stdout != "inside\n":
+        assert process.poll() is None, process.stderr
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    (phase,) = read_board(tmp_path / "board")
+    assert phase.alive
+    assert find_dead([phase]) == ()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (dead,) = find_dead(read_board(tmp_path / "board"))
     assert (dead.rank, dead.pid, dead.step, dead.layer, dead.name) == (3, process.pid, 41, 2, "dispatch")
     assert str(dead) == "step 41, layer 2, phase dispatch"
 
