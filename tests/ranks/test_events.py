@@ -104,7 +104,7 @@ def one_step(layer: Any, x_TD: torch.Tensor, kept: Any, with_grad: bool) -> dict
     if kept is not None:
         out.pop("kept")
     elif out["kept"] is None:
-        out["kept"] = torch.ones(layer.routing.ids_TK.shape, dtype=torch.bool)
+        out["kept"] = torch.ones_like(layer.routing.ids_TK, dtype=torch.bool)
     return out
 
 

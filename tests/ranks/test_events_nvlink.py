@@ -29,18 +29,19 @@ LATE, LATE_S, TAU_S, STEPS = 3, 2.0, 0.4, 2
 
 
 def run_late(ranks: Ranks, case: Case, late: str, epsilon: int, with_grad: bool) -> dict[str, Any]:
-    """Some steps, of whom rank 3 is late in all but the first, before them or in its experts; each again by
-    serial, given its mask."""
-    nvlink = EmulatedNvlink(ranks.group, timeout=60.0)
+    """Some steps, of whom the last rank is late in all but the first, before them or in its experts; each
+    again by serial, given its mask."""
+    nvlink = EmulatedNvlink(ranks.group, timeout=60.0) if ranks.device == "cpu" else "nvlink"
     torch.manual_seed(0)
-    options: dict[str, Any] = {"transport": nvlink, "schedule": Events(TAU_S if epsilon else 0.0, epsilon)}
-    ours: Any = make_layer(replace(case, options=options), ranks.group)
+    options: dict[str, Any] = case.options | {"transport": nvlink}
+    patient = options | {"schedule": Events(TAU_S if epsilon else 0.0, epsilon)}
+    ours: Any = make_layer(replace(case, options=patient), ranks.group, ranks.device)
     torch.manual_seed(0)
-    serial = make_layer(replace(case, options={"transport": nvlink}), ranks.group)
+    serial = make_layer(replace(case, options=options), ranks.group, ranks.device)
     differ, dropped, inner = [], [], ours.experts
     for step in range(STEPS):
-        x_TD = tokens_of(case, ranks.rank + 10 * step)
-        sleeps = LATE_S if step and ranks.rank == LATE else 0.0
+        x_TD = tokens_of(case, ranks.rank + 10 * step).to(ranks.device)
+        sleeps = LATE_S if step and ranks.rank == ranks.world_size - 1 else 0.0
         if late == "before":
             time.sleep(sleeps)
         if late == "experts":

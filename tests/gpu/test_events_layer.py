@@ -1,0 +1,43 @@
+"""Events over NVLink on ranks that are processes: bits of serial, also of what a late rank left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import imbrex
+from tests.gpu.gpus import RANKS, worlds
+from tests.ranks.layer_jobs import Case
+from tests.ranks.pool import Pool
+from tests.ranks.test_events_nvlink import STEPS, run_late
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(RANKS < 2, reason="NVLink needs two GPUs"),
+]
+CONFIG = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=12, top_k=3)
+CASE = Case(config=CONFIG, dtype=torch.bfloat16, tokens=(600, 300, 520, 700), options={"experts": "kernels"})
+
+
+@pytest.mark.parametrize("experts", ["kernels", "grouped"])
+@pytest.mark.parametrize("world", worlds())
+def test_without_patience_the_bits_are_those_of_serial(nccl: Pool, world: int, experts: str) -> None:
+    case = replace(CASE, options={"experts": experts})
+    for answer in nccl.run(world, run_late, case, "", 0, True):
+        assert answer["differ"] == []
+        assert answer["dropped"] == [0] * STEPS
+
+
+@pytest.mark.parametrize("late", ["before", "experts"])
+@pytest.mark.parametrize("world", worlds())
+def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
+    nccl: Pool, world: int, late: str
+) -> None:
+    """Outputs and all gradients."""
+    answers = nccl.run(world, run_late, CASE, late, 1, True)
+    for rank, answer in enumerate(answers):
+        assert answer["differ"] == [], rank
+        assert answer["dropped"][1] > 0 or (late == "experts" and rank == world - 1), (rank, answer)
