@@ -380,25 +380,43 @@ struct Sum {
     float column[kWide][8];
 };
 
-// Adds a row, columns `first`, + 32, ... of `units`.
-__device__ __forceinline__ void add_row(Sum& sum, const u8* row, float weight, int first, int units) {
-    uint4 value[kWide];
+// Columns `first`, + 32, ... of `units` of a row.
+__device__ __forceinline__ void ask_row(uint4 (&value)[kWide], const u8* row, int first, int units) {
 #pragma unroll
     for (int q = 0; q < kWide; ++q)
         value[q] = reinterpret_cast<const uint4*>(row)[min(first + 32 * q, units - 1)];
+}
+
+__device__ __forceinline__ void add_row(Sum& sum, const u8* row, float weight, int first, int units) {
+    uint4 value[kWide];
+    ask_row(value, row, first, units);
 #pragma unroll
     for (int q = 0; q < kWide; ++q) sums::add_eight(sum.column[q], value[q], weight);
 }
 
-// The rows of a token here, in the order of its choices; `row`, `weight`: of this lane's choice.
+// The rows of a token here, in the order of its choices; `row`, `weight`: of this lane's choice. A row is
+// asked for while the one before it is added.
 __device__ __forceinline__ void add_rows(Sum& sum, const Events& e, int row, float weight, int first) {
     const int units = e.row_bytes / 16;
+    u32 left = __ballot_sync(0xffffffffu, row >= 0);
+    if (left == 0) return;
+    uint4 ahead[kWide];
+    const auto ask = [&] {
+        const int at = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
+        ask_row(ahead, e.rows + static_cast<i64>(at) * e.row_bytes, first, units);
+    };
+    ask();
 #pragma unroll 1
-    for (u32 left = __ballot_sync(0xffffffffu, row >= 0); left; left &= left - 1) {
-        const int from = __ffs(left) - 1, at = __shfl_sync(0xffffffffu, row, from);
-        const float times =
-            __uint_as_float(__shfl_sync(0xffffffffu, static_cast<int>(__float_as_uint(weight)), from));
-        add_row(sum, e.rows + static_cast<i64>(at) * e.row_bytes, times, first, units);
+    while (left) {
+        const int bits = static_cast<int>(__float_as_uint(weight));
+        const float times = __uint_as_float(__shfl_sync(0xffffffffu, bits, __ffs(left) - 1));
+        uint4 value[kWide];
+#pragma unroll
+        for (int q = 0; q < kWide; ++q) value[q] = ahead[q];
+        left &= left - 1;
+        if (left) ask();
+#pragma unroll
+        for (int q = 0; q < kWide; ++q) sums::add_eight(sum.column[q], value[q], times);
     }
 }
 
