@@ -20,7 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from imbrex.serve.between import AS_WRITTEN, Between, grouped_heads, latent_row, latent_weights
+from imbrex.serve.between import (
+    AS_WRITTEN,
+    Between,
+    early_launches,
+    grouped_heads,
+    latent_row,
+    latent_weights,
+)
 
 Cache = tuple[Tensor, ...]
 FEW, BLOCK = 4, 128
@@ -165,7 +172,7 @@ def _few(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, span: Span) -> Tensor:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(_flex, dynamic=False, fullgraph=True)
+    return torch.compile(_flex, dynamic=False, fullgraph=True, options=early_launches())
 
 
 def _flex(q_BSHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, blocks: Any) -> Tensor:
