@@ -129,7 +129,7 @@ def test_tokens_are_those_of_the_text_whatever_drafts_and_weights(experts: str, 
     )
     model.load_state_dict(whole.state_dict())
     settings = Settings(
-        slots=3, room=64, chunk=(2, 8), interval=2, drafting=Drafting(length=drafts), graphs=True
+        slots=3, room=64, chunk=(2, 8), interval=2, drafting=Drafting(length=drafts), graphs=True, sizes=(3,)
     )
     engine = Engine(model, settings)
     asked = [(6, 40), (0, 3), (13, 25), (60, 9), (3, 1), (17, 30)]
