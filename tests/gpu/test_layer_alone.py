@@ -12,8 +12,10 @@ import imbrex
 from imbrex.contracts import RowForm
 from imbrex.exchange import alone
 from imbrex.exchange.alone import STATE
+from imbrex.kernels.gate.logits import why_not_few
 from imbrex.overlap.serial import Serial
 from imbrex.router.capacity import Capacity
+from imbrex.router.logits import logits
 from tests.ranks.layer_jobs import Case, run_layer
 from tests.ranks.test_layer import largest_error, relative
 
@@ -161,3 +163,25 @@ def test_no_tokens() -> None:
     layer(x).sum().backward()
     assert layer.experts.down_proj.grad is not None
     assert layer.experts.down_proj.grad.abs().max() == 0.0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("tokens", "experts", "width"), [(1, 128, 2048), (8, 256, 7168), (31, 9, 64)])
+def test_logits_of_few_tokens(tokens: int, experts: int, width: int) -> None:
+    """Of float32 sums, whose order is the kernel's; the same bits in a graph, and whoever is beside."""
+    torch.manual_seed(5)
+    kind: Any = {"device": "cuda", "dtype": torch.bfloat16}
+    x_TD, weight_ED = torch.randn(tokens, width, **kind), torch.randn(experts, width, **kind)
+    assert why_not_few(x_TD, weight_ED) is None
+    logits_TE = logits(x_TD, weight_ED)
+    exact, terms = (
+        a @ b.t()
+        for a, b in ((x_TD.double(), weight_ED.double()), (x_TD.double().abs(), weight_ED.double().abs()))
+    )
+    assert ((logits_TE.double() - exact).abs() <= terms * 2.0**-20).all()
+    assert torch.equal(logits(x_TD[-1:], weight_ED), logits_TE[-1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = logits(x_TD, weight_ED)
+    graph.replay()
+    assert torch.equal(again, logits_TE)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from imbrex.kernels.gate import logits as few
 from imbrex.router.logits import logits_backward, split
+from tests.emulated import kernel
 
 T, D, E = 64, 48, 12
 
@@ -43,3 +45,30 @@ def test_nothing_is_computed_that_nobody_needs() -> None:
     x_TD, weight_ED = torch.randn(T, D).bfloat16(), torch.randn(E, D).bfloat16()
     d_logits_TE = torch.randn(T, E, dtype=torch.float32)
     assert logits_backward(d_logits_TE, x_TD, weight_ED, _product, False, False) == (None, None)
+
+
+@pytest.mark.skipif(not kernel.available(), reason="compiles the kernel with g++")
+@pytest.mark.parametrize(("tokens", "experts", "width"), [(1, 9, 8), (8, 16, 2048), (19, 7, 2056)])
+def test_logits_of_few_tokens(tokens: int, experts: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one block and several, of which the last have fewer; the same bits whoever is beside."""
+    monkeypatch.setattr(few, "_kernel", lambda _: kernel.load(few.VARIANT))
+    torch.manual_seed(0)
+    x_TD, weight_ED = torch.randn(tokens, width).bfloat16(), torch.randn(experts, width).bfloat16()
+    logits_TE = few.logits_of_few(x_TD, weight_ED)
+    exact = x_TD.double() @ weight_ED.double().t()
+    terms = x_TD.double().abs() @ weight_ED.double().abs().t()
+    assert ((logits_TE.double() - exact).abs() <= terms * 2.0**-20).all()
+    assert torch.equal(few.logits_of_few(x_TD[-1:], weight_ED), logits_TE[-1:])
+
+
+def test_who_gets_them_by_that_kernel() -> None:
+    weight_ED = torch.zeros(4, 16).bfloat16()
+    for x_TD, said in (
+        (torch.zeros(33, 16), "1 to 32 tokens"),
+        (torch.zeros(0, 16), "1 to 32 tokens"),
+        (torch.zeros(2, 12), "a multiple of 8"),
+        (torch.zeros(2, 16), "NVIDIA GPU"),
+    ):
+        reason = few.why_not_few(x_TD.bfloat16(), weight_ED)
+        assert reason is not None
+        assert said in reason

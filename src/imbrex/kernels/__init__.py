@@ -26,6 +26,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.fused.rows_out",
     "imbrex.kernels.rows.expand",
     "imbrex.kernels.gate.choose",
+    "imbrex.kernels.gate.logits",
     "imbrex.kernels.rows.weights",
     "imbrex.kernels.routing.split",
 )

@@ -1,1 +1,1 @@
-"""The gate in one kernel: from logits to experts and weights."""
+"""The gate: logits of few tokens, and in one kernel from logits to experts and weights."""

@@ -1,0 +1,51 @@
+"""A gate's logits of few tokens: the host's side of `gate/logits.cu`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from imbrex.kernels.jit import Kernel, Variant, cached_unavailable, load
+from imbrex.runtime.tracing import plain, traced
+
+VARIANT = Variant(source="gate/logits.cu", entry="logits_of_few")
+FEW_TOKENS = 32
+"""Tokens up to which it is faster than a product of tensor cores."""
+THREADS, EXPERTS, TOKENS, UNIT = 256, 2, 8, 8
+"""Of a block, and the values of a unit."""
+
+
+def shipped_variants() -> list[Variant]:
+    return [VARIANT]
+
+
+@functools.cache
+def _kernel(device: torch.device) -> Kernel:
+    return load(VARIANT, device)
+
+
+def why_not_few(x_TD: Tensor, weight_ED: Tensor) -> str | None:
+    """None if the kernel computes these logits, whose operands are bfloat16 on a GPU, else why not."""
+    if not 0 < x_TD.shape[0] <= FEW_TOKENS:
+        return f"it is for 1 to {FEW_TOKENS} tokens"
+    if not (plain(x_TD) and plain(weight_ED)) or traced(x_TD, weight_ED):
+        return "somebody traces the call, or its tensors are of a kind of their own"
+    if x_TD.shape[1] % UNIT or not weight_ED.is_contiguous():
+        return f"weights are not contiguous rows of a multiple of {UNIT} values"
+    return cached_unavailable(x_TD.get_device())
+
+
+def logits_of_few(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """float32 [T, E] of bf16 operands that `why_not_few` has nothing against."""
+    (tokens, width), experts = x_TD.shape, weight_ED.shape[0]
+    logits_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
+    _kernel(x_TD.device).launch(
+        grid=-(-experts // EXPERTS) * -(-tokens // TOKENS),
+        block=THREADS,
+        smem=4 * THREADS // 32 * EXPERTS * TOKENS,
+        args=[x_TD.contiguous(), weight_ED, tokens, experts, width // UNIT, logits_TE],
+        dependent=True,
+    )
+    return logits_TE
