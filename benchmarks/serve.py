@@ -56,12 +56,13 @@ FORCED = {1: 0.8, 3: 1.6}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
     """What is timed of a model. ways: the first's parameters serve the others. rooms: tokens before the step,
-    by engine. drafting: ways with drafts, too. batches: rows of a step."""
+    by engine. drafting: ways with drafts, too. batches: rows of a step. loop: whether users are served."""
 
     ways: tuple[str, ...]
     rooms: tuple[tuple[int, ...], ...]
     drafting: tuple[str, ...] = ()
     batches: tuple[int, ...] = BATCHES
+    loop: bool = True
 
 
 SWEEPS = {
@@ -79,8 +80,8 @@ ONE_GPU = {
     "qwen3-30b-a3b": Sweep(
         ways=("auto", GATHER, TRANSFORMERS, ONE_FP8), rooms=((1024,),), batches=(8, 16, 32, 64, 128)
     ),
-    "qwen3-30b-a3b-half": Sweep(ways=("auto", GATHER), rooms=((1024,),)),
-    "deepseek-v3-8-half": Sweep(ways=("auto", GATHER), rooms=((1024,),), drafting=("auto",)),
+    "qwen3-30b-a3b-half": Sweep(ways=("auto", GATHER), rooms=((1024,),), loop=False),
+    "deepseek-v3-8-half": Sweep(ways=("auto", GATHER), rooms=((1024,),), drafting=("auto",), loop=False),
 }
 
 
@@ -435,7 +436,7 @@ class Run:
                 lines = kernels(recorded(engine, batch, contexts[0]), batch)
                 if self.rank == 0:
                     print("\n".join(lines), flush=True)
-        if contexts == sweep.rooms[0]:
+        if sweep.loop and contexts == sweep.rooms[0]:
             engine.steps.state.remaining_Z.zero_()
             own.append(loop_row(engine, way, case, self.rows))
         self.rows += own

@@ -13,7 +13,29 @@ WAYS = {
     "alone": "data parallelism only",
 }
 RIVALS = ("gather-scatter", "transformers", "alltoall", "alone")
-NAMES = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3-8": "DeepSeek-V3's widths, 8 layers"}
+NAMES = {
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "deepseek-v3-8": "DeepSeek-V3's widths, 8 layers",
+    "qwen3-30b-a3b-half": "Qwen3-30B-A3B, half of the experts",
+    "deepseek-v3-8-half": "DeepSeek-V3's widths, 8 layers, half of the experts",
+}
+ONE_GPU = {
+    "auto": "imbrex",
+    "auto-fp8": "imbrex, fp8",
+    "gather-scatter": "torch's grouped product",
+    "transformers": "transformers' experts",
+}
+PARTS = (
+    "experts",
+    "attention",
+    "projections",
+    "routing",
+    "norms and positions",
+    "logits",
+    "sums",
+    "head",
+    "steps",
+)
 
 
 def steps() -> Table:
@@ -110,6 +132,32 @@ def pareto() -> Table:
     return Table(
         head=head, body=sorted(body, key=lambda line: (line[0], int(line[1].split(",")[0]))), rows=rows
     )
+
+
+def one_gpu() -> Table:
+    """Steps of decoding of one GPU in ms, beside the floor."""
+    head = ["model", "rows", *ONE_GPU.values(), "over the best of torch", "GB read", "floor", "of the floor"]
+    body, used = [], []
+    steps = [r for r in last_run(read("serve_one")) if r["op"] == "decode step" and "drafts" not in r["case"]]
+    for ours in sorted(select(steps, impl="auto"), key=_order):
+        beside = {way: next(iter(select(steps, impl=way, case=ours["case"])), None) for way in ONE_GPU}
+        rivals = [row["median_us"] for way, row in beside.items() if row and way in RIVALS]
+        gain = f"{min(rivals) / ours['median_us']:.2f}" if rivals else ""
+        times = ["" if row is None else f"{row['median_us'] / 1e3:.2f}" for row in beside.values()]
+        floor = [ours["read_gb"], f"{ours['floor_us'] / 1e3:.2f}", f"{ours['times_floor']:.2f}"]
+        body.append([NAMES[ours["case"]["model"]], ours["case"]["B"], *times, gain, *floor])
+        used += [row for row in beside.values() if row]
+    return Table(head=head, body=body, rows=used)
+
+
+def parts() -> Table:
+    """What took how much of such a step, in ms."""
+    rows = sorted((r for r in last_run(read("serve_one")) if "parts_us" in r), key=_order)
+    body = [
+        [NAMES[r["case"]["model"]], r["case"]["B"], *(f"{r['parts_us'].get(p, 0) / 1e3:.2f}" for p in PARTS)]
+        for r in rows
+    ]
+    return Table(head=["model", "rows", *PARTS], body=body, rows=rows)
 
 
 def _run() -> list[Row]:
