@@ -146,7 +146,7 @@ def test_tokens_are_those_of_the_text_whatever_drafts_and_weights(experts: str, 
         assert answer.tokens == expected
     # Nearly all drafts are right: a step gives what it may.
     host = engine.host
-    assert host.row_tokens / host.row_steps > 1 + 0.6 * drafts
+    assert host.row_tokens >= (1 + 0.6 * drafts) * host.row_steps
     engine.close()
 
 
