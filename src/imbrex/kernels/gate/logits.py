@@ -14,7 +14,7 @@ VARIANT = Variant(source="gate/logits.cu", entry="logits_of_few")
 FEW_TOKENS = 32
 """Tokens up to which it is faster than a product of tensor cores."""
 THREADS, EXPERTS, TOKENS, UNIT = 256, 2, 8, 8
-"""Of a block, and the values of a unit."""
+"""Sizes of a block, and the values of a unit."""
 
 
 def shipped_variants() -> list[Variant]:
