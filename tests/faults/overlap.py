@@ -117,6 +117,14 @@ EVENTS = [
         ("ranks/test_events_nvlink.py::test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit",),
     ),
     Fault(
+        "events-device-learns-the-next-wait",
+        "kernels/events/claims.cuh",
+        "a GPU's patience is the wait behind the quantile that is asked for",
+        "if (lane + 32 * i < count && before[i] == at) {",
+        "if (lane + 32 * i < count && before[i] == at + 1) {",
+        ("unit/test_events_kernels.py::test_patience_that_is_learnt",),
+    ),
+    Fault(
         "silence-sixty-times-as-long",
         "overlap/events/seat.py",
         "a peer on whom all give up in every call is lost after minutes",
