@@ -63,7 +63,17 @@ class Sleepy(torch.nn.Module):
         return self.inner(dispatched)
 
 
-def run_late(ranks: Ranks, case: Case, where: str, steps: int, with_grad: bool) -> list[dict[str, Any]]:
+class Cast(Sleepy):
+    """As experts of torch's modules, whose weights are cast under autocast alone."""
+
+    def forward(self, dispatched: Any) -> torch.Tensor:
+        assert torch.is_autocast_enabled("cpu")
+        return super().forward(dispatched)
+
+
+def run_late(
+    ranks: Ranks, case: Case, where: str, steps: int, with_grad: bool, cast: bool = False
+) -> list[dict[str, Any]]:
     """Some steps of a layer, rank 3 late in all but the first; and each again by serial, given its mask."""
     options = {"transport": "alltoall"}
     torch.manual_seed(0)
@@ -77,22 +87,26 @@ def run_late(ranks: Ranks, case: Case, where: str, steps: int, with_grad: bool) 
             time.sleep(LATE_S)
         inner = ours.experts
         if where == "experts":
-            ours.experts = Sleepy(inner, LATE_S if sleepy else 0.0)
-        mine = one_step(ours, x_TD, None, with_grad)
+            ours.experts = (Cast if cast else Sleepy)(inner, LATE_S if sleepy else 0.0)
+        mine = one_step(ours, x_TD, None, with_grad, cast)
         ours.experts = inner
         kept = mine.pop("kept")
         # All ranks must have left: serial is a barrier.
-        theirs = one_step(serial, x_TD, kept, with_grad)
+        theirs = one_step(serial, x_TD, kept, with_grad, cast)
         same = [torch.equal(mine[name], theirs[name]) for name in mine]
         found.append({"same": all(same), "names": [n for n, s in zip(mine, same, strict=True) if not s]})
         found[-1]["dropped"] = 0 if kept is None else int((~kept).sum())
     return found
 
 
-def one_step(layer: Any, x_TD: torch.Tensor, kept: Any, with_grad: bool) -> dict[str, Any]:
+def one_step(
+    layer: Any, x_TD: torch.Tensor, kept: Any, with_grad: bool, cast: bool = False
+) -> dict[str, Any]:
+    """cast: the forward is under autocast."""
     layer.zero_grad()
     x_TD = x_TD.clone().requires_grad_(with_grad)
-    with torch.set_grad_enabled(with_grad):
+    lower = torch.autocast(x_TD.device.type, dtype=torch.bfloat16, enabled=cast)
+    with torch.set_grad_enabled(with_grad), lower:
         y_TD = layer(x_TD, kept_TK=kept)
     out = {"y": y_TD.detach(), "kept": layer.routing.kept_TK}
     if with_grad:
@@ -123,6 +137,14 @@ def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
             assert step["same"], (rank, step)
         # The first call meets the others, which is a barrier.
         assert sum(step["dropped"] for step in steps[1:]) > 0 or (where == "experts" and rank == LATE)
+
+
+def test_rows_in_vain_are_left_out_of_a_backward_under_autocast(pool: Pool) -> None:
+    """Experts are computed once more as they were, though the backward is not under autocast."""
+    options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(TAU_S, 1)}
+    case = Case(config=SMALL, tokens=(5, 9, 3, 8), options=options)
+    for rank, steps in enumerate(pool.run(4, run_late, case, "experts", 3, True, True)):
+        assert all(step["same"] for step in steps), (rank, steps)
 
 
 def run_usual(ranks: Ranks, tau: str) -> tuple[int, float]:

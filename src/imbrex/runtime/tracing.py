@@ -43,6 +43,12 @@ def differentiated(*tensors: Tensor | None) -> bool:
     return False
 
 
+def autocast_now(kind: str) -> Callable[[], Any]:
+    """Contexts in which autocast is as it is now on devices of this kind, for what is computed once more."""
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return functools.partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
+
+
 def once_differentiable(backward: Backward) -> Backward:
     """Makes the backward of a function refuse to be differentiated, as torch's does; where nobody records a
     backward, without the fifteen calls that switch recording off."""

@@ -27,6 +27,7 @@ from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.weights import spread, weigh
 from imbrex.overlap.events.seat import learnt
 from imbrex.runtime.streams import Mark
+from imbrex.runtime.tracing import autocast_now
 from imbrex.runtime.words import words
 from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
 
@@ -150,6 +151,7 @@ class DeviceForward:
     ) -> None:
         self.seat, self.exchange, self.experts, self.keep = seat, exchange, experts, keep
         self.x_TD, self.ids_TK, self.weights_TK = x_TD.detach(), routing.ids_TK, routing.weights_TK.detach()
+        self.autocast = autocast_now(x_TD.device.type)
         self.weighted = not experts.applies_weights
 
     def send(self) -> None:
@@ -183,7 +185,7 @@ class DeviceForward:
             weights_R=weights_R, state=(), num_tokens=self.x_TD.shape[0], maker=exchange.dispatcher.key
         )
         dispatched = Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle, beside=Groups(work))
-        with observer.span("experts", layer=layer), torch.set_grad_enabled(self.keep):
+        with observer.span("experts", layer=layer), torch.set_grad_enabled(self.keep), self.autocast():
             out_RD = experts(dispatched)
             exchange.check_rows(out_RD, handle, together=False)
             return Computed(routed, rows_RD, weights_R, out_RD.contiguous())

@@ -17,6 +17,7 @@ from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import DTYPES
 from imbrex.overlap.events.ledger import Home, Kind, Ledger
 from imbrex.overlap.events.seat import Letter, Seat, Stage
+from imbrex.runtime.tracing import autocast_now
 from imbrex.transport.messages import Envelope
 
 
@@ -88,6 +89,7 @@ class Forward:
     ) -> None:
         self.seat, self.exchange, self.layer_experts, self.keep = seat, exchange, experts, keep
         self.x_TD, self.ids_TK, self.weights_TK = x_TD.detach(), routing.ids_TK, routing.weights_TK.detach()
+        self.autocast = autocast_now(x_TD.device.type)
         geometry = exchange.geometry
         self.geometry, self.wire = geometry, exchange.wire
         self.ledger = Ledger(geometry.rank, exchange.world_size, seat.epsilon, at_once=not keep)
@@ -242,7 +244,7 @@ class Forward:
         observer, layer = exchange.observer, exchange.layer
         rows_RD = batch.rows_RD.requires_grad_(self.keep)
         weights_R = batch.weights_R.requires_grad_(self.keep and experts.applies_weights)
-        with observer.span("experts", layer=layer), torch.set_grad_enabled(self.keep):
+        with observer.span("experts", layer=layer), torch.set_grad_enabled(self.keep), self.autocast():
             handle = Handle(
                 weights_R=weights_R, state=(), num_tokens=len(self.x_TD), maker=exchange.dispatcher.key
             )
