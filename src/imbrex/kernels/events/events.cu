@@ -242,6 +242,16 @@ __device__ __forceinline__ Part part_of(const Call& call, const Events& e, u32 h
     return {min(warp * each, all), min((warp + 1) * each, all)};
 }
 
+// Slots of choices `first` + lane, + 32, ...; -1 from `end` on. All are asked for before one is looked at.
+__device__ __forceinline__ void ask_slots(int (&value)[kBatch], const int* slots, int first, int end) {
+    const int lane = static_cast<int>(ptx::lane_id());
+#pragma unroll
+    for (int q = 0; q < kBatch; ++q) value[q] = slots[min(first + 32 * q + lane, end - 1)];
+#pragma unroll
+    for (int q = 0; q < kBatch; ++q)
+        if (first + 32 * q + lane >= end) value[q] = -1;
+}
+
 // The rows of one slot, by a block: a warp counts its part of every source, then places it behind the parts
 // before it. Slots are read twice, and no block waits for another.
 __device__ inline void place_slot(const Call& call, const Events& e, u32 here, int slot, int low) {
@@ -255,11 +265,15 @@ __device__ inline void place_slot(const Call& call, const Events& e, u32 here, i
         const Part part = part_of(call, e, here, w, warp);
         const int* slots = choices_at(call, e, call.me, w);
         int same = 0;
-#pragma unroll 4
-        for (int i = part.first; i < part.end; i += 32) {
-            const int value = i + lane < part.end ? slots[i + lane] : -1;
-            same += __popc(__ballot_sync(0xffffffffu, value == slot));
-            lower += __popc(__ballot_sync(0xffffffffu, value >= low && value < slot));
+#pragma unroll 1
+        for (int i = part.first; i < part.end; i += 32 * kBatch) {
+            int value[kBatch];
+            ask_slots(value, slots, i, part.end);
+#pragma unroll
+            for (int q = 0; q < kBatch; ++q) {
+                same += __popc(__ballot_sync(0xffffffffu, value[q] == slot));
+                lower += __popc(__ballot_sync(0xffffffffu, value[q] >= low && value[q] < slot));
+            }
         }
         if (lane == 0) equal[w * kWarps + warp] = same;
     }
@@ -277,12 +291,17 @@ __device__ inline void place_slot(const Call& call, const Events& e, u32 here, i
         const int* slots = choices_at(call, e, call.me, w);
         int* position = e.position + static_cast<i64>(w) * e.room * e.choices;
         int row = before;
-#pragma unroll 4
-        for (int i = part.first; i < part.end; i += 32) {
-            const bool mine = i + lane < part.end && slots[i + lane] == slot;
-            const u32 lanes = __ballot_sync(0xffffffffu, mine);
-            if (mine) position[i + lane] = row + __popc(lanes & ((1u << lane) - 1));
-            row += __popc(lanes);
+#pragma unroll 1
+        for (int i = part.first; i < part.end; i += 32 * kBatch) {
+            int value[kBatch];
+            ask_slots(value, slots, i, part.end);
+#pragma unroll
+            for (int q = 0; q < kBatch; ++q) {
+                const u32 lanes = __ballot_sync(0xffffffffu, value[q] == slot);
+                if (value[q] == slot)
+                    position[i + 32 * q + lane] = row + __popc(lanes & ((1u << lane) - 1));
+                row += __popc(lanes);
+            }
         }
     }
     if (threadIdx.x == 0) {
