@@ -326,6 +326,11 @@ class Dispatcher(Protocol):
         """The one of the family that serves this call."""
         ...
 
+    def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
+        """y_TD of a forward that it makes by itself, to the bit what the steps give; `None`, and nothing has
+        happened, where somebody has to make the steps."""
+        ...
+
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """The one for crossings that are under way while experts compute, in so many chunks. in_turn: no row
         leaves before its move, with the plan, for who times the two."""

@@ -193,6 +193,28 @@ class EmulatedKernel:
         del values
         assert late == 0, f"{self.variant} did not end within {EmulatedKernel.limit} s: see 'stuck' above"
 
+    def prepare(self, **how: Any) -> Prepared:
+        return Prepared(self, how, [])
+
+    def blank(self, *, words: Sequence[tuple[int, int]], **how: Any) -> Prepared:
+        return Prepared(self, how, words)
+
+
+class Prepared:
+    """Stands in for `jit.Prepared` and `jit.Blank`."""
+
+    def __init__(self, kernel: EmulatedKernel, how: dict[str, Any], words: Sequence[tuple[int, int]]) -> None:
+        self.kernel, self.how, self.words = kernel, how, words
+
+    def launch(self, *addresses: int) -> None:
+        args = [*self.how["args"]]
+        for (number, word), address in zip(self.words, addresses, strict=True):
+            struct = args[number]
+            if struct is self.how["args"][number]:
+                struct = args[number] = type(struct).from_buffer_copy(struct)
+            (ctypes.c_uint64 * (ctypes.sizeof(struct) // 8)).from_buffer(struct)[word] = address
+        self.kernel.launch(**{**self.how, "args": args})
+
 
 def load(variant: jit.Variant, device: Any = None) -> EmulatedKernel:
     """Stands in for `jit.load`."""

@@ -10,8 +10,7 @@ import torch
 import imbrex
 from imbrex.codec import make_wire
 from imbrex.contracts import Geometry
-from imbrex.exchange.nvlink import most_rows
-from imbrex.exchange.nvlink_fit import kernel_placement, why_not_nvlink
+from imbrex.exchange.nvlink_fit import kernel_placement, most_rows, why_not_nvlink
 from imbrex.kernels import jit
 from imbrex.kernels.ffn.glue import COUNTERS
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
@@ -84,7 +83,7 @@ def test_the_kernel_spreads_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> No
     routed.weights_LWTK[:] = torch.rand(1, 3, 40, 2)
     routed.counts_Le[:] = torch.tensor([50, 0, 70, 9])
     monkeypatch.setattr(weights, "_BLOCKS", 2)
-    monkeypatch.setattr(weights, "_kernel", lambda entry, device: kernel.load(weights.shipped_variants()[0]))
+    monkeypatch.setattr(weights, "_kernel", lambda *which: kernel.load(weights.shipped_variants()[0]))
     for one, other in zip(run_spread(routed, 170, 3), spread(routed, 170, 3), strict=True):
         assert torch.equal(one, other)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.codec.fp8 import BLOCK, Fp8
-from imbrex.contracts import Addend, Crossing, Geometry, Listener, Roles, Routing, RowForm, Wire
+from imbrex.contracts import Addend, Crossing, Experts, Geometry, Listener, Roles, Routing, RowForm, Wire
 from imbrex.exchange import autograd
 from imbrex.exchange.agreement import DTYPES
 from imbrex.runtime.tracing import differentiated, traced
@@ -54,6 +54,9 @@ class DispatcherBase:
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Any:
         return self
+
+    def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
+        return None
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Any:
         return self

@@ -30,6 +30,7 @@ from imbrex.contracts import (
     Arrived,
     Codec,
     Crossing,
+    Experts,
     Geometry,
     Listener,
     Pending,
@@ -41,11 +42,11 @@ from imbrex.contracts import (
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain, find_problem, raise_together
 from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
-from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement
+from imbrex.exchange.nvlink_fit import DTYPE, is_coded, kernel_placement, most_rows
+from imbrex.exchange.recorded import Recorder
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.groups import RowGroups, empty_groups
 from imbrex.kernels.exchange.launches import Choosing, Sums
-from imbrex.kernels.exchange.layout import Shape
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import LeftProduct
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
@@ -71,18 +72,6 @@ _WIRES = {"fp8": "fp8"}
 """How sums cross, by the name of a codec; else as bfloat16."""
 
 
-def most_rows(shape: Shape, max_tokens: int) -> int:
-    """Rows that `max_tokens` tokens of every rank can be, for a heap that may have room for more. Of a few
-    sizes only, so that memory for them is found again: that of the heap halved while it is enough.
-
-    Example: kernels for 16384 tokens that are given 5000 at most have rows for 8192.
-    """
-    room = shape.max_tokens
-    while room % 2 == 0 and room // 2 >= max_tokens:
-        room //= 2
-    return shape.row_capacity // shape.max_tokens * room
-
-
 class FewRows(NamedTuple):
     """Rows of a small dispatch, which writes what the experts take besides, too. expected: rows of a rank in
     the mean."""
@@ -100,6 +89,10 @@ class Part:
     ids_TK: Tensor
     max_tokens: int
     backward: bool
+
+    @property
+    def is_small(self) -> bool:
+        return self.max_tokens <= FEW_TOKENS
 
 
 class NvlinkDispatcher(WiredDispatcher):
@@ -122,6 +115,7 @@ class NvlinkDispatcher(WiredDispatcher):
         self.sms = self.sms_home = transport.sms
         self.start: Callable[[Callable[[], Any]], Pending] | None = None
         self.fuses, self.inner, self.calls = False, 0, 0
+        self.recorder = Recorder(self)
         super().__init__(geometry, observer, layer)
         transport.join(self)
 
@@ -144,6 +138,9 @@ class NvlinkDispatcher(WiredDispatcher):
             other.sms = replace(self.sms, stage=other.roles.stage)
         return other
 
+    def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
+        return self.recorder.run(x_TD, routing, experts)
+
     def why_not_form(self, form: RowForm) -> str | None:
         return None if form is RowForm.UNDER_WAY else super().why_not_form(form)
 
@@ -154,6 +151,7 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def relocate(self, geometry: Geometry) -> None:
         super().relocate(geometry)
+        self.recorder.forget()
         self.placed = placed = kernel_placement(geometry)
         self._slots = len(geometry.local_slots)
         self.size = Size(
@@ -178,6 +176,7 @@ class NvlinkDispatcher(WiredDispatcher):
     def count_into(self, tally_WS: Tensor | None) -> None:
         if not self.counts_on_device:
             super().count_into(tally_WS)
+        self.recorder.forget()
         self.tally_WS = tally_WS
 
     def check(self, *, synchronize: bool = False) -> None:
@@ -269,11 +268,11 @@ class NvlinkDispatcher(WiredDispatcher):
             self.observer.count("expert_load", load_E, layer=self.layer)
         x_TD = x_TD.contiguous()
         inputs = x_TD, self._choices(part.ids_TK), weights_TK.contiguous()
-        room, few = most_rows(kernels.shape, part.max_tokens), part.max_tokens <= FEW_TOKENS
-        stages, exact = form is RowForm.UNDER_WAY and not few, self._exact(part, room)
+        room, few = most_rows(kernels.shape, part.max_tokens), part.is_small
+        stages, exact = form is RowForm.UNDER_WAY and not few, self.counts_first(part, room)
         if exact and not (stages or few or self._writes_fp8):
             return self._send_exactly(kernels, *inputs)
-        sms, choosing = self.sms, self._choosing
+        sms, choosing = self.sms, self.choosing
         with self.observer.span("dispatch", layer=self.layer):
             if stages:
                 return self._stage(kernels, inputs, room)
@@ -294,12 +293,12 @@ class NvlinkDispatcher(WiredDispatcher):
     ) -> tuple[Tensor, Routed]:
         """Moves as many rows as there are: the host hears the number before."""
         with self.observer.span("plan", layer=self.layer):
-            routed = kernels.route(ids_TK, weights_TK, **self._choosing)
+            routed = kernels.route(ids_TK, weights_TK, **self.choosing)
         with self.observer.span("dispatch", layer=self.layer):
             return self._move_out(x_TD, routed, self._count_rows(routed), self.wire.dispatch), routed
 
     @property
-    def _choosing(self) -> Choosing:
+    def choosing(self) -> Choosing:
         assert self._tables is not None
         return {"tally": self.tally_WS, "tables": self._tables, "balanced": self.placed.balanced}
 
@@ -309,14 +308,14 @@ class NvlinkDispatcher(WiredDispatcher):
         """Rows under way. Only where `exact_rows` asks for it the host waits to hear how many there are; else
         there is room for `worst`."""
         (x_TD, *_), stage = inputs, self.sms.stage
-        how = partial(kernels.stage, *inputs, stage, quantise=self._writes_fp8, **self._choosing)
+        how = partial(kernels.stage, *inputs, stage, quantise=self._writes_fp8, **self.choosing)
         if not self.transport.exact_rows or self.transport.capturing:
             return how(out=x_TD.new_empty(worst, x_TD.shape[1]))
         no_memory = x_TD.new_empty(1, x_TD.shape[1]).expand(worst, -1)
         staged, routed = how(out=no_memory)
         return replace(staged, rows=x_TD.new_empty(self._count_rows(routed), x_TD.shape[1])), routed
 
-    def _exact(self, part: Part, worst: int) -> bool:
+    def counts_first(self, part: Part, worst: int) -> bool:
         """Whether the host asks how many rows there are, for whom it has else room for `worst`."""
         exact = self.transport.exact_rows
         if exact is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from imbrex.contracts import Codec, Geometry, Placement, Wire
+from imbrex.kernels.exchange.layout import Shape
 from imbrex.placement import SPLITS, split_evenly
 from imbrex.transport.nvlink import MOST_CHOICES, ROW_MULTIPLE
 
@@ -59,3 +60,15 @@ def kernel_placement(geometry: Geometry) -> KernelPlacement:
     slots = tuple(range(placement.num_slots))
     named = Placement(slots=slots, rank_offsets=placement.rank_offsets, num_experts=len(slots))
     return KernelPlacement(placement=named, by_slot=True, balanced=False)
+
+
+def most_rows(shape: Shape, max_tokens: int) -> int:
+    """Rows that `max_tokens` tokens of every rank can be, for a heap that may have room for more. Of a few
+    sizes only, so that memory for them is found again: that of the heap halved while it is enough.
+
+    Example: kernels for 16384 tokens that are given 5000 at most have rows for 8192.
+    """
+    room = shape.max_tokens
+    while room % 2 == 0 and room // 2 >= max_tokens:
+        room //= 2
+    return shape.row_capacity // shape.max_tokens * room

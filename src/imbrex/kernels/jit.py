@@ -24,6 +24,7 @@ import json
 import os
 import re
 import tempfile
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -328,7 +329,7 @@ class Kernel:
         queue = self.queue_for(grid, block, smem, cluster, cooperative, dependent)
         code = queue(handle, ctypes.addressof(pointers), 0)[0]
         if int(code) != 0:
-            self.launch_again(code, queue, handle, pointers)
+            self.launch_again(code, queue, handle, ctypes.addressof(pointers))
         _latest[self.device, handle] = self.variant
         del values
 
@@ -364,11 +365,12 @@ class Kernel:
 
         return queue
 
-    def launch_again(self, code: Any, queue: Callable[[int, int, int], Any], stream: int, args: Any) -> None:
-        """Once more where the driver said `code` because this thread is new to CUDA; else KernelError."""
+    def launch_again(self, code: Any, queue: Callable[[int, int, int], Any], stream: int, args: int) -> None:
+        """Once more where the driver said `code` because this thread is new to CUDA; else KernelError. args:
+        the address of the arguments' addresses."""
         if code == cuda_binding("driver").CUresult.CUDA_ERROR_INVALID_CONTEXT:
             enter_context(self.device)
-            code = queue(stream, ctypes.addressof(args), 0)[0]
+            code = queue(stream, args, 0)[0]
         if int(code) != 0:
             how = next(how for how, queued in self._queues.items() if queued is queue)
             shape = f"grid {how[0]}, block {how[1]}, {how[2]} bytes of shared memory"
@@ -391,6 +393,15 @@ class Kernel:
         takes but a stream and `cooperative`."""
         return Prepared(self, args, how)
 
+    def blank(self, *, args: Sequence[Any], words: Sequence[tuple[int, int]], **how: Any) -> Blank:
+        """The same, with `words` to be filled in at every launch."""
+        return Blank(self, args, words, how)
+
+    def queue_of(self, how: dict[str, Any]) -> Callable[[int, int, int], Any]:
+        """`queue_for` what `prepare` takes."""
+        shape = how["grid"], how["block"], how.get("smem", 0), how.get("cluster", 1), False
+        return self.queue_for(*shape, how.get("dependent", False))
+
 
 class Prepared:
     """A launch whose arguments are packed: a third of the host's time of `Kernel.launch`, where calls repeat.
@@ -404,15 +415,53 @@ class Prepared:
         values, pointers = _pack(args)
         self._memory = values, pointers, [arg for arg in args if not isinstance(arg, torch.Tensor)]
         self._kernel, self._pointers = kernel, ctypes.addressof(pointers)
-        shape = how["grid"], how["block"], how.get("smem", 0), how.get("cluster", 1), False
-        self._queue = kernel.queue_for(*shape, how.get("dependent", False))
+        self._queue = kernel.queue_of(how)
 
     def launch(self) -> None:
         kernel = self._kernel
         stream = torch._C._cuda_getCurrentRawStream(kernel.device)
         code = self._queue(stream, self._pointers, 0)[0]
         if int(code) != 0:
-            kernel.launch_again(code, self._queue, stream, self._memory[1])
+            kernel.launch_again(code, self._queue, stream, self._pointers)
+        _latest[kernel.device, stream] = kernel.variant
+
+
+class Blank:
+    """A launch of which some words are filled in at every call, in a copy of the structs that they stand in:
+    threads do not write into each other's. Other arguments stay where they are, and may change there.
+
+    words: the number of an argument, a struct, and of its words of eight bytes. As `Prepared` it holds no
+    tensors.
+    """
+
+    __slots__ = ("_kernel", "_memory", "_places", "_pointers", "_queue", "_structs", "_words")
+
+    def __init__(
+        self, kernel: Kernel, args: Sequence[Any], words: Sequence[tuple[int, int]], how: dict[str, Any]
+    ) -> None:
+        values, pointers = _pack(args)
+        self._words, first = array("Q"), {}
+        for number in {number for number, _ in words}:
+            first[number] = len(self._words)
+            self._words.frombytes(bytes(args[number]))
+        self._places = [first[number] + word for number, word in words]
+        self._pointers = len(self._words)
+        self._words.extend(pointers)
+        self._structs = [(self._pointers + number, 8 * at) for number, at in first.items()]
+        self._memory = values, [arg for arg in args if not isinstance(arg, torch.Tensor)]
+        self._kernel, self._queue = kernel, kernel.queue_of(how)
+
+    def launch(self, *addresses: int) -> None:
+        words, kernel = self._words[:], self._kernel
+        at = words.buffer_info()[0]
+        for place, address in zip(self._places, addresses, strict=True):
+            words[place] = address
+        for place, offset in self._structs:
+            words[place] = at + offset
+        stream = torch._C._cuda_getCurrentRawStream(kernel.device)
+        code = self._queue(stream, at + 8 * self._pointers, 0)[0]
+        if int(code) != 0:
+            kernel.launch_again(code, self._queue, stream, at + 8 * self._pointers)
         _latest[kernel.device, stream] = kernel.variant
 
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement
-from imbrex.kernels import jit
+from imbrex.kernels import jit, records
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.exchange import launches as how
 from imbrex.kernels.exchange import layout as lay
@@ -186,7 +186,7 @@ class NvlinkExchange:
         row_bytes = self._row_bytes(x)
         num_sms = num_sms or default_sms(row_bytes, compact=True)
         block = how.push_shape(row_bytes, self.shape.ranks, quantise=quantise)
-        buffer = self._next_buffer("push")
+        buffer = self.next_buffer("push")
         args = how.push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
         self._launch(kernel.PUSH[quantise], "push", num_sms, block.threads, block.shared, args)
         return self._lease(x, buffer[0], quantise=quantise)
@@ -217,7 +217,7 @@ class NvlinkExchange:
         self._poison_expired()
         routed = self._empty_routed(self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, choosing)
-        buffer = self._next_buffer("push")
+        buffer = self.next_buffer("push")
         push = how.push_args(self.shape, self.layout, block, x, routed.send_row_LTW, tokens, buffer)
         args = lay.Dispatch(
             route=route,
@@ -251,7 +251,7 @@ class NvlinkExchange:
         out = self._empty_rows(x) if out is None else out
         if self.debug:
             check_rows(routed, out.shape[-2])
-        args, shared = how.pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        args, shared = how.pull_args(self.shape, self.layout, x, out, routed, self.next_buffer("pull"))
         self._launch(kernel.PULL, "pull", num_sms, kernel.PULL_THREADS, shared, args)
         return out
 
@@ -264,32 +264,37 @@ class NvlinkExchange:
         tokens: Tensor | None = None,
         *,
         out: Tensor | None = None,
+        routed: Routed | None = None,
         **choosing: Unpack[Choosing],
     ) -> tuple[Tensor, Routed]:
         """`route` and `pull` in one kernel, first tokens under way while ranks route: expert-major rows and
         where.
 
         Arguments as there. Two kernels where routing does not fit their shared memory, and for short rows on
-        few SMs.
+        few SMs. routed: room for the routing of as many tokens as there is room for, in the one kernel.
         """
         row_bytes = self._row_bytes(x)
         num_sms = num_sms or default_sms(row_bytes, compact=False)
-        at = row_bytes, num_sms
-        if at not in self._places:
-            self._places[at] = how.expert_shape(self.shape, row_bytes, num_sms, self._room)
-        place = self._places[at]
+        place = self.place_of_routing(row_bytes, num_sms)
         if place is None:
             routed = self.route(ids, weights, tokens, **choosing)
             return self.pull(x, routed, num_sms, out), routed
-        routed = self._empty_routed(self.shape.max_tokens)
+        routed = routed or self._empty_routed(self.shape.max_tokens)
         route = self._route_args(ids, weights, tokens, routed, choosing)
         out = self._empty_rows(x) if out is None else out
-        early, buffer = lay.early_groups(self.shape), self._next_buffer("pull")
+        early, buffer = lay.early_groups(self.shape), self.next_buffer("pull")
         pull, shared = how.pull_args(self.shape, self.layout, x, out, routed, buffer, early)
         self._count_routing(num_sms)
         args = lay.Expert(route=route, pull=pull, scratch_at=place[0], fine_at=place[1])
         self._launch(kernel.EXPERT, "pull", num_sms, kernel.EXPERT_THREADS, shared, args)
         return out, routed
+
+    def place_of_routing(self, row_bytes: int, num_sms: int) -> tuple[int, int] | None:
+        """Where one kernel routes beside the rows that it pulls; `None`: two kernels do it."""
+        at = row_bytes, num_sms
+        if at not in self._places:
+            self._places[at] = how.expert_shape(self.shape, row_bytes, num_sms, self._room)
+        return self._places[at]
 
     def stage(
         self,
@@ -339,7 +344,7 @@ class NvlinkExchange:
         """And what the kernel that stages is told of it."""
         if quantise:
             lay.fp8_bytes(x.shape[-1])  # refuses other widths
-        pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self._next_buffer("pull"))
+        pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self.next_buffer("pull"))
         where = {"group": self.group_of, "exchange": self.serial, "pitch": pull.pitch if quantise else 0}
         return staged_rows(x, out, routed, pull, **where)
 
@@ -356,18 +361,18 @@ class NvlinkExchange:
         tokens: Tensor | None = None,
         *,
         groups: RowGroups | None = None,
+        memory: tuple[Tensor, Routed] | None = None,
         **choosing: Unpack[Choosing],
     ) -> tuple[Tensor, Routed]:
         """`route` and `pull` of at most 512 tokens a rank in one kernel: rows [L, row_capacity, D] and where.
 
         Arguments as there. A captured call follows new ids and tokens at every replay. groups: is written
-        too.
+        too. memory: where the results lie.
         """
         self._row_bytes(x)
         few = min(self.shape.max_tokens, lay.SMALL_TOKENS)
-        routed = self._empty_routed(few)
+        out, routed = memory or (self._empty_rows(x), self._empty_routed(few))
         route = self._route_args(ids, weights, tokens, routed, choosing, small=True)
-        out = self._empty_rows(x)
         args = how.small_args(self.shape, self.layout, route, x, out, few, num_sms, groups)
         shared = lay.small_shared(self.shape, few, self._room)
         self._launch(kernel.SMALL, "small", num_sms, kernel.ROUTE_THREADS, shared, args)
@@ -425,7 +430,7 @@ class NvlinkExchange:
     def _reduce_args(self, rows: Tensor, out: Tensor, routed: Routed, sums: Sums) -> ctypes.Structure:
         if self.debug:
             check_rows(routed, rows.shape[-2])
-        self._next_buffer("combine")
+        self.next_buffer("combine")
         return how.reduce_args(self.shape, self.layout, rows, out, routed, sums)
 
     def most_blocks(self, variant: jit.Variant, block: tuple[int, int, int]) -> int:
@@ -445,7 +450,7 @@ class NvlinkExchange:
         """Where the next `combine_compact` reads this rank's sums: bf16 [L, token_capacity, D] in the
         heap.
         """
-        return self._rows(self.layout.reduced, self._next_buffer("gather", peek=True)[0], width)
+        return self._rows(self.layout.reduced, self.next_buffer("gather", peek=True)[0], width)
 
     def combine_compact(
         self,
@@ -459,7 +464,7 @@ class NvlinkExchange:
         """Sums that stand in `reduced_rows()` to [T, D], T of `own`. own, addend: bf16, shaped as the result;
         own: the sums of the own tokens.
         """
-        buffer, _ = self._next_buffer("gather")
+        buffer, _ = self.next_buffer("gather")
         num_sms = num_sms or default_sms(2 * own.shape[-1], compact=True)
         out = self._empty_out(own.shape[-2], own.shape[-1], out_dtype)
         args, block = how.gather_args(self.shape, self.layout, own, addend, out, routed, buffer)
@@ -504,14 +509,19 @@ class NvlinkExchange:
             raise ValueError(f"exchange: num_sms is {blocks}; it must be 1 to {lay.MAX_BLOCKS}")
         self._calls[kind] += 1
         self.last_sms[kind] = blocks
-        self._kernels[variant].launch(
-            grid=blocks * self.local_ranks,
-            block=threads,
-            args=[self._group(blocks), args, *besides],
-            smem=shared,
-            cluster=cluster,
-            dependent=variant in kernel.DEPENDENT,
-        )
+        shape = {"grid": blocks * self.local_ranks, "block": threads, "smem": shared, "cluster": cluster}
+        how = {**shape, "dependent": variant in kernel.DEPENDENT}
+        loaded, arguments = self._kernels[variant], [self._group(blocks), args, *besides]
+        loaded.launch(args=arguments, **how)
+        if records.running:
+            records.note(records.Noted(loaded, arguments, how))
+
+    def launch_again(self, launch: Any, kinds: Sequence[str], *addresses: int) -> None:
+        """A launch on record. kinds: of the calls that it was."""
+        self.check()
+        for kind in kinds:
+            self._calls[kind] += 1
+        launch.launch(*addresses)
 
     def _group(self, blocks: int) -> Struct:
         """The ranks as every kernel is told of them; made once a number of blocks."""
@@ -532,7 +542,7 @@ class NvlinkExchange:
             group.host_status = self._status.words_L8[local].data_ptr()
         return group
 
-    def _next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
+    def next_buffer(self, kind: str, *, peek: bool = False) -> tuple[int, int]:
         """The buffer of the next call and how many calls ago it was last used; a captured call keeps its
         buffer, so from the first capture on that may have been the call before."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not peek:

@@ -175,14 +175,35 @@ def run_experts(
     if rows and both.why_not_both(groups, keep=gate_up_RG is not None, elsewhere=elsewhere) is None:
         both.run_both(rows_RD, gate_up_eGD, down_eDF, groups, act_RF, y_RD, weights_R)
         return y_RD
+    if not elsewhere and gate_up_RG is None:
+        run_products(rows_RD, (gate_up_eGD, down_eDF), groups, act_RF, y_RD, weights_R)
+        return y_RD
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
         more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}
-        early = groups.expected > 0 and up is Epilogue.SWIGLU and index_R is None and beside is None
-        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, follows=early, **more)
+        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
     last = LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=y_RD, weights_R=weights_R)
     last() if beside is None or beside.leave is None else beside.leave(last)
     return y_RD
+
+
+def run_products(
+    rows_RD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    groups: Groups,
+    act_RF: Tensor,
+    out_RD: Tensor,
+    weights_R: Tensor | None,
+) -> None:
+    """Queue both products, one behind the other, into `act_RF` and `out_RD`; nothing is kept for a backward.
+    weights: gate_up_eGD and down_eDF."""
+    gate_up_eGD, down_eDF = weights
+    if not len(rows_RD) or not len(down_eDF):
+        return
+    operands = rows_RD, gate_up_eGD, groups, act_RF, Epilogue.SWIGLU
+    _gemm(Layout.FORWARD, *operands, follows=groups.expected > 0)
+    epilogue = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
+    _gemm(Layout.FORWARD, act_RF, down_eDF, groups, out_RD, epilogue, weights_R=weights_R, follows=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 
+from imbrex.kernels import records
 from imbrex.kernels.arguments import declare_enums, multiprocessors
 from imbrex.kernels.gemm.tensor_map import tensor_map
 from imbrex.kernels.jit import ByValue, Kernel, KernelError, Prepared, Variant, load
@@ -426,6 +427,8 @@ def launch_gemm(
             _launches.clear()
         _launches[key] = launch
     launch.launch()
+    if records.running:
+        records.note(launch)
     check_products(device)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from imbrex.kernels import records
 from imbrex.kernels.exchange.groups import RowGroups, empty_groups
 from imbrex.kernels.ffn.glue import COUNTERS, weigh_rows
 from imbrex.kernels.jit import Kernel, Variant, load
@@ -24,7 +27,7 @@ def shipped_variants() -> list[Variant]:
 
 
 @functools.cache
-def _kernel(entry: str, device: torch.device) -> Kernel:
+def _kernel(entry: str, device: torch.device, load: Callable[..., Any] = load) -> Kernel:
     return load(Variant(source="rows/weights.cu", entry=entry), device)
 
 
@@ -41,11 +44,18 @@ def spread(routed: Routed, num_rows: int, slots: int) -> RowGroups:
     return RowGroups(weights_R, counts_e, F.pad(counts_e.cumsum(0).int(), (COUNTERS, 0)))
 
 
-def run_spread(routed: Routed, num_rows: int, slots: int) -> RowGroups:
-    """The same by the kernel."""
+def run_spread(
+    routed: Routed,
+    num_rows: int,
+    slots: int,
+    groups: RowGroups | None = None,
+    *,
+    load: Callable[..., Any] = load,
+) -> RowGroups:
+    """The same by the kernel. groups: where the result lies."""
     assert routed.words_TC is not None
     device, at = routed.words_TC.device, routed.addresses
-    groups = empty_groups(1, num_rows, slots, COUNTERS, device)
+    groups = groups or empty_groups(1, num_rows, slots, COUNTERS, device)
     args = Weights(
         position=at.position_LWTK,
         weights=at.weights_LWTK,
@@ -58,7 +68,11 @@ def run_spread(routed: Routed, num_rows: int, slots: int) -> RowGroups:
         plan=groups.plan,
         counters=COUNTERS,
     )
-    _kernel("spread_weights", device).launch(grid=_BLOCKS, block=_THREADS, args=[args])
+    how = {"grid": _BLOCKS, "block": _THREADS}
+    kernel = _kernel("spread_weights", device, load)
+    kernel.launch(args=[args], **how)
+    if records.running:
+        records.note(records.Noted(kernel, [args], how))
     return groups
 
 

@@ -1,0 +1,173 @@
+"""Forwards that are made again from a record, on emulated kernels: the bits of their steps, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import imbrex
+from imbrex.contracts import Dispatched
+from imbrex.exchange import recorded
+from imbrex.experts.experts import Experts
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.ffn.ffn import ffn
+from imbrex.overlap import Serial
+from imbrex.placement import contiguous, from_slots
+from tests.emulated import kernel
+from tests.emulated.gemm import emulate
+from tests.emulated.home import loader
+from tests.ranks.emulated_nvlink import EmulatedNvlink
+from tests.ranks.pool import Pool, Ranks
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
+EXPERTS, WIDTH, INNER, CHOICES, ROOM = 4, 256, 64, 2, 1 << 23
+
+
+class Own(Experts):
+    """imbrex's experts by their kernels, on CPUs."""
+
+    unchanged = True  # type: ignore[assignment]
+
+    def __init__(self, slots: tuple[int, ...]) -> None:
+        super().__init__(slots, WIDTH, INNER, seed=3, dtype=torch.bfloat16)
+        self.implementation, self.applies_weights = "kernels", True
+
+    def forward(self, dispatched: Dispatched) -> Tensor:
+        weights = self.gate_up_proj, self.down_proj
+        return ffn(dispatched.rows_RD, *weights, dispatched.counts_e, weights_R=dispatched.handle.weights_R)
+
+
+class Layer:
+    """Serial calls of an exchange over emulated kernels, by steps or from a record; `again`: how many of its
+    launches were from the record."""
+
+    def __init__(self, ranks: Ranks, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.again, self.rank = patch, 0, ranks.rank
+        nvlink = EmulatedNvlink(ranks.group)
+        nvlink.load = loader()  # pyright: ignore[reportAttributeAccessIssue]
+        placement = contiguous(EXPERTS, ranks.world_size)
+        options: dict[str, Any] = {"group": ranks.group, "transport": nvlink, "dtype": torch.bfloat16}
+        self.exchange = imbrex.Exchange(placement, WIDTH, CHOICES, **options)
+        self.experts = Own(placement.local(ranks.rank))
+        launch = NvlinkExchange.launch_again
+
+        def counted(kernels: NvlinkExchange, *what: Any) -> None:
+            self.again += 1
+            launch(kernels, *what)
+
+        patch.setattr(NvlinkExchange, "launch_again", counted)
+        piece = torch.zeros(ROOM, dtype=torch.uint8)
+        patch.setattr(recorded, "new_piece", lambda nbytes, device: piece[:nbytes].fill_(0xFF))
+
+    def __call__(self, x_TD: Tensor, routing: imbrex.Routing, *, steps: bool) -> Tensor:
+        self.patch.setattr(recorded, "on_gpu", lambda x_TD: not steps)
+        with torch.no_grad():
+            return Serial().run(x_TD, routing, self.exchange, self.experts, None).y_TD
+
+
+@contextmanager
+def a_layer(ranks: Ranks, few: int) -> Iterator[Layer]:
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch, blocks=2)
+        patch.setattr("imbrex.exchange.nvlink.FEW_TOKENS", few)
+        patch.setattr("imbrex.kernels.rows.weights._BLOCKS", 2)
+        patch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 2)  # so that one kernel routes and pulls
+        yield Layer(ranks, patch)
+
+
+def inputs_of(rank: int, call: int, tokens: int) -> tuple[Tensor, imbrex.Routing]:
+    make = torch.Generator().manual_seed(100 * call + rank)
+    ids_TK = torch.rand(tokens, EXPERTS, generator=make).topk(CHOICES).indices
+    ids_TK[::5, 1] = -1
+    x_TD = torch.randn(tokens, WIDTH, generator=make).bfloat16()
+    return x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.rand(tokens, CHOICES, generator=make))
+
+
+def run_again(ranks: Ranks, few: int) -> tuple[list[bool], list[int]]:
+    """Of six calls, whether y has the bits of the steps; how many launches were from a record so far."""
+    same, launches = [], []
+    with a_layer(ranks, few) as layer:
+        for call in range(6):
+            x_TD, routing = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
+            ours = layer(x_TD, routing, steps=False)
+            launches.append(layer.again)
+            same.append(torch.equal(ours, layer(x_TD, routing, steps=True)))
+    return same, launches
+
+
+@pytest.mark.parametrize("few", [256, 0])
+def test_calls_from_a_record_have_the_bits_of_their_steps(pool: Pool, few: int) -> None:
+    """The steps of the same inputs come between, so that every recorded call has the same buffer."""
+    for same, launches in pool.run(2, run_again, few):
+        assert same == [True] * 6
+        assert launches == [0, 2, 4, 6, 8, 10]
+
+
+def run_in_turn(ranks: Ranks) -> tuple[list[bool], int]:
+    """Calls of rows that take one buffer and the other, of two sizes, behind one another; then the steps."""
+    with a_layer(ranks, 0) as layer:
+        calls = [inputs_of(ranks.rank, call, (9, 4)[call % 3 == 2]) for call in range(9)]
+        ours = [layer(*inputs, steps=False) for inputs in calls]
+        theirs = [layer(*inputs, steps=True) for inputs in calls]
+    return [torch.equal(*pair) for pair in zip(ours, theirs, strict=True)], layer.again
+
+
+def test_each_buffer_and_each_size_has_its_record(pool: Pool) -> None:
+    for same, again in pool.run(2, run_in_turn):
+        assert same == [True] * 9
+        assert again == 2 * (9 - 4)
+
+
+def run_moved(ranks: Ranks) -> tuple[list[bool], int]:
+    """Experts move between calls: nothing that was on record holds."""
+    same = []
+    with a_layer(ranks, 256) as layer:
+        for call in range(4):
+            if call == 2:
+                slots = [[2, 3], [0, 1]]
+                layer.exchange.relocate(from_slots(slots, EXPERTS))
+                layer.experts = Own(tuple(slots[ranks.rank]))
+                before = layer.again
+            inputs = inputs_of(ranks.rank, call, 8)
+            same.append(torch.equal(layer(*inputs, steps=False), layer(*inputs, steps=True)))
+    return same, layer.again - before
+
+
+def test_experts_that_move_are_recorded_anew(pool: Pool) -> None:
+    for same, again in pool.run(2, run_moved):
+        assert same == [True] * 4
+        assert again == 2
+
+
+def run_differently(ranks: Ranks) -> list[Any]:
+    """Rank 1 makes the steps and promises nothing; then its input is wrong; then all is well."""
+    heard: list[Any] = []
+    with a_layer(ranks, 256) as layer:
+        board, first = layer.exchange.transport._board, ranks.rank == 1
+        for call, (steps, wrong) in enumerate(
+            [(False, False), (first, False), (False, first), (False, False)]
+        ):
+            x_TD, routing = inputs_of(ranks.rank, call, 8)
+            with pytest.MonkeyPatch.context() as patch:
+                if steps:
+                    patch.setattr("imbrex.overlap.serial.surely_fit", lambda experts: False)
+                before = board.calls
+                try:
+                    layer(x_TD.float() if wrong else x_TD, routing, steps=steps)
+                    heard.append(board.calls - before)
+                except ValueError as error:
+                    heard.append(str(error))
+    return heard
+
+
+def test_ranks_may_differ_and_hear_of_each_other(pool: Pool) -> None:
+    answers = pool.run(2, run_differently)
+    for once, twice, said, again in answers:
+        assert (once, twice, again) == (1, 2, 1)
+        assert said.startswith("dispatch: ")
+    assert "rank 1 was given tokens that cannot be dispatched" in answers[0][2]
