@@ -375,7 +375,9 @@ def run_promised(ranks: Ranks, transport: str) -> list[Any]:
     where a hook of one rank sees their result, and where it changes that."""
     config = imbrex.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=E, top_k=K)
     layer = imbrex.MoELayer(config, ranks.group, transport=transport, dtype=torch.float32)
-    moves, messages, heard = layer.exchange.transport, [], []
+    moves: Any = layer.exchange.transport
+    messages: list[int] = []
+    heard: list[Any] = []
     tell = moves.exchange_counts
     moves.exchange_counts = lambda said: messages.append(len(said)) or tell(said)
     for hook in (None, lambda *_: None, lambda module, inputs, rows_RD: rows_RD[:, :-1]):

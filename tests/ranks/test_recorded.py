@@ -123,32 +123,37 @@ def test_each_buffer_and_each_size_has_its_record(pool: Pool) -> None:
         assert again == 2 * (9 - 4)
 
 
-def run_moved(ranks: Ranks) -> tuple[list[bool], int]:
-    """Experts move between calls: nothing that was on record holds."""
-    same = []
+def run_moved(ranks: Ranks) -> tuple[list[bool], list[int], int]:
+    """Of six calls as above: behind the second experts move, behind the fourth choices are counted, which
+    the steps count too. And how many were."""
+    same, launches, tally_WS = [], [], torch.zeros(2, EXPERTS, dtype=torch.int32)
     with a_layer(ranks, 256) as layer:
-        for call in range(4):
+        for call in range(6):
             if call == 2:
                 slots = [[2, 3], [0, 1]]
                 layer.exchange.relocate(from_slots(slots, EXPERTS))
                 layer.experts = Own(tuple(slots[ranks.rank]))
-                before = layer.again
+            if call == 4:
+                layer.exchange.count_into(tally_WS)
             inputs = inputs_of(ranks.rank, call, 8)
             same.append(torch.equal(layer(*inputs, steps=False), layer(*inputs, steps=True)))
-    return same, layer.again - before
+            launches.append(layer.again)
+    return same, launches, int(tally_WS.sum())
 
 
-def test_experts_that_move_are_recorded_anew(pool: Pool) -> None:
-    for same, again in pool.run(2, run_moved):
-        assert same == [True] * 4
-        assert again == 2
+def test_a_record_holds_until_experts_move_or_choices_are_counted(pool: Pool) -> None:
+    for same, launches, counted in pool.run(2, run_moved):
+        assert same == [True] * 6
+        assert launches == [0, 2, 2, 4, 4, 6]
+        assert counted == 2 * 2 * 2 * (8 * CHOICES - 2)
 
 
 def run_differently(ranks: Ranks) -> list[Any]:
     """Rank 1 makes the steps and promises nothing; then its input is wrong; then all is well."""
     heard: list[Any] = []
     with a_layer(ranks, 256) as layer:
-        board, first = layer.exchange.transport._board, ranks.rank == 1
+        board: Any = getattr(layer.exchange.transport, "_board")  # noqa: B009
+        first = ranks.rank == 1
         for call, (steps, wrong) in enumerate(
             [(False, False), (first, False), (False, first), (False, False)]
         ):

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from imbrex.kernels.structs import Struct
-
 _tape: ContextVar[list[Any] | None] = ContextVar("imbrex_tape", default=None)
 running = 0
 """Tapes that run, of all threads: who launches looks here before it makes a note, which nearly never is."""
@@ -61,12 +59,11 @@ def note(launch: Any) -> None:
         tape.append(launch)
 
 
-def word_of(kind: type[Struct], name: str) -> int:
+def word_of(kind: Any, name: str) -> int:
     """Which of the words of eight bytes of a struct is the pointer `name`."""
-    offset, fields = 0, dict(kind._fields_)
+    offset = 0
     for part in name.split("."):
         offset += getattr(kind, part).offset
-        kind = fields[part]
-        fields = dict(getattr(kind, "_fields_", ()))
+        kind = next(field[1] for field in kind._fields_ if field[0] == part)
     assert offset % 8 == 0
     return offset // 8

@@ -68,7 +68,7 @@ def run_spread(
         plan=groups.plan,
         counters=COUNTERS,
     )
-    how = {"grid": _BLOCKS, "block": _THREADS}
+    how: dict[str, Any] = {"grid": _BLOCKS, "block": _THREADS}
     kernel = _kernel("spread_weights", device, load)
     kernel.launch(args=[args], **how)
     if records.running:
