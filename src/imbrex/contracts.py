@@ -327,9 +327,7 @@ class Dispatcher(Protocol):
         ...
 
     def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
-        """y_TD of a forward that it makes by itself, to the bit what the steps give; `None`, and nothing has
-        happened, where somebody has to make the steps."""
-        ...
+        """y_TD, as the steps give it; `None`, and nothing has happened, where somebody has to make them."""
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """The one for crossings that are under way while experts compute, in so many chunks. in_turn: no row

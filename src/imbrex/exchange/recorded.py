@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _global_forward_pre_hooks
 
 from imbrex.contracts import Routing, RowForm
 from imbrex.exchange.autograd import complete
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from imbrex.exchange.nvlink import NvlinkDispatcher, Part
 
 MOST_BYTES = 512 << 20
-"""Of one piece of memory: more is easier to find in parts, and then it is the GPU's time that counts."""
+"""The most for one piece of memory: more is easier to find in parts, and then it is the GPU's time that counts."""
 MOST_RECORDS = 256
 """More are forgotten, all at once: of a size, a piece of memory and a buffer there is one."""
 ALIGNED = 256
@@ -124,7 +123,7 @@ class Recorder:
         self._records: dict[Any, Record] = {}
 
     def forget(self) -> None:
-        """What is on record holds no longer: experts live elsewhere, or choices are counted."""
+        """Take nothing from the record any more: experts live elsewhere, or choices are counted."""
         self._memories.clear()
         self._records.clear()
 
@@ -169,7 +168,7 @@ class Recorder:
             return False
         if not surely_fit(experts) or experts.implementation != "kernels":
             return False
-        if experts.one_launch or experts._forward_pre_hooks or _global_forward_pre_hooks:
+        if experts.one_launch or not experts.unprepared:
             return False
         gate_up, down = experts.gate_up_proj, experts.down_proj
         if traced(x_TD, ids_TK, weights_TK, gate_up, down):

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
@@ -203,6 +203,11 @@ class Experts(nn.Module):
         """Whether no subclass, hook or other function changes, or reads, what `forward` gives."""
         plain = type(self).forward is Experts.forward and "forward" not in self.__dict__
         return plain and not (self._forward_hooks or _global_forward_hooks)
+
+    @property
+    def unprepared(self) -> bool:
+        """Whether no hook changes, or reads, what `forward` is given."""
+        return not (self._forward_pre_hooks or _global_forward_pre_hooks)
 
     @property
     def forms(self) -> tuple[RowForm, ...]:

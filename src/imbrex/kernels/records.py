@@ -64,6 +64,6 @@ def word_of(kind: Any, name: str) -> int:
     offset = 0
     for part in name.split("."):
         offset += getattr(kind, part).offset
-        kind = next(field[1] for field in kind._fields_ if field[0] == part)
+        kind = kind.kinds[part]
     assert offset % 8 == 0
     return offset // 8

@@ -39,6 +39,8 @@ class Struct(ctypes.Structure):
     source: ClassVar[str]
     qualified: ClassVar[str]
     names: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[dict[str, Any]]
+    """The fields' types in ctypes, by name."""
 
 
 @functools.cache
@@ -59,6 +61,7 @@ def struct(source: str, name: str) -> Any:
         {
             "_fields_": fields,
             "names": tuple(field for field, _ in fields),
+            "kinds": dict(fields),
             "source": source,
             "qualified": f"{namespace[1]}::{name}" if namespace else name,
         },
