@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from imbrex.exchange.nvlink import NvlinkDispatcher, Part
 
 MOST_BYTES = 512 << 20
-"""The most for one piece of memory: more is easier to find in parts, and then it is the GPU's time that counts."""
+"""The most for one piece of memory: more is easier to find in parts, and a GPU's time counts then."""
 MOST_RECORDS = 256
 """More are forgotten, all at once: of a size, a piece of memory and a buffer there is one."""
 ALIGNED = 256
@@ -168,7 +168,7 @@ class Recorder:
             return False
         if not surely_fit(experts) or experts.implementation != "kernels":
             return False
-        if experts.one_launch or not experts.unprepared:
+        if experts.one_launch or not experts.inputs_unchanged:
             return False
         gate_up, down = experts.gate_up_proj, experts.down_proj
         if traced(x_TD, ids_TK, weights_TK, gate_up, down):

@@ -205,7 +205,7 @@ class Experts(nn.Module):
         return plain and not (self._forward_hooks or _global_forward_hooks)
 
     @property
-    def unprepared(self) -> bool:
+    def inputs_unchanged(self) -> bool:
         """Whether no hook changes, or reads, what `forward` is given."""
         return not (self._forward_pre_hooks or _global_forward_pre_hooks)
 
