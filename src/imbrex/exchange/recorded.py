@@ -138,7 +138,7 @@ class Recorder:
             dispatcher.size, dispatcher.placed.placement, part.max_tokens, dispatcher.observer
         )
         kernels.layer = dispatcher.layer
-        at = kernels.serial, part.max_tokens, weights[1].shape
+        at = kernels.serial, part.max_tokens, part.backward, weights[1].shape
         memory = self._memories.get(at)
         if memory is None:
             memory = self._plan(kernels, part, weights)
