@@ -317,14 +317,12 @@ class Dispatcher(Protocol):
 
     def met(self, number: int, node_of_W: Sequence[int]) -> None:
         """Take what ranks agreed upon when they made it: this exchange's number, and every rank's node."""
-        ...
 
     def relocate(self, geometry: Geometry) -> None:
         """From the next dispatch on, experts live elsewhere or replicas are chosen otherwise."""
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
         """The one of the family that serves this call."""
-        ...
 
     def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
         """y_TD, as the steps give it; `None`, and nothing has happened, where somebody has to make them."""
@@ -332,7 +330,6 @@ class Dispatcher(Protocol):
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """The one for crossings that are under way while experts compute, in so many chunks. in_turn: no row
         leaves before its move, with the plan, for who times the two."""
-        ...
 
     def fusing(self, roles: Roles | None = None, inner: int = 0) -> Dispatcher:
         """The one whose rows are under way where experts ask for that, and whose dx goes home beside weights'
