@@ -363,7 +363,9 @@ class Engine:
             self._first_B.copy_(steps.prefill(self.chunk))
 
         programs: dict[int | str, Captured] = {"prefill": Captured(prefill, self.device, graphs=graphs)}
-        for rows in self.settings.buckets:
+        # The compiler picks how operators of any size run by the first of them: not by few rows, whose times
+        # are too short to tell.
+        for rows in reversed(self.settings.buckets):
             programs[rows] = Captured(lambda rows=rows: steps.decode(rows), self.device, graphs=graphs)
         steps.state.step_1.zero_()
         return programs
