@@ -13,7 +13,7 @@ import torch
 
 from imbrex.kernels import shipped_variants
 from imbrex.kernels.gemm import portable
-from imbrex.kernels.jit import compile_variant
+from imbrex.kernels.jit import DEPENDENT_CAPABILITY, PORTABLE, capability_of, compile_variant
 from imbrex.testing import trials
 
 PRODUCTS = {
@@ -70,13 +70,29 @@ def test_ptx_for_the_oldest_gpus() -> None:
 def test_doctor_says_what_was_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    families = "rows.choices", "ffn.ffn", "gemm.portable"
+    families = "rows.keys", "ffn.ffn", "gemm.portable", "gate.choose", "rows.choices"
     monkeypatch.setattr(trials, "FAMILIES", tuple(f"imbrex.kernels.{name}" for name in families))
     monkeypatch.setattr(trials, "unavailable", lambda: "this GPU has 10.0")
     monkeypatch.setattr(trials, "why_not_portable", lambda: None)
-    choices, ffn, products = trials.try_kernels()
-    assert choices.why.startswith("compiles for sm_100, never run by us (")
-    assert choices.why.endswith(" registers a thread); this GPU has 10.0")
+    keys, ffn, *portable = trials.try_kernels()
+    assert keys.why.startswith("compiles for sm_100, never run by us (")
+    assert keys.why.endswith(" registers a thread); this GPU has 10.0")
     assert ffn.why.startswith("does not compile: NVRTC could not compile ")
-    assert products.works
-    assert products.why.startswith("compiles for sm_100, never run by us (")
+    for family in portable:
+        assert family.works
+        assert family.why.startswith("compiles for sm_100, never run by us (")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120", "compute_80"])
+def test_all_that_a_rank_alone_needs_compiles_without_spills(arch: str) -> None:
+    for variant in shipped_variants():
+        if variant.source in PORTABLE:
+            resources = compile_variant(replace(variant, arch=arch)).resources
+            assert resources.spill_bytes == resources.stack_bytes == 0, (variant, arch)
+            assert resources.warnings == ()
+
+
+def test_only_code_for_hopper_and_newer_begins_before_the_kernel_before_it() -> None:
+    names = ("sm_80", "compute_80", "sm_89", "sm_90a", "sm_120")
+    assert [capability_of(name) >= DEPENDENT_CAPABILITY for name in names] == [False] * 3 + [True] * 2

@@ -25,8 +25,14 @@ from imbrex.exchange.dispatcher import DispatcherBase, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, gather_rows, sum_rows, weigh_rows
 from imbrex.kernels.ffn.widths import MULTIPLE
-from imbrex.kernels.jit import cached_unavailable
-from imbrex.kernels.rows.choices import MOST_EXPERTS, MOST_FEW, Order, order_choices, order_few
+from imbrex.kernels.rows.choices import (
+    MOST_EXPERTS,
+    MOST_FEW,
+    Order,
+    order_choices,
+    order_few,
+    why_not_ordered,
+)
 from imbrex.placement import SPLITS
 from imbrex.runtime.tracing import differentiated, plain, traced
 
@@ -68,7 +74,7 @@ class AloneDispatcher(DispatcherBase):
 
     def why_not_dtype(self, dtype: torch.dtype | None) -> str | None:
         """Why tokens of `dtype` on the current GPU are not served, or `None`."""
-        return self.misfit or why_not_dtype(dtype) or cached_unavailable(None)
+        return self.misfit or why_not_dtype(dtype) or why_not_ordered(self.geometry.placement.num_experts)
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
         return self if self.serves(x_TD, routing) else self.general
@@ -76,7 +82,7 @@ class AloneDispatcher(DispatcherBase):
     def serves(self, x_TD: Tensor, routing: Routing) -> bool:
         if self.misfit is not None or not x_TD.is_cuda or x_TD.dtype != DTYPE or not plain(x_TD):
             return False
-        return cached_unavailable(x_TD.get_device()) is None
+        return why_not_ordered(self.geometry.placement.num_experts, x_TD.get_device()) is None
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """Kernels of one rank wait for nobody, and chunks of them would gain nothing."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from imbrex.codec.cast import pick_rows
 from imbrex.kernels.ffn.glue import sum_rows_exactly
 from imbrex.kernels.ffn.widths import MULTIPLE
-from imbrex.kernels.jit import cached_unavailable
+from imbrex.kernels.jit import cached_why_not_portable
 
 __all__ = ["expand", "index_rows", "pick_scalars", "reduce", "sum_home"]
 """The names for adapters."""
@@ -65,7 +65,7 @@ def reduce(rows_RD: Tensor, position_PK: Tensor, weights_R: Tensor | None, most:
 def by_kernels(rows_RD: Tensor) -> bool:
     """Whether kernels sum these rows. torch's operators go over all of them six times a choice."""
     fits = rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16 and rows_RD.shape[1] % MULTIPLE == 0
-    return fits and cached_unavailable(rows_RD.get_device()) is None
+    return fits and cached_why_not_portable(rows_RD.get_device()) is None
 
 
 def _reduce_by_columns(rows_RD: Tensor, ordered_PK: Tensor, weights_R: Tensor | None) -> Tensor:

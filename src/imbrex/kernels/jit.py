@@ -37,11 +37,17 @@ from imbrex.kernels.arguments import ByValue as ByValue
 from imbrex.kernels.arguments import attributes, configuration
 from imbrex.kernels.arguments import pack as _pack
 from imbrex.kernels.structs import sources_from
+from imbrex.runtime.tracing import asked_once
 
 ARCH = "sm_90a"
 LEAST_CAPABILITY = (8, 0)
-PORTABLE = frozenset({"ffn/glue.cu", "gemm/portable.cu"})
-"""Sources that run on every GPU from that compute capability on; the others are for Hopper."""
+DEPENDENT_CAPABILITY = 90
+"""From which on a kernel may begin before the one before it has ended."""
+PORTABLE = frozenset(
+    {"ffn/glue.cu", "gate/choose.cu", "gate/losses.cu", "gemm/portable.cu", "rows/choices.cu"}
+)
+"""Sources that run on every GPU from that compute capability on: all that a rank alone needs, in bfloat16.
+The others are for Hopper."""
 _SUSPICIOUS = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
 # NVRTC answers from a cache of its own without the report of ptxas: not wanted, ours keeps the report
 _FIXED_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v", "-no-cache")
@@ -132,19 +138,15 @@ def arch_of(device: int | None = None) -> str:
     return ARCH if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
-_asked: dict[int | None, str | None] = {}
+cached_unavailable = asked_once(unavailable)
+"""`unavailable`, asked of a device once a process: for what every call asks."""
+cached_why_not_portable = asked_once(why_not_portable)
+"""`why_not_portable`, the same."""
 
 
-def cached_unavailable(device: int | None = None) -> str | None:
-    """The answer of `unavailable`, asked of a device once a process: for what every call asks. To a compiler
-    it is a constant."""
-    if device not in _asked:
-        _asked[device] = unavailable(device)
-    return _asked[device]
-
-
-# What `torch.compiler.assume_constant_result` sets, which imports the compiler.
-vars(cached_unavailable)["_dynamo_marked_constant"] = True
+def capability_of(arch: str) -> int:
+    """The number in a compiler's name of GPUs: 90 of `sm_90a`, 80 of `compute_80`."""
+    return int("".join(c for c in arch if c.isdigit()))
 
 
 def sources_of(variant: Variant) -> dict[str, str]:
@@ -352,6 +354,8 @@ class Kernel:
         dependent: bool,
     ) -> Callable[[int, int, int], Any]:
         driver, sizes = cuda_binding("driver"), (grid, 1, 1) if isinstance(grid, int) else grid
+        # Code for older GPUs does not wait for the kernel before it (`ptx::wait_for_launches`).
+        dependent = dependent and capability_of(self.variant.arch) >= DEPENDENT_CAPABILITY
         extras = attributes(driver, cluster, cooperative, dependent)
         if not extras:  # the plain call costs the host half as much
             return partial(driver.cuLaunchKernel, self._function, *sizes, block, 1, 1, smem)

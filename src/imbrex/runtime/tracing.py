@@ -29,6 +29,21 @@ def traced(*tensors: Tensor | None) -> bool:
     return False
 
 
+def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function of what never changes in a process answer from memory; to a compiler its answers are
+    constants."""
+    answers: dict[Any, Any] = {}
+
+    def ask(*arguments: Any) -> Any:
+        if arguments not in answers:
+            answers[arguments] = function(*arguments)
+        return answers[arguments]
+
+    # What `torch.compiler.assume_constant_result` sets, which imports the compiler.
+    vars(ask)["_dynamo_marked_constant"] = True
+    return ask
+
+
 def plain(tensor: Tensor) -> bool:
     """Whether operators of ours know its kind: not a DTensor, say. To a compiler its inputs are plain."""
     return type(tensor) in _PLAIN

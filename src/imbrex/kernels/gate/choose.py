@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from imbrex.kernels.jit import Kernel, Variant, cached_unavailable, load
+from imbrex.kernels.jit import Kernel, Variant, cached_why_not_portable, load
 from imbrex.runtime.tracing import plain
 
 KERNELS = ("choose_experts", "choose_and_sum", "choose_experts_backward", "choose_and_losses_backward")
@@ -84,7 +84,7 @@ def why_not_fused(logits_TE: Tensor, choice: Choice) -> str | None:
             f"the gate's kernels choose {MOST_CHOICES} of {MOST_EXPERTS} experts in {MOST_GROUPS} groups "
             "at most"
         )
-    return cached_unavailable(logits_TE.get_device())
+    return cached_why_not_portable(logits_TE.get_device())
 
 
 def run_choose(

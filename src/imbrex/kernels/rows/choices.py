@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from imbrex.kernels.jit import Kernel, Variant, load
+from imbrex.kernels.jit import Kernel, Variant, load, why_not_portable
+from imbrex.runtime.tracing import asked_once
 
 SOURCE = "rows/choices.cu"
 KERNELS = ("count_choices", "place_choices", "order_few")
@@ -36,6 +37,20 @@ def _variant(entry: str, rounds: int) -> Variant:
 @functools.cache
 def _kernel(entry: str, rounds: int, device: torch.device) -> Kernel:
     return load(_variant(entry, rounds), device)
+
+
+@asked_once
+def why_not_ordered(experts: int, device: int | None = None) -> str | None:
+    """None if these kernels order choices of so many experts on CUDA device `device` (default: the current
+    one), else why not."""
+    if (reason := why_not_portable(device)) is not None:
+        return reason
+    here = torch.cuda.current_device() if device is None else device
+    room = torch.cuda.get_device_properties(here).shared_memory_per_block_optin
+    most = (room // 4 - MOST_FEW - 1) // (_WARPS + 1)
+    if experts > most:
+        return f"this GPU's multiprocessors hold counts of at most {most} experts, not {experts}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
