@@ -13,6 +13,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,24 @@ from torch.multiprocessing.spawn import spawn
 
 from imbrex.bench.exchange.clock import ENVIRONMENT
 from imbrex.kernels.ffn import ffn
+from imbrex.transport import Nvlink
 
 WORLD = 2
 ON_ONE_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 """torch's symmetric memory refuses ranks that share a device unless it is told not to."""
 
 
-def all_gather(output: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> None:
-    parts = [torch.empty(own.numel(), dtype=own.dtype) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own.detach().flatten().cpu(), group=group)
-    output.copy_(torch.cat(parts).view_as(output))
+def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, **_: Any) -> None:
+    parts = [
+        torch.empty(input_tensor.numel(), dtype=input_tensor.dtype) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(parts, input_tensor.detach().flatten().cpu(), group=group)
+    output_tensor.copy_(torch.cat(parts).view_as(output_tensor))
 
 
-def reduce_scatter(
-    output: Tensor, parts: Tensor, op: Any = None, group: Any = None, async_op: bool = False
-) -> None:
-    total = parts.detach().flatten().float().cpu()
+def reduce_scatter(output: Tensor, input: Tensor, op: Any = None, group: Any = None, **_: Any) -> None:
+    """The sum, or the mean; other ways to divide are left out, for no byte depends on them."""
+    total = input.detach().flatten().float().cpu()
     dist.all_reduce(total, group=group)
     ranks = dist.get_world_size(group)
     total = total / ranks if op == dist.ReduceOp.AVG else total
@@ -74,9 +77,11 @@ class RowsBetween(torch.autograd.Function):
 
 
 def stand_in() -> None:
-    """Put these in the places of what gloo cannot do with CUDA tensors."""
+    """Put these in the places of what gloo cannot do with CUDA tensors, and let rows go over NVLink's kernels
+    though hosts talk over gloo, as those of DeepEP's calls do."""
     from transformers.distributed import expert_parallel
 
+    Nvlink.of_or_reason = partial(Nvlink.of_or_reason, from_cpus=True)
     dist.all_gather_into_tensor = all_gather
     dist.reduce_scatter_tensor = reduce_scatter
     parts: Any = expert_parallel
@@ -140,8 +145,7 @@ def work(rank: int, folder: str, models: list[str], sides: list[str], tokens: in
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD)
     transformers.logging.set_verbosity_error()
-    if any(name.endswith("-ep") for name in sides):
-        stand_in()
+    stand_in()
     for model in models:
         for name in sides:
             try:
