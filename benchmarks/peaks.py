@@ -33,7 +33,9 @@ ON_ONE_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "LOCAL_RANK": "0"
 """torch's symmetric memory refuses ranks that share a device unless it is told not to."""
 
 
-def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, **_: Any) -> None:
+def all_gather(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> None:
     parts = [
         torch.empty(input_tensor.numel(), dtype=input_tensor.dtype) for _ in range(dist.get_world_size(group))
     ]
@@ -41,7 +43,9 @@ def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, *
     output_tensor.copy_(torch.cat(parts).view_as(output_tensor))
 
 
-def reduce_scatter(output: Tensor, input: Tensor, op: Any = None, group: Any = None, **_: Any) -> None:
+def reduce_scatter(
+    output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+) -> None:
     """The sum, or the mean; other ways to divide are left out, for no byte depends on them."""
     total = input.detach().flatten().float().cpu()
     dist.all_reduce(total, group=group)
