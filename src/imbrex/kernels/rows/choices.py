@@ -47,9 +47,9 @@ def why_not_ordered(experts: int, device: int | None = None) -> str | None:
         return reason
     here = torch.cuda.current_device() if device is None else device
     room = torch.cuda.get_device_properties(here).shared_memory_per_block_optin
-    most = (room // 4 - MOST_FEW - 1) // (_WARPS + 1)
-    if experts > most:
-        return f"this GPU's multiprocessors hold counts of at most {most} experts, not {experts}"
+    limit = (room // 4 - MOST_FEW - 1) // (_WARPS + 1)
+    if experts > limit:
+        return f"this GPU's multiprocessors hold counts of at most {limit} experts, not {experts}"
     return None
 
 
