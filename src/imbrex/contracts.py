@@ -323,6 +323,7 @@ class Dispatcher(Protocol):
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
         """The one of the family that serves this call."""
+        ...
 
     def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
         """y_TD, as the steps give it; `None`, and nothing has happened, where somebody has to make them."""
@@ -330,6 +331,7 @@ class Dispatcher(Protocol):
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """The one for crossings that are under way while experts compute, in so many chunks. in_turn: no row
         leaves before its move, with the plan, for who times the two."""
+        ...
 
     def fusing(self, roles: Roles | None = None, inner: int = 0) -> Dispatcher:
         """The one whose rows are under way where experts ask for that, and whose dx goes home beside weights'
@@ -420,11 +422,9 @@ class Dispatcher(Protocol):
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise where a call has failed on the device; see `imbrex.Exchange.check`."""
-        ...
 
     def close(self) -> None:
         """Free what it holds; operators do not find it any more."""
-        ...
 
 
 class Backend(Protocol):
