@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch._dynamo
@@ -211,3 +213,12 @@ def _unknown(graph: torch.fx.GraphModule) -> bool:
     values = [node.meta.get("val") for node in graph.graph.nodes]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     return any(free_unbacked_symbols(tensor) for tensor in tensors)
+
+
+def test_counts_must_fit_into_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 17 warps and the choices of a small batch, 4 bytes each; 99 KB are those of an L40S."""
+    monkeypatch.setattr(choices, "why_not_portable", lambda _: None)
+    room = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: room)
+    assert choices.why_not_ordered(1370, 41) is None
+    assert "at most 1370 experts, not 1371" in str(choices.why_not_ordered(1371, 41))
