@@ -240,7 +240,7 @@ def kernels(spans: list[tuple[str, float, float]], rows: int) -> list[str]:
 
 
 DENSE = ("nvjet", "splitK", "gemm_", "gemv", "cublas", "cutlass")
-EXPERTS = ("grouped_gemm", "product_that_follows", "quantise", "swiglu")
+EXPERTS = ("grouped_gemm", "product_that_follows", "gate_up_and_down", "quantise", "swiglu")
 ATTENTION = ("triton_tem", "flash", "softmax", "masked_fill", "MaskedFill", "SoftMax")
 
 
