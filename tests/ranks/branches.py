@@ -23,7 +23,10 @@ HIGHEST_FD = 1024
 
 
 class Branch(subprocess.Popen[Any]):
-    """As `Popen`; of this Python, a fork that runs what the words say."""
+    """As `Popen`; of this Python, a fork that runs what the words say. counts: whether the lines of rank 0
+    are counted."""
+
+    counts = False
 
     def _execute_child(self, *given: Any) -> None:
         plain = super()._execute_child  # pyright: ignore[reportAttributeAccessIssue]
@@ -41,9 +44,9 @@ class Branch(subprocess.Popen[Any]):
         self._close_pipe_fds(*(how[name] for name in names))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def grow_branches() -> None:
+def grow_branches(*, counts: bool) -> None:
     """From now on, in this process and in its launchers of torch's."""
-    subprocess.Popen = Branch
+    subprocess.Popen, Branch.counts = Branch, counts
     subprocess_handler.Popen = Branch  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -51,7 +54,8 @@ def _be(how: Mapping[str, Any]) -> None:
     """The child, from its first step to its last."""
     code: Any = 1
     try:
-        tracing.stop()
+        if not Branch.counts or (how["env"] or {}).get("RANK") != "0":
+            tracing.stop()
         _forget_the_parent(how)
         _run(list(how["args"][1:]))
         code = 0

@@ -21,7 +21,8 @@ LIMIT_S = 240.0
 
 
 class Forked:
-    """A call in a process and a process group of its own; what it and its children write is in two files."""
+    """A call in a process and a process group of its own; what it and its children write is in two files.
+    branches: whether the first of the ranks that it starts counts its lines, too."""
 
     def __init__(
         self,
@@ -31,13 +32,14 @@ class Forked:
         name: str = "",
         hidden: str = "",
         traced: bool = True,
+        branches: bool = False,
         **environment: str,
     ) -> None:
         self.paths = folder / f"stdout{name}", folder / f"stderr{name}"
         for path in self.paths:
             path.write_text("")
         traced = traced and tracing.wanted()
-        ours = call, arguments, environment, self.paths, hidden, traced
+        ours = call, arguments, environment, self.paths, hidden, traced, traced and branches
         self._process = warm().Process(target=_run, args=ours)
         self._process.start()
         self.pid = self._process.pid or 0
@@ -130,6 +132,7 @@ def _run(
     paths: Any,
     hidden: str,
     traced: bool,
+    branches: bool,
 ) -> None:
     os.setsid()
     if not traced:
@@ -149,5 +152,5 @@ def _run(
 
     torch.set_num_threads(1)
     collect_seldom()
-    grow_branches()
+    grow_branches(counts=branches)
     sys.exit(call(*arguments))

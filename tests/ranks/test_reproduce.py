@@ -31,7 +31,7 @@ def _on_loopback(answer: Path, *given: Any) -> int:
 
 def on_ranks(folder: Path, *given: Any) -> Any:
     """`stage.on_ranks` without a network of its own; its ranks have torch loaded."""
-    ran = Forked(_on_loopback, folder / "answer", *given, folder=folder)
+    ran = Forked(_on_loopback, folder / "answer", *given, folder=folder, branches=True)
     assert ran.wait() == 0, ran.stderr
     return pickle.loads((folder / "answer").read_bytes())
 
