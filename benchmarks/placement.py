@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ AT_SCALE = (
     (64, 192),
     (72, 144),
 )
+FURTHEST = ((32, 96), (64, 128), (72, 144))
+"""Ranks and slots that are furthest above the lowest possible."""
 README_LOADS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
@@ -137,18 +140,49 @@ def at_scale(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
                 test = history_of_ids(ids_LTK[:, half:], NUM_EXPERTS, batch)
                 counts_ILE = test.counts_ILE
                 case = {"task": task, "batch": batch, "W": ranks, "S": slots}
-                bound_L = np.array(
-                    [
-                        np.mean([least_fullest(c.astype(float), ranks, slots) * ranks / c.sum() for c in of])
-                        for of in counts_ILE.transpose(1, 0, 2)
-                    ]
-                )
+                bound_L = bounds_of(counts_ILE, ranks, slots)
                 rows.append(scale_row("bound", case, bound_L - 1, bound_L))
                 known = {"in_sample": plan_history(test, Target(num_ranks=ranks, slots=slots))}
                 for name, plan in (plans | known).items():
                     scored = [imbalances(counts_ILE[:, at], plan[at], "balanced").mean() for at in plan]
                     rows.append(scale_row(name, case, np.array(scored), bound_L))
     return rows
+
+
+def without_drift(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """What a record of finite length leaves: planned from every other batch of 512 tokens of a whole task,
+    and from every fourth, scored on the batches between. So recorded and scored batches are of one law. What
+    noise leaves falls with the record's length, so that twice the first less the second is what a record
+    without end would leave."""
+    rows = []
+    for ranks, slots in FURTHEST:
+        for task, ids_LTK in ids.items():
+            whole = ids_LTK.shape[1] // 512 * 512
+            batches_LBTK = ids_LTK[:, :whole].reshape(len(ids_LTK), -1, 512, ids_LTK.shape[2])
+            between = _of_batches(batches_LBTK[:, 1::2], 512).counts_ILE
+            case = {"task": task, "batch": 512, "W": ranks, "S": slots}
+            bound_L = bounds_of(between, ranks, slots)
+            for name, step in (("every_other", 2), ("every_fourth", 4)):
+                train = _of_batches(batches_LBTK[:, ::step], 64)
+                plan = plan_history(train, Target(num_ranks=ranks, slots=slots))
+                scored = [imbalances(between[:, at], plan[at], "balanced").mean() for at in plan]
+                rows.append(scale_row(name, case, np.array(scored), bound_L) | {"op": "without_drift"})
+    return rows
+
+
+def _of_batches(batches_LBTK: np.ndarray, batch: int) -> LoadHistory:
+    tokens_LTK = batches_LBTK.reshape(len(batches_LBTK), -1, batches_LBTK.shape[3])
+    return history_of_ids(tokens_LTK, NUM_EXPERTS, batch)
+
+
+def bounds_of(counts_ILE: np.ndarray, ranks: int, slots: int) -> np.ndarray:
+    """What the fullest rank has at least over the mean, [L], the mean over batches."""
+    return np.array(
+        [
+            np.mean([least_fullest(c.astype(float), ranks, slots) * ranks / c.sum() for c in of])
+            for of in counts_ILE.transpose(1, 0, 2)
+        ]
+    )
 
 
 def scale_row(
@@ -271,19 +305,24 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, required=True, help="npz with {task}_ids [layers, tokens, choices]"
     )
+    parser.add_argument("--only", help="examples, time, halves, scale, steady, renewal, drift: some of them")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/placement.json")
     args = parser.parse_args()
     trace = np.load(args.trace, allow_pickle=False)
     ids = {task: trace[f"{task}_ids"].astype(np.int64) for task in TASKS}
-    rows = [
-        *published_examples(),
-        *planning_time(),
-        *halves(ids),
-        *at_scale(ids),
-        *renewal_curve(ids),
-        *drift(ids),
-    ]
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "examples": published_examples,
+        "time": planning_time,
+        "halves": lambda: halves(ids),
+        "scale": lambda: at_scale(ids),
+        "steady": lambda: without_drift(ids),
+        "renewal": lambda: renewal_curve(ids),
+        "drift": lambda: drift(ids),
+    }
+    names = args.only.split(",") if args.only else list(parts)
+    rows = [row for name in names for row in parts[name]()]
     command = f"python benchmarks/placement.py --trace {args.trace.name}"
+    command += f" --only {args.only}" if args.only else ""
     write_results(args.out, "How even are the ranks?", describe_run(command), rows)
     for row in rows:
         print({key: value for key, value in row.items() if key != "series"})

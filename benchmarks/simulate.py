@@ -185,7 +185,7 @@ def choices(found: Sequence[Row]) -> list[list[Row]]:
 
 def _step(forward: Row, backward: Row) -> Row:
     names = ("median_us", "predicted_us", "min_us", "max_us")
-    return backward | {name: forward[name] + backward[name] for name in names if name in forward}
+    return {**backward, **{name: forward[name] + backward[name] for name in names if name in forward}}
 
 
 def losses(found: Sequence[Row]) -> dict[str, list[float]]:
