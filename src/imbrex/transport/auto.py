@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from imbrex.cost.network import Link, Load, Network, at_once, fastest
 from imbrex.runtime.words import words
+from imbrex.transport.alltoall import AllToAll
 from imbrex.transport.collective import Collective, Message
 from imbrex.transport.nodes import Nodes
 
@@ -93,18 +94,15 @@ def _crowding(collective: Collective, network: Network) -> float:
     """How many times longer an all-to-all takes than the network says of its messages, at least 1."""
     if collective.world_size == 1:
         return 1.0
-    rows_each = max(1, LARGE[collective.device.type] // collective.world_size)
-    rows = torch.zeros(2, collective.world_size, rows_each, dtype=torch.uint8, device=collective.device)
+    each, world = max(1, LARGE[collective.device.type] // collective.world_size), collective.world_size
+    rows = torch.zeros(world, each, dtype=torch.uint8, device=collective.device)
+    transport = AllToAll(collective.group, timeout=collective.timeout_s)
 
     def exchange() -> None:
-        work = collective.start(
-            "plan",
-            lambda: dist.all_to_all_single(rows[1], rows[0], group=collective.group, async_op=True),
-        )
-        collective.finish("plan", work)
+        transport.scatter_rows("plan", rows, [1] * world, [1] * world).finish()
 
     seconds = _slowest([_seconds(collective, exchange) for _ in range(ALL_TO_ALLS + 1)][1:], collective)
-    return max(1.0, seconds / max(at_once(network, rows_each), 1e-9))
+    return max(1.0, seconds / max(at_once(network, each), 1e-9))
 
 
 def _time(collective: Collective, peers: Sequence[int]) -> Link:
