@@ -54,6 +54,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     "docs/placement.md": {
         "halves": placement.halves,
         "scale": placement.scale,
+        "unseen": placement.unseen,
         "drift": placement.drift,
         "split": placement.split,
         "iterations": placement.iterations,

@@ -51,6 +51,34 @@ def scale() -> Table:
     return Table(head=head, body=lines, rows=rows)
 
 
+def unseen() -> Table:
+    """What of the excess over the lowest possible is of what: means and worst layers, batches of 512."""
+    rows = select(rows_of("at_scale"), case={"batch": 512})
+    steady, lines, used = rows_of("without_drift"), [], []
+    for ranks, slots in dict.fromkeys((row["case"]["W"], row["case"]["S"]) for row in steady):
+        case = {"W": ranks, "S": slots}
+        known, other, fourth, first = (
+            select(some, impl=impl, case=case)
+            for some, impl in (
+                (rows, "in_sample"),
+                (steady, "every_other"),
+                (steady, "every_fourth"),
+                (rows, "balanced"),
+            )
+        )
+        ours = [known, other, first]
+        cells = [f"{_mean(of):.3f}, {max(row['worst_over_bound'] for row in of):.3f}" for of in ours]
+        cells.insert(1, f"{2 * _mean(other) - _mean(fourth):.3f}")
+        lines.append([f"{ranks}, {slots}", *cells])
+        used += [row for of in (*ours, fourth) for row in of]
+    head = ["ranks, slots", "these batches", "a record without end", "every other batch", "the first half"]
+    return Table(head=head, body=lines, rows=used)
+
+
+def _mean(rows: list[Row]) -> float:
+    return sum(row["over_bound"] for row in rows) / len(rows)
+
+
 def drift() -> Table:
     """Imbalance after one cycle, by task and tokens an iteration."""
     rows, lines = rows_of("drift"), []
