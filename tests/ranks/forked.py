@@ -117,6 +117,7 @@ def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "
                 name=f"-{rank}",
                 hidden=hidden,
                 traced=rank < TRACED,
+                branches=False,
                 **told,
             )
         )

@@ -78,7 +78,7 @@ def test_a_loss_in_the_backward_pass_is_said_so() -> None:
 def lose_behind_the_experts(ranks: Ranks) -> None:
     """Rank 1 dies with rows that it had promised to combine, so that nobody asks for its word before."""
     config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
-    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall", timeout=TIMEOUT_S)
+    layer = imbrex.MoELayer(config, ranks.group, transport="alltoall", timeout=2.0)
     layer(torch.randn(3, 4))
     assert layer.exchange.dispatcher.promised
     if ranks.rank == 1:
