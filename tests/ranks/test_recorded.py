@@ -21,11 +21,12 @@ from imbrex.placement import contiguous, from_slots
 from tests.emulated import kernel
 from tests.emulated.gemm import emulate
 from tests.emulated.home import loader
+from tests.poison import real_empty
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.pool import Pool, Ranks
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
-EXPERTS, WIDTH, INNER, CHOICES, ROOM = 4, 256, 64, 2, 1 << 23
+EXPERTS, WIDTH, INNER, CHOICES = 4, 256, 64, 2
 
 
 class Own(Experts):
@@ -61,12 +62,17 @@ class Layer:
             launch(kernels, *what)
 
         patch.setattr(NvlinkExchange, "launch_again", counted)
-        piece = torch.zeros(ROOM, dtype=torch.uint8)
-        patch.setattr(recorded, "new_piece", lambda nbytes, device: piece[:nbytes].fill_(0xFF))
+        pieces: dict[int, Tensor] = {}
 
-    def __call__(self, x_TD: Tensor, routing: imbrex.Routing, *, steps: bool) -> Tensor:
+        def new_piece(nbytes: int, device: torch.device) -> Tensor:
+            with real_empty():
+                return pieces.setdefault(nbytes, torch.empty(nbytes, dtype=torch.uint8)).fill_(0xFF)
+
+        patch.setattr(recorded, "new_piece", new_piece)
+
+    def __call__(self, x_TD: Tensor, routing: imbrex.Routing, *, steps: bool, keep: bool = False) -> Tensor:
         self.patch.setattr(recorded, "on_gpu", lambda x_TD: not steps)
-        with torch.no_grad():
+        with torch.set_grad_enabled(keep):
             return Serial().run(x_TD, routing, self.exchange, self.experts, None).y_TD
 
 
@@ -121,6 +127,62 @@ def test_each_buffer_and_each_size_has_its_record(pool: Pool) -> None:
     for same, again in pool.run(2, run_in_turn):
         assert same == [True] * 9
         assert again == 2 * (9 - 4)
+
+
+def gradients(
+    layer: Layer, inputs: tuple[Tensor, imbrex.Routing], trained: str, *, steps: bool
+) -> list[Tensor | None]:
+    """y and the gradients of everything that is trained, of two backwards."""
+    x_TD, routing = inputs
+    x_TD = x_TD.clone().requires_grad_(trained != "experts")
+    weights_TK = routing.weights_TK.clone().requires_grad_(trained != "experts")
+    weights = layer.experts.gate_up_proj, layer.experts.down_proj
+    weights[1].requires_grad_(trained != "all but down")
+    y_TD = layer(x_TD, imbrex.Routing(ids_TK=routing.ids_TK, weights_TK=weights_TK), steps=steps, keep=True)
+    found: list[Tensor | None] = [y_TD.detach()]
+    for again in range(2):
+        (y_TD.float() * torch.arange(y_TD.numel()).view_as(y_TD).sin()).sum().backward(retain_graph=not again)
+        for leaf in (x_TD, weights_TK, *weights):
+            found.append(leaf.grad)
+            leaf.grad = None
+    return found
+
+
+def run_trained(ranks: Ranks, few: int, trained: str) -> tuple[list[list[bool]], int]:
+    """Of three calls, whether y and every gradient has the bits of the steps."""
+    same = []
+    with a_layer(ranks, few) as layer:
+        for call in range(3):
+            inputs = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
+            pairs = zip(
+                *(gradients(layer, inputs, trained, steps=steps) for steps in (False, True)), strict=True
+            )
+            same.append([a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs])
+    return same, layer.again
+
+
+@pytest.mark.parametrize(
+    ("few", "trained"), [(256, "all"), (0, "all"), (0, "all but down"), (256, "experts")]
+)
+def test_gradients_have_the_bits_of_those_of_the_steps(pool: Pool, few: int, trained: str) -> None:
+    for same, again in pool.run(2, run_trained, few, trained):
+        assert same == [[True] * 9] * 3
+        assert again == 4
+
+
+def run_counting_rows(ranks: Ranks) -> list[list[bool]]:
+    """Rows are exactly as many as there are: ranks have met when they turn to the steps."""
+    with a_layer(ranks, 0) as layer:
+        layer.exchange.transport.exact_rows = True  # type: ignore[attr-defined]
+        inputs = inputs_of(ranks.rank, 0, 7)
+        both = (gradients(layer, inputs, "all", steps=steps) for steps in (False, True))
+        pairs = zip(*both, strict=True)
+        return [[torch.equal(a, b) for a, b in pairs], [layer.again == 0]]  # type: ignore[arg-type]
+
+
+def test_steps_behind_the_meeting_have_the_bits_too(pool: Pool) -> None:
+    for same in pool.run(2, run_counting_rows):
+        assert same == [[True] * 9, [True]]
 
 
 def run_moved(ranks: Ranks) -> tuple[list[bool], list[int], int]:

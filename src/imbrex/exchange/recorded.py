@@ -2,11 +2,13 @@
 
     x_TD ──meeting of hosts──▶ [dispatch, weights of rows, gate and up, down, combine] ──▶ y_TD
 
-A forward without gradients by imbrex's own experts makes the same launches every time: of as many tokens, the
-same kernels on the same grids, with the same arguments but for four addresses (tokens, ids, weights, result).
-All that lies between, rows and activations, is one piece of memory, so that one more address, its own, stands
-for all others. The first call that gets this memory makes the launches by the code that always makes them,
-and what it launched is on record (`kernels.records`); the next ones launch that.
+A forward by imbrex's own experts makes the same launches every time: of as many tokens, the same kernels on
+the same grids, with the same arguments but for four addresses (tokens, ids, weights, result). All that lies
+between, rows and activations, is one piece of memory, or two where a backward keeps a part of it, so that its
+address stands for all others. The first call that gets this memory makes the launches by the code that always
+makes them, and what it launched is on record (`kernels.records`); the next ones launch that.
+
+To autograd the whole is one node. Its backward makes the steps, on parts of the memory that was kept.
 
 Nothing of a call's safety is left out: the input is looked at, hosts meet and compare their calls, every
 launch asks first whether an earlier one has failed, and where one rank has not promised rows that fit all
@@ -22,21 +24,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Routing, RowForm
-from imbrex.exchange.autograd import complete
+from imbrex.contracts import Handle, Routing, RowForm
+from imbrex.exchange import autograd
+from imbrex.exchange.autograd import Begun
 from imbrex.exchange.nvlink_fit import DTYPE, is_coded, most_rows
 from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import RowGroups
-from imbrex.kernels.ffn.ffn import ffn, run_products
+from imbrex.kernels.ffn.ffn import Saved, ffn, ffn_backward, run_products
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.ffn.widths import fits
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.records import Noted, recording
 from imbrex.kernels.routing.routed import Routed, Sizes
 from imbrex.kernels.rows.weights import run_spread
-from imbrex.runtime.tracing import traced
+from imbrex.runtime.deferred import recording as recording_gradients
+from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 if TYPE_CHECKING:
     from imbrex.exchange.nvlink import NvlinkDispatcher, Part
@@ -54,17 +58,35 @@ BLANKS = {
 """Addresses that a call brings, by the struct of the launch."""
 
 
-class Memory(NamedTuple):
-    """Everything between dispatch and combine, in one piece: the first byte, dtype and shape of each part."""
+class Place(NamedTuple):
+    """A tensor in one of the pieces of memory: from which byte on."""
 
-    words: tuple[int, torch.dtype, tuple[int, ...]]
-    rows: tuple[int, torch.dtype, tuple[int, ...]]
-    weights: tuple[int, torch.dtype, tuple[int, ...]]
-    counts: tuple[int, torch.dtype, tuple[int, ...]]
-    plan: tuple[int, torch.dtype, tuple[int, ...]]
-    act: tuple[int, torch.dtype, tuple[int, ...]]
-    out: tuple[int, torch.dtype, tuple[int, ...]]
-    nbytes: int
+    piece: int
+    at: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The tensor; of as few views as there can be, each of which costs the host as much as memory."""
+        whole = pieces[self.piece]
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        of_kind = whole if self.dtype == whole.dtype else whole.view(self.dtype)
+        return of_kind.as_strided(self.shape, strides, self.at // self.dtype.itemsize)
+
+
+class Memory(NamedTuple):
+    """Everything between dispatch and combine: `words` of the routing, rows, their weights, counts and plan,
+    and `gate_up` for a backward, else empty; what the experts write. nbytes: of every piece."""
+
+    words: Place
+    rows: Place
+    weights: Place
+    counts: Place
+    plan: Place
+    gate_up: Place
+    act: Place
+    out: Place
+    nbytes: tuple[int, ...]
 
 
 class Record(NamedTuple):
@@ -76,9 +98,20 @@ class Record(NamedTuple):
     last: Any
 
 
-def memory_of(sizes: Sizes, tokens: int, rows: int, room: int, weights: tuple[int, int, int]) -> Memory:
+class Call(NamedTuple):
+    """A call that ranks have agreed upon. size: what records of such calls have in common."""
+
+    kernels: NvlinkExchange
+    part: Part
+    memory: Memory
+    size: Any
+
+
+def memory_of(
+    sizes: Sizes, tokens: int, rows: int, room: int, weights: tuple[int, int, int], *, keep: bool
+) -> Memory:
     """Memory for a routing of at most `tokens` tokens a rank, `rows` rows of a dispatch, and `room` that the
-    experts may get. weights: e, D and F."""
+    experts may get. weights: e, D and F. keep: for a backward all but the last two is a piece of its own."""
     slots, width, inner = weights
     parts: list[tuple[torch.dtype, tuple[int, ...]]] = [
         (torch.int32, (tokens + sizes.more_rows, sizes.columns)),
@@ -86,19 +119,16 @@ def memory_of(sizes: Sizes, tokens: int, rows: int, room: int, weights: tuple[in
         (torch.float32, (room,)),
         (torch.int64, (slots,)),
         (torch.int32, (COUNTERS + slots,)),
+        (DTYPE, (room if keep else 0, 2 * inner)),
         (DTYPE, (room, inner)),
         (DTYPE, (room, width)),
     ]
-    at, places = 0, []
-    for dtype, shape in parts:
-        places.append((at, dtype, shape))
-        at += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
-    return Memory(*places, nbytes=at)
-
-
-def part_of(memory: Tensor, place: tuple[int, torch.dtype, tuple[int, ...]]) -> Tensor:
-    at, dtype, shape = place
-    return memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    nbytes, places = [0, 0], []
+    for number, (dtype, shape) in enumerate(parts):
+        piece = int(keep and number >= len(parts) - 2)
+        places.append(Place(piece, nbytes[piece], dtype, shape))
+        nbytes[piece] += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+    return Memory(*places, nbytes=tuple(nbytes[: 1 + keep]))
 
 
 def _sizes(shape: lay.Shape) -> Sizes:
@@ -132,26 +162,41 @@ class Recorder:
         if not self._serves(x_TD, routing, experts):
             return None
         dispatcher, weights = self.dispatcher, (experts.gate_up_proj, experts.down_proj)
+        keep = differentiated(x_TD, routing.weights_TK, *weights)
+        if keep and (experts.gradient_sums is not None or recording_gradients(weights[0])):
+            return None
         dispatcher.promise = True
         (part,) = dispatcher.agree([(x_TD, routing)])
         kernels = dispatcher.transport.exchange_for(
             dispatcher.size, dispatcher.placed.placement, part.max_tokens, dispatcher.observer
         )
         kernels.layer = dispatcher.layer
-        at = kernels.serial, part.max_tokens, part.backward, weights[1].shape
-        memory = self._memories.get(at)
+        size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape
+        memory = self._memories.get(size)
         if memory is None:
-            memory = self._plan(kernels, part, weights)
-            if memory is None or memory.nbytes > MOST_BYTES:
-                return self._by_steps(part, x_TD, routing.weights_TK, weights)
-            self._memories[at] = memory
-        piece = new_piece(memory.nbytes, x_TD.device)
-        y_TD, inputs = torch.empty_like(x_TD), (routing.ids_TK, routing.weights_TK, x_TD)
-        buffer = 0 if part.is_small else kernels.next_buffer("pull")
-        key = (at, len(x_TD), piece.data_ptr(), buffer, weights[0].data_ptr(), weights[1].data_ptr())
+            memory = self._plan(kernels, part, weights, keep)
+            if memory is None or sum(memory.nbytes) > MOST_BYTES:
+                return self._by_steps(part, x_TD, routing, weights)
+            self._memories[size] = memory
+        call = Call(kernels, part, memory, size)
+        if keep:
+            y_TD: Any = _Whole.apply(x_TD, routing.weights_TK, *weights, (self, call, routing.ids_TK))
+            return y_TD
+        return self.launch(call, (routing.ids_TK, routing.weights_TK, x_TD), weights)[0]
+
+    def launch(
+        self, call: Call, inputs: tuple[Tensor, Tensor, Tensor], weights: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """y_TD, and the memory. inputs: ids, their weights, tokens."""
+        kernels, x_TD = call.kernels, inputs[2]
+        pieces = [new_piece(nbytes, x_TD.device) for nbytes in call.memory.nbytes]
+        y_TD = torch.empty_like(x_TD)
+        buffer = 0 if call.part.is_small else kernels.next_buffer("pull")
+        at = *(piece.data_ptr() for piece in pieces), *(weight.data_ptr() for weight in weights)
+        key = call.size, len(x_TD), buffer, at
         record = self._records.get(key)
         if record is None:
-            self._record(key, kernels, part, (memory, piece), inputs, weights, y_TD)
+            self._record(key, call, pieces, inputs, weights, y_TD)
         else:
             kernels.launch_again(record.first, record.kinds, *[tensor.data_ptr() for tensor in inputs])
             for launch in record.between:
@@ -159,14 +204,12 @@ class Recorder:
             check_products(x_TD.get_device())
             self._meet_again()
             kernels.launch_again(record.last, ("combine",), y_TD.data_ptr())
-        return y_TD
+        return y_TD, pieces
 
     def _serves(self, x_TD: Tensor, routing: Routing, experts: Any) -> bool:
         """Whether the call is one of those that are the same every time."""
         dispatcher, ids_TK, weights_TK = self.dispatcher, routing.ids_TK, routing.weights_TK
-        if torch.is_grad_enabled() or not on_gpu(x_TD):
-            return False
-        if not surely_fit(experts) or experts.implementation != "kernels":
+        if not on_gpu(x_TD) or not surely_fit(experts) or experts.implementation != "kernels":
             return False
         if experts.one_launch or not experts.inputs_unchanged:
             return False
@@ -183,7 +226,9 @@ class Recorder:
             return False
         return gate_up.is_contiguous() and down.is_contiguous() and fits(*down.shape[1:]) and len(down) > 0
 
-    def _plan(self, kernels: NvlinkExchange, part: Part, weights: Sequence[Tensor]) -> Memory | None:
+    def _plan(
+        self, kernels: NvlinkExchange, part: Part, weights: Sequence[Tensor], keep: bool
+    ) -> Memory | None:
         """Memory for calls of this size; `None` where routing and rows take two launches, where the host
         asks how many rows there are, and where everything is looked at."""
         dispatcher, (slots, width, inner) = self.dispatcher, weights[1].shape
@@ -192,39 +237,39 @@ class Recorder:
             return None
         if part.is_small:
             few = min(shape.max_tokens, lay.SMALL_TOKENS)
-            return memory_of(_sizes(shape), few, shape.row_capacity, room, (slots, width, inner))
+            return memory_of(_sizes(shape), few, shape.row_capacity, room, (slots, width, inner), keep=keep)
         if kernels.place_of_routing(width * DTYPE.itemsize, dispatcher.sms.dispatch) is None:
             return None
-        return memory_of(_sizes(shape), shape.max_tokens, room, room, (slots, width, inner))
+        return memory_of(_sizes(shape), shape.max_tokens, room, room, (slots, width, inner), keep=keep)
 
     def _meet_again(self) -> None:
         if not self.dispatcher.promised:
             self.dispatcher.agree_on_rows(None, DTYPE)
 
-    def _by_steps(
-        self, part: Part, x_TD: Tensor, weights_TK: Tensor, weights: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        dispatcher = self.dispatcher
-        arrived = complete(dispatcher.dispatch(part, x_TD, weights_TK, RowForm.ROWS))
+    def _by_steps(self, part: Part, x_TD: Tensor, routing: Routing, weights: tuple[Tensor, Tensor]) -> Tensor:
+        dispatcher, inputs = self.dispatcher, (x_TD, routing.weights_TK)
+        with torch.no_grad():
+            begun = Begun(dispatcher.dispatch(part, *inputs, RowForm.ROWS))
+        arrived = autograd.dispatch(*inputs, routing.ids_TK, dispatcher.key, begun)
         rows_RD, weights_R, counts_e, state, beside = arrived
         out_RD = ffn(rows_RD, *weights, counts_e, weights_R=weights_R, beside=beside)
         self._meet_again()
-        return complete(dispatcher.combine(out_RD, None, state, len(x_TD)))
+        known = {"weights_R": weights_R, "state": tuple(state), "maker": dispatcher.key}
+        return autograd.combine(out_RD, Handle(num_tokens=len(x_TD), **known), None, weighted=True)
 
     def _record(
         self,
         key: Any,
-        kernels: NvlinkExchange,
-        part: Part,
-        where: tuple[Memory, Tensor],
+        call: Call,
+        pieces: Sequence[Tensor],
         inputs: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor],
         y_TD: Tensor,
     ) -> None:
         """Make the launches, and keep them."""
-        dispatcher, (memory, piece), (ids_TK, weights_TK, x_TD) = self.dispatcher, where, inputs
-        sms, choosing = dispatcher.sms, dispatcher.choosing
-        words, rows_RD, *groups, act_RF, out_RD = (part_of(piece, place) for place in memory[:-1])
+        (kernels, part, memory, _), (ids_TK, weights_TK, x_TD) = call, inputs
+        sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
+        words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:-1])
         routed = Routed.of_words(words, _sizes(kernels.shape))
         row_groups, tokens = RowGroups(*groups), (x_TD, ids_TK, weights_TK)
         with recording() as tape:
@@ -234,10 +279,10 @@ class Recorder:
                 expected, rows_RD = kernels.shape.mean_rows(part.max_tokens), rows_RD[: len(out_RD)]
             else:
                 kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
-                run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=dispatcher.transport.load)
+                run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
                 expected = 0
-            plan = Groups(row_groups.plan, expected=expected)
-            run_products(rows_RD, weights, plan, act_RF, out_RD, row_groups.weights)
+            plan, kept = Groups(row_groups.plan, expected=expected), gate_up_RG if len(gate_up_RG) else None
+            run_products(rows_RD, weights, plan, act_RF, out_RD, row_groups.weights, kept)
             self._meet_again()
             kernels.combine(out_RD, routed, weighted=False, num_sms=sms.combine, out=y_TD)
         if len(self._records) >= MOST_RECORDS:
@@ -253,3 +298,53 @@ class Recorder:
             between=tuple(launch.again() if isinstance(launch, Noted) else launch for launch in between),
             last=last.again(BLANKS[type(last.args[1])]),
         )
+
+
+class _Whole(torch.autograd.Function):
+    """Dispatch, experts and combine of a call, and the steps of their backward, as every rank makes them."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x_TD, weights_TK, gate_up_eGD, down_eDF, (recorder, call, ids_TK) = inputs
+        weights = gate_up_eGD, down_eDF
+        y_TD, pieces = recorder.launch(call, (ids_TK, weights_TK, x_TD), weights)
+        ctx.save_for_backward(pieces[0], *weights)
+        ctx.memory, ctx.key, ctx.shape = call.memory, recorder.dispatcher.key, weights_TK.shape
+        ctx.consumed = False
+        ctx.set_materialize_grads(False)
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (d_y_TD,) = gradients
+        if d_y_TD is None:
+            return (None,) * 5
+        piece, *weights = ctx.saved_tensors
+        words, rows_RD, weights_R, plan, gate_up_RG = parts_of(ctx.memory, piece)
+        if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
+            gate_up_RG = gate_up_RG[:0]
+        as_operators = traced(d_y_TD)
+        ctx.consumed = not as_operators
+        x, choices, gate_up, down, _ = ctx.needs_input_grad
+        run = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
+        d_out_RD, _ = run(d_y_TD, None, weights_R, [words], ctx.key)
+        saved, needs = Saved(rows_RD, *weights, plan, weights_R, gate_up_RG), (x or choices, gate_up, down)
+        d_rows_RD, d_gate_up, d_down, d_weights_R = ffn_backward(
+            d_out_RD, saved, needs, as_operators=as_operators
+        )
+        d_gate_up, d_down = d_gate_up if gate_up else None, d_down if down else None
+        if not (x or choices):
+            return None, None, d_gate_up, d_down, None
+        run = autograd.dispatch_backward_op if as_operators else autograd.run_dispatch_backward
+        d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], *ctx.shape, ctx.key)
+        return d_x_TD if x else None, d_weights_TK if choices else None, d_gate_up, d_down, None
+
+
+def parts_of(memory: Memory, piece: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Words, rows, weights, plan and gate_up, of the piece that a backward has kept."""
+    rows_RD = memory.rows.of([piece])[: memory.gate_up.shape[0]]
+    words, weights_R, plan, gate_up_RG = (
+        place.of([piece]) for place in (memory.words, memory.weights, memory.plan, memory.gate_up)
+    )
+    return words, rows_RD, weights_R, plan, gate_up_RG

@@ -38,7 +38,7 @@ class Serial:
         addend: Callable[[], Tensor] | None,
     ) -> Output:
         compiling = torch.compiler.is_compiling()
-        if addend is None and not compiling:
+        if addend is None and not compiling and (self.keep_rows or not torch.is_grad_enabled()):
             y_TD = exchange.dispatcher.run_whole(x_TD, routing, experts)
             if y_TD is not None:
                 return Output(y_TD=y_TD)

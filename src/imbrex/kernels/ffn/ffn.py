@@ -175,8 +175,8 @@ def run_experts(
     if rows and both.why_not_both(groups, keep=gate_up_RG is not None, elsewhere=elsewhere) is None:
         both.run_both(rows_RD, gate_up_eGD, down_eDF, groups, act_RF, y_RD, weights_R)
         return y_RD
-    if not elsewhere and gate_up_RG is None:
-        run_products(rows_RD, (gate_up_eGD, down_eDF), groups, act_RF, y_RD, weights_R)
+    if not elsewhere:
+        run_products(rows_RD, (gate_up_eGD, down_eDF), groups, act_RF, y_RD, weights_R, gate_up_RG)
         return y_RD
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
@@ -194,14 +194,16 @@ def run_products(
     act_RF: Tensor,
     out_RD: Tensor,
     weights_R: Tensor | None,
+    gate_up_RG: Tensor | None = None,
 ) -> None:
-    """Queue both products, one behind the other, into `act_RF` and `out_RD`; nothing is kept for a backward.
-    weights: gate_up_eGD and down_eDF."""
+    """Queue both products, one behind the other, into `act_RF` and `out_RD`, and gate and up into
+    `gate_up_RG` where given. weights: gate_up_eGD and down_eDF."""
     gate_up_eGD, down_eDF = weights
     if not len(rows_RD) or not len(down_eDF):
         return
-    operands = rows_RD, gate_up_eGD, groups, act_RF, Epilogue.SWIGLU
-    _gemm(Layout.FORWARD, *operands, follows=groups.expected > 0)
+    up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
+    early, operands = groups.expected > 0 and gate_up_RG is None, (rows_RD, gate_up_eGD, groups, act_RF, up)
+    _gemm(Layout.FORWARD, *operands, follows=early, gate_up=gate_up_RG)
     epilogue = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
     _gemm(Layout.FORWARD, act_RF, down_eDF, groups, out_RD, epilogue, weights_R=weights_R, follows=True)
 
@@ -316,6 +318,15 @@ def ffn_gradients(
     if d_weights_R is None:
         d_weights_R = rows_RD.new_empty(0, dtype=torch.float32)
     return d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R
+
+
+def ffn_backward(
+    d_y_RD: Tensor, saved: Saved, needs: tuple[bool, bool, bool], *, as_operators: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`run_ffn_backward`, but that the gradient of gate and up is written over them unless as an operator."""
+    if as_operators:
+        return torch.ops.imbrex_experts_v3.ffn_backward(d_y_RD, *saved, needs)
+    return ffn_gradients(d_y_RD, saved, needs, consume=True)
 
 
 def _weight_gradient(
