@@ -281,8 +281,8 @@ class Recorder:
                 kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
                 run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
                 expected = 0
-            plan, kept = Groups(row_groups.plan, expected=expected), gate_up_RG if len(gate_up_RG) else None
-            run_products(rows_RD, weights, plan, act_RF, out_RD, row_groups.weights, kept)
+            plan, also = Groups(row_groups.plan, expected=expected), gate_up_RG if len(gate_up_RG) else None
+            run_products(rows_RD, weights, plan, act_RF, out_RD, row_groups.weights, also)
             self._meet_again()
             kernels.combine(out_RD, routed, weighted=False, num_sms=sms.combine, out=y_TD)
         if len(self._records) >= MOST_RECORDS:
@@ -320,19 +320,18 @@ class _Whole(torch.autograd.Function):
         (d_y_TD,) = gradients
         if d_y_TD is None:
             return (None,) * 5
-        piece, *weights = ctx.saved_tensors
+        piece, gate_up_eGD, down_eDF = ctx.saved_tensors
         words, rows_RD, weights_R, plan, gate_up_RG = parts_of(ctx.memory, piece)
         if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
             gate_up_RG = gate_up_RG[:0]
         as_operators = traced(d_y_TD)
-        ctx.consumed = not as_operators
+        ctx.consumed = ctx.consumed or not as_operators
         x, choices, gate_up, down, _ = ctx.needs_input_grad
-        run = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
+        run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
         d_out_RD, _ = run(d_y_TD, None, weights_R, [words], ctx.key)
-        saved, needs = Saved(rows_RD, *weights, plan, weights_R, gate_up_RG), (x or choices, gate_up, down)
-        d_rows_RD, d_gate_up, d_down, d_weights_R = ffn_backward(
-            d_out_RD, saved, needs, as_operators=as_operators
-        )
+        saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
+        results = ffn_backward(d_out_RD, saved, (x or choices, gate_up, down), as_operators=as_operators)
+        d_rows_RD, d_gate_up, d_down, d_weights_R = results
         d_gate_up, d_down = d_gate_up if gate_up else None, d_down if down else None
         if not (x or choices):
             return None, None, d_gate_up, d_down, None
