@@ -144,7 +144,7 @@ def keep_memory() -> None:
 def idle() -> None:
     """Let kernels do nothing."""
     Idle.prepare = lambda self, **how: Prepared(self.variant, None)  # type: ignore[method-assign]
-    jit.unavailable = lambda device=None: None
+    jit.unavailable = jit.why_not_portable = lambda device=None: None
     jit._load = lambda variant, device: Idle(variant, device)  # type: ignore[assignment]
     gemm.tensor_map = lambda *shape: jit.ByValue(bytes(128))  # type: ignore[assignment]
     gemm._launches = Ready()

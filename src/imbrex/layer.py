@@ -4,6 +4,10 @@
 
 The exchange tells every rank how many tokens want which expert, chooses replicas, plans the position of
 every row, encodes rows and moves them; the strategy decides when these steps run.
+
+Read on in this order: `router/router.py`, who a token wants; `overlap/serial.py`, the steps one after the
+other; `exchange/exchange.py`, and how rows come and go, each way one file beside it: `bytes.py`, `nvlink.py`,
+`tiered.py`, `alone.py`; `experts/experts.py`. What passes between them stands in `contracts.py`.
 """
 
 from __future__ import annotations
