@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import imbrex
+from imbrex.exchange import recorded
 from imbrex.overlap import Serial
 from imbrex.router.capacity import Capacity
 from tests.gpu.gpus import RANKS, worlds
@@ -164,6 +165,33 @@ def test_auto_picks_it_for_bfloat16(nccl: Pool) -> None:
     assert picked == "nvlink: bfloat16 tokens on GPUs of one host that reach each other's memory"
     (other,) = set(nccl.run(2, run_picked, replace(case, dtype=torch.float32)))
     assert other.endswith("; not nvlink: tokens are float32, not bfloat16")
+
+
+def run_recorded(ranks: Ranks, case: Case) -> list[bool]:
+    """Of four calls from a record and by steps, whether y and all gradients have the same bits."""
+    layer, same = make_layer(case, ranks.group, ranks.device), []
+    with pytest.MonkeyPatch.context() as patch:
+        for call in range(4):
+            torch.manual_seed(100 * call + ranks.rank)
+            x_TD, found = torch.randn_like(tokens_of(case, ranks.rank)).to(ranks.device), []
+            for steps in (False, True):
+                patch.setattr(recorded, "on_gpu", lambda x_TD, steps=steps: not steps)
+                with torch.no_grad():
+                    found.append([layer(x_TD)])
+                leaf = x_TD.clone().requires_grad_()
+                y_TD = layer(leaf)
+                (y_TD.float() * coefficients(y_TD)).sum().backward()
+                found[-1] += [y_TD.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+                layer.zero_grad()
+            same.append(all(torch.equal(*pair) for pair in zip(*found, strict=True)))
+    return same
+
+
+@pytest.mark.parametrize("tokens", [(64, 7, 33, 128), (300, 130, 5, 512), (300, 0, 5, 512)])
+def test_calls_from_a_record_have_the_bits_of_their_steps(nccl: Pool, tokens: tuple[int, ...]) -> None:
+    case = replace(NVLINK, tokens=tokens, options={"transport": "nvlink", "experts": "kernels"})
+    for same in nccl.run(worlds()[-1], run_recorded, case):
+        assert same == [True] * 4
 
 
 def run_captured(ranks: Ranks, case: Case, replays: int) -> list[bool]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import imbrex
 from imbrex.contracts import Dispatched
@@ -168,6 +169,39 @@ def test_gradients_have_the_bits_of_those_of_the_steps(pool: Pool, few: int, tra
     for same, again in pool.run(2, run_trained, few, trained):
         assert same == [[True] * 9] * 3
         assert again == 4
+
+
+def run_kept_elsewhere(ranks: Ranks) -> list[list[bool]]:
+    """Of two calls: gradients where what is saved is kept elsewhere meanwhile, and where the forward is made
+    once more in the backward, against those of a plain call."""
+    same: list[list[bool]] = []
+    with a_layer(ranks, 256) as layer:
+        x_TD, routing = inputs_of(ranks.rank, 0, 8)
+
+        def forward(x_TD: Tensor) -> Tensor:
+            return layer(x_TD, routing, steps=False, keep=True)
+
+        def again(x_TD: Tensor) -> Tensor:
+            return checkpoint(forward, x_TD, use_reentrant=False)  # type: ignore[return-value]
+
+        for _ in range(2):
+            found = []
+            for call, elsewhere in ((forward, False), (forward, True), (again, False)):
+                leaf = x_TD.clone().requires_grad_()
+                with torch.autograd.graph.save_on_cpu() if elsewhere else nullcontext():
+                    y_TD = call(leaf)
+                y_TD.float().square().sum().backward()
+                found.append([y_TD.detach(), leaf.grad, *(p.grad for p in layer.experts.parameters())])
+                layer.experts.zero_grad()
+            same += [
+                [torch.equal(*pair) for pair in zip(found[0], other, strict=True)] for other in found[1:]
+            ]
+    return same
+
+
+def test_what_is_saved_may_be_kept_elsewhere_or_computed_again(pool: Pool) -> None:
+    for same in pool.run(2, run_kept_elsewhere):
+        assert same == [[True] * 4] * 4
 
 
 def run_counting_rows(ranks: Ranks) -> list[list[bool]]:
