@@ -4,8 +4,8 @@ Tokens and weights in bfloat16 on a GPU are multiplied as they are. Their produc
 only the order and rounding of the sums differ from a product of float32 copies: 1e-5 instead of 1e-6 for
 logits of size 1 (H200, D = 2048). The copies and a product without tensor cores take 3 to 17 times as long.
 
-Where nobody differentiates, the logits of few tokens are a kernel's (`kernels.gate.logits`), with sums in an
-order of its own.
+The logits of few tokens are a kernel's (`kernels.gate.logits`), with sums in an order of its own: whether or
+not somebody differentiates, so that what is computed once more for a backward has the same bits.
 
 The gradient of the logits is float32. It goes through the same products as the sum of two bfloat16 numbers,
 which keep 15 or 16 of its 24 bits; both gradients are then rounded to 8.
@@ -30,6 +30,10 @@ def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         return F.linear(x_TD.float(), weight_ED.float())
     if differentiated(x_TD, weight_ED):
         return _Logits.apply(x_TD, weight_ED)
+    return _logits(x_TD, weight_ED)
+
+
+def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     if why_not_few(x_TD, weight_ED) is None:
         return logits_of_few(x_TD, weight_ED)
     return _product(x_TD, weight_ED.t())
@@ -53,7 +57,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        return _product(x_TD, weight_ED.t())
+        return _logits(x_TD, weight_ED)
 
     @staticmethod
     @once_differentiable

@@ -28,10 +28,10 @@ def _kernel(device: torch.device) -> Kernel:
 
 def why_not_few(x_TD: Tensor, weight_ED: Tensor) -> str | None:
     """None if the kernel computes these logits, whose operands are bfloat16 on a GPU, else why not."""
-    if not 0 < x_TD.shape[0] <= FEW_TOKENS:
-        return f"it is for 1 to {FEW_TOKENS} tokens"
     if not (plain(x_TD) and plain(weight_ED)) or traced(x_TD, weight_ED):
         return "somebody traces the call, or its tensors are of a kind of their own"
+    if not 0 < x_TD.shape[0] <= FEW_TOKENS:
+        return f"it is for 1 to {FEW_TOKENS} tokens"
     if x_TD.shape[1] % UNIT or not weight_ED.is_contiguous():
         return f"weights are not contiguous rows of a multiple of {UNIT} values"
     return cached_unavailable(x_TD.get_device())
