@@ -265,6 +265,8 @@ def _part(before: str, names: list[str], index: int, *, behind: bool) -> str:
         return "experts"
     if _has(name, DENSE):
         return "head" if behind else "logits" if "choose_experts" in following else "projections"
+    if "logits_of_few" in name:
+        return "logits"
     if "sum_rows" in name:
         return "sums"
     if "choose_experts" in name or (before == "routing" and not name.startswith("triton_")):

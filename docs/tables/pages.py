@@ -18,6 +18,7 @@ from docs.tables import (
     pictures,
     placement,
     schedules,
+    serve,
     simulate,
 )
 from docs.tables.results import ROOT, Table
@@ -50,6 +51,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     },
     "docs/events.md": {"stragglers": events.stragglers, "training": events.training},
     "docs/huggingface.md": {"steps": models.steps, "mean": models.mean},
+    "docs/serving.md": {"one gpu": serve.one_gpu, "parts": serve.parts},
     "docs/codecs.md": {"rates": codecs.rates, "learning": codecs.learning},
     "docs/placement.md": {
         "halves": placement.halves,
