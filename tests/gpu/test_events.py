@@ -26,7 +26,6 @@ from tests.emulated.events import (
     words_of,
 )
 from tests.emulated.scenario import Case, make_inputs
-from tests.gpu.sanitizer import check_tests
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -256,14 +255,3 @@ def test_a_rank_that_never_comes_is_lost() -> None:
 
     with pytest.raises(ExchangeError, match=r"rank 0 in events call .*: timed out, waiting for .* of rank 1"):
         go_on()
-
-
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.timeout(300)
-def test_sanitizers_find_nothing(tool: str) -> None:
-    """Without patience, since under a tool every rank is late."""
-    names = (
-        "test_backwards_of_experts_that_ranks_share",
-        "test_nothing_is_dropped_without_patience[two ranks]",
-    )
-    check_tests(tool, *(f"{__file__}::{name}" for name in names))
