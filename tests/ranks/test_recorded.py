@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -272,3 +274,20 @@ def test_ranks_may_differ_and_hear_of_each_other(pool: Pool) -> None:
         assert (once, twice, again) == (1, 2, 1)
         assert said.startswith("dispatch: ")
     assert "rank 1 was given tokens that cannot be dispatched" in answers[0][2]
+
+
+def run_left(ranks: Ranks) -> bool:
+    """Whether an exchange goes with its last reference, before Python looks for circles."""
+    gc.disable()
+    try:
+        with a_layer(ranks, 256) as layer:
+            layer(*inputs_of(ranks.rank, 0, 8), steps=False)
+            dispatcher = weakref.ref(layer.exchange.dispatcher)
+            del layer.exchange
+            return dispatcher() is None
+    finally:
+        gc.enable()
+
+
+def test_a_record_holds_no_exchange(pool: Pool) -> None:
+    assert pool.run(2, run_left) == [True, True]

@@ -18,6 +18,7 @@ meet again. Ranks need not agree on this: the launches are the same.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,7 +149,8 @@ class Recorder:
     """The forwards of a dispatcher of kernels."""
 
     def __init__(self, dispatcher: NvlinkDispatcher) -> None:
-        self.dispatcher = dispatcher
+        # In a circle the heaps of a layer that is garbage would stay until Python looks for circles.
+        self.dispatcher: NvlinkDispatcher = weakref.proxy(dispatcher)
         self._memories: dict[Any, Memory] = {}
         self._records: dict[Any, Record] = {}
 
