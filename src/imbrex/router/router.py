@@ -57,6 +57,9 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
         self.reset_parameters()
 
+    kernels = True
+    """Whether kernels may choose, where there are some for the gate."""
+
     @staticmethod
     def project(x_TD: Tensor, weight_ED: Tensor, num_sequences: int) -> Tensor:
         """Logits, float32 [T, E], of tokens of any dtype, `num_sequences` of equal length. An instance may be
@@ -116,13 +119,18 @@ class Router(nn.Module):
         else:
             if noise:
                 logits_TE = logits_TE + noise * torch.randn_like(logits_TE)
-            if why_not_fused(logits_TE, self.choice) is None:
+            if self.kernels and why_not_fused(logits_TE, self.choice) is None:
                 of = self.losses.names, num_sequences, self.batch
                 return choose_by_kernels(logits_TE, bias_E, self.choice, *of, kept_TK)
-            scores_TE = self._scores(logits_TE)
-            ids_TK, weights_TK = choose(scores_TE, bias_E, gate, self.top_k)
+            scores_TE, ids_TK, weights_TK = self.best(logits_TE)
         losses = self._losses(logits_TE, scores_TE, ids_TK, num_sequences) if self.losses.names else {}
         return only(kept_TK, ids_TK), weights_TK * gate.scale, losses
+
+    def best(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores [T, E], and ids and weights [T, K] that are not scaled yet, by operators of torch. A class
+        that chooses otherwise says that `kernels` are not to."""
+        scores_TE = self._scores(logits_TE)
+        return scores_TE, *choose(scores_TE, self.e_score_correction_bias, self.gate, self.top_k)
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         return logits_TE.sigmoid() if self.gate.score == "sigmoid" else logits_TE.softmax(-1)

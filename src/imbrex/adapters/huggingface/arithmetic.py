@@ -39,8 +39,8 @@ def use_router(layer: MoELayer, router: str, kind: str) -> None:
     if router != "transformers":
         return
     if kind in ROUNDED_LOGITS:
-        methods = {"project": staticmethod(_rounded_logits), "_choose": _best_of_rounded}
-        layer.gate.__class__ = type("RoundedRouter", (type(layer.gate),), methods)
+        members = {"project": staticmethod(_rounded_logits), "best": _best_of_rounded, "kernels": False}
+        layer.gate.__class__ = type("RoundedRouter", (type(layer.gate),), members)
     if kind in ROUNDED_WEIGHTS:
         layer.gate.register_forward_hook(_round_weights)
 
@@ -49,14 +49,14 @@ def _rounded_logits(x_TD: Tensor, weight_ED: Tensor, _num_sequences: int) -> Ten
     return F.linear(x_TD, weight_ED.to(x_TD.dtype)).float()
 
 
-def _best_of_rounded(gate: Any, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits, scores [T, E], ids and weights [T, K] of a softmax gate. Rounded logits are often equal, and
+def _best_of_rounded(gate: Any, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores [T, E], ids and weights [T, K] of a softmax gate. Rounded logits are often equal, and
     `torch.topk`, which transformers asks, decides among them."""
     scores_TE = logits_TE.softmax(-1)
     weights_TK, ids_TK = scores_TE.topk(gate.top_k, dim=-1)
     if gate.gate.normalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    return logits_TE, scores_TE, ids_TK, weights_TK
+    return scores_TE, ids_TK, weights_TK
 
 
 def _round_weights(_gate: Any, inputs: tuple[Tensor, ...], routing: Routing) -> Routing:
