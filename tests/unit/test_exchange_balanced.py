@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from imbrex.exchange import plan as oracle
-from imbrex.placement import from_slots, split_balanced, split_evenly
+from imbrex.placement import contiguous, from_slots, split_balanced, split_evenly
 from tests.emulated import kernel
 from tests.emulated.scenario import Case, check_exchange, check_small, make_exchange, make_inputs, route
 
@@ -59,3 +59,15 @@ def test_choices_by_slot_are_added_up(balanced: bool) -> None:
         expected_WS += (split_balanced if balanced else split_evenly)(counts, case.placement)
     for tally_WS in tally_LWS:
         assert torch.equal(tally_WS.long(), expected_WS)
+
+
+def test_choices_of_a_small_dispatch_are_added_up_where_experts_have_one_slot() -> None:
+    case = Case(placement=contiguous(6, 3), tokens=(9, 0, 140), choices=2, skew=2.0)
+    exchange, inputs = make_exchange(case, load=kernel.load, timeout=20.0), make_inputs(case)
+    tally_LWS = torch.ones(3, 3, 6, dtype=torch.int32)
+    given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, 3, inputs.tokens_W
+    exchange.dispatch_small(*given, tally=tally_LWS)
+    exchange.check()
+    ids = [inputs.ids_WTK[r, :t] for r, t in enumerate(case.tokens)]
+    counts = torch.stack([oracle.count_choices(one, 6) for one in ids])
+    assert (tally_LWS.long() == 1 + counts).all()

@@ -50,7 +50,22 @@ CASES = {
     ),
     "one expert rank of three": Case(placement=contiguous(3, 1), tokens=(9, 14, 3), choices=2, tensor=3),
     "two chunks": Case(placement=contiguous(4, 2), tokens=(140, 131), choices=1, width=8),
+    "more slots than a warp has lanes": Case(
+        placement=contiguous(150, 2), tokens=(40, 33), choices=4, alignment=4
+    ),
+    "a piece for every warp": Case(placement=contiguous(6, 2), tokens=(4, 3), choices=3, width=520),
 }
+SMALL = (
+    "a piece for every warp",
+    "four ranks, ragged",
+    "replicas and a spare",
+    "two chunks",
+    "one rank",
+    "uneven ranks, top-1",
+    "nothing at all",
+    "experts split over two ranks",
+    "more slots than a warp has lanes",
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,7 +112,7 @@ def test_tokens_are_staged_while_routing_goes_on(name: str, monkeypatch: pytest.
     check_exchange(case, exchange)
 
 
-@pytest.mark.parametrize("name", ["four ranks, ragged", "replicas and a spare", "two chunks", "one rank"])
+@pytest.mark.parametrize("name", SMALL)
 def test_small_dispatch(name: str) -> None:
     case = CASES[name]
     exchange = make_exchange(case, load=kernel.load, timeout=20.0)

@@ -403,6 +403,7 @@ class NvlinkExchange:
         args, shared = self._reduce_args(rows, out, routed, sums), lay.reduce_shared(2 * width, wire)
         latest = jit.latest_launch(self.heap.local.get_device())
         args.early = latest is not None and latest.entry in (FOLLOWS.file[1], both.ENTRY)
+        args.each = lay.most_pieces(args, self.shape.ranks) <= num_sms * lay.REDUCE_WARPS
         variant = kernel.REDUCE[wire == "fp8"]
         self._launch(variant, "combine", num_sms, kernel.REDUCE_THREADS, shared, args)
         return out

@@ -312,7 +312,7 @@ def reduce_args(
     width, max_tokens, at = rows.shape[-1], routed.max_tokens, routed.addresses
     wire, addend = sums.get("wire", "bf16"), sums.get("addend")
     check_wire(wire, rows.shape[-1])
-    pieces = sums.get("pieces") or lay.combine_pieces(max_tokens, wire)
+    pieces = sums.get("pieces") or lay.combine_pieces(max_tokens, wire, 2 * width)
     numbers, home = sums.get("values") or (None, None)
     for value in (numbers, home) if numbers is not None else ():
         assert value is not None
@@ -347,6 +347,7 @@ def reduce_args(
         out_float=out.dtype == torch.float32,
         out_tokens=out.shape[-2],
         early=0,
+        each=0,
     )
 
 

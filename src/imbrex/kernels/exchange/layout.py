@@ -226,6 +226,7 @@ def small_shared(shape: Shape, tokens: int, room: int = 0) -> int:
     chunks = shape.ranks * -(-tokens // CHUNK)
     nbytes = route_shared(shape, chunks, room)
     nbytes += 4 * chunks * (CHUNK * shape.choices + shape.experts + shape.ranks) + 4 * shape.ranks
+    nbytes += 4 * -(-shape.most_slots // 32)
     if nbytes > SHARED_BYTES:
         raise ValueError(
             f"exchange: {shape.ranks} ranks x {tokens} tokens and {shape.experts} experts are too many for "
@@ -277,7 +278,7 @@ def fp8_bytes(width: int) -> int:
 
 
 SMALL_PARTS = 4
-REDUCE_WARPS, REDUCE_SLOTS = 16, 6
+REDUCE_WARPS, REDUCE_SLOTS, REDUCE_STEP = 16, 6, 2048
 TERMS_BYTES = 52 * 16 + 16
 FP8_SMS = 32
 """SMs of a combine whose sums cross as fp8: from here on it is faster than bf16, on 24 not."""
@@ -285,11 +286,11 @@ FP8_SMS = 32
 
 @functools.cache
 def reduce_shared(row_bytes: int, wire: str) -> int:
-    """Shared memory of the combine kernel: each warp has slots for steps of 2048 bytes, two lists of terms
-    and, where sums cross as fp8, the scales of a row.
+    """Shared memory of the combine kernel: each warp has slots for steps of REDUCE_STEP bytes, two lists of
+    terms and, where sums cross as fp8, the scales of a row.
     """
     scales = 16 * _wire_steps(row_bytes) if wire == "fp8" else 0
-    return REDUCE_WARPS * (REDUCE_SLOTS * 2048 + 2 * TERMS_BYTES + scales)
+    return REDUCE_WARPS * (REDUCE_SLOTS * REDUCE_STEP + 2 * TERMS_BYTES + scales)
 
 
 def _wire_steps(row_bytes: int) -> int:
@@ -304,10 +305,19 @@ def wire_bytes(row_bytes: int, wire: str) -> int:
 
 
 @functools.cache
-def combine_pieces(max_tokens: int, wire: str = "bf16") -> tuple[int, int, int]:
-    """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing: measured."""
+def combine_pieces(max_tokens: int, wire: str = "bf16", row_bytes: int = 0) -> tuple[int, int, int]:
+    """Tokens that a warp draws at once, parts of a row, and warps that begin by reducing: measured.
+
+    row_bytes: a part of few tokens is at least what a warp adds in a step.
+    """
     reducers = 14 if wire == "fp8" else 10
-    return (1, SMALL_PARTS, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, reducers)
+    parts = min(SMALL_PARTS, max(1, row_bytes // REDUCE_STEP)) if row_bytes else SMALL_PARTS
+    return (1, parts, REDUCE_WARPS) if max_tokens <= SMALL_TOKENS else (3, 1, reducers)
+
+
+def most_pieces(args: ctypes.Structure, ranks: int) -> int:
+    """Pieces of a rank's combine, the own tokens' and the others', where all ranks have all tokens."""
+    return -(-args.max_tokens // args.piece_tokens) * args.parts * ranks
 
 
 GATHER_WARPS = 16

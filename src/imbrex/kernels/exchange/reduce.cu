@@ -26,14 +26,17 @@ extern "C" __global__ void __launch_bounds__(32 * Whole::kWarps, 1)
     const u32 others = ranks - 1,
               reducing = static_cast<u32>(groups_of(reduce, most) * reduce.parts) * others;
     const u32 adding = static_cast<u32>(groups_of(reduce, tokens[call.me]) * reduce.parts);
+    const u32 mine = warp * call.blocks + call.block;  // of one SM after the other
     bool fine = true;
-    if (warp < reduce.reducers) {
+    if (reduce.each ? mine < reducing : warp < reduce.reducers) {
         fine = wait_credit(call, lane, 2);
-        if (fine) reduce_pieces<Whole>(call, reduce, own, tokens, reducing);
+        if (fine)
+            reduce_pieces<Whole>(call, reduce, own, tokens, reducing,
+                                 reduce.each ? mine : draw_again(call, reduce, 0));
     }
     fine = fine && __ballot_sync(0xffffffffu, failed_before) == 0;
-    u32* drawn = &call.own->drawn[call.kind][1];
-    for (u32 i = fine ? draw(drawn) : adding; i < adding; i = draw(drawn)) {
+    for (u32 i = !fine ? adding : reduce.each ? mine - reducing : draw_again(call, reduce, 1); i < adding;
+         i = draw_again(call, reduce, 1)) {
         fine = add_piece<Whole>(call, reduce, own, piece_of(reduce, tokens, call.me, i));
         if (!fine) break;
     }

@@ -50,6 +50,7 @@ struct Reduce {
     int out_float;
     int out_tokens;  // of this rank, whatever the routing says: it may have failed
     int early;       // the kernel right before makes the rows, and began when all before it had ended
+    int each;        // there are warps enough for a piece each: nobody draws
 };
 
 // What a warp draws; numbered by group of tokens, then part, then (reducing) home rank.
@@ -122,6 +123,12 @@ __device__ inline u32 draw(u32* drawn) {
     return static_cast<u32>(__shfl_sync(0xffffffffu, at, 0));
 }
 
+// The next piece of a warp from one of two bags: by ticket, or none where every warp has had its own. A ticket
+// waits for what the warp has stored, behind those of all others: 2 to 4 us of a small batch.
+__device__ __forceinline__ u32 draw_again(const Call& call, const Reduce& reduce, int bag) {
+    return reduce.each ? ~0u : draw(&call.own->drawn[call.kind][bag]);
+}
+
 // What a warp has in shared memory: lists of terms, slots for rows, and, for sums that cross as fp8, the
 // scales of one.
 struct Own {
@@ -185,14 +192,12 @@ __device__ inline void tell_reduced(const Call& call, u32 number) {
     __syncwarp();
 }
 
-// The pieces that this warp draws, of `pieces`: where rows are whole, one stream of tokens, so that rows of
+// The pieces that this warp takes, of `pieces`, `number` first: where rows are whole, one stream of tokens, so that rows of
 // the next piece are on their way when one is told. Encoding needs the registers, and gained nothing from it.
 template <class F>
 __device__ __forceinline__ void reduce_pieces(const Call& call, const Reduce& reduce, const Own& own,
-                                     const int* tokens, u32 pieces) {
-    u32* drawn = &call.own->drawn[call.kind][0];
+                                     const int* tokens, u32 pieces, u32 number) {
     const bool apart = WIRE_FP8 != 0 || reduce.parts > 1;
-    u32 number = draw(drawn);
     while (number < pieces) {
         Piece piece = other_piece(call, reduce, tokens, number);
         const Span span = {piece.first, piece.last, reduce.row_bytes / 16};
@@ -220,7 +225,7 @@ __device__ __forceinline__ void reduce_pieces(const Call& call, const Reduce& re
                 if (reduce.values && span.first == 0) send_values(call, reduce, piece);
                 if (told != number + 1) tell_reduced(call, number);
                 if (apart) return false;
-                number = draw(drawn);
+                number = draw_again(call, reduce, 0);
                 if (number >= pieces) return false;
                 piece = other_piece(call, reduce, tokens, number);
                 token = piece.first_token;
@@ -243,7 +248,7 @@ __device__ __forceinline__ void reduce_pieces(const Call& call, const Reduce& re
         sum_tokens<F, false>(own.terms, own.ring, span, list, store,
                              [&](u32 done) { tell_reduced(call, done); });
         if (told) tell_reduced(call, told - 1);
-        if (apart) number = draw(drawn);
+        if (apart) number = draw_again(call, reduce, 0);
     }
 }
 

@@ -25,7 +25,7 @@
 #define ROUTE_FOUR _Pragma("unroll 1")
 #define SELDOM __noinline__
 #include "exchange/copy.cuh"
-#include "routing/results.cuh"
+#include "routing/few.cuh"
 
 namespace exchange {
 
@@ -128,34 +128,48 @@ __device__ inline void give_words(const Call& call, const Route& route) {
                                word_of(call, static_cast<u32>(tokens)));
 }
 
-// Looks until `word` is of this call; false after the time-out or any failure. `held`: what it was.
-__device__ inline bool wait_word(const Call& call, const u64* word, u64& held, int peer) {
-    if (held >> 32 == call.epoch) return true;
+// Looks until `word` is of this call, or after the time-out or any failure; what it is then.
+__device__ inline u64 look_again(const Call& call, const u64* word, int peer) {
     const u64 start = ptx::global_timer();
     for (u32 polls = 1;; ++polls) {
-        held = ptx::load_relaxed_sys(word);
-        if (held >> 32 == call.epoch) return true;
-        if (stop_waiting(call, kIdsArrived, peer, start, polls)) return false;
+        const u64 held = ptx::load_relaxed_sys(word);
+        if (held >> 32 == call.epoch || stop_waiting(call, kIdsArrived, peer, start, polls)) return held;
     }
 }
 
-// Every rank's number of tokens and choices, and its weights where this block tells them. All threads; false
-// on failure.
-__device__ inline bool take_words(const Call& call, const Small& small, const Scratch& s, int* tokens) {
+// Whether `word`, which was `held`, is of this call, or has become so.
+__device__ __forceinline__ bool wait_word(const Call& call, const u64* word, u64& held, int peer) {
+    if (held >> 32 == call.epoch) return true;
+    held = look_again(call, word, peer);
+    return held >> 32 == call.epoch;
+}
+
+// Every rank's number of tokens, and the chunks that they are. All threads; false on failure.
+__device__ inline bool take_counts(const Call& call, const Route& route, const Scratch& s, int* tokens) {
+    bool fine = true;
+#pragma unroll 1
+    for (int c = static_cast<int>(threadIdx.x); c < s.chunks; c += kRouteThreads) {
+        const int source = c / s.per_source, first = (c - source * s.per_source) * kChunk;
+        const u64* word = tokens_at(call, route, call.me) + source;
+        u64 held = ptx::load_relaxed_sys(word);
+        fine = fine && wait_word(call, word, held, source);
+        const int count = fine ? static_cast<int>(held) : 0;
+        s.chunk[c] = {source, first, max(0, min(kChunk, count - first)), source * route.max_tokens + first};
+        if (first == 0) tokens[source] = count;
+    }
+    return __syncthreads_and(fine) != 0;
+}
+
+// Every rank's choices, told to `also(chunk, token, id)`, and its weights where this block tells them. All
+// threads; false on failure.
+template <class Also>
+__device__ inline bool take_words(const Call& call, const Small& small, const Scratch& s, Also also) {
     const Route& route = small.route;
     const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x),
               per = kChunk * route.choices;
     const i64 all = static_cast<i64>(ranks) * route.max_tokens * route.choices;
     float* weights = route.all_weights + call.local * all;
     bool fine = true;
-    if (thread < ranks) {
-        const u64* word = tokens_at(call, route, call.me) + thread;
-        u64 held = ptx::load_relaxed_sys(word);
-        fine = wait_word(call, word, held, thread);
-        tokens[thread] = fine ? static_cast<int>(held) : 0;
-    }
-    if (__syncthreads_and(fine) == 0) return false;
-    cut_chunks(route, s, tokens);
     const u64* words = words_at(call, route, call.me);
 #pragma unroll 1
     for (int first = thread; first < s.chunks * per; first += 2 * kRouteThreads) {
@@ -172,14 +186,17 @@ __device__ inline bool take_words(const Call& call, const Small& small, const Sc
         for (int u = 0; u < 2; ++u) {
             const int i = first + u * kRouteThreads, c = i / per, in_chunk = i - c * per;
             if (i >= s.chunks * per) continue;
-            const bool here = in_chunk < s.chunk[c].tokens * route.choices;
+            const int token = in_chunk / route.choices, source = s.chunk[c].source;
+            const bool here = token < s.chunk[c].tokens;
             const i64 at = static_cast<i64>(s.chunk[c].at) * route.choices + in_chunk;
-            const int source = s.chunk[c].source;
             fine = fine && (!here || wait_word(call, words + at, id[u], source));
-            s.ids[i] = fine && here ? known_id(call, route, s, c, static_cast<int>(id[u])) : kNone;
+            const u16 expert =
+                fine && here ? known_id(call, route, s, c, static_cast<int>(id[u])) : kNone;
+            s.ids[i] = expert;
+            if (expert != kNone) also(c, token, expert);
             if (!writes(s, c) && !tells_groups(call)) continue;
             fine = fine && (!here || wait_word(call, words + all + at, weight[u], source));
-            if (writes(s, c) && s.chunk[c].first + in_chunk / route.choices < route.max_tokens)
+            if (writes(s, c) && s.chunk[c].first + token < route.max_tokens)
                 weights[at] = here ? __uint_as_float(static_cast<u32>(weight[u])) : 0.0f;
         }
     }
@@ -209,36 +226,29 @@ __device__ inline void route_alone(const Call& call, const Small& small, const S
     __syncthreads();
 }
 
-// The weight of every row. All threads.
-__device__ inline void write_weights(const Call& call, const Small& small, const Scratch& s,
-                                     const int* position) {
+// The weight of every row. All threads. `row_of(chunk, token, choice)`: the row here, or negative.
+template <class RowOf>
+__device__ inline void write_weights(const Call& call, const Small& small, const Scratch& s, RowOf row_of) {
     const Route& route = small.route;
     const i64 all = static_cast<i64>(call.group->ranks) * route.max_tokens * route.choices;
     const u64* given = words_at(call, route, call.me) + all;
     float* weights = small.row_weights + static_cast<i64>(call.local) * small.rows;
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < s.chunks * kChunk * route.choices; i += kRouteThreads) {
-        const int row = position[i], c = i / (kChunk * route.choices);
+        const int c = i / (kChunk * route.choices), in_chunk = i - c * kChunk * route.choices,
+                  token = in_chunk / route.choices, row = row_of(c, token, in_chunk - token * route.choices);
         if (row >= 0 && row < small.rows)
-            weights[row] = __uint_as_float(static_cast<u32>(ptx::load_relaxed_sys(
-                given + s.chunk[c].at * route.choices + i - c * kChunk * route.choices)));
+            weights[row] = __uint_as_float(
+                static_cast<u32>(ptx::load_relaxed_sys(given + s.chunk[c].at * route.choices + in_chunk)));
     }
 }
 
-// What the exchange's combine reads: where tokens go, and how many. All threads; `columns` in shared memory.
-__device__ inline void write_results(const Call& call, const Small& small, Scratch s, const int* tokens,
-                                     int* columns) {
-    const Route& route = small.route;
-    const int ranks = call.group->ranks;
-    if (route.replicated) mark_owners(route, s);
-    give_owners(s, columns);
-    __syncthreads();
-    scan_owners(s, columns, ranks);
-    __syncthreads();
-    place_sources(route, s, ranks);
+// What the exchange's combine reads: where tokens go, and how many. All threads, when owners are counted.
+__device__ inline void write_results(const Call& call, const Small& small, Scratch s, const int* tokens) {
+    place_sources(small.route, s, call.group->ranks);
     s.sharers = 1;  // nobody else writes them
-    write_rows(call, route, s, true);
-    write_totals(call, route, s, tokens);
+    write_rows(call, small.route, s, true);
+    write_totals(call, small.route, s, tokens);
 }
 
 __device__ __forceinline__ u8* staged_of(const Call& call, const Small& small, int at, int from) {
@@ -283,23 +293,25 @@ __device__ inline bool take_tokens(const Call& call, const Small& small) {
     return __syncthreads_and(fine) != 0;
 }
 
-// Each warp a part of a token's row, from where it was pushed to every row here that takes it.
-__device__ inline void place_parts(const Call& call, const Small& small, const Scratch& s,
-                                   const int* position) {
+// Each warp a part of a token's row, from where it was pushed to every row here that takes it: tokens of
+// `sources` ranks from `nearest` on, 0: this one. `row_of` as above.
+template <class RowOf>
+__device__ inline void place_parts(const Call& call, const Small& small, const Scratch& s, int nearest,
+                                   int sources, RowOf row_of) {
     const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks, blocks = placing(call),
               choices = small.route.choices, warps = kRouteThreads / 32;
     const int columns = small.row_bytes / 16,
               wide = (columns + 32 * small.parts - 1) / (32 * small.parts) * 32;
-    const int units = ranks * s.per_source * kChunk * small.parts;
+    const int units = sources * s.per_source * kChunk * small.parts;
     u8* out = small.out + call.local * small.out_stride;
 #pragma unroll 1
     for (int u = static_cast<int>(threadIdx.x) / 32 * blocks + call.block; u < units;
          u += blocks * warps) {  // evenly over the SMs, which stores bound
-        const int pair = u / small.parts, first = u % small.parts * wide, token = pair / ranks;
-        const int source = (call.me + pair % ranks) % ranks,
+        const int pair = u / small.parts, first = u % small.parts * wide, token = pair / sources;
+        const int source = (call.me + nearest + pair % sources) % ranks,
                   c = source * s.per_source + token / kChunk;
         if (token % kChunk >= s.chunk[c].tokens) continue;
-        const int row = lane < choices ? position[(c * kChunk + token % kChunk) * choices + lane] : -1;
+        const int row = lane < choices ? row_of(c, token % kChunk, lane) : -1;
         const u32 taken = __ballot_sync(0xffffffffu, row >= 0);
         if (taken == 0) continue;
         const u8* x = source == call.me ? small.x + call.local * small.x_stride
@@ -319,6 +331,59 @@ __device__ inline void place_parts(const Call& call, const Small& small, const S
     }
 }
 
+// Where every expert has one slot: what this block tells, and the rows that it places, the own tokens' while
+// the others' cross. False where a peer's did not come.
+__device__ inline bool place_few(const Call& call, const Small& small, const Scratch& s, const Few& few,
+                                 const int* tokens) {
+    const Route& route = small.route;
+    const auto row_of = [&](int c, int token, int k) {
+        return few_row(route, s, few, c, token, s.ids[(c * kChunk + token) * route.choices + k]);
+    };
+    count_slots(route, s, few);
+    if (tells_rows(call)) mask_owners(route, s);
+    __syncthreads();
+    if (small.row_weights && tells_groups(call)) {
+        if (threadIdx.x >= kRouteThreads - 32) write_groups(call, small, s.slot_rows);
+        write_weights(call, small, s, row_of);
+    }
+    if (tells_rows(call)) {
+        if (route.tally) count_experts(call, route, s);
+        count_owners(s, call.group->ranks);
+        __syncthreads();
+        write_results(call, small, s, tokens);
+    }
+    if (call.block >= placing(call)) return true;
+    place_parts(call, small, s, 0, 1, row_of);
+    write_positions(call, route, s, few);
+    if (call.group->ranks == 1) return true;
+    if (!take_tokens(call, small)) return false;
+    place_parts(call, small, s, 1, call.group->ranks - 1, row_of);
+    return true;
+}
+
+// The same where experts may have replicas; `position` and `columns` in shared memory.
+__device__ inline bool place_many(const Call& call, const Small& small, const Scratch& s, int* position,
+                                  int* columns, const int* tokens, int* rank_columns) {
+    const int choices = small.route.choices;
+    const auto row_of = [&](int c, int token, int k) {
+        return position[(c * kChunk + token) * choices + k];
+    };
+    route_alone(call, small, s, position, columns);
+    if (small.row_weights && tells_groups(call)) write_weights(call, small, s, row_of);
+    if (tells_rows(call)) {
+        mark_owners(small.route, s);
+        give_owners(s, rank_columns);
+        __syncthreads();
+        scan_owners(s, rank_columns, call.group->ranks);
+        __syncthreads();
+        write_results(call, small, s, tokens);
+    }
+    if (call.block >= placing(call)) return true;
+    if (!take_tokens(call, small)) return false;
+    place_parts(call, small, s, 0, call.group->ranks, row_of);
+    return true;
+}
+
 // False where ids or tokens of a peer did not come.
 __device__ inline bool route_and_place(Call& call, const Small& small) {
     const Route& route = small.route;
@@ -330,11 +395,17 @@ __device__ inline bool route_and_place(Call& call, const Small& small) {
     int* tokens = rank_columns + s.chunks * s.owners;
     clear_masks(route, s);
     find_homes(route, s);
+    Few few;
+    if (!route.replicated) few = find_slots(call, route, s, columns, tokens + call.group->ranks);
     ptx::wait_for_launches();
     count_call(call);
     if (small.row_weights && tells_groups(call) && threadIdx.x == 0) tell_last_end(call, small, -1);
     give_words(call, route);
-    const bool fine = take_words(call, small, s, tokens);
+    bool repeated = false, fine = take_counts(call, route, s, tokens);
+    fine = fine && take_words(call, small, s, [&](int c, int token, int expert) {
+               if (!route.replicated) repeated |= !mark_choice(route, s, c, token, expert);
+           });
+    if (repeated) give_up(call, kBadIds, kIdsArrived, call.me);
     ptx::launch_dependents();
     if (!fine) {
         leave_nothing(call, route);
@@ -342,13 +413,8 @@ __device__ inline bool route_and_place(Call& call, const Small& small) {
             write_groups(call, small, nullptr);
         return false;
     }
-    route_alone(call, small, s, position, columns);
-    if (small.row_weights && tells_groups(call)) write_weights(call, small, s, position);
-    if (tells_rows(call)) write_results(call, small, s, tokens, rank_columns);
-    if (call.block >= placing(call)) return true;
-    if (!take_tokens(call, small)) return false;
-    place_parts(call, small, s, position);
-    return true;
+    if (!route.replicated) return place_few(call, small, s, few, tokens);
+    return place_many(call, small, s, position, columns, tokens, rank_columns);
 }
 
 extern "C" __global__ void __launch_bounds__(kRouteThreads, 1)

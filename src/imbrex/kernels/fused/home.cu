@@ -143,7 +143,7 @@ struct Summer {
 
     __device__ __forceinline__ bool reduce_others() {
         if (!wait_credit(call, static_cast<int>(ptx::lane_id()), 2)) return false;
-        reduce_pieces<Sums>(call, reduce, own, tokens, others);
+        reduce_pieces<Sums>(call, reduce, own, tokens, others, draw_again(call, reduce, 0));
         return true;
     }
 
