@@ -5,9 +5,10 @@ Layers over NVLink, one after the other in a CUDA graph that both ranks replay t
 none finds its weights in L2: microseconds a layer, the slowest rank of every replay, and rank 0's kernels of
 one, with when they begin and end. Both GPUs begin a replay together, behind a pause in which the hosts queue
 it: a model's step is one graph, so a host's launch and its lead over the other's are no part of a layer.
-`imbrex-one-launch` is the same with both products of the experts in one kernel (`Experts.one_launch`). The
-rival is the same layers over AllGather and ReduceScatter of NCCL, captured as well: tokens and choices go to
-everybody, every rank computes its own experts on them by torch's grouped products, and sums are scattered.
+`imbrex-one-launch` and `imbrex-two-launches` have both products of the experts in one kernel, or in two,
+whatever is chosen (`Experts.one_launch`). The rival is the same layers over AllGather and ReduceScatter of
+NCCL, captured as well: tokens and choices go to everybody, every rank computes its own experts on them by
+torch's grouped products, and sums are scattered.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ CALLS = 8
 """Of a graph: what the replay itself costs is spread over them."""
 PAUSE = 700_000
 """Cycles, 0.4 ms, in which a host queues a replay."""
+LAUNCHES = {"imbrex-one-launch": True, "imbrex-two-launches": False}
 MEMORY_TBPS = 4.27
 """A copy's rate on an H200 (docs/baselines.md): what reading the weights of the experts hit takes."""
 
@@ -127,7 +129,7 @@ def measure(
             top_k=sizes.top_k,
         )
         layers = [make_layer(config, number) for number in range(2)]
-        ways: dict[str, Sequence[Any]] = {"imbrex": layers, "imbrex-one-launch": layers}
+        ways: dict[str, Sequence[Any]] = dict.fromkeys(("imbrex", *LAUNCHES), layers)
         if rivals:
             ways["nccl-agrs"] = [make_rival(layer, dist.group.WORLD) for layer in layers]
         for count in tokens:
@@ -139,7 +141,7 @@ def measure(
                 row = {"op": "decode", "impl": way, "case": {"model": name, "T": count, "W": world}}
                 row |= {"experts_hit": hit, "read_us": round(read, 1), "n": repeats}
                 for layer in layers:
-                    layer.experts.one_launch = way == "imbrex-one-launch"
+                    layer.experts.one_launch = LAUNCHES.get(way)
                 rows.append(row | time_way(modules, x_TD, repeats, timeline=way.startswith("imbrex")))
                 if rank == 0:
                     print(rows[-1], flush=True)

@@ -130,15 +130,19 @@ def test_launches_of_a_small_batch_over_nvlink_are_said(monkeypatch: pytest.Monk
     nvlink = SimpleNamespace(name="nvlink")
     monkeypatch.setattr(layer.exchange, "transport", nvlink)
     said = "; products of a small batch in "
-    assert layer.reasons["experts"].endswith(f"{said}two launches: one is not measured")
-    layer.experts.one_launch = True
-    assert layer.reasons["experts"].endswith(f"{said}one launch: asked for")
+    either = "one launch or two: what its rows and weights make faster"
+    assert layer.reasons["experts"].endswith(said + either)
+    for asked, way in ((True, "one launch"), (False, "two launches")):
+        layer.experts.one_launch = asked
+        assert layer.reasons["experts"].endswith(f"{said}{way}: asked for")
 
 
 @pytest.mark.usefixtures("kernels_available")
-@pytest.mark.parametrize("one_launch", [False, True])
-def test_one_launch_is_asked_for_with_the_rows(monkeypatch: pytest.MonkeyPatch, one_launch: bool) -> None:
-    asked: list[bool] = []
+@pytest.mark.parametrize("one_launch", [False, True, None])
+def test_one_launch_is_asked_for_with_the_rows(
+    monkeypatch: pytest.MonkeyPatch, one_launch: bool | None
+) -> None:
+    asked: list[bool | None] = []
     monkeypatch.setattr(experts, "ffn", lambda *_, beside, **more: asked.append(beside.one_launch))
     made = Experts((0,), 128, 128, implementation="kernels", dtype=torch.bfloat16)
     made.one_launch = one_launch

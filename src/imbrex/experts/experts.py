@@ -65,12 +65,13 @@ class Experts(nn.Module):
     gradient_sums: `None`, or tensors like gate_up_proj and down_proj, float32 or bfloat16, to which `kernels`
         add the weights' gradients in the backward; the parameters then get none. ValueError where the rows
         cannot go through them.
-    one_launch: without gradients, `kernels` compute both products of a small batch's rows in one launch where
-        they come from a small dispatch over NVLink; the same bits. Calls that are captured keep what it was.
+    one_launch: whether, without gradients, `kernels` compute both products of a small batch's rows in one
+        launch where they come from a small dispatch over NVLink; the same bits. `None`: where that was
+        measured to be faster (`kernels.ffn.both.why_two`). Calls that are captured keep what it was.
     """
 
     gradient_sums: tuple[Tensor, Tensor] | None = None
-    one_launch: bool = False
+    one_launch: bool | None = None
 
     def __init__(
         self,

@@ -38,11 +38,12 @@ in the last eight (fused/down_home.cu)."""
 class Groups:
     """Where the rows of every expert end. `plan`: int32 [COUNTERS + e] on the device. expected: of the
     dispatch of a small batch, which tells the ends before its rows are there, how many rows a rank gets in
-    the mean; 0: `plan` is older than the rows. one_launch: for both products, where `ffn.both` can."""
+    the mean; 0: `plan` is older than the rows. one_launch: for both products, where
+    `ffn.both` can; `None`: where it is faster, too."""
 
     __slots__ = ("counter", "ends_e", "expected", "one_launch", "plan")
 
-    def __init__(self, plan: Tensor, *, expected: int = 0, one_launch: bool = False) -> None:
+    def __init__(self, plan: Tensor, *, expected: int = 0, one_launch: bool | None = None) -> None:
         self.plan, self.ends_e, self.expected = plan, plan[COUNTERS:], expected
         self.one_launch = one_launch
         self.counter = plan
