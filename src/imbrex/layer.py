@@ -222,10 +222,12 @@ class MoELayer(nn.Module):
         """Where experts compute in fp8: whether rows come so, or why not; in bf16 by kernels over NVLink, in
         how many launches those of a small batch."""
         if self.experts.implementation == "kernels" and self.exchange.transport.name == "nvlink":
-            ways = {None: "one launch or two: what its rows and weights make faster", True: "one launch"}
-            asked = self.experts.one_launch is not None
-            way = ways.get(self.experts.one_launch, "two launches") + ": asked for" * asked
-            return f"; products of a small batch in {way}"
+            ways = {
+                None: "one launch or two, whichever is faster for its rows and weights",
+                True: "one launch: asked for",
+                False: "two launches: asked for",
+            }
+            return f"; products of a small batch in {ways[self.experts.one_launch]}"
         if self.experts.implementation != "kernels-fp8":
             return ""
         reason = self.exchange.dispatcher.why_not_form(RowForm.FP8)

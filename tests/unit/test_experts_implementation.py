@@ -130,7 +130,7 @@ def test_launches_of_a_small_batch_over_nvlink_are_said(monkeypatch: pytest.Monk
     nvlink = SimpleNamespace(name="nvlink")
     monkeypatch.setattr(layer.exchange, "transport", nvlink)
     said = "; products of a small batch in "
-    either = "one launch or two: what its rows and weights make faster"
+    either = "one launch or two, whichever is faster for its rows and weights"
     assert layer.reasons["experts"].endswith(said + either)
     for asked, way in ((True, "one launch"), (False, "two launches")):
         layer.experts.one_launch = asked

@@ -193,8 +193,9 @@ def test_why_not_both_says_why() -> None:
     def why(expected: int, experts: int, *, one_launch: bool | None = True, **how: bool) -> str | None:
         plan = torch.zeros(COUNTERS + experts, dtype=torch.int32)
         groups = Groups(plan, expected=expected, one_launch=one_launch)
-        sizes = {"sizes": (2048, 768), "sms": 132}
-        return both.why_not_both(groups, **sizes, **{"keep": False, "elsewhere": False, **how})
+        return both.why_not_both(
+            groups, sizes=(2048, 768), sms=132, **{"keep": False, "elsewhere": False, **how}
+        )
 
     assert why(8, 4) is None
     assert "asked for" in (why(8, 4, one_launch=False) or "")

@@ -123,8 +123,8 @@ __device__ inline u32 draw(u32* drawn) {
     return static_cast<u32>(__shfl_sync(0xffffffffu, at, 0));
 }
 
-// The next piece of a warp from one of two bags: by ticket, or none where every warp has had its own. A ticket
-// waits for what the warp has stored, behind those of all others: 2 to 4 us of a small batch.
+// The next piece of a warp from one of two bags: by ticket, or none where every warp has had its own. A
+// ticket waits for what the warp has stored, behind those of all others: 2 to 4 us of a small batch.
 __device__ __forceinline__ u32 draw_again(const Call& call, const Reduce& reduce, int bag) {
     return reduce.each ? ~0u : draw(&call.own->drawn[call.kind][bag]);
 }
@@ -192,8 +192,9 @@ __device__ inline void tell_reduced(const Call& call, u32 number) {
     __syncwarp();
 }
 
-// The pieces that this warp takes, of `pieces`, `number` first: where rows are whole, one stream of tokens, so that rows of
-// the next piece are on their way when one is told. Encoding needs the registers, and gained nothing from it.
+// The pieces that this warp takes, of `pieces`, `number` first: where rows are whole, one stream of tokens,
+// so that rows of the next piece are on their way when one is told. Encoding needs the registers, and gained
+// nothing from it.
 template <class F>
 __device__ __forceinline__ void reduce_pieces(const Call& call, const Reduce& reduce, const Own& own,
                                      const int* tokens, u32 pieces, u32 number) {

@@ -2,14 +2,14 @@
 // with them in one meeting of its threads. With replicas it takes the steps of routing/steps.cuh, which meet
 // eight times; each costs as much as its work, since a call runs every instruction once.
 //
-// Choices are marked as they come, a bit of the token's for its expert. Then a lane takes a slot of this rank:
-// it adds up the masks of the slot's expert over all chunks, which stand in the order of rows, and with the 31
-// lanes beside it finds where rows begin among those of 32 slots. Nobody lists positions: who wants one adds
-// up what stands before it.
+// Choices are marked as they come, a bit of the token's for its expert. Then a lane takes a slot of this
+// rank: it adds up the masks of the slot's expert over all chunks, which stand in the order of rows, and with
+// the 31 lanes beside it finds where rows begin among those of 32 slots. Nobody lists positions: who wants
+// one adds up what stands before it.
 //
-// Example, 2 ranks, one expert each, tokens of rank 0 want [0, 1, 1], of rank 1 [1, 0]: on rank 1 the expert's
-// masks are 110 and 01 (first token on the left), so `before` is 0 and 2, and the choice of rank 1's first
-// token has row 2.
+// Example, 2 ranks, one expert each, tokens of rank 0 want [0, 1, 1], of rank 1 [1, 0]: on rank 1 the
+// expert's masks are 011 and 10 (first token on the left), so `before` is 0 and 2, and the choice of rank 1's
+// first token has row 2.
 #pragma once
 #include "routing/results.cuh"
 
