@@ -7,7 +7,6 @@ Where it is the faster way (`why_two`), or where it is asked for: `Experts.one_l
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 from torch import Tensor
@@ -31,8 +30,8 @@ BOTH = struct("ffn/both.cu", "Both")
 ENTRY = "gate_up_and_down"
 MOST_EXPERTS = 1024
 """Experts of a rank: a block keeps 12 bytes of each in the shared memory that a product leaves."""
-ONE_WAVE, MOST_READ = 1.25, 5 << 30
-"""Tiles a block of gate and up from which, and bytes of weights up to which, one launch is faster."""
+MOST_READ = 4 << 30
+"""Bytes of weights up to which one launch is faster."""
 FEW_ROWS = 32
 """Rows of an expert, in the mean, up to which weights are all that takes time, and narrow tiles read them."""
 
@@ -47,28 +46,22 @@ def shipped_variants() -> list[Variant]:
     return [both_variant(weighted=weighted) for weighted in (True, False)]
 
 
-def why_two(expected: int, experts: int, sizes: tuple[int, int], sms: int) -> str | None:
+def why_two(expected: int, experts: int, sizes: tuple[int, int]) -> str | None:
     """Why two launches are faster of `expected` rows, or `None`. sizes: D and F.
 
     One H200, half of the experts and twice the tokens of a rank of two, dispatch and sums included: one
-    launch saves 3 to 13 us (docs/LOG.md) but where this says otherwise.
-    Example: 8 rows of 64 experts hit 7.6; with F = 768 these are 91 tiles of 64 columns, for 132 blocks.
+    launch saves up to 15 us, and never lost, up to so many bytes of weights (docs/LOG.md).
     """
     width, inner = sizes
     hit = experts * (1 - (1 - 1 / max(1, experts)) ** expected)
-    if hit * math.ceil(inner / (SMALL.block_n // 2)) <= ONE_WAVE * sms:
-        return "gate and up are hardly more than one wave of tiles, whose blocks end at once"
     if 6 * width * inner * hit > MOST_READ:
         return "reading the weights takes so long that wide tiles gain more than one launch saves"
     return None
 
 
-def why_not_both(
-    groups: Groups, *, sizes: tuple[int, int], sms: int, keep: bool, elsewhere: bool
-) -> str | None:
-    """Why one launch does not compute both products of `groups`, or `None`. sizes: D and F; sms: of the
-    device; keep: gate and up are kept; elsewhere: rows are read through an index, or come beside the first
-    product."""
+def why_not_both(groups: Groups, *, sizes: tuple[int, int], keep: bool, elsewhere: bool) -> str | None:
+    """Why one launch does not compute both products of `groups`, or `None`. sizes: D and F; keep: gate and up
+    are kept; elsewhere: rows are read through an index, or come beside the first product."""
     experts = groups.ends_e.numel()
     if groups.one_launch is False:
         return "two are asked for"
@@ -78,7 +71,7 @@ def why_not_both(
         return f"the rows are not those of a small dispatch, {FEW_ROWS} an expert in the mean at most"
     if experts > MOST_EXPERTS:
         return f"a rank has {experts} experts, {MOST_EXPERTS} at most"
-    return None if groups.one_launch else why_two(groups.expected, experts, sizes, sms)
+    return None if groups.one_launch else why_two(groups.expected, experts, sizes)
 
 
 def run_both(

@@ -172,8 +172,8 @@ def run_experts(
     rows = rows_RD.shape[0] if index_R is None else index_R.shape[0]
     act_RF, y_RD = rows_RD.new_empty(rows, down_eDF.shape[2]), rows_RD.new_empty(rows, rows_RD.shape[1])
     elsewhere = index_R is not None or beside is not None
-    how = {"sizes": down_eDF.shape[1:], "sms": multiprocessors(rows_RD.get_device())}
-    if rows and both.why_not_both(groups, keep=gate_up_RG is not None, elsewhere=elsewhere, **how) is None:
+    how = {"sizes": down_eDF.shape[1:], "keep": gate_up_RG is not None, "elsewhere": elsewhere}
+    if rows and both.why_not_both(groups, **how) is None:
         both.run_both(rows_RD, gate_up_eGD, down_eDF, groups, act_RF, y_RD, weights_R)
         return y_RD
     if not elsewhere:
