@@ -34,6 +34,23 @@ def test_a_block_of_the_gather_fits_its_sm() -> None:
         assert block.piece_bytes == row_bytes or block.piece_bytes % 128 == 0
 
 
+@pytest.mark.parametrize("num_sms", [2, 40])
+def test_parts_of_rows_have_the_bits_of_whole_ones(num_sms: int) -> None:
+    """Drawn by few warps, and one piece for each of many."""
+    case = Case(placement=contiguous(6, 3), tokens=(23, 0, 41), choices=3, width=520)
+    exchange, inputs = make_exchange(case, load=kernel.load, timeout=30.0), make_inputs(case)
+    routed = route(case, exchange, inputs)
+    rows = torch.randn(3, exchange.shape.row_capacity, case.width).bfloat16()
+    how = {"weighted": False, "num_sms": num_sms}
+    whole, parts = (
+        exchange.combine(rows, routed, **how, pieces=(1, cut, lay.REDUCE_WARPS)) for cut in (1, 4)
+    )
+    exchange.check()
+    for home, tokens in enumerate(case.tokens):
+        assert torch.equal(whole[home, :tokens], parts[home, :tokens])
+        assert whole[home, :tokens].isfinite().all()
+
+
 @pytest.mark.parametrize(("width", "ranks"), [(520, 4), (72, 6), (9000, 3), (7168, 2), (2048, 5)])
 def test_sums_of_ranks_are_added_in_their_order(width: int, ranks: int) -> None:
     case = Case(
