@@ -200,7 +200,8 @@ def _reduce_others(machine: Kernel, asm: Asm, end: str, use: Callable[[Words, Th
         *_, source, flag = which(t)
         w[machine.flag(source, me, flag // machine.parts, flag % machine.parts)] = t.call
 
-    marks = {"credit": r"!wait_credit\(call, .*, (\d)\)", "pieces": r"reduce_pieces<Sums>\("}
+    pieces = r"reduce_pieces<Sums>\(.*draw_again\(call, reduce, 0\)\)"
+    marks = {"credit": r"!wait_credit\(call, .*, (\d)\)", "pieces": pieces}
     for mark, said in machine.source.order(HOME, "bool reduce_others()", marks):
         if mark == "credit":
             machine.credit(asm, int(said), end)
