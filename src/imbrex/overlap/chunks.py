@@ -26,6 +26,7 @@ from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import bring_gradient, brings_gradient
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.fused.rows_out import rows_out
+from imbrex.overlap.gradients import gradients_of
 from imbrex.runtime.deferred import Deferral
 
 
@@ -199,19 +200,13 @@ class Backward:
         d_out_RD, d_weights_R = d_out
         if isinstance(d_weights_R, Staged):
             bring_gradient(c.out_RD, rows_out(d_weights_R))
-        leaves = [c.rows_RD, *([c.weights_R] if c.weights_R.requires_grad else []), *self.parameters]
+        applied_R = c.weights_R if c.weights_R.requires_grad else None
         with self.exchange.observer.span("experts_backward", layer=self.exchange.layer):
-            if c.out_RD.requires_grad:
-                gradients = list(torch.autograd.grad(c.out_RD, leaves, d_out_RD, allow_unused=True))
-            else:
-                gradients = [None] * len(leaves)
-        d_rows = gradients.pop(0)
-        d_rows = torch.zeros_like(c.rows_RD) if d_rows is None else d_rows
-        if c.weights_R.requires_grad:
-            gradient = gradients.pop(0)
-            d_weights_R = torch.zeros_like(c.weights_R) if gradient is None else gradient
+            d_rows, d_more_R, gradients = gradients_of(
+                c.out_RD, d_out_RD, c.rows_RD, applied_R, self.parameters
+            )
         self._add(gradients)
-        self.d_rows[chunk] = d_rows, d_weights_R
+        self.d_rows[chunk] = d_rows, d_weights_R if d_more_R is None else d_more_R
         c.out_RD = c.rows_RD = None
 
     def weights(self, chunk: int) -> None:

@@ -16,6 +16,7 @@ from imbrex.codec.columns import write
 from imbrex.exchange import rows
 from imbrex.overlap.events.forward import Batch, Forward
 from imbrex.overlap.events.ledger import Host, Kind
+from imbrex.overlap.gradients import gradients_of
 
 
 class Backward:
@@ -80,22 +81,13 @@ class Backward:
         batch, out_RD = self._graph()
         d_y_RD = self._gradients_of(batch).index_select(0, batch.source_R)
         weighted, observer = forward.layer_experts.applies_weights, forward.exchange.observer
-        if weighted:
-            d_out_RD, d_weights_R = d_y_RD, torch.zeros_like(batch.weights_R)
-        else:
-            d_weights_R = (out_RD.detach().float() * d_y_RD.float()).sum(1)
-            d_out_RD = (d_y_RD.float() * batch.weights_R[:, None]).to(d_y_RD.dtype)
-        inputs = [batch.rows_RD, *([batch.weights_R] if weighted else []), *self.parameters]
+        d_out_RD = d_y_RD if weighted else (d_y_RD.float() * batch.weights_R[:, None]).to(d_y_RD.dtype)
+        inputs = batch.rows_RD, batch.weights_R if weighted else None, self.parameters
         with observer.span("experts_backward", layer=forward.exchange.layer):
-            grads: list[Tensor | None] = [None] * len(inputs)
-            if out_RD.requires_grad:
-                grads = list(torch.autograd.grad(out_RD, inputs, d_out_RD, allow_unused=True))
-        d_rows_RD = grads.pop(0)
-        d_rows_RD = torch.zeros_like(batch.rows_RD) if d_rows_RD is None else d_rows_RD
-        if weighted:
-            d_weights = grads.pop(0)
-            d_weights_R = d_weights_R if d_weights is None else d_weights
-        return batch, d_rows_RD, d_weights_R, grads
+            d_rows_RD, d_weights_R, d_parameters = gradients_of(out_RD, d_out_RD, *inputs)
+        if d_weights_R is None:
+            d_weights_R = (out_RD.detach().float() * d_y_RD.float()).sum(1)
+        return batch, d_rows_RD, d_weights_R, d_parameters
 
     def _graph(self) -> tuple[Batch, Tensor]:
         """The rows that count and what the experts made of them."""

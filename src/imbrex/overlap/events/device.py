@@ -26,6 +26,7 @@ from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.weights import spread, weigh
 from imbrex.overlap.events.seat import learnt
+from imbrex.overlap.gradients import gradients_of
 from imbrex.runtime.streams import Mark
 from imbrex.runtime.tracing import autocast_now
 from imbrex.runtime.words import words
@@ -253,15 +254,20 @@ class DeviceBackward:
         with observer.span("combine_backward", layer=layer):
             back.routed = computed.routed
             d_y_RD = kernels.take_back(back)
-            d_out_RD, d_weights_R = d_y_RD, torch.zeros_like(computed.weights_R)
+            d_out_RD, d_weights_R = d_y_RD, None
             if forward.weighted:
                 d_out_RD, d_weights_R = weigh(
                     d_y_RD, computed.out_RD.detach(), computed.weights_R, computed.routed
                 )
+        applied_R = None if forward.weighted else computed.weights_R
         with observer.span("experts_backward", layer=layer):
-            d_rows_RD, d_more_R, d_parameters = self._differentiate(computed, d_out_RD)
+            d_rows_RD, d_more_R, d_parameters = gradients_of(
+                computed.out_RD, d_out_RD, computed.rows_RD, applied_R, self.parameters
+            )
         with observer.span("dispatch_backward", layer=layer):
+            d_rows_RD = d_rows_RD.contiguous()
             d_weights_R = d_weights_R if d_more_R is None else d_more_R.contiguous()
+            assert d_weights_R is not None
             kernels.reply(back, d_rows_RD, values_R=d_weights_R)
             return *kernels.sum_back(back, d_rows_RD, d_weights_R), d_parameters
 
@@ -275,19 +281,6 @@ class DeviceBackward:
         served_W = forward.call.outcome_3W[2].bool()
         routed, order_R = computed.routed.without(served_W, computed.rows_RD.shape[0])
         return forward.compute(routed, computed.rows_RD.detach()[order_R])
-
-    def _differentiate(
-        self, computed: Computed, d_out_RD: Tensor
-    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-        """Gradients of the rows, of their weights where experts apply them, and of the parameters."""
-        weights = [] if self.forward.weighted else [computed.weights_R]
-        inputs = [computed.rows_RD, *weights, *self.parameters]
-        grads: list[Tensor | None] = [None] * len(inputs)
-        if computed.out_RD.requires_grad:
-            grads = list(torch.autograd.grad(computed.out_RD, inputs, d_out_RD, allow_unused=True))
-        d_rows_RD = grads.pop(0)
-        d_rows_RD = torch.zeros_like(computed.rows_RD) if d_rows_RD is None else d_rows_RD.contiguous()
-        return d_rows_RD, grads.pop(0) if weights else None, grads
 
 
 __all__ = ["DeviceBackward", "DeviceForward", "DeviceSeat", "why_not_backward"]

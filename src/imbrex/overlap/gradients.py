@@ -1,0 +1,32 @@
+"""Gradients through the part of a call that autograd knows: its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def gradients_of(
+    out_RD: Tensor,
+    d_out_RD: Tensor,
+    rows_RD: Tensor,
+    weights_R: Tensor | None,
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Gradients of the experts' rows, of the rows' weights and of the parameters, from that of the outputs.
+
+    weights_R: where the experts apply them, else `None`, as is then their gradient. Rows and weights that
+    were not used have zeros, such parameters `None`.
+    """
+    leaves = [rows_RD, *([] if weights_R is None else [weights_R]), *parameters]
+    gradients: list[Tensor | None] = [None] * len(leaves)
+    if out_RD.requires_grad:
+        gradients = list(torch.autograd.grad(out_RD, leaves, d_out_RD, allow_unused=True))
+    d_rows_RD = gradients.pop(0)
+    d_weights_R = None
+    if weights_R is not None:
+        d_weights_R = gradients.pop(0)
+        d_weights_R = torch.zeros_like(weights_R) if d_weights_R is None else d_weights_R
+    return torch.zeros_like(rows_RD) if d_rows_RD is None else d_rows_RD, d_weights_R, gradients
