@@ -32,6 +32,17 @@ def indices_to_map(
     return map_TE[:, :-1].clone(), probs_TE[:, :-1].clone()
 
 
+def ids_outside(ids_TK: Tensor, num_experts: int) -> bool:
+    """Whether an id is neither an expert's nor -1. On a GPU a look at values would be a host synchronisation,
+    and there nobody looks."""
+    return ids_TK.device.type == "cpu" and bool(((ids_TK < -1) | (ids_TK >= num_experts)).any())
+
+
+def align(counts_e: Tensor, alignment: int) -> Tensor:
+    """Counts, each rounded up to a multiple."""
+    return counts_e if alignment == 1 else (counts_e + alignment - 1) // alignment * alignment
+
+
 def pack_choices(map_TE: Tensor, probs_TE: Tensor | None, most: int) -> Choices:
     """The experts of every token and their probabilities. most: the most experts a token has, on any rank.
     A probability where the map says no is left behind."""

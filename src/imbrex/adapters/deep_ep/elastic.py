@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.adapters.deep_ep import absent, events
+from imbrex.adapters.deep_ep.choices import align, ids_outside
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.legacy import Buffer, DispatchHandle, Previous, Rows
 from imbrex.contracts import Backend
@@ -37,26 +38,27 @@ class EPHandle:
     token_metadata_at_forward = channel_linked_list = None
 
     def __init__(
-        self, rows: DispatchHandle, ids_TK: Tensor, ids_NK: Tensor, sizes: tuple[int, int, int]
+        self,
+        rows: DispatchHandle,
+        ids_TK: Tensor,
+        ids_NK: Tensor,
+        sizes: tuple[int, int, int],
+        *,
+        rank: int,
+        world: int,
     ) -> None:
         self.rows, self.topk_idx, self.ids_NK = rows, ids_TK, ids_NK
         self.num_experts, self.expert_alignment, self.num_max_tokens_per_rank = sizes
         self.num_sms = Buffer.num_sms
         self.num_recv_tokens = self.num_expanded_tokens = len(ids_NK)
         self.num_recv_tokens_per_expert_list: list[int] = []
-        self.psum_num_recv_tokens_per_scaleup_rank = self.psum_num_recv_tokens_per_expert = ids_TK.new_empty(
-            0
-        )
-        self.recv_src_metadata = ids_TK.new_empty(0)
+        self.counts_e = plan.count_choices(self.ids_NK, self.num_experts // world)
+        self.psum_num_recv_tokens_per_expert = align(self.counts_e, self.expert_alignment).cumsum(0).int()
+        self.psum_num_recv_tokens_per_scaleup_rank = rows[0][:, rank].contiguous().int()
+        self.recv_src_metadata = self._sources(world)
 
-    def count(self, rank: int, world: int) -> Tensor:
-        """Fill in the counts, on the device; those of the local experts."""
-        experts, alignment = self.num_experts // world, self.expert_alignment
-        counts_e = plan.count_choices(self.ids_NK, experts)
-        aligned_e = (counts_e + alignment - 1) // alignment * alignment
-        self.psum_num_recv_tokens_per_expert = aligned_e.cumsum(0).int()
-        ends_W = self.rows[0][:, rank].contiguous().int()
-        self.psum_num_recv_tokens_per_scaleup_rank = ends_W
+    def _sources(self, world: int) -> Tensor:
+        ends_W = self.psum_num_recv_tokens_per_scaleup_rank
         number_N = torch.arange(len(self.ids_NK), dtype=torch.int32, device=ends_W.device)
         source_N = torch.searchsorted(ends_W, number_N, right=True).clamp(max=world - 1)
         begins_W = torch.cat((ends_W.new_zeros(1), ends_W[:-1]))
@@ -66,8 +68,7 @@ class EPHandle:
         token_N = source_N * self.num_max_tokens_per_rank + self.rows[3]
         columns = torch.stack((token_N, place_N), 1).int()
         columns = torch.where((number_N < ends_W[-1])[:, None], columns, -1)
-        self.recv_src_metadata = torch.cat((columns, columns.new_full((len(columns), choices), -1)), 1)
-        return counts_e
+        return torch.cat((columns, columns.new_full((len(columns), choices), -1)), 1)
 
 
 class _Compact(Buffer):
@@ -232,8 +233,7 @@ class ElasticBuffer:
             sizes = num_experts or 0, expert_alignment or 1, limit
             worst = 0 if do_cpu_sync in (None, True) else limit * self.num_ranks
             choices = topk_idx, topk_weights
-            rows, ids_NK, weights_NK, handle = self._dispatch(x, choices, sizes, worst, do_handle_copy)
-            counts_e = handle.count(self.rank_idx, self.num_ranks)
+            rows, weights_NK, handle = self._dispatch(x, choices, sizes, worst, do_handle_copy)
         else:
             if do_cpu_sync or topk_idx is not None:
                 raise ValueError(
@@ -241,13 +241,11 @@ class ElasticBuffer:
                     "already; leave them out"
                 )
             rows, weights_NK = self._dispatch_again(x, handle, topk_weights)
-            ids_NK = handle.ids_NK
-            counts_e = plan.count_choices(ids_NK, handle.num_experts // self.num_ranks)
         if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += counts_e.to(cumulative_local_expert_recv_stats.dtype)
+            cumulative_local_expert_recv_stats += handle.counts_e.to(cumulative_local_expert_recv_stats.dtype)
         if use_tma_aligned_col_major_sf and isinstance(rows, tuple):
             rows = rows[0], _by_columns(rows[1])
-        return rows, ids_NK, weights_NK, handle, events.end(async_with_compute_stream)
+        return rows, handle.ids_NK, weights_NK, handle, events.end(async_with_compute_stream)
 
     def _dispatch(
         self,
@@ -256,7 +254,7 @@ class ElasticBuffer:
         sizes: tuple[int, int, int],
         worst: int,
         copied: bool,
-    ) -> tuple[Rows, Tensor, Tensor | None, EPHandle]:
+    ) -> tuple[Rows, Tensor | None, EPHandle]:
         (experts, alignment, _), (ids_TK, weights_TK) = sizes, choices
         problem = self._why_not(x, ids_TK, sizes)
         if ids_TK is None:
@@ -264,10 +262,11 @@ class ElasticBuffer:
         sent_TK = torch.zeros_like(ids_TK, dtype=torch.float32) if weights_TK is None else weights_TK
         arrived = self._rows.send(problem, x, (ids_TK, sent_TK), experts, alignment, worst)
         rows, ids_NK, weights_NK, counts, rows_handle = arrived
-        handle = EPHandle(rows_handle, ids_TK.clone() if copied else ids_TK, ids_NK, sizes)
+        of = ids_TK.clone() if copied else ids_TK, ids_NK, sizes
+        handle = EPHandle(rows_handle, *of, rank=self.rank_idx, world=self.num_ranks)
         handle.num_recv_tokens_per_expert_list = counts
         handle.num_expanded_tokens = len(ids_NK) * ids_TK.shape[1] if worst else sum(counts)
-        return rows, ids_NK, None if weights_TK is None else weights_NK, handle
+        return rows, None if weights_TK is None else weights_NK, handle
 
     def _why_not(self, x: Rows, ids_TK: Tensor | None, sizes: tuple[int, int, int]) -> str:
         """Why this dispatch cannot be, or an empty string."""
@@ -282,7 +281,7 @@ class ElasticBuffer:
                 f"{tokens} tokens, num_max_tokens_per_rank={limit}, expert_alignment={alignment}; give a "
                 "limit of at least every rank's tokens, here or to the constructor, and an alignment above 0"
             )
-        if ids_TK.device.type == "cpu" and bool(((ids_TK < -1) | (ids_TK >= experts)).any()):
+        if ids_outside(ids_TK, experts):
             return f"ids outside [-1, {experts}); -1 drops a choice"
         return ""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from imbrex.adapters.deep_ep.choices import Choices, indices_to_map
+from imbrex.adapters.deep_ep.choices import Choices, ids_outside, indices_to_map
 from imbrex.adapters.deep_ep.hybrid_handle import Arrived, BufferConfig, Inputs, Record, read_handle
 from imbrex.exchange import plan
 
@@ -87,8 +87,7 @@ def find_problem(backend: Backend, inputs: Inputs, num_experts: int) -> str:
         return f"topk_idx is {list(ids_TK.shape)} for {tokens} tokens; give [T, K]"
     if weights_TK is not None and weights_TK.shape != ids_TK.shape:
         return f"topk_weights is {list(weights_TK.shape)}, topk_idx {list(ids_TK.shape)}; give equal shapes"
-    # On a GPU a look at values would be a host synchronisation.
-    if ids_TK.device.type == "cpu" and bool(((ids_TK < -1) | (ids_TK >= num_experts)).any()):
+    if ids_outside(ids_TK, num_experts):
         return f"ids of topk_idx outside [-1, {num_experts}); -1 drops a choice"
     if ids_TK.device.type == "cpu" and bool(plan.chosen_twice(ids_TK)[1].any()):
         return "a token of topk_idx wants an expert twice; an expert may stand at most once in a row"

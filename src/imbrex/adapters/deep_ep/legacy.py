@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imbrex.adapters.deep_ep import absent, events
 from imbrex.adapters.deep_ep.backend import Labels, kind_of, pad_rows
-from imbrex.adapters.deep_ep.choices import indices_to_map
+from imbrex.adapters.deep_ep.choices import align, ids_outside, indices_to_map
 from imbrex.adapters.deep_ep.config import Config, tuned
 from imbrex.adapters.deep_ep.events import EventHandle, EventOverlap
 from imbrex.adapters.deep_ep.low_latency import LowLatency
@@ -163,7 +163,7 @@ class Buffer(LowLatency, absent.Calls):
             raise ValueError(f"{call}: {topk_idx.dtype} {list(topk_idx.shape)}; give topk_idx int64 [T, K]")
         if num_experts < 1 or num_experts % self.group_size:
             raise ValueError(f"{call}: {num_experts} experts on {self.group_size} ranks; give a multiple")
-        if topk_idx.device.type == "cpu" and bool(((topk_idx < -1) | (topk_idx >= num_experts)).any()):
+        if ids_outside(topk_idx, num_experts):
             raise ValueError(f"{call}: ids outside [-1, {num_experts}); -1 drops a choice")
         ranks_TK = topk_idx.div(num_experts // self.group_size, rounding_mode="floor")
         wanted_TW, _ = indices_to_map(ranks_TK, None, len(topk_idx), self.group_size)
@@ -298,13 +298,13 @@ class Buffer(LowLatency, absent.Calls):
         if counts_e is None:
             counts_e = plan.count_choices(labels.ids_NK, num_experts // self.group_size)
         # host sync: programs want the counts as a list
-        return *choices, _align(counts_e, alignment).tolist()
+        return *choices, align(counts_e, alignment).tolist()
 
     def _ask_counts(self, per_expert: Tensor, alignment: int) -> list[int]:
         """Counts of the local experts from all ranks' layouts, where no choices come with the rows."""
         counts_WE = self._backend.transport.exchange_counts(per_expert.long())
         mine = counts_WE.sum(0).view(self.group_size, -1)[self.rank]
-        return _align(mine, alignment).tolist()
+        return align(mine, alignment).tolist()
 
     def _dispatch_again(
         self,
@@ -412,7 +412,3 @@ def _why_not_choices(topk_idx: Tensor | None, topk_weights: Tensor | None, token
     if topk_idx.dtype != torch.int64 or topk_weights.dtype != torch.float32:
         return f"topk_idx {topk_idx.dtype}, topk_weights {topk_weights.dtype}; give int64 and float32"
     return ""
-
-
-def _align(counts_e: Tensor, alignment: int) -> Tensor:
-    return counts_e if alignment == 1 else (counts_e + alignment - 1) // alignment * alignment
