@@ -329,10 +329,7 @@ class Kernel:
         else:
             handle = stream if isinstance(stream, int) else stream.cuda_stream
         queue = self.queue_for(grid, block, smem, cluster, cooperative, dependent)
-        code = queue(handle, ctypes.addressof(pointers), 0)[0]
-        if int(code) != 0:
-            self.launch_again(code, queue, handle, ctypes.addressof(pointers))
-        _latest[self.device, handle] = self.variant
+        self.start(queue, handle, ctypes.addressof(pointers))
         del values
 
     def queue_for(self, *how: Any) -> Callable[[int, int, int], Any]:
@@ -369,9 +366,16 @@ class Kernel:
 
         return queue
 
-    def launch_again(self, code: Any, queue: Callable[[int, int, int], Any], stream: int, args: int) -> None:
-        """Once more where the driver said `code` because this thread is new to CUDA; else KernelError. args:
-        the address of the arguments' addresses."""
+    def start(self, queue: Callable[[int, int, int], Any], stream: int, args: int) -> None:
+        """A launch by what `queue_for` gives, on a raw stream; args: the address of the arguments'
+        addresses."""
+        code = queue(stream, args, 0)[0]
+        if int(code) != 0:
+            self._start_again(code, queue, stream, args)
+        _latest[self.device, stream] = self.variant
+
+    def _start_again(self, code: Any, queue: Callable[[int, int, int], Any], stream: int, args: int) -> None:
+        """Once more where the driver said `code` because this thread is new to CUDA; else KernelError."""
         if code == cuda_binding("driver").CUresult.CUDA_ERROR_INVALID_CONTEXT:
             enter_context(self.device)
             code = queue(stream, args, 0)[0]
@@ -423,11 +427,7 @@ class Prepared:
 
     def launch(self) -> None:
         kernel = self._kernel
-        stream = torch._C._cuda_getCurrentRawStream(kernel.device)
-        code = self._queue(stream, self._pointers, 0)[0]
-        if int(code) != 0:
-            kernel.launch_again(code, self._queue, stream, self._pointers)
-        _latest[kernel.device, stream] = kernel.variant
+        kernel.start(self._queue, torch._C._cuda_getCurrentRawStream(kernel.device), self._pointers)
 
 
 class Blank:
@@ -463,10 +463,7 @@ class Blank:
         for place, offset in self._structs:
             words[place] = at + offset
         stream = torch._C._cuda_getCurrentRawStream(kernel.device)
-        code = self._queue(stream, at + 8 * self._pointers, 0)[0]
-        if int(code) != 0:
-            kernel.launch_again(code, self._queue, stream, at + 8 * self._pointers)
-        _latest[kernel.device, stream] = kernel.variant
+        kernel.start(self._queue, stream, at + 8 * self._pointers)
 
 
 _latest: dict[tuple[int, int], Variant] = {}
