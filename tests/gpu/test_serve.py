@@ -65,17 +65,21 @@ def test_few_tokens_a_row_by_a_compiled_kernel(length: int) -> None:
         torch.testing.assert_close(y.float(), truth, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
-    moe = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
-    config = ModelConfig(
+def config_of(moe: imbrex.MoEConfig, *, vocabulary: int, positions: int) -> ModelConfig:
+    return ModelConfig(
         moe=moe,
         attention=Grouped(num_heads=4, num_kv_heads=2, head_size=64),
         num_layers=2,
-        vocabulary=97,
-        positions=96,
+        vocabulary=vocabulary,
+        positions=positions,
         drafting=True,
     )
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
+    moe = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
+    config = config_of(moe, vocabulary=97, positions=96)
     kind = {"device": "cuda", "dtype": torch.bfloat16}
     model = Decoder(config, lambda layer: imbrex.MoELayer(moe, layer=layer, **kind), **kind)
     draw(model, seed=3)
@@ -101,14 +105,7 @@ MOE = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, to
 def trained() -> Decoder:
     """A model on the CPU, in float32, that goes on with a text of five bytes, as does its drafting block: no
     rounding changes its tokens."""
-    config = ModelConfig(
-        moe=MOE,
-        attention=Grouped(num_heads=4, num_kv_heads=2, head_size=64),
-        num_layers=2,
-        vocabulary=256,
-        positions=128,
-        drafting=True,
-    )
+    config = config_of(MOE, vocabulary=256, positions=128)
     model = Decoder(config, lambda layer: imbrex.MoELayer(MOE, layer=layer))
     draw(model, seed=3)
     text = torch.frombuffer(bytearray(TEXT * 60), dtype=torch.uint8)

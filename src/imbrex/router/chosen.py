@@ -6,6 +6,7 @@ The losses are the same on every rank of the batch: their terms are added over t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,8 +130,7 @@ def _gradient(
 
 
 def _flat(choice: Choice) -> tuple[int, list[int], float]:
-    limit = [choice.groups, choice.open_groups, int(choice.best_two)]
-    return choice.top_k, [int(choice.sigmoid), *limit, int(choice.normalize)], choice.scale
+    return choice.top_k, [int(choice.sigmoid), *choice.limit, int(choice.normalize)], choice.scale
 
 
 def _rule(top_k: int, rule: Sequence[int], scale: float) -> Choice:
@@ -149,11 +149,8 @@ def _rule(top_k: int, rule: Sequence[int], scale: float) -> Choice:
 def _choose(logits_TE, bias_E, sequences, *how):
     """The operator: ids, weights, terms, counts_SE and the three losses, empty where they are not wanted."""
     *rule, flags, groups, sizes = how
-    ranks = 1
-    for size in sizes:
-        ranks *= size
     logits_TE, sequences = logits_TE.contiguous(), sequences if logits_TE.shape[0] else 0
-    of = Batch(sequences=sequences, ranks=ranks, losses=flags)
+    of = Batch(sequences=sequences, ranks=math.prod(sizes), losses=flags)
     ids_TK, weights_TK, sums, losses = _run(logits_TE, bias_E, _rule(*rule), of, (groups, sizes))
     if sums is None:
         sums = logits_TE.new_empty(0), logits_TE.new_empty(0, 0)
@@ -183,9 +180,7 @@ def _choose_backward(logits_TE, ids_TK, *how):
 
 def _set_up(ctx, inputs, output):
     logits_TE, _, _, *ctx.rule, ctx.flags, _, sizes = inputs
-    ctx.ranks = 1
-    for size in sizes:
-        ctx.ranks *= size
+    ctx.ranks = math.prod(sizes)
     ids_TK, _, *sums = output[:4]
     # Else autograd makes zeros for what nobody differentiates.
     ctx.set_materialize_grads(False)

@@ -61,10 +61,11 @@ MODELS = {
         drafting=True,
     ),
 }
-for _name in ("qwen3-30b-a3b", "deepseek-v3-8"):
-    _whole = MODELS[_name]
-    _half = replace(_whole.moe, num_experts=_whole.moe.num_experts // 2)
-    MODELS[f"{_name}-half"] = replace(_whole, moe=_half)
+MODELS |= {
+    f"{name}-half": replace(whole, moe=replace(whole.moe, num_experts=whole.moe.num_experts // 2))
+    for name, whole in MODELS.items()
+    if name != "demo"
+}
 """The demo's, Qwen3-30B-A3B at full depth, and DeepSeek-V3's widths with 8 layers of experts and its drafting
 block, from their published configurations. DeepSeek-V3's dense layers and its stretched positions are left
 out. `positions` is set for each run.

@@ -205,8 +205,7 @@ def run_products(
     up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
     early, operands = groups.expected > 0 and gate_up_RG is None, (rows_RD, gate_up_eGD, groups, act_RF, up)
     _gemm(Layout.FORWARD, *operands, follows=early, gate_up=gate_up_RG)
-    epilogue = Epilogue.PLAIN if weights_R is None else Epilogue.WEIGHTED
-    _gemm(Layout.FORWARD, act_RF, down_eDF, groups, out_RD, epilogue, weights_R=weights_R, follows=True)
+    LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=out_RD, weights_R=weights_R)()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,6 +49,11 @@ class Choice:
     normalize: bool
     scale: float
 
+    @property
+    def limit(self) -> tuple[int, int, int]:
+        """The limit by groups, in numbers."""
+        return self.groups, self.open_groups, int(self.best_two)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
@@ -204,8 +209,7 @@ def _losses(terms: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
 
 
 def _rule(choice: Choice) -> list[int | float]:
-    limit = [choice.groups, choice.open_groups, int(choice.best_two)]
-    return [choice.top_k, *limit, int(choice.normalize), choice.scale]
+    return [choice.top_k, *choice.limit, int(choice.normalize), choice.scale]
 
 
 def _values(experts: int) -> int:
