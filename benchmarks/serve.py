@@ -383,7 +383,6 @@ class Run:
                     self.engine(model, name, way, sweep.rooms[0], drafts)
             except Exception as wrong:  # noqa: BLE001  # The others are timed all the same.
                 self.stages.over(f"{name} {way}: {type(wrong).__name__}: {str(wrong)[:300]}")
-            self.write()
         # Kernels of this model's widths: another's are compiled for its own, not for both.
         torch.compiler.reset()
         compiled.cache_clear()
@@ -427,6 +426,7 @@ class Run:
         if way in OURS and not drafts:
             self.more(engine, way, case, contexts)
         engine.programs.clear()
+        self.write()
 
     def more(self, engine: Engine, way: str, case: dict[str, Any], contexts: tuple[int, ...]) -> None:
         """What is asked of our own way alone."""
