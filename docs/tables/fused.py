@@ -1,4 +1,4 @@
-"""The tables of fused.md."""
+"""The tables of fused.md and fused-kernels.md."""
 
 from __future__ import annotations
 

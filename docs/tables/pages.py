@@ -20,6 +20,7 @@ from docs.tables import (
     schedules,
     serve,
     simulate,
+    tiers,
 )
 from docs.tables.results import ROOT, Table
 
@@ -39,8 +40,8 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "layer in fp8": experts.layer_fp8,
         "fp8": experts.fp8,
     },
-    "docs/fused.md": {
-        "layer": fused.layer,
+    "docs/fused.md": {"layer": fused.layer},
+    "docs/fused-kernels.md": {
         "rows out": fused.rows_out,
         "movers": fused.movers,
         "waits": fused.waits,
@@ -67,6 +68,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "cores": simulate.cores,
         "gains": simulate.gains,
     },
+    "docs/tiers.md": {"measured": tiers.measured},
     "docs/schedules.md": {
         "order loss": schedules.order_loss,
         "nvlink": schedules.nvlink,

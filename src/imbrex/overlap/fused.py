@@ -7,7 +7,7 @@ dy out, down back    pull | product                       stage | rows and produ
 dx home              product, product | sums              one launch
 
 The numbers are those of `serial`, to the bit, also in a compiled graph, where the layer is one operator. See
-docs/fused.md for what a kernel does when.
+docs/fused-kernels.md for what a kernel does when.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 // (fused/movers.cuh), and a tile waits for its own. In place of the pull and the first product, behind
 // exchange/stage.cu. The same bits.
 //
-// Why idle warps, and what else was tried: docs/fused.md.
+// Why idle warps, and what else was tried: docs/fused-kernels.md.
 #define BESIDE 72
 #include "fused/movers.cuh"
 #include "gemm/cut.cuh"
