@@ -1,85 +1,139 @@
-"""What patience costs and saves over NVLink's kernels, on virtual ranks of one GPU, each with its own stream.
+"""What do calls that may do without a late peer cost beside `serial`'s kernels, and what do they save?
 
     PYTHONPATH=src:. python benchmarks/events.py
 
-Two ranks of 4096 tokens of 7168 values, 8 of 256 experts, nothing computed between. All bytes stay in one
-GPU's memory, so the ratio to `serial`'s kernels is one of kernels and launches, not of the wire.
+Two virtual ranks of one GPU, each with a stream of its own, DeepSeek-V3's rows, nothing computed between. All
+bytes stay in one GPU's memory and both ranks share its multiprocessors, so a ratio to `serial`'s kernels is
+one of kernels and launches, not of the wire.
+
+The clock of a sample begins with an event that both streams wait for, behind a pause in which the host puts
+down the launches of both. A sample whose pause was too short is taken again.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from ceilings import measure_ceilings
 from tests.emulated.events import make_kernels, tables_of
 from tests.emulated.out_of_step import RankHeap
-from tests.emulated.scenario import Case, make_exchange, make_inputs
+from tests.emulated.scenario import Case, make_exchange
 
+from imbrex.bench.results import describe_run, write_results
+from imbrex.bench.shapes import MODELS
+from imbrex.bench.skew import make_routing
 from imbrex.kernels import jit
-from imbrex.kernels.events.events import Patience
+from imbrex.kernels.events.events import EventsCall, Patience
+from imbrex.kernels.exchange import variants
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement import contiguous
 
-CASE = Case(placement=contiguous(256, 2), tokens=(4096, 4096), choices=8, width=7168, drop=0.0)
-SMS, CALLS, TAU_S, LATE_CYCLES = 56, 20, 2e-3, 40_000_000
+RESULTS = Path(__file__).parent / "results" / "events.json"
+MODEL, TOKENS, RANKS = "deepseek-v3", 4096, 2
+SHAPE = MODELS[MODEL]
+CASE = Case(
+    placement=contiguous(SHAPE.num_experts, RANKS),
+    tokens=(TOKENS,) * RANKS,
+    choices=SHAPE.top_k,
+    width=SHAPE.hidden_size,
+)
+SMS, WARM, TAU_S, LATE_MS = 56, 3, 2e-3, 20.0
+PAUSE_MS, FIRST_PAUSE_MS = 4.0, 500.0
+"""Of a sample, and of the first ones, in which memory is asked for."""
+CYCLES = 20_000_000
+Call = Callable[[int], Any]
 
 
-def median_ms(streams: list[Any], call: Callable[[int], None], before: Callable[[int], None]) -> float:
-    """Of rank 0's calls. before: what a rank's stream does first."""
-    for stream in streams:  # one host serves all ranks: memory is there before anything spins
-        with torch.cuda.stream(stream):
-            blocks = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(3)]
-            blocks += [torch.empty(60 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
-            torch.cuda._sleep(1)
-        torch.cuda.synchronize()
-        del blocks
-    times = []
-    for _ in range(CALLS + 3):
-        torch.cuda.synchronize()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One of the cases that all ways are measured in, in turns."""
+
+    skew: str
+    backward: bool
+    late_ms: float
+
+    @property
+    def op(self) -> str:
+        return "forward+backward" if self.backward else "forward"
+
+
+SETTINGS = [
+    Setting(skew=skew, backward=backward, late_ms=late_ms)
+    for skew, late_ms in (("uniform", 0.0), ("zipf:1.2", 0.0), ("uniform", LATE_MS))
+    for backward in (False, True)
+]
+
+
+class Clock:
+    """Milliseconds from the event that lets all ranks begin to the end of each of them."""
+
+    def __init__(self) -> None:
+        self.streams, self.gate = [torch.cuda.Stream() for _ in range(RANKS)], torch.cuda.Stream()
+        torch.cuda._sleep(1)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                before(rank)
-                if rank == 0:
-                    begin.record()
-                call(rank)
-                if rank == 0:
-                    end.record()
+        begin.record()
+        torch.cuda._sleep(CYCLES)
+        end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[3:])
+        self.cycles_per_ms = CYCLES / begin.elapsed_time(end)
 
+    def __call__(self, call: Call, pause_ms: float, late_ms: float) -> list[float]:
+        times = None
+        while times is None:
+            times = self._sample(call, pause_ms, late_ms)
+            pause_ms *= 2
+        return times
 
-def sleep(rank: int) -> None:
-    """Both begin when the host has put down all launches; rank 1 may be late besides."""
-    torch.cuda._sleep(2_000_000)
-
-
-def sleep_late(rank: int) -> None:
-    torch.cuda._sleep(2_000_000 + LATE_CYCLES * rank)
+    def _sample(self, call: Call, pause_ms: float, late_ms: float) -> list[float] | None:
+        """`None` where the pause was over before all launches were put down."""
+        torch.cuda.synchronize()
+        begin, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(1 + RANKS))
+        with torch.cuda.stream(self.gate):
+            torch.cuda._sleep(int(pause_ms * self.cycles_per_ms))
+            begin.record()
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                stream.wait_event(begin)
+                if late_ms and rank == RANKS - 1:
+                    torch.cuda._sleep(int(late_ms * self.cycles_per_ms))
+                call(rank)
+                ends[rank].record()
+        in_time = not begin.query()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for end in ends] if in_time else None
 
 
 class Bench:
-    """One batch of every rank, and the ways that move it."""
+    """A batch of every rank, and the ways that move it."""
 
-    def __init__(self) -> None:
-        inputs = make_inputs(CASE, "cuda")
-        self.each = [(inputs.x_WTD[r], inputs.ids_WTK[r], inputs.weights_WTK[r]) for r in range(CASE.ranks)]
+    def __init__(self, skew: str) -> None:
+        make = torch.Generator().manual_seed(0)
+        routings = [make_routing(skew, SHAPE, TOKENS, rank=rank) for rank in range(RANKS)]
+        x_WTD = torch.randn(RANKS, TOKENS, SHAPE.hidden_size, generator=make).bfloat16().cuda()
+        self.each = [
+            (x_WTD[rank], routing.ids_TK.cuda(), routing.weights_TK.cuda())
+            for rank, routing in enumerate(routings)
+        ]
         slot_of_E, offsets = tables_of(CASE.placement)
         self.tables = slot_of_E.cuda(), offsets.cuda()
-        self.values_R = torch.zeros(CASE.ranks * max(CASE.tokens) * CASE.choices, device="cuda")
+        self.values_R = torch.zeros(RANKS * TOKENS * SHAPE.top_k, device="cuda")
+        self.last: list[EventsCall | None] = [None] * RANKS
 
-    def events(self, tau_s: float, epsilon: int, *, backward: bool = False) -> Callable[[int], None]:
-        kernels = make_kernels(CASE, "cuda", [jit.load] * CASE.ranks, timeout=10.0, blocks=SMS)
+    def events(self, tau_s: float, epsilon: int, *, backward: bool) -> Call:
+        kernels = make_kernels(CASE, "cuda", [jit.load] * RANKS, timeout=10.0, blocks=SMS)
         patience = [Patience(tau_s, epsilon, 1, torch.device("cuda")) for _ in self.each]
 
         def call(rank: int) -> None:
             mine = kernels[rank]
-            begun = mine.send(*self.each[rank], self.tables, patience[rank])
+            begun = self.last[rank] = mine.send(*self.each[rank], self.tables, patience[rank])
             rows_RD = mine.take(begun)
             mine.reply(begun, rows_RD, weighted=True)
             y_TD = mine.sum(begun, rows_RD, weighted=True)
@@ -92,18 +146,21 @@ class Bench:
 
         return call
 
-    def serial(self, *, backward: bool = False) -> Callable[[int], None]:
+    def serial(self, *, backward: bool) -> Call:
+        for variant in (variants.EXPERT, variants.ROUTE, variants.PULL, variants.REDUCE[False]):
+            jit.load(variant)  # before anything waits for a launch behind it
         shape, heaps = make_exchange(CASE, "cuda").shape, list[VirtualHeap]()
 
         def heap_of(rank: int, nbytes: int) -> RankHeap:
             if not heaps:
-                heaps.append(VirtualHeap(CASE.ranks, nbytes, "cuda"))
+                heaps.append(VirtualHeap(RANKS, nbytes, "cuda"))
             return RankHeap(heaps[0], rank)
 
-        exchanges = [NvlinkExchange(partial(heap_of, r), CASE.placement, shape) for r in range(CASE.ranks)]
+        exchanges = [NvlinkExchange(partial(heap_of, r), CASE.placement, shape) for r in range(RANKS)]
 
         def call(rank: int) -> None:
             mine = exchanges[rank]
+            self.last[rank] = None
             rows_1RD, routed = mine.dispatch_expert(*self.each[rank], SMS)
             y_TD = mine.combine(rows_1RD, routed, num_sms=SMS)
             if backward:
@@ -113,19 +170,71 @@ class Bench:
 
         return call
 
+    def dropped_share(self) -> float:
+        """Of the first rank's choices in its last call."""
+        call = self.last[0]
+        return 0.0 if call is None else float((~call.kept_TK).float().mean())
+
+
+def measure(clock: Clock, setting: Setting, repeats: int) -> list[dict[str, Any]]:
+    """A row for each way."""
+    bench, backward = Bench(setting.skew), setting.backward
+    ways = {
+        "serial's kernels": bench.serial(backward=backward),
+        "events": bench.events(0.0, 0, backward=backward),
+        "events, patient": bench.events(TAU_S, 1, backward=backward),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    dropped = dict.fromkeys(ways, 0.0)
+    for turn in range(-WARM, repeats):
+        for name, call in ways.items():
+            times = clock(call, PAUSE_MS if turn >= 0 else FIRST_PAUSE_MS, setting.late_ms)
+            # Whoever is late ends late in every way.
+            samples[name] += [times[0] if setting.late_ms else max(times)][: turn >= 0]
+            dropped[name] = bench.dropped_share()
+    case = {
+        "model": MODEL,
+        "M": TOKENS,
+        "skew": setting.skew,
+        "late_ms": setting.late_ms,
+        "tau_ms": 1e3 * TAU_S,
+    }
+    return [
+        {
+            "op": setting.op,
+            "impl": name,
+            "case": case,
+            "n": repeats,
+            "median_us": round(1e3 * statistics.median(times), 1),
+            "min_us": round(1e3 * min(times), 1),
+            "max_us": round(1e3 * max(times), 1),
+            "dropped_share": round(dropped[name], 4),
+        }
+        for name, times in samples.items()
+    ]
+
 
 def main() -> None:
-    bench, streams = Bench(), [torch.cuda.Stream() for _ in CASE.tokens]
-    for name, way, before in (
-        ("events", partial(bench.events, 0.0, 0), sleep),
-        ("patient, no wait", partial(bench.events, TAU_S, 1), sleep),
-        ("events, 1 late", partial(bench.events, 0.0, 0), sleep_late),
-        ("patient, 1 late", partial(bench.events, TAU_S, 1), sleep_late),
-        ("events, both ways", partial(bench.events, 0.0, 0, backward=True), sleep),
-        ("serial's kernels", bench.serial, sleep),
-        ("serial's, both ways", partial(bench.serial, backward=True), sleep),
-    ):
-        print(f"{name:20} {median_ms(streams, way(), before):8.3f} ms", flush=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--repeats", type=int, default=40)
+    args = parser.parse_args()
+    run = describe_run("PYTHONPATH=src:. python benchmarks/events.py", measure_ceilings())
+    run["definitions"] = {
+        "ranks": f"{RANKS} virtual ranks of one GPU, {SMS} multiprocessors each",
+        "median_us": "until the slowest rank is done; with one late, until the other is",
+        "dropped_share": "of that rank's choices in the last call",
+    }
+    clock, rows = Clock(), []
+    for setting in SETTINGS:
+        for row in measure(clock, setting, args.repeats):
+            rows.append(row)
+            case = row["case"]
+            print(f"{row['op']:17} {case['skew']:9} {case['late_ms']:4} ms late  {row['impl']:18}"
+                  f"{row['median_us']:10.1f} us ({row['min_us']:.1f} to {row['max_us']:.1f}) "
+                  f"{row['dropped_share']:.1%} dropped", flush=True)  # fmt: skip
+        torch.cuda.empty_cache()
+    write_results(args.out, (__doc__ or "").splitlines()[0], run, rows)
 
 
 if __name__ == "__main__":

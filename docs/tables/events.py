@@ -8,6 +8,7 @@ from collections.abc import Callable
 from docs.tables.results import RESULTS, Row, Table, last_run, read, select
 
 NOT_YET = "*Not measured on a quiet machine yet.*"
+SERIAL, EVENTS, PATIENT = "serial's kernels", "events", "events, patient"
 
 
 def stragglers() -> Table | str:
@@ -18,6 +19,11 @@ def stragglers() -> Table | str:
 def training() -> Table | str:
     """Loss, wall time and dropped choices by patience."""
     return _newest("aristos-training", _training)
+
+
+def one_gpu() -> Table | str:
+    """Kernels of events beside serial's, on virtual ranks of one GPU."""
+    return _newest("events", _one_gpu)
 
 
 def _newest(name: str, table: Callable[[list[Row]], Table]) -> Table | str:
@@ -55,4 +61,16 @@ def _training(rows: list[Row]) -> Table:
                 f"{statistics.fmean(row['median_us'] for row in mine) / 1e3:.1f}",
             ]
         )
+    return Table(head=head, body=lines, rows=rows)
+
+
+def _one_gpu(rows: list[Row]) -> Table:
+    head = ["", SERIAL, EVENTS, "over serial's", PATIENT, "over serial's", "dropped"]
+    lines = []
+    for op, skew, late_ms in dict.fromkeys((r["op"], r["case"]["skew"], r["case"]["late_ms"]) for r in rows):
+        of = {r["impl"]: r for r in select(rows, op=op, case={"skew": skew, "late_ms": late_ms})}
+        serial_us, *ours = (of[name]["median_us"] for name in (SERIAL, EVENTS, PATIENT))
+        late = f", one {late_ms:g} ms late" if late_ms else ""
+        cells = [cell for us in ours for cell in (f"{us:.0f}", f"{us / serial_us:.2f}")]
+        lines.append([f"{op}, {skew}{late}", f"{serial_us:.0f}", *cells, f"{of[PATIENT]['dropped_share']:.0%}"])
     return Table(head=head, body=lines, rows=rows)

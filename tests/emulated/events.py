@@ -38,7 +38,6 @@ from tests.emulated.scenario import Case, Inputs, add_rows, make_inputs
 
 STEPS, BACK_STEPS = 5, 4
 EXPANDED, SUMMED = 2, 4
-BACK_EXPANDED = 1
 
 
 @dataclass
@@ -77,6 +76,7 @@ class EventsOutOfStep(OutOfStep):
         cpu = torch.device("cpu")
         self.patience = [Patience(tau_s, epsilon, every, cpu) for _ in range(ranks)]
         self.tables = tables_of(case.placement)
+        self.settles = case.tensor > 1
         self.rows: dict[tuple[int, int], Tensor] = {}
         self.learnt: set[tuple[Stage, bool]] = set()
 
@@ -109,6 +109,8 @@ class EventsOutOfStep(OutOfStep):
     def _write_down_backward(self, rank: int, outcome: Outcome) -> None:
         kernels, call = self.exchanges[rank], outcome.calls[rank]
         back = kernels.send_back(call, doubled(call.x_TD))
+        if self.settles:
+            kernels.settle(back)
         rows_RD = kernels.take_back(back)
         values_R = torch.zeros(len(rows_RD))
         kernels.reply(back, rows_RD, values_R=values_R)
@@ -118,8 +120,8 @@ class EventsOutOfStep(OutOfStep):
     def _told(self, outcomes: list[Outcome], rank: int, launch: int, ended: bool) -> None:
         number, step = divmod(launch, STEPS)
         if number >= len(outcomes):
-            number, step = divmod(launch - STEPS * len(outcomes), BACK_STEPS)
-            if step == BACK_EXPANDED:
+            number, step = divmod(launch - STEPS * len(outcomes), BACK_STEPS + self.settles)
+            if step == 1 + self.settles:
                 self._go_back(rank, outcomes[-1 - number], ended)
             return
         outcome = outcomes[number]
@@ -128,7 +130,7 @@ class EventsOutOfStep(OutOfStep):
             call = outcome.calls[rank]
             x_WTD = [one.x_TD for one in outcome.calls]
             rows_RD = self.rows[rank, number]
-            for at, slot in self._rows(rank, outcome, call.outcome_3W[1], rows_RD, x_WTD):
+            for at, slot in self._rows(rank, outcome, call.outcome_4W[1], rows_RD, x_WTD):
                 rows_RD[at] = (rows_RD[at].float() * (slot + 1)).bfloat16()
         if ended and step == SUMMED:
             outcome.behind_W[rank] = self.words(rank).behind
@@ -153,7 +155,7 @@ class EventsOutOfStep(OutOfStep):
         """Before rows come: those that were computed in vain have no place. Then the experts' backward."""
         call, back = outcome.calls[rank], outcome.backs[rank]
         if not ended:
-            left, before_R = call.routed.without(call.outcome_3W[2].bool(), len(back.rows_RD))
+            left, before_R = call.routed.without(call.outcome_4W[2].bool(), len(back.rows_RD))
             self._check_left(call, left, before_R)
             before_TC, after_TC = call.routed.words_TC, left.words_TC
             assert before_TC is not None
@@ -161,7 +163,7 @@ class EventsOutOfStep(OutOfStep):
             before_TC.copy_(after_TC)
             return
         d_y_WTD = [one.call.x_TD for one in outcome.backs]
-        for at, slot in self._rows(rank, outcome, call.outcome_3W[2], back.rows_RD, d_y_WTD):
+        for at, slot in self._rows(rank, outcome, call.outcome_4W[2], back.rows_RD, d_y_WTD):
             back.values_R[at] = value_of(back.rows_RD[at], slot)
             back.rows_RD[at] = (back.rows_RD[at].float() * (slot + 1)).bfloat16()
 
@@ -184,7 +186,7 @@ class EventsOutOfStep(OutOfStep):
         for slot in range(low, high):
             before = at
             for source in range(self.case.ranks):
-                if source != rank and not sources[source]:
+                if not sources[source]:
                     continue
                 slot_TK = self.slots(outcome.calls[source].ids_TK)
                 for t, k in (slot_TK == slot).nonzero().tolist():
@@ -264,11 +266,11 @@ def check_outcome(case: Case, outcome: Outcome, epsilon: int) -> int:
     for home in range(case.ranks):
         call = outcome.calls[home]
         assert int(bits_of(outcome.behind_W[home], case.ranks).sum()) <= epsilon
-        counts = call.outcome_3W[0].bool().tolist()
+        counts = call.outcome_4W[0].bool().tolist()
         for host in range(case.ranks):
-            if host != home and case.tensor == 1:
-                # Both sides of a claim know the same.
-                assert counts[host] == bool(outcome.calls[host].outcome_3W[2, home]), (home, host)
+            if host != home and (case.tensor == 1 or outcome.backs):
+                # Both sides of a claim know the same; of what ranks share, in the backward.
+                assert counts[host] == bool(outcome.calls[host].outcome_4W[2, home]), (home, host)
         slot_TK = slots_of(call.ids_TK, slot_of_E)
         owner_TK = torch.bucketize(slot_TK, torch.tensor(case.placement.rank_offsets), right=True) - 1
         counted = torch.tensor([counts[o * case.tensor] for o in range(case.placement.num_ranks)])

@@ -109,6 +109,17 @@ EVENTS = [
         ("unit/test_events_kernels.py::test_backwards_are_of_what_counted",),
     ),
     Fault(
+        "events-piece-that-counts-alone",
+        "kernels/events/events.cu",
+        "a host's gradients are of rows that their home dropped for lack of the rank that shares its experts",
+        "= {counted >> p & 1 ? e.tokens : kNothing, e.note};",
+        "= {e.tokens, e.note};",
+        (
+            "unit/test_events_kernels.py::test_launches_in_order",
+            "unit/test_events_kernels.py::test_backwards_are_of_what_counted",
+        ),
+    ),
+    Fault(
         "events-gradients-of-rows-in-vain",
         "overlap/events/device.py",
         "the gradients of weights are not those of the mask where rows were computed in vain",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from imbrex.kernels import jit
-from imbrex.kernels.events.events import EventsCall, EventsKernels, Patience, Words
+from imbrex.kernels.events.events import EventsKernels, Patience, Words
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.routing.routed import empty_routed
 from imbrex.placement.layouts import contiguous
@@ -25,7 +25,10 @@ from tests.emulated.events import (
     value_of,
     words_of,
 )
+from tests.emulated.events_in_order import CASES as FEW_ROWS
+from tests.emulated.events_in_order import InOrder, on_host
 from tests.emulated.scenario import Case, make_inputs
+from tests.gpu.sanitizer import check_tests
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -121,7 +124,7 @@ class Ranks:
                 if rank == late_rank:
                     torch.cuda._sleep(LATE_CYCLES)
                 back = kernels.send_back(call, doubled(call.x_TD))
-                back.routed, _ = call.routed.without(call.outcome_3W[2].bool(), kernels.room.rows)
+                back.routed, _ = call.routed.without(call.outcome_4W[2].bool(), kernels.room.rows)
                 d_y_RD = kernels.take_back(back)
                 counts_e = back.routed.counts_Le[0, : high - low]
                 values_R = value_of(d_y_RD, slots_of_rows(d_y_RD, counts_e, low))
@@ -135,20 +138,9 @@ class Ranks:
         torch.cuda.synchronize()
         for kernels in self.kernels:
             kernels.check(synchronize=True)
-        seen = Outcome([], inputs)
-        for call, y_TD, last in results:
-            seen.calls.append(on_host(call))
-            seen.results.append(y_TD.cpu())
-            seen.behind_W.append(Words.from_buffer_copy(bytes(last.cpu().numpy())).behind)
-        for back in backs:
-            sums = {"d_x_TD": back.d_x_TD.cpu(), "d_weights_TK": back.d_weights_TK.cpu()}
-            seen.backs.append(replace(back, call=on_host(back.call), **sums))
-        return seen
-
-
-def on_host(call: EventsCall) -> EventsCall:
-    names = "x_TD", "ids_TK", "kept_TK", "weights_TK", "outcome_3W"
-    return replace(call, **{name: getattr(call, name).cpu() for name in names})
+        calls, results_WTD, words_W = zip(*results, strict=True)
+        behind_W = [Words.from_buffer_copy(bytes(words.cpu().numpy())).behind for words in words_W]
+        return on_host(Outcome(list(calls), inputs, list(results_WTD), behind_W, list(backs)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -255,3 +247,19 @@ def test_a_rank_that_never_comes_is_lost() -> None:
 
     with pytest.raises(ExchangeError, match=r"rank 0 in events call .*: timed out, waiting for .* of rank 1"):
         go_on()
+
+
+@pytest.mark.parametrize("late", ["", "before", "experts"])
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_launches_in_order(name: str, late: str) -> None:
+    case = FEW_ROWS[name]
+    ranks = InOrder(case, "cuda", jit.load)
+    dropped = [check_outcome(case, ranks.run(seed, late), 1) for seed in range(2)]
+    assert all((n > 0) == bool(late) for n in dropped)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.timeout(300)
+def test_compute_sanitizer_finds_nothing(tool: str) -> None:
+    """In forwards and backwards, with rows in vain; in one stream, since a tool makes every rank late."""
+    check_tests(tool, f"{__file__}::test_launches_in_order")

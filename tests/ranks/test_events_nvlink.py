@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import imbrex
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.overlap import Events
-from imbrex.overlap.events.device import SHARED
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.layer_jobs import Case, make_layer, tokens_of
@@ -66,33 +64,21 @@ def test_without_patience_the_bits_are_those_of_serial(pool: Pool, tensor_ranks:
             assert answer["dropped"] == [0] * STEPS
 
 
-@pytest.mark.parametrize(("late", "with_grad"), [("before", False), ("before", True), ("experts", True)])
+@pytest.mark.parametrize(
+    ("late", "with_grad", "tensor_ranks"),
+    [("before", False, 1), ("before", True, 1), ("experts", True, 1), ("experts", True, 2)],
+)
 def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
-    pool: Pool, late: str, with_grad: bool
+    pool: Pool, late: str, with_grad: bool, tensor_ranks: int
 ) -> None:
-    """Gradients too: also where rank 3 computed rows of homes that had left by then."""
-    answers = pool.run(4, run_late, CASE, late, 1, with_grad)
+    """Gradients too: also where rank 3 computed rows of homes that had left by then, and where rank 2, whose
+    experts it shares, had replied in time."""
+    case = replace(CASE, tensor_parallel=tensor_ranks)
+    answers = pool.run(4, run_late, case, late, 1, with_grad)
     for rank, answer in enumerate(answers):
         assert answer["differ"] == [], rank
         assert answer["reasons"].endswith("by the GPU's clock")
         assert answer["dropped"][1] > 0 or (late == "experts" and rank == LATE), (rank, answer)
-
-
-def run_shared(ranks: Ranks) -> list[str]:
-    """What is said of calls with gradients where tensor ranks share experts."""
-    nvlink = EmulatedNvlink(ranks.group, timeout=20.0)
-    options: dict[str, Any] = {"transport": nvlink, "schedule": Events(TAU_S, 1)}
-    layer = make_layer(replace(CASE, tensor_parallel=2, options=options), ranks.group)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        one_step(layer, tokens_of(CASE, ranks.rank), None, True)
-    return [layer.reasons["schedule"], *(str(one.message) for one in caught)]
-
-
-def test_tensor_ranks_train_as_serial_and_hear_so(pool: Pool) -> None:
-    for reason, *warned in pool.run(2, run_shared):
-        assert reason.endswith(f"; {SHARED}")
-        assert any("runs with gradients as serial" in one for one in warned)
 
 
 def run_wrong(ranks: Ranks) -> str:

@@ -12,6 +12,7 @@ from imbrex.overlap.events.seat import FEWEST, Stage
 from imbrex.placement import contiguous, from_slots
 from tests.emulated import kernel
 from tests.emulated.events import EventsOutOfStep, check_outcome
+from tests.emulated.events_in_order import CASES, InOrder
 from tests.emulated.scenario import Case
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
@@ -49,7 +50,7 @@ def test_backwards_without_patience(case: Case) -> None:
         assert check_outcome(case, outcome, 0) == 0
 
 
-@pytest.mark.parametrize(("case", "epsilon"), [(CASE, 1), (CASE, 2), (UNEVEN, 2)])
+@pytest.mark.parametrize(("case", "epsilon"), [(CASE, 1), (CASE, 2), (UNEVEN, 2), (SHARED, 1)])
 def test_backwards_are_of_what_counted(case: Case, epsilon: int) -> None:
     """Gradients of tokens and of weights are those of the masks, to the bit, also where a host has computed
     rows of homes that did without them."""
@@ -58,9 +59,18 @@ def test_backwards_are_of_what_counted(case: Case, epsilon: int) -> None:
         ranks = EventsOutOfStep(case, epsilon, 0.0)
         for outcome in ranks.run_calls(CALLS, seed, backward=True):
             dropped += check_outcome(case, outcome, epsilon)
-            in_vain += sum(int((call.outcome_3W[1] > call.outcome_3W[2]).sum()) for call in outcome.calls)
+            in_vain += sum(int((call.outcome_4W[1] > call.outcome_4W[2]).sum()) for call in outcome.calls)
     assert dropped > 0
     assert in_vain > 0
+
+
+@pytest.mark.parametrize("late", ["", "before", "experts"])
+@pytest.mark.parametrize("name", CASES)
+def test_launches_in_order(name: str, late: str) -> None:
+    """Whoever is late is done without, and so is the rank that shares its experts."""
+    case = CASES[name]
+    outcome = InOrder(case, "cpu", kernel.load).run(0, late)
+    assert (check_outcome(case, outcome, 1) > 0) == bool(late)
 
 
 @pytest.mark.parametrize("factor", [None, 1.5])

@@ -14,7 +14,9 @@
 //
 // The backward of a call is a call of four steps, without places: gradients of outputs out, rows to the
 // experts, gradients of tokens and of weights home, sums. Who counted on both sides stands in `known`, so
-// nobody has patience: a home sends to the hosts that counted, a host waits for the homes that it served.
+// nobody has patience: a home sends to the hosts that it heard, a host waits for the homes that it served.
+// Where ranks share experts, a home may have heard one of them and not another. Then its packet says that
+// nothing counts, and a step before the rows lets the host know.
 #include "events/claims.cuh"
 #include "exchange/terms.cuh"
 
@@ -22,7 +24,7 @@ namespace claims {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kMostPeers = 16;
-enum Step { kSend = 0, kPlace = 1, kExpand = 2, kReply = 3, kSum = 4, kRefuse = 5 };
+enum Step { kSend = 0, kPlace = 1, kExpand = 2, kReply = 3, kSum = 4, kRefuse = 5, kSettle = 6 };
 
 // By value. The host reads it: `kernels.structs`. T: `room`, most tokens of a rank.
 struct Events {
@@ -41,7 +43,7 @@ struct Events {
     const u8* addend;      // [tokens, row_bytes] or null; joins last
     u8* out;               // [tokens, row_bytes]
     u8* kept;              // bool [tokens, K]
-    int* outcome;          // [3, W]; whose replies count; whose packets came; whose tokens count here
+    int* outcome;          // [4, W]; whose replies count, packets came, tokens count here, replies came
     const int* known;      // of a backward: the outcome of its forward; null: a forward
     const float* values;   // of a backward: [rows], a number of every row that goes home as it is
     float* values_out;     // [tokens, K]
@@ -52,8 +54,10 @@ struct Events {
 };
 
 struct Head {
-    int tokens, note;
+    int tokens;  // of a backward: kNothing where its choices here do not count
+    int note;
 };
+constexpr int kNothing = -1;
 
 __device__ __forceinline__ u8* at_peer(const Call& call, i64 at, int rank) {
     return call.group->heap[rank] + at;
@@ -115,7 +119,7 @@ __device__ __forceinline__ u32 ranks_wanted(const Call& call, const Events& e, i
     return wanted;
 }
 
-enum Outcome { kCounted = 0, kCame = 1, kServed = 2 };
+enum Outcome { kCounted = 0, kCame = 1, kServed = 2, kHeard = 3 };
 
 // The peers that this call is with: in a backward those that its forward says.
 __device__ __forceinline__ u32 peers_of(const Call& call, const Events& e, Outcome which) {
@@ -133,7 +137,7 @@ __device__ __forceinline__ int own_slot(const Events& e, int t, int lane) {
 // First step. To whom packets go: to those who have read the last one.
 __device__ inline void decide_turn(const Call& call, const Events& e, Words& own) {
     const int lane = static_cast<int>(ptx::lane_id());
-    const u32 peers = peers_of(call, e, kCounted);
+    const u32 peers = peers_of(call, e, kHeard);
     if (lane == 0) {
         own.behind = 0;
         if (!e.known) {
@@ -180,11 +184,12 @@ __device__ inline void send_packets(const Call& call, const Events& e, u32 open)
 __device__ inline void step_send(const Call& call, const Events& e, Words& own) {
     if (call.block == 0 && threadIdx.x < 32) decide_turn(call, e, own);
     const u32 open = await_decision(call, own, kTurn);
-    send_packets(call, e, open);
-    if (call.block == 0 && threadIdx.x < 32 && (open >> ptx::lane_id() & 1))
-        *head_at(call, e, static_cast<int>(ptx::lane_id()), call.me) = {e.tokens, e.note};
-    if (!last_to_leave(call, own) || threadIdx.x >= 32) return;
+    const u32 counted = open & (peers_of(call, e, kCounted) | 1u << call.me);
     const int p = static_cast<int>(ptx::lane_id());
+    send_packets(call, e, counted);
+    if (call.block == 0 && threadIdx.x < 32 && (open >> p & 1))
+        *head_at(call, e, p, call.me) = {counted >> p & 1 ? e.tokens : kNothing, e.note};
+    if (!last_to_leave(call, own) || threadIdx.x >= 32) return;
     const bool peer = p < call.group->ranks && p != call.me, fine = open != 0 && !failed(call);
     bool went = false;
     if (fine && peer) {
@@ -198,7 +203,7 @@ __device__ inline void step_send(const Call& call, const Events& e, Words& own) 
     }
     const u32 all = __ballot_sync(0xffffffffu, went);
     if (p == 0) {
-        own.ranks[kTurn] = all;  // whose reply may come
+        own.ranks[kTurn] = all & counted;  // whose reply may come
         call.own->epoch[kEvents] = call.epoch;
     }
 }
@@ -229,7 +234,14 @@ __device__ inline void decide_packets(const Call& call, const Events& e, Words& 
                                       : !e.known || (peers >> lane & 1) == 0);
     if (!alike) give_up(call, kOtherCall, phase, lane);
     fine = fine && __ballot_sync(0xffffffffu, !alike) == 0;
-    publish(call, own, kPackets, fine ? came | 1u << call.me : 0);
+    u32 counted = came | 1u << call.me;
+    if (e.known) {
+        const bool counts = here ? head_at(call, e, call.me, lane)->tokens != kNothing
+                                 : lane == call.me && e.known[kCounted * call.group->ranks + lane] != 0;
+        counted = __ballot_sync(0xffffffffu, counts);
+        if (lane < call.group->ranks) e.outcome[kServed * call.group->ranks + lane] = counts;
+    }
+    publish(call, own, kPackets, fine ? counted | 1u << call.me : 0);
 }
 
 // Choices of a source that are there, and a warp's part of them.
@@ -499,15 +511,17 @@ __device__ inline void decide_replies(const Call& call, const Events& e, Words& 
         if (missing >> lane & 1) claim(&own.reply[lane], call.epoch, 0, word);
         counts = is_sent(word, call.epoch);
     }
-    u32 counted = __ballot_sync(0xffffffffu, counts);
-    const u32 gone = missing & ~counted;
+    const u32 heard = __ballot_sync(0xffffffffu, counts), gone = missing & ~heard;
+    u32 counted = heard;
     fine = fine && (gone == 0 || give_up_on(call, own, e.patience, phase, gone));
     for (int first = 0; first < call.group->ranks; first += e.tensor) {  // a piece of an expert is none
         const u32 pieces = ((1u << e.tensor) - 1) << first;
         if ((counted & pieces) != pieces) counted &= ~pieces;
     }
-    if (!e.known && lane < call.group->ranks)
+    if (!e.known && lane < call.group->ranks) {
         e.outcome[kCounted * call.group->ranks + lane] = counted >> lane & 1;
+        e.outcome[kHeard * call.group->ranks + lane] = heard >> lane & 1;
+    }
     // With a bit that no rank has: that nobody counts is no failure.
     publish(call, own, kReplies, fine ? counted | 1u << 31 : 0);
 }
@@ -575,6 +589,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (e.step == kExpand) step_expand(call, e, own);
     if (e.step == kReply) step_reply(call, e, own);
     if (e.step == kSum) step_sum(call, e, own);
+    if (e.step == kSettle && call.block == 0 && threadIdx.x < 32) decide_packets(call, e, own);
     if (e.step == kRefuse && call.block == 0 && threadIdx.x == 0)
         give_up(call, kBadInput, static_cast<Phase>(kForTurn), call.me);
 }

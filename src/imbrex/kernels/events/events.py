@@ -7,6 +7,7 @@
     kernels.reply(call, experts(rows_RD), weighted=True)
     y_TD = kernels.sum(call)                                      # call.kept_TK: the choices that count
     back = kernels.send_back(call, d_y_TD)                        # and its backward, of the same ranks
+    kernels.settle(back)                                          # only where ranks share experts
     d_y_RD = kernels.take_back(back)
     kernels.reply(back, d_rows_RD, values_R=d_weights_R)
     d_x_TD, d_weights_TK = kernels.sum_back(back, d_rows_RD, d_weights_R)
@@ -41,9 +42,9 @@ Memory = struct("events/claims.cuh", "Memory")
 PatienceWords = struct("events/claims.cuh", "Patience")
 EVENTS = jit.Variant(source="events/events.cu", entry="run_events")
 THREADS, BLOCKS, SHARED = 512, 64, 4096
-SEND, PLACE, EXPAND, REPLY, SUM, REFUSE = range(6)
+SEND, PLACE, EXPAND, REPLY, SUM, REFUSE, SETTLE = range(7)
 KINDS, PHASES = ("", "events"), ("", "leave to send", "the packet", "the reply")
-ENDLESS = (1 << 64) - 1
+ENDLESS, MOST_CALLS = (1 << 64) - 1, (1 << 32) - 1
 WHOLE = 100000
 """Parts that a share is given in."""
 
@@ -96,9 +97,10 @@ class Patience:
         share: float = 0.0,
         factor: float | None = None,
     ) -> None:
-        self.tau_ns = ENDLESS if math.isinf(tau_s) else min(round(tau_s * 1e9), ENDLESS)
-        self.epsilon, self.every = epsilon, every
-        self.share, self.factor = round(share * WHOLE), factor or 0.0
+        self.tau_ns = ENDLESS if tau_s * 1e9 >= ENDLESS else round(tau_s * 1e9)
+        self.epsilon, self.every = epsilon, min(every, MOST_CALLS)
+        # 0 says that nothing is learnt.
+        self.share, self.factor = max(round(share * WHOLE), bool(share)), factor or 0.0
         self.memory = torch.zeros(ctypes.sizeof(Memory) // 4, dtype=torch.int32, device=device)
 
     def none(self) -> Patience:
@@ -122,8 +124,8 @@ class Patience:
 @dataclass(kw_only=True, slots=True)
 class EventsCall:
     """A call under way. tables: the slot of every expert and the first slot of every owner, int32.
-    outcome_3W: int32, whose replies count, whose packets came in time, and which homes count what they were
-    sent. known_3W: of a backward, the outcome of its forward."""
+    outcome_4W: int32, whose replies count, whose packets came in time, which homes count what they were sent,
+    and whose replies came. known_4W: of a backward, the outcome of its forward."""
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -133,8 +135,8 @@ class EventsCall:
     note: int
     routed: Routed
     kept_TK: Tensor
-    outcome_3W: Tensor
-    known_3W: Tensor | None = None
+    outcome_4W: Tensor
+    known_4W: Tensor | None = None
 
 
 class EventsKernels:
@@ -210,7 +212,7 @@ class EventsKernels:
             note=layer,
             routed=empty_routed(self.sizes, self.room.tokens, self.device),
             kept_TK=torch.empty(ids_TK.shape, dtype=torch.bool, device=self.device),
-            outcome_3W=torch.zeros(3, self.room.ranks, dtype=torch.int32, device=self.device),
+            outcome_4W=torch.zeros(4, self.room.ranks, dtype=torch.int32, device=self.device),
         )
         self._run(SEND, call)
         return call
@@ -226,10 +228,16 @@ class EventsKernels:
             x_TD=d_y_TD.contiguous(),
             patience=forward.patience.none(),
             note=~forward.note,
-            known_3W=forward.outcome_3W,
+            known_4W=forward.outcome_4W,
         )
         self._run(SEND, call)
         return call
+
+    def settle(self, call: EventsCall) -> None:
+        """Ask the homes that were served which of them count what they were sent, before `take_back`. Where
+        ranks share experts a home may have done without the rank beside this one: `call.outcome_4W[2]` knows
+        it from here on. Elsewhere it knew before."""
+        self._run(SETTLE, call)
 
     def take_back(self, call: EventsCall) -> Tensor:
         """The gradients of outputs at the rows of `call.routed`, of the homes that were served."""
@@ -279,7 +287,7 @@ class EventsKernels:
             note=0,
             routed=empty_routed(self.sizes, 1, self.device),
             kept_TK=none.bool(),
-            outcome_3W=none.int(),
+            outcome_4W=none.int(),
         )
         self._run(REFUSE, call)
 
@@ -312,8 +320,8 @@ class EventsKernels:
             addend=addend,
             out=out,
             kept=call.kept_TK,
-            outcome=call.outcome_3W,
-            known=call.known_3W,
+            outcome=call.outcome_4W,
+            known=call.known_4W,
             values=values,
             values_out=values_out,
             **self._fixed,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from imbrex.contracts import Experts, Output, Routing, RowExchange, Transport
-from imbrex.overlap.events.backward import Backward
-from imbrex.overlap.events.device import DeviceBackward, DeviceForward, DeviceSeat, why_not_backward
+from imbrex.exchange.agreement import agree
+from imbrex.overlap.events.device import DeviceForward, DeviceSeat
 from imbrex.overlap.events.forward import Forward
 from imbrex.overlap.events.ledger import Kind, Ledger
 from imbrex.overlap.events.seat import Patience, Seat, learnt
@@ -46,7 +46,6 @@ class Events:
         self.tau, self.epsilon, self.every = tau if isinstance(tau, str) else float(tau), epsilon, every
         bound = "" if every == 1 else f", every={every}"
         self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon}{bound})"
-        self._warned = False
         self._seats: weakref.WeakKeyDictionary[RowExchange, Seat | DeviceSeat] = weakref.WeakKeyDictionary()
 
     @staticmethod
@@ -69,11 +68,8 @@ class Events:
         if exchange.world_size == 1:
             return "asked for; one rank: as serial"
         often = "" if self.every == 1 else f", in one of {self.every} calls"
-        reason = f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}{often}"
-        if exchange.transport.name != "nvlink":
-            return reason
-        serially = self._serially(exchange)
-        return f"{reason}, by the GPU's clock" + ("" if serially is None else f"; {serially}")
+        clock = ", by the GPU's clock" if exchange.transport.name == "nvlink" else ""
+        return f"asked for; up to {self.epsilon} peers may be missing after tau={self.tau}{often}{clock}"
 
     def run(
         self,
@@ -87,9 +83,6 @@ class Events:
             return Serial().run(x_TD, routing, exchange, experts, addend)
         parameters = tuple(parameters_of(experts))
         keep = differentiated(x_TD, routing.weights_TK, *parameters)
-        if keep and self._serially(exchange) is not None:
-            self._warn_of_gradients(exchange)
-            return Serial().run(x_TD, routing, exchange, experts, addend)
         seat = self._seat(x_TD, routing, exchange)
         seat.check_in(exchange.geometry, x_TD, routing)
         problem = _why_not_placement(exchange)
@@ -97,8 +90,11 @@ class Events:
             # Every rank has the same placement, so this is every rank's sentence.
             raise ValueError(f"schedule: {problem}")
         call = exchange, experts, x_TD, routing
-        on_device = isinstance(seat, DeviceSeat)
-        forward = DeviceForward(seat, *call, keep=keep) if on_device else Forward(seat, *call, keep=keep)
+        forward = (
+            DeviceForward(seat, *call, keep=keep)
+            if isinstance(seat, DeviceSeat)
+            else Forward(seat, *call, keep=keep)
+        )
         forward.send()
         added = None if addend is None else addend()
         if not keep:
@@ -108,38 +104,27 @@ class Events:
         y_TD, kept_TK = _Run.apply(forward, x_TD, routing.weights_TK, added, *parameters)
         return Output(y_TD=y_TD, kept_TK=kept_TK if kept_TK.numel() else None)
 
-    def _serially(self, exchange: RowExchange) -> str | None:
-        """Why calls with gradients run serially, or `None`."""
-        return why_not_backward(exchange, self.epsilon) if exchange.transport.name == "nvlink" else None
-
-    def _warn_of_gradients(self, exchange: RowExchange) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"schedule: {self.name} over nvlink runs {self._serially(exchange)}", stacklevel=4)
-
     def _seat(self, x_TD: Tensor, routing: Routing, exchange: RowExchange) -> Seat | DeviceSeat:
         seat = self._seats.get(exchange)
         if seat is None:
             # A layer whose first input is wrong says so in this way, before its strategy runs.
             exchange.dispatcher.check_in(x_TD, routing)
-            problem = why_not_events(exchange, self.epsilon)
+            self._agree(exchange)
             if exchange.transport.name == "nvlink":
-                seat = DeviceSeat(exchange, self, problem, x_TD.shape[0])
+                seat = DeviceSeat(exchange, self, x_TD.shape[0])
             else:
-                patience = Patience(self.tau, self.every)
-                seat = Seat(exchange, patience, self.epsilon, problem)
+                seat = Seat(exchange, Patience(self.tau, self.every), self.epsilon)
             self._seats[exchange] = seat
             # Not a cycle through the exchange: connections close with the last reference to it.
-            geometry, dispatcher, kept_seat = exchange.geometry, exchange.dispatcher, seat
-            serially = self._serially(exchange)
-
-            def herald(x_TD: Tensor, routing: Routing) -> None:
-                if serially is not None and torch.is_grad_enabled():
-                    dispatcher.check_in(x_TD, routing)  # the others run serially
-                kept_seat.check_in(geometry, x_TD, routing)
-
-            exchange.herald = herald
+            exchange.herald = partial(seat.check_in, exchange.geometry)
         return seat
+
+    def _agree(self, exchange: RowExchange) -> None:
+        """Raises ValueError on every rank where they disagree, or where one cannot be served."""
+        problem = why_not_events(exchange, self.epsilon)
+        error = None if problem is None else ValueError(f"schedule: {problem}")
+        settings = {"tau": str(self.tau), "epsilon": self.epsilon, "every": self.every}
+        agree(exchange.transport, settings, "schedule: events", error)
 
 
 def _integer(text: str) -> int:
@@ -166,6 +151,10 @@ def why_not_events(exchange: RowExchange, epsilon: int) -> str | None:
     transport, geometry = exchange.transport, exchange.geometry
     if transport.device.type != "cpu" and transport.name != "nvlink":
         return f"events move rows of GPUs over nvlink alone, not over {transport.name}; use schedule='serial'"
+    codecs = exchange.wire.dispatch, exchange.wire.combine
+    codecs += exchange.wire.dispatch_backward, exchange.wire.combine_backward
+    if transport.name == "nvlink" and any(codec.name != "identity" for codec in codecs):
+        return "events over nvlink move rows as they are; leave the codec out, or use schedule='serial'"
     if transport.replicated:
         return f"transport {transport.name!r} moves no rows that events could wait for; use 'alltoall'"
     if transport.name != "nvlink" and cast("Transport", transport).ranks_per_node is not None:
@@ -214,8 +203,7 @@ class _Run(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         parameters = [p for p, need in zip(ctx.parameters, needed, strict=True) if need]
         d_y_TD = grads[0].contiguous()
-        kind: Any = DeviceBackward if isinstance(ctx.work, DeviceForward) else Backward
-        d_x_TD, d_weights_TK, d_parameters = kind(ctx.work, d_y_TD, parameters).run()
+        d_x_TD, d_weights_TK, d_parameters = ctx.work.backward(d_y_TD, parameters)
         ctx.work = None
         each = iter(d_parameters)
         d_each = [next(each) if need else None for need in needed]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from torch import Tensor
 from imbrex.codec.cast import from_bytes
 from imbrex.codec.columns import write
 from imbrex.exchange import rows
-from imbrex.overlap.events.forward import Batch, Forward
 from imbrex.overlap.events.ledger import Host, Kind
 from imbrex.overlap.gradients import gradients_of
+
+if TYPE_CHECKING:
+    from imbrex.overlap.events.forward import Batch, Forward
 
 
 class Backward:
@@ -103,7 +106,7 @@ class Backward:
         packets = {rank: forward.packets[rank] for rank in sorted(counted_ranks)}
         if not packets:
             packets[self.rank] = forward.packets[self.rank].nothing()
-        out_RD, batch = forward.compute(Batch.of(packets, forward.geometry.local_slots))
+        out_RD, batch = forward.compute(batch.of(packets, forward.geometry.local_slots))
         return batch, out_RD
 
     def _gradients_of(self, batch: Batch) -> Tensor:

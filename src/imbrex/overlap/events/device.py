@@ -3,7 +3,7 @@
 A backward is of the ranks that counted in its forward, which the device knows. A host may have computed rows
 of a home that then did without them. So, where there is patience, its backward asks the device what came of
 the forward, and computes the experts once more on the others' rows where there are such: gradients are then
-to the bit those of a call that was given the mask.
+to the bit those of a call that was given the mask. Where ranks share experts, homes say so in the backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from imbrex.contracts import Dispatched, Experts, Geometry, Handle, Placement, Routing, RowExchange
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import agree, explain, find_problem
+from imbrex.exchange.agreement import explain, find_problem
 from imbrex.exchange.nvlink_fit import DTYPE
 from imbrex.kernels.events.events import EventsKernels, Patience, Room
 from imbrex.kernels.ffn.glue import Groups
@@ -35,37 +35,13 @@ from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
 if TYPE_CHECKING:
     from imbrex.overlap.events import Events
 
-SHARED = "with gradients as serial, in which nobody is done without: tensor ranks share experts"
-
-
-def why_not_backward(exchange: RowExchange, epsilon: int) -> str | None:
-    """Why calls with gradients run serially, or `None`: of a piece that came in time and does not count, for
-    lack of another rank's, its host does not hear."""
-    return SHARED if epsilon and exchange.geometry.tensor_parallel > 1 else None
-
-
-def why_not_on_device(exchange: RowExchange) -> str | None:
-    """Why the kernels cannot run these calls, or `None`."""
-    wire = exchange.wire
-    codecs = wire.dispatch, wire.combine, wire.dispatch_backward, wire.combine_backward
-    if any(codec.name != "identity" for codec in codecs):
-        return "events over nvlink move rows as they are; leave the codec out, or use schedule='serial'"
-    return None
-
 
 class DeviceSeat:
     """An exchange's kernels, which layers of the same shape share, and its own patience. Made in its first
-    call, by all ranks together: there is room for as many tokens as any of them has then.
+    call, by all ranks together: there is room for as many tokens as any of them has then."""
 
-    Raises ValueError on every rank where they disagree, or where one cannot be served.
-    """
-
-    def __init__(self, exchange: RowExchange, events: Events, problem: str | None, num_tokens: int) -> None:
+    def __init__(self, exchange: RowExchange, events: Events, num_tokens: int) -> None:
         transport, geometry = cast("Nvlink", exchange.transport), exchange.geometry
-        problem = problem or why_not_on_device(exchange)
-        settings = {"tau": str(events.tau), "epsilon": events.epsilon, "every": events.every}
-        error = None if problem is None else ValueError(f"schedule: {problem}")
-        agree(transport, settings, "schedule: events", error)
         # host sync: once a layer
         largest = int(transport.exchange_counts(words(num_tokens)).max())
         room_tokens = max(largest, transport.max_tokens or 1)
@@ -207,20 +183,26 @@ class DeviceForward:
         if not call.patience.epsilon:
             return y_TD, None
         observer.count("drops", (~call.kept_TK).sum(), layer=layer)
-        observer.count("gave_up", 1 - call.outcome_3W[0].long(), layer=layer)
-        if self.keep:
-            self._tell_host()
+        observer.count("gave_up", 1 - call.outcome_4W[0].long(), layer=layer)
+        if self.keep and not self.shared:
+            self.tell_host()
         return y_TD, call.kept_TK
 
-    def _tell_host(self) -> None:
-        """Sends the outcome, which the backward asks for, on its way behind the forward."""
-        outcome_3W = self.call.outcome_3W
+    @property
+    def shared(self) -> bool:
+        """Whether a home may do without rows for lack of a rank that shares their experts, which the host
+        hears in the backward."""
+        return self.exchange.geometry.tensor_parallel > 1
+
+    def tell_host(self) -> None:
+        """Sends the outcome, which the backward asks for, on its way to the host."""
+        outcome_4W = self.call.outcome_4W
         self.mark: Mark | None = None
-        if outcome_3W.is_cuda and torch.cuda.is_current_stream_capturing():
+        if outcome_4W.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        self.heard_3W = torch.empty_like(outcome_3W, device="cpu", pin_memory=outcome_3W.is_cuda)
-        self.heard_3W.copy_(outcome_3W, non_blocking=True)
-        self.mark = Mark(outcome_3W.device)
+        self.told_4W = torch.empty_like(outcome_4W, device="cpu", pin_memory=outcome_4W.is_cuda)
+        self.told_4W.copy_(outcome_4W, non_blocking=True)
+        self.mark = Mark(outcome_4W.device)
 
     def computed_in_vain(self) -> bool:
         """Whether there may be rows here of homes that do without them."""
@@ -231,8 +213,14 @@ class DeviceForward:
         self.exchange.observer.count("host_syncs", 1, layer=self.exchange.layer)
         # host sync: only of a forward with patience
         self.mark.wait(math.inf)
-        _, came_W, served_W = self.heard_3W
+        _, came_W, served_W, _ = self.told_4W
         return bool((came_W > served_W).any())
+
+    def backward(
+        self, d_y_TD: Tensor, parameters: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Gradients of the tokens, of their weights, and of `parameters`; once."""
+        return DeviceBackward(self, d_y_TD, parameters).run()
 
 
 class DeviceBackward:
@@ -250,6 +238,9 @@ class DeviceBackward:
         observer, layer = exchange.observer, exchange.layer
         with observer.span("combine_backward", layer=layer):
             back = kernels.send_back(forward.call, self.d_y_TD, layer=layer)
+            if forward.shared and forward.call.patience.epsilon:
+                kernels.settle(back)
+                forward.tell_host()
         computed = self._graph()
         with observer.span("combine_backward", layer=layer):
             back.routed = computed.routed
@@ -278,9 +269,9 @@ class DeviceBackward:
         del forward.computed
         if not forward.computed_in_vain():
             return computed
-        served_W = forward.call.outcome_3W[2].bool()
+        served_W = forward.call.outcome_4W[2].bool()
         routed, order_R = computed.routed.without(served_W, computed.rows_RD.shape[0])
         return forward.compute(routed, computed.rows_RD.detach()[order_R])
 
 
-__all__ = ["DeviceBackward", "DeviceForward", "DeviceSeat", "why_not_backward"]
+__all__ = ["DeviceForward", "DeviceSeat"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Geometry, Routing, RowExchange
-from imbrex.exchange.agreement import PROBLEMS, agree, explain, find_problem
+from imbrex.exchange.agreement import PROBLEMS, explain, find_problem
 from imbrex.overlap.events.ledger import Kind
 from imbrex.runtime.waits import RankLostError
 from imbrex.transport.collective import Collective
@@ -102,16 +102,10 @@ class Record(Protocol):
 
 
 class Seat:
-    """The memory of an exchange between its calls. Made in its first call, by all ranks together.
+    """The memory of an exchange between its calls. Made in its first call, by all ranks together."""
 
-    Raises ValueError on every rank where they disagree, or where one cannot be served.
-    """
-
-    def __init__(self, exchange: RowExchange, patience: Patience, epsilon: int, problem: str | None) -> None:
+    def __init__(self, exchange: RowExchange, patience: Patience, epsilon: int) -> None:
         transport, geometry = exchange.transport, exchange.geometry
-        error = None if problem is None else ValueError(f"schedule: {problem}")
-        settings = {"tau": str(patience.tau), "epsilon": epsilon, "every": patience.every}
-        agree(transport, settings, "schedule: events", error)
         assert isinstance(transport, Collective)
         self.mail = Mail(transport, "schedule events")
         self.rank, self.peers = geometry.rank, [r for r in range(exchange.world_size) if r != geometry.rank]
