@@ -22,6 +22,7 @@ from imbrex.reproduce import (
     Finding,
     chart,
     comet_figure_8,
+    comet_layer,
     comet_measured,
     find,
     hybrid,
@@ -287,6 +288,7 @@ def test_comets_memory_beside_ours() -> None:
     # Two buffers of own tokens alone: 2 * 2 MiB * 4096 / 2 tokens of 4096 values.
     mixtral = next(row for row in finding.rows if row["case"] == {"model": "mixtral", "M": 4096, "W": 2})
     assert 32 < mixtral["mib"] < 200
+    assert "it is 2.0 times at most" in finding.verdict[0]
 
 
 def test_comets_figure_8_without_gpus_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +314,30 @@ def test_comets_figure_8_names_the_best_split(monkeypatch: pytest.MonkeyPatch) -
     assert finding.table[-1] == ("mixtral", "2 x 2", "4096", "", "8", "1.200", "4", "0.950")
     assert len(finding.rows) == 8
     assert "1.200 to 1.200 times as long" in finding.verdict[-1]
+
+
+@pytest.mark.parametrize(("number", "cases"), [(12, 4), (13, 5), (14, 6)])
+def test_comets_layers_without_gpus_are_blank(
+    number: int, cases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comet_layer, "unavailable", lambda: "no GPU")
+    finding = find(f"comet-figure-{number}", Asked())
+    assert len(finding.table) == 1 + cases
+    assert {cell for row in finding.table[1:] for cell in row[2:]} == {""}
+    assert finding.rows == []
+    assert "nothing of it was measured" in finding.verdict[-1]
+
+
+def test_comets_layers_over_ways_to_divide_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [{"over NCCL": 3000.0, "serial": 2000.0, "fused": 1000.0}] * 2
+    monkeypatch.setattr(comet_layer, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(comet_layer, "measure", lambda cases, world, rounds: times[: len(cases)])
+    finding = find("comet-figure-12", Asked())
+    assert [row[:2] for row in finding.table[1:]] == [("EP 2 x TP 1", "8192"), ("EP 1 x TP 2", "8192")]
+    assert finding.table[1][2:] == ("3.00", "2.00", "1.00", "3.00", "2.00")
+    assert len(finding.rows) == 6
+    assert "3.00 to 3.00 times as fast" in finding.verdict[-1]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("hybrid-ep-bandwidth", "bf16"), ("hybrid-ep-fp8", "fp8")])
@@ -391,9 +417,11 @@ def layer_row(impl: str, us: float, op: str = "forward") -> dict[str, Any]:
 
 
 def test_comets_layers_are_those_of_a_committed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wire costs serial 4 us and fused 1 of them; NCCL's layer takes twice its experts' time."""
+    """The wire costs serial 4 us and fused 1 of them; the faster layer over NCCL takes twice its experts'
+    time."""
     times = {
-        "nccl-a2a": 2000.0,
+        "nccl-a2a": 2500.0,
+        "nccl-agrs-bag": 2000.0,
         "floor": 1000.0,
         "imbrex-serial": 1600.0,
         "imbrex-fused": 1250.0,

@@ -26,6 +26,9 @@ TABLES: dict[str, tuple[str, str]] = {
     "comet-figure-1a": ("comet_measured:breakdown", "what communication takes of a layer; as committed"),
     "comet-figure-9": ("comet_measured:end_to_end", "whole models; as committed"),
     "comet-layers": ("comet_measured:layers", "figures 10 and 11 on two GPUs; as committed"),
+    "comet-figure-12": ("comet_layer:parallelism", "one layer over TP x EP; wants GPUs"),
+    "comet-figure-13": ("comet_layer:structures", "one layer over experts and top-k; wants GPUs"),
+    "comet-figure-14": ("comet_layer:skewed", "one layer over skew; wants GPUs"),
     "comet-table-3": ("comet_table_3", "memory that peers see"),
     "schemoe-clusters": ("simulated:schemoe", "simulated: table 10 on its cluster and two others"),
     "comet-figures-10-14": ("simulated:comet", "simulated: one layer over tokens, TP x EP, experts, skew"),
@@ -49,7 +52,7 @@ TABLES: dict[str, tuple[str, str]] = {
 """The module of this room, where it is not `find` its function, and one line, by name."""
 ALIASES = {
     "schemoe-figure-8": "schemoe-table-4",
-    **{f"comet-figure-{number}": "comet-figures-10-14" for number in range(10, 15)},
+    **{f"comet-figure-{number}": "comet-layers" for number in (10, 11)},
 }
 
 

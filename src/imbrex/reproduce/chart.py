@@ -10,12 +10,12 @@ COLOURS = ("#7f7f7f", "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], y_title: str) -> str:
-    """Draw bars. groups: by label under the axis, values by series."""
+    """Draw bars. groups: by label under the axis, values by series, if any."""
     series = list(dict.fromkeys(name for values in groups.values() for name in values))
-    top = 1.1 * max(value for values in groups.values() for value in values.values())
+    top = 1.1 * max((value for values in groups.values() for value in values.values()), default=1.0)
     parts, room = _frame(y_title, "", series), (WIDTH - LEFT - RIGHT) / len(groups)
     parts += _grid(0.0, top, lambda y: _height(y / top))
-    bar = 0.8 * room / len(series)
+    bar = 0.8 * room / max(len(series), 1)
     for place, (label, values) in enumerate(groups.items()):
         parts.append(_text(LEFT + (place + 0.5) * room, HEIGHT - BOTTOM + 18, label, anchor="middle"))
         for number, name in enumerate(series):

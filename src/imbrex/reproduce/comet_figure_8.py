@@ -95,7 +95,7 @@ def _sweep(rank: int, world: int, model: str, ways: Sequence[int], rounds: int) 
         placement = contiguous(shape.num_experts, world // tensor)
         sizes = placement, shape.hidden_size, shape.top_k
         exchange = Exchange(*sizes, group=dist.group.WORLD, transport="nvlink", tensor_parallel=tensor)
-        experts = _experts(shape, placement.local(rank // tensor), Shard(rank=rank % tensor, size=tensor))
+        experts = draw_experts(shape, placement.local(rank // tensor), Shard(rank=rank % tensor, size=tensor))
         for tokens in (4096, 16384):
             calls = _calls(exchange, experts, shape, tokens // world, rank)
             times = {
@@ -115,10 +115,13 @@ def _sweep(rank: int, world: int, model: str, ways: Sequence[int], rounds: int) 
     return sweeps
 
 
-def _experts(shape: Shape, slots: tuple[int, ...], shard: Shard) -> Experts:
+def draw_experts(
+    shape: Shape, slots: tuple[int, ...], shard: Shard, implementation: str = "kernels"
+) -> Experts:
+    """A rank's experts in bfloat16, drawn on its GPU."""
     sizes = shape.hidden_size, shape.intermediate_size
     experts = Experts(
-        slots, *sizes, shard=shard, implementation="kernels", device="meta", dtype=torch.bfloat16
+        slots, *sizes, shard=shard, implementation=implementation, device="meta", dtype=torch.bfloat16
     )
     experts = experts.to_empty(device="cuda")
     for weight in experts.parameters():

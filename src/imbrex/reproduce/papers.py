@@ -35,7 +35,8 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         COMET,
         "figures 10 to 14",
         "one layer over tokens, TP x EP, experts, skew, L20s",
-        "simulated: comet-figures-10-14; 10 and 11 on two GPUs: comet-layers",
+        "10 and 11 on two GPUs: comet-layers; comet-figure-12, -13 and -14 want GPUs; all five simulated: "
+        "comet-figures-10-14",
     ),
     (
         COMET,

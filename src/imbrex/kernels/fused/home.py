@@ -38,7 +38,8 @@ HOME = struct("fused/home.cu", "Home")
 MOST_LOCAL = HOME.ends.size // 8
 """Virtual ranks of a launch."""
 FIRST_BLOCKS = 16
-"""Blocks that begin with sums: the best of 8 to 32 beside narrow experts on one GPU (docs/fused-kernels.md)."""
+"""Blocks that begin with sums: the best of 8 to 32 beside narrow experts on one GPU
+(docs/fused-kernels.md)."""
 Pair = tuple[LeftGradient, LeftGradient]
 
 
