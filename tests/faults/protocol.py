@@ -49,6 +49,14 @@ ONCE_SURVIVED_HERE = [
 
 PROTOCOL = [
     Fault(
+        "a-flag-of-two-billion-calls-before",
+        "kernels/peers/protocol.cuh",
+        "words that only large calls write are taken for later ones after 2^31 calls",
+        "{ return value - epoch < kSoon; }",
+        "{ return static_cast<int>(value - epoch) >= 0; }",
+        ("unit/test_exchange_failed.py::test_a_flag_that_nobody_wrote_for_two_billion_calls_says_nothing",),
+    ),
+    Fault(
         "rows-asked-for-before-the-product-ends",
         "kernels/exchange/reduce.cuh",
         "sums of a small batch read rows that the last product is still writing",

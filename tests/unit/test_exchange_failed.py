@@ -15,17 +15,19 @@ from imbrex.kernels import jit
 from imbrex.kernels.exchange.exchange import NvlinkExchange, Routed
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.gemm.tiling import SHARED
+from imbrex.kernels.structs import struct
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.gemm import emulate
 from tests.emulated.rows_out import begin, beside_silent
-from tests.emulated.scenario import Case, Inputs, make_exchange, make_inputs, route
+from tests.emulated.scenario import Case, Inputs, check_exchange, make_exchange, make_inputs, route
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
 
 CASE = Case(placement=contiguous(6, 3), tokens=(16, 9, 12), choices=2, width=512, drop=0.0)
 THERE = 2
 """Ranks that are left of three."""
+CONTROL = struct("peers/protocol.cuh", "Control")
 
 
 class Recorded:
@@ -135,6 +137,33 @@ def test_what_a_rank_did_not_send_is_no_number(name: str, replayed: bool, zeros:
     with pytest.raises(ExchangeError, match="timed out"):
         exchange.check()
     assert out[:THERE].isnan().all()
+
+
+def after(exchange: NvlinkExchange, calls: int) -> None:
+    """Of every kind so many calls are over, none of which has written any other flag."""
+    for heap in exchange.heap.local:
+        for words in (CONTROL.epoch, CONTROL.started):
+            number = calls % 2**32 - 2**32 * (calls % 2**32 >= 2**31)
+            heap[words.offset : words.offset + words.size].view(torch.int32).fill_(number)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_flag_that_nobody_wrote_for_two_billion_calls_says_nothing(name: str, zeros: None) -> None:
+    exchange, inputs = make_exchange(CASE, load=Recorded, timeout=0.5), make_inputs(CASE)
+    routed = route(CASE, exchange, inputs)
+    exchange.check()
+    after(exchange, 2**31 + 5)
+    out, _ = CALLS[name](exchange, lose_a_rank(exchange, inputs), routed)
+    with pytest.raises(ExchangeError, match="timed out"):
+        exchange.check()
+    assert out[:THERE].isnan().all()
+
+
+def test_numbers_of_calls_wrap() -> None:
+    exchange = make_exchange(CASE, load=kernel.load, timeout=30.0)
+    after(exchange, 2**32 - 2)
+    for seed in range(3):
+        check_exchange(replace(CASE, seed=seed), exchange)
 
 
 @pytest.mark.parametrize("name", ["pull", "push", "gather", "combine"])

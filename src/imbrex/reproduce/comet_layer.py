@@ -48,8 +48,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """What is asked of a figure, what its text says (paper, and gain where it has one), and what cannot be
-    shown of it here."""
+    """A figure's question, cases and text (paper, and gain where it has one), and what it lacks here."""
 
     number: int
     about: str

@@ -133,10 +133,9 @@ def layers(asked: Asked) -> Finding:
         table=(("Comet, 8 H800", "2048 to 32768", "", "", "", "1.28 to 2.37", "86.5%"), *lines),
         differs=(
             _origin(source),
-            "The paper has Mixtral's experts on EP 8, and rivals that are libraries; here two GPUs, other "
-            "models besides, and the faster of NCCL's all-to-all and AllGather with ReduceScatter, with "
-            "torch's grouped products. M of 2048, 8192 and 32768 and EP 8 were not measured: "
-            "comet-figures-10-14 simulates them.",
+            "The paper has Mixtral's experts on EP 8, and libraries as rivals; here two GPUs, other models "
+            "too, and the faster of NCCL's all-to-all and AllGather with ReduceScatter. M of 2048, 8192 and "
+            "32768 and EP 8 were not measured: comet-figures-10-14 simulates them.",
             "Hidden of the wire, as the paper counts: rows that stay are compute. Blank where a rank has "
             "fewer experts than a token wants.",
         ),

@@ -5,8 +5,8 @@
 // pointers.
 //
 // Flags are words in the heap of the rank that waits; only one peer (and one block of it) writes a given
-// word, and only ever larger epochs, compared as differences so that they may wrap. The epoch of a kind of
-// kernel counts its calls and lives on the device, so a captured graph goes on counting.
+// word, and only ever larger epochs, compared as differences so that they may wrap (`reached`). The epoch of
+// a kind of kernel counts its calls and lives on the device, so a captured graph goes on counting.
 #pragma once
 #include "ptx/exchange.cuh"
 
@@ -166,7 +166,11 @@ __device__ __forceinline__ void end_rows(const Call& call, bool fine, void* resu
     for (i64 i = threadIdx.x; i < bytes / 16; i += blockDim.x) words[i] = {~0u, ~0u, ~0u, ~0u};
 }
 
-__device__ __forceinline__ bool reached(u32 value, u32 epoch) { return static_cast<int>(value - epoch) >= 0; }
+// Whether a word says this epoch or one of the next. Not every call writes every word: that of a block or of
+// a group of tokens which only large calls have may be 2^31 calls old, and half of all differences would take
+// it for a later one. Ranks meet in every routing, so none is ever so many calls ahead.
+constexpr u32 kSoon = 1u << 20;
+__device__ __forceinline__ bool reached(u32 value, u32 epoch) { return value - epoch < kSoon; }
 
 __device__ __forceinline__ bool failed(const Call& call) {
     return (ptx::load_relaxed_sys(&call.own->status[0]) | ptx::load_relaxed_sys(&call.own->gave_up)) != 0;
