@@ -59,17 +59,16 @@ def test_unequal_ranks_are_as_in_a_queue_of_events(arrival: Arrival, seed: int) 
     seconds = random_seconds(1 + seed % 4, 6, seed, weights=seed % 2 == 1)
     order = SCHEDULERS["stage-major" if seed % 3 == 0 else "optsche"](on_rank(seconds, 0))
     slow = Contention(compute=1.4, moves=1.6)
-    done = simulate(order, seconds, contention=slow, arrival=arrival, groups=2)
-    assert done.over == pytest.approx(Queue(order, seconds, slow, arrival, 2).run())
+    done = simulate(order, seconds, contention=slow, arrival=arrival)
+    assert done.over == pytest.approx(Queue(order, seconds, slow, arrival).run())
 
 
 class Queue:
     """The same by one event after the other, in the order of time."""
 
-    def __init__(self, order: Order, seconds, slow: Contention, arrival: Arrival, groups: int) -> None:
+    def __init__(self, order: Order, seconds, slow: Contention, arrival: Arrival) -> None:
         self.order, self.seconds, self.slow, self.arrival = order, seconds, slow, arrival
         self.ranks = len(next(iter(seconds.values())))
-        self.size = self.ranks // groups
         self.lines = (order.compute, order.moves)
         self.at = [[0, 0] for _ in range(self.ranks)]
         self.left = [[float(seconds[line[0]][r]) for line in self.lines] for r in range(self.ranks)]
@@ -136,15 +135,14 @@ class Queue:
         return woken
 
     def arrive(self, task: Task, rank: int, now: float) -> list[int]:
-        group = range(rank // self.size * self.size, (rank // self.size + 1) * self.size)
         self.sent[task][rank] = now
         degree = self.order.degree
         share = 1.0 if self.arrival is Arrival.COLLECTIVE else (task.chunk + 1) / degree
-        needed = int(np.ceil(share * self.size))
-        times = sorted(self.sent[task][r] for r in group if r in self.sent[task])
+        needed = int(np.ceil(share * self.ranks))
+        times = sorted(self.sent[task].values())
         woken = []
         if len(times) >= needed:
-            for r in group:
+            for r in range(self.ranks):
                 every = self.arrival is Arrival.COLLECTIVE
                 if (every or r in self.sent[task]) and (task, r) not in self.there:
                     self.there[task, r] = max(times[needed - 1], self.sent[task][r])
@@ -163,8 +161,6 @@ def test_an_order_with_a_cycle_is_refused() -> None:
     turned = Order(compute=(*rest, first), moves=order.moves)
     with pytest.raises(ValueError, match="the order has a cycle"):
         simulate(turned, seconds)
-    with pytest.raises(ValueError, match="3 ranks do not divide into 2 groups"):
-        simulate(order, seconds, groups=2)
 
 
 def test_rows_that_come_one_sided_wait_less() -> None:

@@ -55,23 +55,18 @@ def simulate(
     *,
     contention: Contention | None = None,
     arrival: Arrival = Arrival.COLLECTIVE,
-    groups: int = 1,
 ) -> Timeline:
-    """Run an order. seconds: of every task on every rank, alone, float64 [W]. groups: the ranks are that many
-    groups of neighbours, which exchange rows among themselves.
+    """Run an order. seconds: of every task on every rank, alone, float64 [W].
 
     Example: two ranks whose experts take 1 and 3 seconds, all else nothing: both are over after 3, as the
     faster one waits for rows.
 
-    Raises ValueError where tasks wait for tasks that come later, or ranks do not divide into the groups.
+    Raises ValueError where tasks wait for tasks that come later.
     """
-    ranks = len(next(iter(seconds.values())))
-    if ranks % groups:
-        raise ValueError(f"simulate: {ranks} ranks do not divide into {groups} groups")
-    state = _State(order, seconds, contention or Contention(), ranks)
+    state = _State(order, seconds, contention or Contention(), len(next(iter(seconds.values()))))
     for number in range(len(order.moves)):
         state.send(number, wait=arrival is Arrival.COLLECTIVE)
-        state.arrive(number, arrival, groups)
+        state.arrive(number, arrival)
     state.compute_on()
     return Timeline(begins=state.begins, ends=state.ends, over=state.over())
 
@@ -113,18 +108,17 @@ class _State:
             sending &= ~(busy & (left <= CLOSE))
         self.begins[task], self.ends[task] = begun, self.clock.copy()
 
-    def arrive(self, number: int, arrival: Arrival, groups: int) -> None:
+    def arrive(self, number: int, arrival: Arrival) -> None:
         """Say when a move that all have sent is there."""
         task = self.order.moves[number]
-        sent_GW = self.ends[task].reshape(groups, -1)
+        sent_W = self.ends[task]
         if arrival is Arrival.COLLECTIVE:
-            there = np.broadcast_to(sent_GW.max(1, keepdims=True), sent_GW.shape)
+            there_W = np.full_like(sent_W, sent_W.max())
         else:
-            share = (task.chunk + 1) / self.order.degree
-            last = int(np.ceil(share * sent_GW.shape[1])) - 1
-            there = np.maximum(np.sort(sent_GW, axis=1)[:, last : last + 1], sent_GW)
-        self.arrived_MW[number] = there.ravel()
-        self.ends[task] = self.arrived_MW[number].copy()
+            last = int(np.ceil((task.chunk + 1) / self.order.degree * len(sent_W))) - 1
+            there_W = np.maximum(np.sort(sent_W)[last], sent_W)
+        self.arrived_MW[number] = there_W
+        self.ends[task] = there_W
 
     def compute_on(self) -> None:
         """Advance every rank to the end of its computing line."""
