@@ -72,5 +72,6 @@ def _one_gpu(rows: list[Row]) -> Table:
         serial_us, *ours = (of[name]["median_us"] for name in (SERIAL, EVENTS, PATIENT))
         late = f", one {late_ms:g} ms late" if late_ms else ""
         cells = [cell for us in ours for cell in (f"{us:.0f}", f"{us / serial_us:.2f}")]
-        lines.append([f"{op}, {skew}{late}", f"{serial_us:.0f}", *cells, f"{of[PATIENT]['dropped_share']:.0%}"])
+        cells.append(f"{of[PATIENT]['dropped_share']:.0%}")
+        lines.append([f"{op}, {skew}{late}", f"{serial_us:.0f}", *cells])
     return Table(head=head, body=lines, rows=rows)

@@ -50,7 +50,11 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "sums": fused.sums,
         "sustained": fused.sustained,
     },
-    "docs/events.md": {"stragglers": events.stragglers, "training": events.training, "one gpu": events.one_gpu},
+    "docs/events.md": {
+        "stragglers": events.stragglers,
+        "training": events.training,
+        "one gpu": events.one_gpu,
+    },
     "docs/huggingface.md": {"steps": models.steps, "mean": models.mean},
     "docs/serving.md": {"one gpu": serve.one_gpu, "parts": serve.parts},
     "docs/codecs.md": {"rates": codecs.rates, "learning": codecs.learning},
