@@ -1,6 +1,7 @@
-"""Forwards over NVLink that are made again from a record: only what changes from call to call is done.
+"""Calls over NVLink that are made again from a record: only what changes from call to call is done.
 
     x_TD ──meeting of hosts──▶ [dispatch, weights of rows, gate and up, down, combine] ──▶ y_TD
+    d_y_TD ──▶ [pull, SwiGLU's gradient and its sums, both weights' gradients, rows', combine] ──▶ d_x_TD
 
 A forward by imbrex's own experts makes the same launches every time: of as many tokens, the same kernels on
 the same grids, with the same arguments but for four addresses (tokens, ids, weights, result). All that lies
@@ -8,7 +9,9 @@ between, rows and activations, is one piece of memory, or two where a backward k
 address stands for all others. The first call that gets this memory makes the launches by the code that always
 makes them, and what it launched is on record (`kernels.records`); the next ones launch that.
 
-To autograd the whole is one node. Its backward makes the steps, on parts of the memory that was kept.
+To autograd the whole is one node. Its backward is on record too, by the addresses of the memory that was
+kept, of a piece for what lies between, and of the weights' gradients, which a caching allocator gives again.
+Where it cannot be, it makes the steps, on parts of the memory that was kept.
 
 Nothing of a call's safety is left out: the input is looked at, hosts meet and compare their calls, every
 launch asks first whether an earlier one has failed, and where one rank has not promised rows that fit all
@@ -33,10 +36,12 @@ from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import RowGroups
-from imbrex.kernels.ffn.ffn import Saved, ffn, ffn_backward, run_products
+from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
+from imbrex.kernels.ffn.slopes import FUSED_WIDTH, parts_of_weights
 from imbrex.kernels.ffn.widths import fits
 from imbrex.kernels.gemm.gemm import check_products
+from imbrex.kernels.gemm.portable import is_portable
 from imbrex.kernels.records import Noted, recording
 from imbrex.kernels.routing.routed import Routed, Sizes
 from imbrex.kernels.rows.weights import run_spread
@@ -57,6 +62,8 @@ BLANKS = {
     lay.Reduce: {(1, "out"): 0},
 }
 """Addresses that a call brings, by the struct of the launch."""
+BLANKS_BACK = {lay.Pull: {(1, "x"): 0}, lay.Reduce: {(1, "out"): 0, (1, "values_out"): 1}}
+"""Addresses that a backward brings."""
 
 
 class Place(NamedTuple):
@@ -77,7 +84,8 @@ class Place(NamedTuple):
 
 class Memory(NamedTuple):
     """Everything between dispatch and combine: `words` of the routing, rows, their weights, counts and plan,
-    and `gate_up` for a backward, else empty; what the experts write. nbytes: of every piece."""
+    and `gate_up` for a backward, else empty; what the experts write. nbytes: of every piece. tokens: of a
+    rank, for which the routing has room."""
 
     words: Place
     rows: Place
@@ -88,10 +96,23 @@ class Memory(NamedTuple):
     act: Place
     out: Place
     nbytes: tuple[int, ...]
+    tokens: int
+
+
+class Scratch(NamedTuple):
+    """Memory of a backward: gradients of the experts' result, whose place those of the rows take; what the
+    experts write besides."""
+
+    d_rows: Place
+    act: Place
+    parts: Place
+    d_weights: Place
+    nbytes: int
 
 
 class Record(NamedTuple):
-    """The launches of a forward. kinds: of the exchange's calls that the first is."""
+    """The launches of a forward, or of a backward, whose last one may be nobody's need. kinds: of the
+    exchange's calls that the first is."""
 
     first: Any
     kinds: tuple[str, ...]
@@ -124,12 +145,28 @@ def memory_of(
         (DTYPE, (room, inner)),
         (DTYPE, (room, width)),
     ]
-    nbytes, places = [0, 0], []
-    for number, (dtype, shape) in enumerate(parts):
-        piece = int(keep and number >= len(parts) - 2)
-        places.append(Place(piece, nbytes[piece], dtype, shape))
-        nbytes[piece] += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
-    return Memory(*places, nbytes=tuple(nbytes[: 1 + keep]))
+    first = len(parts) - 2 * keep
+    places, nbytes = _places(parts[:first], 0)
+    others, more = _places(parts[first:], 1)
+    return Memory(*places, *others, nbytes=(nbytes, more)[: 1 + keep], tokens=tokens)
+
+
+def scratch_of(memory: Memory, down_eDF: Tensor) -> Scratch:
+    """Memory for the backward of a forward with `memory`."""
+    (room, inner), width = memory.act.shape, memory.out.shape[1]
+    parts = parts_of_weights(room, down_eDF)
+    floats = ((torch.float32, (parts, room)), (torch.float32, (room,)))
+    places, nbytes = _places([(DTYPE, (room, width)), (DTYPE, (room, inner)), *floats], 0)
+    return Scratch(*places, nbytes=nbytes)
+
+
+def _places(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]], piece: int) -> tuple[list[Place], int]:
+    """Places of tensors behind one another, and their bytes."""
+    places, nbytes = [], 0
+    for dtype, shape in tensors:
+        places.append(Place(piece, nbytes, dtype, shape))
+        nbytes += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+    return places, nbytes
 
 
 def _sizes(shape: lay.Shape) -> Sizes:
@@ -139,6 +176,11 @@ def _sizes(shape: lay.Shape) -> Sizes:
 def new_piece(nbytes: int, device: torch.device) -> Tensor:
     """With a caching allocator mostly that of the last call, and of the layer before."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def new_gradient(weight: Tensor) -> Tensor:
+    """With a caching allocator mostly that of the last step."""
+    return torch.empty_like(weight)
 
 
 def on_gpu(x_TD: Tensor) -> bool:
@@ -152,11 +194,13 @@ class Recorder:
         # In a circle the heaps of a layer that is garbage would stay until Python looks for circles.
         self.dispatcher: NvlinkDispatcher = weakref.proxy(dispatcher)
         self._memories: dict[Any, Memory] = {}
+        self._scratches: dict[Any, Scratch] = {}
         self._records: dict[Any, Record] = {}
 
     def forget(self) -> None:
         """Take nothing from the record any more: experts live elsewhere, or choices are counted."""
         self._memories.clear()
+        self._scratches.clear()
         self._records.clear()
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Any) -> Tensor | None:
@@ -271,7 +315,7 @@ class Recorder:
         """Make the launches, and keep them."""
         (kernels, part, memory, _), (ids_TK, weights_TK, x_TD) = call, inputs
         sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
-        words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:-1])
+        words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:8])
         routed = Routed.of_words(words, _sizes(kernels.shape))
         row_groups, tokens = RowGroups(*groups), (x_TD, ids_TK, weights_TK)
         with recording() as tape:
@@ -287,19 +331,101 @@ class Recorder:
             run_products(rows_RD, weights, plan, act_RF, out_RD, row_groups.weights, also)
             self._meet_again()
             kernels.combine(out_RD, routed, weighted=False, num_sms=sms.combine, out=y_TD)
+        if len(tape) == (4 if part.is_small else 5):  # products of other GPUs are on no tape
+            first, *between, last = tape
+            kinds = ("small",) if part.is_small else ("pull", "route")
+            self._keep(
+                key, first.again(BLANKS[type(first.args[1])]), kinds, between, last.again(BLANKS[lay.Reduce])
+            )
+
+    def _keep(
+        self, key: Any, first: Any, kinds: tuple[str, ...], between: Sequence[Any], last: Any | None
+    ) -> None:
         if len(self._records) >= MOST_RECORDS:
             self._records.clear()
-        if len(tape) == (4 if part.is_small else 5):  # products of other GPUs are on no tape
-            self._records[key] = self._again(tape, ("small",) if part.is_small else ("pull", "route"))
+        again = tuple(launch.again() if isinstance(launch, Noted) else launch for launch in between)
+        self._records[key] = Record(first=first, kinds=kinds, between=again, last=last)
 
-    def _again(self, tape: Sequence[Any], kinds: tuple[str, ...]) -> Record:
-        first, *between, last = tape
-        return Record(
-            first=first.again(BLANKS[type(first.args[1])]),
-            kinds=kinds,
-            between=tuple(launch.again() if isinstance(launch, Noted) else launch for launch in between),
-            last=last.again(BLANKS[type(last.args[1])]),
-        )
+    def launch_back(
+        self,
+        memory: Memory,
+        size: Any,
+        saved: Sequence[Tensor],
+        d_y_TD: Tensor,
+        needs: tuple[bool, bool, bool, bool],
+        choices: int,
+    ) -> list[Tensor | None] | None:
+        """Gradients of tokens, of their choices' weights, of gate_up and of down, `None` where not needed;
+        `None` where the steps are to be made. saved: the memory that was kept, and both weights."""
+        dispatcher, (piece, *weights) = self.dispatcher, saved
+        if dispatcher.observer.enabled or dispatcher.transport.capturing:
+            return None
+        scratch = self._scratches.get(size)
+        if scratch is None:
+            scratch = self._plan_back(memory, weights[1])
+            if scratch is None:
+                return None
+            self._scratches[size] = scratch
+        kernels = dispatcher.transport.exchange_of(dispatcher.size, memory.tokens)
+        kernels.layer, d_y_TD = dispatcher.layer, d_y_TD.contiguous()
+        between, home = new_piece(scratch.nbytes, piece.device), needs[0] or needs[1]
+        d_x_TD = torch.empty_like(d_y_TD) if home else None
+        d_weights_TK = d_y_TD.new_empty((len(d_y_TD), choices), dtype=torch.float32) if home else None
+        gradients = [new_gradient(w) if need else None for w, need in zip(weights, needs[2:], strict=True)]
+        at = [0 if t is None else t.data_ptr() for t in (piece, between, *weights, *gradients)]
+        key = size, kernels.serial, needs, len(d_y_TD), kernels.next_buffer("pull"), *at
+        record, results = self._records.get(key), (d_x_TD, d_weights_TK)
+        if record is None:
+            self._record_back(
+                key, kernels, (memory, scratch), (piece, between), weights, d_y_TD, results, gradients
+            )
+        else:
+            kernels.launch_again(record.first, record.kinds, d_y_TD.data_ptr())
+            for launch in record.between:
+                launch.launch()
+            check_products(d_y_TD.get_device())
+            if d_x_TD is not None and d_weights_TK is not None:
+                kernels.launch_again(record.last, ("combine",), d_x_TD.data_ptr(), d_weights_TK.data_ptr())
+        results = d_x_TD if needs[0] else None, d_weights_TK if needs[1] else None
+        return [*results, *gradients]
+
+    def _plan_back(self, memory: Memory, down_eDF: Tensor) -> Scratch | None:
+        """Memory for a backward; `None` where rows cross in fp8, where SwiGLU's gradient is a kernel of its
+        own, and where everything is looked at."""
+        wire, device = self.dispatcher.wire, down_eDF.get_device()
+        coded = is_coded(wire.combine_backward) or is_coded(wire.dispatch_backward)
+        if coded or down_eDF.shape[1] > FUSED_WIDTH or is_portable(device):
+            return None
+        scratch = scratch_of(memory, down_eDF)
+        return scratch if scratch.nbytes <= MOST_BYTES else None
+
+    def _record_back(
+        self,
+        key: Any,
+        kernels: NvlinkExchange,
+        memories: tuple[Memory, Scratch],
+        pieces: tuple[Tensor, Tensor],
+        weights: Sequence[Tensor],
+        d_y_TD: Tensor,
+        home: tuple[Tensor | None, Tensor | None],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """Make the launches of a backward, and keep them."""
+        sms, (d_x_TD, d_weights_TK) = self.dispatcher, home
+        words, rows_RD, weights_R, plan, gate_up_RG = parts_of(memories[0], pieces[0])
+        d_rows_RD, act_RF, parts_PR, d_weights_R = (place.of(pieces[1:]) for place in memories[1][:4])
+        routed = Routed.of_words(words, _sizes(kernels.shape))
+        saved = Saved(rows_RD, *weights, plan, weights_R, gate_up_RG)
+        to = Slots(act_RF, parts_PR, d_weights_R, d_rows_RD if d_x_TD is not None else None, *gradients)
+        with recording() as tape:
+            kernels.pull(d_y_TD, routed, num_sms=sms.sms.dispatch, out=d_rows_RD)
+            run_gradients(d_rows_RD, saved, to)
+            if d_x_TD is not None and d_weights_TK is not None:
+                values = {"num_sms": sms.sms_home.combine, "values": (d_weights_R, d_weights_TK)}
+                kernels.combine(d_rows_RD, routed, weighted=False, out=d_x_TD, **values)
+        first, *between = tape
+        last = None if d_x_TD is None else between.pop().again(BLANKS_BACK[lay.Reduce])
+        self._keep(key, first.again(BLANKS_BACK[lay.Pull]), ("pull",), between, last)
 
 
 class _Whole(torch.autograd.Function):
@@ -311,7 +437,8 @@ class _Whole(torch.autograd.Function):
         weights = gate_up_eGD, down_eDF
         y_TD, pieces = recorder.launch(call, (ids_TK, weights_TK, x_TD), weights)
         ctx.save_for_backward(pieces[0], *weights)
-        ctx.memory, ctx.key, ctx.shape = call.memory, recorder.dispatcher.key, weights_TK.shape
+        ctx.memory, ctx.size = call.memory, call.size
+        ctx.key, ctx.shape = recorder.dispatcher.key, weights_TK.shape
         ctx.consumed = False
         ctx.set_materialize_grads(False)
         return y_TD
@@ -322,11 +449,18 @@ class _Whole(torch.autograd.Function):
         (d_y_TD,) = gradients
         if d_y_TD is None:
             return (None,) * 5
-        piece, gate_up_eGD, down_eDF = ctx.saved_tensors
+        saved_tensors, as_operators = ctx.saved_tensors, traced(d_y_TD)
+        if not (ctx.consumed or as_operators):
+            recorder = autograd.dispatcher_by(ctx.key).recorder
+            of = ctx.memory, ctx.size, saved_tensors, d_y_TD, ctx.needs_input_grad[:4], ctx.shape[1]
+            results = recorder.launch_back(*of)
+            if results is not None:
+                ctx.consumed = True
+                return *results, None
+        piece, gate_up_eGD, down_eDF = saved_tensors
         words, rows_RD, weights_R, plan, gate_up_RG = parts_of(ctx.memory, piece)
         if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
             gate_up_RG = gate_up_RG[:0]
-        as_operators = traced(d_y_TD)
         ctx.consumed = ctx.consumed or not as_operators
         x, choices, gate_up, down, _ = ctx.needs_input_grad
         run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward

@@ -25,6 +25,7 @@ from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
 from imbrex.kernels.ffn.inputs import check_inputs
+from imbrex.kernels.ffn.slopes import FUSED_WIDTH, parts_of_weights, run_slopes
 from imbrex.kernels.ffn.widths import MULTIPLE, fits, pad_widths
 from imbrex.kernels.gemm.gemm import (
     ALONE,
@@ -57,9 +58,6 @@ _library.define(
     " Tensor? weights_R, Tensor gate_up_RG, bool[3] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
-
-FUSED_WIDTH = 4096
-"""D up to which SwiGLU's gradient is cheaper in a product's epilogue than in its own (gemm/backward.cuh)."""
 
 
 def ffn(
@@ -381,31 +379,40 @@ def _swiglu_gradient(
         _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF, beside=beside)
         operands = d_act_RF, slopes.gate_up, weights_R, groups.ends_e
         return swiglu_backward(*operands, keep=slopes.keep, out=(slopes.d_gate_up, d_act_RF))[1:]
-    tiling = choose_tiling(
-        Layout.DGRAD,
-        Epilogue.SWIGLU_GRADIENT,
-        rows,
-        groups.ends_e.numel(),
-        (rows, inner),
-        sms=multiprocessors(d_y_RD.get_device()),
-    )
-    act_RF, parts = d_y_RD.new_empty(rows, inner), None
+    act_RF, parts_PR, d_weights_R = d_y_RD.new_empty(rows, inner), None, None
     if weights_R is not None:
-        parts = weights_R.new_empty(-(-inner // tiling.block_n), rows)
-    launch_gemm(
-        Layout.DGRAD,
-        d_y_RD,
-        down_eDF,
-        groups.ends_e,
-        act_RF,
-        groups.counter,
-        tiling=tiling,
-        epilogue=Epilogue.SWIGLU_GRADIENT,
-        weights_R=weights_R,
-        slopes=replace(slopes, d_weights=parts),
-        beside=beside,
-    )
-    return act_RF, None if parts is None else parts.sum(0)
+        parts_PR = weights_R.new_empty(parts_of_weights(rows, down_eDF), rows)
+        d_weights_R = torch.empty_like(weights_R)
+    slopes = replace(slopes, d_weights=parts_PR)
+    run_slopes(d_y_RD, down_eDF, groups, slopes, weights_R, act_RF, d_weights_R, beside)
+    return act_RF, d_weights_R
+
+
+class Slots(NamedTuple):
+    """Tensors that `run_gradients` writes, `None` where a gradient is not needed. parts_PR: float32, as many
+    as `parts_of_weights` says. d_rows_RD may lie where the gradient of the result does."""
+
+    act_RF: Tensor
+    parts_PR: Tensor
+    d_weights_R: Tensor
+    d_rows_RD: Tensor | None
+    d_gate_up_eGD: Tensor | None
+    d_down_eDF: Tensor | None
+
+
+def run_gradients(d_y_RD: Tensor, saved: Saved, to: Slots) -> None:
+    """Queue what `ffn_gradients` does with rows and weights of rows, of widths up to `FUSED_WIDTH`, into
+    memory of the caller's. The gradient of gate and up is written over them."""
+    groups, gate_up_RG = Groups(saved.plan), saved.gate_up_RG
+    keep = to.d_down_eDF is not None
+    slopes = Slopes(gate_up=gate_up_RG, d_gate_up=gate_up_RG, keep=keep, d_weights=to.parts_PR)
+    run_slopes(d_y_RD, saved.down_eDF, groups, slopes, saved.weights_R, to.act_RF, to.d_weights_R)
+    if to.d_down_eDF is not None:
+        _gemm(Layout.WGRAD, d_y_RD, to.act_RF, groups, to.d_down_eDF)
+    if to.d_gate_up_eGD is not None:
+        _gemm(Layout.WGRAD, gate_up_RG, saved.rows_RD, groups, to.d_gate_up_eGD)
+    if to.d_rows_RD is not None:
+        _gemm(Layout.DGRAD, gate_up_RG, saved.gate_up_eGD, groups, to.d_rows_RD)
 
 
 def _fake_ffn_backward(d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, needs):

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from imbrex.kernels import records
 from imbrex.kernels.jit import Kernel, Variant, load
 
 SOURCE = "ffn/glue.cu"
@@ -18,6 +19,7 @@ KERNELS = (
     "plan_groups",
     "swiglu",
     "swiglu_backward",
+    "add_parts",
     "gather_rows",
     "weigh_rows",
     "sum_rows",
@@ -111,6 +113,16 @@ def swiglu_backward(
     act = act_RF if keep else None
     _launch("swiglu_backward", d_act_RF, gate_up_RG, weights_R, *count, d_gate_up_RG, act, d_weights_R)
     return d_gate_up_RG, act_RF, d_weights_R
+
+
+def add_parts(parts_PR: Tensor, ends_e: Tensor, out_R: Tensor) -> None:
+    """The sum of every row's parts, float32, in their order, into `out_R`."""
+    kernel, rows = _kernel("add_parts", parts_PR.device), len(out_R)
+    args = [parts_PR, len(parts_PR), rows, ends_e, ends_e.numel(), out_R]
+    how = {"grid": max(1, min(_blocks(parts_PR.device), -(-rows // _THREADS))), "block": _THREADS}
+    kernel.launch(args=args, **how)
+    if records.running:
+        records.note(records.Noted(kernel, args, how))
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, ends_e: Tensor, choices: int = 1) -> Tensor:
