@@ -5,6 +5,9 @@ Python and torch's dispatcher run as on a GPU; kernels do nothing, so the rows m
 its arguments and ends there, memory is the CPU's, and the ranks are one, which waits for nobody: times leave
 out the driver's launches (2 to 5 us each on a GPU) and the meeting of hosts. Calls of Python functions and of
 torch's operators are counted exactly; times are medians, for comparing versions on one machine.
+
+`--gpu` times the layer itself on a GPU, one rank, until the call returns, with nothing queued before it; with
+checksums of what it gives, by which versions are told to have the same bits.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import pstats
 import statistics
 import tempfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -244,14 +248,112 @@ def report(name: str, call: Callable[[], Any], repeats: int, lines: int) -> None
         print(dict(operators.most_common()))
 
 
+def make_gpu_layer(model: str, tokens: int) -> MoELayer:
+    shape, group = MODELS[model], dist.group.WORLD
+    torch.manual_seed(0)
+    config = MoEConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+    )
+    kind = {"experts": "kernels", "dtype": torch.bfloat16, "device": "cuda"}
+    return MoELayer(config, group, transport=Nvlink(group, max_tokens=max(512, tokens)), **kind)
+
+
+def checksum(tensors: list[Tensor | None]) -> str:
+    """A number of the bits of each."""
+    return " ".join(
+        "none" if t is None else f"{zlib.crc32(t.detach().cpu().contiguous().view(torch.uint8).numpy()):08x}"
+        for t in tensors
+    )
+
+
+def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> None:
+    """Times of calls on a GPU, with autograd's own thread and with backwards in the caller's."""
+    layer = make_gpu_layer(model, tokens)
+    x = torch.randn(tokens, MODELS[model].hidden_size, device="cuda", dtype=torch.bfloat16)
+    needs, d_y = x.clone().requires_grad_(), torch.randn_like(x)
+
+    def forward() -> None:
+        with torch.no_grad():
+            layer(x)
+
+    def step() -> None:
+        layer(needs).backward(d_y)
+        needs.grad = None
+        layer.zero_grad()
+
+    calls = {"forward": forward, "forward, kept": lambda: layer(needs), "step": step}
+    for name, call in {**calls, "step, one thread": step}.items():
+        torch.autograd.set_multithreading_enabled(name != "step, one thread")
+        time_on_gpu(f"{tokens} tokens, {name}", call, repeats)
+    if lines:
+        print_profile(step, lines)
+    torch.autograd.set_multithreading_enabled(True)
+    for _ in range(3):
+        y = layer(needs)
+        y.backward(d_y)
+        print("bits", checksum([y, needs.grad, *(p.grad for p in layer.parameters())]))
+        needs.grad = None
+        layer.zero_grad()
+    layer.close()
+
+
+def time_on_gpu(name: str, call: Callable[[], Any], repeats: int) -> None:
+    spent, whole = [], []
+    for number in range(20 + repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        torch.cuda.synchronize()
+        if number >= 20:
+            spent.append(1e6 * (end - start))
+            whole.append(1e6 * (time.perf_counter() - start))
+    quick, median, end = statistics.quantiles(spent, n=10)[0], *map(statistics.median, (spent, whole))
+    print(f"{name:32} host {median:7.1f} us, a tenth below {quick:7.1f}; to the end {end:7.1f}")
+
+
+def print_profile(call: Callable[[], None], lines: int) -> None:
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(100):
+        call()
+    profile.disable()
+    torch.cuda.synchronize()
+    stats = pstats.Stats(profile)
+    print(f"{stats.total_calls / 100:.0f} calls of functions")  # type: ignore[attr-defined]
+    stats.sort_stats("tottime").print_stats(lines)
+    with listen(activities=[ProfilerActivity.CPU]) as heard:
+        for _ in range(20):
+            call()
+    total: Counter[str] = Counter()
+    number: Counter[str] = Counter()
+    for event in heard.events() or ():
+        if event.cpu_parent is None or event.cpu_parent.name.startswith("autograd::engine"):
+            total[event.name] += event.cpu_time_total / 20
+            number[event.name] += 1
+    for name, us in total.most_common(lines):
+        print(f"{us:8.1f} us {number[name] / 20:5.1f} {name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--tokens", type=int, default=300, help="more than 256 go the long way (300)")
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="where the time goes")
+    parser.add_argument("--gpu", nargs="*", type=int, metavar="TOKENS", help="on a GPU, of so many tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.gpu is not None:
+        store = f"file://{Path(tempfile.mkdtemp(), 'store')}"
+        where: dict[str, Any] = {"rank": 0, "world_size": 1, "device_id": torch.device("cuda", 0)}
+        dist.init_process_group("nccl", init_method=store, **where)
+        for tokens in args.gpu or (300, 16):
+            on_gpu(args.model, tokens, args.repeats, args.profile)
+        os._exit(0)
     keep_memory()
     idle()
     folder = tempfile.mkdtemp()
