@@ -259,7 +259,9 @@ def make_gpu_layer(model: str, tokens: int) -> MoELayer:
 def checksum(tensors: list[Tensor | None]) -> str:
     """A number of the bits of each."""
     return " ".join(
-        "none" if t is None else f"{zlib.crc32(t.detach().cpu().contiguous().view(torch.uint8).numpy()):08x}"
+        "none"
+        if t is None
+        else f"{zlib.crc32(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()):08x}"
         for t in tensors
     )
 

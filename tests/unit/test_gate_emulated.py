@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from imbrex.kernels.gate import choose as kernels
+from imbrex.router import node
 from imbrex.router.chosen import choose_by_kernels
 from imbrex.router.gates import Gate, Groups, choose
 from imbrex.router.global_batch import GlobalBatch
+from imbrex.router.logits import logits_backward, split
 from imbrex.router.losses import AuxLosses, auxiliary_losses
 from tests.emulated import kernel
 
@@ -286,3 +289,37 @@ def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     _, weights_TK, losses = choose_by_kernels(leaf, None, Gate().choice(4), BOTH.names, 1, ALONE)
     (weights_TK.sum() + BOTH.total(losses)).backward()
     assert launched == ["choose_and_sum", "sum_losses", "choose_and_losses_backward"]
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.float() @ b.float()
+
+
+@pytest.mark.parametrize("losses", [AuxLosses(), BOTH], ids=["no losses", "all losses"])
+@pytest.mark.parametrize("name", ["scores as they are", "deepseek_v3"])
+def test_one_node_has_the_bits_of_two(name: str, losses: AuxLosses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids, weights, losses and the gradients of tokens and weight, those of few products and of large ones;
+    the gradient of the logits in the two parts that the operators make."""
+    gate, experts, top_k = GATES[name]
+    torch.manual_seed(3)
+    monkeypatch.setattr(node, "run_logits", lambda x_TD, weight_ED: product(x_TD, weight_ED.t()))
+    monkeypatch.setattr(node, "logits_backward", functools.partial(logits_backward, product=product))
+    bias_E = torch.randint(-3, 4, (experts,)) / 64 if gate.bias else None
+    x_TD, weight_ED = (torch.randn(size, 64).bfloat16() for size in (42, experts))
+    d_TK, what = torch.randn(42, top_k), (bias_E, gate.choice(top_k), losses.names, 2, ALONE)
+    x, weight = (t.clone().requires_grad_() for t in (x_TD, weight_ED))
+    ids_TK, weights_TK, found = node.gate_by_kernels(x, weight, *what)
+    ((weights_TK * d_TK).sum() + losses.total(found)).backward()
+    logits_TE = product(x_TD, weight_ED.t()).requires_grad_()
+    same_TK, their_weights_TK, theirs = choose_by_kernels(logits_TE, *what)
+    ((their_weights_TK * d_TK).sum() + losses.total(theirs)).backward()
+    assert logits_TE.grad is not None
+    parts = torch.cat(split(logits_TE.grad), dim=1).bfloat16()
+    gradients = logits_backward(parts, x_TD, weight_ED, True, True, product)
+    assert torch.equal(ids_TK, same_TK)
+    assert torch.equal(weights_TK, their_weights_TK)
+    assert found == theirs
+    for leaf, expected in zip((x, weight), gradients, strict=True):
+        assert leaf.grad is not None
+        assert expected is not None
+        assert torch.equal(leaf.grad, expected)

@@ -30,7 +30,8 @@ def test_gradients_are_those_of_float32_copies() -> None:
     """Within 2^-14 of the sums' terms and one rounding to bfloat16."""
     x_TD, weight_ED = torch.randn(T, D).bfloat16(), torch.randn(E, D).bfloat16()
     d_logits_TE = torch.randn(T, E, dtype=torch.float32)
-    d_x_TD, d_weight_ED = logits_backward(d_logits_TE, x_TD, weight_ED, _product, True, True)
+    parts = torch.cat(split(d_logits_TE), dim=1).bfloat16()
+    d_x_TD, d_weight_ED = logits_backward(parts, x_TD, weight_ED, True, True, _product)
     for found, left, right in (
         (d_x_TD, d_logits_TE, weight_ED),
         (d_weight_ED, d_logits_TE.t(), x_TD),
@@ -43,15 +44,15 @@ def test_gradients_are_those_of_float32_copies() -> None:
 
 def test_nothing_is_computed_that_nobody_needs() -> None:
     x_TD, weight_ED = torch.randn(T, D).bfloat16(), torch.randn(E, D).bfloat16()
-    d_logits_TE = torch.randn(T, E, dtype=torch.float32)
-    assert logits_backward(d_logits_TE, x_TD, weight_ED, _product, False, False) == (None, None)
+    parts = torch.randn(T, 2 * E).bfloat16()
+    assert logits_backward(parts, x_TD, weight_ED, False, False) == (None, None)
 
 
 @pytest.mark.skipif(not kernel.available(), reason="compiles the kernel with g++")
 @pytest.mark.parametrize(("tokens", "experts", "width"), [(1, 9, 8), (8, 16, 2048), (19, 7, 2056)])
 def test_logits_of_few_tokens(tokens: int, experts: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one block and several, of which the last have fewer; the same bits whoever is beside."""
-    monkeypatch.setattr(few, "_kernel", lambda _: kernel.load(few.VARIANT))
+    monkeypatch.setattr(few, "_kernel", lambda variant, _: kernel.load(variant))
     torch.manual_seed(0)
     x_TD, weight_ED = torch.randn(tokens, width).bfloat16(), torch.randn(experts, width).bfloat16()
     logits_TE = few.logits_of_few(x_TD, weight_ED)
@@ -72,3 +73,12 @@ def test_who_gets_them_by_that_kernel() -> None:
         reason = few.why_not_few(x_TD.bfloat16(), weight_ED)
         assert reason is not None
         assert said in reason
+
+
+@pytest.mark.skipif(not kernel.available(), reason="compiles the kernel with g++")
+def test_halves_are_added_and_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few, "_kernel", lambda variant, _: kernel.load(variant))
+    halves = torch.randn(2 * 3, 700)
+    out = few.add_halves(halves, torch.empty(3, 700).bfloat16())
+    assert torch.equal(out, halves.unflatten(0, (2, -1)).sum(0).bfloat16())
+    assert "multiple of 4" in str(few.why_not_halves(torch.zeros(2, 6, 3)[:, :3]))

@@ -451,9 +451,9 @@ class _Whole(torch.autograd.Function):
             return (None,) * 5
         saved_tensors, as_operators = ctx.saved_tensors, traced(d_y_TD)
         if not (ctx.consumed or as_operators):
-            recorder = autograd.dispatcher_by(ctx.key).recorder
+            dispatcher: Any = autograd.dispatcher_by(ctx.key)
             of = ctx.memory, ctx.size, saved_tensors, d_y_TD, ctx.needs_input_grad[:4], ctx.shape[1]
-            results = recorder.launch_back(*of)
+            results = dispatcher.recorder.launch_back(*of)
             if results is not None:
                 ctx.consumed = True
                 return *results, None

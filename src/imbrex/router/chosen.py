@@ -64,7 +64,7 @@ def choose_by_kernels(
         if differentiated(logits_TE):
             ids_TK, weights_TK, *losses = _Choose.apply(logits_TE, bias_E, how)
         else:
-            ids_TK, weights_TK, _, losses = _run(logits_TE.contiguous(), bias_E, *how)
+            ids_TK, weights_TK, _, losses = run_choice(logits_TE.contiguous(), bias_E, *how)
     return only(kept_TK, ids_TK), weights_TK, dict(zip((n for n in NAMES if n in names), losses, strict=True))
 
 
@@ -76,7 +76,7 @@ def only(kept_TK: Tensor | None, ids_TK: Tensor) -> Tensor:
 Chosen = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, list[Tensor]]
 
 
-def _run(logits_TE: Tensor, bias_E: Tensor | None, choice: Choice, of: Batch, ranks: Ranks) -> Chosen:
+def run_choice(logits_TE: Tensor, bias_E: Tensor | None, choice: Choice, of: Batch, ranks: Ranks) -> Chosen:
     """Ids, weights, what the losses' backward wants, and those losses that are wanted."""
     if not any(of.losses):
         return *kernels.run_choose(logits_TE, bias_E, choice), None, []
@@ -91,7 +91,7 @@ class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, how: Any) -> Any:
         logits_TE = logits_TE.contiguous()
-        ids_TK, weights_TK, sums, losses = _run(logits_TE, bias_E, *how)
+        ids_TK, weights_TK, sums, losses = run_choice(logits_TE, bias_E, *how)
         ctx.how = how
         ctx.save_for_backward(logits_TE, ids_TK, *(sums or ()))
         ctx.mark_non_differentiable(ids_TK)
@@ -101,12 +101,24 @@ class _Choose(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _, d_weights_TK, *d_losses = gradients
-        logits_TE, ids_TK, *sums = ctx.saved_tensors
-        choice, of, _ = ctx.how
-        left = iter(d_losses)
-        of_all = d_weights_TK, *(next(left) if want else None for want in of.losses)
-        return _gradient(logits_TE, ids_TK, of_all, tuple(sums), choice, of.ranks), None, None
+        return choice_gradient(ctx.saved_tensors, gradients[1:], *ctx.how[:2]), None, None
+
+
+def choice_gradient(
+    saved: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    choice: Choice,
+    of: Batch,
+    *,
+    in_parts: bool = False,
+) -> Tensor | None:
+    """d_logits_TE, or two bfloat16 parts of it; `None` where there is none. saved: logits, ids, and what the
+    losses want. gradients: of the weights and of those losses that are wanted."""
+    logits_TE, ids_TK, *sums = saved
+    d_weights_TK, *d_losses = gradients
+    left = iter(d_losses)
+    of_all = d_weights_TK, *(next(left) if want else None for want in of.losses)
+    return _gradient(logits_TE, ids_TK, of_all, tuple(sums), choice, of.ranks, in_parts=in_parts)
 
 
 def _gradient(
@@ -116,6 +128,8 @@ def _gradient(
     sums: tuple[Tensor, ...],
     choice: Choice,
     ranks: int,
+    *,
+    in_parts: bool = False,
 ) -> Tensor | None:
     """d_logits_TE from those of the weights and of the three losses; `None` where there are none."""
     d_weights_TK, *d_losses = gradients
@@ -123,10 +137,10 @@ def _gradient(
     if all(d is None for d in d_losses):
         if d_weights_TK is None:
             return None
-        return kernels.run_choose_backward(logits_TE, ids_TK, d_weights_TK, choice)
+        return kernels.run_choose_backward(logits_TE, ids_TK, d_weights_TK, choice, in_parts=in_parts)
     terms, counts_SE = sums
-    both = d_weights_TK, *d_losses
-    return kernels.run_losses_backward(logits_TE, ids_TK, both, (terms, counts_SE), choice, ranks)
+    given = logits_TE, ids_TK, (d_weights_TK, *d_losses), (terms, counts_SE)
+    return kernels.run_losses_backward(*given, choice, ranks, in_parts=in_parts)
 
 
 def _flat(choice: Choice) -> tuple[int, list[int], float]:
@@ -151,7 +165,7 @@ def _choose(logits_TE, bias_E, sequences, *how):
     *rule, flags, groups, sizes = how
     logits_TE, sequences = logits_TE.contiguous(), sequences if logits_TE.shape[0] else 0
     of = Batch(sequences=sequences, ranks=math.prod(sizes), losses=flags)
-    ids_TK, weights_TK, sums, losses = _run(logits_TE, bias_E, _rule(*rule), of, (groups, sizes))
+    ids_TK, weights_TK, sums, losses = run_choice(logits_TE, bias_E, _rule(*rule), of, (groups, sizes))
     if sums is None:
         sums = logits_TE.new_empty(0), logits_TE.new_empty(0, 0)
     left = iter(losses)

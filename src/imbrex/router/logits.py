@@ -19,21 +19,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels.gate.logits import logits_of_few, why_not_few
-from imbrex.runtime.tracing import differentiated, once_differentiable
+from imbrex.kernels.gate.logits import add_halves, logits_of_few, why_not_few, why_not_halves
+from imbrex.runtime.tracing import differentiated, once_differentiable, traced
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """float32 [T, E] of tokens and weights of any floating point dtypes; differentiable once where both are
     bfloat16 on a GPU."""
-    if not x_TD.is_cuda or x_TD.dtype != torch.bfloat16 or weight_ED.dtype != torch.bfloat16:
+    if not multiplied_as_they_are(x_TD, weight_ED):
         return F.linear(x_TD.float(), weight_ED.float())
     if differentiated(x_TD, weight_ED):
         return _Logits.apply(x_TD, weight_ED)
-    return _logits(x_TD, weight_ED)
+    return run_logits(x_TD, weight_ED)
 
 
-def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+def multiplied_as_they_are(x_TD: Tensor, weight_ED: Tensor) -> bool:
+    """Whether no float32 copies are made."""
+    return x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16
+
+
+def run_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Logits of bfloat16 operands on a GPU."""
     if why_not_few(x_TD, weight_ED) is None:
         return logits_of_few(x_TD, weight_ED)
     return _product(x_TD, weight_ED.t())
@@ -57,24 +63,28 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        return _logits(x_TD, weight_ED)
+        return run_logits(x_TD, weight_ED)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         need_x, need_weight = ctx.needs_input_grad
         x_TD, weight_ED = ctx.saved_tensors
-        return logits_backward(gradients[0], x_TD, weight_ED, _product, need_x, need_weight)
+        parts = torch.cat(split(gradients[0]), dim=1).bfloat16()
+        return logits_backward(parts, x_TD, weight_ED, need_x, need_weight)
 
 
 def logits_backward(
-    d_logits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, product: Any, need_x: bool, need_weight: bool
+    parts: Tensor, x_TD: Tensor, weight_ED: Tensor, need_x: bool, need_weight: bool, product: Any = _product
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of tokens and weights, bfloat16, `None` where not needed. product: of two bfloat16 matrices,
-    float32."""
-    parts = torch.cat(split(d_logits_TE), dim=1).bfloat16()
+    """Gradients of tokens and weights, bfloat16, `None` where not needed. parts: of the gradient of logits,
+    bfloat16 [T, 2E], as `split` makes two of a number. product: of two bfloat16 matrices, float32."""
     d_x_TD = parts @ torch.cat((weight_ED, weight_ED)) if need_x else None
     d_weight_ED = None
     if need_weight:
-        d_weight_ED = product(parts.t(), x_TD).unflatten(0, (2, -1)).sum(0).to(weight_ED.dtype)
+        halves = product(parts.t(), x_TD)
+        if traced(halves) or why_not_halves(halves) is not None:
+            d_weight_ED = halves.unflatten(0, (2, -1)).sum(0).to(weight_ED.dtype)
+        else:
+            d_weight_ED = add_halves(halves, torch.empty_like(weight_ED))
     return d_x_TD, d_weight_ED

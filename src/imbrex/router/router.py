@@ -16,6 +16,7 @@ from imbrex.router.gates import Gate, choose
 from imbrex.router.global_batch import GlobalBatch
 from imbrex.router.logits import logits
 from imbrex.router.losses import AuxLosses, auxiliary_losses
+from imbrex.router.node import gate_by_kernels, is_one_node
 from imbrex.router.sparsemixer import sparsemixer
 
 _AS_IT_IS = nullcontext()
@@ -96,9 +97,14 @@ class Router(nn.Module):
         self._check(x_TD, num_sequences, kept_TK)
         mixed = torch.is_autocast_enabled(x_TD.device.type)
         with torch.autocast(x_TD.device.type, enabled=False) if mixed else _AS_IT_IS:
-            logits_TE = self.project(x_TD, self.weight, num_sequences)
             given_TK = kept_TK if self.gate.capacity is None else None
-            ids_TK, weights_TK, losses = self._choose(logits_TE, num_sequences, given_TK)
+            if self._is_one_node(x_TD):
+                what = self.e_score_correction_bias, self.choice, self.losses.names, num_sequences, self.batch
+                ids_TK, weights_TK, losses = gate_by_kernels(x_TD, self.weight, *what)
+                ids_TK = only(given_TK, ids_TK)
+            else:
+                logits_TE = self.project(x_TD, self.weight, num_sequences)
+                ids_TK, weights_TK, losses = self._choose(logits_TE, num_sequences, given_TK)
         if self.gate.capacity is not None and (kept_TK is None or self.is_collective):
             # A rank that is given its choices comes to the sums all the same: others may not be.
             chosen_TK = keep(ids_TK, weights_TK, self.num_experts, self.gate.capacity, self.batch)
@@ -106,6 +112,15 @@ class Router(nn.Module):
         if given_TK is None:
             ids_TK = only(kept_TK, ids_TK)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, losses=losses, kept_TK=kept_TK)
+
+    def _is_one_node(self, x_TD: Tensor) -> bool:
+        """Whether nothing stands between tokens and choice but kernels: no noise, nobody's own projection."""
+        if not (x_TD.is_cuda and self.kernels) or self.gate.score == "sparsemixer":
+            return False
+        plain = type(self).project is Router.project and "project" not in self.__dict__
+        if not plain or (self.gate.noise and self.training):
+            return False
+        return is_one_node(x_TD, self.weight, self.choice)
 
     def _choose(
         self, logits_TE: Tensor, num_sequences: int, kept_TK: Tensor | None

@@ -7,6 +7,7 @@ the rows that there is room for. Rows past the last of `ends_e` are neither read
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +120,10 @@ def add_parts(parts_PR: Tensor, ends_e: Tensor, out_R: Tensor) -> None:
     """The sum of every row's parts, float32, in their order, into `out_R`."""
     kernel, rows = _kernel("add_parts", parts_PR.device), len(out_R)
     args = [parts_PR, len(parts_PR), rows, ends_e, ends_e.numel(), out_R]
-    how = {"grid": max(1, min(_blocks(parts_PR.device), -(-rows // _THREADS))), "block": _THREADS}
+    how: dict[str, Any] = {
+        "grid": max(1, min(_blocks(parts_PR.device), -(-rows // _THREADS))),
+        "block": _THREADS,
+    }
     kernel.launch(args=args, **how)
     if records.running:
         records.note(records.Noted(kernel, args, how))

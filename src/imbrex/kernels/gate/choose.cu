@@ -286,10 +286,26 @@ __device__ __forceinline__ float score_gradients(const Gate& gate, const float (
     return mean;
 }
 
-// d_logits [T, E] from the weights' gradients [T, K].
+// A gradient: into float32 [T, E], or where `parts` is not null as the sum of two bf16 numbers, its first 8
+// significant bits and the rest, into `parts` [T, 2E], first numbers first. 1 + 2^-9 becomes 1 and 2^-9.
+__device__ __forceinline__ void write_gradient(float value, i64 row, int expert, int experts, float* d_logits,
+                                               u16* parts) {
+    if (parts == nullptr) {
+        d_logits[row + expert] = value;
+        return;
+    }
+    const u32 first = __float_as_uint(value) & 0xffff0000u;
+    // an fma, so that no compiler makes one with the product that `value` is
+    const float rest = fmaf(__uint_as_float(first), -1.0f, value);
+    parts[2 * row + expert] = static_cast<u16>(first >> 16);
+    parts[2 * row + experts + expert] = static_cast<u16>(ptx::pack_bf16(rest, 0.0f));
+}
+
+// d_logits [T, E], or parts, from the weights' gradients [T, K].
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     choose_experts_backward(const float* logits, const i64* ids, const float* d_weights, int tokens,
-                            int experts, int top_k, int normalize, float scale, float* d_logits) {
+                            int experts, int top_k, int normalize, float scale, float* d_logits,
+                            u16* parts) {
     const Gate gate{experts, top_k, 0, 0, 0, normalize, scale};
     const int token = blockIdx.x * kWarps + threadIdx.x / 32;
     if (token >= tokens) return;
@@ -302,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
         const int expert = 32 * i + lane();
         if (expert >= experts) continue;
         const float slope = kSigmoid ? d_score[i] * (1.0f - score[i]) : d_score[i] - mean;
-        d_logits[row + expert] = slope * score[i];
+        write_gradient(slope * score[i], row, expert, experts, d_logits, parts);
     }
 }
 
@@ -315,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     choose_and_losses_backward(const float* logits, const i64* ids, const float* d_weights, int tokens,
                                int experts, int top_k, int normalize, float scale, const float* d_balance,
                                const float* d_sequence, const float* d_z, const float* terms,
-                               const float* counts, int length, int ranks, float* d_logits) {
+                               const float* counts, int length, int ranks, float* d_logits, u16* parts) {
     const Gate gate{experts, top_k, 0, 0, 0, normalize, scale};
     const int token = blockIdx.x * kWarps + threadIdx.x / 32;
     if (token >= tokens) return;
@@ -356,7 +372,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
         } else {
             slope = d_score[i] + d_probability[i] - mean;
         }
-        d_logits[row + expert] = slope * score[i] + of_z * logsum * share[i];
+        const float value = slope * score[i] + of_z * logsum * share[i];
+        write_gradient(value, row, expert, experts, d_logits, parts);
     }
 }
 

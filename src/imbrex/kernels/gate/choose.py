@@ -13,6 +13,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,12 +85,17 @@ def why_not_fused(logits_TE: Tensor, choice: Choice) -> str | None:
         return "the gate's kernels need logits on a GPU"
     if logits_TE.dtype != torch.float32 or not plain(logits_TE):
         return "the gate's kernels take float32 logits, tensors of no kind of their own"
-    if logits_TE.shape[1] > MOST_EXPERTS or choice.top_k > MOST_CHOICES or choice.groups > MOST_GROUPS:
+    return why_not_gate(logits_TE.shape[1], choice, logits_TE.get_device())
+
+
+def why_not_gate(experts: int, choice: Choice, device: int) -> str | None:
+    """None if the kernels choose from plain float32 logits of so many experts on a GPU, else why not."""
+    if experts > MOST_EXPERTS or choice.top_k > MOST_CHOICES or choice.groups > MOST_GROUPS:
         return (
             f"the gate's kernels choose {MOST_CHOICES} of {MOST_EXPERTS} experts in {MOST_GROUPS} groups "
             "at most"
         )
-    return cached_why_not_portable(logits_TE.get_device())
+    return cached_why_not_portable(device)
 
 
 def run_choose(
@@ -158,9 +164,13 @@ def run_losses(terms: Tensor, choice: Choice, wanted: Sequence[bool]) -> list[Te
     return losses
 
 
-def run_choose_backward(logits_TE: Tensor, ids_TK: Tensor, d_weights_TK: Tensor, choice: Choice) -> Tensor:
-    """d_logits_TE from the gradient of the weights."""
-    return _launch_backward("choose_experts_backward", logits_TE, ids_TK, d_weights_TK, choice, [])
+def run_choose_backward(
+    logits_TE: Tensor, ids_TK: Tensor, d_weights_TK: Tensor, choice: Choice, *, in_parts: bool = False
+) -> Tensor:
+    """d_logits_TE from the gradient of the weights. in_parts: as two bfloat16 numbers [T, 2E] whose sum it
+    is, to 15 or 16 bits: the first ones of all experts, then the others."""
+    given = logits_TE, ids_TK, d_weights_TK, choice
+    return _launch_backward("choose_experts_backward", *given, [], in_parts=in_parts)
 
 
 def run_losses_backward(
@@ -170,27 +180,38 @@ def run_losses_backward(
     sums: tuple[Tensor, Tensor],
     choice: Choice,
     ranks: int,
+    *,
+    in_parts: bool = False,
 ) -> Tensor:
     """d_logits_TE. gradients: of the weights and of the three losses, `None` where there is none. sums: the
-    terms of all ranks, and the choices by sequence of this one."""
+    terms of all ranks, and the choices by sequence of this one. in_parts: as for `run_choose_backward`."""
     tokens, (terms, counts_SE) = logits_TE.shape[0], sums
     d_weights_TK, *d_losses = gradients
     length = tokens // max(counts_SE.shape[0], 1)
     more = [*d_losses, terms, counts_SE, length, ranks]
-    return _launch_backward("choose_and_losses_backward", logits_TE, ids_TK, d_weights_TK, choice, more)
+    given = logits_TE, ids_TK, d_weights_TK, choice, more
+    return _launch_backward("choose_and_losses_backward", *given, in_parts=in_parts)
 
 
 def _launch_backward(
-    entry: str, logits_TE: Tensor, ids_TK: Tensor, d_weights_TK: Tensor | None, choice: Choice, more: list
+    entry: str,
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    d_weights_TK: Tensor | None,
+    choice: Choice,
+    more: list[Any],
+    *,
+    in_parts: bool,
 ) -> Tensor:
-    tokens, experts = logits_TE.shape
-    d_logits_TE = torch.empty_like(logits_TE)
+    (tokens, experts), kind = logits_TE.shape, torch.bfloat16 if in_parts else torch.float32
+    result = torch.empty(tokens, (1 + in_parts) * experts, dtype=kind, device=logits_TE.device)
     rule = [choice.top_k, int(choice.normalize), choice.scale]
-    args = [logits_TE, ids_TK, d_weights_TK, tokens, experts, *rule, *more, d_logits_TE]
+    to = [None, result] if in_parts else [result, None]
+    args = [logits_TE, ids_TK, d_weights_TK, tokens, experts, *rule, *more, *to]
     if tokens:
         kernel = _kernel(entry, _values(experts), choice.sigmoid, logits_TE.device)
         kernel.launch(grid=-(-tokens // WARPS), block=THREADS, args=args)
-    return d_logits_TE
+    return result
 
 
 def _results(logits_TE: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:

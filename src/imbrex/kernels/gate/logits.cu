@@ -1,3 +1,5 @@
+// The two ends of a gate's product: logits of few tokens, and the sum of a gradient's halves.
+//
 // The logits of few tokens, float32 [T, E] of tokens [T, D] and weights [E, D] in bf16.
 //
 // A product of tensor cores with few rows walks along D in a chain of its steps: 5.2 us of 8 tokens and 128
@@ -67,6 +69,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) all += parts[warp * kExperts * kTokens + thread];
     logits[static_cast<i64>(token) * experts + expert] = all;
+}
+
+__device__ __forceinline__ u32 add_pairs(u32 a, u32 b, u32 other_a, u32 other_b) {
+    return ptx::pack_bf16(__uint_as_float(a) + __uint_as_float(other_a),
+                          __uint_as_float(b) + __uint_as_float(other_b));
+}
+
+// out [4 units], bf16: the sums of the halves of float32 numbers [2, 4 units], a unit a thread. 1 and 2: 3.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_halves(const uint4* halves, int units, uint2* out) {
+    const int unit = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+    if (unit >= units) return;
+    const uint4 a = halves[unit], b = halves[units + unit];
+    uint2 sum;
+    sum.x = add_pairs(a.x, a.y, b.x, b.y), sum.y = add_pairs(a.z, a.w, b.z, b.w);
+    out[unit] = sum;
 }
 
 }  // namespace gate

@@ -1,4 +1,4 @@
-"""A gate's logits of few tokens: the host's side of `gate/logits.cu`."""
+"""Logits of few tokens, and the end of their weight's gradient: the host's side of `gate/logits.cu`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from imbrex.kernels.jit import Kernel, Variant, cached_unavailable, load
 from imbrex.runtime.tracing import plain, traced
 
-VARIANT = Variant(source="gate/logits.cu", entry="logits_of_few")
+VARIANT, HALVES = (Variant(source="gate/logits.cu", entry=entry) for entry in ("logits_of_few", "add_halves"))
 FEW_TOKENS = 32
 """Tokens up to which it is faster than a product of tensor cores."""
 THREADS, EXPERTS, TOKENS, UNIT = 256, 2, 8, 8
@@ -18,12 +18,12 @@ THREADS, EXPERTS, TOKENS, UNIT = 256, 2, 8, 8
 
 
 def shipped_variants() -> list[Variant]:
-    return [VARIANT]
+    return [VARIANT, HALVES]
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Kernel:
-    return load(VARIANT, device)
+def _kernel(variant: Variant, device: torch.device) -> Kernel:
+    return load(variant, device)
 
 
 def why_not_few(x_TD: Tensor, weight_ED: Tensor) -> str | None:
@@ -41,7 +41,7 @@ def logits_of_few(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """float32 [T, E] of bf16 operands that `why_not_few` has nothing against."""
     (tokens, width), experts = x_TD.shape, weight_ED.shape[0]
     logits_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
-    _kernel(x_TD.device).launch(
+    _kernel(VARIANT, x_TD.device).launch(
         grid=-(-experts // EXPERTS) * -(-tokens // TOKENS),
         block=THREADS,
         smem=4 * THREADS // 32 * EXPERTS * TOKENS,
@@ -49,3 +49,17 @@ def logits_of_few(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         dependent=True,
     )
     return logits_TE
+
+
+def why_not_halves(halves: Tensor) -> str | None:
+    """None if the kernel adds the halves of float32 numbers on a GPU, else why not."""
+    if halves.numel() % 8:
+        return "a half is no multiple of 4 values"
+    return cached_unavailable(halves.get_device())
+
+
+def add_halves(halves_2N: Tensor, out: Tensor) -> Tensor:
+    """The sum of both halves of `halves_2N`, float32, rounded once into `out`, bfloat16; contiguous."""
+    units = out.numel() // 4
+    _kernel(HALVES, out.device).launch(grid=-(-units // THREADS), block=THREADS, args=[halves_2N, units, out])
+    return out
