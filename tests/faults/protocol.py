@@ -147,4 +147,20 @@ PROTOCOL = [
 """,
         ("unit/test_exchange_combine.py::test_whole_rows_are_one_stream",),
     ),
+    Fault(
+        "a-backward-by-the-last-gradients",
+        "exchange/recorded.py",
+        "a backward from a record writes where the weights' gradients of another step were",
+        'kernels.next_buffer("pull"), *at\n        record, results',
+        'kernels.next_buffer("pull"), *at[:4]\n        record, results',
+        ("ranks/test_recorded.py::test_gradients_have_the_bits_of_those_of_the_steps",),
+    ),
+    Fault(
+        "a-backward-twice-over-what-it-wrote",
+        "exchange/recorded.py",
+        "a second backward takes gradients of gate and up for gate and up",
+        "            if results is not None:\n                ctx.consumed = True\n",
+        "            if results is not None:\n",
+        ("ranks/test_recorded.py::test_gradients_have_the_bits_of_those_of_the_steps",),
+    ),
 ]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from imbrex.kernels.ffn.glue import add_parts
 from imbrex.kernels.ffn.operators import permute, swiglu, unpermute
 from tests.poison import real_empty
 
@@ -95,3 +96,11 @@ def test_one_compiled_graph() -> None:
         (second,) = torch.autograd.grad(again, [given["x"]], d_y)
     assert torch.equal(y, again)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 11])
+def test_parts_are_added_as_torch_adds_them(count: int) -> None:
+    parts, ends = torch.randn(count, 5000, device="cuda"), torch.tensor([4000, 4900], device="cuda").int()
+    sums = torch.empty(5000, device="cuda")
+    add_parts(parts, ends, sums)
+    assert torch.equal(sums[:4900], parts.sum(0)[:4900])

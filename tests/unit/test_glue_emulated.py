@@ -39,6 +39,16 @@ def check(found: Tensor, reference: Tensor) -> None:
 
 
 @pytest.mark.parametrize("width", [8, 1040])
+def test_parts_are_added_in_the_order_of_torch_on_a_gpu() -> None:
+    """Sums of parts that are four apart, and then of those."""
+    for count in (1, 3, 4, 11):
+        parts, sums = torch.randn(count, 600), torch.full((600,), float("nan"))
+        glue.add_parts(parts, torch.tensor([100, 590], dtype=torch.int32), sums)
+        four = [sum(parts[i::4], torch.zeros(600)) for i in range(4)]
+        assert torch.equal(sums[:590], (four[0] + four[1] + four[2] + four[3])[:590])
+        assert sums[590:].isnan().all()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_swiglu_and_its_gradients(width: int, weighted: bool) -> None:
     count, ends = 11, torch.tensor([4, 4, 11], dtype=torch.int32)

@@ -36,6 +36,7 @@ from imbrex.experts.experts import surely_fit
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import RowGroups
+from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.ffn.slopes import FUSED_WIDTH, parts_of_weights
@@ -411,18 +412,20 @@ class Recorder:
         gradients: Sequence[Tensor | None],
     ) -> None:
         """Make the launches of a backward, and keep them."""
-        sms, (d_x_TD, d_weights_TK) = self.dispatcher, home
+        sms, sms_home, (d_x_TD, d_weights_TK) = self.dispatcher.sms, self.dispatcher.sms_home, home
         words, rows_RD, weights_R, plan, gate_up_RG = parts_of(memories[0], pieces[0])
         d_rows_RD, act_RF, parts_PR, d_weights_R = (place.of(pieces[1:]) for place in memories[1][:4])
         routed = Routed.of_words(words, _sizes(kernels.shape))
-        saved = Saved(rows_RD, *weights, plan, weights_R, gate_up_RG)
-        to = Slots(act_RF, parts_PR, d_weights_R, d_rows_RD if d_x_TD is not None else None, *gradients)
+        (gate_up_eGD, down_eDF), (d_gate_up_eGD, d_down_eDF) = weights, gradients
+        saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
+        of_rows = None if d_x_TD is None else d_rows_RD
+        to = Slots(act_RF, parts_PR, d_weights_R, of_rows, d_gate_up_eGD, d_down_eDF)
         with recording() as tape:
-            kernels.pull(d_y_TD, routed, num_sms=sms.sms.dispatch, out=d_rows_RD)
+            kernels.pull(d_y_TD, routed, num_sms=sms.dispatch, out=d_rows_RD)
             run_gradients(d_rows_RD, saved, to)
             if d_x_TD is not None and d_weights_TK is not None:
-                values = {"num_sms": sms.sms_home.combine, "values": (d_weights_R, d_weights_TK)}
-                kernels.combine(d_rows_RD, routed, weighted=False, out=d_x_TD, **values)
+                values: Sums = {"weighted": False, "values": (d_weights_R, d_weights_TK)}
+                kernels.combine(d_rows_RD, routed, num_sms=sms_home.combine, out=d_x_TD, **values)
         first, *between = tape
         last = None if d_x_TD is None else between.pop().again(BLANKS_BACK[lay.Reduce])
         self._keep(key, first.again(BLANKS_BACK[lay.Pull]), ("pull",), between, last)

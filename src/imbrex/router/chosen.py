@@ -139,8 +139,8 @@ def _gradient(
             return None
         return kernels.run_choose_backward(logits_TE, ids_TK, d_weights_TK, choice, in_parts=in_parts)
     terms, counts_SE = sums
-    given = logits_TE, ids_TK, (d_weights_TK, *d_losses), (terms, counts_SE)
-    return kernels.run_losses_backward(*given, choice, ranks, in_parts=in_parts)
+    inputs = logits_TE, ids_TK, (d_weights_TK, *d_losses), (terms, counts_SE)
+    return kernels.run_losses_backward(*inputs, choice, ranks, in_parts=in_parts)
 
 
 def _flat(choice: Choice) -> tuple[int, list[int], float]:

@@ -38,8 +38,8 @@ def gate_by_kernels(
     num_sequences: int,
     batch: GlobalBatch,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """As `choose_by_kernels` of the logits of tokens, where `is_one_node`; differentiable in tokens and
-    weight once."""
+    """Ids, weights and losses as `choose_by_kernels` has them of the tokens' logits, where `is_one_node`;
+    differentiable in tokens and weight once."""
     of = Batch(
         sequences=num_sequences if x_TD.shape[0] else 0,
         ranks=batch.num_ranks,

@@ -117,7 +117,7 @@ def swiglu_backward(
 
 
 def add_parts(parts_PR: Tensor, ends_e: Tensor, out_R: Tensor) -> None:
-    """The sum of every row's parts, float32, in their order, into `out_R`."""
+    """The sum of every row's parts, float32, into `out_R`: to the bit what torch gives on a GPU."""
     kernel, rows = _kernel("add_parts", parts_PR.device), len(out_R)
     args = [parts_PR, len(parts_PR), rows, ends_e, ends_e.numel(), out_R]
     how: dict[str, Any] = {

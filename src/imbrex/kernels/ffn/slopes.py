@@ -35,7 +35,7 @@ def run_slopes(
     beside: Beside = ALONE,
 ) -> None:
     """Queue the product, which writes `act_RF` and what `slopes` says, and where rows have weights the sums
-    of the parts of their gradients, `slopes.d_weights`, in their order, into `d_weights_R`."""
+    of the parts of their gradients, `slopes.d_weights`, into `d_weights_R`."""
     more: Extras = {"weights_R": weights_R, "slopes": slopes, "beside": beside}
     operands = d_y_RD, down_eDF, groups.ends_e, act_RF, groups.counter
     cut = _tiling(d_y_RD.shape[0], down_eDF)

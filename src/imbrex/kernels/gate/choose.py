@@ -169,8 +169,8 @@ def run_choose_backward(
 ) -> Tensor:
     """d_logits_TE from the gradient of the weights. in_parts: as two bfloat16 numbers [T, 2E] whose sum it
     is, to 15 or 16 bits: the first ones of all experts, then the others."""
-    given = logits_TE, ids_TK, d_weights_TK, choice
-    return _launch_backward("choose_experts_backward", *given, [], in_parts=in_parts)
+    inputs = logits_TE, ids_TK, d_weights_TK, choice
+    return _launch_backward("choose_experts_backward", *inputs, [], in_parts=in_parts)
 
 
 def run_losses_backward(
@@ -189,8 +189,8 @@ def run_losses_backward(
     d_weights_TK, *d_losses = gradients
     length = tokens // max(counts_SE.shape[0], 1)
     more = [*d_losses, terms, counts_SE, length, ranks]
-    given = logits_TE, ids_TK, d_weights_TK, choice, more
-    return _launch_backward("choose_and_losses_backward", *given, in_parts=in_parts)
+    inputs = logits_TE, ids_TK, d_weights_TK, choice, more
+    return _launch_backward("choose_and_losses_backward", *inputs, in_parts=in_parts)
 
 
 def _launch_backward(
