@@ -38,7 +38,6 @@ def check(found: Tensor, reference: Tensor) -> None:
     assert found[count:].isnan().all()
 
 
-@pytest.mark.parametrize("width", [8, 1040])
 def test_parts_are_added_in_the_order_of_torch_on_a_gpu() -> None:
     """Sums of parts that are four apart, and then of those."""
     for count in (1, 3, 4, 11):
@@ -49,6 +48,7 @@ def test_parts_are_added_in_the_order_of_torch_on_a_gpu() -> None:
         assert sums[590:].isnan().all()
 
 
+@pytest.mark.parametrize("width", [8, 1040])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_swiglu_and_its_gradients(width: int, weighted: bool) -> None:
     count, ends = 11, torch.tensor([4, 4, 11], dtype=torch.int32)
