@@ -98,6 +98,18 @@ class EventsOutOfStep(OutOfStep):
         self.run(seed, partial(self._told, outcomes))
         return outcomes
 
+    def run_refusal(self, seed: int) -> None:
+        """A call of every rank, in the midst of which the last one makes all fail."""
+        inputs = make_inputs(self.case)
+        outcome = Outcome([], inputs)
+        for rank, tokens in enumerate(self.case.tokens):
+            self._write_down(rank, tokens, 0, outcome)
+        last = self.launches[-1]
+        del last[1 + seed % (STEPS - 1) :]
+        while len(last) < STEPS:
+            self.exchanges[-1].refuse()
+        self.run(seed)
+
     def _write_down(self, rank: int, tokens: int, number: int, outcome: Outcome) -> None:
         kernels, inputs = self.exchanges[rank], outcome.inputs
         call = kernels.send(*inputs_of(inputs, rank, tokens), self.tables, self.patience[rank])

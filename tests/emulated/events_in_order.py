@@ -23,7 +23,7 @@ from tests.emulated.events import (
     value_of,
     words_of,
 )
-from tests.emulated.scenario import Case, Inputs, make_inputs
+from tests.emulated.scenario import Case, make_inputs
 
 CASES = {
     "three ranks": Case(placement=contiguous(12, 3), tokens=(37, 0, 21), choices=4, width=264),
@@ -36,9 +36,9 @@ FORWARD, TAKEN = 4, 2
 class InOrder:
     """Ranks that do without one of them at most, which is the last."""
 
-    def __init__(self, case: Case, device: str, load: Any) -> None:
+    def __init__(self, case: Case, device: str, load: Any, timeout: float = 20.0) -> None:
         self.case, self.device = case, torch.device(device)
-        self.kernels = make_kernels(case, device, [load] * case.ranks, timeout=20.0, blocks=3)
+        self.kernels = make_kernels(case, device, [load] * case.ranks, timeout=timeout, blocks=3)
         self.patience = [Patience(1e-4, 1, 1, self.device) for _ in range(case.ranks)]
         slot_of_E, offsets = tables_of(case.placement)
         self.tables = slot_of_E.to(device), offsets.to(device)
@@ -46,21 +46,24 @@ class InOrder:
     def run(self, seed: int, late: str) -> Outcome:
         """A forward of all ranks and its backward. late: the last rank comes when the others are done, either
         `before` its forward or in its `experts`; or "", not at all."""
-        inputs = make_inputs(replace(self.case, seed=seed), self.device)
-        outcome = Outcome([], inputs)
-        ranks = [self._steps(rank, inputs, outcome) for rank in range(self.case.ranks)]
+        outcome = Outcome([], make_inputs(replace(self.case, seed=seed), self.device))
+        ranks = self.begin(outcome)
         together = {"": FORWARD, "before": 0, "experts": TAKEN}[late]
-        _turns(ranks, together)
-        _turns(ranks[:-1], FORWARD - together)
-        _turns(ranks[-1:], FORWARD - together)
-        _turns(ranks, None)
+        take_turns(ranks, together)
+        take_turns(ranks[:-1], FORWARD - together)
+        take_turns(ranks[-1:], FORWARD - together)
+        take_turns(ranks, None)
         for kernels in self.kernels:
             kernels.check(synchronize=True)
         return on_host(outcome)
 
-    def _steps(self, rank: int, inputs: Inputs, outcome: Outcome) -> Iterator[None]:
+    def begin(self, outcome: Outcome) -> list[Iterator[None]]:
+        """Every rank's steps, at whose end it is in the outcome."""
+        return [self._steps(rank, outcome) for rank in range(self.case.ranks)]
+
+    def _steps(self, rank: int, outcome: Outcome) -> Iterator[None]:
         kernels = self.kernels[rank]
-        given = inputs_of(inputs, rank, self.case.tokens[rank])
+        given = inputs_of(outcome.inputs, rank, self.case.tokens[rank])
         call = kernels.send(*given, self.tables, self.patience[rank])
         yield
         rows_RD, _ = self._computed(rank, call.routed, kernels.take(call))
@@ -98,7 +101,7 @@ class InOrder:
         return rows_RD, values_R
 
 
-def _turns(ranks: Sequence[Iterator[None]], count: int | None) -> None:
+def take_turns(ranks: Sequence[Iterator[None]], count: int | None) -> None:
     """So many steps of these ranks, each rank's first one before anybody's second; `None`: all that are
     left."""
     left = list(ranks)

@@ -120,6 +120,22 @@ EVENTS = [
         ),
     ),
     Fault(
+        "events-gradients-of-what-memory-held",
+        "kernels/events/events.cu",
+        "a backward that has failed gives the experts whatever stood in memory for gradients",
+        "const int tokens = here == 0 || (here >> w & 1) ? e.tokens_of[w] : 0;",
+        "const int tokens = here >> w & 1 ? e.tokens_of[w] : 0;",
+        ("unit/test_events_kernels.py::test_who_dies_in_a_backward_leaves_no_gradients[0-the packet]",),
+    ),
+    Fault(
+        "events-lanes-that-part-where-a-reply-begins",
+        "kernels/events/events.cu",
+        "some lanes of a warp leave a failed call, and the others wait for them",
+        "const u32 here = warp_failed(call) ? 0 : own.ranks[kPackets];",
+        "const u32 here = failed(call) ? 0 : own.ranks[kPackets];",
+        ("unit/test_events_kernels.py::test_a_wrong_input_ends_the_calls_of_all_ranks",),
+    ),
+    Fault(
         "events-gradients-of-rows-in-vain",
         "overlap/events/device.py",
         "the gradients of weights are not those of the mask where rows were computed in vain",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from tests.emulated.events import (
 from tests.emulated.events_in_order import CASES as FEW_ROWS
 from tests.emulated.events_in_order import InOrder, on_host
 from tests.emulated.scenario import Case, make_inputs
-from tests.gpu.sanitizer import check_tests
+from tests.gpu.sanitizer import check_reads, check_tests
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -258,8 +259,9 @@ def test_launches_in_order(name: str, late: str) -> None:
     assert all((n > 0) == bool(late) for n in dropped)
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 @pytest.mark.timeout(300)
 def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     """In forwards and backwards, with rows in vain; in one stream, since a tool makes every rank late."""
-    check_tests(tool, f"{__file__}::test_launches_in_order")
+    check = check_reads if tool == "initcheck" else partial(check_tests, tool)
+    check(f"{__file__}::test_launches_in_order")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def run_late(
     options = {"transport": "alltoall"}
     torch.manual_seed(0)
     ours: Any = make_layer(case, ranks.group)
-    serial = make_layer(Case(config=case.config, tokens=case.tokens, options=options), ranks.group)
+    serial = make_layer(replace(case, options=options), ranks.group)
     found = []
     for step in range(steps):
         x_TD = tokens_of(case, ranks.rank + 10 * step)
@@ -122,15 +123,24 @@ def one_step(
     return out
 
 
-@pytest.mark.parametrize("with_grad", [True, False])
-@pytest.mark.parametrize("where", ["before", "experts"])
+@pytest.mark.parametrize(
+    ("where", "with_grad", "tensor_ranks"),
+    [
+        ("before", True, 1),
+        ("before", False, 1),
+        ("experts", True, 1),
+        ("experts", False, 1),
+        ("experts", True, 2),
+    ],
+)
 def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
-    pool: Pool, where: str, with_grad: bool
+    pool: Pool, where: str, with_grad: bool, tensor_ranks: int
 ) -> None:
     """Rank 3 comes after its peers have left, or computes after they have: nobody uses what another dropped,
-    and serial, given the masks, has the same outputs and gradients to the bit."""
+    nor a piece of rank 2 without that of rank 3, and serial, given the masks, has the same outputs and
+    gradients to the bit."""
     options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(TAU_S, 1)}
-    case = Case(config=SMALL, tokens=(5, 9, 3, 8), options=options)
+    case = Case(config=SMALL, tensor_parallel=tensor_ranks, tokens=(5, 9, 3, 8), options=options)
     results = pool.run(4, run_late, case, where, 3, with_grad)
     for rank, steps in enumerate(results):
         for step in steps:

@@ -81,24 +81,32 @@ def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
         assert answer["dropped"][1] > 0 or (late == "experts" and rank == LATE), (rank, answer)
 
 
-def run_wrong(ranks: Ranks) -> str:
+def run_wrong(ranks: Ranks, what: str) -> str:
     """The error of a rank where rank 1's second input is wrong."""
     nvlink = EmulatedNvlink(ranks.group, timeout=20.0)
     layer = make_layer(replace(CASE, options={"transport": nvlink, "schedule": Events()}), ranks.group)
     x_TD = tokens_of(CASE, ranks.rank)
+    wrong_TD = {"width": x_TD[:, :-1], "tokens": x_TD.repeat(99, 1)}[what]
     with torch.no_grad():
         layer(x_TD)
         try:
-            layer(x_TD[:, :-1] if ranks.rank == 1 else x_TD)
+            layer(wrong_TD if ranks.rank == 1 else x_TD)
             layer.check()
         except (ValueError, ExchangeError) as error:
             return str(error)
     return ""
 
 
-def test_a_wrong_input_fails_on_all_ranks(pool: Pool) -> None:
-    sentences = pool.run(4, run_wrong)
-    assert sentences[1].startswith("dispatch: on rank 1, x ")
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("width", "x has 2 dimensions and last size 63"),
+        ("tokens", "x has 891 tokens; the first call made room"),
+    ],
+)
+def test_a_wrong_input_fails_on_all_ranks(pool: Pool, what: str, sentence: str) -> None:
+    sentences = pool.run(4, run_wrong, what)
+    assert sentences[1].startswith(f"dispatch: on rank 1, {sentence}")
     for rank in (0, 2, 3):
         # Whose first call is not over when rank 1 gives up, loses that one.
         assert re.search(r"in events call [12] .*: a peer gave up", sentences[rank])

@@ -8,10 +8,13 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
+from imbrex.kernels.events.events import ENDLESS
+from imbrex.kernels.events.events import Patience as DevicePatience
 from imbrex.overlap import Events
 from imbrex.overlap.events.ledger import Kind
-from imbrex.overlap.events.seat import Patience, Seat, Stage
+from imbrex.overlap.events.seat import LEAD, Patience, Seat, Stage
 from imbrex.runtime.waits import RankLostError
 from imbrex.transport.messages import Envelope
 
@@ -48,7 +51,7 @@ def test_patience_by_the_whole_call_is_learnt_of_usual_ones() -> None:
     assert not Patience("p95").from_begin
 
 
-@pytest.mark.parametrize("tau", ["p0", "0.5 p50", "p", "1.5", "1.5p50", "fast"])
+@pytest.mark.parametrize("tau", ["p0", "0.5 p50", "p", "1.5", "1.5p50", "fast", "9" * 400 + " p50"])
 def test_what_asks_for_nothing_that_is_learnt_is_refused(tau: str) -> None:
     with pytest.raises(ValueError, match=r"give seconds, a quantile of the last waits as p95"):
         Events(tau, 1)
@@ -94,10 +97,35 @@ class LastWords:
         pass
 
 
-def test_what_a_peer_said_before_it_left_is_heard() -> None:
+def quiet_seat() -> Any:
     seat: Any = Seat.__new__(Seat)
     seat.mail, seat.rank, seat.peers, seat.timeout_s = LastWords(), 0, [1], 9.0
     seat.calls, seat.early, seat.open, seat.silent_since, seat.last_call = 0, {}, {}, {}, {}
+    return seat
+
+
+def test_who_is_far_behind_gets_no_rows() -> None:
+    """As long as patience is for all of them, and has an end."""
+    seat = quiet_seat()
+    seat.peers, seat.epsilon, seat.patience = [1, 2, 3], 1, Patience(0.5)
+    seat.calls, seat.last_call = 2 * LEAD, {1: 2 * LEAD, 2: LEAD, 3: LEAD - 1}
+    assert seat.far_behind() == [3]
+    seat.last_call[2] = 0
+    assert seat.far_behind() == []
+    seat.epsilon = 2
+    assert seat.far_behind() == [2, 3]
+    seat.patience = Patience(math.inf)
+    assert seat.far_behind() == []
+
+
+def test_numbers_that_a_device_has_no_room_for() -> None:
+    """As patient as they say: for ever, or from the shortest wait on."""
+    patience = DevicePatience(1e300, 1, 1 << 32, torch.device("cpu"), share=1e-9)
+    assert (patience.tau_ns, patience.every, patience.share) == (ENDLESS, (1 << 32) - 1, 1)
+
+
+def test_what_a_peer_said_before_it_left_is_heard() -> None:
+    seat = quiet_seat()
     until = time.monotonic() + 9
     seat.wait("combine", [1], until, 1.0)
     assert [envelope.kind for _, envelope, _ in seat.early[1]] == [Kind.REPLY]

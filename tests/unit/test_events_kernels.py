@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from imbrex.kernels.events.events import Patience
+from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.overlap.events.seat import FEWEST, Stage
 from imbrex.placement import contiguous, from_slots
 from tests.emulated import kernel
-from tests.emulated.events import EventsOutOfStep, check_outcome
-from tests.emulated.events_in_order import CASES, InOrder
-from tests.emulated.scenario import Case
+from tests.emulated.events import EventsOutOfStep, Outcome, check_outcome
+from tests.emulated.events_in_order import CASES, FORWARD, InOrder, take_turns
+from tests.emulated.scenario import Case, make_inputs
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 CASE = Case(placement=contiguous(6, 3), tokens=(5, 0, 9), choices=2, width=64)
@@ -55,7 +56,7 @@ def test_backwards_are_of_what_counted(case: Case, epsilon: int) -> None:
     """Gradients of tokens and of weights are those of the masks, to the bit, also where a host has computed
     rows of homes that did without them."""
     dropped = in_vain = 0
-    for seed in range(4):
+    for seed in range(2 if case is SHARED else 4):
         ranks = EventsOutOfStep(case, epsilon, 0.0)
         for outcome in ranks.run_calls(CALLS, seed, backward=True):
             dropped += check_outcome(case, outcome, epsilon)
@@ -71,6 +72,40 @@ def test_launches_in_order(name: str, late: str) -> None:
     case = CASES[name]
     outcome = InOrder(case, "cpu", kernel.load).run(0, late)
     assert (check_outcome(case, outcome, 1) > 0) == bool(late)
+
+
+def test_a_wrong_input_ends_the_calls_of_all_ranks() -> None:
+    """Wherever they are: the lanes of a warp, some of which may hear of it before others, stay together. In
+    two of these interleavings they would not, and wait for ever."""
+    for seed in (0, 1, 2, 3, 51, 72):
+        with pytest.raises(
+            ExchangeError, match=r"in events call 1 of layer 0 .*: (a peer gave up|it was given)"
+        ):
+            EventsOutOfStep(CASE, 0, 0.0).run_refusal(seed)
+
+
+@pytest.mark.parametrize(("steps", "lacking"), [(0, "the packet"), (3, "the reply")])
+def test_who_dies_in_a_backward_leaves_no_gradients(
+    steps: int, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank goes so many steps back. The others say so, and have NaN for gradients: of tokens, of
+    their weights, and of the rows that those of the experts' weights are made of."""
+    case = CASES["three ranks"]
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    ranks, outcome = InOrder(case, "cpu", kernel.load, timeout=0.3), Outcome([], make_inputs(case))
+    going = ranks.begin(outcome)
+    take_turns(going, FORWARD + steps)
+    take_turns(going[:-1], None)
+    with pytest.raises(ExchangeError, match=rf"rank 0 in events call 2 .*: timed out, .*{lacking} of rank 2"):
+        ranks.kernels[0].check()
+    with pytest.raises(ExchangeError, match=r"rank 1 in events call 2 .*: a peer gave up"):
+        ranks.kernels[1].check()
+    for back in outcome.backs:
+        assert back.d_x_TD.isnan().all()
+        assert back.d_weights_TK.isnan().all()
+        rows = int(back.call.routed.totals_L4[0, 0])
+        assert bool(back.rows_RD[:rows].isnan().all()) == (steps == 0)
 
 
 @pytest.mark.parametrize("factor", [None, 1.5])

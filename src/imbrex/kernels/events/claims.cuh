@@ -169,6 +169,11 @@ __device__ inline void learn(const Patience& patience, int which) {
         }
 }
 
+// Whether the call has failed, for a warp: its lanes, which must stay together, read at different times.
+__device__ __forceinline__ bool warp_failed(const Call& call) {
+    return __ballot_sync(0xffffffffu, failed(call)) != 0;
+}
+
 // Waits for those in `missing`, as long as patience says: `come(peer)` asks for one, a lane each. Leaves in
 // `missing` those on whom to give up. False on failure. All lanes of a warp.
 template <class Come>

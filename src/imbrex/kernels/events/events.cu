@@ -17,122 +17,10 @@
 // nobody has patience: a home sends to the hosts that it heard, a host waits for the homes that it served.
 // Where ranks share experts, a home may have heard one of them and not another. Then its packet says that
 // nothing counts, and a step before the rows lets the host know.
-#include "events/claims.cuh"
+#include "events/call.cuh"
 #include "exchange/terms.cuh"
 
 namespace claims {
-
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kMostPeers = 16;
-enum Step { kSend = 0, kPlace = 1, kExpand = 2, kReply = 3, kSum = 4, kRefuse = 5, kSettle = 6 };
-
-// By value. The host reads it: `kernels.structs`. T: `room`, most tokens of a rank.
-struct Events {
-    Patience patience;
-    const u8* x;           // own tokens [tokens, row_bytes]
-    const i64* ids;        // [tokens, K]
-    const float* weights;  // [tokens, K]
-    const int* slot_of;    // [E]; of every expert
-    const int* offsets;    // [owners + 1]; first slot of every owner
-    int* position;         // [W, T, K]; expert-major row here of every choice, -1: none
-    float* all_weights;    // [W, T, K]
-    int* counts;           // [most_slots]; rows of every slot here
-    int* totals;           // [4]; rows, 0, 0, 0
-    int* tokens_of;        // [W]
-    u8* rows;              // expert-major
-    const u8* addend;      // [tokens, row_bytes] or null; joins last
-    u8* out;               // [tokens, row_bytes]
-    u8* kept;              // bool [tokens, K]
-    int* outcome;          // [4, W]; whose replies count, packets came, tokens count here, replies came
-    const int* known;      // of a backward: the outcome of its forward; null: a forward
-    const float* values;   // of a backward: [rows], a number of every row that goes home as it is
-    float* values_out;     // [tokens, K]
-    i64 words_at, heads_at, choices_at, gates_at, packets_at, replies_at, values_at;
-    int step, tokens, room, choices, experts, most_slots, tensor, row_bytes;
-    int weighted;  // rows are multiplied by the gate weights here
-    int note;      // of the call: the same on all ranks
-};
-
-struct Head {
-    int tokens;  // of a backward: kNothing where its choices here do not count
-    int note;
-};
-constexpr int kNothing = -1;
-
-__device__ __forceinline__ u8* at_peer(const Call& call, i64 at, int rank) {
-    return call.group->heap[rank] + at;
-}
-
-// What `from` left in the heap of `at`.
-__device__ __forceinline__ Head* head_at(const Call& call, const Events& e, int at, int from) {
-    return reinterpret_cast<Head*>(at_peer(call, e.heads_at, at)) + from;
-}
-__device__ __forceinline__ int* choices_at(const Call& call, const Events& e, int at, int from) {
-    return reinterpret_cast<int*>(at_peer(call, e.choices_at, at)) +
-           static_cast<i64>(from) * e.room * e.choices;
-}
-__device__ __forceinline__ float* gates_at(const Call& call, const Events& e, int at, int from) {
-    return reinterpret_cast<float*>(at_peer(call, e.gates_at, at)) +
-           static_cast<i64>(from) * e.room * e.choices;
-}
-__device__ __forceinline__ float* values_at(const Call& call, const Events& e, int at, int from) {
-    return reinterpret_cast<float*>(at_peer(call, e.values_at, at)) +
-           static_cast<i64>(from) * e.room * e.choices;
-}
-__device__ __forceinline__ u8* row_at(const Call& call, const Events& e, i64 where, int at, int from,
-                                      int token) {
-    const i64 place = from < at ? from : from - 1;  // a rank keeps none for itself
-    return at_peer(call, where, at) + (place * e.room + token) * e.row_bytes;
-}
-
-__device__ __forceinline__ Call name_step(const Group& group, const Events& e) {
-    Call call = name_call(group, kEvents);
-    count_call(call);
-    if (e.step != kSend) --call.epoch;  // the first step counts
-    return call;
-}
-
-// A row by a warp, 16 bytes a lane, eight of them under way.
-__device__ __forceinline__ void copy_row(u8* to, const u8* from, int row_bytes) {
-    const int lane = static_cast<int>(ptx::lane_id()), units = row_bytes / 16;
-#pragma unroll 1
-    for (int first = lane; first < units; first += 32 * kBatch) {
-        uint4 value[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-            value[i] = reinterpret_cast<const uint4*>(from)[min(first + 32 * i, units - 1)];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-            if (first + 32 * i < units) reinterpret_cast<uint4*>(to)[first + 32 * i] = value[i];
-    }
-}
-
-// The ranks that a token is sent to, by the slot of this lane's choice. All lanes.
-__device__ __forceinline__ u32 ranks_wanted(const Call& call, const Events& e, int slot) {
-    u32 wanted = 0;
-#pragma unroll 1
-    for (int p = 0; p < call.group->ranks; ++p) {
-        const int owner = p / e.tensor;
-        const bool here = slot >= e.offsets[owner] && slot < e.offsets[owner + 1];
-        wanted |= __ballot_sync(0xffffffffu, here) != 0 ? 1u << p : 0;
-    }
-    return wanted;
-}
-
-enum Outcome { kCounted = 0, kCame = 1, kServed = 2, kHeard = 3 };
-
-// The peers that this call is with: in a backward those that its forward says.
-__device__ __forceinline__ u32 peers_of(const Call& call, const Events& e, Outcome which) {
-    const int lane = static_cast<int>(ptx::lane_id()), ranks = call.group->ranks;
-    const bool with = lane < ranks && lane != call.me && (!e.known || e.known[which * ranks + lane]);
-    return __ballot_sync(0xffffffffu, with);
-}
-
-// The slot of choice `lane` of an own token.
-__device__ __forceinline__ int own_slot(const Events& e, int t, int lane) {
-    const i64 id = lane < e.choices ? e.ids[static_cast<i64>(t) * e.choices + lane] : -1;
-    return id >= 0 && id < e.experts ? e.slot_of[id] : -1;
-}
 
 // First step. To whom packets go: to those who have read the last one.
 __device__ inline void decide_turn(const Call& call, const Events& e, Words& own) {
@@ -149,7 +37,7 @@ __device__ inline void decide_turn(const Call& call, const Events& e, Words& own
     u32 missing = peers;
     const auto come = [&](int p) { return reached(ptx::load_acquire_sys(&own.taken[p]), own.sent[p]); };
     const Phase phase = static_cast<Phase>(kForTurn);
-    bool fine = !failed(call) && wait_patiently(call, e.patience, phase, 0, missing, come);
+    bool fine = !warp_failed(call) && wait_patiently(call, e.patience, phase, 0, missing, come);
     fine = fine && (missing == 0 || give_up_on(call, own, e.patience, phase, missing));
     publish(call, own, kTurn, fine ? (peers & ~missing) | 1u << call.me : 0);
 }
@@ -190,7 +78,7 @@ __device__ inline void step_send(const Call& call, const Events& e, Words& own) 
     if (call.block == 0 && threadIdx.x < 32 && (open >> p & 1))
         *head_at(call, e, p, call.me) = {counted >> p & 1 ? e.tokens : kNothing, e.note};
     if (!last_to_leave(call, own) || threadIdx.x >= 32) return;
-    const bool peer = p < call.group->ranks && p != call.me, fine = open != 0 && !failed(call);
+    const bool peer = p < call.group->ranks && p != call.me, fine = open != 0 && !warp_failed(call);
     bool went = false;
     if (fine && peer) {
         Words& there = words_of(*call.group, e.words_at, p);
@@ -218,7 +106,7 @@ __device__ inline void decide_packets(const Call& call, const Events& e, Words& 
         return is_sent(ptx::load_acquire_sys(&own.packet[p]), call.epoch) || reached(moved, call.epoch);
     };
     const Phase phase = static_cast<Phase>(kForPacket);
-    bool fine = !failed(call) && wait_patiently(call, e.patience, phase, own.behind, missing, come);
+    bool fine = !warp_failed(call) && wait_patiently(call, e.patience, phase, own.behind, missing, come);
     bool here = false;
     if (fine && (peers >> lane & 1)) {
         u32 word = ptx::load_acquire_sys(&own.packet[lane]);
@@ -378,6 +266,15 @@ __device__ __forceinline__ void copy_to_rows(const Events& e, int row, const u8*
     }
 }
 
+// The rows of a failed backward, whose places are known: nobody takes what the memory held for gradients.
+__device__ inline void spoil_rows(const Events& e, int row) {
+#pragma unroll 1
+    for (u32 left = __ballot_sync(0xffffffffu, row >= 0); left; left &= left - 1) {
+        const i64 at = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
+        sums::fill_nan(e.rows + at * e.row_bytes, e.row_bytes / 4);
+    }
+}
+
 // Third step: rows to where the experts want them. Then packets may be overwritten.
 __device__ inline void step_expand(const Call& call, const Events& e, Words& own) {
     if (e.known && call.block == 0 && threadIdx.x < 32) decide_packets(call, e, own);
@@ -387,11 +284,15 @@ __device__ inline void step_expand(const Call& call, const Events& e, Words& own
     if (!e.known && e.patience.share > 0 && call.block == 0 && warp < kLearnt) learn(e.patience, warp);
 #pragma unroll 1
     for (int w = 0; w < call.group->ranks; ++w) {
-        const int tokens = here >> w & 1 ? e.tokens_of[w] : 0;
+        const int tokens = here == 0 || (here >> w & 1) ? e.tokens_of[w] : 0;
 #pragma unroll 1
         for (int t = call.block * kWarps + warp; t < tokens; t += call.blocks * kWarps) {
             const i64 at = (static_cast<i64>(w) * e.room + t) * e.choices + lane;
             const int row = lane < e.choices ? e.position[at] : -1;
+            if (here == 0) {
+                spoil_rows(e, row);
+                continue;
+            }
             const u8* from = w == call.me ? e.x + static_cast<i64>(t) * e.row_bytes
                                           : row_at(call, e, e.packets_at, call.me, w, t);
             copy_to_rows(e, row, from);
@@ -463,7 +364,7 @@ __device__ __forceinline__ float value_of(const Events& e, int row) { return row
 
 // Fourth step: the sums of every peer's tokens, to where that peer finds them.
 __device__ inline void step_reply(const Call& call, const Events& e, Words& own) {
-    const u32 here = failed(call) ? 0 : own.ranks[kPackets];
+    const u32 here = warp_failed(call) ? 0 : own.ranks[kPackets];
     const int lane = static_cast<int>(ptx::lane_id()), warp = static_cast<int>(threadIdx.x) / 32;
     const int units = e.row_bytes / 16;
 #pragma unroll 1
@@ -504,7 +405,7 @@ __device__ inline void decide_replies(const Call& call, const Events& e, Words& 
     u32 missing = went;
     const auto come = [&](int p) { return is_sent(ptx::load_acquire_sys(&own.reply[p]), call.epoch); };
     const Phase phase = static_cast<Phase>(kForReply);
-    bool fine = !failed(call) && wait_patiently(call, e.patience, phase, own.behind, missing, come);
+    bool fine = !warp_failed(call) && wait_patiently(call, e.patience, phase, own.behind, missing, come);
     bool counts = lane == call.me;
     if (fine && (went >> lane & 1)) {
         u32 word = ptx::load_acquire_sys(&own.reply[lane]);
@@ -566,6 +467,15 @@ __device__ inline void sum_token(const Call& call, const Events& e, u32 counted,
     }
 }
 
+// Of a call that has failed.
+__device__ inline void spoil_token(const Events& e, int t) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    const i64 mine = static_cast<i64>(t) * e.choices;
+    sums::fill_nan(e.out + static_cast<i64>(t) * e.row_bytes, e.row_bytes / 4);
+    if (e.values_out) sums::fill_nan(e.values_out + mine, e.choices);
+    if (!e.known && lane < e.choices) e.kept[mine + lane] = 0;
+}
+
 __device__ inline void step_sum(const Call& call, const Events& e, Words& own) {
     if (call.block == 0 && threadIdx.x < 32) decide_replies(call, e, own);
     const u32 counted = await_decision(call, own, kReplies);
@@ -576,7 +486,7 @@ __device__ inline void step_sum(const Call& call, const Events& e, Words& own) {
         if (counted != 0)
             sum_token(call, e, counted, t);
         else
-            sums::fill_nan(e.out + static_cast<i64>(t) * e.row_bytes, e.row_bytes / 4);
+            spoil_token(e, t);
     }
 }
 

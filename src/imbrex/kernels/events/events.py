@@ -36,7 +36,7 @@ from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed
 from imbrex.kernels.structs import struct
 
-Events = struct("events/events.cu", "Events")
+Events = struct("events/call.cuh", "Events")
 Words = struct("events/claims.cuh", "Words")
 Memory = struct("events/claims.cuh", "Memory")
 PatienceWords = struct("events/claims.cuh", "Patience")

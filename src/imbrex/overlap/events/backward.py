@@ -83,7 +83,7 @@ class Backward:
         forward = self.forward
         batch, out_RD = self._graph()
         d_y_RD = self._gradients_of(batch).index_select(0, batch.source_R)
-        weighted, observer = forward.layer_experts.applies_weights, forward.exchange.observer
+        weighted, observer = forward.experts.applies_weights, forward.exchange.observer
         d_out_RD = d_y_RD if weighted else (d_y_RD.float() * batch.weights_R[:, None]).to(d_y_RD.dtype)
         inputs = batch.rows_RD, batch.weights_R if weighted else None, self.parameters
         with observer.span("experts_backward", layer=forward.exchange.layer):
@@ -106,8 +106,8 @@ class Backward:
         packets = {rank: forward.packets[rank] for rank in sorted(counted_ranks)}
         if not packets:
             packets[self.rank] = forward.packets[self.rank].nothing()
-        out_RD, batch = forward.compute(batch.of(packets, forward.geometry.local_slots))
-        return batch, out_RD
+        batch = batch.of(packets, forward.geometry.local_slots)
+        return batch, forward.compute(batch)
 
     def _gradients_of(self, batch: Batch) -> Tensor:
         """The gradient of every row of the homes' packets; of the own rank's as it is, of others decoded."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from imbrex.contracts import Dispatched, Experts, Geometry, Handle, Placement, Routing, RowExchange
+from imbrex.contracts import Experts, Geometry, Placement, Routing, RowExchange
 from imbrex.exchange import plan
 from imbrex.exchange.agreement import explain, find_problem
 from imbrex.exchange.nvlink_fit import DTYPE
@@ -25,10 +25,10 @@ from imbrex.kernels.events.events import EventsKernels, Patience, Room
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.routing.routed import Routed
 from imbrex.kernels.rows.weights import spread, weigh
+from imbrex.overlap.events.call import Call
 from imbrex.overlap.events.seat import learnt
 from imbrex.overlap.gradients import gradients_of
 from imbrex.runtime.streams import Mark
-from imbrex.runtime.tracing import autocast_now
 from imbrex.runtime.words import words
 from imbrex.transport.nvlink import TOKENS_MULTIPLE, Nvlink
 
@@ -113,8 +113,8 @@ class Computed:
     out_RD: Tensor
 
 
-class DeviceForward:
-    """One call of one rank. keep: a backward may follow. Nothing in it waits for the device."""
+class DeviceForward(Call):
+    """A call over NVLink. Nothing in it waits for the device."""
 
     def __init__(
         self,
@@ -126,9 +126,8 @@ class DeviceForward:
         *,
         keep: bool,
     ) -> None:
-        self.seat, self.exchange, self.experts, self.keep = seat, exchange, experts, keep
-        self.x_TD, self.ids_TK, self.weights_TK = x_TD.detach(), routing.ids_TK, routing.weights_TK.detach()
-        self.autocast = autocast_now(x_TD.device.type)
+        super().__init__(exchange, experts, x_TD, routing, keep=keep)
+        self.seat = seat
         self.weighted = not experts.applies_weights
 
     def send(self) -> None:
@@ -150,40 +149,28 @@ class DeviceForward:
             kernels.reply(self.call, self.computed.out_RD.detach(), weighted=self.weighted)
 
     def compute(self, routed: Routed, rows_RD: Tensor) -> Computed:
-        """The experts' rows; with the graph from rows and weights to them where a backward may follow."""
-        exchange, experts = self.exchange, self.experts
-        observer, layer = exchange.observer, exchange.layer
-        with observer.span("dispatch", layer=layer):
-            slots = len(exchange.geometry.local_slots)
+        """The experts' rows of a routing."""
+        exchange = self.exchange
+        with exchange.observer.span("dispatch", layer=exchange.layer):
+            slots = len(self.geometry.local_slots)
             weights_R, counts_e, work = spread(routed, rows_RD.shape[0], slots)
-        rows_RD.requires_grad_(self.keep)
-        weights_R.requires_grad_(self.keep and experts.applies_weights)
-        handle = Handle(
-            weights_R=weights_R, state=(), num_tokens=self.x_TD.shape[0], maker=exchange.dispatcher.key
-        )
-        dispatched = Dispatched(rows_RD=rows_RD, counts_e=counts_e, handle=handle, beside=Groups(work))
-        with observer.span("experts", layer=layer), torch.set_grad_enabled(self.keep), self.autocast():
-            out_RD = experts(dispatched)
-            exchange.check_rows(out_RD, handle, together=False)
-            return Computed(routed, rows_RD, weights_R, out_RD.contiguous())
+        out_RD = self.run_experts(rows_RD, weights_R, counts_e, Groups(work))
+        return Computed(routed, rows_RD, weights_R, out_RD.contiguous())
 
     @torch.no_grad()
     def outputs(self, addend_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Outputs [T, D]; and the choices that count, where there is patience: a mask, also where all do,
         because the host does not wait to know."""
         exchange, call, out_RD = self.exchange, self.call, self.computed.out_RD.detach()
-        observer, layer = exchange.observer, exchange.layer
         assert addend_TD is None or addend_TD.shape == self.x_TD.shape
-        with observer.span("combine", layer=layer):
+        with exchange.observer.span("combine", layer=exchange.layer):
             added_TD = None if addend_TD is None else addend_TD.to(DTYPE).contiguous()
             y_TD = self.seat.kernels.sum(call, out_RD, weighted=self.weighted, addend_TD=added_TD)
-        if observer.enabled:
-            num_experts = exchange.geometry.placement.num_experts
-            observer.count("expert_load", plan.count_choices(self.ids_TK, num_experts), layer=layer)
+        self.count_load()
         if not call.patience.epsilon:
             return y_TD, None
-        observer.count("drops", (~call.kept_TK).sum(), layer=layer)
-        observer.count("gave_up", 1 - call.outcome_4W[0].long(), layer=layer)
+        if exchange.observer.enabled:
+            self.count_drops(call.kept_TK, 1 - call.outcome_4W[0].long())
         if self.keep and not self.shared:
             self.tell_host()
         return y_TD, call.kept_TK

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from imbrex.codec.cast import from_bytes
 from imbrex.codec.columns import write
-from imbrex.contracts import Dispatched, Experts, Handle, Routing, RowExchange
+from imbrex.contracts import Experts, Routing, RowExchange
 from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import DTYPES
 from imbrex.overlap.events.backward import Backward
+from imbrex.overlap.events.call import Call
 from imbrex.overlap.events.ledger import Home, Kind, Ledger
 from imbrex.overlap.events.seat import Letter, Seat, Stage
-from imbrex.runtime.tracing import autocast_now
 from imbrex.transport.messages import Envelope
 
 
@@ -76,8 +76,8 @@ class Batch:
         )
 
 
-class Forward:
-    """One call of one rank. keep: a backward may follow, so packets are one task and its graph is kept."""
+class Forward(Call):
+    """A call over connections. Where a backward may follow, packets are one task."""
 
     def __init__(
         self,
@@ -89,12 +89,9 @@ class Forward:
         *,
         keep: bool,
     ) -> None:
-        self.seat, self.exchange, self.layer_experts, self.keep = seat, exchange, experts, keep
-        self.x_TD, self.ids_TK, self.weights_TK = x_TD.detach(), routing.ids_TK, routing.weights_TK.detach()
-        self.autocast = autocast_now(x_TD.device.type)
-        geometry = exchange.geometry
-        self.geometry, self.wire = geometry, exchange.wire
-        self.ledger = Ledger(geometry.rank, exchange.world_size, seat.epsilon, at_once=not keep)
+        super().__init__(exchange, experts, x_TD, routing, keep=keep)
+        self.seat = seat
+        self.ledger = Ledger(self.geometry.rank, exchange.world_size, seat.epsilon, at_once=not keep)
         self.letters: list[Letter] = []
         self.packets: dict[int, Packet] = {}
         self.replies: dict[int, Tensor] = {}
@@ -128,9 +125,7 @@ class Forward:
                     self.post(peer, Kind.PACKET, body, about)
         own = Packet(rows_ND=self.x_TD, slot_NK=slot_TK, weights_NK=self.weights_TK)
         self.packets[self.geometry.rank] = own
-        if observer.enabled:
-            experts = self.geometry.placement.num_experts
-            observer.count("expert_load", plan.count_choices(self.ids_TK, experts), layer=layer)
+        self.count_load()
 
     def run(self) -> None:
         """Compute what comes and answer it, until nothing is awaited any more."""
@@ -226,10 +221,10 @@ class Forward:
         if not self.ledger.at_once:
             self._end_wait()
         batch = Batch.of({rank: self.packets[rank] for rank in ranks}, self.geometry.local_slots)
-        out_RD, batch = self.compute(batch)
+        out_RD = self.compute(batch)
         observer, layer = self.exchange.observer, self.exchange.layer
         with observer.span("combine", layer=layer), torch.no_grad():
-            weights_R = None if self.layer_experts.applies_weights else batch.weights_R
+            weights_R = None if self.experts.applies_weights else batch.weights_R
             sums_PD = rows.reduce(out_RD.detach(), batch.position_PK, weights_R, self.geometry.most_rows)
             self.ledger.compute(ranks)
             for rank, sums_ND in zip(batch.ranks, sums_PD.split(batch.sizes), strict=True):
@@ -240,20 +235,10 @@ class Forward:
         if self.keep:
             self.graph = batch, out_RD
 
-    def compute(self, batch: Batch) -> tuple[Tensor, Batch]:
-        """The experts' rows; with the graph from rows and weights to them where a backward may follow."""
-        exchange, experts = self.exchange, self.layer_experts
-        observer, layer = exchange.observer, exchange.layer
-        rows_RD = batch.rows_RD.requires_grad_(self.keep)
-        weights_R = batch.weights_R.requires_grad_(self.keep and experts.applies_weights)
-        with observer.span("experts", layer=layer), torch.set_grad_enabled(self.keep), self.autocast():
-            handle = Handle(
-                weights_R=weights_R, state=(), num_tokens=len(self.x_TD), maker=exchange.dispatcher.key
-            )
-            out_RD = experts(Dispatched(rows_RD=rows_RD, counts_e=batch.counts_e, handle=handle))
-        exchange.check_rows(out_RD, handle, together=False)
-        observer.count("rows", len(rows_RD), layer=layer)
-        return out_RD, batch
+    def compute(self, batch: Batch) -> Tensor:
+        """The experts' rows of a batch."""
+        self.exchange.observer.count("rows", len(batch.rows_RD), layer=self.exchange.layer)
+        return self.run_experts(batch.rows_RD, batch.weights_R, batch.counts_e)
 
     @torch.no_grad()
     def outputs(self, addend_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -297,11 +282,8 @@ class Forward:
             plan.owner_of_slot(placement, self.x_TD.device) * self.geometry.tensor_parallel
         ]
         kept_TK = counts_S[self.slot_TK.clamp(min=0)] | (self.slot_TK < 0)
-        exchange, dropped = self.exchange, ~kept_TK
-        exchange.observer.count("drops", dropped.sum(), layer=exchange.layer)
-        gave_up_W = [int(state is not Home.COUNTS) for state in self.ledger.home]
-        exchange.observer.count("gave_up", gave_up_W, layer=exchange.layer)
-        return kept_TK if bool(dropped.any()) else None
+        self.count_drops(kept_TK, [int(state is not Home.COUNTS) for state in self.ledger.home])
+        return None if bool(kept_TK.all()) else kept_TK
 
     def post(self, peer: int, kind: Kind, body: Tensor, details: Any = (0, 0, 0, 0, 0)) -> None:
         envelope = Envelope(
