@@ -21,8 +21,8 @@ def check_tests(tool: str, *tests: str) -> None:
 
 
 def check_reads(*tests: str) -> None:
-    """The tests pass once more and no kernel reads memory that nobody has written, as initcheck sees it. Every
-    tensor has memory of its own. Torch's copies of whole tensors, written or not, are not counted."""
+    """The tests pass once more and no kernel reads memory that nobody has written, as initcheck sees it.
+    Every tensor has its own. Torch's copies of whole tensors, written or not, are not counted."""
     words = "--print-limit", "100000", sys.executable, "-m", "pytest", "-q", "-m", "gpu", *tests
     seen = _run("initcheck", words, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert "ERROR SUMMARY" in seen, seen[-4000:]
