@@ -49,6 +49,14 @@ ONCE_SURVIVED_HERE = [
 
 PROTOCOL = [
     Fault(
+        "sums-of-a-failed-call-beside-down",
+        "kernels/fused/down_home.cu",
+        "what a failed call has not summed is what the memory held",
+        "if (!summers.run<Many>()) spoil(call, reduce);",
+        "summers.run<Many>();",
+        ("unit/test_down_home.py::test_replays_behind_a_failed_call_have_no_sums",),
+    ),
+    Fault(
         "a-flag-of-two-billion-calls-before",
         "kernels/peers/protocol.cuh",
         "words that only large calls write are taken for later ones after 2^31 calls",

@@ -84,6 +84,27 @@ def test_a_rank_that_never_comes_ends_the_sums(monkeypatch: pytest.MonkeyPatch) 
         together(first, blocks=2)
 
 
+@pytest.mark.parametrize("idle", [True, False], ids=["beside", "behind"])
+def test_replays_behind_a_failed_call_have_no_sums(monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
+    """A failed call leaves tickets as a whole one does, so a graph goes on, and ends."""
+    emulate(monkeypatch, blocks=2)
+    monkeypatch.setattr(
+        torch, "full", lambda size, _, **how: torch.zeros(size, **how)
+    )  # results hold numbers
+    forward = begin(FEW, 64, load=loader(), timeout=0.5)
+    exchange = forward.exchange
+    whole, exchange.heap.local, exchange.local_ranks = exchange.heap.local, exchange.heap.local[:1], 1
+    first = replace(forward, acts=forward.acts[:1], weights=forward.weights[:1])
+    with pytest.raises(ExchangeError):
+        together(first, blocks=2, beside=idle)
+    exchange.heap.local, exchange.local_ranks = whole, FEW.ranks
+    monkeypatch.setattr(exchange, "check", lambda **_: None)  # a graph asks nobody
+    for _ in range(2):
+        found = together(forward, blocks=2, beside=idle)
+        for rank, tokens in enumerate(FEW.tokens):
+            assert bool(found[rank, :tokens].isnan().all())
+
+
 @pytest.mark.parametrize("way", [apart, together])
 def test_a_host_hears_of_a_peer_that_had_given_up_before(
     monkeypatch: pytest.MonkeyPatch, way: Callable[..., Tensor]

@@ -99,6 +99,33 @@ def test_a_rank_that_never_comes_ends_the_sums_and_not_the_product(
     assert bool(out[0].isnan().all()), "what was summed of a failed call is no sum"
 
 
+@pytest.mark.parametrize("first", [0, BLOCKS])
+def test_replays_behind_a_failed_call_have_gradients_and_no_sums(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """A failed call leaves tickets and counters as a whole one does, so a graph goes on, and ends."""
+    emulate(monkeypatch, blocks=2)
+    backward = begin(CASE, 64, load=loader(), timeout=0.5)
+    wanted, exchange = apart(backward), backward.exchange
+    monkeypatch.setattr(
+        torch, "full_like", lambda tensor, _: torch.zeros_like(tensor)
+    )  # results hold numbers
+    whole, exchange.heap.local, exchange.local_ranks = exchange.heap.local, exchange.heap.local[:1], 1
+    out = torch.zeros_like(backward.like[0])
+    arguments = exchange, backward.d_rows, backward.routed, Sums(), out, backward.pairs[:1]
+    home_beside_gradients(*arguments, first_blocks=first, blocks=BLOCKS)
+    with pytest.raises(ExchangeError):
+        exchange.check()
+    exchange.heap.local, exchange.local_ranks = whole, CASE.ranks
+    monkeypatch.setattr(exchange, "check", lambda **_: None)  # a graph asks nobody
+    for _ in range(2):
+        found = beside(backward, first, BLOCKS)
+        assert all(torch.equal(*pair) for pair in zip(found[2:], wanted[2:], strict=True))
+        for rank, tokens in enumerate(CASE.tokens):
+            assert bool(found[0][rank, :tokens].isnan().all())
+            assert bool(found[1][rank, :tokens].isnan().all())
+
+
 def left(groups: Groups, columns: int, depth: int, add: torch.dtype | None = None) -> LeftGradient:
     """Of a weight [2, columns, depth]; nothing of it is read."""
     one = torch.zeros(1, dtype=torch.bfloat16, device="cpu")
