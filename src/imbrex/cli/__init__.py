@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from imbrex import __version__
+from imbrex.launch.reader import EXIT_UNREAD, unread
 
 COMMANDS = {
     "demo": "train a small byte-level language model with expert parallelism and write a report",
@@ -25,8 +26,20 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. A command's module is imported only when it is called."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    """Run one command; its exit code, that of SIGPIPE where nobody reads any more what it prints. A command's
+    module is imported only when it is called."""
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            print(end="", flush=True)  # while somebody hears that it cannot be
+    except BrokenPipeError:
+        if not unread():
+            raise
+        return EXIT_UNREAD
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = _Parser(prog="imbrex", description="Expert-parallel Mixture-of-Experts for PyTorch.")
     parser.add_argument("--version", action="version", version=f"imbrex {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)

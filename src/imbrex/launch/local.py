@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from imbrex.launch.memory import check_memory
 from imbrex.launch.parent import end_with_parent
+from imbrex.launch.reader import unread
 from imbrex.observe import death
 from imbrex.observe.board import Phase, read_board
 
@@ -229,6 +230,9 @@ class Rank:
             self._end(death.REFUSED, _line(error), speaks=self.rank == 0)
             return EXIT_REFUSED
         except OSError as error:
+            if isinstance(error, BrokenPipeError) and unread():
+                self._end(death.FAILED, f"nobody reads what rank {self.rank} prints", speaks=True)
+                return EXIT_FAILED
             self._end(death.REFUSED, f"{_line(error)}: free the disk or choose another --out", speaks=True)
             return EXIT_REFUSED
         except Exception as error:  # noqa: BLE001 - the last stop of a rank: said in a sentence, kept in a note

@@ -1,0 +1,59 @@
+"""Commands whose output nobody reads to its end, as in `imbrex plan | head`: no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from imbrex.cli import main
+from imbrex.cli import plan as command
+from imbrex.launch import local
+from imbrex.launch.reader import EXIT_UNREAD, unread
+from imbrex.observe import death
+from tests.as_a_user import environment
+
+
+def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "imbrex", "--help"]
+    told = environment(PYTHONUNBUFFERED="")  # else argparse has seen the error, and says nothing
+    ran = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, env=told, timeout=60)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (EXIT_UNREAD, b"")
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_only_what_is_printed_may_lack_a_reader(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken pipe to another process is a fault like any other."""
+    monkeypatch.setattr("imbrex.cli.unread", lambda: gone)
+    monkeypatch.setattr(command, "run", _broken)
+    words = ["plan", "--gpus", "2"]
+    if gone:
+        assert main(words) == EXIT_UNREAD
+        return
+    with pytest.raises(BrokenPipeError):
+        main(words)
+
+
+def test_a_rank_that_nobody_reads_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that a disk is full."""
+    monkeypatch.setattr(local, "unread", lambda: True)
+    death.reserve_note(tmp_path, 0)
+    rank = local.Rank(tmp_path, rank=0, num_ranks=1, timeout_s=5.0, hint=lambda: "run it again")
+    assert rank.run(_broken) == local.EXIT_FAILED
+    assert "imbrex: error: nobody reads what rank 0 prints; run it again" in capsys.readouterr().err
+
+
+def test_what_somebody_reads_is_left_alone() -> None:
+    assert not unread()
+
+
+def _broken(*_: object) -> int:
+    raise BrokenPipeError
