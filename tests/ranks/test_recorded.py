@@ -18,11 +18,12 @@ from imbrex.contracts import Dispatched
 from imbrex.exchange import recorded
 from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.overlap import Serial
 from imbrex.placement import contiguous, from_slots
 from tests.emulated import kernel
-from tests.emulated.gemm import emulate
+from tests.emulated.gemm import EmulatedKernel, emulate
 from tests.emulated.home import loader
 from tests.poison import real_empty
 from tests.ranks.emulated_nvlink import EmulatedNvlink
@@ -89,10 +90,15 @@ class Layer:
             return Serial().run(x_TD, routing, self.exchange, self.experts, None).y_TD
 
 
+def one_launch(weighted: bool, smem: int, device: int) -> tuple[EmulatedKernel, int]:
+    return EmulatedKernel(both.both_variant(weighted=weighted), smem, None, ()), 2
+
+
 @contextmanager
 def a_layer(ranks: Ranks, few: int) -> Iterator[Layer]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, blocks=2)
+        patch.setattr(both, "_kernel", one_launch)
         patch.setattr("imbrex.exchange.nvlink.FEW_TOKENS", few)
         patch.setattr("imbrex.kernels.rows.weights._BLOCKS", 2)
         patch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 2)  # so that one kernel routes and pulls
@@ -107,24 +113,30 @@ def inputs_of(rank: int, call: int, tokens: int) -> tuple[Tensor, imbrex.Routing
     return x_TD, imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.rand(tokens, CHOICES, generator=make))
 
 
-def run_again(ranks: Ranks, few: int) -> tuple[list[bool], list[int]]:
-    """Of six calls, whether y has the bits of the steps; how many launches were from a record so far."""
-    same, launches = [], []
+def run_again(ranks: Ranks, few: int, asked: bool | None) -> tuple[list[bool], list[int], int]:
+    """Of six calls, whether y has the bits of the steps; how many launches were from a record so far; how
+    many records have both products in one launch."""
+    same, launches, together = [], [], []
     with a_layer(ranks, few) as layer:
+        layer.experts.one_launch, run = asked, both.run_both
+        layer.patch.setattr(both, "run_both", lambda *operands: (together.append(1), run(*operands)))
         for call in range(6):
             x_TD, routing = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
             ours = layer(x_TD, routing, steps=False)
             launches.append(layer.again)
             same.append(torch.equal(ours, layer(x_TD, routing, steps=True)))
-    return same, launches
+    return same, launches, len(together)
 
 
-@pytest.mark.parametrize("few", [256, 0])
-def test_calls_from_a_record_have_the_bits_of_their_steps(pool: Pool, few: int) -> None:
+@pytest.mark.parametrize(("few", "asked", "together"), [(256, None, 1), (256, False, 0), (0, True, 0)])
+def test_calls_from_a_record_have_the_bits_of_their_steps(
+    pool: Pool, few: int, asked: bool | None, together: int
+) -> None:
     """The steps of the same inputs come between, so that every recorded call has the same buffer."""
-    for same, launches in pool.run(2, run_again, few):
+    for same, launches, found in pool.run(2, run_again, few, asked):
         assert same == [True] * 6
         assert launches == [0, 2, 4, 6, 8, 10]
+        assert found == together
 
 
 def run_in_turn(ranks: Ranks) -> tuple[list[bool], int]:

@@ -37,6 +37,7 @@ from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launches import Sums
+from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
 from imbrex.kernels.ffn.glue import COUNTERS, Groups
 from imbrex.kernels.ffn.slopes import FUSED_WIDTH, parts_of_weights
@@ -122,12 +123,14 @@ class Record(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that ranks have agreed upon. size: what records of such calls have in common."""
+    """A call that ranks have agreed upon. size: what records of such calls have in common. one_launch: of the
+    experts."""
 
     kernels: NvlinkExchange
     part: Part
     memory: Memory
     size: Any
+    one_launch: bool | None
 
 
 def memory_of(
@@ -218,14 +221,15 @@ class Recorder:
             dispatcher.size, dispatcher.placed.placement, part.max_tokens, dispatcher.observer
         )
         kernels.layer = dispatcher.layer
-        size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape
+        one_launch = experts.one_launch
+        size = kernels.serial, part.max_tokens, part.backward, keep, weights[1].shape, one_launch
         memory = self._memories.get(size)
         if memory is None:
             memory = self._plan(kernels, part, weights, keep)
             if memory is None or sum(memory.nbytes) > MOST_BYTES:
-                return self._by_steps(part, x_TD, routing, weights)
+                return self._by_steps(part, x_TD, routing, weights, one_launch)
             self._memories[size] = memory
-        call = Call(kernels, part, memory, size)
+        call = Call(kernels, part, memory, size, one_launch)
         if keep:
             y_TD: Any = _Whole.apply(x_TD, routing.weights_TK, *weights, (self, call, routing.ids_TK))
             return y_TD
@@ -258,7 +262,7 @@ class Recorder:
         dispatcher, ids_TK, weights_TK = self.dispatcher, routing.ids_TK, routing.weights_TK
         if not on_gpu(x_TD) or not surely_fit(experts) or experts.implementation != "kernels":
             return False
-        if experts.one_launch or not experts.inputs_unchanged:
+        if not experts.inputs_unchanged:
             return False
         gate_up, down = experts.gate_up_proj, experts.down_proj
         if traced(x_TD, ids_TK, weights_TK, gate_up, down):
@@ -293,12 +297,21 @@ class Recorder:
         if not self.dispatcher.promised:
             self.dispatcher.agree_on_rows(None, DTYPE)
 
-    def _by_steps(self, part: Part, x_TD: Tensor, routing: Routing, weights: tuple[Tensor, Tensor]) -> Tensor:
+    def _by_steps(
+        self,
+        part: Part,
+        x_TD: Tensor,
+        routing: Routing,
+        weights: tuple[Tensor, Tensor],
+        one_launch: bool | None,
+    ) -> Tensor:
         dispatcher, inputs = self.dispatcher, (x_TD, routing.weights_TK)
         with torch.no_grad():
             begun = Begun(dispatcher.dispatch(part, *inputs, RowForm.ROWS))
         arrived = autograd.dispatch(*inputs, routing.ids_TK, dispatcher.key, begun)
         rows_RD, weights_R, counts_e, state, beside = arrived
+        if isinstance(beside, Groups):
+            beside.one_launch = one_launch
         out_RD = ffn(rows_RD, *weights, counts_e, weights_R=weights_R, beside=beside)
         self._meet_again()
         known = {"weights_R": weights_R, "state": tuple(state), "maker": dispatcher.key}
@@ -314,7 +327,7 @@ class Recorder:
         y_TD: Tensor,
     ) -> None:
         """Make the launches, and keep them."""
-        (kernels, part, memory, _), (ids_TK, weights_TK, x_TD) = call, inputs
+        (kernels, part, memory, *_), (ids_TK, weights_TK, x_TD) = call, inputs
         sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
         words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:8])
         routed = Routed.of_words(words, _sizes(kernels.shape))
@@ -328,11 +341,17 @@ class Recorder:
                 kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
                 run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
                 expected = 0
-            plan, also = Groups(row_groups.plan, expected=expected), gate_up_RG if len(gate_up_RG) else None
-            run_products(rows_RD, weights, plan, act_RF, out_RD, row_groups.weights, also)
+            plan = Groups(row_groups.plan, expected=expected, one_launch=call.one_launch)
+            into, also = (act_RF, out_RD, row_groups.weights), gate_up_RG if len(gate_up_RG) else None
+            how = {"sizes": weights[1].shape[1:], "keep": also is not None, "elsewhere": False}
+            products = 2 - (both.why_not_both(plan, **how) is None)
+            if products == 1:
+                both.run_both(rows_RD, *weights, plan, *into)
+            else:
+                run_products(rows_RD, weights, plan, *into, also)
             self._meet_again()
             kernels.combine(out_RD, routed, weighted=False, num_sms=sms.combine, out=y_TD)
-        if len(tape) == (4 if part.is_small else 5):  # products of other GPUs are on no tape
+        if len(tape) == 2 + products + (not part.is_small):  # products of other GPUs are on no tape
             first, *between, last = tape
             kinds = ("small",) if part.is_small else ("pull", "route")
             self._keep(

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from imbrex.kernels import records
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.gemm.gemm import (
@@ -99,8 +100,10 @@ def run_both(
         inner=act_RF.shape[1],
     )
     maps = _maps(rows_RD, gate_up_eGD, down_eDF, act_RF, out_RD)
-    how = {"grid": blocks, "block": SMALL.threads, "smem": smem, "dependent": True}
-    kernel.launch(args=[maps, both], **how)
+    args, how = [maps, both], {"grid": blocks, "block": SMALL.threads, "smem": smem, "dependent": True}
+    kernel.launch(args=args, **how)
+    if records.running:
+        records.note(records.Noted(kernel, args, how))
     check_products(device)
 
 
