@@ -27,7 +27,7 @@ class Serial:
         self.keep_rows = keep_rows
 
     def reason(self, exchange: RowExchange) -> str:
-        return "asked for"
+        return "the default"
 
     def run(
         self,
