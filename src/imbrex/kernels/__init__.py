@@ -18,6 +18,7 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.ffn.ffn",
     "imbrex.kernels.ffn.fp8",
     "imbrex.kernels.ffn.tokens",
+    "imbrex.kernels.gemm.few",
     "imbrex.kernels.gemm.portable",
     "imbrex.kernels.exchange.variants",
     "imbrex.kernels.events.events",
