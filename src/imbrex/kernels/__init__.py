@@ -9,6 +9,7 @@ import importlib
 from imbrex.kernels.jit import KernelError, Variant, unavailable, why_not_portable
 
 FAMILIES: tuple[str, ...] = (
+    "imbrex.kernels.attention.few",
     "imbrex.kernels.rows.choices",
     "imbrex.kernels.codec.codec",
     "imbrex.kernels.rows.compact",

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imbrex.kernels.attention import few
 from imbrex.serve.between import (
     AS_WRITTEN,
     Between,
@@ -30,6 +31,7 @@ from imbrex.serve.between import (
 )
 
 Cache = tuple[Tensor, ...]
+Heads = tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor, int, float]
 Rows = tuple[Tensor, Tensor | None]
 """Rows [T, D], and what is yet to be added to them."""
 FEW, BLOCK = 4, 128
@@ -159,6 +161,18 @@ def attend(q_BSHC: Tensor, cache: Cache, span: Span, *, compiles: bool) -> Tenso
     return _dot(q_BSHC, keys, values, span.mask_B1SL())
 
 
+def attend_grouped(of_heads: Heads, cache: Cache, span: Span, between: Between) -> Tensor:
+    """The outputs of heads made of `grouped_heads`' arguments; keys and values are in the cache."""
+    qkv_THC, num_heads = of_heads[0], of_heads[3]
+    of_slots = cache[0].flatten(0, 1), cache[1].flatten(0, 1)
+    compiles = between is not AS_WRITTEN
+    single = compiles and span.length == 1 and span.given_B is None
+    if single and few.why_not_few(qkv_THC, num_heads, of_slots) is None:
+        return few.attend_few(*of_heads, of_slots, span.row_T, span.position_T)
+    q_THC = between.grouped_into_cache(*of_heads, of_slots, span.row_T)
+    return attend(q_THC.unflatten(0, (span.rows, span.length)), cache, span, compiles=compiles)
+
+
 def _takes_few(q_BSHC: Tensor, k_ZLGC: Tensor) -> bool:
     """Whether `flex_attention` splits keys of these heads: as many of queries to one of keys as a power of
     two."""
@@ -279,8 +293,7 @@ class GroupedAttention(nn.Module):
             q, k, v = (x.unflatten(0, of_rows) for x in grouped_heads(*of_heads))
             y = _dot(q, k, v, None)
         else:
-            q = between.grouped_into_cache(*of_heads, [part.flatten(0, 1) for part in cache], span.row_T)
-            y = attend(q.unflatten(0, of_rows), cache, span, compiles=between is not AS_WRITTEN)
+            y = attend_grouped(of_heads, cache, span, between)
         return x_TD, between.product(y.reshape(len(x_TD), -1), self.out.weight)
 
 

@@ -1,0 +1,1 @@
+"""Attention of single tokens over a static cache."""
