@@ -49,7 +49,7 @@ def test_as_torch_under_a_mask(
         keys, values = (
             part.view(slots, capacity, groups, width)[: len(LENGTHS)].float() for part in caches[1]
         )
-        truth = attention._dot(queries.float(), keys, values, span.mask_B1SL())
+        truth = attention._dot(queries[:, None].float(), keys, values, span.mask_B1SL())
         torch.testing.assert_close(y_THC.float(), truth[:, 0], rtol=2e-2, atol=2e-2)
         for own, other in zip(*caches, strict=True):
             torch.testing.assert_close(own, other, rtol=2e-2, atol=2e-2)
