@@ -43,9 +43,7 @@ def test_as_torch_under_a_mask(
         turn_TC = turns[span.position_T]
         of_heads = qkv_THC, norms, turn_TC, heads, 1e-6
         y_THC = few.attend_few(*of_heads, (caches[0][0], caches[0][1]), span.row_T, span.position_T)
-        queries = grouped_into_cache(*of_heads, (caches[1][0], caches[1][1]), span.row_T).unflatten(
-            0, (-1, 1)
-        )
+        queries = grouped_into_cache(*of_heads, (caches[1][0], caches[1][1]), span.row_T)
         keys, values = (
             part.view(slots, capacity, groups, width)[: len(LENGTHS)].float() for part in caches[1]
         )
