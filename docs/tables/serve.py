@@ -55,16 +55,28 @@ def steps() -> Table:
 
 def drafts() -> Table:
     """Steps that draft, and what leaves of them."""
+    return _drafts(_run(), WAYS)
+
+
+def one_gpu_drafts() -> Table:
+    """The same of one GPU."""
+    return _drafts(_one(), ONE_GPU)
+
+
+def _drafts(run: list[Row], ways: dict[str, str]) -> Table:
     head = ["way", "rows", "drafts", "forced", "step, ms", "tokens/s a GPU", "over none", "of the floor"]
     body, used = [], []
-    for row in _run():
-        if row["op"] != "decode step" or "drafts" not in row["case"]:
-            continue
+    steps = select(run, op="decode step")
+    for row in (r for r in steps if "drafts" in r["case"]):
         case = row["case"]
-        (plain,) = (r for r in _steps(row["impl"]) if _place(r) == _place(row))
+        plain = next(
+            r
+            for r in select(steps, impl=row["impl"])
+            if "drafts" not in r["case"] and _place(r) == _place(row)
+        )
         gain = row["tokens_per_s_gpu"] / plain["tokens_per_s_gpu"]
         figures = [f"{row['median_us'] / 1e3:.1f}", row["tokens_per_s_gpu"], f"{gain:.2f}"]
-        chosen = [WAYS[row["impl"]], case["B"], case["drafts"], case["forced"]]
+        chosen = [ways[row["impl"]], case["B"], case["drafts"], case["forced"]]
         body.append([*chosen, *figures, f"{row['times_floor']:.2f}"])
         used += [row, plain]
     return Table(head=head, body=body, rows=used)
@@ -135,7 +147,7 @@ def pareto() -> Table:
 
 def one_gpu() -> Table:
     """Steps of decoding of one GPU in ms, beside the floor."""
-    steps = [r for r in last_run(read("serve_one")) if r["op"] == "decode step" and "drafts" not in r["case"]]
+    steps = [r for r in _one() if r["op"] == "decode step" and "drafts" not in r["case"]]
     ways = [way for way in ONE_GPU if select(steps, impl=way)]
     head = ["model", "rows", *(ONE_GPU[way] for way in ways), "over the best of torch", "GB read", "floor"]
     head += ["of the floor"]
@@ -153,7 +165,7 @@ def one_gpu() -> Table:
 
 def parts() -> Table:
     """What took how much of such a step, in ms."""
-    rows = sorted((r for r in last_run(read("serve_one")) if "parts_us" in r), key=_order)
+    rows = sorted((r for r in _one() if "parts_us" in r), key=_order)
     body = [
         [
             NAMES[r["case"]["model"]],
@@ -167,6 +179,12 @@ def parts() -> Table:
 
 def _run() -> list[Row]:
     return last_run(read("serve"))
+
+
+def _one() -> list[Row]:
+    """The rows of all runs of one GPU, which has no time for all in one; of equal ones the newest."""
+    rows = sorted(read("serve_one"), key=lambda row: row["run"])
+    return list({(row["op"], row["impl"], *row["case"].items()): row for row in rows}.values())
 
 
 def _steps(way: str) -> list[Row]:
