@@ -347,7 +347,7 @@ ROUTER = [
         "few-rows-read-before-they-are-there",
         "kernels/gemm/few.cu",
         "a warp multiplies weights that it has asked for, and not waited for",
-        "        ptx::copy_wait<kStages - 1>();\n",
+        "        ptx::mbarrier_wait(barriers + 8 * stage, chunk / kStages & 1, patience);\n",
         "",
         ("unit/test_few_emulated.py",),
     ),

@@ -283,7 +283,7 @@ class GroupedAttention(nn.Module):
         turn_TC: Tensor,
         between: Between,
     ) -> Rows:
-        """What attention adds to the rows, behind them; `norm` comes before it."""
+        """The rows, and what attention adds to them; `norm` comes before it."""
         sizes, of_rows = self.sizes, (span.rows, span.length)
         qkv_TX, x_TD = between.normed_product(*rows, *weight_of(norm), self.qkv.weight)
         qkv_THC = qkv_TX.view(len(x_TD), -1, sizes.head_size)
@@ -328,7 +328,7 @@ class LatentAttention(nn.Module):
         turn_TC: Tensor,
         between: Between,
     ) -> Rows:
-        """What attention adds to the rows, behind them; `norm` comes before it."""
+        """The rows, and what attention adds to them; `norm` comes before it."""
         x_TD, normed_TD = normed(rows, norm, between)
         sizes, tokens, of_rows = self.sizes, len(x_TD), (span.rows, span.length)
         query_TC = between.product(normed_TD, self.q_down.weight)

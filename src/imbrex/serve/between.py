@@ -143,22 +143,20 @@ def compiled() -> Between:
 
 
 def _product(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    return few.product_of_few(x_TD, weight_ND) if _is_few(x_TD, weight_ND) else F.linear(x_TD, weight_ND)
+    if few.why_not_few(x_TD, weight_ND) is None:
+        return few.product_of_few(x_TD, weight_ND)
+    return F.linear(x_TD, weight_ND)
 
 
 def _normed_product(
     x_TD: Tensor, added_TD: Tensor | None, norm_D: Tensor, eps: float, weight_ND: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if _is_few(x_TD, weight_ND):
+    if few.why_not_few(x_TD, weight_ND, normed=True) is None:
         return few.normed_product_of_few(x_TD, added_TD, norm_D, eps, weight_ND)
     if added_TD is None:
         return normed_product(x_TD, None, norm_D, eps, weight_ND)
     x_TD, normed_TD = compiled().residual_norm(x_TD, added_TD, norm_D, eps)
     return F.linear(normed_TD, weight_ND), x_TD
-
-
-def _is_few(x_TD: Tensor, weight_ND: Tensor) -> bool:
-    return few.why_not_few(x_TD, weight_ND) is None
 
 
 EARLY = "triton.enable_pdl"

@@ -1,18 +1,20 @@
-// Attention of one token a row over a static cache, from the product of queries, keys and values to the heads'
-// outputs in one launch: queries and keys normed by head where wanted and turned by position, the token's own
-// key and value put into the cache, keys split over blocks, the parts put together by whoever ends last.
-// bf16, heads of 128 values, softmax in float32 powers of 2. Defines:
+// Attention of one token a row over a static cache, from the product of queries, keys and values to the
+// outputs of the heads in one launch: queries and keys normed by head where wanted and turned by position,
+// the token's own key and value put into the cache, keys split over blocks, the parts put together by whoever
+// ends last. bf16, heads of 128 values, softmax in float32 powers of 2. Defines:
 //   QUERIES  heads of queries to one of keys: 1, 2, 4 or 8
 //   NORMED   0 or 1
 //
-// What is older than the token is in the cache already, so a block asks for its first two tiles of keys and
-// values before it waits for the kernel that makes the token's own.
+// What is older than the token is in the cache already, from calls that have long ended, so a block asks for
+// its first two tiles of keys and values before it waits for the kernel that makes the token's own. They are
+// small enough to stand beside the weights of gemm/few.cu.
 //
-// A block is a part of one row's keys and one head of them. Its four warps have 16 keys each of a tile of 64,
-// with a maximum and sums of their own, that are put together behind the last tile, then the blocks'. Queries
-// are the 16 rows of an instruction, of which QUERIES are there. As in gemm/few.cu a thread reads eight values
-// of queries and of keys alike. Rows of keys stand 64 bytes beside a multiple of 128, those of values 16: so
-// neither 16 bytes of two keys nor those of eight values lie in one bank.
+// A block is a part of one row's keys and one head of them. Its three warps have 16 keys each of a tile of
+// 48, with a maximum and sums of their own, that are put together behind the last tile, then the blocks'.
+// Queries are the 16 rows of an instruction, of which QUERIES are there. Thread t of four reads eight values
+// of a query and of a key alike, from 8 t on of every 32. The pieces of 16 bytes of a line are exchanged, a
+// key's with the other half of four where its line is odd, a value's by line % 8, so that what is read at
+// once lies in different banks.
 //
 // Example: 8 rows, 4 heads of keys, 8 parts: 256 blocks. At position 1024 a part has 136 keys; the last one
 // from 952 to 1024, the token's own among them, in two tiles.
@@ -20,15 +22,18 @@
 
 namespace attention {
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps, kHead = 128, kShared = QUERIES, kTile = 64, kStages = 2;
+constexpr int kWarps = 3, kThreads = 32 * kWarps, kHead = 128, kShared = QUERIES, kTile = 48, kStages = 2;
 constexpr bool kNormed = NORMED;
-constexpr int kKeyPitch = 2 * kHead + 64, kValuePitch = 2 * kHead + 16;
-constexpr int kStage = kTile * (kKeyPitch + kValuePitch);
-constexpr int kQueries = kStages * kStage;         // [kShared][kKeyPitch]
-constexpr int kOwn = kQueries + kShared * kKeyPitch;  // the token's own key, then its value
-constexpr int kTicket = kOwn + 4 * kHead;
-constexpr int kPart = kShared * (kHead + 2);  // floats of a part: sums, maxima, sums of weights
-constexpr float kNone = -1e30f;               // a maximum of no keys
+constexpr int kLine = 2 * kHead, kPieces = kHead / 8, kStage = 2 * kTile * kLine;  // keys, then values
+constexpr int kQueryPitch = kLine + 64;
+constexpr int kQueries = kStages * kStage;                // [kShared][kQueryPitch]
+constexpr int kOwn = kQueries + kShared * kQueryPitch;    // the token's own key, then its value
+constexpr int kTicket = kOwn + 2 * kLine;
+// Floats of a part: sums, maxima, sums of weights.
+constexpr int kPart = kShared * kHead + (2 * kShared + 3) / 4 * 4;
+constexpr int kMostParts = 8;                 // of a row and group
+constexpr int kJobs = (kShared + 2 + kWarps - 1) / kWarps;
+constexpr float kNone = -1e30f;  // a maximum of no keys
 constexpr u32 kAll = 0xffffffffu;
 
 struct Few {
@@ -53,18 +58,24 @@ struct Range {
     i64 first;            // row of the cache of key 0
 };
 
+// Where piece `piece` of a line is.
+__device__ __forceinline__ int key_at(int line, int piece) {
+    return line * kLine + 16 * (piece ^ (line % 2 * 4));
+}
+__device__ __forceinline__ int value_at(int line, int piece) {
+    return (kTile + line) * kLine + 16 * (piece ^ (line % 8));
+}
+
 // A tile from key `key` on, but for the token's own, which is zeros.
 __device__ __forceinline__ void ask(const Few& few, const Range& range, int group, u32 to, int key) {
-    constexpr int kPieces = kHead / 8;
-#pragma unroll
+#pragma unroll 2
     for (int i = static_cast<int>(threadIdx.x); i < kTile * kPieces; i += kThreads) {
         const int line = i / kPieces, piece = i % kPieces;
         const bool wanted = key + line < min(range.end, range.own);
         const i64 row = range.first + (wanted ? key + line : 0);
-        const i64 at = (row * few.groups + group) * (2 * kHead) + 16 * piece;
-        ptx::copy_async_or_zero(to + line * kKeyPitch + 16 * piece, few.keys + at, wanted);
-        ptx::copy_async_or_zero(to + kTile * kKeyPitch + line * kValuePitch + 16 * piece, few.values + at,
-                                wanted);
+        const i64 at = (row * few.groups + group) * kLine + 16 * piece;
+        ptx::copy_async_or_zero(to + key_at(line, piece), few.keys + at, wanted);
+        ptx::copy_async_or_zero(to + value_at(line, piece), few.values + at, wanted);
     }
 }
 
@@ -79,75 +90,94 @@ __device__ __forceinline__ float4 other_half(float4 v) {
             __shfl_xor_sync(kAll, v.w, 16)};
 }
 
-// A head of the token by a warp, four values a lane: normed and turned.
-__device__ __forceinline__ uint2 made(const Few& few, const u8* head, const u8* norm, int token) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    float4 v = floats(reinterpret_cast<const uint2*>(head)[lane]);
-    if constexpr (kNormed) {
-        float all = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) all += __shfl_xor_sync(kAll, all, offset);
-        const float by = 1.0f / sqrtf(all / kHead + few.eps);
-        const float4 weight = floats(reinterpret_cast<const uint2*>(norm)[lane]);
-        v = {v.x * by * weight.x, v.y * by * weight.y, v.z * by * weight.z, v.w * by * weight.w};
+// What a head is made with, four values a lane; none of it is this step's.
+struct Maker {
+    float4 cos, sin, q_norm, k_norm;
+
+    __device__ __forceinline__ Maker(const Few& few, int token) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const uint2* turn = reinterpret_cast<const uint2*>(few.turn + static_cast<i64>(token) * (2 * kLine));
+        cos = floats(turn[lane]), sin = floats(turn[32 + lane]);
+        if constexpr (!kNormed) return;
+        q_norm = floats(reinterpret_cast<const uint2*>(few.q_norm)[lane]);
+        k_norm = floats(reinterpret_cast<const uint2*>(few.k_norm)[lane]);
     }
-    const uint2* turn = reinterpret_cast<const uint2*>(few.turn + static_cast<i64>(token) * (4 * kHead));
-    const float4 cos = floats(turn[lane]), sin = floats(turn[32 + lane]), other = other_half(v);
-    return packed({v.x * cos.x + other.x * sin.x, v.y * cos.y + other.y * sin.y,
-                   v.z * cos.z + other.z * sin.z, v.w * cos.w + other.w * sin.w});
-}
+    // A head by a warp: normed and turned.
+    __device__ __forceinline__ uint2 operator()(const Few& few, uint2 head, const float4& norm) const {
+        float4 v = floats(head);
+        if constexpr (kNormed) {
+            float all = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+#pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2) all += __shfl_xor_sync(kAll, all, offset);
+            const float by = 1.0f / sqrtf(all / kHead + few.eps);
+            v = {v.x * by * norm.x, v.y * by * norm.y, v.z * by * norm.z, v.w * by * norm.w};
+        }
+        const float4 other = other_half(v);
+        return packed({v.x * cos.x + other.x * sin.x, v.y * cos.y + other.y * sin.y,
+                       v.z * cos.z + other.z * sin.z, v.w * cos.w + other.w * sin.w});
+    }
+};
 
 // The block's queries, and where it has the token's own key, that and its value, into shared memory; the
-// latter two into the cache.
-__device__ __forceinline__ void make(const Few& few, const Range& range, u8* memory, int token, int group) {
+// latter two into the cache. A warp asks for all its heads before it makes the first.
+__device__ __forceinline__ void make(const Few& few, const Range& range, const Maker& maker, u8* memory,
+                                     int token, int group) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int heads = kShared * few.groups;
-    const u8* qkv = few.qkv + static_cast<i64>(token) * (heads + 2 * few.groups) * (2 * kHead);
-    for (int head = warp; head < kShared; head += kWarps) {
-        const u8* from = qkv + (group * kShared + head) * (2 * kHead);
-        const uint2 query = made(few, from, few.q_norm, token);
-        reinterpret_cast<uint2*>(memory + kQueries + head * kKeyPitch)[lane] = query;
+    const bool has_own = range.begin <= range.own && range.own < range.end;
+    const int jobs = has_own ? kShared + 2 : kShared;
+    const u8* qkv = few.qkv + static_cast<i64>(token) * (heads + 2 * few.groups) * kLine;
+    const i64 at = ((range.first + range.own) * few.groups + group) * kLine;
+    uint2 raw[kJobs] = {};
+#pragma unroll
+    for (int i = 0; i < kJobs; ++i) {
+        const int job = warp + kWarps * i;
+        const int head = job < kShared ? group * kShared + job : heads + (job - kShared) * few.groups + group;
+        if (job < jobs) raw[i] = reinterpret_cast<const uint2*>(qkv + head * kLine)[lane];
     }
-    if (range.begin > range.own || range.end <= range.own) return;
-    const i64 at = ((range.first + range.own) * few.groups + group) * (2 * kHead);
-    if (warp == kWarps - 1) {
-        const uint2 key = made(few, qkv + (heads + group) * (2 * kHead), few.k_norm, token);
-        reinterpret_cast<uint2*>(memory + kOwn)[lane] = key;
-        reinterpret_cast<uint2*>(few.keys + at)[lane] = key;
-    } else if (warp == kWarps - 2) {
-        const u8* from = qkv + (heads + few.groups + group) * (2 * kHead);
-        const uint2 value = reinterpret_cast<const uint2*>(from)[lane];
-        reinterpret_cast<uint2*>(memory + kOwn + 2 * kHead)[lane] = value;
-        reinterpret_cast<uint2*>(few.values + at)[lane] = value;
+#pragma unroll
+    for (int i = 0; i < kJobs; ++i) {
+        const int job = warp + kWarps * i;
+        if (job >= jobs) break;
+        if (job < kShared) {
+            const uint2 query = maker(few, raw[i], maker.q_norm);
+            reinterpret_cast<uint2*>(memory + kQueries + job * kQueryPitch)[lane] = query;
+            continue;
+        }
+        const bool is_key = job == kShared;
+        const uint2 own = is_key ? maker(few, raw[i], maker.k_norm) : raw[i];
+        reinterpret_cast<uint2*>(memory + kOwn + (job - kShared) * kLine)[lane] = own;
+        reinterpret_cast<uint2*>((is_key ? few.keys : few.values) + at)[lane] = own;
     }
 }
 
 // The token's own key and value into a tile whose keys begin at `key`.
 __device__ __forceinline__ void place_own(const Range& range, u8* memory, u8* stage, int key) {
-    const int line = range.own - key, thread = static_cast<int>(threadIdx.x);
-    u8* to = thread < 32 ? stage + line * kKeyPitch : stage + kTile * kKeyPitch + line * kValuePitch;
-    if (thread < 64)
-        reinterpret_cast<uint2*>(to)[thread % 32] = reinterpret_cast<const uint2*>(memory + kOwn)[thread];
+    const int line = range.own - key, piece = static_cast<int>(threadIdx.x) % kPieces;
+    if (threadIdx.x >= 2 * kPieces) return;
+    const uint4 own = reinterpret_cast<const uint4*>(memory + kOwn)[threadIdx.x];
+    const int at = threadIdx.x < kPieces ? key_at(line, piece) : value_at(line, piece);
+    *reinterpret_cast<uint4*>(stage + at) = own;
 }
 
-// Of a warp, for query lane / 4: the maximum, this lane's sum of weights, sums of values 8 i + 2 (lane % 4) and
-// the next.
+// Of a warp, for query lane / 4: the maximum, this lane's sum of weights, sums of values 8 i + 2 (lane % 4)
+// and the next.
 struct Sums {
     float most = kNone, weights = 0.0f, values[kHead / 8][4] = {};
 };
 
 using Query = uint4[kHead / 32];
 
-// 16 keys from `key` on, of which those before `end` count: scores, weights, values.
-__device__ __forceinline__ void attend(const Query& query, u32 keys, u32 values, int key, int end,
-                                       Sums& sums) {
-    const u32 lane = threadIdx.x % 32;
+// The warp's 16 keys of a tile, from `key` on, of which those before `end` count: scores, weights, values.
+__device__ __forceinline__ void attend(const Query& query, u32 stage, int key, int end, Sums& sums) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, first_line = static_cast<int>(threadIdx.x) / 32 * 16;
     float scores[2][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int step = 0; step < kHead / 32; ++step)
 #pragma unroll
-        for (int step = 0; step < kHead / 32; ++step) {
-            const uint4 k = ptx::load_shared(keys + (8 * half + lane / 4) * kKeyPitch + 64 * step + lane % 4 * 16);
+        for (int half = 0; half < 2; ++half) {
+            const uint4 k =
+                ptx::load_shared(stage + key_at(first_line + 8 * half + lane / 4, 4 * step + lane % 4));
             const u32 first[4] = {query[step].x, 0, query[step].y, 0};
             const u32 second[4] = {query[step].z, 0, query[step].w, 0};
             ptx::mma_bf16(scores[half], first, k.x, k.y);
@@ -157,7 +187,7 @@ __device__ __forceinline__ void attend(const Query& query, u32 keys, u32 values,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         float& score = scores[i / 2][i % 2];
-        const bool there = key + i / 2 * 8 + static_cast<int>(lane % 4) * 2 + i % 2 < end;
+        const bool there = key + i / 2 * 8 + lane % 4 * 2 + i % 2 < end;
         score = there ? score * (1.4426950408889634f * 0.08838834764831845f) : kNone;  // log2(e) / sqrt(128)
         most = fmaxf(most, score);
     }
@@ -170,11 +200,10 @@ __device__ __forceinline__ void attend(const Query& query, u32 keys, u32 values,
     sums.most = most;
     sums.weights = sums.weights * before + (weights[0] + weights[1]) + (weights[2] + weights[3]);
     const u32 by[4] = {ptx::pack_bf16(weights[0], weights[1]), 0, ptx::pack_bf16(weights[2], weights[3]), 0};
-    const u32 own = values + (lane % 16) * kValuePitch + lane / 16 * 16;
 #pragma unroll
     for (int pair = 0; pair < kHead / 16; ++pair) {
         u32 v[4];
-        ptx::load_matrix_x4_transposed(own + 32 * pair, v);
+        ptx::load_matrix_x4_transposed(stage + value_at(first_line + lane % 16, 2 * pair + lane / 16), v);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float(&to)[4] = sums.values[2 * pair + half];
@@ -200,25 +229,44 @@ __device__ __forceinline__ void leave(float* part, Sums& sums) {
     }
 }
 
-// Parts together, by a thread for value threadIdx.x of every query: into a part, or with `y` divided into the
-// outputs of the group's heads.
-__device__ __forceinline__ void gather(const float* parts, int count, float* into, u16* y) {
-    const int value = static_cast<int>(threadIdx.x);
-    for (int query = 0; query < kShared; ++query) {
-        float most = kNone, weights = 0.0f, sum = 0.0f;
-        for (int i = 0; i < count; ++i) most = fmaxf(most, parts[i * kPart + kShared * kHead + query]);
-        for (int i = 0; i < count; ++i) {
-            const float* part = parts + i * kPart;
-            const float by = exp2f(part[kShared * kHead + query] - most);
-            weights = fmaf(by, part[kShared * (kHead + 1) + query], weights);
-            sum = fmaf(by, part[query * kHead + value], sum);
+__device__ __forceinline__ void add(float4& sum, float by, const float4& v) {
+    sum = {fmaf(by, v.x, sum.x), fmaf(by, v.y, sum.y), fmaf(by, v.z, sum.z), fmaf(by, v.w, sum.w)};
+}
+
+// Parts together, at most kMost: into a part, or with `y` divided into the outputs of the group's heads. A
+// thread has four values of a query, and asks for all parts at once.
+template <int kMost>
+__device__ __forceinline__ void gather(const float* parts, int count, float* into, u8* y) {
+#pragma unroll 2
+    for (int i = static_cast<int>(threadIdx.x); i < kShared * kHead / 4; i += kThreads) {
+        const int query = i / (kHead / 4);
+        float most[kMost], weights[kMost], largest = kNone, all = 0.0f;
+        float4 values[kMost], sum = {};
+#pragma unroll
+        for (int k = 0; k < kMost; ++k) {
+            const float* part = parts + (k < count ? k : 0) * kPart;
+            most[k] = k < count ? part[kShared * kHead + query] : kNone;
+            weights[k] = part[kShared * (kHead + 1) + query];
+            values[k] = reinterpret_cast<const float4*>(part)[i];
+        }
+#pragma unroll
+        for (int k = 0; k < kMost; ++k) largest = fmaxf(largest, most[k]);
+#pragma unroll
+        for (int k = 0; k < kMost; ++k) {
+            const float by = exp2f(most[k] - largest);
+            all = fmaf(by, weights[k], all);
+            add(sum, by, values[k]);
         }
         if (y != nullptr) {
-            y[query * kHead + value] = static_cast<u16>(ptx::pack_bf16(sum / weights, 0.0f));
+            const float by = 1.0f / all;
+            reinterpret_cast<uint2*>(y)[i] = packed({sum.x * by, sum.y * by, sum.z * by, sum.w * by});
             continue;
         }
-        into[query * kHead + value] = sum;
-        if (value == 0) into[kShared * kHead + query] = most, into[kShared * (kHead + 1) + query] = weights;
+        reinterpret_cast<float4*>(into)[i] = sum;
+        if (i % (kHead / 4) == 0) {
+            into[kShared * kHead + query] = largest;
+            into[kShared * (kHead + 1) + query] = all;
+        }
     }
 }
 
@@ -241,10 +289,11 @@ __device__ __forceinline__ Range range_of(const Few& few, int token, int split) 
     return {begin, min(begin + keys, used), own, few.row[token] - own};
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) attend_few(const __grid_constant__ Few few) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) attend_few(const __grid_constant__ Few few) {
     u8* memory = ptx::shared_memory();
     const u32 ring = ptx::smem_u32(memory);
-    const int unit = static_cast<int>(blockIdx.x) / few.splits, split = static_cast<int>(blockIdx.x) % few.splits;
+    const int unit = static_cast<int>(blockIdx.x) / few.splits;
+    const int split = static_cast<int>(blockIdx.x) % few.splits;
     const int token = unit / few.groups, group = unit % few.groups;
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     ptx::launch_dependents();
@@ -255,15 +304,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_few(const __grid_c
         if (stage < tiles) ask(few, range, group, ring + stage * kStage, range.begin + stage * kTile);
         ptx::copy_commit();
     }
+    const Maker maker(few, token);
     ptx::wait_for_launches();
-    make(few, range, memory, token, group);
+    make(few, range, maker, memory, token, group);
     __syncthreads();
     Query query = {};
     if (lane / 4 < kShared)
 #pragma unroll
         for (int step = 0; step < kHead / 32; ++step)
             query[step] =
-                ptx::load_shared(ring + kQueries + lane / 4 * kKeyPitch + 64 * step + lane % 4 * 16);
+                ptx::load_shared(ring + kQueries + lane / 4 * kQueryPitch + 64 * step + lane % 4 * 16);
     Sums sums;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -274,9 +324,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_few(const __grid_c
             place_own(range, memory, memory + stage, key);
             __syncthreads();
         }
-        if (key + 16 * warp < range.end)
-            attend(query, ring + stage + 16 * warp * kKeyPitch,
-                   ring + stage + kTile * kKeyPitch + 16 * warp * kValuePitch, key + 16 * warp, range.end, sums);
+        if (key + 16 * warp < range.end) attend(query, ring + stage, key + 16 * warp, range.end, sums);
         __syncthreads();
         if (tile + kStages < tiles) ask(few, range, group, ring + stage, key + kStages * kTile);
         ptx::copy_commit();
@@ -285,11 +333,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_few(const __grid_c
     float* parts = reinterpret_cast<float*>(memory);
     leave(parts + warp * kPart, sums);
     __syncthreads();
-    u16* y = reinterpret_cast<u16*>(few.y) + static_cast<i64>(unit) * kShared * kHead;
+    u8* y = few.y + static_cast<i64>(unit) * kShared * kLine;
     float* own = few.parts + static_cast<i64>(blockIdx.x) * kPart;
-    gather(parts, kWarps, own, few.splits == 1 ? y : nullptr);
+    gather<kWarps>(parts, kWarps, own, few.splits == 1 ? y : nullptr);
     if (few.splits > 1 && is_last(few, memory, unit))
-        gather(own - static_cast<i64>(split) * kPart, few.splits, nullptr, y);
+        gather<kMostParts>(own - static_cast<i64>(split) * kPart, few.splits, nullptr, y);
 }
 
 }  // namespace attention

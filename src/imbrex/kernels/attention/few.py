@@ -14,10 +14,11 @@ from imbrex.kernels.structs import struct
 from imbrex.runtime.tracing import plain, traced
 
 SOURCE, ENTRY = "attention/few.cu", "attend_few"
-HEAD, THREADS, TILE, STAGES, WARPS = 128, 128, 64, 2, 4
+HEAD, THREADS, TILE, STAGES = 128, 96, 48, 2
 SHARED = (1, 2, 4, 8)
 """Heads of queries to one of keys."""
-MOST_SPLITS = 8
+MOST_SPLITS, BLOCKS = 8, 2
+"""Parts of a row's keys at most, and blocks that a multiprocessor gets at least where there are so many."""
 UNITS = 1 << 14
 """Rows times heads of keys of a call."""
 
@@ -66,7 +67,7 @@ def attend_few(
     place_T: Tensor,
     position_T: Tensor,
 ) -> Tensor:
-    """What the heads attend to, [T, H, C]; keys and values of the tokens, one a row, are in the cache.
+    """The outputs of the heads, [T, H, C]; keys and values of the tokens, one a row, are in the cache.
 
     cache: [rows of all slots, G, C] each. place_T: int64, of the token in the cache. position_T: int64, in
     its slot, whose tokens before it stand before it in the cache.
@@ -75,7 +76,8 @@ def attend_few(
     groups = (all_heads - heads) // 2
     shared, units = heads // groups, tokens * groups
     splits = splits_of(units, multiprocessors(qkv_THC.get_device()))
-    parts = torch.empty(units * splits * shared * (width + 2), dtype=torch.float32, device=device)
+    of_part = shared * width + -(-2 * shared // 4) * 4
+    parts = torch.empty(units * splits * of_part, dtype=torch.float32, device=device)
     y_THC = torch.empty(tokens, heads, width, dtype=qkv_THC.dtype, device=device)
     few = struct(SOURCE, "Few")(
         qkv=qkv_THC,
@@ -93,13 +95,12 @@ def attend_few(
         splits=splits,
         eps=eps,
     )
-    pitches = (2 * HEAD + 64) + (2 * HEAD + 16)
-    smem = STAGES * TILE * pitches + shared * (2 * HEAD + 64) + 4 * HEAD + 16
+    smem = STAGES * TILE * 4 * HEAD + shared * (2 * HEAD + 64) + 4 * HEAD + 16
     kernel = _kernel(shared, norms is not None, device)
     kernel.launch(grid=units * splits, block=THREADS, smem=smem, args=[few], dependent=True)
     return y_THC
 
 
 def splits_of(units: int, processors: int) -> int:
-    """Parts of a row's keys: about two blocks a multiprocessor, which holds as many."""
-    return max(1, min(MOST_SPLITS, 2 * processors // units))
+    """Parts of a row's keys."""
+    return max(1, min(MOST_SPLITS, BLOCKS * processors // units))

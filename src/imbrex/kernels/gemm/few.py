@@ -14,21 +14,22 @@ from imbrex.kernels.structs import struct
 from imbrex.runtime.tracing import plain, traced
 
 SOURCE, ENTRY = "gemm/few.cu", "product_of_few"
-FEW_TOKENS = 16
-"""Tokens up to which it was timed to be faster than torch's product."""
-WARPS, TILE, EIGHT = 8, 16, 8
-"""Warps of a block, tokens of a tile, columns of an instruction."""
+FEW_TOKENS, FEW_NORMED = 16, 16
+"""Up to so many tokens the kernel was timed to be faster than torch's product, and than a norm and that."""
+WARPS, EIGHT = 8, 8
+"""Warps of a block, tokens and columns of an instruction."""
 MOST_COLUMNS = 8
 """Eights of columns of a block: what registers hold."""
-CHUNKS = (256, 128, 64, 32)
-ROOM = 232448 - 8 * 32 * 4
+CHUNKS = (256, 128, 64)
+"""Values of k that a warp asks for at once."""
+ROOM = 232448 - 2048
 """Bytes of shared memory of a block for weights."""
 
 
 def shipped_variants() -> list[Variant]:
-    """Those of Qwen3-30B-A3B's and DeepSeek-V3's attention on a GPU of 132 multiprocessors."""
+    """The kernels of Qwen3-30B-A3B's and DeepSeek-V3's attention on a GPU of 132 multiprocessors."""
     shapes = ((5120, 2048, True), (2048, 4096, False), (7168, 16384, False), (1536, 7168, True))
-    return [variant_of(tokens, *shape, 132)[0] for shape in shapes for tokens in (16, 32)]
+    return [variant_of(tokens, *shape, 132)[0] for shape in shapes for tokens in (8, 16)]
 
 
 @functools.cache
@@ -36,35 +37,37 @@ def variant_of(
     tokens: int, columns: int, depth: int, normed: bool, processors: int
 ) -> tuple[Variant, int, int]:
     """The kernel, its blocks and their bytes of shared memory. Raises ValueError where there is none."""
-    tiles = -(-tokens // TILE)
+    of_tokens = next(size for size in (1, 2, 4) if tokens <= EIGHT * size)
     eights = min(-(-columns // (EIGHT * processors)), MOST_COLUMNS)
-    for chunk in CHUNKS[tiles - 1 :]:
+    for chunk in CHUNKS[of_tokens // 4 + (normed and of_tokens == 4) :]:
         if depth % (WARPS * chunk):
             continue
-        chunks, stage = depth // WARPS // chunk, WARPS * EIGHT * eights * (2 * chunk + 64)
+        chunks, stage = depth // WARPS // chunk, WARPS * EIGHT * eights * 2 * chunk
         stages = min(chunks, ROOM // stage)
-        if stages >= min(chunks, 2):
-            defines = {"TILES": tiles, "COLUMNS": eights, "CHUNK": chunk, "STAGES": stages}
+        if stages >= min(chunks, 2) and stages * chunk * 2 >= EIGHT * of_tokens * 4:
+            defines = {"EIGHTS": of_tokens, "COLUMNS": eights, "CHUNK": chunk, "STAGES": stages}
             defines["NORMED"] = int(normed)
             variant = Variant(source=SOURCE, entry=ENTRY, defines=tuple(defines.items()))
-            return variant, -(-columns // (EIGHT * eights)), stages * stage + WARPS * TILE * tiles * 4
-    raise ValueError(f"a weight of {columns} rows of {depth} values; rows are of a multiple of 256")
+            behind = WARPS * (EIGHT * of_tokens * 4 + stages * 8)
+            return variant, -(-columns // (EIGHT * eights)), stages * stage + behind
+    raise ValueError(f"a weight of {columns} rows of {depth} values; rows are of a multiple of 512")
 
 
 def _kernel(variant: Variant, device: torch.device) -> Kernel:
     return load(variant, device)
 
 
-def why_not_few(x_TK: Tensor, weight_NK: Tensor) -> str | None:
+def why_not_few(x_TK: Tensor, weight_NK: Tensor, *, normed: bool = False) -> str | None:
     """None if the kernel computes the product of these, else why not."""
+    limit = FEW_NORMED if normed else FEW_TOKENS
     if not (plain(x_TK) and plain(weight_NK)) or traced(x_TK, weight_NK) or torch.is_grad_enabled():
         return "somebody traces or differentiates the call, or its tensors are of a kind of their own"
     if x_TK.dtype != torch.bfloat16 or weight_NK.dtype != torch.bfloat16:
         return "it is for bfloat16"
-    if not 0 < x_TK.shape[0] <= FEW_TOKENS:
-        return f"it is for 1 to {FEW_TOKENS} tokens"
+    if not 0 < x_TK.shape[0] <= limit:
+        return f"it is for 1 to {limit} tokens"
     if x_TK.shape[1] % (WARPS * CHUNKS[-1]) or not weight_NK.is_contiguous():
-        return "weights are not contiguous rows of a multiple of 256 values"
+        return "weights are not contiguous rows of a multiple of 512 values"
     return cached_unavailable(x_TK.get_device())
 
 
