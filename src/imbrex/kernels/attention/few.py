@@ -48,8 +48,9 @@ def why_not_few(qkv_THC: Tensor, heads: int, cache: tuple[Tensor, Tensor]) -> st
     tensors = (qkv_THC, *cache)
     if not all(plain(tensor) for tensor in tensors) or traced(*tensors) or torch.is_grad_enabled():
         return "somebody traces or differentiates the call, or its tensors are of a kind of their own"
-    if any(tensor.dtype != torch.bfloat16 or not tensor.is_contiguous() for tensor in tensors):
-        return "it is for contiguous bfloat16"
+    kinds = {(tensor.is_cuda, tensor.dtype, tensor.is_contiguous()) for tensor in tensors}
+    if kinds != {(True, torch.bfloat16, True)}:
+        return "it is for contiguous bfloat16 on a GPU"
     if qkv_THC.shape[2] != HEAD or heads % groups or heads // groups not in SHARED:
         return f"heads are not of {HEAD} values, 1, 2, 4 or 8 to one of keys"
     if not 0 < qkv_THC.shape[0] * groups <= UNITS:

@@ -62,8 +62,8 @@ def why_not_few(x_TK: Tensor, weight_NK: Tensor, *, normed: bool = False) -> str
     limit = FEW_NORMED if normed else FEW_TOKENS
     if not (plain(x_TK) and plain(weight_NK)) or traced(x_TK, weight_NK) or torch.is_grad_enabled():
         return "somebody traces or differentiates the call, or its tensors are of a kind of their own"
-    if x_TK.dtype != torch.bfloat16 or weight_NK.dtype != torch.bfloat16:
-        return "it is for bfloat16"
+    if not x_TK.is_cuda or x_TK.dtype != torch.bfloat16 or weight_NK.dtype != torch.bfloat16:
+        return "it is for bfloat16 on a GPU"
     if not 0 < x_TK.shape[0] <= limit:
         return f"it is for 1 to {limit} tokens"
     if x_TK.shape[1] % (WARPS * CHUNKS[-1]) or not weight_NK.is_contiguous():
