@@ -98,7 +98,7 @@ def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
 
 
 TEXT = b"tiles"
-MOE = imbrex.MoEConfig(hidden_size=512, intermediate_size=128, num_experts=4, top_k=2)
+MOE = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2)
 
 
 @functools.cache
