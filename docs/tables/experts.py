@@ -72,7 +72,7 @@ class Column:
     figure: Callable[[Pair], float] = ratio
     percent: bool = False
 
-    def cell(self, key: tuple[str, int, str]) -> str:
+    def cell(self, key: tuple[str, int]) -> str:
         """Mean and least over the models; the mean of ratios is geometric."""
         values = [self.figure(pair) for pair in self.pairs if key_of(pair[1]) == key]
         if not values:
@@ -82,8 +82,8 @@ class Column:
         return f"{statistics.geometric_mean(values):.2f}, {min(values):.2f}"
 
 
-def key_of(row: Row) -> tuple[str, int, str]:
-    return row["op"], row["case"]["rows"], row["case"]["skew"]
+def key_of(row: Row) -> tuple[str, int]:
+    return row["op"], row["case"]["rows"]
 
 
 def quoted() -> list[Row]:
@@ -92,7 +92,7 @@ def quoted() -> list[Row]:
 
 
 def over_torch() -> Table:
-    """A line per operation, rows and skew: torch's time over ours, and our share of the limit."""
+    """A line per operation and rows: torch's time over ours, and our share of the limit."""
     found = pairs(quoted(), "torch", "imbrex")
     return by_case(
         Column(title="torch's time over ours: mean, least", pairs=found),
@@ -106,7 +106,7 @@ def over_torch() -> Table:
 
 
 def fp8() -> Table:
-    """A line per operation, rows and skew of the fp8 forward, quantising rows or not."""
+    """A line per operation and rows of the fp8 forward, quantising rows or not."""
     rows, ours = quoted(), "imbrex-fp8"
     return by_case(
         Column(title="our bf16 time over it: mean, least", pairs=pairs(rows, "imbrex", ours)),
@@ -118,16 +118,15 @@ def fp8() -> Table:
 
 
 def by_case(*columns: Column) -> Table:
-    """A line for every operation, rows and skew of the first column's pairs."""
+    """A line for every operation and rows of the first column's pairs, over all models and loads."""
     keys = {key_of(pair[1]) for pair in columns[0].pairs}
     body = [
-        [TITLES[op], rows, "recorded" if skew.startswith("load:") else skew, *(c.cell(key) for c in columns)]
+        [TITLES[op], rows, *(column.cell((op, rows)) for column in columns)]
         for op in TITLES
-        for key in sorted(key for key in keys if key[0] == op)
-        for _, rows, skew in [key]
+        for rows in sorted(rows for of, rows in keys if of == op)
     ]
     used = [row for column in columns for pair in column.pairs for row in pair]
-    head = ["operation", "rows", "skew", *(column.title for column in columns)]
+    head = ["operation", "rows", *(column.title for column in columns)]
     return Table(head=head, body=body, rows=used)
 
 
