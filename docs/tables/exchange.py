@@ -59,9 +59,9 @@ def skew() -> Table:
     ]
     for row in rows:
         case = row["case"]
-        lines.setdefault((case["W"], case["routing"], row["op"], case["layout"]), {})[row["impl"]] = row[
-            "median_us"
-        ]
+        routing = "recorded" if case["routing"].startswith("trace:") else case["routing"]
+        key = case["W"], routing, row["op"], case["layout"]
+        lines.setdefault(key, {})[row["impl"]] = row["median_us"]
     body = [
         [*key, *(times.get(name, "-") for name in ("imbrex", *RIVALS))]
         for key, times in sorted(lines.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from docs.tables.results import Row, Table, last_run, read, select
 
 POLICIES = {
@@ -120,26 +122,19 @@ def iterations() -> Table:
 
 def skewed() -> Table:
     rows, lines = select(read("placement_gpu"), op="skewed"), []
-    for row in select(rows, impl="planned"):
-        before = next(r for r in rows if r["impl"] == "in_order" and r["case"] == row["case"])
-        lines.append(
-            [
-                row["case"]["W"],
-                row["case"]["model"],
-                f"{row['case']['task']}, {row['case']['layer']}",
-                f"{before['median_us'] / 1000:.2f} ({before['imbalance']:.2f})",
-                f"{row['median_us'] / 1000:.2f}",
-                f"{row['predicted_us'] / 1000:.2f}",
-                f"{row['measured_over_predicted'] - 1:+.1%}",
-            ]
-        )
-    head = [
-        "GPUs",
-        "model",
-        "task, layer",
-        "in order: ms (imbalance)",
-        "planned: ms",
-        "predicted: ms",
-        "off by",
-    ]
+    planned = select(rows, impl="planned")
+    for gpus, model in dict.fromkeys((row["case"]["W"], row["case"]["model"]) for row in planned):
+        case = {"W": gpus, "model": model}
+        before, behind = (select(rows, impl=impl, case=case) for impl in ("in_order", "planned"))
+        imbalance = span((row["imbalance"] for row in before), ".2f")
+        off = span((100 * (row["measured_over_predicted"] - 1) for row in behind), "+.1f")
+        times = [span((row["median_us"] / 1000 for row in of), ".2f") for of in (before, behind)]
+        lines.append([gpus, model, len(behind), f"{times[0]} ({imbalance})", times[1], f"{off} %"])
+    head = ["GPUs", "model", "layers", "in order: ms (imbalance)", "planned: ms", "off the prediction"]
     return Table(head=head, body=lines, rows=rows)
+
+
+def span(values: Iterable[float], form: str) -> str:
+    """The least and the largest."""
+    values = list(values)
+    return f"{min(values):{form}} to {max(values):{form}}"
