@@ -34,3 +34,9 @@ def test_as_float64(tokens: int, columns: int, depth: int, added: bool | None) -
         assert torch.equal(x_of, x_TK + more_TK if added else x_TK)
         exact_TK = torch.nn.functional.rms_norm(x_of.double(), (depth,), norm_K.double(), 1e-6)
     torch.testing.assert_close(y_TN.double(), exact_TK @ weight_NK.double().t(), rtol=8e-3, atol=8e-3)
+
+
+def test_weights_that_shared_memory_holds() -> None:
+    """Qwen3-30B-A3B's two; DeepSeek-V3's output is too long, and 512 rows leave half of a GPU idle."""
+    shapes = (5120, 2048), (2048, 4096), (7168, 16384), (512, 2048)
+    assert [few._fits(*shape, 132) for shape in shapes] == [True, True, False, False]

@@ -14,7 +14,7 @@ from imbrex.kernels.structs import struct
 from imbrex.runtime.tracing import plain, traced
 
 SOURCE, ENTRY = "gemm/few.cu", "product_of_few"
-FEW_TOKENS, FEW_NORMED = 16, 16
+FEW_TOKENS, FEW_NORMED = 32, 16
 """Up to so many tokens the kernel was timed to be faster than torch's product, and than a norm and that."""
 WARPS, EIGHT = 8, 8
 """Warps of a block, tokens and columns of an instruction."""
@@ -27,9 +27,10 @@ ROOM = 232448 - 2048
 
 
 def shipped_variants() -> list[Variant]:
-    """The kernels of Qwen3-30B-A3B's and DeepSeek-V3's attention on a GPU of 132 multiprocessors."""
+    """The kernels of Qwen3-30B-A3B's attention on a GPU of 132 multiprocessors, and of longer weights."""
     shapes = ((5120, 2048, True), (2048, 4096, False), (7168, 16384, False), (1536, 7168, True))
-    return [variant_of(tokens, *shape, 132)[0] for shape in shapes for tokens in (8, 16)]
+    several = [variant_of(tokens, *shape, 132)[0] for shape in shapes for tokens in (8, 16)]
+    return [*several, variant_of(FEW_TOKENS, 2048, 4096, False, 132)[0]]
 
 
 @functools.cache
@@ -53,6 +54,15 @@ def variant_of(
     raise ValueError(f"a weight of {columns} rows of {depth} values; rows are of a multiple of 512")
 
 
+@functools.cache
+def _fits(columns: int, depth: int, processors: int) -> bool:
+    """Whether shared memory holds a weight whole before its rows are there, on three multiprocessors of four:
+    torch's product reads others as fast."""
+    eights = -(-columns // (EIGHT * processors))
+    blocks = -(-columns // (EIGHT * eights))
+    return 2 * EIGHT * eights * depth <= ROOM and 4 * blocks >= 3 * processors
+
+
 def _kernel(variant: Variant, device: torch.device) -> Kernel:
     return load(variant, device)
 
@@ -68,6 +78,8 @@ def why_not_few(x_TK: Tensor, weight_NK: Tensor, *, normed: bool = False) -> str
         return f"it is for 1 to {limit} tokens"
     if x_TK.shape[1] % (WARPS * CHUNKS[-1]) or not weight_NK.is_contiguous():
         return "weights are not contiguous rows of a multiple of 512 values"
+    if not _fits(*weight_NK.shape, multiprocessors(weight_NK.get_device())):
+        return "the weight leaves multiprocessors idle, or is more than their shared memory holds"
     return cached_unavailable(x_TK.get_device())
 
 
