@@ -169,7 +169,7 @@ def _power(loads: Floats) -> Floats:
     return loads
 
 
-def descend(history_HE: Floats, replicas_WE: Held, *, steps: int, seed: int = 0) -> Held:
+def descend(history_HE: Floats, replicas_WE: Held, *, steps: int) -> Held:
     """A placement with the same slots per rank, whose fullest ranks are no higher in the mean over batches.
 
     history_HE: tokens per expert of each of H past batches. Deterministic in all arguments.
@@ -177,7 +177,7 @@ def descend(history_HE: Floats, replicas_WE: Held, *, steps: int, seed: int = 0)
     history_HE = history_HE[history_HE.any(1)]
     if len(replicas_WE) < 2 or not len(history_HE):
         return replicas_WE
-    state, draw = Shares(history_HE, replicas_WE), np.random.default_rng(seed)
+    state, draw = Shares(history_HE, replicas_WE), np.random.default_rng(0)
     best, lowest, failures = replicas_WE, state.reached, 0
     for _ in range(steps):
         if state.excess_H[-1] < 1e-9 or failures == GIVE_UP:

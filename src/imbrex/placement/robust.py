@@ -184,7 +184,6 @@ def harden(
     replicas_WE: Held,
     *,
     proposals: int,
-    seed: int = 0,
     prices: Sequence[float] = (0.0,),
     max_moves: int | None = None,
 ) -> Held:
@@ -198,7 +197,7 @@ def harden(
     if len(replicas_WE) < 2 or not len(history_HE):
         return replicas_WE
     state = Crowded(history_HE, replicas_WE, replicas_WE)
-    numbers = np.random.default_rng(seed).random((proposals, 5)).tolist()
+    numbers = np.random.default_rng(0).random((proposals, 5)).tolist()
     for place, price in enumerate(prices):
         state.price = price
         _search(state, numbers, proposals * (len(prices) - 1 - place) // len(prices), max_moves)
