@@ -152,61 +152,78 @@ __device__ __forceinline__ void ask_slots(int (&value)[kBatch], const int* slots
         if (first + 32 * q + lane >= end) value[q] = -1;
 }
 
-// The rows of one slot, by a block: a warp counts its part of every source, then places it behind the parts
-// before it. Slots are read twice, and no block waits for another.
-__device__ inline void place_slot(const Call& call, const Events& e, u32 here, int slot, int low) {
+constexpr int kSlots = 4;  // that a block places at once
+
+// The rows of up to `kSlots` slots from `first` on, by a block: a warp counts its part of every source, then
+// places it behind the parts before it. Choices are read twice, and no block waits for another.
+__device__ inline void place_slots(const Call& call, const Events& e, u32 here, int first, int end, int low) {
     const int lane = static_cast<int>(ptx::lane_id()), warp = static_cast<int>(threadIdx.x) / 32;
-    const int ranks = call.group->ranks;
-    int* equal = reinterpret_cast<int*>(ptx::shared_memory() + 128);  // [W, warps]
-    int* less = equal + kMostPeers * kWarps;                          // [warps]
+    const int ranks = call.group->ranks, parts = ranks * kWarps;
+    int* equal = reinterpret_cast<int*>(ptx::shared_memory() + 128);  // [kSlots, W, warps]
+    int* less = equal + kSlots * kMostPeers * kWarps;                 // [warps]
     int lower = 0;
 #pragma unroll 1
     for (int w = 0; w < ranks; ++w) {
         const Part part = part_of(call, e, here, w, warp);
         const int* slots = choices_at(call, e, call.me, w);
-        int same = 0;
+        int same[kSlots] = {};
 #pragma unroll 1
         for (int i = part.first; i < part.end; i += 32 * kBatch) {
             int value[kBatch];
             ask_slots(value, slots, i, part.end);
 #pragma unroll
             for (int q = 0; q < kBatch; ++q) {
-                same += __popc(__ballot_sync(0xffffffffu, value[q] == slot));
-                lower += __popc(__ballot_sync(0xffffffffu, value[q] >= low && value[q] < slot));
+                lower += __popc(__ballot_sync(0xffffffffu, value[q] >= low && value[q] < first));
+#pragma unroll
+                for (int g = 0; g < kSlots; ++g)
+                    same[g] += __popc(__ballot_sync(0xffffffffu, value[q] == first + g));
             }
         }
-        if (lane == 0) equal[w * kWarps + warp] = same;
+#pragma unroll
+        for (int g = 0; g < kSlots; ++g)
+            if (lane == 0) equal[g * parts + w * kWarps + warp] = same[g];
     }
     if (lane == 0) less[warp] = lower;
     __syncthreads();
-    int before = 0, all = 0;
-    for (int i = 0; i < kWarps; ++i) before += less[i];
-    const int base = before;
-    for (int i = 0; i < ranks * kWarps; ++i) all += equal[i];
-    int passed = 0;  // entries of `equal` that `before` holds
+    int row[kSlots], next = 0;  // of this warp's part, of every slot
+    for (int i = 0; i < kWarps; ++i) next += less[i];
+#pragma unroll
+    for (int g = 0; g < kSlots; ++g) {
+        row[g] = next;
+#pragma unroll 1
+        for (int i = 0; i < parts; ++i) next += equal[g * parts + i];
+        if (threadIdx.x == 0 && first + g < end) {
+            e.counts[first + g - low] = next - row[g];
+            if (first + g + 1 == e.offsets[call.me / e.tensor + 1]) e.totals[0] = next;
+        }
+    }
+    int passed = 0;  // parts that `row` is behind
 #pragma unroll 1
     for (int w = 0; w < ranks; ++w) {
-        for (; passed < w * kWarps + warp; ++passed) before += equal[passed];
+#pragma unroll 1
+        for (; passed < w * kWarps + warp; ++passed)
+#pragma unroll
+            for (int g = 0; g < kSlots; ++g) row[g] += equal[g * parts + passed];
         const Part part = part_of(call, e, here, w, warp);
         const int* slots = choices_at(call, e, call.me, w);
         int* position = e.position + static_cast<i64>(w) * e.room * e.choices;
-        int row = before;
+        int at[kSlots];
+#pragma unroll
+        for (int g = 0; g < kSlots; ++g) at[g] = row[g];
 #pragma unroll 1
         for (int i = part.first; i < part.end; i += 32 * kBatch) {
             int value[kBatch];
             ask_slots(value, slots, i, part.end);
 #pragma unroll
-            for (int q = 0; q < kBatch; ++q) {
-                const u32 lanes = __ballot_sync(0xffffffffu, value[q] == slot);
-                if (value[q] == slot)
-                    position[i + 32 * q + lane] = row + __popc(lanes & ((1u << lane) - 1));
-                row += __popc(lanes);
-            }
+            for (int q = 0; q < kBatch; ++q)
+#pragma unroll
+                for (int g = 0; g < kSlots; ++g) {
+                    const bool hit = value[q] == first + g && first + g < end;
+                    const u32 lanes = __ballot_sync(0xffffffffu, hit);
+                    if (hit) position[i + 32 * q + lane] = at[g] + __popc(lanes & ((1u << lane) - 1));
+                    at[g] += __popc(lanes);
+                }
         }
-    }
-    if (threadIdx.x == 0) {
-        e.counts[slot - low] = all;
-        if (slot + 1 == e.offsets[call.me / e.tensor + 1]) e.totals[0] = base + all;
     }
     __syncthreads();
 }
@@ -241,7 +258,10 @@ __device__ inline void step_place(const Call& call, const Events& e, Words& own)
         }
     }
     if (here == 0) return;
-    for (int slot = low + call.block; slot < high; slot += call.blocks) place_slot(call, e, here, slot, low);
+    const int each = min((high - low + call.blocks - 1) / call.blocks, kSlots);
+#pragma unroll 1
+    for (int first = low + call.block * each; first < high; first += call.blocks * each)
+        place_slots(call, e, here, first, min(first + each, high), low);
 }
 
 // A token to its rows, `row` of this lane's choice: read once, stored to each. A warp.
@@ -306,50 +326,52 @@ __device__ inline void step_expand(const Call& call, const Events& e, Words& own
     }
 }
 
-constexpr int kWide = 4;  // columns of 16 bytes that a lane sums at once
+constexpr int kWide = 2;   // columns of 16 bytes that a lane sums at once
+constexpr int kAhead = 4;  // rows that are asked for before one is added
 
 struct Sum {
     float column[kWide][8];
 };
 
-// Columns `first`, + 32, ... of `units` of a row.
-__device__ __forceinline__ void ask_row(uint4 (&value)[kWide], const u8* row, int first, int units) {
-#pragma unroll
-    for (int q = 0; q < kWide; ++q)
-        value[q] = reinterpret_cast<const uint4*>(row)[min(first + 32 * q, units - 1)];
-}
-
-__device__ __forceinline__ void add_row(Sum& sum, const u8* row, float weight, int first, int units) {
-    uint4 value[kWide];
-    ask_row(value, row, first, units);
-#pragma unroll
-    for (int q = 0; q < kWide; ++q) sums::add_eight(sum.column[q], value[q], weight);
-}
-
-// The rows of a token here, in the order of its choices; `row`, `weight`: of this lane's choice. A row is
-// asked for while the one before it is added.
-__device__ __forceinline__ void add_rows(Sum& sum, const Events& e, int row, float weight, int first) {
-    const int units = e.row_bytes / 16;
-    u32 left = __ballot_sync(0xffffffffu, row >= 0);
-    if (left == 0) return;
-    uint4 ahead[kWide];
-    const auto ask = [&] {
-        const int at = __shfl_sync(0xffffffffu, row, __ffs(left) - 1);
-        ask_row(ahead, e.rows + static_cast<i64>(at) * e.row_bytes, first, units);
-    };
-    ask();
+// Columns `first`, + 32, ... of the rows of a set, in its order: row `b` is at `row_of(b)`, which all lanes
+// ask for, and is added times `times_of(b)`.
+template <class Row, class Times>
+__device__ __forceinline__ void add_set(Sum& sum, u32 set, int first, int units, Row row_of, Times times_of) {
 #pragma unroll 1
-    while (left) {
-        const int bits = static_cast<int>(__float_as_uint(weight));
-        const float times = __uint_as_float(__shfl_sync(0xffffffffu, bits, __ffs(left) - 1));
-        uint4 value[kWide];
+    while (set) {
+        const int count = min(__popc(set), kAhead);
+        uint4 value[kAhead][kWide];
+        float times[kAhead];
 #pragma unroll
-        for (int q = 0; q < kWide; ++q) value[q] = ahead[q];
-        left &= left - 1;
-        if (left) ask();
+        for (int i = 0; i < kAhead; ++i) {
+            if (i >= count) continue;
+            const int b = __ffs(set) - 1;
+            const u8* row = row_of(b);
+            set &= set - 1;
+            times[i] = times_of(b);
 #pragma unroll
-        for (int q = 0; q < kWide; ++q) sums::add_eight(sum.column[q], value[q], times);
+            for (int q = 0; q < kWide; ++q)
+                value[i][q] = reinterpret_cast<const uint4*>(row)[min(first + 32 * q, units - 1)];
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (i >= count) continue;
+#pragma unroll
+            for (int q = 0; q < kWide; ++q) sums::add_eight(sum.column[q], value[i][q], times[i]);
+        }
     }
+}
+
+// The rows of a token here, in the order of its choices; `row`, `weight`: of this lane's choice.
+__device__ __forceinline__ void add_rows(Sum& sum, const Events& e, int row, float weight, int first) {
+    const auto row_of = [&](int lane) {
+        return e.rows + static_cast<i64>(__shfl_sync(0xffffffffu, row, lane)) * e.row_bytes;
+    };
+    const auto times_of = [&](int lane) {
+        const int bits = static_cast<int>(__float_as_uint(weight));
+        return __uint_as_float(__shfl_sync(0xffffffffu, bits, lane));
+    };
+    add_set(sum, __ballot_sync(0xffffffffu, row >= 0), first, e.row_bytes / 16, row_of, times_of);
 }
 
 __device__ __forceinline__ void store_sum(u8* to, const Sum& sum, int first, int units) {
@@ -455,14 +477,13 @@ __device__ inline void sum_token(const Call& call, const Events& e, u32 counted,
 #pragma unroll 1
     for (int column = 0; column < units; column += 32 * kWide) {
         Sum sum = {};
-#pragma unroll 1
-        for (int p = 0; p < call.group->ranks; ++p) {
-            if (p == call.me)
-                add_rows(sum, e, row, weight, column + lane);
-            else if (wanted >> p & 1)
-                add_row(sum, row_at(call, e, e.replies_at, call.me, p, t), 1.0f, column + lane, units);
-        }
-        if (e.addend) add_row(sum, e.addend + static_cast<i64>(t) * e.row_bytes, 1.0f, column + lane, units);
+        const auto reply_of = [&](int p) { return row_at(call, e, e.replies_at, call.me, p, t); };
+        const auto addend_of = [&](int) { return e.addend + static_cast<i64>(t) * e.row_bytes; };
+        const auto once = [](int) { return 1.0f; };
+        add_set(sum, wanted & ((1u << call.me) - 1), column + lane, units, reply_of, once);
+        add_rows(sum, e, row, weight, column + lane);
+        add_set(sum, wanted & ~((2u << call.me) - 1), column + lane, units, reply_of, once);
+        if (e.addend) add_set(sum, 1, column + lane, units, addend_of, once);
         store_sum(e.out + static_cast<i64>(t) * e.row_bytes, sum, column + lane, units);
     }
 }

@@ -41,7 +41,7 @@ Words = struct("events/claims.cuh", "Words")
 Memory = struct("events/claims.cuh", "Memory")
 PatienceWords = struct("events/claims.cuh", "Patience")
 EVENTS = jit.Variant(source="events/events.cu", entry="run_events")
-THREADS, BLOCKS, SHARED = 512, 64, 4096
+THREADS, BLOCKS, SHARED = 512, 64, 8192
 SEND, PLACE, EXPAND, REPLY, SUM, REFUSE, SETTLE = range(7)
 KINDS, PHASES = ("", "events"), ("", "leave to send", "the packet", "the reply")
 ENDLESS, MOST_CALLS = (1 << 64) - 1, (1 << 32) - 1
