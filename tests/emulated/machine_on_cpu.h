@@ -12,7 +12,6 @@
 // wait in vain for seconds ends at once, and none ends because the processor is busy with other things.
 #pragma once
 #include <sched.h>
-#include <ucontext.h>
 #include <unistd.h>
 
 #include <array>
@@ -76,7 +75,7 @@ struct Products {
 struct Rendezvous { u32 arrived = 0, generation = 0; bool all = true, result = true; };
 
 struct Block {
-    std::unique_ptr<u8[]> storage;
+    std::pair<size_t, std::unique_ptr<u8[]>> storage;  // and its size before it
     u8* shared;
     unsigned index, threads, alive;
     unsigned grid, first;  // blocks of its launch, and the place of the first in the machine
@@ -89,6 +88,8 @@ struct Block {
     std::vector<Products> products;  // of every warp
 };
 
+constexpr size_t kStack = 48 * 1024, kSpare = 4096;
+
 struct alignas(64) Fiber {
     // What every round looks at, in one line of the cache.
     const u32* wait_word = nullptr;  // runnable again when it differs from wait_value
@@ -96,13 +97,11 @@ struct alignas(64) Fiber {
     u32 nap = 0;
     u64 until = 0;  // the round in which the adversary lets it go on
     bool done = false;
-    bool begun = false;
     bool patient = false;  // it polls what a peer sets, or the clock
     unsigned thread;
     Block* block;
-    void* place[5];      // where it goes on
-    ucontext_t context;  // where it begins
-    std::unique_ptr<u8[]> stack;
+    void* place[5];  // where it goes on
+    std::unique_ptr<u8[]> stack{new u8[kStack]};
     StoreGroup open;
     std::vector<StoreGroup> groups;  // few
     StoreGroup asked;                // loads of 16 bytes that are not yet a group
@@ -112,7 +111,7 @@ struct alignas(64) Fiber {
 struct Machine {
     void* main[5];
     std::vector<std::unique_ptr<Block>> blocks;
-    std::vector<std::unique_ptr<Fiber>> fibers;
+    size_t fibers = 0;  // begun so far
     std::vector<Copy> loads;
     std::mt19937 random;
     Fiber* current = nullptr;
@@ -166,10 +165,7 @@ inline Fiber& self() { return *machine->current; }
 [[noreturn]] __attribute__((noinline)) inline void jump(void** place) { __builtin_longjmp(place, 1); }
 inline void enter(Fiber& fiber) {
     machine->current = &fiber;
-    if (__builtin_setjmp(machine->main)) return;
-    if (fiber.begun) jump(fiber.place);
-    fiber.begun = true;
-    setcontext(&fiber.context);
+    if (!__builtin_setjmp(machine->main)) jump(fiber.place);
 }
 inline void yield() {
     if (!__builtin_setjmp(self().place)) jump(machine->main);
@@ -286,8 +282,9 @@ inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 void multiply(const Product& p);  // of the warp that runs
 
 #ifdef EMULATED_MACHINE
-constexpr size_t kStack = 48 * 1024, kSpare = 4096;
-inline std::vector<std::unique_ptr<u8[]>> spare_stacks;  // else every launch faults all of their pages in again
+// Of launches that have ended: else every launch faults all of their pages in again.
+inline std::vector<std::unique_ptr<Fiber>> spare_fibers;
+inline std::vector<std::pair<size_t, std::unique_ptr<u8[]>>> spare_storage;
 
 inline float from_e4m3(u8 bits) {
     const int exponent = bits >> 3 & 15, units = bits & 7;
@@ -368,6 +365,39 @@ void multiply(const Product& p) {
             }
 }
 
+// Where a jump is to begin: frame, code and stack as the compiler's jumps find them, the stack as after a call.
+inline void begin_at(Fiber& fiber, u8* stack) {
+    void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack) / 16 * 16) - 2;
+#ifdef __x86_64__
+    *--top = nullptr;  // a call leaves where it returns to
+#endif
+    fiber.place[0] = nullptr;
+    fiber.place[1] = reinterpret_cast<void*>(start_fiber);
+    fiber.place[2] = top;
+}
+
+inline Fiber* take_fiber() {
+    if (spare_fibers.empty()) return new Fiber();
+    Fiber* fiber = spare_fibers.back().release();
+    spare_fibers.pop_back();
+    fiber->wait_word = nullptr;
+    fiber->nap = 0;
+    fiber->done = fiber->patient = false;
+    for (auto* left : {&fiber->groups, &fiber->loading}) left->clear();
+    fiber->asked.clear();
+    return fiber;
+}
+inline std::pair<size_t, std::unique_ptr<u8[]>> take_storage(size_t bytes) {
+    for (auto& one : spare_storage)
+        if (one.first >= bytes) {
+            std::swap(one, spare_storage.back());
+            auto taken = std::move(spare_storage.back());
+            spare_storage.pop_back();
+            return taken;
+        }
+    return {bytes, std::unique_ptr<u8[]>(new u8[bytes])};
+}
+
 inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::vector<Fiber*>& alive) {
     Machine& now = *machine;
     const unsigned first = static_cast<unsigned>(now.blocks.size());
@@ -375,8 +405,8 @@ inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::
     for (int b = 0; b < launch.grid; ++b) {
         now.blocks.push_back(std::make_unique<Block>());
         Block& made = *now.blocks.back();
-        made.storage.reset(new u8[launch.smem + 2048]);
-        made.shared = reinterpret_cast<u8*>((reinterpret_cast<uintptr_t>(made.storage.get()) + 1023) / 1024 * 1024);
+        made.storage = take_storage(launch.smem + 2048);
+        made.shared = reinterpret_cast<u8*>((reinterpret_cast<uintptr_t>(made.storage.second.get()) + 1023) / 1024 * 1024);
         std::memset(made.shared, 0xcd, launch.smem);
         made.index = b, made.grid = launch.grid, made.first = first, made.stream = stream, made.body = &launch.body;
         made.threads = made.alive = launch.block;
@@ -386,24 +416,13 @@ inline void start_launch(const Launch& launch, unsigned stream, u64 round, std::
         made.products.resize((launch.block + 31) / 32);
         u64 until = 0;
         for (int t = 0; t < launch.block; ++t) {
-            now.fibers.push_back(std::make_unique<Fiber>());
-            Fiber& fiber = *now.fibers.back();
-            if (spare_stacks.empty()) {
-                fiber.stack.reset(new u8[kStack]);
-            } else {
-                fiber.stack = std::move(spare_stacks.back());
-                spare_stacks.pop_back();
-            }
+            Fiber& fiber = *take_fiber();
             fiber.block = &made;
             fiber.thread = t;
             if (late && t % 32 == 0) until = round + now.random() % 64;
             fiber.until = until + (apart ? now.random() % 16 : 0);
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.get();
             // Not all at one place of a page: they would push each other out of the cache.
-            fiber.context.uc_stack.ss_size = kStack - now.fibers.size() * 576 % 8192;
-            fiber.context.uc_link = nullptr;
-            makecontext(&fiber.context, reinterpret_cast<void (*)()>(start_fiber), 0);
+            begin_at(fiber, fiber.stack.get() + kStack - ++now.fibers * 576 % 8192);
             alive.push_back(&fiber);
         }
     }
@@ -433,8 +452,9 @@ inline void disturb(const std::vector<Fiber*>& alive, u64 round, bool ranks) {
 inline bool run_round(const std::vector<Fiber*>& alive, u64 round) {
     const size_t offset = machine->random() % alive.size();
     bool polls = false, works = false, waits = false;
-    for (size_t i = 0; i < alive.size(); ++i) {
-        Fiber* fiber = alive[(i + offset) % alive.size()];
+    for (size_t i = 0, place = offset; i < alive.size(); ++i, ++place) {
+        if (place == alive.size()) place = 0;
+        Fiber* fiber = alive[place];
         if (fiber->until > round || (fiber->wait_word && *fiber->wait_word == fiber->wait_value)) continue;
         if (fiber->nap && --fiber->nap) continue;
         fiber->patient = false;
@@ -452,9 +472,9 @@ inline void remove_done(std::vector<Fiber*>& alive, std::vector<Stream>& streams
     for (Fiber* fiber : alive)
         if (!fiber->done) alive[kept++] = fiber;
         else {
-            if (spare_stacks.size() < kSpare) spare_stacks.push_back(std::move(fiber->stack));
-            fiber->stack.reset();
             --streams[fiber->block->stream].running;
+            if (spare_fibers.size() < kSpare) spare_fibers.emplace_back(fiber);
+            else delete fiber;
         }
     alive.resize(kept);
 }
@@ -515,6 +535,8 @@ int run_streams(std::vector<Stream> streams, unsigned seed, bool unrest, bool al
             return 1;
         }
     }
+    for (auto& block : now.blocks)
+        if (spare_storage.size() < 32) spare_storage.push_back(std::move(block->storage));
     machine = nullptr;
     return 0;
 }

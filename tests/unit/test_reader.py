@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -55,5 +56,5 @@ def test_what_somebody_reads_is_left_alone() -> None:
     assert not unread()
 
 
-def _broken(*_: object) -> int:
+def _broken(*_: object) -> NoReturn:
     raise BrokenPipeError
