@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -259,9 +258,13 @@ def test_launches_in_order(name: str, late: str) -> None:
     assert all((n > 0) == bool(late) for n in dropped)
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.timeout(300)
 def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     """In forwards and backwards, with rows in vain; in one stream, since a tool makes every rank late."""
-    check = check_reads if tool == "initcheck" else partial(check_tests, tool)
-    check(f"{__file__}::test_launches_in_order")
+    check_tests(tool, f"{__file__}::test_launches_in_order")
+
+
+@pytest.mark.timeout(300)
+def test_no_kernel_reads_what_nobody_wrote() -> None:
+    check_reads(f"{__file__}::test_launches_in_order[shared experts-experts]")
