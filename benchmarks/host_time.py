@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import ctypes
+import functools
 import os
 import pstats
 import statistics
@@ -42,7 +43,7 @@ from imbrex.experts import experts as expert_room
 from imbrex.kernels import jit
 from imbrex.kernels.gate import choose
 from imbrex.kernels.gemm import gemm
-from imbrex.router import router
+from imbrex.router import node, router
 from imbrex.transport.nvlink import Nvlink
 
 WIDTH, FEW = 128, 8
@@ -79,6 +80,9 @@ class Idle:
 
     def clusters(self, cluster: int, block: int, smem: int) -> int:
         return 132 // cluster
+
+    def resident(self, block: int, smem: int) -> int:
+        return 1
 
 
 class Prepared(Idle):
@@ -141,7 +145,7 @@ def keep_memory() -> None:
 
 
 def idle() -> None:
-    """Let kernels do nothing."""
+    """Let kernels do nothing, nor the products of a gate's gradients."""
     Idle.prepare = lambda self, **how: Prepared(self.variant, None)  # type: ignore[method-assign]
     jit.unavailable = jit.why_not_portable = lambda device=None: None
     jit._load = lambda variant, device: Idle(variant, device)  # type: ignore[assignment]
@@ -159,6 +163,16 @@ def idle() -> None:
 
     nvlink.spread = weights.run_spread
     recorded.on_gpu = lambda x_TD: True
+    # On a GPU memory comes back, where calls on record look for it.
+    recorded.new_piece = functools.cache(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))
+    gradient = functools.cache(torch.empty)
+    recorded.new_gradient = lambda weight: gradient(weight.shape, dtype=weight.dtype).detach()
+    router.Router._is_one_node = lambda self, x_TD: torch.is_grad_enabled()
+    node.run_logits = lambda x_TD, weight_ED: _few_products(x_TD, weight_ED, 1)
+    node.logits_backward = lambda parts, x_TD, weight_ED, *needs: (
+        torch.empty_like(x_TD),
+        torch.empty_like(weight_ED),
+    )
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
 
 
