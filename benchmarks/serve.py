@@ -239,9 +239,9 @@ def kernels(spans: list[tuple[str, float, float]], rows: int) -> list[str]:
     ]
 
 
-DENSE = ("product_of_few", "nvjet", "splitK", "gemm_", "gemv", "cublas", "cutlass")
+DENSE = ("nvjet", "splitK", "gemm_", "gemv", "cublas", "cutlass")
 EXPERTS = ("grouped_gemm", "product_that_follows", "gate_up_and_down", "quantise", "swiglu")
-ATTENTION = ("attend_few", "triton_tem", "flash", "softmax", "masked_fill", "MaskedFill", "SoftMax")
+ATTENTION = ("triton_tem", "flash", "softmax", "masked_fill", "MaskedFill", "SoftMax")
 
 
 def parts_of(spans: list[tuple[str, float, float]]) -> dict[str, float]:

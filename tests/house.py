@@ -47,7 +47,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """The rooms, from the ground up: a room is a folder of `src/imbrex`, or a file of its root."""
 KERNEL_FLOORS = tuple(
     frozenset(floor.split())
-    for floor in ("ptx", "attention codec gate gemm peers", "routing ffn", "exchange", "rows events", "fused")
+    for floor in ("ptx", "codec gate gemm peers", "routing ffn", "exchange", "rows events", "fused")
 )
 """Families of kernels, Python and CUDA, from the ground up; files of `kernels` itself lie below all."""
 MAX_ROOT_FILES = 8

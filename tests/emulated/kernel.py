@@ -24,7 +24,6 @@ FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-ffp-contract=off")
 NAMESPACES = "".join(
     f"namespace {name} {{}}\nusing namespace {name};\n"
     for name in (
-        "attention",
         "claims",
         "codec",
         "exchange",

@@ -68,7 +68,7 @@ def test_few_tokens_a_row_by_a_compiled_kernel(length: int) -> None:
 def config_of(moe: imbrex.MoEConfig, *, vocabulary: int, positions: int) -> ModelConfig:
     return ModelConfig(
         moe=moe,
-        attention=Grouped(num_heads=4, num_kv_heads=2, head_size=128, qk_norm=True),
+        attention=Grouped(num_heads=4, num_kv_heads=2, head_size=64),
         num_layers=2,
         vocabulary=vocabulary,
         positions=positions,
@@ -78,7 +78,7 @@ def config_of(moe: imbrex.MoEConfig, *, vocabulary: int, positions: int) -> Mode
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
-    moe = imbrex.MoEConfig(hidden_size=512, intermediate_size=128, num_experts=8, top_k=2)
+    moe = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
     config = config_of(moe, vocabulary=97, positions=96)
     kind = {"device": "cuda", "dtype": torch.bfloat16}
     model = Decoder(config, lambda layer: imbrex.MoELayer(moe, layer=layer, **kind), **kind)
@@ -98,7 +98,7 @@ def test_steps_from_graphs_give_the_same_tokens(drafts: int) -> None:
 
 
 TEXT = b"tiles"
-MOE = imbrex.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2)
+MOE = imbrex.MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, top_k=2)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import importlib
 from imbrex.kernels.jit import KernelError, Variant, unavailable, why_not_portable
 
 FAMILIES: tuple[str, ...] = (
-    "imbrex.kernels.attention.few",
     "imbrex.kernels.rows.choices",
     "imbrex.kernels.codec.codec",
     "imbrex.kernels.rows.compact",
@@ -19,7 +18,6 @@ FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.ffn.ffn",
     "imbrex.kernels.ffn.fp8",
     "imbrex.kernels.ffn.tokens",
-    "imbrex.kernels.gemm.few",
     "imbrex.kernels.gemm.portable",
     "imbrex.kernels.exchange.variants",
     "imbrex.kernels.events.events",

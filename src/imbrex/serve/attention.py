@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from imbrex.kernels.attention import few
 from imbrex.serve.between import (
     AS_WRITTEN,
     Between,
@@ -31,9 +30,6 @@ from imbrex.serve.between import (
 )
 
 Cache = tuple[Tensor, ...]
-Heads = tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor, int, float]
-Rows = tuple[Tensor, Tensor | None]
-"""Rows [T, D], and what is yet to be added to them."""
 FEW, BLOCK = 4, 128
 """Tokens a row that `flex_attention` takes, and keys of a block of its mask."""
 FLEX: dict[str, Any] = {"BLOCK_N": 32, "num_stages": 4, "num_warps": 2}
@@ -161,18 +157,6 @@ def attend(q_BSHC: Tensor, cache: Cache, span: Span, *, compiles: bool) -> Tenso
     return _dot(q_BSHC, keys, values, span.mask_B1SL())
 
 
-def attend_grouped(of_heads: Heads, cache: Cache, span: Span, between: Between) -> Tensor:
-    """The outputs of heads made of `grouped_heads`' arguments; keys and values are in the cache."""
-    qkv_THC, num_heads = of_heads[0], of_heads[3]
-    of_slots = cache[0].flatten(0, 1), cache[1].flatten(0, 1)
-    compiles = between is not AS_WRITTEN
-    single = compiles and span.length == 1 and span.given_B is None
-    if single and few.why_not_few(qkv_THC, num_heads, of_slots) is None:
-        return few.attend_few(*of_heads, of_slots, span.row_T, span.position_T)
-    q_THC = between.grouped_into_cache(*of_heads, of_slots, span.row_T)
-    return attend(q_THC.unflatten(0, (span.rows, span.length)), cache, span, compiles=compiles)
-
-
 def _takes_few(q_BSHC: Tensor, k_ZLGC: Tensor) -> bool:
     """Whether `flex_attention` splits keys of these heads: as many of queries to one of keys as a power of
     two."""
@@ -244,19 +228,6 @@ class Rotary(nn.Module):
         self.register_buffer("turn_LC", turn_LC, persistent=False)
 
 
-def weight_of(norm: nn.RMSNorm) -> tuple[Tensor, float]:
-    assert norm.eps is not None
-    return norm.weight, norm.eps
-
-
-def normed(rows: Rows, norm: nn.RMSNorm, between: Between) -> tuple[Tensor, Tensor]:
-    """Rows with what was to be added to them, and those normed."""
-    x_TD, added_TD = rows
-    if added_TD is None:
-        return x_TD, norm(x_TD)
-    return between.residual_norm(x_TD, added_TD, *weight_of(norm))
-
-
 class GroupedAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
@@ -275,26 +246,19 @@ class GroupedAttention(nn.Module):
         return torch.zeros(shape, **kind), torch.zeros(shape, **kind)
 
     def forward(
-        self,
-        rows: Rows,
-        norm: nn.RMSNorm,
-        span: Span,
-        cache: Cache | None,
-        turn_TC: Tensor,
-        between: Between,
-    ) -> Rows:
-        """The rows, and what attention adds to them; `norm` comes before it."""
-        sizes, of_rows = self.sizes, (span.rows, span.length)
-        qkv_TX, x_TD = between.normed_product(*rows, *weight_of(norm), self.qkv.weight)
-        qkv_THC = qkv_TX.view(len(x_TD), -1, sizes.head_size)
+        self, x_TD: Tensor, span: Span, cache: Cache | None, turn_TC: Tensor, between: Between
+    ) -> Tensor:
+        sizes, rows = self.sizes, (span.rows, span.length)
+        qkv_THC = self.qkv(x_TD).view(len(x_TD), -1, sizes.head_size)
         norms = (self.q_norm.weight, self.k_norm.weight) if sizes.qk_norm else None
         of_heads = qkv_THC, norms, turn_TC, sizes.num_heads, self.eps
         if cache is None:
-            q, k, v = (x.unflatten(0, of_rows) for x in grouped_heads(*of_heads))
+            q, k, v = (x.unflatten(0, rows) for x in grouped_heads(*of_heads))
             y = _dot(q, k, v, None)
         else:
-            y = attend_grouped(of_heads, cache, span, between)
-        return x_TD, between.product(y.reshape(len(x_TD), -1), self.out.weight)
+            q = between.grouped_into_cache(*of_heads, [part.flatten(0, 1) for part in cache], span.row_T)
+            y = attend(q.unflatten(0, rows), cache, span, compiles=between is not AS_WRITTEN)
+        return self.out(y.reshape(len(x_TD), -1))
 
 
 class LatentAttention(nn.Module):
@@ -320,25 +284,14 @@ class LatentAttention(nn.Module):
         return (torch.zeros(slots, capacity, sizes.kv_rank + sizes.rope, **kind),)
 
     def forward(
-        self,
-        rows: Rows,
-        norm: nn.RMSNorm,
-        span: Span,
-        cache: Cache | None,
-        turn_TC: Tensor,
-        between: Between,
-    ) -> Rows:
-        """The rows, and what attention adds to them; `norm` comes before it."""
-        x_TD, normed_TD = normed(rows, norm, between)
-        sizes, tokens, of_rows = self.sizes, len(x_TD), (span.rows, span.length)
-        query_TC = between.product(normed_TD, self.q_down.weight)
-        q_TX, _ = between.normed_product(query_TC, None, *weight_of(self.q_norm), self.q_up.weight)
-        q_THC = q_TX.view(tokens, sizes.num_heads, -1)
+        self, x_TD: Tensor, span: Span, cache: Cache | None, turn_TC: Tensor, between: Between
+    ) -> Tensor:
+        sizes, tokens, rows = self.sizes, len(x_TD), (span.rows, span.length)
+        q_THC = self.q_up(self.q_norm(self.q_down(x_TD))).view(tokens, sizes.num_heads, -1)
         nope, rope = q_THC.split([sizes.nope, sizes.rope], -1)
-        kept_TC = between.product(normed_TD, self.kv_down.weight)
-        of_row = kept_TC, self.kv_norm.weight, turn_TC, self.eps
+        of_row = self.kv_down(x_TD), self.kv_norm.weight, turn_TC, self.eps
         if cache is None:
-            kept_BLC, hidden_BSL = latent_row(*of_row).unflatten(0, of_rows), _later(span)
+            kept_BLC, hidden_BSL = latent_row(*of_row).unflatten(0, rows), _later(span)
         else:
             between.latent_into_cache(*of_row, cache[0].flatten(0, 1), span.row_T)
             kept_BLC, hidden_BSL = span.of_rows(cache[0]), span.hidden_BSL()
@@ -350,8 +303,7 @@ class LatentAttention(nn.Module):
         weights_BXL = latent_weights(scores_BXL, hidden_BSL)
         y_BXC = torch.bmm(weights_BXL, kept_BLC[..., : sizes.kv_rank])
         y_HTC = y_BXC.view(tokens, sizes.num_heads, -1).transpose(0, 1)
-        y_TX = torch.bmm(y_HTC, self.v_up).transpose(0, 1).reshape(tokens, -1)
-        return x_TD, between.product(y_TX, self.out.weight)
+        return self.out(torch.bmm(y_HTC, self.v_up).transpose(0, 1).reshape(tokens, -1))
 
 
 def _later(span: Span) -> Tensor:

@@ -18,26 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels.gemm import few
-
 
 def residual_norm(x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The rows with what the part before adds to them, and those normed."""
     x_TD = x_TD + added_TD
     return x_TD, F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
-
-
-def product(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    return F.linear(x_TD, weight_ND)
-
-
-def normed_product(
-    x_TD: Tensor, added_TD: Tensor | None, norm_D: Tensor, eps: float, weight_ND: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The product of the normed rows with a weight, and the rows, with what is yet to be added to them."""
-    if added_TD is not None:
-        x_TD = x_TD + added_TD
-    return F.linear(F.rms_norm(x_TD, norm_D.shape, norm_D, eps), weight_ND), x_TD
 
 
 def turned(x_THC: Tensor, turn_TC: Tensor) -> Tensor:
@@ -123,8 +108,6 @@ class Between:
     grouped_into_cache: Callable[..., Tensor] = grouped_into_cache
     latent_into_cache: Callable[..., None] = latent_into_cache
     latent_queries: Callable[..., Tensor] = latent_queries
-    product: Callable[[Tensor, Tensor], Tensor] = product
-    normed_product: Callable[..., tuple[Tensor, Tensor]] = normed_product
 
 
 AS_WRITTEN = Between()
@@ -132,31 +115,9 @@ AS_WRITTEN = Between()
 
 @functools.cache
 def compiled() -> Between:
-    """All of them by `torch.compile`, each once for all layers; sizes that change become variables. Products
-    of few rows are a kernel of ours."""
-    products = {"product": _product, "normed_product": _normed_product}
-    names, how = (
-        Between.__dataclass_fields__.keys() - products,
-        {"fullgraph": True, "options": early_launches()},
-    )
-    return Between(**{name: torch.compile(getattr(AS_WRITTEN, name), **how) for name in names}, **products)
-
-
-def _product(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    if few.why_not_few(x_TD, weight_ND) is None:
-        return few.product_of_few(x_TD, weight_ND)
-    return F.linear(x_TD, weight_ND)
-
-
-def _normed_product(
-    x_TD: Tensor, added_TD: Tensor | None, norm_D: Tensor, eps: float, weight_ND: Tensor
-) -> tuple[Tensor, Tensor]:
-    if few.why_not_few(x_TD, weight_ND, normed=True) is None:
-        return few.normed_product_of_few(x_TD, added_TD, norm_D, eps, weight_ND)
-    if added_TD is None:
-        return normed_product(x_TD, None, norm_D, eps, weight_ND)
-    x_TD, normed_TD = compiled().residual_norm(x_TD, added_TD, norm_D, eps)
-    return F.linear(normed_TD, weight_ND), x_TD
+    """All of them by `torch.compile`, each once for all layers; sizes that change become variables."""
+    names, how = Between.__dataclass_fields__, {"fullgraph": True, "options": early_launches()}
+    return Between(**{name: torch.compile(getattr(AS_WRITTEN, name), **how) for name in names})
 
 
 EARLY = "triton.enable_pdl"

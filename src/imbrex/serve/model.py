@@ -23,13 +23,13 @@ from imbrex.serve.attention import (
     Latent,
     LatentAttention,
     Rotary,
-    Rows,
     Span,
-    normed,
 )
 from imbrex.serve.between import Between, between
 from imbrex.serve.heads import Head
 
+Rows = tuple[Tensor, Tensor | None]
+"""Rows [T, D], and what is yet to be added to them."""
 MakeMoE = Callable[[int], nn.Module]
 """The feed-forward part of a block from the block's index: [T, D] to [T, D], with `kept_TK` as MoELayer."""
 
@@ -78,13 +78,23 @@ class Block(nn.Module):
         self.moe = moe
 
     def forward(self, rows: Rows, span: Span, cache: Cache | None, turn_TC: Tensor, between: Between) -> Rows:
-        rows = self.attention(rows, self.attention_norm, span, cache, turn_TC, between)
-        x_TD, normed_TD = normed(rows, self.moe_norm, between)
+        x_TD, added_TD = rows
+        if added_TD is None:
+            normed_TD = self.attention_norm(x_TD)
+        else:
+            x_TD, normed_TD = between.residual_norm(x_TD, added_TD, *_of(self.attention_norm))
+        added_TD = self.attention(normed_TD, span, cache, turn_TC, between)
+        x_TD, normed_TD = between.residual_norm(x_TD, added_TD, *_of(self.moe_norm))
         live_T = span.live_T
         if live_T is None:
             return x_TD, self.moe(normed_TD)
         kept_TK = live_T[:, None].expand(-1, self.moe.config.top_k)  # type: ignore[union-attr]
         return x_TD, self.moe(normed_TD, kept_TK=kept_TK)
+
+
+def _of(norm: nn.RMSNorm) -> tuple[Tensor, float]:
+    assert norm.eps is not None
+    return norm.weight, norm.eps
 
 
 class Decoder(nn.Module):

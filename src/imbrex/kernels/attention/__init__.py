@@ -1,1 +1,0 @@
-"""Attention of single tokens over a static cache."""
