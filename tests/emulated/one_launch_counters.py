@@ -30,7 +30,7 @@ BOTH = "ffn/both.cu"
 PARTS = 8
 PRODUCER = {
     "no more": r"steps = -1;\s+ptx::mbarrier_arrive",
-    "draw": r"next = static_cast<int>\(atomicAdd\(both\.counter, 1u\)",
+    "draw": r"drawn = atomicAdd\(both\.counter, 1u\)",
     "slot": r"work\.part\};\s+ptx::mbarrier_arrive\(shared\.slot_full",
     "look": r"written\.is\(work\.part\)",
     "columns": r"load_work<true, false>",

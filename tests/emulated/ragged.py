@@ -28,6 +28,16 @@ def ends_of(counts: list[int]) -> Tensor:
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32)
 
 
+def hits_of(counts: list[int]) -> Tensor:
+    """Which experts have rows, as a dispatch tells it (ffn/hits.cuh); -7: a word that nobody reads."""
+    found, units, rows = [sum(count > 0 for count in counts), -7], 0, 0
+    for expert, count in enumerate(counts):
+        found += [expert | units << 16, rows] if count else []
+        units, rows = units + -(-count // 64), rows + count
+    found += [units << 16, rows]
+    return torch.tensor(found + [-7] * (4 + 2 * len(counts) - len(found)), dtype=torch.int32)
+
+
 def rows_of(counts: list[int], width: int) -> Tensor:
     """Rows past the counts are NaN: one that is read shows."""
     rows = draw(sum(counts) + TAIL, width)

@@ -22,6 +22,7 @@ from imbrex.placement.flow import split_balanced
 from imbrex.placement.split import split_evenly
 from imbrex.transport.base import straight
 from tests.emulated.float64 import check_against_float64
+from tests.emulated.ragged import hits_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,6 +365,9 @@ def check_groups(groups: RowGroups, routed: Routed, me: int) -> None:
     own = RowGroups(*(part if len(routed.counts_Le) == 1 else part[me] for part in groups))
     assert own.counts.tolist() == counts.tolist()
     assert own.plan.tolist() == [0] * 12 + counts.cumsum(0).tolist()
+    wanted = hits_of(counts.tolist())
+    told = (wanted != -7).nonzero().flatten()
+    assert torch.equal(own.hits.cpu()[told], wanted[told])
     here = position >= 0
     assert torch.equal(own.weights[position[here].long()], weights[here])
 

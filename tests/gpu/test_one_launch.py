@@ -13,6 +13,7 @@ from imbrex.kernels.ffn.ffn import run_experts
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, plan_groups
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.placement.layouts import contiguous
+from tests.emulated.ragged import hits_of
 from tests.emulated.scenario import Case, make_exchange, make_inputs
 from tests.gpu.sanitizer import check_tests
 
@@ -23,9 +24,11 @@ def draw(*shape: int) -> Tensor:
     return (torch.randn(*shape, device="cuda") * shape[-1] ** -0.5).to(torch.bfloat16)
 
 
-def check(rows: Tensor, up: Tensor, down: Tensor, plan: Tensor, weights: Tensor, live: int) -> None:
+def check(
+    rows: Tensor, up: Tensor, down: Tensor, plan: Tensor, weights: Tensor, hits: Tensor, live: int
+) -> None:
     """Each with a plan of its own: the second begins before the first has ended."""
-    groups, other = (Groups(plan.clone(), expected=64, one_launch=one) for one in (True, False))
+    groups, other = (Groups(plan.clone(), expected=64, hits=hits, one_launch=one) for one in (True, False))
     one, two = (run_experts(rows, up, down, of, weights) for of in (groups, other))
     assert torch.equal(one[:live].view(torch.int16), two[:live].view(torch.int16))
     assert not one[:live].isnan().any()
@@ -50,9 +53,9 @@ def test_the_bits_of_two_launches(name: str, width: int, inner: int) -> None:
     rows = torch.randn(sum(counts) + 5, width, device="cuda").to(torch.bfloat16)
     weights = torch.rand(len(rows), device="cuda")
     up, down = draw(64, 2 * inner, width), draw(64, width, inner)
-    plan = plan_groups(torch.tensor(counts, device="cuda")).plan
+    plan, hits = plan_groups(torch.tensor(counts, device="cuda")).plan, hits_of(counts).cuda()
     for _ in range(20):
-        check(rows, up, down, plan, weights, sum(counts))
+        check(rows, up, down, plan, weights, hits, sum(counts))
 
 
 @pytest.mark.parametrize("skew", [0.0, 3.0], ids=["even", "skewed"])
@@ -73,8 +76,8 @@ def test_behind_a_dispatch(world: int, tokens: int, skew: float) -> None:
         rows, _ = exchange.dispatch_small(*tensors, groups=left)
         results = []
         for me in range(world):
-            plan = left.plan.view(world, -1)[me]
-            groups = Groups(plan, expected=max(1, tokens), one_launch=one_launch)
+            plan, hits = (part.view(world, -1)[me] for part in (left.plan, left.hits))
+            groups = Groups(plan, expected=max(1, tokens), hits=hits, one_launch=one_launch)
             parts = rows.view(world, capacity, -1)[me], up, down, groups, left.weights.view(world, -1)[me]
             results.append(run_experts(*parts))
         return rows, results

@@ -7,6 +7,7 @@ import torch
 
 from imbrex.kernels.rows import choices
 from tests.emulated import kernel
+from tests.emulated.ragged import hits_of
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="compiles the kernels with g++")
 
@@ -62,6 +63,8 @@ def test_a_small_batch_has_the_same_order_and_its_rows(
     assert torch.equal(few.position_TK, order.position_TK)
     assert torch.equal(few.counts_e, order.counts_e)
     assert few.plan.tolist() == [0] * 12 + order.ends_e.tolist()
+    hits = hits_of(order.counts_e.tolist())
+    assert torch.equal(few.hits[hits != -7], hits[hits != -7])
     assert torch.equal(few.choice_R[:rows], order.choice_R[:rows])
     assert torch.equal(few.weights_R[:rows], order.weights_R[:rows])
     assert torch.equal(few.rows_RD[:rows], x[order.token_R[:rows]])

@@ -97,27 +97,45 @@ TOLD = """__device__ inline void check_told(const Small& small, const int* plan,
         if (plan[small.counters + i] < before) emu::fail("the last end is told before another");
 }
 """
+ALL_TOLD = """    for (int i = 0; i < small.counters; ++i)
+        if (small.plan[call.local * static_cast<i64>(small.counters + small.slots) + i] != 0)
+            emu::fail("who has rows is told before a counter is there");
+"""
+HITS = "    ffn::tell_hits(hits_of(call, small)"
+ENTRIES = """    for (u32 i = 0; lane == 0 && i <= count; ++i)
+        if (entry[i].x == 0x7fffffff || entry[i].y == 0x7fffffff)
+            emu::fail("it is told how many experts have rows before one of them is there");
+"""
+LAST = "    if (lane == 0) ptx::store_release_gpu(hits, count);\n"
 FIRST = "// One thread, when all that `write_groups` writes before is there; negative: it is not.\n"
 STORE = "    ptx::store_release_gpu(reinterpret_cast<u32*>(plan + small.counters"
 BEGIN = "    ptx::launch_dependents();\n    if (!fine) {"
 UNKNOWN = """    if (small.row_weights && tells_groups(call) && threadIdx.x == 0 &&
         small.plan[(call.local + 1) * static_cast<i64>(small.counters + small.slots) - 1] >= 0)
         emu::fail("the next kernel may take old ends for those of this call");
+    if (small.row_weights && tells_groups(call) && threadIdx.x == 0 &&
+        static_cast<int>(hits_of(call, small)[0]) >= 0)
+        emu::fail("the next kernel may take experts of an old call for those of this one");
 """
 
 
 @pytest.mark.parametrize("sms", [2, 3, 5])
-def test_the_last_end_is_told_when_all_else_is_known(monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
+def test_who_has_rows_and_the_last_end_are_told_when_all_else_is_known(
+    monkeypatch: pytest.MonkeyPatch, sms: int
+) -> None:
     looks = [
         (FIRST, TOLD + FIRST),
         (STORE, "    check_told(small, plan, end);\n" + STORE),
         (BEGIN, UNKNOWN + BEGIN),
+        (HITS, ALL_TOLD + HITS),
     ]
-    exchange = make_exchange(SMALL_CASE, load=edited(monkeypatch, {"exchange/small.cu": looks}), timeout=20.0)
+    files = {"exchange/small.cu": looks, "ffn/hits.cuh": [(LAST, ENTRIES + LAST)]}
+    exchange = make_exchange(SMALL_CASE, load=edited(monkeypatch, files), timeout=20.0)
     inputs = make_inputs(SMALL_CASE, "cpu")
     groups = empty_groups(2, exchange.shape.row_capacity, exchange.shape.most_slots, 12, exchange.device)
     for _ in range(2):
         groups.plan.fill_(7)
+        groups.hits.fill_(0x7FFFFFFF)
         given = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, sms, inputs.tokens_W
         exchange.dispatch_small(*given, groups=groups)
         exchange.check(synchronize=True)

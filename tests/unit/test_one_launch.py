@@ -17,7 +17,7 @@ from imbrex.kernels.gemm.gemm import products_status
 from imbrex.placement.layouts import contiguous
 from tests.emulated.gemm import Edits, EmulatedKernel, emulate
 from tests.emulated.kernel import load
-from tests.emulated.ragged import TAIL, draw, ends_of, poisoned, rows_of
+from tests.emulated.ragged import TAIL, draw, ends_of, hits_of, poisoned, rows_of
 from tests.emulated.scenario import Case, make_exchange, make_inputs
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")
@@ -39,7 +39,7 @@ def batch(counts: list[int], width: int, inner: int) -> Batch:
     rows = rows_of(counts, width)
     up, down = draw(len(counts), 2 * inner, width) / width**0.5, draw(len(counts), width, inner) / inner**0.5
     plan = torch.cat([torch.zeros(COUNTERS, dtype=torch.int32), ends_of(counts)])
-    groups = Groups(plan, expected=max(1, sum(counts) // 4))
+    groups = Groups(plan, expected=max(1, sum(counts) // 4), hits=hits_of(counts))
     return Batch(rows, up, down, groups, torch.rand(len(rows)))
 
 
@@ -77,7 +77,8 @@ def in_one(
 
 def in_two(monkeypatch: pytest.MonkeyPatch, made: Batch, *, weighted: bool = True) -> Tensor:
     emulate(monkeypatch, blocks=BLOCKS)
-    operands = made.rows_RD, made.gate_up_eGD, made.down_eDF, made.groups
+    groups = Groups(made.groups.plan, expected=made.groups.expected, one_launch=False)
+    operands = made.rows_RD, made.gate_up_eGD, made.down_eDF, groups
     return run_experts(*operands, made.weights_R if weighted else None)
 
 
@@ -118,7 +119,8 @@ def test_behind_a_dispatch(monkeypatch: pytest.MonkeyPatch, world: int, tokens: 
     tensors = inputs.x_WTD, inputs.ids_WTK, inputs.weights_WTK, 3, inputs.tokens_W
     rows, _ = exchange.dispatch_small(*tensors, groups=left)
     for me in range(world):
-        groups = Groups(left.plan.view(world, -1)[me], expected=tokens)
+        plan, hits = (part.view(world, -1)[me] for part in (left.plan, left.hits))
+        groups = Groups(plan, expected=tokens, hits=hits)
         parts = rows.view(world, room, 72)[me], draw(4, 128, 72) / 8, draw(4, 72, 64) / 8
         made, live = Batch(*parts, groups, left.weights.view(world, -1)[me]), int(groups.ends_e[-1])
         one, two = in_one(monkeypatch, made), in_two(monkeypatch, made)
@@ -148,6 +150,33 @@ def test_shapes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_any_interleaving_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     check_bits(monkeypatch, [1, 0, 3, 70], 584, 136, blocks=4, seed=100 * seed)
+
+
+LATE: Edits = (
+    (
+        "        ptx::wait_for_launches();\n        ptx::more_registers",
+        """        if (threadIdx.x == 0 && blockIdx.x == 0) {
+            const int words = hit_words(both.experts);
+            for (int i = 0; i < 200; ++i) ptx::pause();
+            for (int i = words - 1; i >= 0; --i) const_cast<u32*>(both.hits)[i] = both.hits[words + i];
+        }
+        ptx::more_registers""",
+    ),
+)
+"""The dispatch tells which experts have rows, which the test has given behind the list, long after this
+begins."""
+AT_ONCE = ("take(both.hits, wait_for_hits(both.hits))", "take(both.hits, 0)")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_it_begins_before_it_is_known_who_has_rows(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    counts = [3, 0, 1, 70]
+    made = batch(counts, 136, 72)
+    two, hits = in_two(monkeypatch, made), hits_of(counts)
+    made.groups.hits = torch.cat([torch.zeros_like(hits), hits])
+    made.groups.hits[0] = -1
+    one = in_one(monkeypatch, made, edits=LATE if waits else (*LATE, AT_ONCE))
+    assert torch.equal(one[:74].view(torch.int16), two[:74].view(torch.int16)) is waits
 
 
 FAULTS = {
@@ -190,9 +219,12 @@ def test_experts_take_one_launch_where_it_is_asked_for(monkeypatch: pytest.Monke
 
 
 def test_why_not_both_says_why() -> None:
-    def why(expected: int, experts: int, *, one_launch: bool | None = True, **how: bool) -> str | None:
+    def why(
+        expected: int, experts: int, *, one_launch: bool | None = True, told: bool = True, **how: bool
+    ) -> str | None:
         plan = torch.zeros(COUNTERS + experts, dtype=torch.int32)
-        groups = Groups(plan, expected=expected, one_launch=one_launch)
+        hits = hits_of([1] * experts) if told else None
+        groups = Groups(plan, expected=expected, hits=hits, one_launch=one_launch)
         return both.why_not_both(groups, sizes=(2048, 768), **{"keep": False, "elsewhere": False, **how})
 
     assert why(8, 4) is None
@@ -200,6 +232,7 @@ def test_why_not_both_says_why() -> None:
     assert why(32, 64, one_launch=None) is None
     assert "small dispatch" in (why(0, 4) or "")
     assert "32 an expert" in (why(4 * 32 + 1, 4) or "")
+    assert "nobody has told" in (why(8, 4, told=False) or "")
     assert "1025 experts" in (why(8, 1025) or "")
     assert "kept" in (why(8, 4, keep=True) or "")
     assert "order of experts" in (why(8, 4, elsewhere=True) or "")

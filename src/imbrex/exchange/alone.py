@@ -132,7 +132,7 @@ class AloneDispatcher(DispatcherBase):
         with self.observer.span("dispatch", layer=self.layer):
             few = order_few(x_TD, ids_TK, weights_TK, self.geometry.placement.num_experts, COUNTERS)
         self._tell(ids_TK, few.counts_e)
-        groups = Groups(few.plan, expected=ids_TK.numel())
+        groups = Groups(few.plan, expected=ids_TK.numel(), hits=few.hits)
         state = [few.choice_R, few.position_TK, groups.ends_e]
         return Arrived(few.rows_RD, few.weights_R, few.counts_e, state, groups)
 

@@ -248,8 +248,8 @@ class NvlinkDispatcher(WiredDispatcher):
                 rows_RD, beside = arrived.rows, replace(arrived, movers=self.roles.rows)
             else:
                 rows_RD = arrived
-            weights_R, counts_e, plan = groups or spread(routed, rows_RD.shape[0], self._slots)
-            beside = Groups(plan, expected=expected) if beside is None else beside
+            weights_R, counts_e, plan, hits = groups or spread(routed, rows_RD.shape[0], self._slots)
+            beside = Groups(plan, expected=expected, hits=hits) if beside is None else beside
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
         return self._crossing(partial(self._send, plan, x_TD, weights_TK, form), read)

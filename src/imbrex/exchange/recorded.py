@@ -39,7 +39,7 @@ from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
-from imbrex.kernels.ffn.glue import COUNTERS, Groups
+from imbrex.kernels.ffn.glue import COUNTERS, Groups, hit_words
 from imbrex.kernels.ffn.slopes import FUSED_WIDTH, parts_of_weights
 from imbrex.kernels.ffn.widths import fits
 from imbrex.kernels.gemm.gemm import check_products
@@ -94,6 +94,7 @@ class Memory(NamedTuple):
     weights: Place
     counts: Place
     plan: Place
+    hits: Place
     gate_up: Place
     act: Place
     out: Place
@@ -145,6 +146,7 @@ def memory_of(
         (torch.float32, (room,)),
         (torch.int64, (slots,)),
         (torch.int32, (COUNTERS + slots,)),
+        (torch.int32, (hit_words(slots),)),
         (DTYPE, (room if keep else 0, 2 * inner)),
         (DTYPE, (room, inner)),
         (DTYPE, (room, width)),
@@ -329,7 +331,7 @@ class Recorder:
         """Make the launches, and keep them."""
         (kernels, part, memory, *_), (ids_TK, weights_TK, x_TD) = call, inputs
         sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
-        words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:8])
+        words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:9])
         routed = Routed.of_words(words, _sizes(kernels.shape))
         row_groups, tokens = RowGroups(*groups), (x_TD, ids_TK, weights_TK)
         with recording() as tape:
@@ -341,7 +343,8 @@ class Recorder:
                 kernels.dispatch_expert(*tokens, sms.dispatch, out=rows_RD, routed=routed, **choosing)
                 run_spread(routed, len(rows_RD), len(weights[1]), row_groups, load=load)
                 expected = 0
-            plan = Groups(row_groups.plan, expected=expected, one_launch=call.one_launch)
+            news = {"expected": expected, "hits": row_groups.hits}
+            plan = Groups(row_groups.plan, **news, one_launch=call.one_launch)
             into, also = (act_RF, out_RD, row_groups.weights), gate_up_RG if len(gate_up_RG) else None
             how = {"sizes": weights[1].shape[1:], "keep": also is not None, "elsewhere": False}
             products = 2 - (both.why_not_both(plan, **how) is None)

@@ -13,9 +13,10 @@
 // before. Replays of a graph count on.
 //
 // The kernel before need not have ended when this one begins: tables of experts are read meanwhile. The next
-// may begin when the choices of all ranks have come, since then every rank is in this call. Where rows end is
-// told before rows are there: the experts' first product asks for weights meanwhile (gemm/follow.cu). Until
-// then the last end is negative, from before the next kernel may begin.
+// may begin when the choices of all ranks have come, since then every rank is in this call. Which experts
+// have rows, and then where rows end, is told before rows are there: the experts' first product asks for
+// weights meanwhile (ffn/both.cu, gemm/follow.cu). Until then the number of such experts and the last end are
+// negative, from before the next kernel may begin.
 //
 // Every instruction runs a few times at most, so that fetching them is much of the time: with loops unrolled,
 // 187 KB, a call of 1 to 128 tokens takes 27 us, without, 108 KB, 21 (two H200).
@@ -25,6 +26,7 @@
 #define ROUTE_FOUR _Pragma("unroll 1")
 #define SELDOM __noinline__
 #include "exchange/copy.cuh"
+#include "ffn/hits.cuh"
 #include "routing/few.cuh"
 
 namespace exchange {
@@ -47,10 +49,15 @@ struct Small {
     float* row_weights;  // [.., rows], or null: the gate weight of every row; unset without a choice
     i64* slot_counts;    // [.., slots]: rows of every slot of this rank
     int* plan;           // [.., counters + slots]: zeros, then where every slot's rows end
+    u32* hits;           // [.., 4 + 2 slots]: which slots have rows (ffn/hits.cuh)
     int rows;
     int slots;
     int counters;
 };
+
+__device__ __forceinline__ u32* hits_of(const Call& call, const Small& small) {
+    return small.hits + static_cast<i64>(call.local) * ffn::hit_words(small.slots);
+}
 
 // One thread, when all that `write_groups` writes before is there; negative: it is not.
 __device__ __forceinline__ void tell_last_end(const Call& call, const Small& small, int end) {
@@ -59,13 +66,20 @@ __device__ __forceinline__ void tell_last_end(const Call& call, const Small& sma
                            static_cast<u32>(end));
 }
 
+// Before the next kernel may begin: nothing is told, and nothing drawn.
+__device__ __forceinline__ void begin_groups(const Call& call, const Small& small) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) tell_last_end(call, small, -1);
+    if (thread == 32) ffn::tell_no_hits(hits_of(call, small));
+    if (thread < small.counters)
+        small.plan[static_cast<i64>(call.local) * (small.counters + small.slots) + thread] = 0;
+}
+
 // Where the rows of every slot end, and how many there are; null: none. One warp.
 __device__ inline void write_groups(const Call& call, const Small& small, const int* slot_rows) {
     const int lane = static_cast<int>(ptx::lane_id());
     i64* counts = small.slot_counts + static_cast<i64>(call.local) * small.slots;
     int* plan = small.plan + static_cast<i64>(call.local) * (small.counters + small.slots);
-#pragma unroll 1
-    for (int i = lane; i < small.counters; i += 32) plan[i] = 0;
     int before = 0, *ends = plan + small.counters;
 #pragma unroll 1
     for (int first = 0; first < small.slots; first += 32) {
@@ -84,6 +98,7 @@ __device__ inline void write_groups(const Call& call, const Small& small, const 
     if (lane == 0) tell_last_end(call, small, before);
 }
 
+
 // Which blocks write what others read behind this call: where rows end and their weights, and where tokens
 // go. The first `placing` blocks write positions, and place rows.
 __device__ __forceinline__ bool tells_groups(const Call& call) { return call.block == call.blocks - 1; }
@@ -91,6 +106,13 @@ __device__ __forceinline__ bool tells_rows(const Call& call) {
     return call.block == max(0, call.blocks - 2);
 }
 __device__ __forceinline__ int placing(const Call& call) { return max(1, call.blocks - 2); }
+
+// Which slots have rows. One warp.
+template <class RowsOf>
+__device__ __forceinline__ void tell_hits(const Call& call, const Small& small, RowsOf rows_of) {
+    ffn::tell_hits(hits_of(call, small), small.slots,
+                   [&](int slot) { return slot < small.slots ? rows_of(slot) : 0; });
+}
 
 __device__ __forceinline__ u64 word_of(const Call& call, u32 value) {
     return static_cast<u64>(call.epoch) << 32 | value;
@@ -217,8 +239,10 @@ __device__ inline void route_alone(const Call& call, const Small& small, const S
     __syncthreads();
     if (route.room) balance(call, route, s);
     place_slots(call, route, s);
-    if (small.row_weights && tells_groups(call) && thread >= kRouteThreads - 32)
+    if (small.row_weights && tells_groups(call) && thread >= kRouteThreads - 32) {
+        tell_hits(call, small, [&](int slot) { return s.slot_rows[slot]; });
         write_groups(call, small, s.slot_rows);
+    }
     if (call.block >= placing(call) && !tells_groups(call)) return;
     place_choices(call, route, s, [&](int c, int token, int k, int row) {
         position[(c * kChunk + token) * route.choices + k] = row;
@@ -262,7 +286,7 @@ __device__ inline void push_tokens(const Call& call, const Small& small, int tok
     const int ranks = call.group->ranks, thread = static_cast<int>(threadIdx.x),
               pusher = call.block - call.blocks;
     const u8* x = small.x + call.local * small.x_stride;
-    const int words = tokens * (small.row_bytes / 16), step = small.pushers * kRouteThreads;
+    const int words = ranks > 1 ? tokens * (small.row_bytes / 16) : 0, step = small.pushers * kRouteThreads;
     Words<4> held;
 #pragma unroll 1
     for (int first = pusher * kRouteThreads + thread; first < words; first += 4 * step) {
@@ -339,6 +363,9 @@ __device__ inline bool place_few(const Call& call, const Small& small, const Scr
     const auto row_of = [&](int c, int token, int k) {
         return few_row(route, s, few, c, token, s.ids[(c * kChunk + token) * route.choices + k]);
     };
+    // By a warp that has no slots to count, before the block meets: the experts wait for it.
+    if (small.row_weights && tells_groups(call) && threadIdx.x >= kRouteThreads - 32)
+        tell_hits(call, small, [&](int slot) { return rows_of_slot(route, s, few, slot, [](int, int) {}); });
     count_slots(route, s, few);
     if (tells_rows(call)) mask_owners(route, s);
     __syncthreads();
@@ -399,7 +426,7 @@ __device__ inline bool route_and_place(Call& call, const Small& small) {
     if (!route.replicated) few = find_slots(call, route, s, columns, tokens + call.group->ranks);
     ptx::wait_for_launches();
     count_call(call);
-    if (small.row_weights && tells_groups(call) && threadIdx.x == 0) tell_last_end(call, small, -1);
+    if (small.row_weights && tells_groups(call)) begin_groups(call, small);
     give_words(call, route);
     bool repeated = false, fine = take_counts(call, route, s, tokens);
     fine = fine && take_words(call, small, s, [&](int c, int token, int expert) {
@@ -409,8 +436,10 @@ __device__ inline bool route_and_place(Call& call, const Small& small) {
     ptx::launch_dependents();
     if (!fine) {
         leave_nothing(call, route);
-        if (small.row_weights && tells_groups(call) && threadIdx.x < 32)
+        if (small.row_weights && tells_groups(call) && threadIdx.x < 32) {
+            tell_hits(call, small, [](int) { return 0; });
             write_groups(call, small, nullptr);
+        }
         return false;
     }
     if (!route.replicated) return place_few(call, small, s, few, tokens);

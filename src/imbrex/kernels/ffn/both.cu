@@ -23,15 +23,18 @@
 //   The last block whose producer is done sets counters back: it has then seen every part that is used.
 //   A wait that fails sets the status; the tile is computed all the same, so that nobody waits for it.
 //
-// What is read before the launch right before has ended, and where rows end: as in gemm/follow.cu.
+// What is read before the launch right before has ended is told by it (ffn/hits.cuh): which experts have
+// rows, and with it that the counters are zeros. A word that says that rows are placed gained nothing: loads
+// by tensor maps bring nothing before the launch before has ended (docs/LOG.md).
 //
 // Code comes from memory, some 30 instructions a microsecond, as each runs for the first time: so loops that
-// few turns take are not unrolled (listing 64 experts took 5.7 us, in which no weight was asked for).
+// few turns take are not unrolled, and which tile a block has is found from a list that the dispatch makes
+// once: listing 64 experts here took 5.7 us, in which no weight was asked for.
 //
 // Example: experts of 3, 0 and 70 rows have units 0, then 1 and 2. With F = 128 and D = 256 tiles 0 to 5 are
 // of gate and up, two a unit, and 6 to 11 of down; parts 0, 2 and 5 get two tiles each.
+#include "ffn/hits.cuh"
 #include "gemm/cut.cuh"
-#include "gemm/ends.cuh"
 #include "gemm/run.cuh"
 
 namespace ffn {
@@ -57,7 +60,7 @@ struct BothMaps {
 
 // By value. The host reads it: `kernels.structs`.
 struct Both {
-    const int* ends;       // where every expert's rows end
+    const u32* hits;       // which experts have rows (ffn/hits.cuh)
     const float* weights;  // of rows (Epilogue::kWeighted)
     u32* counter;          // zeros: tiles drawn, producers that are done, two of others, kParts parts
     u32* status;           // as in gemm::Problem
@@ -76,44 +79,17 @@ struct Units {
     int *expert, *unit, *row;
     int hits;
 
-    // All lanes of a warp. Four loads of ends are on their way at once.
-    __device__ __forceinline__ void list(const int* ends, int experts) {
-        const int lane = static_cast<int>(ptx::lane_id());
+    // All lanes of a warp. `count`: of what is told.
+    __device__ __forceinline__ void take(const u32* told, int count) {
+        const uint2* entry = reinterpret_cast<const uint2*>(told + kFirstHit);
 #pragma unroll 1
-        for (int first = lane; first < experts; first += 128) {
-            int end[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) end[i] = ends[least(first + 32 * i, experts - 1)];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (first + 32 * i < experts) row[first + 32 * i] = end[i];
+        for (int i = static_cast<int>(ptx::lane_id()); i <= count; i += 32) {
+            const uint2 held = entry[i];
+            expert[i] = static_cast<int>(held.x & 0xffff);
+            unit[i] = static_cast<int>(held.x >> 16);
+            row[i] = static_cast<int>(held.y);
         }
-        __syncwarp();
-        int units = 0, rows = 0;
-        hits = 0;
-#pragma unroll 1
-        for (int first = 0; first < experts; first += 32) {  // in place: nobody reads what is written here
-            const int end = row[least(first + lane, experts - 1)];
-            const int before = __shfl_up_sync(~0u, end, 1), begin = lane > 0 ? before : rows;
-            const int tiles = (end - begin + 63) / 64;
-            int sum = tiles;
-#pragma unroll 1
-            for (int step = 1; step < 32; step *= 2) {
-                const int left = __shfl_up_sync(~0u, sum, step);
-                if (lane >= step) sum += left;
-            }
-            const u32 hit = __ballot_sync(~0u, tiles > 0);
-            const int at = hits + __popc(hit & ((1u << lane) - 1));
-            if (tiles > 0) {
-                expert[at] = first + lane;
-                unit[at] = units + sum - tiles;
-                row[at] = begin;
-            }
-            hits += __popc(hit);
-            units += __shfl_sync(~0u, sum, 31);
-            rows = __shfl_sync(~0u, end, 31);
-        }
-        if (lane == 0) unit[hits] = units, row[hits] = rows;
+        hits = count;
         __syncwarp();
     }
 
@@ -217,7 +193,7 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
             ptx::mbarrier_arrive(shared.slot_full + 8 * slot);
             break;
         }
-        const int next = static_cast<int>(atomicAdd(both.counter, 1u) + gridDim.x);
+        const u32 drawn = atomicAdd(both.counter, 1u);  // nothing may wait for it yet, not even an addition
         const int k = work.down ? both.inner : both.width, steps = (k + Up::kBlockK - 1) / Up::kBlockK;
         const Tile& tile = work.tile;
         shared.slots[slot] = {tile.expert, tile.row,  tile.rows, tile.column,
@@ -250,7 +226,7 @@ __device__ __forceinline__ void produce_both(const Both& both, const BothMaps& m
         const int few = ahead > 0 ? ahead : least(steps, kPeek);
         if (ahead == 0) load(0, few);
         Work then;
-        more = seek(both, units, next, then);
+        more = seek(both, units, static_cast<int>(drawn + gridDim.x), then);
         load(few, steps);
         position += steps;
         work = then;
@@ -314,11 +290,10 @@ extern "C" __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
         ptx::fewer_registers<Up::kProducerRegisters>();
         if (threadIdx.x / 32 == 4) {
-            wait_for_ends(both.ends, both.experts);
             const u32 behind = shared.staging + Up::kPanels * kPanel - ptx::smem_u32(memory);
             int* room = reinterpret_cast<int*>(memory + behind);
             Units units{room, room + both.experts + 1, room + 2 * (both.experts + 1)};
-            units.list(both.ends, both.experts);
+            units.take(both.hits, wait_for_hits(both.hits));
             if (ptx::lane_id() == 0) produce_both(both, maps, shared, units);
         }
     }

@@ -70,6 +70,8 @@ def why_not_both(groups: Groups, *, sizes: tuple[int, int], keep: bool, elsewher
         return "gate and up are kept, or rows do not lie in the order of experts"
     if not 0 < groups.expected <= FEW_ROWS * experts:
         return f"the rows are not those of a small dispatch, {FEW_ROWS} an expert in the mean at most"
+    if groups.hits is None:
+        return "nobody has told which experts have rows"
     if experts > MOST_EXPERTS:
         return f"a rank has {experts} experts, {MOST_EXPERTS} at most"
     return None if groups.one_launch else why_two(groups.expected, experts, sizes)
@@ -91,7 +93,7 @@ def run_both(
     smem = shared_bytes(experts)
     kernel, blocks = _kernel(weights_R is not None, smem, device)
     both = BOTH(
-        ends=groups.ends_e,
+        hits=groups.hits,
         weights=weights_R,
         counter=groups.counter,
         status=products_status(device),

@@ -38,17 +38,30 @@ begins before the product before it has ended in the next two, and the parts of 
 in the last eight (fused/down_home.cu)."""
 
 
+def hit_words(experts: int) -> int:
+    """Words of a list of the experts that have rows (ffn/hits.cuh)."""
+    return 4 + 2 * experts
+
+
 class Groups:
     """Where the rows of every expert end. `plan`: int32 [COUNTERS + e] on the device. expected: of the
     dispatch of a small batch, which tells the ends before its rows are there, how many rows a rank gets in
-    the mean; 0: `plan` is older than the rows. one_launch: for both products, where
+    the mean; 0: `plan` is older than the rows. hits: uint32 of `hit_words`, which of them have any, where the
+    dispatch tells it (ffn/hits.cuh). one_launch: for both products, where
     `ffn.both` can; `None`: where it is faster, too."""
 
-    __slots__ = ("counter", "ends_e", "expected", "one_launch", "plan")
+    __slots__ = ("counter", "ends_e", "expected", "hits", "one_launch", "plan")
 
-    def __init__(self, plan: Tensor, *, expected: int = 0, one_launch: bool | None = None) -> None:
+    def __init__(
+        self,
+        plan: Tensor,
+        *,
+        expected: int = 0,
+        hits: Tensor | None = None,
+        one_launch: bool | None = None,
+    ) -> None:
         self.plan, self.ends_e, self.expected = plan, plan[COUNTERS:], expected
-        self.one_launch = one_launch
+        self.hits, self.one_launch = hits, one_launch
         self.counter = plan
         """Two zeros, and then others."""
 

@@ -43,21 +43,28 @@ __device__ __forceinline__ bool mark_choice(const Route& route, const Scratch& s
     return (atomicOr(&s.mask[(c * route.experts + expert) * 4 + (token >> 5)], bit) & bit) == 0;
 }
 
+// Rows of a slot of this rank, once all choices are marked; `tell(chunk, rows)`: those of chunks before.
+template <class Tell>
+__device__ __forceinline__ int rows_of_slot(const Route& route, const Scratch& s, const Few& few, int slot,
+                                            Tell tell) {
+    if (slot >= few.slots) return 0;
+    const int expert = few.expert[slot];
+    int rows = 0;
+ROUTE_LOOP
+    for (int c = 0; c < s.chunks; ++c) {
+        tell(c * route.experts + expert, rows);
+        rows += held(&s.mask[(c * route.experts + expert) * 4]);
+    }
+    return (rows + route.alignment - 1) / route.alignment * route.alignment;
+}
+
 // All threads, once all choices are marked; the block meets behind it.
 __device__ inline void count_slots(const Route& route, const Scratch& s, const Few& few) {
     const int thread = route_thread(), lane = static_cast<int>(ptx::lane_id());
 ROUTE_LOOP
     for (int slot = thread; slot - lane < route.most_slots; slot += kRouteThreads) {
-        int rows = 0;
-        if (slot < few.slots) {
-            const int expert = few.expert[slot];
-ROUTE_LOOP
-            for (int c = 0; c < s.chunks; ++c) {
-                s.before[c * route.experts + expert] = rows;
-                rows += held(&s.mask[(c * route.experts + expert) * 4]);
-            }
-            rows = (rows + route.alignment - 1) / route.alignment * route.alignment;
-        }
+        const int rows =
+            rows_of_slot(route, s, few, slot, [&](int at, int before) { s.before[at] = before; });
         int end = rows;
 ROUTE_LOOP
         for (int step = 1; step < 32; step *= 2) {

@@ -13,7 +13,7 @@
 //
 // Example, 3 experts, two choices a token, ids {2 0, 2 -1}: rows 0: choice 1, 1: choice 0, 2: choice 2;
 // position {1 0, 2 -1}; counts {1 0 2}, ends {1 1 3}.
-#include "ptx/exchange.cuh"
+#include "ffn/hits.cuh"
 
 namespace rows {
 
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     order_few(const uint4* x, const i64* ids, const float* weights, int choices, int top_k, int experts,
               int units, uint4* rows, i64* position, i64* choice_of_row, float* weight_of_row, i64* counts,
-              int* plan, int counters) {
+              int* plan, int counters, u32* hits) {
     int* found = reinterpret_cast<int*>(ptx::shared_memory());
     int *first = found + kWarps * experts, *token_of_row = first + experts + 1, *ends = plan + counters;
     const bool tells = blockIdx.x == 0;
@@ -164,6 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::wait_for_launches();
     u32* last = reinterpret_cast<u32*>(ends + experts - 1);
     if (tells && thread == 0) ptx::store_release_gpu(last, 0xffffffffu);
+    if (tells && thread == 32) ffn::tell_no_hits(hits);
     ptx::launch_dependents();
     if (tells && thread < counters) plan[thread] = 0;
     count_mine(ids, 0, choices, experts, found);
@@ -174,7 +175,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (expert < experts - 1) ends[expert] = end;
     };
     place_experts(found, first, experts, share, tell);
-    if (tells && thread == 0) ptx::store_release_gpu(last, static_cast<u32>(first[experts]));
+    if (tells && thread < 32)
+        ffn::tell_hits(hits, experts, [&](int e) { return e < experts ? first[e + 1] - first[e] : 0; });
+    if (tells && thread == 32) ptx::store_release_gpu(last, static_cast<u32>(first[experts]));
     place_mine(ids, 0, choices, experts, found, first, [&](int choice, int row) {
         if (row >= 0) token_of_row[row] = static_cast<u32>(choice) / static_cast<u32>(top_k);
         if (!tells) return;

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from imbrex.kernels.ffn.glue import hit_words
 from imbrex.kernels.jit import Kernel, Variant, load, why_not_portable
 from imbrex.runtime.tracing import asked_once
 
@@ -100,8 +101,8 @@ def order_choices(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FewRows:
     """A small batch of a rank alone, ready for its experts. rows_RD: there is room for T * K. plan: int32
-    [counters + e], zeros and then where rows end; the last end is negative until the others are there. The
-    others are as of `Order`."""
+    [counters + e], zeros and then where rows end; the last end is negative until the others are there. hits:
+    int32, which experts have rows (ffn/hits.cuh). The others are as of `Order`."""
 
     rows_RD: Tensor
     position_TK: Tensor
@@ -109,6 +110,7 @@ class FewRows:
     weights_R: Tensor
     counts_e: Tensor
     plan: Tensor
+    hits: Tensor
 
 
 def order_few(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int, counters: int) -> FewRows:
@@ -124,14 +126,16 @@ def order_few(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int, co
         weights_R=torch.empty(choices, dtype=torch.float32, device=device),
         counts_e=torch.empty(experts, dtype=torch.int64, device=device),
         plan=torch.empty(counters + experts, dtype=torch.int32, device=device),
+        hits=torch.empty(hit_words(experts), dtype=torch.int32, device=device),
     )
     rounds, units = ROUNDS[choices > _THREADS], width * x_TD.element_size() // 16
-    results = few.rows_RD, few.position_TK, few.choice_R, few.weights_R, few.counts_e, few.plan
+    results = few.rows_RD, few.position_TK, few.choice_R, few.weights_R, few.counts_e
+    news = few.plan, counters, few.hits
     _kernel("order_few", rounds, device).launch(
         grid=min(COPIERS, -(-choices * -(-units // _PIECE) // _WARPS)),
         block=_THREADS,
         smem=4 * (_WARPS * experts + experts + 1 + choices),
-        args=[x_TD.contiguous(), ids_TK, weights_TK, choices, top_k, experts, units, *results, counters],
+        args=[x_TD.contiguous(), ids_TK, weights_TK, choices, top_k, experts, units, *results, *news],
         dependent=True,
     )
     return few

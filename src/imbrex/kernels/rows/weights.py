@@ -41,7 +41,8 @@ def spread(routed: Routed, num_rows: int, slots: int) -> RowGroups:
     here = (position >= 0) & (position < num_rows)
     weights_R[position[here].long()] = weights[here]
     counts_e = routed.counts_Le[0, :slots].long()
-    return RowGroups(weights_R, counts_e, F.pad(counts_e.cumsum(0).int(), (COUNTERS, 0)))
+    plan = F.pad(counts_e.cumsum(0).int(), (COUNTERS, 0))
+    return RowGroups(weights_R, counts_e, plan, hits=plan[:0])
 
 
 def run_spread(

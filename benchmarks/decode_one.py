@@ -1,0 +1,144 @@
+"""What do dispatch, experts and sums of a small batch take beside reading the weights of the experts hit?
+
+    PYTHONPATH=src python benchmarks/decode_one.py
+
+One GPU has what a rank of two has: half of the experts and the tokens of both ranks, so nothing crosses and
+no choice is made. Captured, one after the other with two sets of weights in turns, so that none is found in
+L2; all ways in turns, in one process. Microseconds of a layer; `read_us`: the weights alone, at a copy's
+rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode import MEMORY_TBPS
+from torch import Tensor
+
+from imbrex.bench.results import describe_run, write_results
+from imbrex.bench.shapes import MODELS, Shape
+from imbrex.kernels.exchange import layout as lay
+from imbrex.kernels.exchange.exchange import NvlinkExchange
+from imbrex.kernels.exchange.groups import empty_groups
+from imbrex.kernels.ffn.ffn import run_experts
+from imbrex.kernels.ffn.glue import COUNTERS, Groups
+from imbrex.kernels.heap import VirtualHeap
+from imbrex.placement import contiguous
+from imbrex.transport.nvlink import room_for
+
+RESULTS = Path(__file__).parent / "results" / "decode_one.json"
+QUESTION = "How long do dispatch, experts and sums of a small batch take on one GPU?"
+CALLS, RANKS, PAUSE, SMS_HOME = 8, 2, 200_000, 96
+WAYS = {"one launch": True, "two launches": False}
+Weights = tuple[Tensor, Tensor]
+
+
+class Layer:
+    """Dispatch to sums of one way, captured."""
+
+    def __init__(self, shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], *, one_launch: bool) -> None:
+        self.shape, self.inputs, self.one_launch = shape, inputs, one_launch
+        self.slots, tokens = shape.num_experts // RANKS, len(inputs[0]) // RANKS
+        self.expected = tokens * shape.top_k
+        room = RANKS * room_for(tokens)
+        size = lay.Shape(
+            ranks=1,
+            max_tokens=room,
+            choices=shape.top_k,
+            experts=self.slots,
+            most_slots=self.slots,
+            row_bytes=2 * shape.hidden_size,
+            alignment=1,
+            row_capacity=room * shape.top_k,
+            token_capacity=1,
+        )
+        placement = contiguous(self.slots, 1)
+        self.exchange = NvlinkExchange(lambda nbytes: VirtualHeap(1, nbytes, "cuda"), placement, size)
+        self.y_TD = torch.empty_like(inputs[0])
+
+    def call(self, weights: Weights) -> None:
+        exchange, room = self.exchange, self.exchange.shape.row_capacity
+        groups = empty_groups(1, room, self.slots, COUNTERS, exchange.device)
+        rows_1RD, routed = exchange.dispatch_small(*self.inputs, groups=groups)
+        how = {"expected": self.expected, "hits": groups.hits, "one_launch": self.one_launch}
+        out_RD = run_experts(rows_1RD[0], *weights, Groups(groups.plan, **how), groups.weights)
+        exchange.combine(out_RD, routed, weighted=False, num_sms=SMS_HOME, out=self.y_TD)
+
+    def capture(self, weights: list[Weights]) -> None:
+        for pair in weights:
+            self.call(pair)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for i in range(CALLS):
+                self.call(weights[i % 2])
+        for _ in range(3):
+            self.graph.replay()
+        self.exchange.check(synchronize=True)
+
+    def time(self) -> float:
+        """Microseconds of a layer, in a replay that the host has queued before it begins."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(PAUSE)
+        begin.record()
+        self.graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1000 / CALLS
+
+
+def make_weights(shape: Shape) -> Weights:
+    experts, width, inner = shape.num_experts // RANKS, shape.hidden_size, shape.intermediate_size
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    up, down = torch.empty(experts, 2 * inner, width, **kind), torch.empty(experts, width, inner, **kind)
+    return up.normal_(0.0, 0.02), down.normal_(0.0, 0.02)
+
+
+def measure(model: str, tokens: list[int], repeats: int) -> list[dict[str, Any]]:
+    shape, rows = MODELS[model], []
+    weights = [make_weights(shape) for _ in range(2)]
+    for count in tokens:
+        draw = torch.Generator().manual_seed(1000 + count)
+        ids = torch.rand(RANKS * count, shape.num_experts, generator=draw).topk(shape.top_k).indices
+        ids[ids >= shape.num_experts // RANKS] = -1  # of the other rank
+        x_TD = torch.randn(RANKS * count, shape.hidden_size, generator=draw).bfloat16().cuda()
+        inputs = x_TD, ids.cuda(), torch.rand(ids.shape, generator=draw).cuda()
+        hit = len(ids[ids >= 0].unique())
+        read = 6 * shape.hidden_size * shape.intermediate_size * hit / MEMORY_TBPS / 1e6
+        layers = {way: Layer(shape, inputs, one_launch=one) for way, one in WAYS.items()}
+        for layer in layers.values():
+            layer.capture(weights)
+        times: dict[str, list[float]] = {way: [] for way in layers}
+        for _ in range(repeats):
+            for way, layer in layers.items():
+                times[way].append(layer.time())
+        first, *others = (layer.y_TD for layer in layers.values())
+        assert all(torch.equal(first, y_TD) for y_TD in others)
+        for way, spans in times.items():
+            row = {"op": "decode", "impl": way, "case": {"model": model, "T": count, "W": RANKS}}
+            row |= {"experts_hit": hit, "read_us": round(read, 1), "n": repeats}
+            found = {"median_us": statistics.median(spans), "min_us": min(spans), "max_us": max(spans)}
+            rows.append(row | {name: round(span, 1) for name, span in found.items()})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--models", default="qwen3-30b-a3b,qwen2-moe,deepseek-v3")
+    ask.add_argument("--tokens", default="1,4,16,128", help="of each of two ranks")
+    ask.add_argument("--repeats", type=int, default=21)
+    ask.add_argument("--out", type=Path, default=RESULTS)
+    given = ask.parse_args()
+    tokens = [int(count) for count in given.tokens.split(",")]
+    rows = [row for model in given.models.split(",") for row in measure(model, tokens, given.repeats)]
+    command = f"python benchmarks/decode_one.py --models {given.models} --tokens {given.tokens}"
+    write_results(given.out, QUESTION, describe_run(command), rows)
+
+
+if __name__ == "__main__":
+    main()
