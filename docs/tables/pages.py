@@ -56,7 +56,11 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "one gpu": events.one_gpu,
     },
     "docs/huggingface.md": {"steps": models.steps, "mean": models.mean},
-    "docs/serving.md": {"one gpu": serve.one_gpu, "parts": serve.parts},
+    "docs/serving.md": {
+        "one gpu": serve.one_gpu,
+        "parts": serve.parts,
+        "drafts": serve.one_gpu_drafts,
+    },
     "docs/codecs.md": {"rates": codecs.rates, "learning": codecs.learning},
     "docs/placement.md": {
         "halves": placement.halves,
