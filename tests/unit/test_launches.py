@@ -57,23 +57,23 @@ def again(kernel: Kernel, both: Any) -> Callable[[], None]:
 
 
 def filled(kernel: Kernel, both: Any) -> Callable[[], None]:
-    launch = kernel.blank(args=[both, 5], words=[(0, word_of(BOTH, "ends"))], **HOW)
+    launch = kernel.blank(args=[both, 5], words=[(0, word_of(BOTH, "hits"))], **HOW)
     return lambda: launch.launch(1 << 40)
 
 
-@pytest.mark.parametrize(("make", "ends"), [(again, 12), (filled, 1 << 40)])
+@pytest.mark.parametrize(("make", "hits"), [(again, 12), (filled, 1 << 40)])
 def test_one_made_again_gives_the_driver_the_same(
-    monkeypatch: pytest.MonkeyPatch, make: Any, ends: int
+    monkeypatch: pytest.MonkeyPatch, make: Any, hits: int
 ) -> None:
-    driver, both = Driver(), make_both(ends=12, counter=13, experts=4, width=256)
+    driver, both = Driver(), make_both(hits=12, counter=13, experts=4, width=256)
     kernel = make_kernel(monkeypatch, driver)
     kernel.launch(args=[both, 5], **HOW)
     launch = make(kernel, both)
     launch()
     launch()
     assert [(stream, number) for stream, _, number in driver.heard] == [(STREAM, 5)] * 3
-    seen = [(of.ends, of.counter, of.experts, of.width) for _, of, _ in driver.heard]
-    assert seen == [(12, 13, 4, 256), (ends, 13, 4, 256), (ends, 13, 4, 256)]
+    seen = [(of.hits, of.counter, of.experts, of.width) for _, of, _ in driver.heard]
+    assert seen == [(12, 13, 4, 256), (hits, 13, 4, 256), (hits, 13, 4, 256)]
     assert jit.latest_launch(DEVICE) == kernel.variant
     kernel.launch(args=[both, 5], stream=78, **HOW)
     assert driver.heard[-1][0] == 78
