@@ -327,7 +327,7 @@ __device__ __forceinline__ float read_or_zero(const float* at) { return at == nu
 // The same, and the losses' share. Their gradients are scalars, null where there is none, and so may
 // d_weights be. terms [2E + 4], of all `ranks`, each of which computes the losses; counts [sequences, E], of
 // the sequences of `length` tokens of this rank: as losses.cu writes them.
-extern "C" __global__ void __launch_bounds__(32 * kWarps)
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
     choose_and_losses_backward(const float* logits, const i64* ids, const float* d_weights, int tokens,
                                int experts, int top_k, int normalize, float scale, const float* d_balance,
                                const float* d_sequence, const float* d_z, const float* terms,
