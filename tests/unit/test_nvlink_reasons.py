@@ -69,7 +69,7 @@ def test_weights_stand_where_their_rows_are() -> None:
     routed.position_LWTK[:] = torch.tensor([[[2, -1]], [[-1, 0]]])
     routed.weights_LWTK[:] = torch.tensor([[[0.5, 9.0]], [[9.0, 0.25]]])
     routed.counts_Le[:] = torch.tensor([1, 1, 7])
-    weights_R, counts_e, plan = spread(routed, 3, 2)
+    weights_R, counts_e, plan, _ = spread(routed, 3, 2)
     assert weights_R[[0, 2]].tolist() == [0.25, 0.5]
     assert counts_e.tolist() == [1, 1]
     assert plan.tolist() == [0] * COUNTERS + [1, 2]
@@ -84,7 +84,8 @@ def test_the_kernel_spreads_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> No
     routed.counts_Le[:] = torch.tensor([50, 0, 70, 9])
     monkeypatch.setattr(weights, "_BLOCKS", 2)
     monkeypatch.setattr(weights, "_kernel", lambda *which: kernel.load(weights.shipped_variants()[0]))
-    for one, other in zip(run_spread(routed, 170, 3), spread(routed, 170, 3), strict=True):
+    ours, theirs = run_spread(routed, 170, 3), spread(routed, 170, 3)
+    for one, other in zip(ours[:3], theirs[:3], strict=True):
         assert torch.equal(one, other)
 
 

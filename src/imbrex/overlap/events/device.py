@@ -153,7 +153,7 @@ class DeviceForward(Call):
         exchange = self.exchange
         with exchange.observer.span("dispatch", layer=exchange.layer):
             slots = len(self.geometry.local_slots)
-            weights_R, counts_e, work = spread(routed, rows_RD.shape[0], slots)
+            weights_R, counts_e, work, _ = spread(routed, rows_RD.shape[0], slots)
         out_RD = self.run_experts(rows_RD, weights_R, counts_e, Groups(work))
         return Computed(routed, rows_RD, weights_R, out_RD.contiguous())
 
