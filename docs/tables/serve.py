@@ -154,8 +154,8 @@ def one_gpu() -> Table:
     body, used = [], []
     for ours in sorted(select(steps, impl="auto"), key=_order):
         beside = {way: next(iter(select(steps, impl=way, case=ours["case"])), None) for way in ways}
-        rivals = [row["median_us"] for way, row in beside.items() if row and way in RIVALS]
-        gain = f"{min(rivals) / ours['median_us']:.2f}" if rivals else ""
+        gains = [_over_ours(row) for way, row in beside.items() if row and way in RIVALS]
+        gain = f"{min(gains):.2f}" if gains else ""
         times = ["" if row is None else f"{row['median_us'] / 1e3:.2f}" for row in beside.values()]
         floor = [ours["read_gb"], f"{ours['floor_us'] / 1e3:.2f}", f"{ours['times_floor']:.2f}"]
         body.append([NAMES[ours["case"]["model"]], ours["case"]["B"], *times, gain, *floor])
@@ -185,6 +185,13 @@ def _one() -> list[Row]:
     """The rows of all runs of one GPU, which has no time for all in one; of equal ones the newest."""
     rows = sorted(read("serve_one"), key=lambda row: row["run"])
     return list({(row["op"], row["impl"], *row["case"].items()): row for row in rows}.values())
+
+
+def _over_ours(rival: Row) -> float:
+    """A rival's step over imbrex's of the same run."""
+    steps = select(read("serve_one"), op="decode step", impl="auto", run=rival["run"])
+    (ours,) = (row for row in steps if row["case"] == rival["case"])
+    return rival["median_us"] / ours["median_us"]
 
 
 def _steps(way: str) -> list[Row]:
