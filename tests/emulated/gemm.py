@@ -172,9 +172,9 @@ def emulate(
         variant = jit.Variant(source=fp8.SOURCE, entry="quantise_rows")
         return EmulatedKernel(variant, 0, tensors, (), most=blocks)
 
-    def portable_kernel(layout: Any, epilogue: Any, rows: int, device: int, arch: str) -> EmulatedKernel:
-        variant = portable.portable_variant(layout, epilogue, rows)
-        kernel = EmulatedKernel(variant, portable.smem_of(rows), tensors, edits, most=blocks)
+    def portable_kernel(layout: Any, epilogue: Any, shape: Any, device: int, arch: str) -> EmulatedKernel:
+        variant = portable.portable_variant(layout, epilogue, shape)
+        kernel = EmulatedKernel(variant, shape.smem, tensors, edits, most=blocks)
         kernel.seed = seed
         return kernel
 

@@ -1,19 +1,22 @@
 // Grouped GEMM for GPUs without wgmma, in bf16, from compute capability 8.0 on: mma.sync on tiles that
 // cp.async brings. Conventions, layouts and epilogues are those of gemm/gemm.cu, but that SwiGLU's gradient
 // is a kernel of its own (ffn/glue.cu) and no other kernel runs beside. Defines:
-//   LAYOUT    a number of `Layout`
-//   EPILOGUE  a number of `Epilogue`
-//   BLOCK_M   rows of a tile: 128, or 32 for few rows an expert; 128 of a weight gradient
-//   STAGES    of the ring of loads
+//   LAYOUT            a number of `Layout`
+//   EPILOGUE          a number of `Epilogue`
+//   BLOCK_M, BLOCK_N  rows and columns of a tile, WARP_M and WARP_N of a warp's part of it
+//   DEPTH             steps of k that are loaded together: 32 or 64
+//   STAGES            of the ring of loads, three or more
+//   BLOCKS            of a multiprocessor, at least
 //
-// Four warps share a tile of BLOCK_M x 128, and go through k in steps of 32. Blocks take tiles in turn, b,
-// b + gridDim, ..., in the order of gemm/scheduler.cuh. A sum is one warp's, in the order of k, whatever the
-// tile: the same bits by any cut. With SwiGLU a tile has 64 columns of gate and the same 64 of up, and every
-// thread has both of its columns.
+// Blocks take tiles in turn, b, b + gridDim, ..., in the order of gemm/scheduler.cuh. A sum is one warp's, in
+// the order of k, whatever the tile: the same bits by any cut. With SwiGLU half of a tile's columns are gate
+// and half the same of up, and every thread has both of its columns. What the next product reads comes from
+// shared memory while one runs, over the ends of stages too, and the next tile's first stages are asked for
+// before a tile is stored.
 //
-// An operand lies in shared memory as it lies in memory. Where k is contiguous it is lines of 64 bytes, whose
-// pieces of 16 are exchanged by line / 2 % 4; where rows or columns are, lines of 256, exchanged by line % 8.
-// Eight lines that ldmatrix reads at once then lie in different banks.
+// An operand lies in shared memory as it lies in memory. Where k is contiguous it is lines of DEPTH, else
+// panels of 64 rows or columns, DEPTH lines of 128 bytes each. A line's pieces of 16 bytes are exchanged by
+// its number, so that eight lines that ldmatrix reads at once lie in different banks.
 //
 // Example, forward: 3 rows, 2 experts, ends = {2, 3}, k = 8, 8 columns. Tile 0 has rows 0 and 1 times B[0];
 // of its 128 lines of A two are read, the others are zeros, as are pieces from k = 8 on. Tile 1 has row 2.
@@ -27,59 +30,78 @@ constexpr Layout kLayout = static_cast<Layout>(LAYOUT);
 constexpr Epilogue kEpilogue = static_cast<Epilogue>(EPILOGUE);
 constexpr bool kWgrad = kLayout == Layout::kWgrad, kForward = kLayout == Layout::kForward;
 constexpr bool kSwiglu = kEpilogue == Epilogue::kSwiglu || kEpilogue == Epilogue::kSwigluKeep;
-constexpr int kThreads = 128, kBlockM = BLOCK_M, kBlockN = 128, kDepth = 32, kStages = STAGES;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kDepth = DEPTH, kStages = STAGES;
 constexpr int kColumns = kSwiglu ? kBlockN / 2 : kBlockN;  // of the output, a tile
-constexpr int kWarpsM = kBlockM == 128 ? 2 : 1, kWarpsN = 4 / kWarpsM;
-constexpr int kPartsM = kBlockM / kWarpsM / 16, kPartsN = kBlockN / kWarpsN / 8;  // of a warp, 16 x 8 each
+constexpr int kWarpsN = kBlockN / WARP_N, kThreads = 32 * kWarpsN * (kBlockM / WARP_M);
+constexpr int kPartsM = WARP_M / 16, kPartsN = WARP_N / 8;  // of a warp, 16 x 8 each
+constexpr int kPairs = kPartsN / 2, kHalves = kDepth / 16;
+constexpr int kPieces = kDepth / 8, kLineBytes = 2 * kDepth;  // of a line along k
 constexpr u32 kBytesA = kBlockM * kDepth * 2, kStage = kBytesA + kBlockN * kDepth * 2;
+static_assert(kStages >= 3 && kHalves % 2 == 0 && kPartsN % (kSwiglu ? 4 : 2) == 0);
 
 __device__ __forceinline__ float silu_of(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// Pieces of an operand that is contiguous along k: four of each of kLines lines.
+// Where a piece of 16 bytes lies: of an operand along k, and of one along rows or columns.
+__device__ __forceinline__ u32 in_lines(u32 tile, int line, int piece) {
+    return tile + line * kLineBytes + (piece ^ (line / (8 / kPieces) % kPieces)) * 16;
+}
+__device__ __forceinline__ u32 in_panels(u32 tile, int line, int piece) {
+    return tile + (piece / 8 * kDepth + line) * 128 + (piece % 8 ^ line % 8) * 16;
+}
+
+// Pieces of an operand that is contiguous along k: kPieces of each of kLines lines.
 template <int kLines>
 struct Lines {
-    static constexpr int kPieces = kLines / 32;  // of a thread
-    const u8* from[kPieces];
-    u32 there = 0;
+    static constexpr int kStride = kThreads / kPieces, kCount = kLines / kStride;  // lines, of a thread
+    static_assert(kCount * kStride == kLines && kStride % 8 == 0);
+    const u8* from;    // this thread's piece of line 0 in memory
+    u32 pitch;         // bytes
+    int line[kCount];  // in memory, -1: none
 
     // `where(line)`: the number of a line of the tile in memory, -1: none.
     template <typename Where>
-    __device__ __forceinline__ void find(const u8* base, i64 pitch, Where where) {
+    __device__ __forceinline__ void find(const u8* base, i64 bytes, Where where) {
+        from = base + threadIdx.x % kPieces * 16, pitch = static_cast<u32>(bytes);
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-            const i64 line = where(static_cast<int>(threadIdx.x / 4) + 32 * i);
-            there |= static_cast<u32>(line >= 0) << i;
-            from[i] = base + (line >= 0 ? line : 0) * pitch + threadIdx.x % 4 * 16;
-        }
+        for (int i = 0; i < kCount; ++i) line[i] = where(static_cast<int>(threadIdx.x) / kPieces + kStride * i);
     }
     __device__ __forceinline__ void load(u32 to, int k, int depth) const {
-        const int piece = threadIdx.x % 4;
-        to += threadIdx.x / 4 * 64 + (piece ^ (threadIdx.x / 8 % 4)) * 16;
+        const int piece = threadIdx.x % kPieces;
+        const bool inside = k + 8 * piece < depth;
+        const u8* here = from + 2 * i64(k);
+        to = in_lines(to, threadIdx.x / kPieces, piece);
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-            ptx::copy_async_or_zero(to + i * 2048, from[i] + 2 * i64(k),
-                                    (there >> i & 1) && k + 8 * piece < depth);
+        for (int i = 0; i < kCount; ++i)
+            ptx::copy_async_or_zero(to + i * kStride * kLineBytes, here + u64(static_cast<u32>(line[i])) * pitch,
+                                    inside && line[i] >= 0);
     }
 };
 
-// Pieces of an operand that is contiguous along rows or columns: 16 of each of 32 lines, one a step of k.
+// Pieces of an operand that is contiguous along rows or columns: panels of eight, a line a step of k.
+template <int kLines>
 struct Across {
+    static constexpr int kStride = kThreads / 8, kCount = kDepth / kStride;  // lines, of a thread in a panel
+    static_assert(kCount * kStride == kDepth && kLines % 64 == 0);
     const u8* from;
-    i64 pitch;
-    bool there;
+    u32 pitch;
+    int left;  // rows or columns from this thread's first on
 
     __device__ __forceinline__ void find(const u8* base, i64 bytes, int column, int columns) {
-        const int piece = threadIdx.x % 16;
-        pitch = bytes, there = 8 * piece < columns - column;
-        from = base + 2 * i64(column) + 16 * piece + threadIdx.x / 16 * pitch;
+        const int first = column + 8 * (threadIdx.x % 8);
+        pitch = static_cast<u32>(bytes), left = columns - first;
+        from = base + 2 * i64(first) + threadIdx.x / 8 * bytes;
     }
     __device__ __forceinline__ void load(u32 to, int k, int depth) const {
-        const int line = threadIdx.x / 16;
-        to += line * 256 + (threadIdx.x % 16 ^ line) * 16;
+        const int line = threadIdx.x / 8;
+        to = in_panels(to, line, threadIdx.x % 8);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            ptx::copy_async_or_zero(to + i * 2048, from + (k + 8 * i) * pitch,
-                                    there && k + 8 * i + line < depth);
+        for (int i = 0; i < kCount; ++i) {
+            const u8* here = from + u64(static_cast<u32>(k + kStride * i)) * pitch;
+#pragma unroll
+            for (int panel = 0; panel < kLines / 64; ++panel)
+                ptx::copy_async_or_zero(to + (panel * kDepth + i * kStride) * 128, here + panel * 128,
+                                        64 * panel < left && k + kStride * i + line < depth);
+        }
     }
 };
 
@@ -89,24 +111,17 @@ struct Operand {
 };
 template <int kLines>
 struct Operand<true, kLines> {
-    using Type = Across;
+    using Type = Across<kLines>;
 };
 using OperandA = Operand<kWgrad, kBlockM>::Type;
 using OperandB = Operand<!kForward, kBlockN>::Type;
-
-__device__ __forceinline__ u32 in_lines(u32 tile, int line, int piece) {
-    return tile + line * 64 + (piece ^ (line >> 1 & 3)) * 16;
-}
-__device__ __forceinline__ u32 in_across(u32 tile, int line, int piece) {
-    return tile + line * 256 + (piece ^ (line & 7)) * 16;
-}
 
 // A's rows `row` .. `row + 15`, and B's columns `column` .. `column + 15`, of 16 steps of k from 16 `half`.
 __device__ __forceinline__ void read_a(u32 tile, int row, int half, u32 (&a)[4]) {
     const int lane = threadIdx.x % 32;
     if constexpr (kWgrad)
         ptx::load_matrix_x4_transposed(
-            in_across(tile, 16 * half + lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2), a);
+            in_panels(tile, 16 * half + lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2), a);
     else
         ptx::load_matrix_x4(in_lines(tile, row + lane % 16, 2 * half + lane / 16), a);
 }
@@ -115,7 +130,7 @@ __device__ __forceinline__ void read_b(u32 tile, int column, int half, u32 (&b)[
     if constexpr (kForward)
         ptx::load_matrix_x4(in_lines(tile, column + lane % 8 + lane / 16 * 8, 2 * half + lane / 8 % 2), b);
     else
-        ptx::load_matrix_x4_transposed(in_across(tile, 16 * half + lane % 16, column / 8 + lane / 16), b);
+        ptx::load_matrix_x4_transposed(in_panels(tile, 16 * half + lane % 16, column / 8 + lane / 16), b);
 }
 
 __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / kWarpsN * kPartsM * 16; }
@@ -130,45 +145,72 @@ __device__ __forceinline__ int part_column(int part) {
 
 using Sums = float[kPartsM][kPartsN][4];
 
-__device__ __forceinline__ void multiply(u32 stage, Sums& sums) {
+// What a warp has in registers: A of 16 steps of k, and B of two parts and of the next two.
+struct Fragments {
+    u32 a[kPartsM][4], b[2][4];
+};
+
+// A stage's products. What the first ones want is in `f`; the last ones bring what those of `next` want,
+// behind `turn`, after which `next` is there. A part of A is read again behind the last product that wants it.
+template <typename Turn>
+__device__ __forceinline__ void multiply(u32 stage, u32 next, Fragments& f, Sums& sums, Turn turn) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        u32 a[kPartsM][4], b[kPartsN / 2][4];
+    for (int number = 0; number < kHalves * kPairs; ++number) {
+        const int half = number / kPairs, pair = number % kPairs;
+        const bool last = pair == kPairs - 1, end = number == kHalves * kPairs - 1;
+        if (end) turn();
+        const u32 after = end ? next : stage;
+        const int half_after = last ? (half + 1) % kHalves : half;
+        read_b(after + kBytesA, part_column(last ? 0 : 2 * pair + 2), half_after, f.b[(number + 1) % 2]);
+        const u32(&b)[4] = f.b[number % 2];
 #pragma unroll
-        for (int i = 0; i < kPartsM; ++i) read_a(stage, warp_row() + 16 * i, half, a[i]);
-#pragma unroll
-        for (int j = 0; j < kPartsN / 2; ++j) read_b(stage + kBytesA, part_column(2 * j), half, b[j]);
-#pragma unroll
-        for (int i = 0; i < kPartsM; ++i)
-#pragma unroll
-            for (int j = 0; j < kPartsN; ++j)
-                ptx::mma_bf16(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        for (int i = 0; i < kPartsM; ++i) {
+            ptx::mma_bf16(sums[i][2 * pair], f.a[i], b[0], b[1]);
+            ptx::mma_bf16(sums[i][2 * pair + 1], f.a[i], b[2], b[3]);
+            if (last) read_a(after, warp_row() + 16 * i, half_after, f.a[i]);
+        }
     }
 }
 
-// All of a tile's sums; the same for all threads of the block.
-__device__ __forceinline__ void run_steps(u32 memory, const OperandA& a, const OperandB& b, int depth,
-                                          Sums& sums) {
-    const int steps = (depth + kDepth - 1) / kDepth;
-    const auto load = [&](int step) {
-        if (step < steps) {
-            const u32 to = memory + step % kStages * kStage;
-            a.load(to, step * kDepth, depth);
-            b.load(to + kBytesA, step * kDepth, depth);
+// The ring of one tile; the same for all threads of the block.
+struct Ring {
+    u32 memory;
+    OperandA a;
+    OperandB b;
+    int depth;
+
+    __device__ __forceinline__ u32 stage(int step) const { return memory + step % kStages * kStage; }
+    __device__ __forceinline__ int steps() const { return (depth + kDepth - 1) / kDepth; }
+    __device__ __forceinline__ void load(int step) const {
+        if (step < steps()) {
+            a.load(stage(step), step * kDepth, depth);
+            b.load(stage(step) + kBytesA, step * kDepth, depth);
         }
         ptx::copy_commit();
-    };
-    __syncthreads();  // the tile before is read
-#pragma unroll
-    for (int step = 0; step < kStages - 1; ++step) load(step);
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-        ptx::copy_wait<kStages - 2>();
-        __syncthreads();  // every thread's pieces are there, and the step before is read
-        load(step + kStages - 1);
-        multiply(memory + step % kStages * kStage, sums);
     }
-}
+    // The first stages, where nobody reads the tile before any more.
+    __device__ __forceinline__ void begin() const {
+        __syncthreads();
+#pragma unroll
+        for (int step = 0; step < kStages - 1; ++step) load(step);
+    }
+    // All sums of a tile that `begin` was called for.
+    __device__ __forceinline__ void run(Sums& sums) const {
+        Fragments f;
+        ptx::copy_wait<kStages - 2>();
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kPartsM; ++i) read_a(memory, warp_row() + 16 * i, 0, f.a[i]);
+        read_b(memory + kBytesA, part_column(0), 0, f.b[0]);
+#pragma unroll 1
+        for (int step = 0; step < steps(); ++step)
+            multiply(stage(step), stage(step + 1), f, sums, [&] {
+                ptx::copy_wait<kStages - 3>();
+                __syncthreads();  // every thread's pieces of the next stage are there, and the one before is read
+                load(step + kStages - 1);
+            });
+    }
+};
 
 struct Results {
     u8 *d, *gate_up;
@@ -177,44 +219,71 @@ struct Results {
     const float* weights;
 };
 
-// Two columns of a row, from the sums of a plain product.
-__device__ __forceinline__ void store_pair(const Results& to, i64 at, float low, float high) {
+// Two columns of each of two parts that are neighbours become four of one: of the even part on even lanes, of
+// the odd one on odd ones. What a quad stores of a line then lies together.
+__device__ __forceinline__ float4 exchange(const float* even, const float* odd) {
+    const bool first = threadIdx.x % 2 == 0;
+    const float low = __shfl_xor_sync(0xffffffffu, first ? odd[0] : even[0], 1);
+    const float high = __shfl_xor_sync(0xffffffffu, first ? odd[1] : even[1], 1);
+    return first ? float4{even[0], even[1], low, high} : float4{low, high, odd[0], odd[1]};
+}
+// The first of them in the tile, of the parts `part` and `part + 1`.
+__device__ __forceinline__ int four_column(int part) {
+    return part_column(part) + threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
+}
+
+__device__ __forceinline__ void store_four(u8* to, float4 v) {
+    *reinterpret_cast<uint2*>(to) = {ptx::pack_bf16(v.x, v.y), ptx::pack_bf16(v.z, v.w)};
+}
+// Of a plain product, from column `at` of all on.
+__device__ __forceinline__ void store_plain(const Results& to, i64 at, float4 v) {
     if constexpr (kEpilogue == Epilogue::kAddFloat) {
-        float2* d = reinterpret_cast<float2*>(to.d + 4 * at);
-        const float2 before = *d;
-        *d = {before.x + low, before.y + high};
+        float4* d = reinterpret_cast<float4*>(to.d + 4 * at);
+        const float4 before = *d;
+        *d = {before.x + v.x, before.y + v.y, before.z + v.z, before.w + v.w};
+    } else if constexpr (kEpilogue == Epilogue::kAdd) {
+        const uint2 before = *reinterpret_cast<const uint2*>(to.d + 2 * at);
+        store_four(to.d + 2 * at, {ptx::bf16_low(before.x) + v.x, ptx::bf16_high(before.x) + v.y,
+                                   ptx::bf16_low(before.y) + v.z, ptx::bf16_high(before.y) + v.w});
     } else {
-        u32* d = reinterpret_cast<u32*>(to.d + 2 * at);
-        if constexpr (kEpilogue == Epilogue::kAdd) {
-            const u32 before = *d;
-            low += ptx::bf16_low(before), high += ptx::bf16_high(before);
-        }
-        *d = ptx::pack_bf16(low, high);
+        store_four(to.d + 2 * at, v);
     }
 }
 
-// One row of a part, its two columns of this thread: `half` 0 row lane / 4, 1 eight rows below.
+// Four columns of SwiGLU, of the parts `part` and `part + 1`; `gate` and `up`: of the two parts, this lane's.
+__device__ __forceinline__ void store_swiglu(const Results& to, i64 at, i64 line, bool wanted,
+                                             const float* gate, const float* gate_odd, const float* up,
+                                             const float* up_odd) {
+    const float even[2] = {silu_of(gate[0]) * up[0], silu_of(gate[1]) * up[1]};
+    const float odd[2] = {silu_of(gate_odd[0]) * up_odd[0], silu_of(gate_odd[1]) * up_odd[1]};
+    const float4 act = exchange(even, odd);
+    if (wanted) store_four(to.d + 2 * at, act);
+    if constexpr (kEpilogue == Epilogue::kSwigluKeep) {
+        const float4 of_gate = exchange(gate, gate_odd), of_up = exchange(up, up_odd);
+        u8* kept = to.gate_up + 2 * (at + line * to.columns);
+        if (wanted) store_four(kept, of_gate), store_four(kept + 2 * i64(to.columns), of_up);
+    }
+}
+
+// One row of a part: `half` 0 row lane / 4, 1 eight rows below.
 __device__ __forceinline__ void store_row(const Results& to, const Sums& sums, const Tile& tile, int part,
-                                          int half, int row) {
-    const float weight = kEpilogue == Epilogue::kWeighted ? to.weights[to.first + row] : 1.f;
+                                          int half) {
+    const int row = warp_row() + 16 * part + 8 * half + threadIdx.x % 32 / 4;
     const i64 line = to.first + row;
+    const bool there = row < tile.rows;
+    const float weight = kEpilogue == Epilogue::kWeighted && there ? to.weights[line] : 1.f;
 #pragma unroll
-    for (int j = 0; j < (kSwiglu ? kPartsN / 2 : kPartsN); ++j) {
-        const int column = part_column(j) + threadIdx.x % 4 * 2;
-        if (column >= tile.columns) continue;
+    for (int j = 0; j < (kSwiglu ? kPartsN / 2 : kPartsN); j += 2) {
+        const int column = four_column(j);
+        const bool wanted = there && column < tile.columns;
         const i64 at = line * to.columns + tile.column + column;
-        const float low = sums[part][j][2 * half], high = sums[part][j][2 * half + 1];
+        const auto sum = [&](int of) { return sums[part][of] + 2 * half; };
         if constexpr (kSwiglu) {
-            const float* up = sums[part][j + kPartsN / 2] + 2 * half;
-            *reinterpret_cast<u32*>(to.d + 2 * at) =
-                ptx::pack_bf16(silu_of(low) * up[0], silu_of(high) * up[1]);
-            if constexpr (kEpilogue == Epilogue::kSwigluKeep) {
-                u8* kept = to.gate_up + 2 * (at + line * to.columns);
-                *reinterpret_cast<u32*>(kept) = ptx::pack_bf16(low, high);
-                *reinterpret_cast<u32*>(kept + 2 * i64(to.columns)) = ptx::pack_bf16(up[0], up[1]);
-            }
+            constexpr int kUp = kPartsN / 2;
+            store_swiglu(to, at, line, wanted, sum(j), sum(j + 1), sum(j + kUp), sum(j + kUp + 1));
         } else {
-            store_pair(to, at, low * weight, high * weight);
+            const float4 v = exchange(sum(j), sum(j + 1));
+            if (wanted) store_plain(to, at, {v.x * weight, v.y * weight, v.z * weight, v.w * weight});
         }
     }
 }
@@ -230,16 +299,15 @@ __device__ __forceinline__ void find_operands(const u8* a, const u8* b, const Ti
         return;
     } else {
         of_a.find(a, 2 * i64(k), [&](int line) {
-            if (line >= tile.rows) return i64(-1);
-            return index == nullptr ? i64(tile.row + line) : index[tile.row + line];
+            if (line >= tile.rows) return -1;
+            return index == nullptr ? tile.row + line : static_cast<int>(index[tile.row + line]);
         });
         const int lines = kSwiglu ? 2 * columns : columns;
         const u8* weight = b + 2 * i64(tile.expert) * lines * k;
         if constexpr (kForward)
             of_b.find(weight, 2 * i64(k), [&](int line) {
                 const int column = line % kColumns;
-                if (column >= tile.columns) return i64(-1);
-                return i64(line / kColumns * columns + tile.column + column);
+                return column < tile.columns ? line / kColumns * columns + tile.column + column : -1;
             });
         else
             of_b.find(weight, 2 * i64(columns), tile.column, columns);
@@ -249,28 +317,34 @@ __device__ __forceinline__ void find_operands(const u8* a, const u8* b, const Ti
 // a, b, d: see `Layout`; all bf16 but d of kAddFloat, contiguous, k and columns multiples of 8. rows: of a
 // gradient of weights, and `k` is unused there. gate_up: of kSwigluKeep. weights: of kWeighted, a row each.
 // index: rows of A, may be null.
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     portable_gemm(const u8* a, const u8* b, u8* d, u8* gate_up, const int* ends, int experts, int rows,
                   int columns, int k, const float* weights, const i64* index) {
     extern __shared__ u8 memory[];
     Schedule<kBlockM, kColumns, 8, kWgrad> schedule{ends, nullptr, experts, rows, columns};
     Tile tile;
-    for (int number = blockIdx.x; schedule.seek(number, tile); number += gridDim.x) {
+    Ring ring;
+    ring.memory = ptx::smem_u32(memory);
+    const auto begin = [&](int number) {
+        if (!schedule.seek(number, tile)) return false;
         const int first = kWgrad && tile.expert > 0 ? ends[tile.expert - 1] : 0;
-        OperandA of_a;
-        OperandB of_b;
-        find_operands(a, b, tile, first, rows, columns, k, index, of_a, of_b);
+        ring.depth = kWgrad ? ends[tile.expert] - first : k;
+        find_operands(a, b, tile, first, rows, columns, k, index, ring.a, ring.b);
+        ring.begin();
+        return true;
+    };
+    int number = blockIdx.x;
+    for (bool more = begin(number); more;) {
         Sums sums = {};
-        run_steps(ptx::smem_u32(memory), of_a, of_b, kWgrad ? ends[tile.expert] - first : k, sums);
-        const i64 above = kWgrad ? i64(tile.expert) * rows : 0;
-        const Results to{d, gate_up, above + tile.row, columns, weights};
+        ring.run(sums);
+        const Tile done = tile;
+        const i64 above = kWgrad ? i64(done.expert) * rows : 0;
+        const Results to{d, gate_up, above + done.row, columns, weights};
+        more = begin(number += gridDim.x);
 #pragma unroll
         for (int part = 0; part < kPartsM; ++part)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = warp_row() + 16 * part + 8 * half + threadIdx.x % 32 / 4;
-                if (row < tile.rows) store_row(to, sums, tile, part, half, row);
-            }
+            for (int half = 0; half < 2; ++half) store_row(to, sums, done, part, half);
     }
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -20,14 +21,34 @@ from imbrex.kernels.gemm.gemm import ALONE, Epilogue, Extras, Layout
 from imbrex.kernels.jit import ARCH, Kernel, Variant, arch_of, load
 
 SOURCE, ENTRY = "gemm/portable.cu", "portable_gemm"
-THREADS, COLUMNS, DEPTH = 128, 128, 32
-TALL, FLAT = 128, 32
-"""Heights of a tile, in rows."""
-STAGES = {TALL: 3, FLAT: 4}
-"""Two tall blocks, or two flat ones, fit into the 100 KB of a multiprocessor with compute capability 8.9 or
-12.0."""
-BLOCKS = {TALL: 2, FLAT: 4}
-"""A launch has so many a multiprocessor: as many as that holds at once where it has more room."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Rows and columns of a tile and of a warp's part of it; steps of k loaded together, stages of them, and
+    blocks that a multiprocessor is to hold."""
+
+    rows: int
+    columns: int
+    warp_rows: int
+    warp_columns: int
+    depth: int
+    stages: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.rows // self.warp_rows) * (self.columns // self.warp_columns)
+
+    @property
+    def smem(self) -> int:
+        """Bytes of a block's dynamic shared memory."""
+        return self.stages * 2 * self.depth * (self.rows + self.columns)
+
+
+TALL = Shape(rows=128, columns=256, warp_rows=64, warp_columns=64, depth=32, stages=4, blocks=1)
+FLAT = Shape(rows=32, columns=128, warp_rows=32, warp_columns=32, depth=32, stages=4, blocks=2)
+SHAPES = (TALL, FLAT)
 FEW_ROWS = 48
 """Rows of an expert, in the mean, up to which tiles are flat."""
 EPILOGUES = {
@@ -80,16 +101,17 @@ def portable_products(arch: str = ARCH) -> Iterator[None]:
         _forced = before
 
 
-def portable_variant(layout: Layout, epilogue: Epilogue, rows: int, arch: str = ARCH) -> Variant:
-    """The kernel's source with its defines. rows: of a tile, `TALL` or `FLAT`."""
+def portable_variant(layout: Layout, epilogue: Epilogue, shape: Shape, arch: str = ARCH) -> Variant:
+    """The kernel's source with its defines."""
     return Variant(
         source=SOURCE,
         entry=ENTRY,
         defines=(
             ("LAYOUT", int(layout)),
             ("EPILOGUE", int(epilogue)),
-            ("BLOCK_M", rows),
-            ("STAGES", STAGES[rows]),
+            *(("BLOCK_M", shape.rows), ("BLOCK_N", shape.columns)),
+            *(("WARP_M", shape.warp_rows), ("WARP_N", shape.warp_columns)),
+            *(("DEPTH", shape.depth), ("STAGES", shape.stages), ("BLOCKS", shape.blocks)),
         ),
         arch=arch,
     )
@@ -97,26 +119,21 @@ def portable_variant(layout: Layout, epilogue: Epilogue, rows: int, arch: str = 
 
 def shipped_variants() -> list[Variant]:
     return [
-        portable_variant(layout, epilogue, rows)
+        portable_variant(layout, epilogue, shape)
         for layout, epilogues in EPILOGUES.items()
         for epilogue in epilogues
-        for rows in ((TALL,) if layout is Layout.WGRAD else (TALL, FLAT))
+        for shape in ((TALL,) if layout is Layout.WGRAD else SHAPES)
     ]
 
 
-def smem_of(rows: int) -> int:
-    """Bytes of a block's dynamic shared memory."""
-    return STAGES[rows] * 2 * DEPTH * (rows + COLUMNS)
-
-
-def rows_of_tile(layout: Layout, rows: int, experts: int) -> int:
+def shape_of_tile(layout: Layout, rows: int, experts: int) -> Shape:
     """`rows`: of all experts together, at most."""
     return FLAT if layout is not Layout.WGRAD and rows <= FEW_ROWS * experts else TALL
 
 
 @functools.cache
-def _kernel(layout: Layout, epilogue: Epilogue, rows: int, device: int, arch: str) -> Kernel:
-    return load(portable_variant(layout, epilogue, rows, arch), device)
+def _kernel(layout: Layout, epilogue: Epilogue, shape: Shape, device: int, arch: str) -> Kernel:
+    return load(portable_variant(layout, epilogue, shape, arch), device)
 
 
 def launch_portable(
@@ -137,15 +154,15 @@ def launch_portable(
     assert all(tensor.is_contiguous() for tensor in (a, b, out))
     experts, wide = ends_e.numel(), epilogue in (Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP)
     rows, columns = out.shape[-2:]
-    high = rows_of_tile(layout, rows, experts)
-    tiles = -(-columns // (COLUMNS // 2 if wide else COLUMNS))
-    tiles *= experts * -(-rows // high) if layout is Layout.WGRAD else experts + rows // high
+    shape = shape_of_tile(layout, rows, experts)
+    tiles = -(-columns // (shape.columns // 2 if wide else shape.columns))
+    tiles *= experts * -(-rows // shape.rows) if layout is Layout.WGRAD else experts + rows // shape.rows
     device = a.get_device()
-    kernel = _kernel(layout, epilogue, high, device, _forced or ARCH)
+    kernel = _kernel(layout, epilogue, shape, device, _forced or ARCH)
     kernel.launch(
-        grid=max(1, min(tiles, BLOCKS[high] * multiprocessors(device))),
-        block=THREADS,
-        smem=smem_of(high),
+        grid=max(1, min(tiles, shape.blocks * multiprocessors(device))),
+        block=shape.threads,
+        smem=shape.smem,
         args=[
             *(a, b, out, option("gate_up"), ends_e, experts, rows, columns, a.shape[1]),
             *(option("weights_R"), option("index_R")),
