@@ -14,7 +14,7 @@ from imbrex.kernels.ffn.ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.ffn.tokens import ffn_in_place
 from imbrex.kernels.gemm import portable
 from imbrex.kernels.gemm.gemm import Epilogue, Layout
-from imbrex.kernels.gemm.portable import FLAT, TALL, launch_portable, portable_products, shape_of_tile
+from imbrex.kernels.gemm.portable import FLAT, MIDDLE, TALL, launch_portable, portable_products, shape_of_tile
 from tests.emulated.gemm import emulate
 from tests.emulated.ragged import (
     LIMIT,
@@ -36,7 +36,7 @@ WIDTH, COLUMNS = 136, 200
 """Five steps of which the last has 8 of 32; two tiles across of which the last is cut."""
 
 
-@pytest.fixture(params=[TALL, FLAT], ids=["tall", "flat"])
+@pytest.fixture(params=[TALL, MIDDLE, FLAT], ids=["tall", "middle", "flat"])
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portable, "shape_of_tile", lambda *_: request.param)
     torch.manual_seed(0)
@@ -144,7 +144,8 @@ def test_experts_and_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiles_are_flat_where_experts_have_few_rows() -> None:
-    assert [shape_of_tile(Layout.FORWARD, rows, 8) for rows in (1, 8 * 48, 8 * 49)] == [FLAT, FLAT, TALL]
+    shapes = [shape_of_tile(Layout.FORWARD, 8 * rows, 8) for rows in (1, 32, 33, 96, 97)]
+    assert shapes == [FLAT, FLAT, MIDDLE, MIDDLE, TALL]
     assert shape_of_tile(Layout.WGRAD, 8, 8) == TALL
 
 

@@ -5,7 +5,7 @@
 //   EPILOGUE          a number of `Epilogue`
 //   BLOCK_M, BLOCK_N  rows and columns of a tile, WARP_M and WARP_N of a warp's part of it
 //   DEPTH             steps of k that are loaded together: 32 or 64
-//   STAGES            of the ring of loads, three or more
+//   STAGES            of the ring of loads
 //   BLOCKS            of a multiprocessor, at least
 //
 // Blocks take tiles in turn, b, b + gridDim, ..., in the order of gemm/scheduler.cuh. A sum is one warp's, in
@@ -37,7 +37,7 @@ constexpr int kPartsM = WARP_M / 16, kPartsN = WARP_N / 8;  // of a warp, 16 x 8
 constexpr int kPairs = kPartsN / 2, kHalves = kDepth / 16;
 constexpr int kPieces = kDepth / 8, kLineBytes = 2 * kDepth;  // of a line along k
 constexpr u32 kBytesA = kBlockM * kDepth * 2, kStage = kBytesA + kBlockN * kDepth * 2;
-static_assert(kStages >= 3 && kHalves % 2 == 0 && kPartsN % (kSwiglu ? 4 : 2) == 0);
+static_assert(kStages >= 2 && kHalves % 2 == 0 && kPartsN % (kSwiglu ? 4 : 2) == 0);
 
 __device__ __forceinline__ float silu_of(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
@@ -53,6 +53,7 @@ __device__ __forceinline__ u32 in_panels(u32 tile, int line, int piece) {
 template <int kLines>
 struct Lines {
     static constexpr int kStride = kThreads / kPieces, kCount = kLines / kStride;  // lines, of a thread
+    static constexpr int kCopies = kCount;
     static_assert(kCount * kStride == kLines && kStride % 8 == 0);
     const u8* from;    // this thread's piece of line 0 in memory
     u32 pitch;         // bytes
@@ -65,15 +66,11 @@ struct Lines {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) line[i] = where(static_cast<int>(threadIdx.x) / kPieces + kStride * i);
     }
-    __device__ __forceinline__ void load(u32 to, int k, int depth) const {
+    __device__ __forceinline__ void copy(int i, u32 to, int k, int depth) const {
         const int piece = threadIdx.x % kPieces;
-        const bool inside = k + 8 * piece < depth;
-        const u8* here = from + 2 * i64(k);
-        to = in_lines(to, threadIdx.x / kPieces, piece);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i)
-            ptx::copy_async_or_zero(to + i * kStride * kLineBytes, here + u64(static_cast<u32>(line[i])) * pitch,
-                                    inside && line[i] >= 0);
+        ptx::copy_async_or_zero(in_lines(to, threadIdx.x / kPieces, piece) + i * kStride * kLineBytes,
+                                from + 2 * i64(k) + u64(static_cast<u32>(line[i])) * pitch,
+                                k + 8 * piece < depth && line[i] >= 0);
     }
 };
 
@@ -81,6 +78,7 @@ struct Lines {
 template <int kLines>
 struct Across {
     static constexpr int kStride = kThreads / 8, kCount = kDepth / kStride;  // lines, of a thread in a panel
+    static constexpr int kCopies = kCount * (kLines / 64);
     static_assert(kCount * kStride == kDepth && kLines % 64 == 0);
     const u8* from;
     u32 pitch;
@@ -91,17 +89,12 @@ struct Across {
         pitch = static_cast<u32>(bytes), left = columns - first;
         from = base + 2 * i64(first) + threadIdx.x / 8 * bytes;
     }
-    __device__ __forceinline__ void load(u32 to, int k, int depth) const {
-        const int line = threadIdx.x / 8;
-        to = in_panels(to, line, threadIdx.x % 8);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const u8* here = from + u64(static_cast<u32>(k + kStride * i)) * pitch;
-#pragma unroll
-            for (int panel = 0; panel < kLines / 64; ++panel)
-                ptx::copy_async_or_zero(to + (panel * kDepth + i * kStride) * 128, here + panel * 128,
-                                        64 * panel < left && k + kStride * i + line < depth);
-        }
+    __device__ __forceinline__ void copy(int i, u32 to, int k, int depth) const {
+        const int panel = i / kCount, line = threadIdx.x / 8 + kStride * (i % kCount);
+        ptx::copy_async_or_zero(
+            in_panels(to, threadIdx.x / 8, threadIdx.x % 8) + (panel * kDepth + i % kCount * kStride) * 128,
+            from + u64(static_cast<u32>(k + i % kCount * kStride)) * pitch + panel * 128,
+            64 * panel < left && k + line < depth);
     }
 };
 
@@ -152,16 +145,20 @@ struct Fragments {
 
 // A stage's products. What the first ones want is in `f`; the last ones bring what those of `next` want,
 // behind `turn`, after which `next` is there. A part of A is read again behind the last product that wants it.
-template <typename Turn>
-__device__ __forceinline__ void multiply(u32 stage, u32 next, Fragments& f, Sums& sums, Turn turn) {
+// `beside(n)` is asked kSlots times on the way.
+constexpr int kSlots = kHalves * kPairs - 1;
+template <typename Beside, typename Turn>
+__device__ __forceinline__ void multiply(u32 stage, u32 next, Fragments& f, Sums& sums, Beside beside,
+                                         Turn turn) {
 #pragma unroll
-    for (int number = 0; number < kHalves * kPairs; ++number) {
+    for (int number = 0; number <= kSlots; ++number) {
         const int half = number / kPairs, pair = number % kPairs;
-        const bool last = pair == kPairs - 1, end = number == kHalves * kPairs - 1;
+        const bool last = pair == kPairs - 1, end = number == kSlots;
         if (end) turn();
         const u32 after = end ? next : stage;
         const int half_after = last ? (half + 1) % kHalves : half;
         read_b(after + kBytesA, part_column(last ? 0 : 2 * pair + 2), half_after, f.b[(number + 1) % 2]);
+        if (!end) beside(number);
         const u32(&b)[4] = f.b[number % 2];
 #pragma unroll
         for (int i = 0; i < kPartsM; ++i) {
@@ -178,21 +175,25 @@ struct Ring {
     OperandA a;
     OperandB b;
     int depth;
+    static constexpr int kCopies = OperandA::kCopies + OperandB::kCopies;  // of a thread, a stage
 
-    __device__ __forceinline__ u32 stage(int step) const { return memory + step % kStages * kStage; }
-    __device__ __forceinline__ int steps() const { return (depth + kDepth - 1) / kDepth; }
-    __device__ __forceinline__ void load(int step) const {
-        if (step < steps()) {
-            a.load(stage(step), step * kDepth, depth);
-            b.load(stage(step) + kBytesA, step * kDepth, depth);
-        }
-        ptx::copy_commit();
+    // Of a stage that begins at `k`; zeros behind the last.
+    __device__ __forceinline__ void copy(int i, u32 stage, int k) const {
+        if (i < OperandA::kCopies)
+            a.copy(i, stage, k, depth);
+        else
+            b.copy(i - OperandA::kCopies, stage + kBytesA, k, depth);
     }
-    // The first stages, where nobody reads the tile before any more.
+    // The first stages, where nobody reads the tile before any more and nothing of it is on the way.
     __device__ __forceinline__ void begin() const {
+        ptx::copy_wait<0>();
         __syncthreads();
 #pragma unroll
-        for (int step = 0; step < kStages - 1; ++step) load(step);
+        for (int step = 0; step < kStages - 1; ++step) {
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i) copy(i, memory + step * kStage, step * kDepth);
+            ptx::copy_commit();
+        }
     }
     // All sums of a tile that `begin` was called for.
     __device__ __forceinline__ void run(Sums& sums) const {
@@ -202,13 +203,22 @@ struct Ring {
 #pragma unroll
         for (int i = 0; i < kPartsM; ++i) read_a(memory, warp_row() + 16 * i, 0, f.a[i]);
         read_b(memory + kBytesA, part_column(0), 0, f.b[0]);
+        u32 stage = memory, next = memory + kStage, free = memory + (kStages - 1) * kStage;
 #pragma unroll 1
-        for (int step = 0; step < steps(); ++step)
-            multiply(stage(step), stage(step + 1), f, sums, [&] {
-                ptx::copy_wait<kStages - 3>();
-                __syncthreads();  // every thread's pieces of the next stage are there, and the one before is read
-                load(step + kStages - 1);
+        for (int k = 0; k < depth; k += kDepth) {
+            const auto beside = [&](int slot) {
+#pragma unroll
+                for (int i = 0; i < kCopies; ++i)
+                    if (i * kSlots / kCopies == slot) copy(i, free, k + (kStages - 1) * kDepth);
+            };
+            multiply(stage, next, f, sums, beside, [] {
+                ptx::copy_commit();
+                ptx::copy_wait<kStages - 2>();
+                __syncthreads();  // every thread's pieces of the next stage are there, and this one is read
             });
+            free = stage, stage = next;
+            next = next + kStage == memory + kStages * kStage ? memory : next + kStage;
+        }
     }
 };
 

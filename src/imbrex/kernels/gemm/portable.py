@@ -46,11 +46,11 @@ class Shape:
         return self.stages * 2 * self.depth * (self.rows + self.columns)
 
 
-TALL = Shape(rows=128, columns=256, warp_rows=64, warp_columns=64, depth=32, stages=4, blocks=1)
-FLAT = Shape(rows=32, columns=128, warp_rows=32, warp_columns=32, depth=32, stages=4, blocks=2)
-SHAPES = (TALL, FLAT)
-FEW_ROWS = 48
-"""Rows of an expert, in the mean, up to which tiles are flat."""
+TALL = Shape(rows=128, columns=128, warp_rows=64, warp_columns=64, depth=32, stages=4, blocks=2)
+MIDDLE = Shape(rows=64, columns=128, warp_rows=32, warp_columns=64, depth=64, stages=3, blocks=3)
+FLAT = Shape(rows=32, columns=128, warp_rows=32, warp_columns=32, depth=64, stages=4, blocks=2)
+SHAPES = {FLAT: 32, MIDDLE: 96, TALL: 1 << 31}
+"""Rows of an expert, in the mean, up to which a shape is taken."""
 EPILOGUES = {
     Layout.FORWARD: (Epilogue.PLAIN, Epilogue.SWIGLU, Epilogue.SWIGLU_KEEP, Epilogue.WEIGHTED),
     Layout.DGRAD: (Epilogue.PLAIN,),
@@ -128,7 +128,9 @@ def shipped_variants() -> list[Variant]:
 
 def shape_of_tile(layout: Layout, rows: int, experts: int) -> Shape:
     """`rows`: of all experts together, at most."""
-    return FLAT if layout is not Layout.WGRAD and rows <= FEW_ROWS * experts else TALL
+    if layout is Layout.WGRAD:
+        return TALL
+    return next(shape for shape, most in SHAPES.items() if rows <= most * experts)
 
 
 @functools.cache
