@@ -1,7 +1,8 @@
 """Megatron-Core's own MoE layer, from its released wheel, over the deep_ep door: the bits of its allgather.
 
 `pip install --no-deps -r requirements-doors.txt` brings the wheel; without it these tests are skipped. Its
-layer asks for the current GPU and its stream in a few places, which are stubs here.
+layer asks for the current GPU and its stream in a few places, which are stubs here. On two GPUs:
+tests/gpu/test_megatron_wheel.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from imbrex.adapters import deep_ep
 from tests.ranks.pool import Pool, Ranks
 
-E, K, D, WIDTH, STEPS = 8, 2, 16, 24, 3
+E, K, WIDTH, STEPS = 8, 2, 24, 3
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
     reason="megatron-core is not installed: pip install --no-deps -r requirements-doors.txt",
@@ -34,6 +35,15 @@ def pair() -> Iterator[Pool]:
     pool.close(20)
 
 
+def on_cpu(ranks: Ranks) -> bool:
+    return ranks.device == "cpu"
+
+
+def kind_of(ranks: Ranks) -> tuple[torch.dtype, int]:
+    """Of the tokens: dtype and width. On GPUs what crosses by kernels."""
+    return (torch.float32, 16) if on_cpu(ranks) else (torch.bfloat16, 256)
+
+
 def layer_of(ranks: Ranks, dispatcher: dict[str, str]) -> Any:
     """Their MoE layer with `E` experts over all ranks, the same weights whatever moves the tokens."""
     from megatron.core.models.gpt.gpt_layer_specs import (  # pyright: ignore[reportMissingImports]
@@ -44,9 +54,10 @@ def layer_of(ranks: Ranks, dispatcher: dict[str, str]) -> Any:
         TransformerConfig,
     )
 
+    dtype, width = kind_of(ranks)
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=D,
+        hidden_size=width,
         num_attention_heads=2,
         moe_ffn_hidden_size=WIDTH,
         num_moe_experts=E,
@@ -59,25 +70,28 @@ def layer_of(ranks: Ranks, dispatcher: dict[str, str]) -> Any:
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         use_cpu_initialization=True,
-        params_dtype=torch.float32,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
         **dispatcher,
     )
     spec = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=False)
     layer = MoELayer(config, spec.submodules.mlp.submodules, layer_number=1)
     for number, (name, parameter) in enumerate(layer.named_parameters()):
         drawn = torch.Generator().manual_seed(number + 100 * ranks.rank * ("experts" in name))
-        parameter.data.normal_(generator=drawn).mul_(0.3)
-    return layer
+        parameter.data.normal_(generator=drawn).mul_(0.3 * (16 / width) ** 0.5)
+    return layer.to(ranks.device)
 
 
 def trained(ranks: Ranks, dispatcher: dict[str, str]) -> tuple[list[Tensor], list[Tensor]]:
     """The losses of a few steps, and the weights and the gradient of the tokens after them."""
     layer = layer_of(ranks, dispatcher)
-    x = torch.randn(5, 2, D, generator=torch.Generator().manual_seed(50 + ranks.rank)).requires_grad_()
+    dtype, width = kind_of(ranks)
+    x = torch.randn(5, 2, width, generator=torch.Generator().manual_seed(50 + ranks.rank))
+    x = x.to(ranks.device, dtype).requires_grad_()
     losses = []
     for _ in range(STEPS):
         y, _ = layer(x)
-        loss = y.square().mean()
+        loss = y.float().square().mean()
         loss.backward()
         losses.append(loss.detach())
         with torch.no_grad():
@@ -94,8 +108,9 @@ def dispatchers(ranks: Ranks) -> tuple[list[float], list[bool], list[bool]]:
     warnings.simplefilter("ignore")
     deep_ep.install()
     patch = pytest.MonkeyPatch()
-    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    patch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    if on_cpu(ranks):
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        patch.setattr(torch.cuda, "current_stream", lambda *_: None)
     from megatron.core import parallel_state  # pyright: ignore[reportMissingImports]
     from megatron.core.tensor_parallel.random import (  # pyright: ignore[reportMissingImports]
         CudaRNGStatesTracker,
