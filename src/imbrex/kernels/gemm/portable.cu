@@ -64,7 +64,8 @@ struct Lines {
     __device__ __forceinline__ void find(const u8* base, i64 bytes, Where where) {
         from = base + threadIdx.x % kPieces * 16, pitch = static_cast<u32>(bytes);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) line[i] = where(static_cast<int>(threadIdx.x) / kPieces + kStride * i);
+        for (int i = 0; i < kCount; ++i)
+            line[i] = where(static_cast<int>(threadIdx.x) / kPieces + kStride * i);
     }
     __device__ __forceinline__ void copy(int i, u32 to, int k, int depth) const {
         const int piece = threadIdx.x % kPieces;
@@ -144,8 +145,8 @@ struct Fragments {
 };
 
 // A stage's products. What the first ones want is in `f`; the last ones bring what those of `next` want,
-// behind `turn`, after which `next` is there. A part of A is read again behind the last product that wants it.
-// `beside(n)` is asked kSlots times on the way.
+// behind `turn`, after which `next` is there. A part of A is read again behind the last product that wants
+// it. `beside(n)` is called kSlots times on the way.
 constexpr int kSlots = kHalves * kPairs - 1;
 template <typename Beside, typename Turn>
 __device__ __forceinline__ void multiply(u32 stage, u32 next, Fragments& f, Sums& sums, Beside beside,
