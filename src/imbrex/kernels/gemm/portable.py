@@ -130,7 +130,7 @@ def shape_of_tile(layout: Layout, rows: int, experts: int) -> Shape:
     """`rows`: of all experts together, at most."""
     if layout is Layout.WGRAD:
         return TALL
-    return next(shape for shape, most in SHAPES.items() if rows <= most * experts)
+    return next(shape for shape, limit in SHAPES.items() if rows <= limit * experts)
 
 
 @functools.cache
