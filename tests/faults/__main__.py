@@ -5,9 +5,10 @@
 A fault is an exact text of one file and what stands in its place (`tests.faults.known`). The text must occur
 once: a line that has moved makes the script fail, so that the list follows the code. Every fault goes into a
 copy of `src` of its own, and the tests that should catch it, few, run against that copy. They are run once
-without a fault before: a test that fails anyway catches nothing. A fault is caught by a test that fails, or
-by the emulated machine, which stops at what no GPU allows; not by a test that cannot be collected. The exit
-code is 1 where one survives, 2 where one cannot be put in.
+without a fault before: a test that fails anyway catches nothing. A fault is caught by a test that fails, by
+the emulated machine, which stops at what no GPU allows, or by the system, which ends a process whose kernel
+leaves its memory; not by a test that cannot be collected. The exit code is 1 where one survives, 2 where one
+cannot be put in.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def verdict(fault: Fault, folder: Path) -> tuple[bool, str]:
         return True, failed_test(said)
     if stopped := re.search(r"^emulated CUDA: .*", said, re.MULTILINE):
         return True, stopped[0]
+    if code == -signal.SIGSEGV:
+        return True, "a segmentation fault"
     if code is None:
         return False, f"did not end within {LIMIT_S} s"
     return False, "SURVIVES" if code == 0 else f"pytest ended with {code}: {said[-400:]}"

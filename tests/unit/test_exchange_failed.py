@@ -3,8 +3,10 @@ replay of what was captured while all ranks were there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +181,15 @@ def test_a_call_behind_a_routing_that_failed_leaves_no_number(
     monkeypatch.setattr(exchange, "check", lambda: None)  # a graph asks nobody
     out, _ = CALLS[name](exchange, left, routed)
     assert out[:THERE].isnan().all()
+
+
+@pytest.mark.parametrize(("file", "votes_itself"), [("gather.cu", 1), ("quantise.cuh", 0)])
+def test_lanes_that_wait_for_a_barrier_go_on_together(file: str, votes_itself: int) -> None:
+    """One may hear of a failure before the others, which would wait for it where they vote next. That is one
+    interleaving of thousands, so the text is looked at."""
+    text = (Path(jit.__file__).parent / "exchange" / file).read_text()
+    assert len(re.findall(r"\bwait_stage\(", text)) == votes_itself
+    assert "warp_wait_stage(" in text
 
 
 def test_rows_that_a_peer_did_not_stage_are_no_numbers_beside_a_product(

@@ -161,7 +161,7 @@ __device__ __forceinline__ bool add_slots(const Call& call, const Gather& gather
         Place waited = begin;
 #pragma unroll 1
         for (int u = 0; u < count; ++u, waited.next(gather.slots))
-            if (!wait_stage(call, crew.full + 8 * waited.slot, waited.round & 1)) return false;
+            if (!warp_wait_stage(call, crew.full + 8 * waited.slot, waited.round & 1)) return false;
         uint4 value[kRowsAtOnce][kWide];
 #pragma unroll
         for (int u = 0; u < kRowsAtOnce; ++u)

@@ -105,14 +105,14 @@ __device__ inline void quantise_rows(const Call& call, const Ring& ring, int num
     u32 slot = 0, round = 0;
     for (u32 segment_number = 0;; ++segment_number) {
         const u32 buffer = segment_number % kSegments;
-        if (!wait_stage(call, ring.segment_full + 8 * buffer, (segment_number / kSegments) & 1)) return;
+        if (!warp_wait_stage(call, ring.segment_full + 8 * buffer, (segment_number / kSegments) & 1)) return;
         SegmentHead* segment = segment_of(ring, segment_number);
         const int count = segment->count;
         if (count == 0) return;
         for (int i = 0; i < count; ++i) {
             if (item_of(ring, segment, i)->targets == 0) continue;
             if (turn == number) {
-                if (!wait_stage(call, ring.slot_loaded + 8 * slot, round & 1)) return;
+                if (!warp_wait_stage(call, ring.slot_loaded + 8 * slot, round & 1)) return;
                 quantise_row(ring.slots + slot * ring.slot_bytes, scales, ring.row_bytes / 2);
                 ptx::mbarrier_arrive(ring.slot_full + 8 * slot);
             }

@@ -241,6 +241,12 @@ __device__ inline bool wait_stage(const Call& call, u32 barrier, u32 parity) {
     return true;
 }
 
+// The same for a warp, all of whose lanes ask: they learn of a failure at different times, and go on
+// together.
+__device__ __forceinline__ bool warp_wait_stage(const Call& call, u32 barrier, u32 parity) {
+    return __all_sync(0xffffffffu, wait_stage(call, barrier, parity));
+}
+
 // "My call has begun": whatever I read from, or was given in, earlier buffers is done with. Lanes of one
 // warp.
 __device__ inline void tell_started(const Call& call, int lane) {
