@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,7 @@ def measure(
     for name in models:
         sizes = MODELS[name]
         torch.manual_seed(0)
-        config = MoEConfig(
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_experts=sizes.num_experts,
-            top_k=sizes.top_k,
-        )
+        config = MoEConfig(**asdict(sizes))
         layers = [make_layer(config, number) for number in range(2)]
         ways: dict[str, Sequence[Any]] = dict.fromkeys(("imbrex", *LAUNCHES), layers)
         if rivals:

@@ -24,6 +24,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -258,16 +259,29 @@ def report(name: str, call: Callable[[], Any], repeats: int, lines: int) -> None
 
 
 def make_gpu_layer(model: str, tokens: int) -> MoELayer:
-    shape, group = MODELS[model], dist.group.WORLD
+    group = dist.group.WORLD
     torch.manual_seed(0)
-    config = MoEConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-    )
+    config = MoEConfig(**asdict(MODELS[model]))
     kind = {"experts": "kernels", "dtype": torch.bfloat16, "device": "cuda"}
     return MoELayer(config, group, transport=Nvlink(group, max_tokens=max(512, tokens)), **kind)
+
+
+def forward_and_step(
+    layer: MoELayer, needs: Tensor, d_y: Tensor
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A forward that keeps nothing, and one with its backward, of the same tokens."""
+    x = needs.detach()
+
+    def forward() -> None:
+        with torch.no_grad():
+            layer(x)
+
+    def step() -> None:
+        layer(needs).backward(d_y)
+        needs.grad = None
+        layer.zero_grad()
+
+    return forward, step
 
 
 def checksum(tensors: list[Tensor | None]) -> str:
@@ -284,16 +298,8 @@ def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> None:
     """Times of calls on a GPU, with autograd's own thread and with backwards in the caller's."""
     layer = make_gpu_layer(model, tokens)
     x = torch.randn(tokens, MODELS[model].hidden_size, device="cuda", dtype=torch.bfloat16)
-    needs, d_y = x.clone().requires_grad_(), torch.randn_like(x)
-
-    def forward() -> None:
-        with torch.no_grad():
-            layer(x)
-
-    def step() -> None:
-        layer(needs).backward(d_y)
-        needs.grad = None
-        layer.zero_grad()
+    needs, d_y = x.requires_grad_(), torch.randn_like(x)
+    forward, step = forward_and_step(layer, needs, d_y)
 
     calls = {"forward": forward, "forward, kept": lambda: layer(needs), "step": step}
     for name, call in {**calls, "step, one thread": step}.items():
@@ -371,17 +377,8 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{Path(folder, 'store')}", rank=0, world_size=1)
     layer = make_layer(args.model, args.tokens)
     x = torch.randn(args.tokens, WIDTH, dtype=torch.bfloat16)
-    needs = x.clone().requires_grad_()
-    d_y = torch.randn_like(x)
-
-    def forward() -> None:
-        with torch.no_grad():
-            layer(x)
-
-    def step() -> None:
-        layer(needs).backward(d_y)
-        needs.grad = None
-        layer.zero_grad()
+    needs, d_y = x.requires_grad_(), torch.randn_like(x)
+    forward, step = forward_and_step(layer, needs, d_y)
 
     report("forward", forward, args.repeats, args.profile)
     report("training step", step, args.repeats, args.profile)

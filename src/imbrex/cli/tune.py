@@ -7,6 +7,7 @@ are started here, one a GPU, or by torchrun or `imbrex netlab run -- imbrex tune
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -69,12 +70,7 @@ def _tune(args: argparse.Namespace, rank: int, board: Any) -> None:
     from imbrex.overlap import Auto
 
     device, shape, dtype = join(args), parse_shape(args.model, args.scale), DTYPES[args.dtype]
-    config = MoEConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-    )
+    config = MoEConfig(**asdict(shape))
     options = {name: getattr(args, name) for name in ("transport", "codec", "experts")}
     if rank == 0:
         print(f"{shape}, {args.ranks} ranks, {args.dtype} on {args.device}", flush=True)

@@ -59,6 +59,13 @@ def note(launch: Any) -> None:
         tape.append(launch)
 
 
+def launch(kernel: Any, args: Sequence[Any], how: dict[str, Any]) -> None:
+    """A launch that is on a tape, too, if one runs. how: as of `Noted`."""
+    kernel.launch(args=args, **how)
+    if running:
+        note(Noted(kernel, args, how))
+
+
 def word_of(kind: Any, name: str) -> int:
     """Which of the words of eight bytes of a struct is the pointer `name`."""
     offset = 0

@@ -512,10 +512,7 @@ class NvlinkExchange:
         self.last_sms[kind] = blocks
         shape = {"grid": blocks * self.local_ranks, "block": threads, "smem": shared, "cluster": cluster}
         how = {**shape, "dependent": variant in kernel.DEPENDENT}
-        loaded, arguments = self._kernels[variant], [self._group(blocks), args, *besides]
-        loaded.launch(args=arguments, **how)
-        if records.running:
-            records.note(records.Noted(loaded, arguments, how))
+        records.launch(self._kernels[variant], [self._group(blocks), args, *besides], how)
 
     def launch_again(self, launch: Any, kinds: Sequence[str], *addresses: int) -> None:
         """A launch on record. kinds: of the calls that it was."""

@@ -103,9 +103,7 @@ def run_both(
     )
     maps = _maps(rows_RD, gate_up_eGD, down_eDF, act_RF, out_RD)
     args, how = [maps, both], {"grid": blocks, "block": SMALL.threads, "smem": smem, "dependent": True}
-    kernel.launch(args=args, **how)
-    if records.running:
-        records.note(records.Noted(kernel, args, how))
+    records.launch(kernel, args, how)
     check_products(device)
 
 

@@ -137,9 +137,7 @@ def add_parts(parts_PR: Tensor, ends_e: Tensor, out_R: Tensor) -> None:
         "grid": max(1, min(_blocks(parts_PR.device), -(-rows // _THREADS))),
         "block": _THREADS,
     }
-    kernel.launch(args=args, **how)
-    if records.running:
-        records.note(records.Noted(kernel, args, how))
+    records.launch(kernel, args, how)
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, ends_e: Tensor, choices: int = 1) -> Tensor:

@@ -70,10 +70,7 @@ def run_spread(
         counters=COUNTERS,
     )
     how: dict[str, Any] = {"grid": _BLOCKS, "block": _THREADS}
-    kernel = _kernel("spread_weights", device, load)
-    kernel.launch(args=[args], **how)
-    if records.running:
-        records.note(records.Noted(kernel, [args], how))
+    records.launch(_kernel("spread_weights", device, load), [args], how)
     return groups
 
 
