@@ -345,7 +345,8 @@ def _lost(ranks: Ranks, epsilon: int) -> tuple[str, float]:
     )
     x_TD, said = torch.randn(5, SMALL.hidden_size), ""
     layer(x_TD)
-    # To make the layer takes longer on a busy machine.
+    # To make the layer takes longer on a busy machine, and so may its first call.
+    dist.barrier(ranks.group)
     (seat,) = schedule._seats.values()
     seat.timeout_s = SILENT_S
     began = time.monotonic()

@@ -31,7 +31,7 @@ class GoneError(Exception):
 def run_death(ranks: Ranks, last_kind: Kind, sent: int, epsilon: int) -> list[str]:
     """What a rank is told of its backward and of the call that follows, where rank 3 leaves once it has sent
     so many messages of a kind."""
-    schedule = Events(0.5, epsilon)
+    schedule = Events(10 * SOON_S, epsilon)
     layer = make_layer(
         Case(config=SMALL, options={"transport": "alltoall", "schedule": schedule}), ranks.group
     )
@@ -39,6 +39,8 @@ def run_death(ranks: Ranks, last_kind: Kind, sent: int, epsilon: int) -> list[st
     y_TD = layer(x_TD)
     seat: Any = next(iter(schedule._seats.values()))
     seat.timeout_s = 10 * SOON_S
+    # Who is slow in the forward would hear of the death there.
+    dist.barrier(ranks.group)
 
     def post_and_die(self: Any, peer: int, kind: Kind, *rest: Any) -> None:
         if ranks.rank == DEAD and kind is last_kind and kinds.count(kind) == sent:
