@@ -440,6 +440,7 @@ class Run:
                     print("\n".join(lines), flush=True)
         if sweep.loop and contexts == sweep.rooms[0]:
             engine.steps.state.remaining_Z.zero_()
+            engine.steps.state.step_1.zero_()  # the engine counts from its own first step
             own.append(loop_row(engine, way, case, self.rows))
         self.rows += own
         self.show(own)

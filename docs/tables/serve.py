@@ -122,7 +122,7 @@ def loops() -> Table:
             for name in ("tokens_per_s_gpu", "tokens_per_s_user")
             for value in (row[name], row["replayed"][name])
         ]
-        busy = sum(us for name, us in row["host_us"].items() if name != "wait")
+        busy = sum(us for name, us in row["host_us"].items() if name not in ("model", "wait"))
         share = f"{100 * row['no_step_share']:.1f} %"
         body.append([NAMES[row["case"]["model"]], *both, share, f"{busy / 1e3:.1f} ms"])
     return Table(head=head, body=body, rows=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from imbrex.bench.serve import measured
+from imbrex.bench.serve.command import way_of
 from imbrex.bench.serve.report import curves, front, name_of, write_report
 from imbrex.reproduce import Asked, find, serving
 
@@ -54,6 +56,12 @@ def test_the_page_has_every_point_and_marks_the_front(tmp_path: Path) -> None:
     assert page.count("<td>alltoall *</td>") == 2
     assert "<td>alone</td>" in page
     assert "<td>alone, 1 drafts, 1 forced *</td>" in page
+
+
+def test_rivals_are_not_named_after_codecs_and_experts_that_they_do_not_use() -> None:
+    args = argparse.Namespace(codec="int8", experts="loop")
+    named = [way_of(args, transport).name for transport in ("alltoall", "alone", "gather-scatter")]
+    assert named == ["alltoall int8 loop", "alone loop", "gather-scatter"]
 
 
 def test_a_page_has_a_section_for_every_load(tmp_path: Path) -> None:

@@ -73,8 +73,11 @@ def make_state(slots: int, drafts: int, interval: int, device: torch.device) -> 
 class Chunk:
     """Pieces of prompts, a row each. tokens_BS: filled up with anything. slot_B: where the row's cache is.
     start_B: tokens in it. count_B: tokens of the row that count, 0 for a dummy. next_B: the prompt's token
-    behind them. wanted_B: tokens to generate, where the prompt ends here, else 0."""
+    behind them. wanted_B: tokens to generate, where the prompt ends here, else 0.
 
+    numbers: all of them one behind the other, which is what crosses to a device."""
+
+    numbers: Tensor
     tokens_BS: Tensor
     slot_B: Tensor
     start_B: Tensor
@@ -82,10 +85,12 @@ class Chunk:
     next_B: Tensor
     wanted_B: Tensor
 
-    def fill(self, other: Chunk) -> None:
-        """Take another's values into these tensors, without waiting."""
-        for name in self.__dataclass_fields__:
-            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
+
+def chunk_of(numbers: Tensor, rows: int) -> Chunk:
+    """The parts of `numbers`, int64 [B * (S + 5)]."""
+    tokens, *of_row = numbers.split([len(numbers) - 5 * rows, *[rows] * 5])
+    names = ("slot_B", "start_B", "count_B", "next_B", "wanted_B")
+    return Chunk(numbers=numbers, tokens_BS=tokens.view(rows, -1), **dict(zip(names, of_row, strict=True)))
 
 
 class Steps:

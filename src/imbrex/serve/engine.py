@@ -12,17 +12,19 @@ the agreement raises RankLostError, on the device the layers' `check()`.
 
 A step of decoding takes no input (`imbrex.serve.decoding`), so on a GPU it is one replay of a graph, and the
 host is a step ahead. Tokens stay on the device in a ring and leave every `interval` steps; a request's first
-token leaves at once, and its last too where the host can count up to it, which is without drafts and without
-a token that stops. Else a request is known to have ended `interval` steps later at most, and its row is a
-dummy meanwhile.
+token leaves at once, and its last ones too where the host can count up to them, which is without drafts and
+without a token that stops. Else a request is known to have ended `interval` steps later at most, and its row
+is a dummy meanwhile.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ from torch import Tensor
 from imbrex.layer import MoELayer
 from imbrex.runtime import waits
 from imbrex.runtime.streams import Mark
-from imbrex.serve.decoding import Captured, Chunk, Drafting, Steps
+from imbrex.serve.decoding import Captured, Chunk, Drafting, Steps, chunk_of
 from imbrex.serve.model import Decoder
 from imbrex.serve.request import Answer, Request, why_not_request
 from imbrex.transport.groups import hosts_of
@@ -76,19 +78,22 @@ class Settings:
 
 
 class Seat:
-    """A request in a slot. filled: tokens of its prompt that are in the cache. left: tokens that are to come,
-    as far as the host has counted."""
+    """A request in a slot. filled: tokens of its prompt that are in the cache. since: steps of decoding
+    before its first, and later before those whose tokens are yet to leave."""
 
     def __init__(self, answer: Answer) -> None:
-        self.answer, self.filled, self.left = answer, 0, answer.request.max_tokens
+        self.answer, self.filled, self.since = answer, 0, 0
 
 
 class HostTime:
-    """Seconds of the host by what it did, over `steps` steps. wait: for the device, which is no work.
+    """Seconds of the host by what it did, over `steps` steps. agree: with the other ranks, and so also until
+    the slowest is there. model: the steps themselves, where a CPU computes them. wait: for the device.
 
     row_tokens, row_steps: tokens that steps of decoding gave, and the rows that they gave some of them to."""
 
-    NAMES = ("agree", "launch", "deliver", "check", "wait")
+    NAMES = ("seat", "agree", "launch", "deliver", "check", "model", "wait")
+    OTHERS = ("model", "wait")
+    """The names that are not the engine's own work."""
 
     def __init__(self) -> None:
         self.steps, self.launches = 0, 0
@@ -108,7 +113,7 @@ class HostTime:
 
     @property
     def busy_s(self) -> float:
-        return sum(seconds for name, seconds in self.seconds.items() if name != "wait")
+        return sum(seconds for name, seconds in self.seconds.items() if name not in self.OTHERS)
 
 
 class Engine:
@@ -146,14 +151,17 @@ class Engine:
         self.device = self.steps.device
         self.counted = not settings.drafting.length and settings.stop is None
         self.waiting: deque[Answer] = deque()
-        self.seats: dict[int, Seat] = {}
+        self.free = list(range(settings.slots))
+        # Prompts that are not whole in the cache yet, and requests that steps of decoding go on with.
+        self.filling: dict[int, Seat] = {}
+        self.running: dict[int, Seat] = {}
+        self._ends: dict[int, list[int]] = {}
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self.host = HostTime()
         self._landings: deque[tuple[Mark, Callable[[], None]]] = deque()
         self._decoded = 0
-        self._undelivered = 0
         self._prefilled_last = False
-        self.chunk = self._empty_chunk(self.device)
+        self.chunk = chunk_of(self._chunk(()).numbers.to(self.device), settings.chunk[0])
         model.head.use_heap(max(settings.slots * (settings.drafting.length + 1), settings.chunk[0]))
         self._first_B = torch.zeros(settings.chunk[0], dtype=torch.int64, device=self.device)
         self.programs: dict[int | str, Callable[[], None]] = {**self._capture()}
@@ -179,7 +187,9 @@ class Engine:
         host = self.host
         host.begin()
         self._admit()
-        prefill, rows, work = self._agree()
+        mine = self._wanted()
+        host.spent("seat")
+        prefill, rows, work = self._agree(mine)
         host.spent("agree")
         if not work:
             return False
@@ -204,21 +214,24 @@ class Engine:
             part.close()
 
     def _admit(self) -> None:
-        free = (slot for slot in range(self.settings.slots) if slot not in self.seats)
-        for slot in free:
-            if not self.waiting:
-                break
-            self.seats[slot] = Seat(self.waiting.popleft())
+        while self.waiting and self.free:
+            self.filling[heappop(self.free)] = Seat(self.waiting.popleft())
 
-    def _agree(self) -> tuple[bool, int, bool]:
-        """Whether a rank has a prompt to run, the rows that the fullest rank decodes, if there is work."""
-        begun = [slot for slot, seat in self.seats.items() if self._is_filled(seat)]
+    def _leave(self, slot: int) -> None:
+        del self.running[slot]
+        heappush(self.free, slot)
+
+    def _wanted(self) -> tuple[int, int, int]:
+        """Whether this rank has a prompt to run, the rows that it decodes, if it has work."""
         # Tokens that have not landed may bring new requests: users wait for them.
-        work = bool(self.seats) or bool(self._landings)
-        mine = [len(self.seats) > len(begun), max(begun, default=-1) + 1, work]
+        work = bool(self.filling or self.running or self._landings)
+        return bool(self.filling), max(self.running, default=-1) + 1, work
+
+    def _agree(self, mine: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The largest of each number over the ranks."""
         if self.host_group is None:
-            return mine[0], mine[1], mine[2]  # type: ignore[return-value]
-        numbers = torch.tensor([int(number) for number in mine], dtype=torch.int64, device="cpu")
+            return mine
+        numbers = torch.tensor(mine, dtype=torch.int64, device="cpu")
         waits.run(
             "agreement on the next step",
             lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.host_group, async_op=True),
@@ -226,83 +239,70 @@ class Engine:
             group=self.host_group,
         )
         prefill, rows, work = numbers.tolist()
-        return bool(prefill), rows, bool(work)
+        return prefill, rows, work
 
-    @staticmethod
-    def _is_filled(seat: Seat) -> bool:
-        return seat.filled == len(seat.answer.request.prompt)
+    def _run(self, program: int | str) -> None:
+        """One of the programs; where a CPU computes it, that is no work of the engine."""
+        self.host.spent("launch")
+        self.programs[program]()
+        self.host.spent("model" if self.device.type == "cpu" else "launch")
+        self.host.launches += 1
 
-    def _empty_chunk(self, device: torch.device | str) -> Chunk:
-        (rows, length), slots = self.settings.chunk, self.settings.slots
-        pinned = torch.device(device).type == "cpu" and self.device.type == "cuda"
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device, pin_memory=pinned)
-
-        # A dummy row writes into a slot of its own, behind those of requests.
-        chunk = Chunk(
-            tokens_BS=zeros(rows, length),
-            slot_B=zeros(rows),
-            start_B=zeros(rows),
-            count_B=zeros(rows),
-            next_B=zeros(rows),
-            wanted_B=zeros(rows),
-        )
-        chunk.slot_B.copy_(torch.arange(slots, slots + rows, device=device))
-        return chunk
+    def _chunk(self, pieces: Sequence[tuple[int, Seat]]) -> Chunk:
+        """The next tokens of prompts, on the host. A dummy row writes into a slot of its own, behind those of
+        requests."""
+        (rows, length), slots, tokens = self.settings.chunk, self.settings.slots, list[int]()
+        of_row = [(slots + row, 0, 0, 0, 0) for row in range(rows)]
+        for row, (slot, seat) in enumerate(pieces):
+            prompt, begin = seat.answer.request.prompt, seat.filled
+            piece = prompt[begin : begin + length]
+            tokens += [*piece, *[0] * (length - len(piece))]
+            seat.filled = begin + len(piece)
+            whole = seat.filled == len(prompt)
+            after, last = (0, seat.answer.request.max_tokens) if whole else (prompt[seat.filled], 0)
+            of_row[row] = slot, begin, len(piece), after, last
+        tokens += [0] * (rows * length - len(tokens))
+        numbers = [*tokens, *chain.from_iterable(zip(*of_row, strict=True))]
+        pinned = self.device.type == "cuda"
+        return chunk_of(torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pinned), rows)
 
     def _prefill(self) -> None:
         """Run the next piece of as many prompts as a chunk has rows; dummies where this rank has none."""
-        rows, length = self.settings.chunk
-        waiting = [(s, seat) for s, seat in self.seats.items() if not self._is_filled(seat)][:rows]
-        chunk = self._empty_chunk("cpu")
-        firsts: list[tuple[int, int, Seat]] = []
-        for row, (slot, seat) in enumerate(waiting):
-            request = seat.answer.request
-            piece = list(request.prompt[seat.filled : seat.filled + length])
-            begun, seat.filled = seat.filled, seat.filled + len(piece)
-            chunk.tokens_BS[row, : len(piece)] = torch.tensor(piece, dtype=torch.int64, device="cpu")
-            chunk.slot_B[row], chunk.start_B[row], chunk.count_B[row] = slot, begun, len(piece)
-            if self._is_filled(seat):
-                chunk.wanted_B[row] = request.max_tokens
-                firsts.append((row, slot, seat))
-            else:
-                chunk.next_B[row] = request.prompt[seat.filled]
-        self.chunk.fill(chunk)
-        self.programs["prefill"]()
-        self.host.launches += 1 + len(Chunk.__dataclass_fields__)
+        pieces = list(islice(self.filling.items(), self.settings.chunk[0]))
+        self.chunk.numbers.copy_(self._chunk(pieces).numbers, non_blocking=True)
+        self.host.launches += 1
+        self._run("prefill")
         self._prefilled_last = True
-        if firsts:
-            self._copy([self._first_B], lambda copied: self._take_first(copied[0].tolist(), firsts))
-        for _, slot, seat in firsts:
-            self._count(slot, seat)
+        whole = [
+            (row, slot, seat)
+            for row, (slot, seat) in enumerate(pieces)
+            if seat.filled == len(seat.answer.request.prompt)
+        ]
+        if whole:
+            self._copy([self._first_B], lambda copied: self._take_first(copied[0].tolist(), whole))
+        for _, slot, seat in whole:
+            del self.filling[slot]
+            self.running[slot] = seat
+            seat.since, later = self._decoded, seat.answer.request.max_tokens - 1
+            if self.counted and later:
+                self._ends.setdefault(self._decoded + later, []).append(slot)
+            elif self.counted:
+                self._leave(slot)
 
     def _decode(self, rows: int) -> None:
-        bucket = next(size for size in self.settings.buckets if size >= rows)
-        self.programs[bucket]()
-        self.host.launches += 1
+        self._run(next(size for size in self.settings.buckets if size >= rows))
         self._prefilled_last = False
         self._decoded += 1
-        self._undelivered += 1
-        running = {slot: seat for slot, seat in self.seats.items() if self._is_filled(seat)}
-        ends = [slot for slot, seat in running.items() if self.counted and seat.left == 1]
-        if ends or self._undelivered == self.settings.interval:
-            state, steps = self.steps.state, range(self._decoded - self._undelivered, self._decoded)
-            self._copy(
-                [state.ring_NZX, state.taken_NZ],
-                lambda copied: self._take(copied[0].tolist(), copied[1].tolist(), steps, running),
-            )
-            self._undelivered = 0
-        for slot, seat in running.items():
-            self._count(slot, seat)
-
-    def _count(self, slot: int, seat: Seat) -> None:
-        """A token of a request more is on its way; where the host can count, its slot is free after the
-        last."""
-        if self.counted:
-            seat.left -= 1
-            if not seat.left:
-                del self.seats[slot]
+        ends = self._ends.pop(self._decoded, ())
+        # Those that end leave at once, and the others with every `interval`th step.
+        every = self._decoded % self.settings.interval == 0
+        leaving = self.running.copy() if every else {slot: self.running[slot] for slot in ends}
+        if leaving:
+            state, until = self.steps.state, self._decoded
+            tensors = [state.ring_NZX] if self.counted else [state.ring_NZX, state.taken_NZ]
+            self._copy(tensors, lambda copied: self._take(copied, until, leaving))
+        for slot in ends:
+            self._leave(slot)
 
     def _copy(self, tensors: list[Tensor], take: Callable[[list[Tensor]], None]) -> None:
         """Copy to the host beside the device's work, and call `take` once it is there."""
@@ -330,15 +330,21 @@ class Engine:
         for row, slot, seat in firsts:
             self._give(slot, seat, [tokens[row]], now)
 
-    def _take(self, ring: list, taken: list, steps: range, running: dict[int, Seat]) -> None:
-        now, interval = self.clock(), self.settings.interval
-        for slot, seat in running.items():
-            tokens: list[int] = []
-            for step in steps:
-                count = taken[step % interval][slot]
-                self.host.row_steps += count > 0
-                self.host.row_tokens += count
-                tokens += ring[step % interval][slot][:count]
+    def _take(self, copied: list[Tensor], until: int, leaving: dict[int, Seat]) -> None:
+        """Deliver the tokens of steps up to `until`, which never wrap around the ring: all that run are asked
+        where it is full. Where the host counts, every step gave each one token."""
+        now, (interval, _, width) = self.clock(), copied[0].shape
+        ring, *counts = (of.transpose(0, 1).flatten(1).tolist() for of in copied)
+        for slot, seat in leaving.items():
+            begin = seat.since % interval
+            end, seat.since = begin + until - seat.since, until
+            tokens = ring[slot][begin * width : end * width]
+            of_step = counts[0][slot][begin:end] if counts else [1] * (end - begin)
+            if counts:
+                rows = (tokens[width * at : width * at + count] for at, count in enumerate(of_step))
+                tokens = list(chain.from_iterable(rows))
+            self.host.row_steps += sum(map(bool, of_step))
+            self.host.row_tokens += len(tokens)
             if tokens and not seat.answer.done:
                 self._give(slot, seat, tokens, now)
 
@@ -347,8 +353,8 @@ class Engine:
         answer.deliver(tokens, now)
         if len(answer.tokens) == answer.request.max_tokens or tokens[-1] == self.settings.stop:
             self._end(answer)
-            if self.seats.get(slot) is seat:
-                del self.seats[slot]
+            if self.running.get(slot) is seat:
+                self._leave(slot)
 
     def _end(self, answer: Answer) -> None:
         answer.done = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from imbrex.launch.ranks import join, run_on_ranks, settle, words_of
 from imbrex.layer import MoELayer
 from imbrex.serve.checkpoint import served_config
 from imbrex.serve.decoding import Drafting
-from imbrex.serve.engine import Engine, Settings
+from imbrex.serve.engine import Engine, HostTime, Settings
 from imbrex.serve.model import Decoder
 
-"""Ranks may take this long to start and to draw their weights, whatever the time-out of a step."""
 QUESTION = "How many tokens a second does a GPU give, and a user see?"
 LISTS = ("users", "drafts", "interval")
 
@@ -163,7 +162,7 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
     device = join(args)
     rows: list[dict[str, Any]] = []
     for transport in args.transport.split(","):
-        way = Way(transport=transport, codec=args.codec, experts=args.experts)
+        way = way_of(args, transport)
         board.write(f"serving {way.name}"[:32])
         rows += compare(args, way, device)
     if rank == 0:
@@ -181,6 +180,18 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
             write_results(args.json, QUESTION, describe_run(command), rows)
     board.write("done")
     dist.barrier()
+
+
+def way_of(args: argparse.Namespace, transport: str) -> Way:
+    """A way under the words given; the rivals send rows as they are and compute experts themselves, and alone
+    nothing is sent."""
+    if transport in RIVALS:
+        return Way(transport=transport)
+    return Way(
+        transport=transport,
+        codec="identity" if transport == ALONE else args.codec,
+        experts=args.experts,
+    )
 
 
 def compare(args: argparse.Namespace, way: Way, device: torch.device) -> list[dict[str, Any]]:
@@ -268,36 +279,49 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         f"{case['model']}, {args.ranks} ranks, {args.input} tokens in and {args.output} out, {args.dtype}, "
     )
     title += f"{weights or f'{args.train} steps of training'}, on {where}"
-    table = Table(caption="host: microseconds of work a step, without waiting", caption_justify="left")
-    for head in HEADS:
-        table.add_column(head, justify="left" if not head else "right")
+    table, host = Table(), Table(title=ABOUT_HOST, title_justify="left")
+    for of, heads in ((table, HEADS), (host, HOST_HEADS)):
+        for head in heads:
+            of.add_column(head, justify="left" if not head else "right")
     for row in rows:
         table.add_row(*_cells(row))
+        host.add_row(*_host_cells(row))
     console = Console(width=max(140, Console().width))
     console.print(title, soft_wrap=True, highlight=False)
     console.print(table)
+    console.print(host)
 
 
 HEADS = ("", "users", "drafts", "tokens a step", "interval", "tokens/s a rank", "tokens/s a user")
-HEADS += ("gap p50, p99 ms", "step ms", "host us", "launches a step")
+HEADS += ("gap p50, p99 ms", "step ms")
+HOST_HEADS = ("", "users", "drafts", "interval", *HostTime.NAMES, "its own", "launches")
+ABOUT_HOST = "The host, us a step (agree: until the slowest rank is there); its own: without model and wait"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    case, gap, host = row["case"], row["gap_ms"], row["host_us"]
-    forced = f" ({case['forced']:g} forced)" if "forced" in case else ""
-    busy = sum(us for name, us in host.items() if name != "wait")
+    case, gap = row["case"], row["gap_ms"]
     return [
         row["impl"],
         str(case["users"]),
-        f"{case['drafts']}{forced}",
+        _drafts(case),
         f"{row['tokens_per_row_step']:.2f}",
         str(case["interval"]),
         *(_number(row[name]) for name in ("tokens_per_s_gpu", "tokens_per_s_user")),
         f"{gap['p50']:.2f}, {gap['p99']:.2f}" if gap else "-",
         f"{row['step_ms']:.2f}",
-        f"{busy:.0f}",
-        f"{row['launches']:.1f}",
     ]
+
+
+def _host_cells(row: dict[str, Any]) -> list[str]:
+    case, host = row["case"], row["host_us"]
+    own = sum(us for name, us in host.items() if name not in HostTime.OTHERS)
+    words = [row["impl"], str(case["users"]), _drafts(case), str(case["interval"])]
+    return [*words, *(f"{us:.0f}" for us in host.values()), f"{own:.0f}", f"{row['launches']:.1f}"]
+
+
+def _drafts(case: Mapping[str, Any]) -> str:
+    forced = f" ({case['forced']:g} forced)" if "forced" in case else ""
+    return f"{case['drafts']}{forced}"
 
 
 def _number(value: float | None) -> str:
