@@ -28,7 +28,7 @@ from imbrex import guards, overlap
 from imbrex.balancer import OnlineBalancer
 from imbrex.contracts import Backend, Codec, Output, Placement, Routing, RowForm, Split, Strategy, Wire
 from imbrex.exchange import plan
-from imbrex.exchange.agreement import agree
+from imbrex.exchange.agreement import DTYPES, agree
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Activation, Experts, Shard, SharedExpert
 from imbrex.observe import Observer
@@ -176,7 +176,7 @@ class MoELayer(nn.Module):
         x = self._checked(x, kept_TK)
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         with observer.span("route", layer=number):
-            num_sequences = x.shape[0] if x.dim() == 3 else 1
+            num_sequences = max(x.shape[0], 1) if x.dim() == 3 else 1
             routing = self.gate(x_TD, num_sequences=num_sequences, kept_TK=kept_TK)
         if observer.enabled and routing.kept_TK is not None:
             observer.count("drops", (~routing.kept_TK).sum(), layer=number)
@@ -372,6 +372,8 @@ def _check_given(
     expect("MoELayer: placement", placement, (Placement, NoneType), "make one with imbrex.placement")
     expect("MoELayer: balancer", balancer, (OnlineBalancer, NoneType), "give an OnlineBalancer")
     expect("MoELayer: dtype", dtype, (torch.dtype, NoneType), "give one of torch's, as torch.bfloat16")
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"MoELayer: dtype is {dtype}; give one of {', '.join(map(str, DTYPES))}")
     if isinstance(config, MoEConfig) and isinstance(placement, Placement):
         experts, placed = config.num_experts, placement.num_experts
         if placed != experts:

@@ -264,6 +264,14 @@ EXPERTS = [
 
 ROUTER = [
     Fault(
+        "nan-dropped-by-its-sign",
+        "router/capacity.py",
+        "capacity drops a choice whose weight is NaN with its sign set, and the token comes out finite",
+        "weights_TK.detach().abs().contiguous()",
+        "weights_TK.detach().contiguous()",
+        ("unit/test_router.py::test_a_weight_that_is_nan_is_not_dropped_unseen",),
+    ),
+    Fault(
         "ties-go-anywhere",
         "router/gates.py",
         "of equal scores any expert is chosen",
@@ -502,6 +510,14 @@ GRADIENTS = [
 ]
 
 DOORS = [
+    Fault(
+        "a-receive-let-go-of",
+        "transport/collective.py",
+        "a message that was begun and not waited for is forgotten, and gloo reads nothing more of its sender",
+        "        self._under_way[work] = op, m.peer, m.tag\n",
+        "",
+        ("ranks/test_bad_input.py::test_what_one_rank_began_and_did_not_finish_stops_nobody",),
+    ),
     Fault(
         "deep-ep-own-rows-first",
         "adapters/deep_ep/bytes.py",

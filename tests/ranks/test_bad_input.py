@@ -370,6 +370,45 @@ def test_unequal_layers(pool: Pool, name: str, value: Any) -> None:
         assert said.startswith(f"MoELayer: ranks disagree about {name}: rank 1 was given something else")
 
 
+def run_left_unfinished(ranks: Ranks) -> list[float]:
+    """Rank 0 begins a dispatch, and an exception, say, keeps it from finishing; then both go on."""
+    exchange = imbrex.Exchange(contiguous(E, 2), D, K, group=ranks.group, transport="alltoall", timeout=20)
+    x_TD, routing = good_input()
+    errors = []
+    for _ in range(2):
+        begun = exchange.begin_dispatch(x_TD, routing)
+        if ranks.rank:
+            begun.finish()
+        del begun
+        dispatched = exchange.dispatch(2 * x_TD, routing)
+        y_TD = exchange.combine(dispatched.rows_RD, dispatched.handle)
+        chosen_T1 = (routing.ids_TK >= 0).sum(1, keepdim=True)
+        errors.append(float((y_TD - 2 * x_TD * chosen_T1).abs().max()))
+    return errors
+
+
+def test_what_one_rank_began_and_did_not_finish_stops_nobody(pool: Pool) -> None:
+    for errors in pool.run(2, run_left_unfinished):
+        assert errors == [0.0, 0.0]
+
+
+def run_no_sequence(ranks: Ranks, with_losses: bool) -> tuple[list[int], float]:
+    config = imbrex.MoEConfig(hidden_size=D, intermediate_size=4, num_experts=E, top_k=K)
+    losses = imbrex.AuxLosses(load_balance=0.1, sequence_balance=0.1) if with_losses else None
+    layer = imbrex.MoELayer(config, ranks.group, losses=losses, timeout=20)
+    y = layer(torch.ones(0 if ranks.rank else 2, 3, D))
+    (y.sum() + imbrex.aux_loss(layer)).backward()
+    grad = layer.gate.weight.grad
+    return [*y.shape], 0.0 if grad is None else float(grad.abs().sum())
+
+
+@pytest.mark.parametrize("with_losses", [False, True])
+def test_a_rank_without_a_sequence_takes_part(pool: Pool, with_losses: bool) -> None:
+    (with_some, grad), (without, _) = pool.run(2, run_no_sequence, with_losses)
+    assert (with_some, without) == ([2, 3, D], [0, 3, D])
+    assert grad > 0
+
+
 def run_promised(ranks: Ranks, transport: str) -> list[Any]:
     """How many messages of numbers a forward and backward sends, and what is said: with imbrex's experts;
     where a hook of one rank sees their result, and where it changes that."""

@@ -54,6 +54,11 @@ def refused(capsys, *words):
         ("--schedule events --tau soon --epsilon 1", "tau is 'soon'; give seconds"),
         ("--schedule events --epsilon -1", "epsilon is -1; give how many peers may be missing"),
         ("--schedule events --tau 0.1", "--tau 0.1 with --epsilon 0 waits for all: give --epsilon 1"),
+        ("--schedule events --epsilon 4", "--epsilon is 4, but a rank has 3 peers: give 0 to 3"),
+        ("--batch 99999999999999999999", "for weights and tokens), and this machine has"),
+        ("--hidden 99999992", "give a smaller --batch or --length, or a smaller model"),
+        ("--experts 99999999", "and this machine has"),
+        ("--data /dev/zero", "the data file /dev/zero is no file, and may have no end"),
         ("--epsilon 1", "--tau and --epsilon are of --schedule events, not of serial"),
         ("--ranks many", "invalid int value: 'many'; imbrex demo --help lists what there is"),
         ("--lenght 3", "--lenght is not known to imbrex demo: use --length"),
@@ -154,11 +159,11 @@ def test_replacing_an_earlier_run_removes_what_it_wrote(tmp_path):
 
 
 def test_the_launcher_alone_removes_nothing(monkeypatch, tmp_path):
-    """A model that does not fit into memory, say, is known on the ranks only."""
+    """A GPU that is full, say, is known on the ranks only."""
     before = earlier_run(tmp_path)
     hints = []
     monkeypatch.setattr(command, "launch", lambda *_, hint, **__: hints.append(hint()) or 1)
-    assert main(["demo", "--out", str(tmp_path), "--overwrite", "--hidden", "99999992"]) == 1
+    assert main(["demo", "--out", str(tmp_path), "--overwrite", "--hidden", "32"]) == 1
     assert contents(tmp_path) == before
     assert hints == [f"the earlier run in {tmp_path} is as it was"]
 

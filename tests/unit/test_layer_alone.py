@@ -113,6 +113,7 @@ def test_the_layer_says_what_was_chosen() -> None:
             "MoELayer: placement is of 5 experts, the config of 4; make another",
         ),
         ({"dtype": "bfloat16"}, "MoELayer: dtype is 'bfloat16'; give one of torch's, as torch.bfloat16"),
+        ({"dtype": torch.complex64}, "MoELayer: dtype is torch.complex64; give one of torch.float32, "),
         ({"codec": Int8}, r"codec: Int8 is a class; give an object, Int8\(...\)"),
         ({"codec": 8}, "codec: 8 has no name, nbytes, encode, decode; give a name, or an object that keeps"),
         ({"transport": object()}, "transport: a object has no name, replicated, device, exchange_counts"),

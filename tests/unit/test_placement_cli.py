@@ -126,6 +126,9 @@ def test_record_from_a_run_and_from_a_trace(tmp_path, trace) -> None:
     assert read_history(tmp_path / "again").counts_ILE.sum() == 400 * 2 * 3
 
 
+SMALL = ["--ranks", "2", "--slots", "8", "--batch", "50", "--out", "p.json"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -138,12 +141,18 @@ def test_record_from_a_run_and_from_a_trace(tmp_path, trace) -> None:
         (["replay", "--trace", "sum.json"], "use --train 1 to plan from all of the first --trace"),
         (["report", "--journal", "run", "--out", "r.html"], "has no line of a balancer; run with"),
         (["record", "--run", ".", "--out", "stats"], "holds no lines"),
+        (["replay", "--trace", "one.npy", "--batch", "50", "--train", "nan"], "--train: nan is no share"),
+        (["record", "--run", "one.npy", "--out", ""], "--out is empty: give a folder"),
+        (["plan", "--stats", "one.npy", *SMALL, "--updates", "-1"], "--updates is -1: give 0 or more"),
+        (["plan", "--stats", "one.npy", *SMALL, "--ranks", "99999999"], "there must be 1 to 65536"),
+        (["plan", "--stats", "huge.npy", *SMALL], "experts; more than 1048576 are no layer's"),
         (["report", "--journal", "one.npy", "--out", "r.html"], "no whole journal"),
     ],
 )
 def test_mistakes_are_one_sentence(trace, monkeypatch, capsys, arguments, says) -> None:
     monkeypatch.chdir(trace)
     (trace / "sum.json").write_text(json.dumps({"logical_count": [[[3, 2, 1]]]}))
+    np.save(trace / "huge.npy", np.full((1, 100, 2), 2**40))
     (trace / "run").mkdir()
     (trace / "run/metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 2.0}) + "\n")
     with pytest.raises(SystemExit) as left:
@@ -152,6 +161,7 @@ def test_mistakes_are_one_sentence(trace, monkeypatch, capsys, arguments, says) 
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+    assert len(said) < 400
 
 
 def test_the_code_of_the_page_runs() -> None:

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imbrex.router.capacity import Capacity
+from imbrex.router.capacity import Capacity, keep
 from imbrex.router.gates import Gate, Groups
+from imbrex.router.global_batch import GlobalBatch
 from imbrex.router.losses import AuxLosses
 from imbrex.router.router import Router
 from tests.poison import real_empty
@@ -69,6 +70,18 @@ def test_laws(tokens, experts, top_k, score, factor, by, tied, seed):
     replayed = full(x_TD, kept_TK=routing.kept_TK)
     assert torch.equal(replayed.ids_TK, routing.ids_TK)
     assert torch.equal(replayed.weights_TK, routing.weights_TK)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_a_weight_that_is_nan_is_not_dropped_unseen(sign):
+    """Dropped, its token would come out as a finite number."""
+    nan = torch.tensor([math.nan]).copysign(torch.tensor(sign))
+    ids_TK, weights_TK = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([[0.1], [0.2], [0.3]])
+    weights_TK[1] = nan
+    assert weights_TK[1].signbit() == (sign < 0)
+    capacity = Capacity(factor=0.3, drop_by="probability")
+    kept_TK = keep(ids_TK, weights_TK, 1, capacity, GlobalBatch())
+    assert kept_TK.tolist() == [[False], [True], [False]]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sparsemixer"])

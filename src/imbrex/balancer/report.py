@@ -52,7 +52,7 @@ def read_journal(path: Path) -> Story:
         lines = [line for line in every if "crossings" in line]
         last = lines[-1] if lines else None
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"report: {path} is no whole journal of a balancer ({error!r})") from None
+        raise ValueError(f"report: {path} is no whole journal of a balancer ({_why(error)})") from None
     if last is None:
         raise ValueError(
             f"report: {path} has no line of a balancer; run with OnlineBalancer(journal=...), or "
@@ -78,7 +78,12 @@ def read_journal(path: Path) -> Story:
             },
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"report: {path} is no whole journal of a balancer ({error!r})") from None
+        raise ValueError(f"report: {path} is no whole journal of a balancer ({_why(error)})") from None
+
+
+def _why(error: Exception) -> str:
+    """A few words: the text of an error may hold a whole file."""
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def write_story(path: Path, title: str, story: Story, before: Story | None = None) -> None:

@@ -34,6 +34,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
+    if args.updates < 0:
+        raise ValueError(f"--updates is {args.updates}: give 0 or more")
     history = load_input(args.stats_input, args)
     if args.iterations:
         history = history.window(*_parse_window(args.iterations))

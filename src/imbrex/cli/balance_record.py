@@ -19,6 +19,8 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def record(args: argparse.Namespace) -> int:
+    if not args.out.strip():
+        raise ValueError("--out is empty: give a folder")
     path = Path(args.run_input)
     path = path / METRICS if (path / METRICS).exists() else path
     history = read_metrics(path) if _has_loads(path) else load_input(args.run_input, args)

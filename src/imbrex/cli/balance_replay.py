@@ -85,6 +85,8 @@ def stability(args: argparse.Namespace) -> int:
 def _divide(histories: list[LoadHistory], share: float, sources: int) -> tuple[LoadHistory, LoadHistory]:
     """The first part of the first history to plan from, all that follows to score. sources: so many
     iterations of a history are one."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"--train: {share:g} is no share; use a number from 0 to 1")
     wholes = [history.num_iterations // sources for history in histories]
     cut = round(wholes[0] * share) * sources
     if not 1 <= cut // sources < sum(wholes):

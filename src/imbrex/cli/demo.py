@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     from imbrex.launch.ranks import words_of
 
     # Before the folder of an earlier run is emptied.
-    check_memory(args.ranks)
+    smaller = "give a smaller --batch or --length, or a smaller model"
+    check_memory(args.ranks, asked.least_bytes(args), smaller)
     out = Path(args.out)
     folder.prepare(out, args, [*DEFAULTS])
     # The words of this command, after its name, are those of its ranks.

@@ -79,12 +79,27 @@ def check(args: argparse.Namespace) -> None:
     pick(args.transport, num_ranks=args.ranks, top_k=args.top_k)
     make_wire(args.codec)
     overlap.make(schedule_of(args))
+    if args.epsilon >= factors.sharing:
+        peers = factors.sharing - 1
+        raise ValueError(f"--epsilon is {args.epsilon}, but a rank has {peers} peers: give 0 to {peers}")
     args.device = check_device(args.device, args.ranks)
     if args.data:
         from imbrex.demo.corpus import load_corpus
 
         load_corpus(args.data, length=args.length)
         args.data = [str(Path(path).resolve()) for path in args.data]
+
+
+def least_bytes(args: argparse.Namespace) -> int:
+    """The least that all ranks together hold while they train: batches, and on CPUs what the layers keep of
+    one for the backward, and four values a parameter."""
+    tokens, copies = args.batch * args.length, 1 if args.ep is None else args.ranks // (args.ep * args.tp)
+    batches = 8 * tokens * args.ranks
+    if args.device != "cpu":
+        return batches
+    dense = 4 * args.hidden * args.hidden * args.ranks
+    experts = 3 * args.hidden * args.expert_width * args.experts * copies
+    return batches + 4 * args.layers * (4 * (dense + experts) + tokens * args.hidden)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

@@ -85,6 +85,8 @@ def load_corpus(files: Sequence[str | os.PathLike[str]] = (), *, length: int) ->
 
 
 def _read(path: Path) -> bytes:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"the data file {path} is no file, and may have no end: give files of text")
     try:
         text = path.read_bytes()
     except OSError as error:

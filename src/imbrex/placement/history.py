@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from imbrex.placement.packing import Floats, Ints
 
+MOST_EXPERTS = 1 << 20
+"""Above it an id is no expert's: counts of all would not fit into memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadHistory:
@@ -80,6 +83,8 @@ def history_of_ids(ids_LTK: NDArray[np.integer], num_experts: int, batch: int) -
     ids_LTK: integers [layers, tokens, choices], `-1` where a choice was dropped.
     """
     num_layers, num_tokens, top_k = ids_LTK.shape
+    if num_experts > MOST_EXPERTS:
+        raise ValueError(f"trace: {num_experts} experts; more than {MOST_EXPERTS} are no layer's")
     if not 1 <= batch <= num_tokens:
         raise ValueError(f"trace: batches of {batch} tokens from {num_tokens}; use 1 to {num_tokens}")
     if ids_LTK.min() < -1 or ids_LTK.max() >= num_experts:

@@ -61,6 +61,7 @@ def read_history(
         TypeError,
         OSError,
         EOFError,
+        MemoryError,
         pickle.UnpicklingError,
         RuntimeError,
     ) as error:

@@ -27,6 +27,8 @@ from imbrex.placement.packing import (
 )
 from imbrex.placement.refine import refine, shake
 
+MOST_RANKS = 1 << 16
+"""A plan for more would be searched for without an end."""
 CLOSE = 1e-3
 """A fullest rank this close to the mean is not searched further."""
 SEARCH = 60_000
@@ -54,8 +56,8 @@ def check_loads(load: Tensor | Floats | Sequence) -> Floats:
 def capacity_of(slots: int | Sequence[int], num_ranks: int, num_experts: int) -> tuple[int, ...]:
     """Slots of every rank, from their sum (spread evenly) or as given. Raises ValueError where the experts
     do not fit, or replicas of one expert would have to share a rank."""
-    if num_ranks < 1:
-        raise ValueError(f"placement: {num_ranks} ranks; there must be at least 1")
+    if not 1 <= num_ranks <= MOST_RANKS:
+        raise ValueError(f"placement: {num_ranks} ranks; there must be 1 to {MOST_RANKS}")
     capacity = spread(slots, num_ranks) if isinstance(slots, int) else tuple(slots)
     if len(capacity) != num_ranks or min(capacity) < 0:
         raise ValueError(

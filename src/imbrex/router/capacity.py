@@ -49,7 +49,8 @@ def keep(
     everyone_TK = torch.ones_like(ids_TK, dtype=torch.bool)
     if capacity.drop_by == "position":
         return queue(ids_TK, everyone_TK, num_experts, batch) < limit
-    keys_TK = weights_TK.detach().contiguous().view(torch.int32).long()
+    # Of NaN the sign, too, is chance: without it NaN is the largest key, so that it is kept and seen.
+    keys_TK = weights_TK.detach().abs().contiguous().view(torch.int32).long()
     threshold_E, above_E = thresholds(ids_TK, keys_TK, limit, num_experts, batch)
     edge_TK = threshold_E[ids_TK]
     ties_TK = keys_TK == edge_TK

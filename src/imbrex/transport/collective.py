@@ -36,6 +36,7 @@ class Collective:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.device = self.message_device = torch.device("cpu") if group is None else device_of(group)
+        self._under_way: dict[dist.Work, tuple[object, int, int]] = {}
 
     def exchange_counts(self, message: Tensor) -> Tensor:
         """int64 [L] of this rank to int64 [W, L] of all ranks, on the host."""
@@ -79,6 +80,7 @@ class Collective:
         peer = {"group_dst" if op is dist.isend else "group_src": m.peer}
         work = self.start(phase, lambda: op(m.rows, group=self.group, tag=m.tag, **peer))
         assert work is not None
+        self._under_way[work] = op, m.peer, m.tag
         return work
 
     def start(self, phase: str, begin: Callable[[], dist.Work | None]) -> dist.Work | None:
@@ -87,6 +89,18 @@ class Collective:
     def finish(self, phase: str, work: dist.Work | None) -> None:
         on_host = self.message_device.type == "cpu"
         waits.finish(phase, work, self.timeout_s, on_host=on_host, group=self.group)
+        if work in self._under_way:
+            self._forget(work)
+
+    def _forget(self, work: dist.Work) -> None:
+        """Let go of a message that is over, and of those before it of its kind, which are over, too, and for
+        which nobody has waited: after an exception, say. gloo reads no more from a peer whose message comes
+        for a receive that was let go of earlier."""
+        kind = self._under_way[work]
+        for before in [other for other, its in self._under_way.items() if its == kind]:
+            del self._under_way[before]
+            if before is work:
+                return
 
 
 class Done:
