@@ -178,6 +178,14 @@ EVENTS = [
         ("unit/test_liveness.py::test_ours_has_none_in_any_interleaving",),
     ),
     Fault(
+        "a-piece-of-an-expert-that-counts-alone",
+        "overlap/events/ledger.py",
+        "a home does without one tensor rank of an expert, and uses what another made of it",
+        "if all(self.home[r] is Home.COUNTS for r in ranks):",
+        "if any(self.home[r] is Home.COUNTS for r in ranks):",
+        ("unit/test_liveness.py::test_four_ranks_that_share_experts",),
+    ),
+    Fault(
         "letters-that-came-early-are-lost",
         "overlap/events/seat.py",
         "what came for a call before it began is forgotten",

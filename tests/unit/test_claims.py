@@ -37,9 +37,21 @@ def test_random_interleavings_of_three(epsilon: int, mortal: int) -> None:
         assert wandered.states > 10_000
 
 
+@pytest.mark.untraced
+@pytest.mark.parametrize(("world", "tensor", "epsilon", "mortal"), [(3, 3, 2, 0), (4, 2, 1, 1), (4, 2, 2, 0)])
+def test_random_interleavings_of_ranks_that_share_experts(
+    world: int, tensor: int, epsilon: int, mortal: int
+) -> None:
+    wandered = wander(Claims(world, 2, epsilon, mortal, backward=True, tensor=tensor), 50)
+    assert wandered.fault is None
+    assert wandered.states > 5_000
+
+
 @pytest.mark.parametrize(
     ("claims", "fault"),
     [
+        (Claims(2, 1, 1, tensor=2, alone=True), "uses a piece of an expert without another"),
+        (Claims(4, 1, 1, backward=True, tensor=2, unasked=True), "which the host does not"),
         (Claims(2, 3, 1, no_credit=True), "not of its call"),
         (Claims(2, 3, 1, no_claim=True), "which the host does not"),
         (Claims(2, 1, 1, backward=True, hasty=True), "that counts"),
@@ -47,7 +59,7 @@ def test_random_interleavings_of_three(epsilon: int, mortal: int) -> None:
 )
 def test_faults_that_are_put_in_are_found(claims: Claims, fault: str) -> None:
     """Packets that are written without asking who has read the last; replies that count without a claim;
-    backwards that do without a rank."""
-    explored = explore(claims)
+    backwards that do without a rank; ranks that share experts and do not ask, or count alone."""
+    explored = explore(claims) if claims.world == 2 else wander(claims, 100)
     assert explored.fault is not None
     assert explored.fault.endswith(fault)

@@ -47,6 +47,14 @@ def test_ours_has_none_in_any_interleaving(epsilons: Any, at_once: bool) -> None
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_rank_may_die(at_once: bool) -> None:
     assert ours((1, 1), at_once=at_once, mortal=1).fault == ""
+    assert ours((1, 1), at_once=at_once, mortal=1, tensor=2).fault == ""
+
+
+@pytest.mark.parametrize("far", [((0, 1),), ((0, 1), (1, 2)), ((0, 1), (1, 2), (2, 0))])
+def test_peers_that_are_far_behind_are_asked_nothing(far: Any) -> None:
+    case = ours((1, 1, 1), at_once=False, far=far)
+    assert (case.fault, case.faulty) == ("", 0)
+    assert case.states > 200
 
 
 def decided(whole: Events, end: Any) -> Any:
@@ -87,6 +95,20 @@ def test_one_order_comes_to_the_same_ends_as_all(epsilons: Any, at_once: bool) -
 
 
 @pytest.mark.untraced
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("epsilons", "tensor", "far"), [((0, 1), 2, ()), ((1, 1, 1), 3, ()), ((1, 1, 1), 1, ((0, 1), (1, 2)))]
+)
+def test_one_order_comes_to_the_same_ends_of_ranks_that_share_experts(
+    epsilons: Any, tensor: int, far: Any, at_once: bool
+) -> None:
+    """And where one is far behind."""
+    setting: dict[str, Any] = {"at_once": at_once, "tensor": tensor, "far": far}
+    whole = Events(epsilons, **setting)
+    assert ends(whole, OneOrder(epsilons, **setting)) == ends(whole, whole)
+
+
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     ("epsilons", "mortals", "at_once"),
     [
@@ -113,6 +135,42 @@ def test_four_patient_ranks_in_one_order(at_once: bool) -> None:
     assert case.states > 4000
     case = ordered((0, 0, 1, 1), at_once=at_once, deaths=((3, FORWARD), (3, UNDECIDED)))
     assert (case.fault, case.faulty, case.cases) == ("", 0, 2)
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("tensor", "far"), [(2, ((0, 2),)), (4, ())])
+def test_four_ranks_that_share_experts(tensor: int, far: Any, at_once: bool) -> None:
+    case = ordered((1, 1, 1, 1), at_once=at_once, tensor=tensor, far=far)
+    assert (case.fault, case.faulty) == ("", 0)
+    assert case.states > 4000
+    case = ordered((0, 0, 1, 1), at_once=at_once, tensor=2, deaths=((3, FORWARD), (3, BACKWARD)))
+    assert (case.fault, case.faulty, case.cases) == ("", 0, 2)
+
+
+SHARED = [(Events, (1, 1, 1), 3), (OneOrder, (1, 1, 1), 3), (OneOrder, (0, 0, 1, 1), 2)]
+
+
+@pytest.mark.parametrize(("model", "epsilons", "tensor"), SHARED)
+def test_a_piece_of_an_expert_that_counts_alone_is_found(model: Any, epsilons: Any, tensor: int) -> None:
+    """The rule removed, or its words: then the rank that had replied waits for a gradient."""
+
+    class Alone(model):
+        def _settle(self, ledger: Ledger) -> list[tuple[int, Kind]]:
+            return []
+
+    class Wordless(model):
+        def _settle(self, ledger: Ledger) -> list[tuple[int, Kind]]:
+            super()._settle(ledger)
+            return []
+
+    alone, wordless = (
+        explore(kind(epsilons, at_once=False, tensor=tensor)).fault for kind in (Alone, Wordless)
+    )
+    assert alone is not None
+    assert "uses a piece of the experts" in alone
+    assert wordless is not None
+    assert wordless.endswith("wait for ever")
 
 
 def test_random_walks_of_four_ranks() -> None:

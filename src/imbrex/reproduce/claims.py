@@ -19,8 +19,8 @@ TORN = -1
 class Seat(NamedTuple):
     """The knowledge of a rank. peers: those it still has to do this step for. went: who was sent
     its packet, here: whose packet it has, counts: whose reply, behind: on whom it gave up; bits.
-    sent_calls: the last call whose packet every peer was sent. counted, served: of every forward, whose
-    replies count, and whose tokens count here."""
+    sent_calls: the last call whose packet every peer was sent. heard, counted, served: of every forward,
+    whose replies came, whose count, and whose tokens count here."""
 
     phase: int
     call: int
@@ -30,13 +30,14 @@ class Seat(NamedTuple):
     counts: int
     behind: int
     sent_calls: tuple[int, ...]
+    heard: tuple[int, ...]
     counted: tuple[int, ...]
     served: tuple[int, ...]
 
 
 class Heaps(NamedTuple):
     """The memory that all see, by receiver, then sender: claims of packets and of replies,
-    `taken_calls`, `moved`, and the call whose rows are at a place."""
+    `taken_calls`, `moved`, the call whose rows are at a place, and whether a packet's rows count."""
 
     packet: tuple[int, ...]
     reply: tuple[int, ...]
@@ -44,6 +45,7 @@ class Heaps(NamedTuple):
     moved: tuple[int, ...]
     packets: tuple[int, ...]
     replies: tuple[int, ...]
+    rows_count: tuple[int, ...]
 
 
 class World(NamedTuple):
@@ -59,10 +61,11 @@ class World(NamedTuple):
 @dataclass(frozen=True)
 class Claims:
     """Some forwards of some ranks; backward: and their backwards. epsilon: of all ranks. mortal: how many may
-    die.
+    die. tensor: how many ranks, one behind the other, share experts.
 
-    no_credit, no_claim, hasty: faults to find: packets are written without asking who has read the last,
-    replies count without a claim, and backwards give up as forwards do.
+    no_credit, no_claim, hasty, unasked, alone: faults to find: packets are written without asking who has
+    read the last, replies count without a claim, backwards give up as forwards do, hosts that share experts
+    do not ask in the backward who counts, and a piece of an expert counts without the others.
     """
 
     world: int
@@ -73,13 +76,16 @@ class Claims:
     no_credit: bool = False
     no_claim: bool = False
     hasty: bool = False
+    tensor: int = 1
+    unasked: bool = False
+    alone: bool = False
 
     def first(self) -> World:
         none = (0,) * self.calls
-        seat = Seat(TURN, 1, self._others(0), 0, 0, 0, 0, (0,) * self.world, none, none)
+        seat = Seat(TURN, 1, self._others(0), 0, 0, 0, 0, (0,) * self.world, none, none, none)
         seats = tuple(seat._replace(peers=self._others(rank)) for rank in range(self.world))
         square = (0,) * self.world**2
-        return World(seats, Heaps(*[square] * 6), (square,) * self.calls)
+        return World(seats, Heaps(*[square] * 7), (square,) * self.calls)
 
     def alike(self, state: World) -> World:
         return state
@@ -96,7 +102,7 @@ class Claims:
         forward = self._forward_of(seat.call)
         if forward is None:
             return self._others(rank)
-        return (seat.counted if stage == TURN else seat.served)[forward]
+        return (seat.heard if stage == TURN else seat.served)[forward]
 
     def _at(self, receiver: int, sender: int) -> int:
         return receiver * self.world + sender
@@ -171,7 +177,9 @@ class Claims:
         if seat.phase == SERVE:
             return self._with(state, rank, seat._replace(phase=STORE, peers=seat.here))
         if seat.phase == STORE:
-            return self._with(state, rank, seat._replace(phase=WAIT, peers=seat.went))
+            forward = self._forward_of(seat.call)
+            peers = seat.went if forward is None else seat.went & seat.counted[forward]
+            return self._with(state, rank, seat._replace(phase=WAIT, peers=peers))
         if seat.phase == SHUT:
             return self._begin_adding(state, rank, seat)
         last = seat.call == self.calls * (1 + self.backward)
@@ -185,20 +193,44 @@ class Claims:
         forward = self._forward_of(seat.call)
         if forward is not None and seat.here != seat.served[forward]:
             return state._replace(fault=f"rank {rank} goes back without gradients of rows that count")
+        if forward is not None and self.tensor > 1:
+            state, seat = self._ask(state, rank, seat, forward)
         state = self._check(state, rank, seat, seat.here, state.heaps.packets, "packet")
         return self._with(state, rank, seat._replace(phase=READ, peers=self._others(rank)))
 
     def _begin_adding(self, state: World, rank: int, seat: Seat) -> World:
         state = self._check(state, rank, seat, seat.counts, state.heaps.replies, "reply")
         forward = self._forward_of(seat.call)
-        if forward is not None and seat.counts != seat.counted[forward]:
-            return state._replace(fault=f"rank {rank} lacks gradients of a host that counts")
-        if forward is None:
-            seat = seat._replace(counted=_set(seat.counted, seat.call - 1, seat.counts))
-        for host in range(self.world) if forward is None else ():
+        if forward is not None:
+            if seat.counts != seat.counted[forward] & ~(1 << rank):
+                return state._replace(fault=f"rank {rank} lacks gradients of a host that counts")
+            return self._with(state, rank, seat._replace(phase=ADD, peers=seat.counts))
+        at, heard = seat.call - 1, seat.counts
+        counted = self._whole(heard | 1 << rank)
+        if self._whole(counted, rule=True) != counted:
+            return state._replace(fault=f"rank {rank} uses a piece of an expert without another")
+        seat = seat._replace(heard=_set(seat.heard, at, heard), counted=_set(seat.counted, at, counted))
+        for host in range(self.world):
             if host != rank:
-                state = self._say(state, seat.call, rank, host, by=0, counts=bool(seat.counts >> host & 1))
-        return self._with(state, rank, seat._replace(phase=ADD, peers=seat.counts))
+                state = self._say(state, seat.call, rank, host, by=0, counts=bool(counted >> host & 1))
+        return self._with(state, rank, seat._replace(phase=ADD, peers=counted & heard))
+
+    def _whole(self, ranks: int, *, rule: bool = False) -> int:
+        """The ranks of a set in which all are that share their experts."""
+        for first in range(0, self.world, self.tensor):
+            pieces = (1 << self.tensor) - 1 << first
+            if ranks & pieces != pieces and (rule or not self.alone):
+                ranks &= ~pieces
+        return ranks
+
+    def _ask(self, state: World, rank: int, seat: Seat, forward: int) -> tuple[World, Seat]:
+        """Packets say which homes count what they were sent, of those that were served."""
+        for home in range(self.world):
+            if seat.here >> home & 1:
+                counts = self.unasked or bool(state.heaps.rows_count[self._at(rank, home)])
+                state = self._say(state, forward + 1, home, rank, by=2, counts=counts)
+                seat = seat._replace(here=seat.here & ~(1 << home) | counts << home)
+        return state, seat._replace(served=_set(seat.served, forward, seat.here))
 
     def _check(
         self, state: World, rank: int, seat: Seat, peers: int, places: tuple[int, ...], what: str
@@ -232,7 +264,8 @@ class Claims:
                 counts = served or self.no_claim
                 of_call = left.served[left.call - 1] | counts << peer
                 left = left._replace(served=_set(left.served, left.call - 1, of_call))
-                state = self._say(state, left.call, peer, rank, by=2, counts=counts)
+                if self.tensor == 1 or not counts:
+                    state = self._say(state, left.call, peer, rank, by=2, counts=counts)
         elif left.phase == SHUT:
             word, done = _claim(heaps.reply[here], 2 * left.call)
             heaps = heaps._replace(reply=_set(heaps.reply, here, word))
@@ -244,6 +277,9 @@ class Claims:
 
     def _send(self, heaps: Heaps, left: Seat, there: int, peer: int) -> tuple[Heaps, Seat]:
         if left.went >> peer & 1:
+            forward = self._forward_of(left.call)
+            counts = forward is None or left.counted[forward] >> peer & 1
+            heaps = heaps._replace(rows_count=_set(heaps.rows_count, there, int(counts)))
             heaps = heaps._replace(packets=_set(heaps.packets, there, left.call))
             word, done = _claim(heaps.packet[there], 2 * left.call + 1)
             heaps = heaps._replace(packet=_set(heaps.packet, there, word))

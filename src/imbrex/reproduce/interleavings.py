@@ -87,7 +87,9 @@ def _path(before: dict[State, State | None], state: State) -> tuple[State, ...]:
 
 
 class Events:
-    """A forward and its backward. epsilons: of every rank. mortal: how many ranks may die.
+    """A forward and its backward. epsilons: of every rank. mortal: how many ranks may die. tensor: how many
+    ranks, one behind the other, share experts: each computes a piece of them. far: pairs of a home and a host
+    that is far behind, of which the home asks nothing.
 
     A rank is (phase, host words, home words, computed, gradients heard, gradients back), the last two as
     bits; messages between two ranks keep their order. Without deaths every rank has begun: one that begins
@@ -97,12 +99,26 @@ class Events:
     dies: tuple[int, int] | None = None
     """A rank that dies for certain as it comes to this phase."""
 
-    def __init__(self, epsilons: Sequence[int], *, at_once: bool, mortal: int = 0) -> None:
+    def __init__(
+        self,
+        epsilons: Sequence[int],
+        *,
+        at_once: bool,
+        mortal: int = 0,
+        tensor: int = 1,
+        far: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.epsilons, self.at_once, self.mortal = tuple(epsilons), at_once, mortal
-        self.world = len(epsilons)
+        self.world, self.tensor, self.far = len(epsilons), tensor, frozenset(far)
         self.ranks = range(self.world)
-        orders = permutations(self.ranks)
-        self.symmetries = [o for o in orders if all(epsilons[a] == epsilons[b] for a, b in enumerate(o))][1:]
+        self.symmetries = [order for order in permutations(self.ranks) if self._is_symmetry(order)][1:]
+
+    def _is_symmetry(self, order: Sequence[int]) -> bool:
+        """Whether ranks may be named so: by place, the rank that it stands for."""
+        pairs = list(enumerate(order))
+        alike = all(self.epsilons[a] == self.epsilons[b] for a, b in pairs)
+        whole = all(b // self.tensor == order[a - a % self.tensor] // self.tensor for a, b in pairs)
+        return alike and whole and {(order[i], order[j]) for i, j in self.far} == self.far
 
     def first(self) -> State:
         seats = tuple((ABSENT, *_words(self._ledger(r)), 0, 0) for r in self.ranks)
@@ -112,8 +128,11 @@ class Events:
         return state
 
     def _begin(self, state: State, rank: int) -> State:
-        packets = [(p, Kind.PACKET) for p in self.ranks if p != rank]
-        return self._with(state, rank, (FORWARD, *state[0][rank][1:]), packets)
+        far_ranks = [p for p in self.ranks if (rank, p) in self.far]
+        ledger = self._ledger(rank, state[0][rank])
+        messages = ledger.skip(far_ranks)
+        messages += [(p, Kind.PACKET) for p in self.ranks if p != rank and p not in far_ranks]
+        return self._with(state, rank, (FORWARD, *_words(ledger), *state[0][rank][4:]), messages)
 
     def alike(self, state: State) -> State:
         """The least of the states that only name the ranks otherwise."""
@@ -195,8 +214,10 @@ class Events:
     def _go_on(self, state: State, rank: int, ledger: Ledger, messages: list) -> State:
         """Take the steps in which there is no choice: leave the forward, send gradients, send them back."""
         phase, *_, heard, back = state[0][rank]
-        messages, hosts = list(messages), [p for p, c in enumerate(ledger.counts) if c and p != rank]
-        if phase == FORWARD and ledger.over:
+        leaves = phase == FORWARD and ledger.over
+        messages = [*messages, *(self._settle(ledger) if leaves else ())]
+        hosts = [p for p, c in enumerate(ledger.counts) if c and p != rank]
+        if leaves:
             messages += [(p, Kind.GRADIENT) for p in hosts]
             phase = DEAD if self.dies == (rank, UNDECIDED) else UNDECIDED
         if phase == UNDECIDED and all(heard >> p & 1 for p in ledger.unknown):
@@ -206,6 +227,9 @@ class Events:
         if phase == BACKWARD and all(back >> p & 1 for p in hosts):
             phase = DONE
         return self._with(state, rank, (phase, *_words(ledger), heard, back), messages)
+
+    def _settle(self, ledger: Ledger) -> list[tuple[int, Kind]]:
+        return ledger.settle(self.tensor)
 
     def _used(self, home: int, host: Sequence[int], heard: int) -> bool:
         """Whether a home's rows are in the gradients of a host with these words."""
@@ -228,11 +252,20 @@ class Events:
             behind = self._ledger(i, seats[i]).behind
             if len(behind) > self.epsilons[i]:
                 return f"rank {i} gave up on {len(behind)} peers"
-            for j in self.ranks:
-                problem = None if i == j else self._disagreement(i, seats[i], j, seats[j])
-                if problem is not None:
-                    return problem
+            problems = (self._disagreement(i, seats[i], j, seats[j]) for j in self.ranks if j != i)
+            problem = next(filter(None, (self._piece(i, seats[i]), *problems)), None)
+            if problem is not None:
+                return problem
         return self._stuck(seats) if last else None
+
+    def _piece(self, home: int, seat: tuple) -> str | None:
+        """Whether a home past its decision uses a rank's piece of an expert without all the others: so does
+        its backward, and so do its hosts where they agree with it."""
+        pieces = [word == Home.COUNTS for word in seat[2]] if seat[0] in (UNDECIDED, BACKWARD, DONE) else ()
+        for first in range(0, len(pieces), self.tensor):
+            if len(set(pieces[first : first + self.tensor])) > 1:
+                return f"home {home} uses a piece of the experts of rank {first} and leaves out another"
+        return None
 
     def _disagreement(self, i: int, home: tuple, j: int, host: tuple) -> str | None:
         """Whether home i and host j, both past their decision, say the same of i's choices at j."""

@@ -32,6 +32,12 @@ LARGER = ((0, 1, 2, 3), (2, 2, 2, 2), (1, 1, 1, 1, 1))
 PHASES = (FORWARD, UNDECIDED, BACKWARD)
 DEATHS = (((0, 0, 1, 1), (1, 3)), ((1, 1, 1, 1), (3,)))
 """Settings of 4 ranks and those of them that may die, one at a time."""
+SHARED = (((0, 1), 2), ((1, 1), 2), ((1, 1, 1), 3))
+"""Settings of ranks that share experts, and how many do."""
+FAR = (((1, 1), ((0, 1),)), ((1, 1, 1), ((0, 1), (1, 2))), ((2, 2, 2), ((0, 1), (0, 2))))
+"""Settings with pairs of a home and a host that is far behind."""
+FOUR_SHARED = ((4, ()), (2, ((0, 2),)), (2, ((0, 2), (1, 3))), (2, ((0, 1), (2, 1))))
+"""How many of four patient ranks share experts, and who is far behind."""
 WALKS = {False: 100, True: 2000}
 """Random interleavings of 4 ranks with an epsilon of 3, and of 3 GPUs, by whether everything was asked
 for."""
@@ -40,12 +46,22 @@ CLAIMS = (
     Claims(2, 3, 1),
     Claims(2, 2, 1, mortal=1),
     Claims(3, 1, 0),
+    Claims(3, 1, 1, tensor=3),
     Claims(2, 2, 0, backward=True),
     Claims(2, 2, 1, backward=True),
     Claims(2, 1, 1, mortal=1, backward=True),
+    Claims(2, 2, 1, backward=True, tensor=2),
 )
 """Settings of GPUs that are gone through."""
-WALKED = (Claims(3, 4, 1), Claims(3, 4, 2), Claims(3, 2, 1, backward=True), Claims(3, 2, 2, backward=True))
+LARGER_CLAIMS = (Claims(3, 1, 1, backward=True, tensor=3),)
+WALKED = (
+    Claims(3, 4, 1),
+    Claims(3, 4, 2),
+    Claims(3, 2, 1, backward=True),
+    Claims(3, 2, 2, backward=True),
+    Claims(3, 2, 2, backward=True, tensor=3),
+    Claims(4, 2, 2, backward=True, tensor=2),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,21 +77,35 @@ class Case:
     fault: str = ""
 
 
-def ours(epsilons: Sequence[int], *, at_once: bool, mortal: int = 0) -> Case:
+Pairs = Sequence[tuple[int, int]]
+
+
+def ours(
+    epsilons: Sequence[int], *, at_once: bool, mortal: int = 0, tensor: int = 1, far: Pairs = ()
+) -> Case:
     began = time.process_time()
-    explored = explore(Events(epsilons, at_once=at_once, mortal=mortal))
-    name = "ours, " + ("inference" if at_once else "training") + (", one may die" if mortal else "")
+    explored = explore(Events(epsilons, at_once=at_once, mortal=mortal, tensor=tensor, far=far))
+    name = _name(at_once, tensor, far) + (", one may die" if mortal else "")
     return _case(name, epsilons, [explored], began)
 
 
-def ordered(epsilons: Sequence[int], *, at_once: bool, deaths: Sequence[tuple[int, int]] = ()) -> Case:
+def ordered(
+    epsilons: Sequence[int], *, at_once: bool, deaths: Pairs = (), tensor: int = 1, far: Pairs = ()
+) -> Case:
     """One order of independent actions for all; where ranks may die, one exploration a death."""
     began = time.process_time()
     explored = [
-        explore(OneOrder(epsilons, at_once=at_once, dies=dies)) for dies in (deaths if deaths else (None,))
+        explore(OneOrder(epsilons, at_once=at_once, dies=dies, tensor=tensor, far=far))
+        for dies in (deaths if deaths else (None,))
     ]
-    name = "ours, " + ("inference" if at_once else "training") + (", one may die" if deaths else "")
+    name = _name(at_once, tensor, far) + (", one may die" if deaths else "")
     return _case(f"{name}, one order", epsilons, explored, began, (1,) * len(explored))
+
+
+def _name(at_once: bool, tensor: int, far: Pairs) -> str:
+    name = "ours, " + ("inference" if at_once else "training")
+    name += "" if tensor == 1 else f", experts shared by {tensor}"
+    return name + (f", {len(far)} far behind" if far else "")
 
 
 def walked(epsilons: Sequence[int], *, at_once: bool, walks: int, mortal: int = 0) -> Case:
@@ -91,6 +121,7 @@ def claimed(claims: Claims, *, walks: int = 0) -> Case:
     explored = wander(claims, walks) if walks else explore(claims)
     kind = "training" if claims.backward else "inference"
     name = f"ours on GPUs, {kind}, {claims.calls} calls"
+    name += "" if claims.tensor == 1 else f", experts shared by {claims.tensor}"
     name += (", one may die" if claims.mortal else "") + (f", {walks} random walks" if walks else "")
     return _case(name, (claims.epsilon,) * claims.world, [explored], began)
 
@@ -149,9 +180,17 @@ def every_case(full: bool) -> list[Case]:
             deaths = [(rank, phase) for rank in mortals for phase in PHASES]
             cases += [ordered(epsilons, at_once=at_once, deaths=deaths)]
         cases += [walked((3, 3, 3, 3), at_once=at_once, walks=WALKS[full])]
+    for at_once in (True, False):
+        cases += [ours(epsilons, at_once=at_once, tensor=tensor) for epsilons, tensor in SHARED]
+        cases += [ours(epsilons, at_once=at_once, far=far) for epsilons, far in FAR]
+        cases += [ordered(epsilons, at_once=at_once, tensor=2) for epsilons in FOUR]
+        cases += [ordered(FOUR[-1], at_once=at_once, tensor=tensor, far=far) for tensor, far in FOUR_SHARED]
+        epsilons, mortals = DEATHS[0]
+        deaths = [(rank, phase) for rank in mortals for phase in PHASES]
+        cases += [ordered(epsilons, at_once=at_once, tensor=2, deaths=deaths)]
     for epsilons in ((1, 1), (1, 1, 1)):
         cases += [ours(epsilons, at_once=at_once, mortal=1) for at_once in (True, False)]
-    cases += [claimed(claims) for claims in CLAIMS]
+    cases += [claimed(claims) for claims in (*CLAIMS, *(LARGER_CLAIMS if full else ()))]
     return cases + [claimed(claims, walks=WALKS[full]) for claims in WALKED]
 
 
@@ -173,15 +212,18 @@ def find(asked: Asked) -> Finding:
             "All interleavings of 2 and 3 ranks, of one forward and its backward. Of 4 ranks, each with an "
             "epsilon of 0 or 1 (--full: up to 3, and five ranks), those that differ in more than the order "
             "of independent actions; random ones of 4 where all have 3. Not a proof for more.",
+            "Where ranks share experts (tensor parallelism), each is a home and hosts a piece. Who is far "
+            "behind is given.",
             "On GPUs, where claims decide: several calls in a row, because their places in memory are used "
-            "again; of three GPUs random interleavings.",
+            "again; of three GPUs in one forward (--full: and its backward), else random ones.",
         ),
         verdict=(
             f"As printed, with equal epsilon everywhere, {sum(c.faulty for c in equal)} of "
             f"{sum(c.cases for c in equal)} routings have a deadlock: {_first_fault(equal)}. The theorem "
             "says that there is none.",
             f"Ours: {bad} faults. Looked for: a deadlock, a row that one rank uses and another believes "
-            "dropped, more than epsilon peers given up; on GPUs also rows of another call that are read. "
+            "dropped, a piece of an expert used without the others, more than epsilon peers given up; on "
+            "GPUs also rows of another call that are read. "
             "Where a rank dies, those that wait for it, and those who wait for them, are what the time-out "
             "ends.",
         ),

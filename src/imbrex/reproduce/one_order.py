@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, permutations, product
+from typing import Any
 
 from imbrex.overlap.events.ledger import Home, Host, Kind
 from imbrex.reproduce.interleavings import ABSENT, DEAD, FORWARD, Events, State
@@ -45,13 +46,23 @@ class OneOrder(Events):
     """
 
     def __init__(
-        self, epsilons: Sequence[int], *, at_once: bool, dies: tuple[int, int] | None = None
+        self,
+        epsilons: Sequence[int],
+        *,
+        at_once: bool,
+        dies: tuple[int, int] | None = None,
+        tensor: int = 1,
+        far: Sequence[tuple[int, int]] = (),
     ) -> None:
-        super().__init__(epsilons, at_once=at_once)
+        super().__init__(epsilons, at_once=at_once, tensor=tensor, far=far)
         self.dies = dies
-        kinds = [self._kind(rank) for rank in self.ranks]
-        if kinds != sorted(kinds):
+        kinds = [[self._kind(rank) for rank in group] for group in self._groups(self.ranks)]
+        if kinds != sorted(map(sorted, kinds)):
             raise ValueError("liveness: name ranks by growing epsilon, of equal ones the mortal last")
+
+    def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
+        """Ranks that share experts."""
+        return [order[first : first + self.tensor] for first in range(0, self.world, self.tensor)]
 
     def _kind(self, rank: int) -> tuple[int, bool]:
         return self.epsilons[rank], self.dies is not None and self.dies[0] == rank
@@ -140,14 +151,25 @@ class OneOrder(Events):
     def alike(self, state: State) -> State:
         """The least of the states that name alike ranks otherwise: only those names are tried that put
         ranks in the order of what any name leaves as it is."""
+        if self.far:
+            return min(self._named(state, order) for order in (self.ranks, *self.symmetries))
         marks = [
             (*self._kind(r), seat[0], seat[3], sorted(seat[1]), sorted(seat[2]), holds.bit_count())
             for r, (seat, (holds, _)) in enumerate(zip(state[0], state[2], strict=True))
         ]
-        ordered = sorted(self.ranks, key=lambda r: marks[r])
-        groups = [list(group) for _, group in groupby(ordered, key=lambda r: marks[r])]
-        orders = product(*map(permutations, groups))
-        return min(self._named(state, [r for part in order for r in part]) for order in orders)
+        kinds = [mark[:2] for mark in marks]
+        named_groups = [
+            ([kinds[r] for r in order], [marks[r] for r in order], list(_orders(order, marks)))
+            for order in (sorted(group, key=marks.__getitem__) for group in self._groups(self.ranks))
+        ]
+        named_groups.sort(key=lambda group: group[:2])
+        places = range(len(named_groups))
+        orders = (
+            [r for part in parts for r in part]
+            for order in _orders(places, [group[:2] for group in named_groups])
+            for parts in product(*(named_groups[place][2] for place in order))
+        )
+        return min(self._named(state, order) for order in orders)
 
     def _named(self, state: State, order: Sequence[int]) -> State:
         def renamed(mask: int) -> int:
@@ -170,6 +192,13 @@ class OneOrder(Events):
     def fault(self, state: State, *, last: bool) -> str | None:
         end = self.end(state) if last else None
         return super().fault(state[:2] if end is None else end, last=end is not None)
+
+
+def _orders(ordered: Sequence[int], marks: Sequence[Any]) -> Iterator[list[int]]:
+    """The orders of things in the order of their marks that only name alike ones otherwise."""
+    ties = [list(group) for _, group in groupby(ordered, key=lambda thing: marks[thing])]
+    for parts in product(*map(permutations, ties)):
+        yield [thing for part in parts for thing in part]
 
 
 __all__ = ["OneOrder"]

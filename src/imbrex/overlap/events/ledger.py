@@ -57,6 +57,8 @@ class Home(IntEnum):
     REFUSED = 2
     """The host gave up on the packet."""
     GIVEN_UP = 3
+    ALONE = 4
+    """A reply came, but that of a rank which shares its experts does not count."""
 
 
 class Ledger:
@@ -159,7 +161,7 @@ class Ledger:
                 continue
             for rank in ranks:
                 if self.home[rank] is Home.COUNTS:
-                    self.home[rank] = Home.GIVEN_UP
+                    self.home[rank] = Home.ALONE
                     messages += [(rank, Kind.DROPPED)] if rank != self.rank else []
         return messages
 
