@@ -83,7 +83,7 @@ gpu-test:  ## the tests that need a Hopper GPU
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
 gpu-bench:  ## one benchmark, NAME=layer|..., into benchmarks/results/NAME.json
-	PYTHONPATH=src $(GPU_PYTHON) benchmarks/$(NAME).py $(ARGS)
+	PYTHONPATH=src:. $(GPU_PYTHON) benchmarks/$(NAME).py $(ARGS)
 
 clean:  ## remove what was installed and built
 	rm -rf $(VENV) site .coverage*

@@ -83,6 +83,13 @@ def test_a_venv_of_the_users_is_installed_into_and_runs_are_not_cleaned(make, tm
     assert (tmp_path / "runs" / "demo").exists()
 
 
+def test_a_benchmark_finds_what_it_shares_with_the_tests():
+    takes = [path.name for path in (ROOT / "benchmarks").glob("*.py") if "from tests." in path.read_text()]
+    said = subprocess.run(["make", "-n", "gpu-bench"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert takes
+    assert "PYTHONPATH=src:. " in said.stdout
+
+
 def test_every_pin_can_be_installed_on_the_oldest_python_that_is_promised():
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert oldest == ">=3.11", "as the README, the Makefile and CONTRIBUTING say"

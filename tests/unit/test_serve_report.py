@@ -95,14 +95,23 @@ def test_loops_are_replayed_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_
     for point, rate in zip(points, (1000.0, 1000.0, 2000 / 1.5, 2000 / 1.5), strict=True):
         assert 0.5 * rate < point["tokens_per_s_user"] <= 1.01 * rate
     run = {"id": 0, "hardware": {"gpu": "G", "count": 2, "memory_gib": 100.0}, "commit": "c", "date": "d"}
-    monkeypatch.setattr(serving, "COMMITTED", tmp_path / "serve.json")
+    monkeypatch.setattr(serving, "COMMITTED", tmp_path)
     monkeypatch.setattr(serving, "LOADS", [(64, 16)])
     with pytest.raises(ValueError, match=r"serve\.json is missing"):
         find("trtllm-pareto-replayed", Asked())
-    serving.COMMITTED.write_text(json.dumps({"runs": [run], "rows": rows}))
+    # A later run has steps of one way and no chunks, and one of the other way again.
+    later = [
+        {**row, "run": 1}
+        for row in (*steps("demo", "alltoall", 1.0, 30.0)[:2], *steps("demo", "nvlink", 2e3, 30.0))
+    ]
+    content = {"runs": [run, run | {"id": 1, "commit": "e"}], "rows": rows + later}
+    (tmp_path / "serve.json").write_text(json.dumps(content))
+    (tmp_path / "serve_one.json").write_text(json.dumps({"runs": [], "rows": []}))
     finding = find("trtllm-pareto-replayed", Asked())
-    assert finding.verdict[0].startswith("demo, 64 tokens in, on the front: nvlink, ")
+    assert finding.verdict[0].startswith("demo, 2 GPUs, 64 tokens in, on the front: nvlink, ")
     assert len(finding.table) == 4
+    assert 250 < float(finding.table[0][4]) <= 505, "2 ms a step"
+    assert "2 x G, e, d; 2 x G, c, d" in finding.differs[0]
 
 
 def test_the_curves_are_compared_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.measured import LOADS, replayed
+from imbrex.bench.serve.measured import LOADS, replayed, way_of
 from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer
@@ -25,8 +25,9 @@ from imbrex.serve.decoding import Drafting
 from imbrex.serve.engine import Engine, Settings
 from imbrex.serve.heads import sharded_argmax, slice_of
 
-COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results" / "serve.json"
-"""Steps timed on GPUs, in a checkout of the repository; an installed package has none."""
+COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results"
+FILES = ("serve.json", "serve_one.json")
+"""Steps timed on several GPUs and on one, in a checkout of the repository; an installed package has none."""
 PLAIN = Network(nodes=1, ranks_per_node=2, inter="none")
 INPUT, OUTPUT, CHUNK = 16, 12, (2, 16)
 HEAD_WIDTH, HEAD_VOCABULARY = 512, 32768
@@ -71,28 +72,27 @@ def pareto(asked: Asked) -> Finding:
 
 def pareto_replayed(asked: Asked) -> Finding:
     """The same at real widths, replayed from steps that were timed on GPUs; with --full all loads."""
-    if not COMMITTED.exists():
-        raise ValueError("reproduce: benchmarks/results/serve.json is missing; run it in a checkout")
-    content = json.loads(COMMITTED.read_text())
-    run = content["runs"][-1]
-    hardware = run["hardware"]
-    steps = [row for row in content["rows"] if row["run"] == run["id"]]
-    rows = replayed(steps, hardware["memory_gib"], LOADS if asked.full else LOADS[:1])
+    rows, where = _replayed_rows(LOADS if asked.full else LOADS[:1])
+    if not rows:
+        raise ValueError(
+            "reproduce: no steps and chunks of serving were measured; `make gpu-bench NAME=serve`"
+        )
     loads: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
-        loads.setdefault((row["case"]["model"], row["case"]["input"]), []).append(row)
+        loads.setdefault((_model(row), row["case"]["input"]), []).append(row)
     best = {id(row) for of in loads.values() for row in front(of)}
-    where = f"{hardware['count']} x {hardware['gpu']}, revision {run['commit']}, {run['date']}"
     return Finding(
         title="TensorRT-LLM, Pareto curves: loops replayed from measured steps",
         question="How much does a GPU give at what a user sees, at real widths and long answers?",
         head=("model", "in, out", "way", "users", "tokens/s a user", "tokens/s a GPU", "nothing beats it"),
         table=tuple(_replayed_line(row, "*" if id(row) in best else "") for row in rows),
         differs=(
-            f"Replayed on a CPU, no loop on GPUs: the engine's scheduling over steps timed on {where}. Times "
-            "between two lengths of caches are on a line through them, and beyond the longest too.",
+            "Replayed on a CPU, no loop on GPUs: the engine's scheduling over steps timed on "
+            f"{'; '.join(where)}. Times between two lengths of caches are on a line through them, and beyond "
+            "the longest too.",
             "Qwen3-30B-A3B, and DeepSeek-V3's widths with 8 layers of experts, not DeepSeek-R1 on GB200s. "
-            "Weights are random, so drafts are forced to count as right; each name says how many.",
+            "Weights are random, so drafts are forced to count as right; each name says how many. On one GPU "
+            "a half has half of the experts, what a rank of two reads, and nothing crosses.",
         ),
         verdict=tuple(
             f"{model}, {tokens} tokens in, on the front: "
@@ -105,11 +105,36 @@ def pareto_replayed(asked: Asked) -> Finding:
     )
 
 
+def _replayed_rows(loads: Sequence[tuple[int, int]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Loops of every way in the newest run that has its steps and chunks, and what those runs were."""
+    rows, where = list[dict[str, Any]](), list[str]()
+    for path in (COMMITTED / name for name in FILES):
+        if not path.exists():
+            raise ValueError(f"reproduce: benchmarks/results/{path.name} is missing; run it in a checkout")
+        content, known = json.loads(path.read_text()), set[tuple[str, str, int]]()
+        for run in reversed(content["runs"]):
+            own = [
+                r for r in content["rows"] if r["run"] == run["id"] and r["op"] in ("decode step", "chunk")
+            ]
+            hardware = run["hardware"]
+            fresh = replayed([r for r in own if way_of(r) not in known], hardware["memory_gib"], loads)
+            if fresh:
+                known |= {way_of(row) for row in fresh}
+                rows += fresh
+                where.append(f"{hardware['count']} x {hardware['gpu']}, {run['commit']}, {run['date']}")
+    return rows, where
+
+
+def _model(row: Mapping[str, Any]) -> str:
+    """The model, and on how many GPUs."""
+    return f"{row['case']['model']}, {row['case']['W']} GPU{'s' * (row['case']['W'] > 1)}"
+
+
 def _replayed_line(row: Mapping[str, Any], starred: str) -> tuple[str, ...]:
     case = row["case"]
     rates = f"{row['tokens_per_s_user']:.1f}", f"{row['tokens_per_s_gpu']:.0f}"
     return (
-        *(case["model"], f"{case['input']}, {case['output']}", name_of(row), str(case["users"])),
+        *(_model(row), f"{case['input']}, {case['output']}", name_of(row), str(case["users"])),
         *rates,
         starred,
     )
@@ -118,7 +143,7 @@ def _replayed_line(row: Mapping[str, Any], starred: str) -> tuple[str, ...]:
 def _replayed_chart(by_model: Mapping[str, list[Mapping[str, Any]]]) -> str:
     """The shortest load's curves."""
     named = {
-        f"{model.partition('-')[0]} {name.partition(', replayed')[0]}": curve
+        f"{model} {name.partition(', replayed')[0]}": curve
         for model, rows in by_model.items()
         for name, curve in curves(rows).items()
     }

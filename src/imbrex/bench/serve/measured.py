@@ -22,6 +22,11 @@ USABLE = 0.93
 GIB = 1 << 30
 
 
+def way_of(row: Row) -> tuple[str, str, int]:
+    """The model, the way and the drafts of a timed step or chunk, or of a loop."""
+    return row["case"]["model"], row["impl"], row["case"].get("drafts", 0)
+
+
 def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> StepTimes:
     """The times of a way with so many drafts a step. Raises ValueError where there are none."""
     by_room = isinstance(MODELS[model].attention, Latent)
@@ -51,11 +56,13 @@ def step_times(rows: Iterable[Row], model: str, way: str, drafts: int = 0) -> St
 def replayed(
     rows: Sequence[Row], memory_gib: float, loads: Sequence[tuple[int, int]] = LOADS
 ) -> list[dict[str, Any]]:
-    """A row for every way, draft length and load that was measured and whose weights and caches fit."""
+    """A row for every way, draft length and load whose steps and chunks were measured and whose weights and
+    caches fit."""
     points = []
-    steps = [row for row in rows if row["op"] == "decode step"]
-    ways = {(r["case"]["model"], r["impl"], r["case"].get("drafts", 0)): r for r in steps}
+    ways, with_chunks = ({way_of(r): r for r in rows if r["op"] == op} for op in ("decode step", "chunk"))
     for (model, way, drafts), step in ways.items():
+        if (model, way, drafts) not in with_chunks:
+            continue
         times = step_times(rows, model, way, drafts)
         chunk = next(r["case"] for r in rows if r["op"] == "chunk" and r["case"]["model"] == model)
         for tokens, output in loads:
