@@ -36,13 +36,13 @@ FITTED = {
 }
 CORES_CODECS = ("bf16", "int8", "fp8")
 OF_CORES = {
-    "weights_bytes_s": (1e10, "one core's reading rate"),
+    "weights_bytes_s": (1e10, "one core's reading rate, as a product packs them"),
     "experts_start_s": (5e-5, "a few operators' start"),
     "power_slowdown": (0.0, "no limit seen"),
     "host_holds_moves": (0.0, "gloo's threads ask"),
-    "reading_exponent": (50.0, "a core reads while it multiplies"),
+    "reading_exponent": (1.0, "a product packs its weights before it multiplies"),
     "tiers_chunk_s": (3e-3, "two messages, and a plan inside the node"),
-    "gradients_bytes_s": (1e10, "one core's writing rate"),
+    "gradients_bytes_s": (1e10, "one core's rate, as gradients of chunks are added"),
     "backward_weights_factor": (1.0, "as many operations as the forward"),
     "memory_bytes": (8e9, "a share of a small machine"),
     "value_bytes": (4, "rows and weights in float32"),
@@ -82,6 +82,7 @@ SCHEDULED = {
     "rows_bytes_s": 3e9,
     "copied_bytes_s": 3e9,
     "plan_s": 1e-3,
+    "plan_chunk_s": 5e-4,
     "chunk_forward_s": 1e-3,
     "chunk_backward_s": 1e-3,
     "backward_rows_factor": 1.2,

@@ -329,7 +329,7 @@ def fit_bytes(profile: Profile) -> Profile:
     of the older code whose schedules were measured, from those on 4 GPUs."""
     whole = [row for row in rows("layer") if is_bytes_fitted(row)]
     source = f"{commits('layer', {r['run'] for r in whole})}: imbrex-alltoall"
-    within = entries(["plan_s"], [0.0], "part of the chunk's", "assumed")
+    within = entries(["plan_s", "plan_chunk_s"], [0.0, 0.0], "part of the chunk's", "assumed")
     timed = [r for r in rows("schedule") if r["run"] == 12 and r["op"] in ("layer-forward", "layer-backward")]
 
     def now(x: Iterable[float]) -> Profile:

@@ -213,6 +213,24 @@ EVENTS = [
 
 SIMULATE = [
     Fault(
+        "chunks-checked-for-nothing",
+        "simulate/run.py",
+        "the message of several chunks before their plan takes no time",
+        "messages = 1 if degree == 1 else 2",
+        "messages = 1",
+        (
+            "unit/test_simulate_plans.py::test_several_chunks_say_in_a_message_of_their_own_that_the_input_is_fine",
+        ),
+    ),
+    Fault(
+        "chunks-hold-the-link",
+        "simulate/run.py",
+        "all that a chunk takes of a processor stands before its first row",
+        "by_kind[kind] + self.host(backward=backward) / len(own) for kind in own}",
+        "by_kind[kind] + self.host(backward=backward) * (kind == Kind.encode_out) for kind in own}",
+        ("unit/test_simulate_plans.py::test_a_processor_works_on_other_chunks_while_rows_are_under_way",),
+    ),
+    Fault(
         "rows-arrive-with-the-first-sender",
         "simulate/engine.py",
         "a collective move is over when the first rank has sent",

@@ -113,6 +113,57 @@ def test_a_product_is_its_waves_or_its_weights() -> None:
     assert float(device.forward(profile, shape, few)[0]) == pytest.approx(weights, rel=1e-6)
 
 
+def test_a_processor_adds_the_gradients_of_chunks() -> None:
+    """Two experts of 1024 x 176 have gradients of 4.3 MB. Of two chunks the second one's are read with
+    the sum, which is written: half of three times 4.3 MB a chunk."""
+    cores, width, inner = Profile.load("two-cores"), 1024, 176
+    shape = Shape(width=width, inner=inner, experts=4, top_k=1, value_bytes=4)
+    share = Share(experts=2, inner=inner, rows_W=np.array([512.0]))
+    alone, added = (float(device.backward_weights(cores, shape, share, chunks=n)[0]) for n in (1, 2))
+    assert added - alone == pytest.approx(1.5 * 2 * 3 * width * inner * 4 / cores["gradients_bytes_s"])
+
+
+@pytest.mark.parametrize(("bytes_s", "paid"), [(1e12, 8.0), (1e6, 0.4)])
+def test_a_processor_works_on_other_chunks_while_rows_are_under_way(bytes_s: float, paid: float) -> None:
+    """What every chunk takes of the processor is paid eight times where rows take nothing. Where the link is
+    always busy, it is paid by the first of its five tasks before the first row and the last behind the last.
+    """
+    cores = Profile.load("two-cores").with_entries(
+        {
+            "bytes_slows_compute": Entry(value=1.0, status="assumed", source="by hand"),
+            "bytes_slows_moves": Entry(value=1.0, status="assumed", source="by hand"),
+        }
+    )
+    shape = Shape(width=512, inner=88, experts=4, top_k=1, value_bytes=4)
+    tiers = (Tier(name="node", ranks=1, bytes_s=1e12), Tier(name="link", ranks=2, bytes_s=bytes_s))
+    took = []
+    for seconds in (1e-3, 6e-3):
+        host = {"chunk_forward_s": Entry(value=seconds, status="assumed", source="by hand")}
+        case = Case(
+            profile=cores.with_entries(host), fabric=Fabric(name="two", tiers=tiers), shape=shape, tokens=2048
+        )
+        took.append(predict(case, Layout(ep=2, schedule="optsche-8"), backward=False).forward)
+    assert took[1] - took[0] == pytest.approx(paid * 5e-3, rel=0.02)
+
+
+@pytest.mark.parametrize(("schedule", "messages"), [("serial", 1), ("optsche-1", 1), ("optsche-8", 2)])
+def test_several_chunks_say_in_a_message_of_their_own_that_the_input_is_fine(
+    schedule: str, messages: int
+) -> None:
+    """Before the plan's message, and in a forward alone."""
+    cores, shape = Profile.load("two-cores"), Shape(width=512, inner=88, experts=4, top_k=1, value_bytes=4)
+    later = {"plan_s": Entry(value=cores["plan_s"] + 1e-3, status="assumed", source="by hand")}
+    now, then = (
+        predict(
+            Case(profile=some, fabric=islands(some, 2, 1, network="pair"), shape=shape, tokens=2048),
+            Layout(ep=2, schedule=schedule),
+        )
+        for some in (cores, cores.with_entries(later))
+    )
+    assert then.forward - now.forward == pytest.approx(messages * 1e-3)
+    assert then.backward == now.backward
+
+
 def test_reading_hides_less_beside_a_product_of_its_length() -> None:
     """128 rows an expert of DeepSeek-V3: multiplying and reading take about as long, together more."""
     deepseek = Shape(width=7168, inner=2048, experts=256, top_k=8)

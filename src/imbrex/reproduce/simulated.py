@@ -255,7 +255,7 @@ def _testbed() -> Profile:
         "copied_bytes_s": 1e13,
     }
     rates |= {"gradients_bytes_s": 6e11, "backward_rows_factor": 1.0, "backward_weights_factor": 1.0}
-    rates |= dict.fromkeys(("experts_start_s", "power_slowdown", "plan_s"), 0.0)
+    rates |= dict.fromkeys(("experts_start_s", "power_slowdown", "plan_s", "plan_chunk_s"), 0.0)
     rates |= dict.fromkeys(("chunk_forward_s", "chunk_backward_s"), 0.0)
     rates |= dict.fromkeys(("tile_rows", "tile_columns", "multiprocessors"), 1.0)
     rates |= {"bytes_slows_compute": 1.0, "bytes_slows_moves": 1.0}

@@ -4,7 +4,7 @@ A product of n columns and k inner values multiplies tiles of `tile_rows` x `til
 multiprocessor at a time: waves of tiles at `product_flops_s`, beside the reading of the weights at
 `weights_bytes_s`. The longer of the two hides the shorter, the less the more they are alike: of m and r
 seconds it takes (m^p + r^p)^(1/p), p being `reading_exponent`. Rows of an expert fill whole tiles. A
-processor has tiles of one row and column.
+processor has tiles of one row and column, and packs a product's weights before it multiplies: p is 1 there.
 Example: 2 experts of 1024 rows, n = 256 columns and 132 multiprocessors are 16 tiles of 128 rows: one wave,
 as many seconds as 132 tiles would take.
 """
@@ -80,9 +80,13 @@ def backward_rows(profile: Profile, shape: Shape, share: Share) -> Floats:
     return forward(profile, shape, share) * profile["backward_rows_factor"]
 
 
-def backward_weights(profile: Profile, shape: Shape, share: Share, *, adds: bool = False) -> Floats:
-    """Seconds of the weights' gradients: as many operations, and every gradient written, or read and written
-    where chunks add to it (`adds`)."""
+def backward_weights(profile: Profile, shape: Shape, share: Share, *, chunks: int = 1) -> Floats:
+    """Seconds of the weights' gradients of one of so many chunks: as many operations, and every gradient
+    written, or read and written where chunks add to it.
+
+    A processor writes while it multiplies. But all chunks other than the first are then added to the sum,
+    by an operator of its own, which reads two gradients and writes one.
+    """
     height, columns = int(profile["tile_rows"]), int(profile["tile_columns"])
     unit, sms = height * columns, int(profile["multiprocessors"])
     total = np.zeros_like(share.rows_W)
@@ -90,12 +94,14 @@ def backward_weights(profile: Profile, shape: Shape, share: Share, *, adds: bool
         number = share.experts * np.ceil(n / height) * np.ceil(k / columns)
         waves = np.ceil(number / sms) * sms
         total += waves * unit * 2 * share.rows_W / share.experts / profile["product_flops_s"]
-    written = 3 * share.experts * shape.width * share.inner * shape.value_bytes * (2 if adds else 1)
-    per_weight = written / profile["gradients_bytes_s"]
+    once = 3 * share.experts * shape.width * share.inner * shape.value_bytes / profile["gradients_bytes_s"]
     computed = total * profile["backward_weights_factor"]
-    # A processor writes while it multiplies. A multiprocessor's tile of a gradient has as few steps as the
-    # expert has rows, too few to hide the writing of the tile before.
-    together = np.maximum(computed, per_weight) if sms == 1 else computed + per_weight
+    if sms == 1:
+        together = np.maximum(computed, once) + 3 * (1 - 1 / chunks) * once
+    else:
+        # A multiprocessor's tile of a gradient has as few steps as the expert has rows, too few to hide the
+        # writing of the tile before.
+        together = computed + once * (2 if chunks > 1 else 1)
     slowed = _throttled(profile, together)
     return slowed + np.where(share.rows_W > 0, profile["experts_start_s"], 0.0)
 

@@ -109,7 +109,7 @@ def predict(case: Case, layout: Layout, *, backward: bool = True) -> Outcome:
     spans = [_makespan(costs, scheduler, degree, back) for back in ((False, True) if backward else (False,))]
     seconds = costs.seconds(1, backward=False, apart=True)
     return Outcome(
-        forward=spans[0] + costs.planning(),
+        forward=spans[0] + costs.planning(degree),
         backward=spans[1] if backward else 0.0,
         tiers=costs.flow.nbytes,
         tasks={task.kind.name: float(part.max()) for task, part in seconds.items()},
@@ -185,8 +185,13 @@ class _Costs:
         self.rows = case.tokens * shape.top_k * layout.tp
         self.slots = (shape.experts + layout.replicas) / layout.ep
 
-    def planning(self) -> float:
-        return 0.0 if self.kernels or self.case.decode else self.profile["plan_s"]
+    def planning(self, degree: int) -> float:
+        """Seconds before the first row of a forward leaves. All chunks are planned together, in a message;
+        of several, another one says before whether the input is fine."""
+        if self.kernels or self.case.decode:
+            return 0.0
+        messages = 1 if degree == 1 else 2
+        return messages * self.profile["plan_s"] + degree * self.profile["plan_chunk_s"]
 
     def host(self, *, backward: bool) -> float:
         """The host's seconds a chunk over bytes."""
@@ -218,6 +223,10 @@ class _Costs:
         if self.layout.schedule == "fused" and not apart:
             by_kind |= self._fused(by_kind, backward)
         scale = 1 / degree if whole else 1.0
+        if not self.runs_ahead:
+            # A processor is its own host, and every task of it takes operators, allocations and calls.
+            own = [kind for kind in by_kind if kind not in (Kind.move_out, Kind.move_back)]
+            by_kind |= {kind: by_kind[kind] + self.host(backward=backward) / len(own) for kind in own}
         every = tasks(degree, weights=backward)
         return {task: by_kind[task.kind] * scale * self._slowed(task.kind) for task in every}
 
@@ -235,10 +244,9 @@ class _Costs:
         beside = self.profile[f"piece_{'backward' if backward else 'forward'}_s"] if gaps else 0.0
         if not backward:
             return {Kind.experts: device.forward(self.profile, self.case.shape, share) + beside}
-        adds = degree > 1
         return {
             Kind.experts: device.backward_rows(self.profile, self.case.shape, share) + beside,
-            Kind.weights: device.backward_weights(self.profile, self.case.shape, share, adds=adds),
+            Kind.weights: device.backward_weights(self.profile, self.case.shape, share, chunks=degree),
         }
 
     def _wire(self, degree: int) -> Floats:
@@ -289,7 +297,7 @@ class _Costs:
         out_W = rows_out * np.ones_like(self.load_W)
         arrived_W, rows_W = rows_out * self.load_W, self.rows * self.load_W / degree
         copied = value / profile["copied_bytes_s"]
-        host = 0.0 if backward and self.runs_ahead else self.host(backward=backward)
+        host = self.host(backward=backward) if self.runs_ahead and not backward else 0.0
         # While the host asks for counts, it computes nothing and no rows are under way.
         pause = 0.0 if backward else host * profile["host_holds_moves"]
         wire_W = self._wire(degree)
@@ -320,7 +328,7 @@ class _Costs:
             spread, summed = self._crossings(near_W, pool, degree, routed=not backward, beside=degree > 1)
         else:
             spread = summed = near_W + self.rows * self.load_W / degree * copied
-        host = 0.0 if backward and self.runs_ahead else self.host(backward=backward)
+        host = self.host(backward=backward) if self.runs_ahead and not backward else 0.0
         coded = device.coded
         return {
             Kind.encode_out: host + leave_W * copied + coded(profile, codec, "encode", leave_W, width),
