@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imbrex.kernels.ffn import ffn as ffn_module
-from imbrex.kernels.ffn.ffn import FOLLOWING, ffn
+from imbrex.kernels.ffn import slopes
+from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.ffn.glue import gather_rows, plan_groups, sum_rows
 from imbrex.kernels.ffn.inputs import supports
+from imbrex.kernels.ffn.products import FOLLOWING
 from imbrex.kernels.ffn.tokens import TILINGS as GATHER_TILINGS
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
@@ -219,7 +220,7 @@ def test_ffn_and_its_gradients(
 ) -> None:
     """SwiGLU's gradient in a product's epilogue, and, as with wide rows, by a kernel of its own."""
     if not fused:
-        monkeypatch.setattr(ffn_module, "FUSED_WIDTH", 0)
+        monkeypatch.setattr(slopes, "FUSED_WIDTH", 0)
     torch.manual_seed(1)
     rows, width, inner = sum(counts), 512, 264
     x, d_y = draw(rows + TAIL, width), draw(rows + TAIL, width)

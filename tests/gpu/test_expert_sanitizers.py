@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 STEP = """
 import torch
-from imbrex.kernels.ffn import ffn as ffn_module
+from imbrex.kernels.ffn import slopes
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, quantise_rows, run_fp8_rows
 from imbrex.kernels.ffn.tokens import TILINGS
@@ -33,9 +33,9 @@ for counts, width, inner in (([70, 0, 1, 130], 256, 128), ([3, 2], 1024, 136), (
     for dtype in (torch.float32, torch.bfloat16):
         sums = tuple(torch.zeros(s, device="cuda", dtype=dtype) for s in shapes[1:])
         torch.autograd.grad(ffn(*leaves, counts, gradients=sums), leaves[0], d_y)
-    ffn_module.FUSED_WIDTH = 0
+    slopes.FUSED_WIDTH = 0
     torch.autograd.grad(ffn(*leaves, counts, weights_R=weights), [*leaves, weights], d_y)
-    ffn_module.FUSED_WIDTH = 4096
+    slopes.FUSED_WIDTH = 4096
     if inner % 128 == 0:
         weights8, index = quantise_experts(*leaves[1:]), torch.randint(rows, (rows,), device="cuda")
         ffn_fp8(leaves[0].detach(), weights8, counts)

@@ -233,7 +233,7 @@ def run_dy(ranks: Ranks, train_down: bool, tokens: int, wide: bool, leaving: int
         patch.setattr(NvlinkExchange, "stage_again", stage_again)
         patch.setattr(Weighing, "leaves", ranks.rank < leaving)
         if wide:
-            patch.setattr("imbrex.kernels.ffn.ffn.FUSED_WIDTH", 0)
+            patch.setattr("imbrex.kernels.ffn.slopes.FUSED_WIDTH", 0)
         answers = []
         for strategy in (Serial(), Fused()):
             x_TD, routing = inputs_of(ranks.rank, 31 if ranks.rank else tokens)

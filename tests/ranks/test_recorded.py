@@ -18,7 +18,7 @@ from imbrex.contracts import Dispatched
 from imbrex.exchange import recorded
 from imbrex.experts.experts import Experts
 from imbrex.kernels.exchange.exchange import NvlinkExchange
-from imbrex.kernels.ffn import both
+from imbrex.kernels.ffn import both, slopes
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.overlap import Serial
 from imbrex.placement import contiguous, from_slots
@@ -173,10 +173,13 @@ def gradients(
     return found
 
 
-def run_trained(ranks: Ranks, few: int, trained: str) -> tuple[list[list[bool]], int]:
-    """Of three calls, whether y and every gradient has the bits of the steps."""
+def run_trained(ranks: Ranks, few: int, trained: str, wide: bool) -> tuple[list[list[bool]], int]:
+    """Of three calls, whether y and every gradient has the bits of the steps. wide: SwiGLU's gradient is a
+    kernel of its own, as for rows of more than 4096 values."""
     same = []
     with a_layer(ranks, few) as layer:
+        if wide:
+            layer.patch.setattr(slopes, "FUSED_WIDTH", WIDTH - 1)
         for call in range(3):
             inputs = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
             pairs = zip(
@@ -187,16 +190,23 @@ def run_trained(ranks: Ranks, few: int, trained: str) -> tuple[list[list[bool]],
 
 
 @pytest.mark.parametrize(
-    ("few", "trained", "launches"),
-    [(256, "all", 6), (0, "all", 6), (0, "all but down", 6), (256, "experts", 5)],
+    ("few", "trained", "wide", "launches"),
+    [
+        (256, "all", False, 6),
+        (0, "all", False, 6),
+        (0, "all", True, 6),
+        (0, "all but down", False, 6),
+        (256, "experts", False, 5),
+        (256, "experts", True, 5),
+    ],
 )
 def test_gradients_have_the_bits_of_those_of_the_steps(
-    pool: Pool, few: int, trained: str, launches: int
+    pool: Pool, few: int, trained: str, wide: bool, launches: int
 ) -> None:
     """launches: of the exchange, from a record: of two forwards, and of one backward, since every second one
     has its gradients elsewhere; nothing goes home to tokens that nobody trains. The second backward of a call
     makes the steps."""
-    for same, again in pool.run(2, run_trained, few, trained):
+    for same, again in pool.run(2, run_trained, few, trained, wide):
         assert same == [[True] * 9] * 3
         assert again == launches
 

@@ -82,6 +82,32 @@ def test_places_are_told_before_rows_leave(pool: Pool) -> None:
         assert begun == ["irecv"] * 3 + ["isend"] * 3
 
 
+def run_few(ranks: Ranks) -> list[list[str]]:
+    """What a move and one back begin as messages, of rows of a byte more and of a byte less than `few_bytes`
+    from rank 3 to rank 0; every other pair has one byte."""
+    begun = []
+    for most in (AllToAll.few_bytes + 1, AllToAll.few_bytes):
+        transport = Noted(ranks.group)
+        wanted_TW = torch.zeros(most, ranks.world_size, dtype=torch.bool)
+        wanted_TW[:1] = True
+        wanted_TW[:, 0] |= ranks.rank == 3
+        rows = torch.full((most, 1), ranks.rank, dtype=torch.uint8)
+        (traffic,) = transport.plan([wanted_TW], None)
+        came = transport.begin_move(rows, traffic).finish()
+        back = transport.begin_move_back(came, traffic).finish()
+        assert back.eq(ranks.rank).all()
+        assert len(back) == int(traffic.splits_2W[0].sum())
+        begun.append(transport.begun)
+    return begun
+
+
+def test_few_bytes_go_by_gloos_own_call_on_all_ranks_or_on_none(pool: Pool) -> None:
+    """Ranks 1 and 2 see single bytes alone, and know of rank 3's all the same."""
+    for many, few in pool.run(4, run_few):
+        assert many == (["irecv"] * 3 + ["isend"] * 3) * 2
+        assert few == []
+
+
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("transport", OURS)
 def test_contract(pool: Pool, transport: str, world: int) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from imbrex.kernels.ffn import ffn as ffn_module
-from imbrex.kernels.ffn import slopes as slopes_module
+from imbrex.kernels.ffn import products, slopes
 from imbrex.kernels.ffn.ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
@@ -26,7 +25,7 @@ def test_ffn_and_its_gradients(monkeypatch: pytest.MonkeyPatch, fused: bool) -> 
     """All kernels of a training step, with narrow rows and, as wide ones have it, SwiGLU's gradient apart: a
     contiguous copy is made of weights that are not."""
     if not fused:
-        monkeypatch.setattr(ffn_module, "FUSED_WIDTH", 0)
+        monkeypatch.setattr(slopes, "FUSED_WIDTH", 0)
     torch.manual_seed(4)
     counts, width, inner = [70, 0, 3], 64, 128
     rows = sum(counts)
@@ -49,7 +48,7 @@ def test_a_backward_holds_no_second_gate_and_up(monkeypatch: pytest.MonkeyPatch,
     """Its own bytes, beside what it gives: SwiGLU's result. The bits are those of one that writes beside
     them, and through a graph that is retained they come again, from gate and up that are computed anew."""
     if not fused:
-        monkeypatch.setattr(ffn_module, "FUSED_WIDTH", 0)
+        monkeypatch.setattr(slopes, "FUSED_WIDTH", 0)
     torch.manual_seed(4)
     counts, width, inner = torch.tensor([70, 0, 3]), 64, 136
     x, d_y, weights = draw(73, width), draw(73, width), torch.rand(73)
@@ -88,13 +87,13 @@ Launched = list[tuple[Layout, Tiling]]
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """What every product contracted and how it was cut, as they come."""
-    found, launch = [], ffn_module.launch_gemm
+    found, launch = [], products.launch_gemm
 
     def noted(layout: Layout, *tensors: Tensor, tiling: Tiling, **how: Any) -> None:
         found.append((layout, tiling))
         launch(layout, *tensors, tiling=tiling, **how)
 
-    for module in (ffn_module, slopes_module):
+    for module in (products, slopes):
         monkeypatch.setattr(module, "launch_gemm", noted)
     return found
 

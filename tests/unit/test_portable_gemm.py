@@ -119,7 +119,7 @@ def test_experts_and_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up, down = draw(3, 2 * inner, width) / width**0.5, draw(3, width, inner) / inner**0.5
     weights = torch.rand(rows + TAIL)
     emulate(monkeypatch, blocks=2)
-    monkeypatch.setattr("imbrex.kernels.ffn.ffn.launch_gemm", None)
+    monkeypatch.setattr("imbrex.kernels.ffn.products.launch_gemm", None)
     with portable_products():
         y, kept, plan = run_ffn(x, gate_up, down, torch.tensor(counts), weights, True)
         found = run_ffn_backward(d_y, x, gate_up, down, plan, weights, kept, (True, True, True))

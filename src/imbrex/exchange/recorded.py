@@ -40,7 +40,7 @@ from imbrex.kernels.exchange.launches import Sums
 from imbrex.kernels.ffn import both
 from imbrex.kernels.ffn.ffn import Saved, Slots, ffn, ffn_backward, run_gradients, run_products
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, hit_words
-from imbrex.kernels.ffn.slopes import FUSED_WIDTH, parts_of_weights
+from imbrex.kernels.ffn.slopes import parts_of_weights
 from imbrex.kernels.ffn.widths import fits
 from imbrex.kernels.gemm.gemm import check_products
 from imbrex.kernels.gemm.portable import is_portable
@@ -413,11 +413,11 @@ class Recorder:
         return [*results, *gradients]
 
     def _plan_back(self, memory: Memory, down_eDF: Tensor) -> Scratch | None:
-        """Memory for a backward; `None` where rows cross in fp8, where SwiGLU's gradient is a kernel of its
-        own, and where everything is looked at."""
+        """Memory for a backward; `None` where rows cross in fp8, where products are of other GPUs, which
+        are on no tape, and where it is too much."""
         wire, device = self.dispatcher.wire, down_eDF.get_device()
         coded = is_coded(wire.combine_backward) or is_coded(wire.dispatch_backward)
-        if coded or down_eDF.shape[1] > FUSED_WIDTH or is_portable(device):
+        if coded or is_portable(device):
             return None
         scratch = scratch_of(memory, down_eDF)
         return scratch if scratch.nbytes <= MOST_BYTES else None

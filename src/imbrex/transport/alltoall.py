@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +18,11 @@ from imbrex.transport.collective import Done, InFlight, Message, Posted
 TAG = 1 << 30 | 3 << 16 | 0xFFFF
 """Tells an all-to-all's messages from those of steps and of tiers, whose low bits differ. Those of several
 between two ranks match in the order of the calls, as a group's collectives do."""
+FEW_BYTES = 1 << 16
+"""Up to so many from any rank to any other, gloo's own all-to-all is quicker than our messages, at rest and
+on busy cores. A thread that posts messages itself holds a connection's lock while it writes; if it computed
+before, the thread that it wakes takes its core, and asks for that lock again and again for a time slice (4 ms
+in one crossing of seven). gloo's own is posted by a thread that has slept."""
 
 
 class AllToAll(BytesTransport):
@@ -24,36 +32,69 @@ class AllToAll(BytesTransport):
     """
 
     name = "alltoall"
+    few_bytes = FEW_BYTES
+
+    def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
+        """Hops: the most rows of any rank for another, int64 [1], which all ranks know and so agree upon."""
+        rows = self.sizes_of(wanted) if rows is None else rows
+        traffics = super().plan(wanted, rows)
+        if not self._asks_for_few:
+            return traffics
+        return [replace(t, hops=(sizes.max().view(1),)) for t, sizes in zip(traffics, rows, strict=True)]
+
+    def fake_hops(self, ids_TK: Tensor, size: Callable[[], Any]) -> list[Tensor]:
+        return [torch.empty(1, dtype=torch.int64, device="cpu")] if self._asks_for_few else []
+
+    @property
+    def _asks_for_few(self) -> bool:
+        return self.few_bytes > 0 and self.world_size > 1 and not self.groups_messages
+
+    def is_few(self, traffic: Traffic, row_bytes: int) -> bool:
+        """Whether no rank sends another more than `few_bytes`; the same on all ranks."""
+        return (
+            bool(traffic.hops) and self._asks_for_few and int(traffic.hops[0]) * row_bytes <= self.few_bytes
+        )
 
     def begin_move(self, encoded_TB: Tensor, traffic: Traffic) -> Pending:
         send, receive = traffic.splits_2W.tolist()
-        return self.scatter_rows("dispatch", pick_rows(encoded_TB, traffic.sent_tokens_N), send, receive)
+        rows = pick_rows(encoded_TB, traffic.sent_tokens_N)
+        return self._way(traffic, rows)("dispatch", rows, send, receive)
 
     def begin_move_back(self, encoded_MB: Tensor, traffic: Traffic, add: Add | None = None) -> Pending:
         send, receive = traffic.splits_2W.tolist()
-        return self.scatter_rows("combine", encoded_MB, receive, send)
+        return self._way(traffic, encoded_MB)("combine", encoded_MB, receive, send)
+
+    def _way(self, traffic: Traffic, rows: Tensor) -> Callable[..., Pending]:
+        return self.scatter_at_once if self.is_few(traffic, rows.shape[1]) else self.scatter_rows
 
     def scatter_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         """Rows by destination rank, `send[r]` of them to rank r; returns rows by source rank."""
         if self.world_size == 1:
             return Done(rows)
-        out = rows.new_empty(sum(receive), rows.shape[1])
-        rows = rows.contiguous()
-        if not self.groups_messages:
-            return self._post_rows(phase, out, rows, send, receive)
-        sizes = list(receive), list(send)
+        if self.groups_messages:
+            return self.scatter_at_once(phase, rows, send, receive)
+        return self._post_rows(phase, rows.contiguous(), send, receive)
+
+    def scatter_at_once(
+        self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> Pending:
+        """The same by the group's own all-to-all, on every rank of it."""
+        out, rows, sizes = self._room_for(rows, receive), rows.contiguous(), (list(receive), list(send))
         work = self.start(phase, lambda: dist.all_to_all_single(out, rows, *sizes, self.group, async_op=True))
         return InFlight(self, phase, work, out, rows)
 
-    def _post_rows(
-        self, phase: str, out: Tensor, rows: Tensor, send: Sequence[int], receive: Sequence[int]
-    ) -> Pending:
+    @staticmethod
+    def _room_for(rows: Tensor, receive: Sequence[int]) -> Tensor:
+        return rows.new_empty(sum(receive), rows.shape[1])
+
+    def _post_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         """The same by messages over gloo, the places for what comes first.
 
         gloo's own all-to-all sends before it says where rows may be written, so this word of the rank that
         begins later waits behind its rows, and the two directions of a link take turns: 2.1 MB each way over
         1 Gb/s took 31 ms in one call of three, where the link needs 17.
         """
+        out = self._room_for(rows, receive)
         places, blocks = out.split(list(receive)), rows.split(list(send))
         places[self.rank].copy_(blocks[self.rank])
         others = [rank for rank in range(self.world_size) if rank != self.rank]

@@ -25,10 +25,13 @@ class BytesTransport(Collective):
         return False
 
     def plan(self, wanted: Sequence[Tensor], rows: Sequence[Tensor] | None) -> list[Traffic]:
-        if rows is None:
-            gathered = self.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
-            rows = [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(wanted), 1)]
+        rows = self.sizes_of(wanted) if rows is None else rows
         return [straight(mine, sizes, self.rank) for mine, sizes in zip(wanted, rows, strict=True)]
+
+    def sizes_of(self, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """The rows that every rank sends to every other, int64 [W, W] of every dispatch. Collective."""
+        gathered = self.exchange_counts(torch.cat([wanted_TW.sum(0) for wanted_TW in wanted]))
+        return [sizes.clone().fill_diagonal_(0) for sizes in gathered.chunk(len(wanted), 1)]
 
     def fake_hops(self, ids_TK: Tensor, size: Callable[[], Any]) -> list[Tensor]:
         return []

@@ -14,6 +14,8 @@ from imbrex.transport.nodes import Nodes
 class Tiered(AllToAll):
     """An all-to-all that knows which ranks share a node, with a lane for what follows its first step."""
 
+    few_bytes = 0
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,

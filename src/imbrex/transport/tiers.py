@@ -92,6 +92,8 @@ class Flight:
 class Members(AllToAll):
     """Some ranks of a group, as a transport between them alone; member r is rank `ranks[r]` of the group."""
 
+    few_bytes = 0
+
     def __init__(self, whole: Collective, ranks: Sequence[int], calls: tuple[Iterator[int], ...]) -> None:
         super().__init__(whole.group, timeout=whole.timeout_s)
         self.ranks, self.calls = tuple(ranks), calls

@@ -12,24 +12,22 @@ or, for wide rows, a kernel of its own; gate and up (bf16) are kept, or computed
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
-from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn import both
-from imbrex.kernels.ffn.glue import COUNTERS, Groups, glue_variants, plan_groups, swiglu_backward
+from imbrex.kernels.ffn.glue import COUNTERS, Groups, glue_variants, plan_groups
 from imbrex.kernels.ffn.inputs import check_inputs
-from imbrex.kernels.ffn.slopes import FUSED_WIDTH, parts_of_weights, run_slopes
+from imbrex.kernels.ffn.products import following_variants, queue_product, tiling_of
+from imbrex.kernels.ffn.slopes import parts_of_weights, run_slopes
 from imbrex.kernels.ffn.widths import MULTIPLE, fits, pad_widths
 from imbrex.kernels.gemm.gemm import (
     ALONE,
-    FOLLOWS,
     Beside,
     Epilogue,
     Extras,
@@ -37,10 +35,8 @@ from imbrex.kernels.gemm.gemm import (
     Slopes,
     Tiling,
     gemm_variant,
-    launch_gemm,
 )
-from imbrex.kernels.gemm.portable import is_portable, launch_portable
-from imbrex.kernels.gemm.tiling import LOW, SHARED, SMALL, choose_tiling, gemm_choices
+from imbrex.kernels.gemm.tiling import gemm_choices
 from imbrex.kernels.jit import Variant
 from imbrex.runtime.deferred import Deferral, recording
 from imbrex.runtime.tracing import differentiated, once_differentiable, traced
@@ -130,11 +126,6 @@ def _check_gradients(gradients: tuple[Tensor, Tensor], *weights: Tensor) -> None
             )
 
 
-FOLLOWING = (SHARED, LOW, SMALL)
-FEW_ROWS = 64
-"""Rows of an expert, in the mean, up to which the last product asks for weights while the first one runs."""
-
-
 def run_ffn(
     rows_RD: Tensor,
     gate_up_eGD: Tensor,
@@ -180,7 +171,7 @@ def run_experts(
     if rows and down_eDF.shape[0]:
         up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
         more: Extras = {"gate_up": gate_up_RG, "index_R": index_R, "beside": beside or ALONE}
-        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
+        queue_product(Layout.FORWARD, rows_RD, gate_up_eGD, groups, act_RF, up, **more)
     last = LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=y_RD, weights_R=weights_R)
     last() if beside is None or beside.leave is None else beside.leave(last)
     return y_RD
@@ -202,7 +193,7 @@ def run_products(
         return
     up = Epilogue.SWIGLU if gate_up_RG is None else Epilogue.SWIGLU_KEEP
     early, operands = groups.expected > 0 and gate_up_RG is None, (rows_RD, gate_up_eGD, groups, act_RF, up)
-    _gemm(Layout.FORWARD, *operands, follows=early, gate_up=gate_up_RG)
+    queue_product(Layout.FORWARD, *operands, follows=early, gate_up=gate_up_RG)
     LeftProduct(act_RF=act_RF, down_eDF=down_eDF, groups=groups, out_RD=out_RD, weights_R=weights_R)()
 
 
@@ -223,7 +214,7 @@ class LeftProduct:
 
     def tiling(self) -> Tiling:
         rows, experts = len(self.act_RF), self.groups.ends_e.numel()
-        return _tiling(Layout.FORWARD, self.epilogue, rows, experts, self.act_RF, self.out_RD)
+        return tiling_of(Layout.FORWARD, self.epilogue, rows, experts, self.act_RF, self.out_RD)
 
     @property
     def is_empty(self) -> bool:
@@ -234,7 +225,7 @@ class LeftProduct:
         if self.is_empty:
             return
         operands = self.act_RF, self.down_eDF, self.groups, self.out_RD, self.epilogue
-        _gemm(Layout.FORWARD, *operands, weights_R=self.weights_R, follows=True)
+        queue_product(Layout.FORWARD, *operands, weights_R=self.weights_R, follows=True)
 
 
 def _fake_ffn(rows_RD, gate_up_eGD, down_eDF, counts_e, weights_R, keep):
@@ -294,7 +285,7 @@ def ffn_gradients(
         return d_rows_RD, d_gate_up_eGD, d_down_eDF, rows_RD.new_empty(rows, dtype=torch.float32)
     if gate_up_RG.shape[0] == 0:
         gate_up_RG, consume = rows_RD.new_empty(rows, gate_up_eGD.shape[1]), True
-        _gemm(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
+        queue_product(Layout.FORWARD, rows_RD, gate_up_eGD, groups, gate_up_RG)
     weights_R = None if weights_R is None else weights_R.contiguous()
     slopes = Slopes(
         gate_up=gate_up_RG, d_gate_up=gate_up_RG if consume else torch.empty_like(gate_up_RG), keep=need_down
@@ -312,7 +303,7 @@ def ffn_gradients(
     del act_RF  # each piece goes before the next is made: the peak is the backward's
     d_gate_up_eGD = _weight_gradient(d_gate_up_RG, rows_RD, groups, gate_up_eGD, need_gate_up, add_to[0])
     if need_rows:
-        _gemm(Layout.DGRAD, d_gate_up_RG, gate_up_eGD, groups, d_rows_RD)
+        queue_product(Layout.DGRAD, d_gate_up_RG, gate_up_eGD, groups, d_rows_RD)
     if d_weights_R is None:
         d_weights_R = rows_RD.new_empty(0, dtype=torch.float32)
     return d_rows_RD, d_gate_up_eGD, d_down_eDF, d_weights_R
@@ -335,10 +326,10 @@ def _weight_gradient(
         return weight.new_empty(0)
     if add_to is None:
         d_weight = weight.new_empty(weight.shape)
-        _gemm(Layout.WGRAD, d_out, rows, groups, d_weight)
+        queue_product(Layout.WGRAD, d_out, rows, groups, d_weight)
         return d_weight
     epilogue = Epilogue.ADD_FLOAT if add_to.dtype == torch.float32 else Epilogue.ADD
-    _gemm(Layout.WGRAD, d_out, rows, groups, add_to, epilogue)
+    queue_product(Layout.WGRAD, d_out, rows, groups, add_to, epilogue)
     return weight.new_empty(0)
 
 
@@ -373,15 +364,9 @@ def _swiglu_gradient(
     beside: Beside,
 ) -> tuple[Tensor, Tensor | None]:
     """act [R, F] times the weights (unset without `keep`), d_weights [R]; the rest is in `slopes`."""
-    rows, inner = d_y_RD.shape[0], down_eDF.shape[2]
-    if d_y_RD.shape[1] > FUSED_WIDTH or is_portable(d_y_RD.get_device()):
-        d_act_RF = d_y_RD.new_empty(rows, inner)
-        _gemm(Layout.DGRAD, d_y_RD, down_eDF, groups, d_act_RF, beside=beside)
-        operands = d_act_RF, slopes.gate_up, weights_R, groups.ends_e
-        return swiglu_backward(*operands, keep=slopes.keep, out=(slopes.d_gate_up, d_act_RF))[1:]
-    act_RF, parts_PR, d_weights_R = d_y_RD.new_empty(rows, inner), None, None
+    act_RF, parts_PR, d_weights_R = d_y_RD.new_empty(d_y_RD.shape[0], down_eDF.shape[2]), None, None
     if weights_R is not None:
-        parts_PR = weights_R.new_empty(parts_of_weights(rows, down_eDF), rows)
+        parts_PR = weights_R.new_empty(parts_of_weights(d_y_RD.shape[0], down_eDF), weights_R.shape[0])
         d_weights_R = torch.empty_like(weights_R)
     slopes = replace(slopes, d_weights=parts_PR)
     run_slopes(d_y_RD, down_eDF, groups, slopes, weights_R, act_RF, d_weights_R, beside)
@@ -401,18 +386,19 @@ class Slots(NamedTuple):
 
 
 def run_gradients(d_y_RD: Tensor, saved: Saved, to: Slots) -> None:
-    """Queue what `ffn_gradients` does with rows and weights of rows, of widths up to `FUSED_WIDTH`, into
-    memory of the caller's. The gradient of gate and up is written over them."""
+    """Queue what `ffn_gradients` does with rows and weights of rows, into memory of the caller's. The
+    gradient of gate and up is written over them."""
     groups, gate_up_RG = Groups(saved.plan), saved.gate_up_RG
     keep = to.d_down_eDF is not None
     slopes = Slopes(gate_up=gate_up_RG, d_gate_up=gate_up_RG, keep=keep, d_weights=to.parts_PR)
-    run_slopes(d_y_RD, saved.down_eDF, groups, slopes, saved.weights_R, to.act_RF, to.d_weights_R)
+    operands = d_y_RD, saved.down_eDF, groups, slopes
+    run_slopes(*operands, saved.weights_R, to.act_RF, to.d_weights_R)
     if to.d_down_eDF is not None:
-        _gemm(Layout.WGRAD, d_y_RD, to.act_RF, groups, to.d_down_eDF)
+        queue_product(Layout.WGRAD, d_y_RD, to.act_RF, groups, to.d_down_eDF)
     if to.d_gate_up_eGD is not None:
-        _gemm(Layout.WGRAD, gate_up_RG, saved.rows_RD, groups, to.d_gate_up_eGD)
+        queue_product(Layout.WGRAD, gate_up_RG, saved.rows_RD, groups, to.d_gate_up_eGD)
     if to.d_rows_RD is not None:
-        _gemm(Layout.DGRAD, gate_up_RG, saved.gate_up_eGD, groups, to.d_rows_RD)
+        queue_product(Layout.DGRAD, gate_up_RG, saved.gate_up_eGD, groups, to.d_rows_RD)
 
 
 def _fake_ffn_backward(d_y_RD, rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG, needs):
@@ -516,74 +502,7 @@ register_fake("imbrex_experts_v3::ffn_backward", _fake_ffn_backward, lib=_librar
 register_autograd("imbrex_experts_v3::ffn", _backward, setup_context=_setup, lib=_library)
 
 
-def _gemm(
-    layout: Layout,
-    a: Tensor,
-    b: Tensor,
-    groups: Groups,
-    out: Tensor,
-    epilogue: Epilogue = Epilogue.PLAIN,
-    *,
-    follows: bool = False,
-    **more: Unpack[Extras],
-) -> None:
-    """Queues one product of `groups`. follows: the launch right before makes its rows, and where they end is
-    known, or told, before it ends (gemm/follow.cu)."""
-    if is_portable(a.get_device()):
-        launch_portable(layout, a, b, groups.ends_e, out, epilogue, **more)
-        return
-    index_R, experts = more.get("index_R"), groups.ends_e.numel()
-    rows = a.shape[0] if index_R is None else index_R.shape[0]
-    operands, expected = (layout, epilogue, rows, experts, a, out), groups.expected if follows else 0
-    tiling = _tiling(*operands, gather=index_R is not None, expected=expected)
-    early = follows and tiling in FOLLOWING and (expected or rows) <= FEW_ROWS * experts
-    if early:
-        more["beside"] = FOLLOWS
-    launch_gemm(
-        layout,
-        a,
-        b,
-        groups.ends_e,
-        out,
-        groups.other_counter if early and epilogue is not Epilogue.SWIGLU else groups.counter,
-        tiling=tiling,
-        epilogue=epilogue,
-        **more,
-    )
-
-
-def _tiling(
-    layout: Layout,
-    epilogue: Epilogue,
-    rows: int,
-    experts: int,
-    a: Tensor,
-    out: Tensor,
-    *,
-    gather: bool = False,
-    expected: int = 0,
-) -> Tiling:
-    return choose_tiling(
-        layout,
-        epilogue,
-        rows,
-        experts,
-        (out.shape[-2], out.shape[-1]),
-        sms=multiprocessors(a.get_device()),
-        depth=a.shape[1],
-        gather=gather,
-        expected=expected,
-    )
-
-
 def shipped_variants() -> list[Variant]:
     """Every kernel that `ffn` and its backward can launch."""
     gemms = [gemm_variant(c.layout, c.epilogue, c.tiling, c.wide) for c in gemm_choices()]
-    follow = itertools.product((Epilogue.SWIGLU, Epilogue.PLAIN, Epilogue.WEIGHTED), FOLLOWING)
-    return [*glue_variants(), *gemms, *(following_variant(*cut) for cut in follow)]
-
-
-def following_variant(epilogue: Epilogue, tiling: Tiling) -> Variant:
-    """The product that begins before the one before it has ended."""
-    variant = gemm_variant(Layout.FORWARD, epilogue, tiling)
-    return replace(variant, source=FOLLOWS.file[0], entry=FOLLOWS.file[1])
+    return [*glue_variants(), *gemms, *following_variants()]

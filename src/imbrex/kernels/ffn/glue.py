@@ -114,15 +114,16 @@ def swiglu_backward(
     ends_e: Tensor,
     *,
     keep: bool = True,
-    out: tuple[Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """d_gate_up [R, 2F]; act [R, F] times the weights (empty without `keep`); d_weights [R] float32 (`None`
-    without weights). out: where the first two lie; gate_up_RG and d_act_RF themselves may be given."""
+    without weights). out: where they lie; for the first two gate_up_RG and d_act_RF may be given."""
     rows, width = d_act_RF.shape
     if out is None:
-        out = torch.empty_like(gate_up_RG), d_act_RF.new_empty(rows if keep else 0, width)
-    d_gate_up_RG, act_RF = out
-    d_weights_R = None if weights_R is None else d_act_RF.new_empty(rows, dtype=torch.float32)
+        d_weights_R = None if weights_R is None else d_act_RF.new_empty(rows, dtype=torch.float32)
+        act_RF = d_act_RF.new_empty(rows if keep else 0, width)
+        out = torch.empty_like(gate_up_RG), act_RF, d_weights_R
+    d_gate_up_RG, act_RF, d_weights_R = out
     count = ends_e, ends_e.numel(), width // _UNIT
     act = act_RF if keep else None
     _launch("swiglu_backward", d_act_RF, gate_up_RG, weights_R, *count, d_gate_up_RG, act, d_weights_R)
@@ -220,4 +221,5 @@ def clear_rows(rows_RB: Tensor, source_R: Tensor) -> None:
 
 def _launch(entry: str, first: Tensor, *others: Tensor | int | None) -> None:
     device = first.device
-    _kernel(entry, device).launch(grid=_blocks(device), block=_THREADS, args=[first, *others])
+    how: dict[str, Any] = {"grid": _blocks(device), "block": _THREADS}
+    records.launch(_kernel(entry, device), [first, *others], how)

@@ -1,0 +1,92 @@
+"""One product of the experts' rows: which kernel, with which cut, and how early it begins."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Unpack
+
+from torch import Tensor
+
+from imbrex.kernels.arguments import multiprocessors
+from imbrex.kernels.ffn.glue import Groups
+from imbrex.kernels.gemm.gemm import FOLLOWS, Epilogue, Extras, Layout, Tiling, gemm_variant, launch_gemm
+from imbrex.kernels.gemm.portable import is_portable, launch_portable
+from imbrex.kernels.gemm.tiling import LOW, SHARED, SMALL, choose_tiling
+from imbrex.kernels.jit import Variant
+
+FOLLOWING = (SHARED, LOW, SMALL)
+FEW_ROWS = 64
+"""Rows of an expert, in the mean, up to which the last product asks for weights while the first one runs."""
+
+
+def queue_product(
+    layout: Layout,
+    a: Tensor,
+    b: Tensor,
+    groups: Groups,
+    out: Tensor,
+    epilogue: Epilogue = Epilogue.PLAIN,
+    *,
+    follows: bool = False,
+    **more: Unpack[Extras],
+) -> None:
+    """Queues one product of `groups`. follows: the launch right before makes its rows, and where they end is
+    known, or told, before it ends (gemm/follow.cu)."""
+    if is_portable(a.get_device()):
+        launch_portable(layout, a, b, groups.ends_e, out, epilogue, **more)
+        return
+    index_R, experts = more.get("index_R"), groups.ends_e.numel()
+    rows = a.shape[0] if index_R is None else index_R.shape[0]
+    operands, expected = (layout, epilogue, rows, experts, a, out), groups.expected if follows else 0
+    tiling = tiling_of(*operands, gather=index_R is not None, expected=expected)
+    early = follows and tiling in FOLLOWING and (expected or rows) <= FEW_ROWS * experts
+    if early:
+        more["beside"] = FOLLOWS
+    launch_gemm(
+        layout,
+        a,
+        b,
+        groups.ends_e,
+        out,
+        groups.other_counter if early and epilogue is not Epilogue.SWIGLU else groups.counter,
+        tiling=tiling,
+        epilogue=epilogue,
+        **more,
+    )
+
+
+def tiling_of(
+    layout: Layout,
+    epilogue: Epilogue,
+    rows: int,
+    experts: int,
+    a: Tensor,
+    out: Tensor,
+    *,
+    gather: bool = False,
+    expected: int = 0,
+) -> Tiling:
+    return choose_tiling(
+        layout,
+        epilogue,
+        rows,
+        experts,
+        (out.shape[-2], out.shape[-1]),
+        sms=multiprocessors(a.get_device()),
+        depth=a.shape[1],
+        gather=gather,
+        expected=expected,
+    )
+
+
+def following_variants() -> list[Variant]:
+    """Every product that can begin before the one before it has ended."""
+    cuts = itertools.product((Epilogue.SWIGLU, Epilogue.PLAIN, Epilogue.WEIGHTED), FOLLOWING)
+    return [following_variant(*cut) for cut in cuts]
+
+
+def following_variant(epilogue: Epilogue, tiling: Tiling) -> Variant:
+    """The product that begins before the one before it has ended."""
+    variant = gemm_variant(Layout.FORWARD, epilogue, tiling)
+    return replace(variant, source=FOLLOWS.file[0], entry=FOLLOWS.file[1])
