@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from imbrex.contracts import Traffic
 from imbrex.testing import ConformityError, check_transport
 from imbrex.transport import AllToAll
 from imbrex.transport.collective import Done
@@ -82,19 +83,30 @@ def test_places_are_told_before_rows_leave(pool: Pool) -> None:
         assert begun == ["irecv"] * 3 + ["isend"] * 3
 
 
+def one_sided(ranks: Ranks, transport: AllToAll, most: int) -> Traffic:
+    """The traffic of rows of a byte: so many from rank 3 to rank 0, one for every other pair."""
+    wanted_TW = torch.zeros(most, ranks.world_size, dtype=torch.bool)
+    wanted_TW[:1] = True
+    wanted_TW[:, 0] |= ranks.rank == 3
+    return transport.plan([wanted_TW], None)[0]
+
+
+FEW = AllToAll.few_bytes
+
+
+def run_asked(ranks: Ranks) -> list[bool]:
+    transport = Noted(ranks.group)
+    return [transport.is_few(one_sided(ranks, transport, most), 1) for most in (FEW + 1, FEW)]
+
+
 def run_few(ranks: Ranks) -> list[list[str]]:
-    """What a move and one back begin as messages, of rows of a byte more and of a byte less than `few_bytes`
-    from rank 3 to rank 0; every other pair has one byte."""
+    """What a move and one back begin as messages."""
     begun = []
-    for most in (AllToAll.few_bytes + 1, AllToAll.few_bytes):
+    for most in (FEW + 1, FEW):
         transport = Noted(ranks.group)
-        wanted_TW = torch.zeros(most, ranks.world_size, dtype=torch.bool)
-        wanted_TW[:1] = True
-        wanted_TW[:, 0] |= ranks.rank == 3
+        traffic = one_sided(ranks, transport, most)
         rows = torch.full((most, 1), ranks.rank, dtype=torch.uint8)
-        (traffic,) = transport.plan([wanted_TW], None)
-        came = transport.begin_move(rows, traffic).finish()
-        back = transport.begin_move_back(came, traffic).finish()
+        back = transport.begin_move_back(transport.begin_move(rows, traffic).finish(), traffic).finish()
         assert back.eq(ranks.rank).all()
         assert len(back) == int(traffic.splits_2W[0].sum())
         begun.append(transport.begun)
@@ -103,6 +115,7 @@ def run_few(ranks: Ranks) -> list[list[str]]:
 
 def test_few_bytes_go_by_gloos_own_call_on_all_ranks_or_on_none(pool: Pool) -> None:
     """Ranks 1 and 2 see single bytes alone, and know of rank 3's all the same."""
+    assert pool.run(4, run_asked) == [[False, True]] * 4
     for many, few in pool.run(4, run_few):
         assert many == (["irecv"] * 3 + ["isend"] * 3) * 2
         assert few == []
