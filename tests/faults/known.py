@@ -519,6 +519,14 @@ GRADIENTS = [
 
 DOORS = [
     Fault(
+        "ranks-outlive-their-launcher",
+        "launch/ranks.py",
+        "ranks of tune, bench layer and bench serve go on when their launcher is killed",
+        "    end_with_launcher()\n    rank = int",
+        "    rank = int",
+        ("ranks/test_bench_layer.py::test_ranks_end_with_their_launcher",),
+    ),
+    Fault(
         "a-receive-let-go-of",
         "transport/collective.py",
         "a message that was begun and not waited for is forgotten, and gloo reads nothing more of its sender",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from imbrex.bench.results import write_results
 from imbrex.cli import main
+from imbrex.launch import ranks as launch
 from tests.ranks.forked import run_ranks
 
 
@@ -64,6 +66,8 @@ def test_a_codec_shows_its_error_and_its_bytes_with_tensor_ranks(tmp_path: Path)
         (["--scale", "0"], "--scale"),
         (["--tp", "3", "--ranks", "3", "--model", "8,8,4,2", "--scale", "1"], "--tp 3 does not divide"),
         (["--json", "/nowhere/at/all.json"], "its folder is missing"),
+        (["--json", "/tmp"], "/tmp is no result file"),
+        (["--seed", "9223372036854775808"], "--seed is 9223372036854775808: give 0 to"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(
@@ -75,6 +79,15 @@ def test_wrong_words_are_refused_in_one_line(
     printed = capsys.readouterr().err
     assert said in printed
     assert printed.count("\n") == 1
+
+
+def test_ranks_end_with_their_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    monkeypatch.setattr(launch, "end_with_launcher", lambda: asked.append("the kernel"))
+    monkeypatch.setattr(launch, "end_as", lambda *_: None)
+    monkeypatch.setenv("RANK", "0")
+    launch.be_a_rank(Namespace(board=str(tmp_path), ranks=1, timeout=1.0), lambda *_: None)
+    assert asked == ["the kernel"]
 
 
 def run_of(command: str, gpu: str) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -64,6 +65,14 @@ def test_events_give_the_same_losses_or_say_what_they_dropped(one, tmp_path, pat
     else:
         assert summary["recipe"]["schedule"] == "events(tau=0, epsilon=1)"
         assert 0 < summary["dropped_share"] < 1
+
+
+def test_what_the_ranks_refuse_leaves_the_earlier_run(one, tmp_path):
+    shutil.copytree(one, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(AssertionError, match="moves no rows that events could wait for"):
+        demo("--overwrite", "--schedule", "events", "--transport", "allreduce", ranks=2, out=tmp_path)
+    assert losses(tmp_path) == losses(one)
+    assert (tmp_path / "checkpoint").is_dir()
 
 
 def test_resuming_with_other_ranks_goes_on_along_the_same_curve(one, tmp_path):

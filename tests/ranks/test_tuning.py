@@ -130,6 +130,12 @@ def test_the_command_fills_what_a_layer_finds(pool: Pool, tmp_path: Path) -> Non
         assert "; kept on " in reason
 
 
+def test_the_command_gives_the_same_tokens_to_a_transport_that_wants_them(tmp_path: Path) -> None:
+    words = ["tune", "--model", "8,16,4,2", "--tokens", "8", "--device", "cpu", "--transport", "allreduce"]
+    printed = run_ranks(words, ranks=2, folder=tmp_path, IMBREX_CACHE_DIR=str(tmp_path))
+    assert "8 tokens, transport allreduce" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -1,6 +1,7 @@
 """Checkpoints of one process: complete or not there, and errors that say what to do."""
 
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -264,7 +265,14 @@ def other_extra(path):
     path.write_text(path.read_text().replace('"tokens": 7', '"tokens": 8'))
 
 
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGE = {
+    "a pipe": ("__0_0.distcp", pipe, r"__0_0\.distcp cannot be read \(it is no file\)"),
+    "mark without an end": ("COMPLETE", lambda path: path.write_text("[" * 100_000), "COMPLETE was changed"),
     "cut off": ("__0_0.distcp", cut, r"__0_0\.distcp was changed \(100 bytes of \d+\)"),
     "a bit of a tensor": ("__0_0.distcp", flip_in_a_tensor, "its checksum is another"),
     "missing": ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),

@@ -213,6 +213,12 @@ def test_under_an_outer_torchrun_its_ranks_count(capsys, monkeypatch):
     assert "--ep 2 x --tp 1 does not divide --ranks 3" in refused(capsys, "--ep", 2)
 
 
+def test_a_rank_that_is_no_number_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "RANK is 'first' in the environment: unset it, or start ranks by torchrun" in refused(capsys)
+
+
 def test_a_path_that_cannot_be_written_is_one_sentence(capsys, tmp_path, monkeypatch):
     def full(args):
         raise PermissionError(13, "Permission denied", "/locked/plan.json")

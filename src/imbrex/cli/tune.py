@@ -85,7 +85,9 @@ def _tune(args: argparse.Namespace, rank: int, board: Any) -> None:
             timeout=args.timeout,
             **options,
         )
-        own = tokens // args.ranks + (rank < tokens % args.ranks)
+        alike = layer.exchange.transport.replicated
+        own = tokens if alike else tokens // args.ranks + (rank < tokens % args.ranks)
+        torch.manual_seed(0 if alike else rank)
         with torch.no_grad():
             layer(torch.randn(own, shape.hidden_size, device=device, dtype=dtype))
         if rank == 0:

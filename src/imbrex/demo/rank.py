@@ -23,6 +23,7 @@ from imbrex.launch.factors import Factors, factorise, new_group
 from imbrex.launch.local import EXIT_REFUSED, Rank, complain, is_launched
 from imbrex.launch.ranks import end_as, join
 from imbrex.observe import PhaseBoard, Recorder, death
+from imbrex.overlap.events import why_not_events
 from imbrex.parallel import checkpoint
 
 START_S = 120.0
@@ -62,6 +63,7 @@ def _train(args: argparse.Namespace, rank: int, board: PhaseBoard) -> None:
     trainer = _make_trainer(args, rank, corpus, recorder, device)
     recipe = trainer.recipe
     first_step, saving = _checkpoints(args, trainer, host_group)
+    _check_schedule(args, trainer.model)
     if rank == 0:
         folder.begin(Path(args.out), args, [*asked.DEFAULTS])
     # Whoever was slow to come up is here now; from the first step on the time-out counts.
@@ -91,6 +93,15 @@ def _make_trainer(
     options: dict[str, Any] = {"timeout_s": args.timeout, "observer": recorder, "balancer": balancer}
     model = make_model(shape, recipe, factors, transport=args.transport, codec=args.codec, **options)
     return Trainer(model.to(device), corpus, recipe, factors, rank=rank, **options)
+
+
+def _check_schedule(args: argparse.Namespace, model: torch.nn.Module) -> None:
+    """Raise ValueError, on every rank, for what the first step would refuse: then the earlier run is gone."""
+    exchanges = [module.exchange for module in model.modules() if isinstance(module, MoELayer)]
+    if args.schedule == "events" and args.ranks > 1:
+        reason = why_not_events(exchanges[0], args.epsilon)
+        if reason is not None:
+            raise ValueError(f"schedule: {reason}")
 
 
 def _join(args: argparse.Namespace) -> torch.device:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imbrex.launch.local import Rank, launch
+from imbrex.launch.local import Rank, end_with_launcher, launch
 from imbrex.launch.memory import check_memory
 
 START_S = 300.0
@@ -27,6 +27,10 @@ def hint() -> str:
 
 def take_world(args: argparse.Namespace) -> None:
     """Fill in `ranks` as whoever started this rank says."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        number = os.environ.get(name, "0")
+        if not number.isdecimal():
+            raise ValueError(f"{name} is {number!r} in the environment: unset it, or start ranks by torchrun")
     world = int(os.environ["WORLD_SIZE"])
     if args.ranks not in (None, world):
         raise ValueError(f"--ranks {args.ranks}, but torchrun started {world}: leave --ranks out")
@@ -87,6 +91,7 @@ def be_a_rank(args: argparse.Namespace, work: Callable[[int, Any], None]) -> int
     """Call `work` with this rank's number and its board; the exit code. Does not return where it is not 0."""
     from imbrex.observe import PhaseBoard, death
 
+    end_with_launcher()
     rank = int(os.environ["RANK"])
     run_id = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ.get('MASTER_PORT', '')}"
     board_at = Path(args.board or Path(tempfile.gettempdir()) / f"imbrex-bench-{run_id}")

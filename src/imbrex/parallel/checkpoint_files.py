@@ -11,6 +11,7 @@ folder of another name, or with a file that no checkpoint has, is somebody else'
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
@@ -103,7 +104,7 @@ def read_mark(path: Path) -> Mark:
             if whole:
                 return Mark(step=int(mark["step"]), extra=mark["extra"], files=files)
             raise ValueError("changed")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointDamaged(f"checkpoint {path} is damaged: its {MARK} was changed") from None
     raise ValueError(
         f"{path} has checkpoint format {number}, this version reads {FORMAT}; load it with the version that "
@@ -116,6 +117,8 @@ def _sha256(mark: dict[str, Any]) -> str:
 
 
 def digest(path: Path) -> tuple[int, str]:
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file", str(path))  # a pipe would be waited for, without an end
     with path.open("rb") as file:
         hexadecimal = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), hexadecimal

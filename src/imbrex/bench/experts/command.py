@@ -12,7 +12,7 @@ import torch
 
 from imbrex.bench.experts import timing
 from imbrex.bench.experts.work import Work, make_work
-from imbrex.bench.results import describe_run, write_results
+from imbrex.bench.results import check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.kernels import unavailable
 
@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; ValueError where the input or the machine is not fit."""
+    if args.json:
+        check_results(args.json, QUESTION)
     rows = measure(args)
     if args.json:
         command = shlex.join(["imbrex", "bench", "experts", *words_of(args)])

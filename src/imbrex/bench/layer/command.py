@@ -78,6 +78,8 @@ def check(args: argparse.Namespace) -> None:
     for name, least in (("repeats", 1), ("warmup", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}: give {least} or more")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed is {args.seed}: give 0 to {2**63 - 1}")
     if not all(tokens.isdecimal() and int(tokens) for tokens in args.tokens.split(",")):
         raise ValueError(f"--tokens is {args.tokens}: give numbers of 1 or more, with commas between")
     shape = parse_shape(args.model, args.scale)
@@ -93,6 +95,10 @@ def check(args: argparse.Namespace) -> None:
     args.timeout = timeout_seconds(args.timeout)
     if args.json and not os.access(Path(args.json).resolve().parent, os.W_OK):
         raise ValueError(f"--json {args.json}: its folder is missing or cannot be written; make it first")
+    if args.json:
+        from imbrex.bench.results import check_results
+
+        check_results(args.json, "layer")
 
 
 def transports_of(args: argparse.Namespace) -> list[str]:

@@ -126,7 +126,8 @@ def held_bytes(args: argparse.Namespace) -> int:
     config = served_config(args.weights) if args.weights else MODELS[args.model]
     moe, itemsize = config.moe, DTYPES[args.dtype].itemsize
     experts = (config.num_layers + config.drafting) * moe.num_experts * 3 * moe.intermediate_size
-    tokens = max(numbers(args, "users")) * (args.input + args.output)
+    rows, chunk = _chunk(args)
+    tokens = max(*numbers(args, "users"), rows) * max(args.input + args.output, chunk)
     values = (experts + (args.ranks + 1) * config.vocabulary) * moe.hidden_size
     return values * itemsize + tokens * config.cache_bytes(itemsize)
 
