@@ -191,7 +191,7 @@ EVENTS = [
         "what came for a call before it began is forgotten",
         "record.letters += self.early.pop(self.calls, [])",
         "self.early.pop(self.calls, [])",
-        ("ranks/test_events.py::test_what_comes_before_its_call_is_kept_for_it",),
+        ("unit/test_events.py::test_what_comes_before_its_call_is_kept_for_it",),
     ),
     Fault(
         "events-count-from-the-last-given-up",

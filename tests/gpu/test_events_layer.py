@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ CASE = Case(config=CONFIG, dtype=torch.bfloat16, tokens=(700, 600, 300, 520), op
 
 @pytest.mark.parametrize("experts", ["kernels", "grouped"])
 @pytest.mark.parametrize("world", worlds())
-def test_without_patience_the_bits_are_those_of_serial(nccl: Pool, world: int, experts: str) -> None:
+def test_without_patience_the_bits_are_those_of_serial(
+    nccl: Pool, tmp_path: Path, world: int, experts: str
+) -> None:
     case = replace(CASE, options={"experts": experts})
-    for answer in nccl.run(world, run_late, case, "", 0, True):
+    for answer in nccl.run(world, run_late, case, "", 0, True, tmp_path):
         assert answer["differ"] == []
         assert answer["dropped"] == [0] * STEPS
 
@@ -34,10 +37,10 @@ def test_without_patience_the_bits_are_those_of_serial(nccl: Pool, world: int, e
 @pytest.mark.parametrize("late", ["before", "experts"])
 @pytest.mark.parametrize("world", worlds())
 def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
-    nccl: Pool, world: int, late: str
+    nccl: Pool, tmp_path: Path, world: int, late: str
 ) -> None:
     """Outputs and all gradients."""
-    answers = nccl.run(world, run_late, CASE, late, 1, True)
+    answers = nccl.run(world, run_late, CASE, late, 1, True, tmp_path)
     for rank, answer in enumerate(answers):
         assert answer["differ"] == [], rank
         assert answer["dropped"][1] > 0 or (late == "experts" and rank == world - 1), (rank, answer)

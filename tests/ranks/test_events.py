@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 import imbrex
-from imbrex.overlap.events.forward import Forward
-from imbrex.overlap.events.ledger import Kind
 from imbrex.overlap.events.seat import FEWEST
+from tests.ranks.late import Farewells, Sleepy, awake
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
 from tests.ranks.test_layer import SMALL, largest_error
@@ -47,21 +49,8 @@ def _fields(case: Case) -> dict[str, Any]:
 LATE = 3
 """The rank that is late."""
 TAU_S = 0.1
-LATE_S = 0.4
-
-
-class Sleepy(torch.nn.Module):
-    """Experts that compute late: their rank has its packets, its peers wait for replies."""
-
-    def __init__(self, inner: Any, sleep_s: float) -> None:
-        super().__init__()
-        self.inner, self.sleep_s = inner, sleep_s
-        self.applies_weights, self.forms = inner.applies_weights, inner.forms
-
-    def forward(self, dispatched: Any) -> torch.Tensor:
-        time.sleep(self.sleep_s)
-        self.sleep_s = 0.0
-        return self.inner(dispatched)
+LONGEST_S = 4.0
+"""The end of its lateness where others, who had patience for one peer, have spent it on another."""
 
 
 class Cast(Sleepy):
@@ -73,23 +62,25 @@ class Cast(Sleepy):
 
 
 def run_late(
-    ranks: Ranks, case: Case, where: str, steps: int, with_grad: bool, cast: bool = False
+    ranks: Ranks, case: Case, where: str, folder: Path, with_grad: bool, cast: bool = False
 ) -> list[dict[str, Any]]:
-    """Some steps of a layer, rank 3 late in all but the first; and each again by serial, given its mask."""
+    """Three steps of a layer, rank 3 late in all but the first, until the others have left; and each again by
+    serial, given its mask."""
     options = {"transport": "alltoall"}
     torch.manual_seed(0)
     ours: Any = make_layer(case, ranks.group)
     serial = make_layer(replace(case, options=options), ranks.group)
-    found = []
-    for step in range(steps):
+    found, farewells = [], Farewells(folder, ranks.rank, ranks.world_size)
+    for step in range(3):
         x_TD = tokens_of(case, ranks.rank + 10 * step)
         sleepy = step > 0 and ranks.rank == LATE
-        if sleepy and where == "before":
-            time.sleep(LATE_S)
+        sleep = partial(farewells.all_left, step, LONGEST_S) if sleepy else awake
+        if where == "before":
+            sleep()
         inner = ours.experts
         if where == "experts":
-            ours.experts = (Cast if cast else Sleepy)(inner, LATE_S if sleepy else 0.0)
-        mine = one_step(ours, x_TD, None, with_grad, cast)
+            ours.experts = (Cast if cast else Sleepy)(inner, sleep)
+        mine = one_step(ours, x_TD, None, with_grad, cast, partial(farewells.leave, step))
         ours.experts = inner
         kept = mine.pop("kept")
         # All ranks must have left: serial is a barrier.
@@ -101,14 +92,20 @@ def run_late(
 
 
 def one_step(
-    layer: Any, x_TD: torch.Tensor, kept: Any, with_grad: bool, cast: bool = False
+    layer: Any,
+    x_TD: torch.Tensor,
+    kept: Any,
+    with_grad: bool,
+    cast: bool = False,
+    leave: Callable[[], object] = awake,
 ) -> dict[str, Any]:
-    """cast: the forward is under autocast."""
+    """Outputs and gradients of a step. cast: the forward is under autocast. leave: called behind it."""
     layer.zero_grad()
     x_TD = x_TD.clone().requires_grad_(with_grad)
     lower = torch.autocast(x_TD.device.type, dtype=torch.bfloat16, enabled=cast)
     with torch.set_grad_enabled(with_grad), lower:
         y_TD = layer(x_TD, kept_TK=kept)
+    leave()
     out = {"y": y_TD.detach(), "kept": layer.routing.kept_TK}
     if with_grad:
         (y_TD * coefficients(y_TD)).sum().backward()
@@ -134,14 +131,14 @@ def one_step(
     ],
 )
 def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
-    pool: Pool, where: str, with_grad: bool, tensor_ranks: int
+    pool: Pool, tmp_path: Path, where: str, with_grad: bool, tensor_ranks: int
 ) -> None:
     """Rank 3 comes after its peers have left, or computes after they have: nobody uses what another dropped,
     nor a piece of rank 2 without that of rank 3, and serial, given the masks, has the same outputs and
     gradients to the bit."""
     options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(TAU_S, 1)}
     case = Case(config=SMALL, tensor_parallel=tensor_ranks, tokens=(5, 9, 3, 8), options=options)
-    results = pool.run(4, run_late, case, where, 3, with_grad)
+    results = pool.run(4, run_late, case, where, tmp_path, with_grad)
     for rank, steps in enumerate(results):
         for step in steps:
             assert step["same"], (rank, step)
@@ -149,37 +146,37 @@ def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
         assert sum(step["dropped"] for step in steps[1:]) > 0 or (where == "experts" and rank == LATE)
 
 
-def test_rows_in_vain_are_left_out_of_a_backward_under_autocast(pool: Pool) -> None:
+def test_rows_in_vain_are_left_out_of_a_backward_under_autocast(pool: Pool, tmp_path: Path) -> None:
     """Experts are computed once more as they were, though the backward is not under autocast."""
     options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(TAU_S, 1)}
     case = Case(config=SMALL, tokens=(5, 9, 3, 8), options=options)
-    for rank, steps in enumerate(pool.run(4, run_late, case, "experts", 3, True, True)):
+    for rank, steps in enumerate(pool.run(4, run_late, case, "experts", tmp_path, True, True)):
         assert all(step["same"] for step in steps), (rank, steps)
 
 
-def run_usual(ranks: Ranks, tau: str) -> tuple[int, float]:
-    """Choices dropped, and seconds taken, by a forward in which rank 3 is late, behind some in which it is
-    not."""
+def run_usual(ranks: Ranks, tau: str, folder: Path) -> tuple[int, bool]:
+    """Choices dropped by a forward in which rank 3 is late, behind some in which it is not; and of that rank,
+    whether all others left the forward without it."""
     options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(tau, 1)}
     layer: Any = make_layer(Case(config=SMALL, options=options), ranks.group)
     x_TD = tokens_of(Case(config=SMALL, tokens=(8,)), ranks.rank)
-    layer.experts = Sleepy(layer.experts, 0.0)
+    layer.experts = Sleepy(layer.experts, awake)
     for _ in range(FEWEST + 5):
-        layer.experts.sleep_s = 0.02
+        layer.experts.sleep = partial(time.sleep, 0.02)
         one_step(layer, x_TD, None, False)
     dist.barrier(ranks.group)
-    layer.experts.sleep_s = 6 * LATE_S if ranks.rank == LATE else 0.02
-    began = time.monotonic()
-    kept = one_step(layer, x_TD, None, False)["kept"]
-    took_s = time.monotonic() - began
+    farewells, left = Farewells(folder, ranks.rank, ranks.world_size), []
+    if ranks.rank == LATE:
+        layer.experts.sleep = lambda: left.append(farewells.all_left(0))
+    kept = one_step(layer, x_TD, None, False, leave=partial(farewells.leave, 0))["kept"]
     dist.barrier(ranks.group)
-    return int((~kept).sum()), took_s
+    return int((~kept).sum()), left == [True]
 
 
-def test_who_takes_longer_than_usual_calls_is_done_without(pool: Pool) -> None:
-    for dropped, took_s in pool.run(4, run_usual, "4 p50")[:LATE]:
-        assert dropped > 0
-        assert took_s < 5 * LATE_S
+def test_who_takes_longer_than_usual_calls_is_done_without(pool: Pool, tmp_path: Path) -> None:
+    *others, (_, left) = pool.run(4, run_usual, "4 p50", tmp_path)
+    assert left
+    assert all(dropped > 0 for dropped, _ in others)
 
 
 def _wrong(ranks: Ranks, what: str) -> list[str]:
@@ -302,36 +299,6 @@ def test_bad_patience(wrong: dict[str, Any]) -> None:
     text = ", ".join(f"{key}={value}" for key, value in (PATIENT | wrong).items())
     with pytest.raises(ValueError, match=rf"schedule: {name} is .*; give"):
         imbrex.overlap.Events.of(f"events({text})")
-
-
-def _ahead(ranks: Ranks) -> tuple[bool, bool]:
-    """Whether rank 0 was a call ahead of this one, whose last reply comes late; whether bits are serial's."""
-    schedule = imbrex.overlap.Events(1.0, 0)
-    options = {"transport": "alltoall"}
-    ours: Any = make_layer(Case(config=SMALL, options=options | {"schedule": schedule}), ranks.group)
-    serial = make_layer(Case(config=SMALL, options=options), ranks.group)
-    x_TD, post, early, y_TD = torch.randn(5, SMALL.hidden_size), Forward.post, False, None
-
-    def late(self: Any, peer: int, kind: Kind, *rest: Any) -> None:
-        if ranks.rank == 1 and peer == LATE and kind is Kind.REPLY:
-            time.sleep(LATE_S)
-        post(self, peer, kind, *rest)
-
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(Forward, "post", late)
-        for _ in range(3):
-            y_TD = ours(x_TD)
-            (seat,) = schedule._seats.values()
-            early |= bool(seat.early)
-            # Making the layer takes longer on a busy machine.
-            seat.timeout_s = 10.0
-        dist.barrier(ranks.group)
-        assert y_TD is not None
-        return early, torch.equal(y_TD, serial(x_TD))
-
-
-def test_what_comes_before_its_call_is_kept_for_it(pool: Pool) -> None:
-    assert pool.run(4, _ahead)[LATE] == (True, True)
 
 
 SILENT_S = 0.5

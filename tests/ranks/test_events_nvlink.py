@@ -4,8 +4,9 @@ outputs and gradients are serial's, given the mask."""
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +17,22 @@ from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.overlap import Events
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
+from tests.ranks.late import Farewells, Sleepy, awake
 from tests.ranks.layer_jobs import Case, make_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
-from tests.ranks.test_events import Sleepy, one_step
+from tests.ranks.test_events import LONGEST_S, one_step
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 CONFIG = imbrex.MoEConfig(hidden_size=64, intermediate_size=24, num_experts=8, top_k=3)
 CASE = Case(config=CONFIG, tokens=(5, 9, 3, 8), dtype=torch.bfloat16)
-LATE, LATE_S, TAU_S, STEPS = 3, 2.0, 0.4, 2
+LATE, TAU_S, STEPS = 3, 0.4, 2
 
 
-def run_late(ranks: Ranks, case: Case, late: str, epsilon: int, with_grad: bool) -> dict[str, Any]:
-    """Some steps, of whom the last rank is late in all but the first, before them or in its experts; each
-    again by serial, given its mask."""
+def run_late(
+    ranks: Ranks, case: Case, late: str, epsilon: int, with_grad: bool, folder: Path
+) -> dict[str, Any]:
+    """Some steps, of whom the last rank is late in all but the first, before them or in its experts, until
+    the others have left; each again by serial, given its mask."""
     nvlink = EmulatedNvlink(ranks.group, timeout=60.0) if ranks.device == "cpu" else "nvlink"
     torch.manual_seed(0)
     options: dict[str, Any] = case.options | {"transport": nvlink}
@@ -37,14 +41,22 @@ def run_late(ranks: Ranks, case: Case, late: str, epsilon: int, with_grad: bool)
     torch.manual_seed(0)
     serial = make_layer(replace(case, options=options), ranks.group, ranks.device)
     differ, dropped, inner = [], [], ours.experts
+    farewells = Farewells(folder, ranks.rank, ranks.world_size)
+
+    def leave(step: int) -> None:
+        if ranks.device != "cpu":
+            torch.cuda.synchronize()
+        farewells.leave(step)
+
     for step in range(STEPS):
         x_TD = tokens_of(case, ranks.rank + 10 * step).to(ranks.device)
-        sleeps = LATE_S if step and ranks.rank == ranks.world_size - 1 else 0.0
+        is_late = step and ranks.rank == ranks.world_size - 1
+        sleep = partial(farewells.all_left, step, LONGEST_S) if is_late else awake
         if late == "before":
-            time.sleep(sleeps)
+            sleep()
         if late == "experts":
-            ours.experts = Sleepy(inner, sleeps)
-        mine = one_step(ours, x_TD, None, with_grad)
+            ours.experts = Sleepy(inner, sleep)
+        mine = one_step(ours, x_TD, None, with_grad, leave=partial(leave, step))
         ours.experts = inner
         kept_TK = mine.pop("kept")
         theirs = one_step(serial, x_TD, kept_TK, with_grad)
@@ -56,10 +68,10 @@ def run_late(ranks: Ranks, case: Case, late: str, epsilon: int, with_grad: bool)
 
 
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
-def test_without_patience_the_bits_are_those_of_serial(pool: Pool, tensor_ranks: int) -> None:
+def test_without_patience_the_bits_are_those_of_serial(pool: Pool, tmp_path: Path, tensor_ranks: int) -> None:
     for with_grad in (False, True):
         case = replace(CASE, tensor_parallel=tensor_ranks)
-        for answer in pool.run(4, run_late, case, "", 0, with_grad):
+        for answer in pool.run(4, run_late, case, "", 0, with_grad, tmp_path):
             assert answer["differ"] == []
             assert answer["dropped"] == [0] * STEPS
 
@@ -69,12 +81,12 @@ def test_without_patience_the_bits_are_those_of_serial(pool: Pool, tensor_ranks:
     [("before", False, 1), ("before", True, 1), ("experts", True, 1), ("experts", True, 2)],
 )
 def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
-    pool: Pool, late: str, with_grad: bool, tensor_ranks: int
+    pool: Pool, tmp_path: Path, late: str, with_grad: bool, tensor_ranks: int
 ) -> None:
     """Gradients too: also where rank 3 computed rows of homes that had left by then, and where rank 2, whose
     experts it shares, had replied in time."""
     case = replace(CASE, tensor_parallel=tensor_ranks)
-    answers = pool.run(4, run_late, case, late, 1, with_grad)
+    answers = pool.run(4, run_late, case, late, 1, with_grad, tmp_path)
     for rank, answer in enumerate(answers):
         assert answer["differ"] == [], rank
         assert answer["reasons"].endswith("by the GPU's clock")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -102,6 +103,32 @@ def quiet_seat() -> Any:
     seat.mail, seat.rank, seat.peers, seat.timeout_s = LastWords(), 0, [1], 9.0
     seat.calls, seat.early, seat.open, seat.silent_since, seat.last_call = 0, {}, {}, {}, {}
     return seat
+
+
+class Heard:
+    """A call that letters are for."""
+
+    def __init__(self) -> None:
+        self.letters: list[Any] = []
+
+
+def test_what_comes_before_its_call_is_kept_for_it() -> None:
+    """Also of the call after the next; and what comes for one that is over is nobody's."""
+    seat, sent = quiet_seat(), [2, 1, 3, 1]
+    seat.open = weakref.WeakValueDictionary()
+    seat.mail.letters = [
+        (1, Envelope(call=call, kind=Kind.PACKET), number) for number, call in enumerate(sent)
+    ]
+    heard: list[list[int]] = []
+    for call in (1, 2, 3):
+        record = Heard()
+        assert seat.begin(record) == call
+        seat.pump(0.0)
+        heard.append([body for _, _, body in record.letters])
+        del record
+    seat.mail.letters = [(1, Envelope(call=2, kind=Kind.REPLY), 4)]
+    seat.pump(0.0)
+    assert (heard, seat.early) == ([[1, 3], [0], [2]], {})
 
 
 def test_who_is_far_behind_gets_no_rows() -> None:
