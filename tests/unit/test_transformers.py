@@ -1,6 +1,8 @@
 """transformers' own switch `experts_implementation="imbrex"`, on one rank."""
 
+import copy
 import gc
+import io
 import warnings
 import weakref
 
@@ -77,6 +79,21 @@ def test_what_was_registered_keeps_no_model_alive():
     del model
     gc.collect()
     assert experts() is None
+
+
+def test_copies_and_files_of_a_model_begin_anew():
+    """What imbrex keeps at the experts is of a process and its placement; weights go through bit for bit."""
+    model, ids = model_of("mixtral"), torch.randint(32, (2, 5))
+    model.set_experts_implementation("imbrex")
+    logits = model(ids).logits
+    copied, file = copy.deepcopy(model), io.BytesIO()
+    with torch.no_grad():
+        copied.get_parameter("model.layers.0.mlp.experts.down_proj").zero_()
+    assert not torch.equal(copied(ids).logits, logits)
+    assert torch.equal(model(ids).logits, logits)
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(ids).logits, logits)
 
 
 def test_an_older_transformers_is_refused_with_the_way_out(monkeypatch):

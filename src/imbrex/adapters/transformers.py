@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, proxy
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,10 @@ from imbrex.experts import Experts
 from imbrex.overlap import Scheduler
 from imbrex.placement import contiguous
 from imbrex.runtime.gradients import scale_gradient
+from imbrex.runtime.tracing import in_trace_too
 from imbrex.transport import Auto
+
+_registered = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +116,10 @@ def why_not_own(module: nn.Module) -> str | None:
 
 
 class OwnExperts:
-    """Experts of transformers computed by imbrex, from their parameters where these are at the call."""
+    """Experts of transformers computed by imbrex."""
 
     def __init__(self, module: nn.Module, num_experts: int, implementation: str) -> None:
         down: Any = module.down_proj
-        self.module = module
         _, hidden_size, intermediate_size = down.shape
         self.experts = Experts(
             tuple(range(num_experts)),
@@ -128,14 +129,10 @@ class OwnExperts:
             device="meta",
             dtype=down.dtype,
         )
-        self.applies_weights = self.experts.applies_weights
+        self.applies_weights, self.forms = self.experts.applies_weights, self.experts.forms
 
-    @property
-    def forms(self) -> tuple[RowForm, ...]:
-        return self.experts.forms
-
-    def __call__(self, dispatched: Dispatched) -> Tensor:
-        weights: dict[str, Any] = {n: getattr(self.module, n) for n in ("gate_up_proj", "down_proj")}
+    def run(self, module: Any, dispatched: Dispatched) -> Tensor:
+        weights = {"gate_up_proj": module.gate_up_proj, "down_proj": module.down_proj}
         return functional_call(self.experts, weights, (dispatched,))
 
 
@@ -144,38 +141,52 @@ class TheirExperts:
 
     applies_weights, forms = False, (RowForm.ROWS,)
 
-    def __init__(self, forward: Any, num_experts: int) -> None:
+    def __init__(self, forward: Callable[..., Tensor], num_experts: int) -> None:
         self.forward, self.num_experts = forward, num_experts
 
-    def __call__(self, dispatched: Dispatched) -> Tensor:
+    def run(self, module: Any, dispatched: Dispatched) -> Tensor:
         rows_RD, counts_e = dispatched.rows_RD, dispatched.counts_e
         if rows_RD.shape[0] == 0:
             # One row of zeros, dropped again: the experts' parameters stay in everybody's backward.
             one_1D = rows_RD.sum(0, keepdim=True)
             ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=rows_RD.device)
-            return self.forward(one_1D, ids_11, torch.ones_like(ids_11, dtype=rows_RD.dtype))[:0]
+            return self.forward(module, one_1D, ids_11, torch.ones_like(ids_11, dtype=rows_RD.dtype))[:0]
         row_R = torch.arange(rows_RD.shape[0], dtype=torch.int64, device=rows_RD.device)
         ids_R = torch.searchsorted(counts_e.cumsum(0), row_R, right=True)
         # Rows past the counts are unset; transformers multiplies them by a weight of zero.
         past_R1 = (ids_R >= self.num_experts)[:, None]
         weights_R1 = (~past_R1).to(rows_RD.dtype)
-        return self.forward(rows_RD.masked_fill(past_R1, 0.0), ids_R[:, None], weights_R1)
+        return self.forward(module, rows_RD.masked_fill(past_R1, 0.0), ids_R[:, None], weights_R1)
+
+
+class Held:
+    """Experts for one call, with their parameters where these are at it."""
+
+    def __init__(self, experts: OwnExperts | TheirExperts, module: nn.Module) -> None:
+        self.experts, self.module = experts, module
+        self.applies_weights, self.forms = experts.applies_weights, experts.forms
+
+    def __call__(self, dispatched: Dispatched) -> Tensor:
+        return self.experts.run(self.module, dispatched)
 
 
 class Seat:
-    """One experts module of transformers at the ranks of a group."""
+    """One experts module of transformers at the ranks of a group. It does not hold the module, which may hold
+    it. forward: transformers' own, of the module and its arguments."""
+
+    exchange: Exchange
 
     def __init__(
         self,
         module: nn.Module,
-        forward: Any,
+        forward: Callable[..., Tensor],
         num_experts: int,
         choices: Choices,
         group: dist.ProcessGroup | None,
         layer: int,
     ) -> None:
         self.choices, self.group, self.layer = choices, group, layer
-        self.num_local, self.exchange = num_experts, None
+        self.num_local, self.begun = num_experts, False
         reason = why_not_own(module)
         if reason is None:
             self.experts = OwnExperts(module, num_experts, choices.experts)
@@ -187,26 +198,36 @@ class Seat:
             self.experts = TheirExperts(forward, num_experts)
         self.strategy = overlap.make(choices.schedule)
 
-    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        if self.exchange is None:
-            self.exchange = self._exchange(x_TD, ids_TK.shape[1])
+    def __call__(self, module: nn.Module, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         routing = Routing(ids_TK=ids_TK.long(), weights_TK=weights_TK.float())
-        return self.strategy.run(x_TD, routing, self.exchange, self.experts, None).y_TD
+        return self.strategy.run(x_TD, routing, self.exchange, Held(self.experts, module), None).y_TD
 
-    def _exchange(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Made at the first call, which knows the width, K and the dtype of tokens."""
+    def begin(self, width: int, top_k: int, dtype: torch.dtype) -> None:
+        """Before the first call, which knows the width, K and the dtype of tokens."""
         size = 1 if self.group is None else self.group.size()
-        return Exchange(
+        self.exchange = Exchange(
             contiguous(self.num_local * size, size),
-            x_TD.shape[1],
+            width,
             top_k,
             group=self.group,
             transport=self.choices.transport if size > 1 else "auto",
             codec=self.choices.codec if size > 1 else "identity",
-            dtype=x_TD.dtype,
+            dtype=dtype,
             timeout=self.choices.timeout,
             layer=self.layer,
         )
+        self.begun = True
+
+
+class Seats(dict[int, Seat]):
+    """The seats of an experts module on one rank, by K. A copy of the module has none yet, nor has one that
+    comes from a file."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Seats:
+        return Seats()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()
 
 
 def _implementation(choices: Choices) -> type:
@@ -222,24 +243,36 @@ def _implementation(choices: Choices) -> type:
             super().__init__(experts, ep_mesh, tp_mesh)
             group = ep_mesh.get_group()
             count: Any = self.num_local_experts
-            self.seat = Seat(experts, self.experts_forward, count, choices, group, next(numbers))
+            forward: Any = self.experts_forward
+            self.seat = Seat(
+                experts, lambda _, *tokens: forward(*tokens), count, choices, group, next(numbers)
+            )
             self.experts, self.mean_over = experts, 0
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            # FSDP has come since; it is there from the first call on.
-            self.mean_over = over = self.mean_over or spare_copies(self.experts, self.ep_mesh, self.tp_mesh)
+            if not self.seat.begun:
+                _begin(self, hidden_states.shape[1], top_k_index.shape[1], hidden_states.dtype)
+            over = self.mean_over
             if over > 1 and torch.is_grad_enabled():
                 hidden_states, top_k_weights = (
                     scale_gradient(part, float(over)) for part in (hidden_states, top_k_weights)
                 )
             if self.tp_mesh.size() == 1:
-                y_TD = self.seat(hidden_states, top_k_index, top_k_weights)
+                y_TD = self.seat(self.experts, hidden_states, top_k_index, top_k_weights)
             else:
                 own = (_slice(t, self.tp_mesh) for t in (hidden_states, top_k_index, top_k_weights))
-                y_TD = _joined(self.seat(*own), self.tp_mesh, hidden_states.shape)
+                y_TD = _joined(self.seat(self.experts, *own), self.tp_mesh, hidden_states.shape)
             return scale_gradient(y_TD, 1 / over) if over > 1 and torch.is_grad_enabled() else y_TD
 
     return ImbrexEP
+
+
+@in_trace_too
+def _begin(implementation: Any, width: int, top_k: int, dtype: torch.dtype) -> None:
+    """Before the first call: FSDP has come since the implementation was made."""
+    meshes = implementation.ep_mesh, implementation.tp_mesh
+    implementation.mean_over = spare_copies(implementation.experts, *meshes)
+    implementation.seat.begin(width, top_k, dtype)
 
 
 class InPlace:
@@ -301,24 +334,27 @@ def _joined(own: Tensor, mesh: Any, shape: torch.Size) -> Tensor:
 
 
 def _experts_function(choices: Choices) -> Any:
-    seats: WeakKeyDictionary[nn.Module, dict[int, Seat]] = WeakKeyDictionary()
+    attribute = f"_imbrex_seats_{next(_registered)}"
+
+    @in_trace_too
+    def seated(module: Any, width: int, top_k: int, dtype: torch.dtype) -> None:
+        seats = vars(module).get(attribute)
+        if not isinstance(seats, Seats):
+            seats = Seats()
+            setattr(module, attribute, seats)
+        seat = Seat(module, grouped_mm_experts_forward, module.num_experts, choices, None, 0)
+        seat.begin(width, top_k, dtype)
+        seats[top_k] = seat
 
     def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        by_top_k, top_k = seats.setdefault(module, {}), top_k_index.shape[1]
-        if top_k not in by_top_k:
-            # A seat that held the module would keep it alive for ever.
-            by_top_k[top_k] = _seat_alone(proxy(module), choices)
+        top_k = top_k_index.shape[1]
+        if top_k not in getattr(module, attribute, ()):
+            seated(module, hidden_states.shape[1], top_k, hidden_states.dtype)
         # Where other ranks hold experts too, transformers gives theirs the first id that is none of ours.
         ids_TK = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
-        return by_top_k[top_k](hidden_states, ids_TK, top_k_weights).to(hidden_states.dtype)
+        seat = getattr(module, attribute)[top_k]
+        return seat(module, hidden_states, ids_TK, top_k_weights).to(hidden_states.dtype)
 
-    return forward
-
-
-def _seat_alone(module: Any, choices: Choices) -> Seat:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    def theirs(*arguments: Tensor) -> Tensor:
-        return grouped_mm_experts_forward(module, *arguments)
-
-    return Seat(module, theirs, module.num_experts, choices, None, 0)
+    return forward

@@ -55,6 +55,25 @@ def dispatcher_by(key: int) -> Dispatcher:
         ) from None
 
 
+def sizes_of_run(fake: Any) -> Callable[[], Any]:
+    """A maker of sizes that only the run knows, where an operator runs on `fake` tensors.
+
+    `torch.compile(model)` as it is breaks its graph at an operator that asks torch for one, unless
+    `capture_dynamic_output_shape_ops` is set, as `fullgraph=True` does: a model of L layers would be L + 1
+    graphs, each with its guards. So they come from where torch's own device meshes have theirs.
+    """
+    shapes = fake.fake_mode.shape_env if hasattr(fake, "fake_mode") else None
+    if shapes is None:
+        return get_ctx().new_dynamic_size
+
+    def size() -> Any:
+        symbol = shapes.create_unbacked_symint()
+        torch.sym_constrain_range_for_size(symbol, min=0)
+        return symbol
+
+    return size
+
+
 def complete(crossing: Crossing[Value]) -> Value:
     """Move it and read it, with nobody beside it."""
     pending = crossing.move()
@@ -91,7 +110,7 @@ dispatch_op = custom_op("imbrex::dispatch", run_dispatch, mutates_args=())
 
 @dispatch_op.register_fake
 def _(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, key: int):
-    dispatcher, size = dispatcher_by(key), get_ctx().new_dynamic_size
+    dispatcher, size = dispatcher_by(key), sizes_of_run(x_TD)
     rows = ids_TK.numel() if dispatcher.room_for_all else size()
     return (
         x_TD.new_empty(rows, x_TD.shape[1]),

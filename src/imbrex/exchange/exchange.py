@@ -241,10 +241,12 @@ class Exchange:
         Raises ValueError on every rank, before any row moves, where one rank's input is wrong; RankLostError
         where a rank does not answer.
         """
-        if not torch.compiler.is_compiling():
+        compiling, wants_rows = torch.compiler.is_compiling(), forms[0] is RowForm.ROWS
+        if not compiling:
             self._check_devices(x_TD, routing)
         dispatcher = self.dispatcher.for_call(x_TD, routing)
-        dispatcher.promise, wants_rows = promise, forms[0] is RowForm.ROWS
+        if not compiling:
+            dispatcher.promise = promise
         form = RowForm.ROWS if wants_rows else dispatcher.form_of(forms, x_TD, routing.weights_TK)
         if form is RowForm.ROWS:
             inputs = x_TD, routing.weights_TK, routing.ids_TK
@@ -259,7 +261,8 @@ class Exchange:
             state=tuple(state),
             num_tokens=x_TD.shape[0],
             maker=dispatcher.key,
-            promised=dispatcher.promised,
+            # A graph would be of the calls before which ranks had promised the same.
+            promised=not compiling and dispatcher.promised,
         )
         return Dispatched(
             rows_RD=rows_RD,

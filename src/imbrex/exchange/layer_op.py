@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, get_ctx
+from torch.library import custom_op
 
 from imbrex.contracts import Routing, RowForm
-from imbrex.exchange.autograd import complete, dispatcher_by
+from imbrex.exchange.autograd import complete, dispatcher_by, sizes_of_run
 from imbrex.kernels.exchange.lease import Staged
 from imbrex.kernels.ffn.ffn import Saved, can_bring_gradient, ffn_gradients, run_ffn
 from imbrex.kernels.ffn.glue import COUNTERS
@@ -76,7 +76,7 @@ fused_op = custom_op("imbrex::fused", run_fused, mutates_args=())
 
 @fused_op.register_fake
 def _(x_TD, weights_TK, ids_TK, addend_TD, gate_up_eGD, down_eDF, key, keep):
-    size = get_ctx().new_dynamic_size
+    size = sizes_of_run(x_TD)
     rows = size()
     return x_TD.new_empty(x_TD.shape), [
         x_TD.new_empty(rows, x_TD.shape[1]),

@@ -2,4 +2,4 @@
 
 from imbrex.runtime import gradients, waits
 
-__all__ = ["gradients", "waits"]
+__all__ = ["gradients", "tracing", "waits"]

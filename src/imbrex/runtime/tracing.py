@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.autograd import function
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+__all__ = ["in_trace_too"]
+"""The name for adapters."""
+
 Backward = Callable[..., Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -27,6 +30,13 @@ def traced(*tensors: Tensor | None) -> bool:
         if tensor is not None and type(tensor) not in _PLAIN:
             return True
     return False
+
+
+def in_trace_too(function: Callable[..., None]) -> Callable[..., None]:
+    """Marks what a first call prepares on objects that are there, to run when a compiler traces that call: a
+    graph has what it made as it has all else that it finds."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
