@@ -224,6 +224,25 @@ def test_the_best_comes_first_and_the_others_say_why_not() -> None:
     assert plans == choose(Request(shape=QWEN, ranks=8, tokens=4096, codecs=("identity", "fp8")), world(8, 8))
 
 
+def test_what_nobody_asked_for_says_what_it_would_change() -> None:
+    """Two ranks on a slow link, each with room for half of the experts: four bits a value take a third of
+    the time, but only who asks gets them."""
+    slow = parse(
+        {"tiers": [{"name": "node", "ranks": 1, "gbytes_s": 300}, {"name": "wire", "gbytes_s": 1}]}, 2
+    )
+    asked = Request(shape=QWEN, ranks=2, tokens=4096, mode="forward", layers=150)
+    best, *others = choose(asked, world(2, 1, fabric=slow))
+    assert (best.layout.codec, best.layout.replicas) == ("identity", 0)
+    coded, more = (p for p in others if p.layout.codec != "identity" or p.layout.replicas)
+    assert coded.seconds < 0.4 * best.seconds
+    assert coded.why_not == "takes 64% less, but it rounds rows: ask by --codecs identity,int4"
+    assert more.layout == replace(best.layout, replicas=2)
+    assert str(more.why_not).startswith("nobody asked for it, and it gains nothing")
+    assert {coded.layout, more.layout} <= {p.layout for p in rivals([best, *others])}
+    first, *_ = choose(replace(asked, codecs=("identity", "int4")), world(2, 1, fabric=slow))
+    assert first.layout == coded.layout
+
+
 def test_what_does_not_fit_is_refused_by_its_bytes() -> None:
     request = Request(shape=DEEPSEEK, ranks=64, tokens=4096, mode="train", layers=58)
     (first, *_) = plans = choose(request, world(64, 8))

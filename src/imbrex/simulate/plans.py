@@ -104,8 +104,33 @@ def choose(request: Request, world: World) -> list[Plan]:
     # Among equals the layout with fewest parts that move.
     near = [p for p in able if p.seconds <= CLOSE * able[0].seconds]
     best = min(near, key=lambda plan: (_complexity(plan.layout), plan.seconds))
-    others = [replace(p, why_not=_against(p, best, request)) for p in able if p is not best]
-    return [best, *others, *unable]
+    others = [replace(p, why_not=_against(p, best)) for p in able if p is not best]
+    return [best, *others, *unable, *unasked(best, request, world, drawn)]
+
+
+def unasked(best: Plan, request: Request, world: World, drawn: dict[tuple[int, int], Floats]) -> list[Plan]:
+    """The best plan with the fastest codec that nobody asked for, and with a replica a rank more, so that
+    what they would change is known: a codec rounds rows, and replicas take memory."""
+    known = [name.partition(":")[2] for name in world.profile if name.startswith("encode_values_s:")]
+    able = [c for c in known if best.layout.transport != "nvlink" or c in NVLINK_CODECS]
+    coded = [replace(best.layout, codec=c) for c in able if c not in request.codecs]
+    more = replace(best.layout, replicas=best.layout.ep)
+    plans = [weigh(request, world, layout, drawn) for layout in coded] if best.layout.group > 1 else []
+    plans = sorted((p for p in plans if p.outcome is not None), key=lambda plan: plan.seconds)[:1]
+    if best.layout.ep > 1 and request.replicas == (0,):
+        plans.append(weigh(request, world, more, drawn))
+    return [p if p.outcome is None else replace(p, why_not=_unasked_for(p, best)) for p in plans]
+
+
+def _unasked_for(plan: Plan, best: Plan) -> str:
+    layout, change = plan.layout, plan.seconds / best.seconds - 1
+    if layout.codec != best.layout.codec:
+        price, option = "it rounds rows", f"--codecs {best.layout.codec},{layout.codec}"
+    else:
+        price, option = "it takes memory", f"--replicas 0,{layout.replicas}"
+    if change > 1 - CLOSE:
+        return f"nobody asked for it, and it gains nothing ({change:+.1%})"
+    return f"takes {-change:.0%} less, but {price}: ask by {option}"
 
 
 def layouts(request: Request) -> Iterator[Layout]:
@@ -267,7 +292,7 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
     )
 
 
-def _against(plan: Plan, best: Plan, request: Request) -> str:
+def _against(plan: Plan, best: Plan) -> str:
     """Why a plan that can run is not the one."""
     assert plan.outcome is not None
     assert best.outcome is not None
@@ -348,5 +373,6 @@ __all__ = [
     "memory_of_experts",
     "memory_of_rows",
     "rivals",
+    "unasked",
     "weigh",
 ]
