@@ -177,9 +177,11 @@ def main() -> None:
     ask.add_argument("--out", type=Path, default=RESULTS)
     given = ask.parse_args()
     models, tokens = given.models.split(","), [int(count) for count in given.tokens.split(",")]
-    rows = run_ranks(measure, 2, models, tokens, given.repeats, not given.no_rivals)
     command = f"python benchmarks/decode.py --models {given.models} --tokens {given.tokens}"
-    write_results(given.out, QUESTION, describe_run(command, gpus=2), rows)
+    run, rows = describe_run(command, gpus=2), []
+    for model in models:
+        rows += run_ranks(measure, 2, [model], tokens, given.repeats, not given.no_rivals)
+        write_results(given.out, QUESTION, run, rows)  # what there is, if time runs out
 
 
 if __name__ == "__main__":

@@ -135,9 +135,11 @@ def main() -> None:
     ask.add_argument("--out", type=Path, default=RESULTS)
     given = ask.parse_args()
     tokens = [int(count) for count in given.tokens.split(",")]
-    rows = [row for model in given.models.split(",") for row in measure(model, tokens, given.repeats)]
     command = f"python benchmarks/decode_one.py --models {given.models} --tokens {given.tokens}"
-    write_results(given.out, QUESTION, describe_run(command), rows)
+    run, rows = describe_run(command), []
+    for model in given.models.split(","):
+        rows += measure(model, tokens, given.repeats)
+        write_results(given.out, QUESTION, run, rows)  # what there is, if time runs out
 
 
 if __name__ == "__main__":
