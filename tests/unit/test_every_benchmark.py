@@ -1,0 +1,65 @@
+"""All benchmarks one after the other: what is started, and that what hangs ends with all it has started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import every
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_every_part_is_a_benchmark_that_takes_a_result_file(gpus: int) -> None:
+    parts = every.chosen(gpus, None)
+    assert parts
+    assert len({part.results for part in parts}) == len(parts)
+    for part in parts:
+        assert (every.HERE / f"{part.name}.py").exists()
+        assert (every.HERE / "results" / part.results).exists()
+        assert part.command(Path("out"))[-2:] == [part.into, f"out/{part.results}"]
+
+
+def test_names_are_those_for_the_gpus() -> None:
+    assert [part.name for part in every.chosen(2, ["tiers", "decode"])] == ["tiers", "decode"]
+    with pytest.raises(SystemExit, match="--only decode_one: for 2 GPUs there are"):
+        every.chosen(2, ["decode_one"])
+    assert not every.chosen(0, None)
+
+
+SCRIPT = """import os, sys, time
+from pathlib import Path
+child = os.fork()
+if not child or "hangs" in sys.argv:
+    time.sleep(60 if "hangs" in sys.argv else 0)
+    os._exit(0)
+Path(sys.argv[-1]).with_name("said").write_text(" ".join(sys.argv[1:]))
+print("done")
+sys.exit(3)
+"""
+
+
+def test_a_benchmark_that_hangs_takes_nothing_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(every, "HERE", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "b.json").write_text("kept")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = {"name": "script", "gpus": (1, 1)}
+    parts = (
+        every.Part(results="a.json", seconds=0.5, words="hangs", **options),
+        every.Part(results="b.json", seconds=20, words="x --y 2", into="--json", **options),
+        every.Part(results="c.json", seconds=2000, **options),
+    )
+    monkeypatch.setattr(every, "PARTS", parts)
+    monkeypatch.setattr(
+        sys, "argv", ["every.py", "--gpus", "1", "--seconds", "100", "--out", str(tmp_path / "o")]
+    )
+    assert every.main() == 1
+    printed = capsys.readouterr().out
+    for words in ("its time ran out", "exit 3", "left out: "):
+        assert words in printed
+    assert (tmp_path / "o" / "b.json").read_text() == "kept"
+    assert (tmp_path / "o" / "b.json.log").read_text() == "done\n"
+    assert (tmp_path / "o" / "said").read_text() == f"x --y 2 --json {tmp_path / 'o' / 'b.json'}"
