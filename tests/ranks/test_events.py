@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import imbrex
+from imbrex.observe import Recorder
 from imbrex.overlap.events.seat import FEWEST
 from tests.ranks.late import Farewells, Sleepy, awake
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
@@ -30,12 +32,15 @@ def assert_same_bits(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
-@pytest.mark.parametrize("codec", ["identity", "int8", {"dispatch": "fp8", "combine": "bf16"}])
+@pytest.mark.parametrize("codec", ["identity", "int8", "zfp2d-12", {"dispatch": "fp8", "combine": "bf16"}])
 def test_the_bits_are_those_of_serial(pool: Pool, codec: Any, tensor_ranks: int) -> None:
+    """Nobody may be missing, or somebody may and patience has no end."""
     options = {"transport": "alltoall", "codec": codec}
     case = Case(config=SMALL, tensor_parallel=tensor_ranks, options=options)
     theirs = pool.run(4, run_layer, case)
-    ours = pool.run(4, run_layer, Case(**{**_fields(case), "options": options | {"schedule": "events"}}))
+    endless = imbrex.overlap.Events(math.inf, 2)
+    schedule = "events" if tensor_ranks == 1 else endless
+    ours = pool.run(4, run_layer, Case(**{**_fields(case), "options": options | {"schedule": schedule}}))
     assert_same_bits(ours, theirs)
     if codec == "identity":
         errors = largest_error(case, 4, ours)
@@ -66,7 +71,7 @@ def run_late(
 ) -> list[dict[str, Any]]:
     """Three steps of a layer, rank 3 late in all but the first, until the others have left; and each again by
     serial, given its mask."""
-    options = {"transport": "alltoall"}
+    options = {name: part for name, part in case.options.items() if name != "schedule"}
     torch.manual_seed(0)
     ours: Any = make_layer(case, ranks.group)
     serial = make_layer(replace(case, options=options), ranks.group)
@@ -147,11 +152,43 @@ def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
 
 
 def test_rows_in_vain_are_left_out_of_a_backward_under_autocast(pool: Pool, tmp_path: Path) -> None:
-    """Experts are computed once more as they were, though the backward is not under autocast."""
-    options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(TAU_S, 1)}
+    """Experts are computed once more as they were, though the backward is not under autocast, on the rows that
+    came through a codec."""
+    options = {"transport": "alltoall", "codec": "int8", "schedule": imbrex.overlap.Events(TAU_S, 1)}
     case = Case(config=SMALL, tokens=(5, 9, 3, 8), options=options)
     for rank, steps in enumerate(pool.run(4, run_late, case, "experts", tmp_path, True, True)):
         assert all(step["same"] for step in steps), (rank, steps)
+
+
+def run_counted(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """What a recorder hears of two forwards, rank 3 late in the second until the others have left."""
+    recorder = Recorder(rank=ranks.rank)
+    options = {"transport": "alltoall", "schedule": imbrex.overlap.Events(TAU_S, 1), "observer": recorder}
+    layer: Any = make_layer(Case(config=SMALL, options=options), ranks.group)
+    x_TD, farewells = torch.randn(8, SMALL.hidden_size), Farewells(folder, ranks.rank, ranks.world_size)
+    with torch.no_grad():
+        layer(x_TD)
+        dist.barrier(ranks.group)
+        recorder.take_counters()
+        recorder.end_step(keep=False)
+        if ranks.rank == LATE:
+            farewells.all_left(0)
+        layer(x_TD)
+        farewells.leave(0)
+    recorder.end_step()
+    counters = {name: value for (name, _), value in recorder.take_counters().items()}
+    marks = {dict(span.where)["peer"] for span in recorder.spans if span.name == "give_up"}
+    dist.barrier(ranks.group)
+    return {"kept": layer.routing.kept_TK, "counters": counters, "marks": marks}
+
+
+def test_what_is_dropped_is_counted_and_marked(pool: Pool, tmp_path: Path) -> None:
+    *others, late = pool.run(4, run_counted, tmp_path)
+    for result in (*others, late):
+        assert result["counters"]["drops"] == int((~result["kept"]).sum()) > 0
+    for result in others:
+        assert (result["counters"]["gave_up"], result["marks"]) == ([0, 0, 0, 1], {LATE})
+    assert late["counters"]["gave_up"] == [1, 1, 1, 0]
 
 
 def run_usual(ranks: Ranks, tau: str, folder: Path) -> tuple[int, bool]:

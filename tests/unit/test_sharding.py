@@ -17,7 +17,7 @@ from imbrex.placement.sharding import (
     shard,
     total_seconds,
 )
-from imbrex.reproduce.sharding import random_instance
+from imbrex.reproduce.sharding import ROW_S, best_of_tiers, random_instance, random_tiers
 
 WORK = Work(num_experts=8, tokens=1024, top_k=2, row_bytes=4096, expert_bytes=1 << 20, calls=24)
 
@@ -51,6 +51,17 @@ def test_the_heuristic_is_near_the_best() -> None:
     assert min(gaps) >= -1e-12
     assert sum(gaps) / len(gaps) < 0.02
     assert max(gaps) < 0.2
+
+
+def test_the_heuristic_finds_the_best_of_sixteen_equal_devices() -> None:
+    """On networks of two tiers, whose best grouping is that of all groupings where both can be had."""
+    for seed in range(4):
+        network, room, work = random_tiers(random.Random(seed), 2, 3)
+        best = best_shards(Topology.of(network, room=room, row_s=ROW_S), work).seconds
+        assert best_of_tiers(network, room, work) == pytest.approx(best, rel=1e-12)
+        network, room, work = random_tiers(random.Random(seed), 2, 8)
+        good = good_shards(Topology.of(network, room=room, row_s=ROW_S), work).seconds
+        assert good == pytest.approx(best_of_tiers(network, room, work), rel=1e-12)
 
 
 def test_slow_links_between_nodes_keep_groups_inside() -> None:

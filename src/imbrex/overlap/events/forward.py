@@ -162,6 +162,9 @@ class Forward(Call):
 
     def _give_up(self) -> None:
         peers, spent = sorted(self.ledger.missing), not self.ledger.is_decided
+        for peer in peers:
+            with self.exchange.observer.span("give_up", layer=self.exchange.layer, peer=peer):
+                pass  # a mark in the trace
         self._say(self.ledger.give_up())
         self.seat.miss(peers)
         if spent:
