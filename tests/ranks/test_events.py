@@ -152,7 +152,7 @@ def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
 
 
 def test_rows_in_vain_are_left_out_of_a_backward_under_autocast(pool: Pool, tmp_path: Path) -> None:
-    """Experts are computed once more as they were, though the backward is not under autocast, on the rows that
+    """Experts are computed once more as they were, though the backward is not under autocast, on rows that
     came through a codec."""
     options = {"transport": "alltoall", "codec": "int8", "schedule": imbrex.overlap.Events(TAU_S, 1)}
     case = Case(config=SMALL, tokens=(5, 9, 3, 8), options=options)
