@@ -519,7 +519,7 @@ GRADIENTS = [
 
 DOORS = [
     Fault(
-        "ranks-outlive-their-launcher",
+        "ranks-of-a-bench-outlive-their-launcher",
         "launch/ranks.py",
         "ranks of tune, bench layer and bench serve go on when their launcher is killed",
         "    end_with_launcher()\n    rank = int",

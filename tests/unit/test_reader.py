@@ -52,6 +52,33 @@ def test_a_rank_that_nobody_reads_says_so(
     assert "imbrex: error: nobody reads what rank 0 prints; run it again" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_one_sentence() -> None:
+    """Nothing is left to trip over when Python ends."""
+    words = [sys.executable, "-m", "imbrex", "--help"]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=60)
+    said = b"imbrex: error: No space left on device: free the disk, or give another path\n"
+    assert (ran.returncode, ran.stderr) == (2, said)
+
+
+def test_a_name_that_the_terminal_cannot_write_ends_nothing() -> None:
+    words, told = [sys.executable, "-m", "imbrex", "\u00fc"], environment(PYTHONIOENCODING="ascii")
+    ran = subprocess.run(words, capture_output=True, env=told, timeout=60)
+    assert (ran.returncode, ran.stdout) == (2, b"")
+    assert ran.stderr.startswith(b"imbrex: error: argument COMMAND: invalid choice: '\\xfc'")
+
+
+def test_ctrl_c_in_the_seconds_of_imports_ends_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert main(["plan", "--gpus", "2"]) == local.EXIT_INTERRUPTED
+    assert capsys.readouterr().err == ""
+
+
 def test_what_somebody_reads_is_left_alone() -> None:
     assert not unread()
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from imbrex import __version__
-from imbrex.launch.reader import EXIT_UNREAD, unread
+from imbrex.launch.reader import EXIT_UNREAD, print_any_name, print_nowhere, unread
 
+EXIT_INTERRUPTED = 130
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""Errors of writing to a file that is open, which name none."""
 COMMANDS = {
     "demo": "train a small byte-level language model with expert parallelism and write a report",
     "doctor": "say what works on this machine, and why the rest does not",
@@ -28,15 +32,23 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code, that of SIGPIPE where nobody reads any more what it prints. A command's
     module is imported only when it is called."""
+    print_any_name()
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
+        except KeyboardInterrupt:  # in the seconds of imports, too
+            return EXIT_INTERRUPTED
         finally:
             print(end="", flush=True)  # while somebody hears that it cannot be
     except BrokenPipeError:
         if not unread():
             raise
         return EXIT_UNREAD
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print_nowhere(1)  # it may be what is full
+        _refuse(f"{error.strerror}: free the disk, or give another path")
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -62,8 +74,6 @@ def _run(arguments: Sequence[str]) -> int:
         if error.filename is None:
             raise
         _refuse(f"{error.filename}: {error.strerror}: give another path")
-    except KeyboardInterrupt:
-        return 130
 
 
 def _refuse(sentence: str) -> NoReturn:
