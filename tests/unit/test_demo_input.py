@@ -1,7 +1,9 @@
 """What `imbrex demo` refuses: one line that says what, where and how to mend it, before any rank starts."""
 
 import argparse
+import fcntl
 import json
+import os
 
 import pytest
 import torch
@@ -89,6 +91,14 @@ def test_a_full_disk_is_refused(capsys, tmp_path, monkeypatch):
     usage = folder.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
     assert "has 1 MiB left and a run needs 100" in refused(capsys, "--out", tmp_path)
+
+
+def test_two_runs_at_once_do_not_share_a_folder(capsys, tmp_path):
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert "belongs to a run that has not ended: wait for it" in refused(capsys, "--out", tmp_path)
+    os.close(other)
+    run_in(tmp_path)
 
 
 def test_a_checkpoint_of_another_shape_is_refused(capsys, tmp_path):

@@ -7,6 +7,7 @@ are belong to an earlier run. Nothing else is ever written to or removed.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -21,6 +22,7 @@ ASKED, METRICS, CHECKPOINT, RANKS = "run.json", "metrics.jsonl", "checkpoint", "
 JOURNAL, BALANCE = "balance.jsonl", "balance.html"
 NEEDED_BYTES = 100 << 20
 _FORMAT = "imbrex demo 1"
+_held: dict[Path, int] = {}
 _OF_RANKS = re.compile(r"rank-\d{5}\.(phase|draft|note|note-draft|traceback)|spoken")
 
 
@@ -100,12 +102,33 @@ def prepare(out: Path, args: argparse.Namespace, settings: Sequence[str]) -> Non
                 f"--out {out} has {free >> 20} MiB left and a run needs {NEEDED_BYTES >> 20}: "
                 "free some, or choose another --out"
             )
+        _take(out)
         check(out, args)
         (out / RANKS).mkdir(exist_ok=True)
         if earlier(out) is None:
             _write(out, args, settings)
     except OSError as error:
         raise ValueError(f"cannot write to --out {out}: {error.strerror}: choose another --out") from None
+
+
+def _take(out: Path) -> None:
+    """Hold the folder until this process ends. Raises ValueError where another run holds it."""
+    place = out.resolve()
+    if place in _held:
+        return
+    folder = os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise ValueError(
+            f"--out {out} belongs to a run that has not ended: wait for it, or choose another --out"
+        ) from None
+    except OSError:
+        # A disk that knows no locks.
+        os.close(folder)
+        return
+    _held[place] = folder
 
 
 def begin(out: Path, args: argparse.Namespace, settings: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ def unread() -> bool:
 
 
 def print_nowhere(stream: int) -> None:
-    """What is written to this file descriptor from now on is lost, in silence."""
+    """Lose, in silence, what is written to this file descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream)
     os.close(nowhere)
