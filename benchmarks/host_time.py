@@ -6,13 +6,17 @@ its arguments and ends there, memory is the CPU's, and the ranks are one, which 
 out the driver's launches (2 to 5 us each on a GPU) and the meeting of hosts. Calls of Python functions and of
 torch's operators are counted exactly; times are medians, for comparing versions on one machine.
 
-`--gpu` times the layer itself on a GPU, one rank, until the call returns, with nothing queued before it; with
-checksums of what it gives, by which versions are told to have the same bits.
+`--gpu` times the layer itself on a GPU, one rank, until the call returns, with nothing queued before it, and
+writes results/host_time.json; with checksums of what it gives, by which versions are told to have the same
+bits. `records`: calls that were put on record among the timed ones, 0 where memory comes back as hoped;
+`device_allocations`: those that torch's allocator asked the driver for meanwhile. `python
+benchmarks/host_time.py --gpu 300 16`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import ctypes
 import functools
@@ -23,7 +27,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,9 +41,10 @@ from torch.profiler import profile as listen
 
 from imbrex import MoEConfig, MoELayer
 from imbrex.adapters.deep_ep import Buffer
+from imbrex.bench.results import check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS
 from imbrex.contracts import Dispatched
-from imbrex.exchange import agreement
+from imbrex.exchange import agreement, recorded
 from imbrex.experts import experts as expert_room
 from imbrex.kernels import jit
 from imbrex.kernels.gate import choose
@@ -47,6 +52,11 @@ from imbrex.kernels.gemm import gemm
 from imbrex.router import node, router
 from imbrex.transport.nvlink import Nvlink
 
+RESULTS = Path(__file__).parent / "results" / "host_time.json"
+QUESTION = "How long does a layer over NVLink keep the host?"
+ONE_THREAD = "step, one thread"
+"""A step whose backward runs in the caller's thread."""
+WARM = 20
 WIDTH, FEW = 128, 8
 """Of the tokens, and of what logits are computed from: the CPU's own arithmetic is not the host's part."""
 
@@ -160,7 +170,7 @@ def idle() -> None:
 
     glue._blocks = lambda device: 1056  # type: ignore[assignment]
     weights.spread = weights.run_spread
-    from imbrex.exchange import nvlink, recorded
+    from imbrex.exchange import nvlink
 
     nvlink.spread = weights.run_spread
     recorded.on_gpu = lambda x_TD: True
@@ -239,16 +249,7 @@ def report(name: str, call: Callable[[], Any], repeats: int, lines: int) -> None
     Idle.launches = 0
     call()
     launches = Idle.launches
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(50):
-        call()
-    profile.disable()
-    stats = pstats.Stats(profile)
-    functions = stats.total_calls / 50  # type: ignore[attr-defined]
-    with listen(activities=[ProfilerActivity.CPU]) as heard:
-        call()
-    operators = Counter(event.name for event in heard.events() or () if event.cpu_parent is None)
+    stats, functions, operators = count(call)
     quick = statistics.quantiles(spent, n=10)
     print(f"{name:22} median {statistics.median(spent):7.1f} us, a tenth below {quick[0]:7.1f}")
     counts = f"{functions:.0f} calls of functions, {operators.total()} of torch's operators"
@@ -256,6 +257,20 @@ def report(name: str, call: Callable[[], Any], repeats: int, lines: int) -> None
     if lines:
         stats.sort_stats("tottime").print_stats(lines)
         print(dict(operators.most_common()))
+
+
+def count(call: Callable[[], Any], calls: int = 50) -> tuple[pstats.Stats, float, Counter[str]]:
+    """A profile of the calls, a call's functions, and its operators of torch by name."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(calls):
+        call()
+    profile.disable()
+    stats = pstats.Stats(profile)
+    with listen(activities=[ProfilerActivity.CPU]) as heard:
+        call()
+    operators = Counter(event.name for event in heard.events() or () if event.cpu_parent is None)
+    return stats, stats.total_calls / calls, operators  # type: ignore[attr-defined]
 
 
 def make_gpu_layer(model: str, tokens: int) -> MoELayer:
@@ -294,17 +309,16 @@ def checksum(tensors: list[Tensor | None]) -> str:
     )
 
 
-def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> None:
-    """Times of calls on a GPU, with autograd's own thread and with backwards in the caller's."""
+def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> list[dict[str, Any]]:
+    """Rows of calls on a GPU, with autograd's own thread and with backwards in the caller's."""
     layer = make_gpu_layer(model, tokens)
     x = torch.randn(tokens, MODELS[model].hidden_size, device="cuda", dtype=torch.bfloat16)
     needs, d_y = x.requires_grad_(), torch.randn_like(x)
     forward, step = forward_and_step(layer, needs, d_y)
 
-    calls = {"forward": forward, "forward, kept": lambda: layer(needs), "step": step}
-    for name, call in {**calls, "step, one thread": step}.items():
-        torch.autograd.set_multithreading_enabled(name != "step, one thread")
-        time_on_gpu(f"{tokens} tokens, {name}", call, repeats)
+    calls = {"forward": forward, "forward, kept": lambda: layer(needs), "step": step, ONE_THREAD: step}
+    case = {"model": model, "T": tokens, "W": 1, "dtype": "bf16"}
+    rows = measure(calls, case, repeats, torch.cuda.synchronize)
     if lines:
         print_profile(step, lines)
     torch.autograd.set_multithreading_enabled(True)
@@ -315,21 +329,70 @@ def on_gpu(model: str, tokens: int, repeats: int, lines: int) -> None:
         needs.grad = None
         layer.zero_grad()
     layer.close()
+    return rows
 
 
-def time_on_gpu(name: str, call: Callable[[], Any], repeats: int) -> None:
+def measure(
+    calls: dict[str, Callable[[], Any]], case: dict[str, Any], repeats: int, wait: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """A row for every call: the host's microseconds, those to the end of what it queued (`whole`), and what
+    the host does in one."""
+    rows = []
+    for name, call in calls.items():
+        torch.autograd.set_multithreading_enabled(name != ONE_THREAD)
+        for _ in range(WARM):
+            call()
+        with records_made() as records:
+            before = torch.cuda.memory_stats().get("num_device_alloc", 0)
+            spent, whole = time_calls(call, repeats, wait)
+            allocations = torch.cuda.memory_stats().get("num_device_alloc", 0) - before
+        _, functions, operators = count(call)
+        more = {"functions": round(functions), "operators": operators.total(), "records": len(records)}
+        rows.append(
+            {"op": name, "impl": "imbrex", "case": case, **spread_of(spent), "n": repeats, **more}
+            | {f"whole_{key}": value for key, value in spread_of(whole).items()}
+            | {"device_allocations": allocations}
+        )
+        print(rows[-1])
+    return rows
+
+
+@contextlib.contextmanager
+def records_made() -> Iterator[list[Any]]:
+    """Keys of the calls that are put on record inside."""
+    keys, keep = [], recorded.Recorder._keep
+
+    def noted(recorder: recorded.Recorder, key: Any, *what: Any) -> None:
+        keys.append(key)
+        keep(recorder, key, *what)
+
+    recorded.Recorder._keep = noted  # type: ignore[method-assign]
+    try:
+        yield keys
+    finally:
+        recorded.Recorder._keep = keep  # type: ignore[method-assign]
+
+
+def time_calls(
+    call: Callable[[], Any], repeats: int, wait: Callable[[], None]
+) -> tuple[list[float], list[float]]:
+    """Microseconds until each call returns, and until all that it queued has ended."""
     spent, whole = [], []
-    for number in range(20 + repeats):
-        torch.cuda.synchronize()
+    for _ in range(repeats):
+        wait()
         start = time.perf_counter()
         call()
         end = time.perf_counter()
-        torch.cuda.synchronize()
-        if number >= 20:
-            spent.append(1e6 * (end - start))
-            whole.append(1e6 * (time.perf_counter() - start))
-    quick, median, end = statistics.quantiles(spent, n=10)[0], *map(statistics.median, (spent, whole))
-    print(f"{name:32} host {median:7.1f} us, a tenth below {quick:7.1f}; to the end {end:7.1f}")
+        wait()
+        spent.append(1e6 * (end - start))
+        whole.append(1e6 * (time.perf_counter() - start))
+    return spent, whole
+
+
+def spread_of(times: list[float]) -> dict[str, float]:
+    ends = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+    deciles = statistics.quantiles(times, n=10)
+    return {k: round(v, 1) for k, v in (ends | {"tenth_us": deciles[0], "ninth_us": deciles[-1]}).items()}
 
 
 def print_profile(call: Callable[[], None], lines: int) -> None:
@@ -355,6 +418,12 @@ def print_profile(call: Callable[[], None], lines: int) -> None:
         print(f"{us:8.1f} us {number[name] / 20:5.1f} {name}")
 
 
+def save(out: Path, rows: list[dict[str, Any]], model: str, sizes: list[int], repeats: int) -> None:
+    tokens = " ".join(map(str, sizes))
+    command = f"python benchmarks/host_time.py --model {model} --gpu {tokens} --repeats {repeats}"
+    write_results(out, QUESTION, describe_run(command), rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="qwen3-30b-a3b")
@@ -362,14 +431,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="where the time goes")
     parser.add_argument("--gpu", nargs="*", type=int, metavar="TOKENS", help="on a GPU, of so many tokens")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where --gpu writes its rows")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.gpu is not None:
+        check_results(args.out, QUESTION)
         store = f"file://{Path(tempfile.mkdtemp(), 'store')}"
         where: dict[str, Any] = {"rank": 0, "world_size": 1, "device_id": torch.device("cuda", 0)}
         dist.init_process_group("nccl", init_method=store, **where)
-        for tokens in args.gpu or (300, 16):
-            on_gpu(args.model, tokens, args.repeats, args.profile)
+        sizes = args.gpu or [300, 16]
+        rows = [row for t in sizes for row in on_gpu(args.model, t, args.repeats, args.profile)]
+        save(args.out, rows, args.model, sizes, args.repeats)
         os._exit(0)
     keep_memory()
     idle()
