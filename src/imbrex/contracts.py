@@ -325,8 +325,11 @@ class Dispatcher(Protocol):
         """The one of the family that serves this call."""
         ...
 
-    def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
-        """y_TD, as the steps give it; `None`, and nothing has happened, where somebody has to make them."""
+    def run_whole(
+        self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
+    ) -> Tensor | None:
+        """y_TD, as the steps give it; `None` where somebody has to make them, and no rank has heard of it.
+        addend: of `Strategy.run`, which may have been called then."""
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """The one for crossings that are under way while experts compute, in so many chunks. in_turn: no row

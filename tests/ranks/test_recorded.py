@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -51,14 +51,15 @@ class Layer:
     """Serial calls of an exchange over emulated kernels, by steps or from a record; `again`: how many of its
     launches were from the record."""
 
-    def __init__(self, ranks: Ranks, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, ranks: Ranks, patch: pytest.MonkeyPatch, tensor: int = 1) -> None:
         self.patch, self.again, self.rank = patch, 0, ranks.rank
+        self.addend: Callable[[], Tensor] | None = None
         nvlink = EmulatedNvlink(ranks.group)
         nvlink.load = loader()  # pyright: ignore[reportAttributeAccessIssue]
-        placement = contiguous(EXPERTS, ranks.world_size)
+        placement = contiguous(EXPERTS, ranks.world_size // tensor)
         options: dict[str, Any] = {"group": ranks.group, "transport": nvlink, "dtype": torch.bfloat16}
-        self.exchange = imbrex.Exchange(placement, WIDTH, CHOICES, **options)
-        self.experts = Own(placement.local(ranks.rank))
+        self.exchange = imbrex.Exchange(placement, WIDTH, CHOICES, tensor_parallel=tensor, **options)
+        self.experts = Own(placement.local(ranks.rank // tensor))
         launch = NvlinkExchange.launch_again
 
         def counted(kernels: NvlinkExchange, *what: Any) -> None:
@@ -87,7 +88,7 @@ class Layer:
     def __call__(self, x_TD: Tensor, routing: imbrex.Routing, *, steps: bool, keep: bool = False) -> Tensor:
         self.patch.setattr(recorded, "on_gpu", lambda x_TD: not steps)
         with torch.set_grad_enabled(keep):
-            return Serial().run(x_TD, routing, self.exchange, self.experts, None).y_TD
+            return Serial().run(x_TD, routing, self.exchange, self.experts, self.addend).y_TD
 
 
 def one_launch(weighted: bool, smem: int, device: int) -> tuple[EmulatedKernel, int]:
@@ -95,14 +96,14 @@ def one_launch(weighted: bool, smem: int, device: int) -> tuple[EmulatedKernel, 
 
 
 @contextmanager
-def a_layer(ranks: Ranks, few: int) -> Iterator[Layer]:
+def a_layer(ranks: Ranks, few: int, tensor: int = 1) -> Iterator[Layer]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, blocks=2)
         patch.setattr(both, "_kernel", one_launch)
         patch.setattr("imbrex.exchange.nvlink.FEW_TOKENS", few)
         patch.setattr("imbrex.kernels.rows.weights._BLOCKS", 2)
         patch.setattr("imbrex.kernels.exchange.launches.FEW_SMS", 2)  # so that one kernel routes and pulls
-        yield Layer(ranks, patch)
+        yield Layer(ranks, patch, tensor)
 
 
 def inputs_of(rank: int, call: int, tokens: int) -> tuple[Tensor, imbrex.Routing]:
@@ -173,15 +174,16 @@ def gradients(
     return found
 
 
-def run_trained(ranks: Ranks, few: int, trained: str, wide: bool) -> tuple[list[list[bool]], int]:
-    """Of three calls, whether y and every gradient has the bits of the steps. wide: SwiGLU's gradient is a
-    kernel of its own, as for rows of more than 4096 values."""
+def run_trained(ranks: Ranks, few: int, trained: str, kind: str) -> tuple[list[list[bool]], int]:
+    """Of three calls, whether y and every gradient has the bits of the steps. kind: "wide", SwiGLU's gradient
+    is a kernel of its own, as for rows of more than 4096 values; "halves", each expert is that of two ranks;
+    or "single", calls of one token."""
     same = []
-    with a_layer(ranks, few) as layer:
-        if wide:
+    with a_layer(ranks, few, 1 + (kind == "halves")) as layer:
+        if kind == "wide":
             layer.patch.setattr(slopes, "FUSED_WIDTH", WIDTH - 1)
         for call in range(3):
-            inputs = inputs_of(ranks.rank, call, 7 + 3 * ranks.rank)
+            inputs = inputs_of(ranks.rank, call, 1 if kind == "single" else 7 + 3 * ranks.rank)
             pairs = zip(
                 *(gradients(layer, inputs, trained, steps=steps) for steps in (False, True)), strict=True
             )
@@ -190,25 +192,68 @@ def run_trained(ranks: Ranks, few: int, trained: str, wide: bool) -> tuple[list[
 
 
 @pytest.mark.parametrize(
-    ("few", "trained", "wide", "launches"),
+    ("few", "trained", "kind", "launches"),
     [
-        (256, "all", False, 6),
-        (0, "all", False, 6),
-        (0, "all", True, 6),
-        (0, "all but down", False, 6),
-        (256, "experts", False, 5),
-        (256, "experts", True, 5),
+        (256, "all", "", 6),
+        (256, "all", "single", 6),
+        (0, "all", "", 6),
+        (0, "all", "wide", 6),
+        (0, "all", "halves", 6),
+        (0, "all but down", "", 6),
+        (256, "experts", "", 5),
+        (256, "experts", "wide", 5),
     ],
 )
 def test_gradients_have_the_bits_of_those_of_the_steps(
-    pool: Pool, few: int, trained: str, wide: bool, launches: int
+    pool: Pool, few: int, trained: str, kind: str, launches: int
 ) -> None:
     """launches: of the exchange, from a record: of two forwards, and of one backward, since every second one
     has its gradients elsewhere; nothing goes home to tokens that nobody trains. The second backward of a call
     makes the steps."""
-    for same, again in pool.run(2, run_trained, few, trained, wide):
+    for same, again in pool.run(2, run_trained, few, trained, kind):
         assert same == [[True] * 9] * 3
         assert again == launches
+
+
+def run_added(ranks: Ranks, few: int) -> tuple[list[list[bool]], list[int], list[int]]:
+    """Of six calls, whether y, the gradients of tokens, choices and experts, and that of a matrix by which
+    what is added is made of tokens, have the bits of the steps; launches from a record so far; how often it
+    was made."""
+    same, launches, made, again = [], [], [], torch.eye(WIDTH).bfloat16().requires_grad_()
+    with a_layer(ranks, few) as layer:
+        for call in range(6):
+            x_TD, routing = inputs_of(ranks.rank, call, 8)
+            pair = []
+            for steps in (False, True):
+                leaf = x_TD.clone().requires_grad_(call != 1)
+
+                def added(leaf: Tensor = leaf, turned: bool = call == 5) -> Tensor:
+                    made.append(1)
+                    return (again.mT @ leaf.mT).mT if turned else leaf @ again
+
+                layer.addend = None if call == 4 else added
+                y_TD = layer(leaf, routing, steps=steps, keep=call != 0)
+                if call:
+                    (y_TD.float() * torch.arange(y_TD.numel()).view_as(y_TD).sin()).sum().backward()
+                leaves = (leaf, again, *layer.experts.parameters())
+                pair.append([y_TD.detach(), *(t.grad for t in leaves if t.grad is not None)])
+                again.grad = None
+                layer.experts.zero_grad()
+            same.append([torch.equal(*two) for two in zip(*pair, strict=True)])
+            launches.append(layer.again)
+    return same, launches, made
+
+
+@pytest.mark.parametrize("few", [256, 0])
+def test_shared_experts_join_calls_on_record(pool: Pool, few: int) -> None:
+    """A forward without gradients, a training step where tokens need none, two where they do, one without
+    shared experts, and one whose result lies in another order, which makes its steps. From a record: the
+    forward of the fourth, and the backward of the fifth, which is the same without shared experts."""
+    for same, launches, made in pool.run(2, run_added, few):
+        assert [len(each) for each in same] == [1, 4, 5, 5, 4, 5]
+        assert all(map(all, same))
+        assert launches == [0, 0, 0, 2, 4, 4]
+        assert len(made) == 2 * 5
 
 
 def run_kept_elsewhere(ranks: Ranks) -> list[list[bool]]:

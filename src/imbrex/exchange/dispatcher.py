@@ -55,7 +55,9 @@ class DispatcherBase:
     def for_call(self, x_TD: Tensor, routing: Routing) -> Any:
         return self
 
-    def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
+    def run_whole(
+        self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
+    ) -> Tensor | None:
         return None
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Any:

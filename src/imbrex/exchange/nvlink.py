@@ -138,8 +138,10 @@ class NvlinkDispatcher(WiredDispatcher):
             other.sms = replace(self.sms, stage=other.roles.stage)
         return other
 
-    def run_whole(self, x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor | None:
-        return self.recorder.run(x_TD, routing, experts)
+    def run_whole(
+        self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
+    ) -> Tensor | None:
+        return self.recorder.run(x_TD, routing, experts, addend)
 
     def why_not_form(self, form: RowForm) -> str | None:
         return None if form is RowForm.UNDER_WAY else super().why_not_form(form)

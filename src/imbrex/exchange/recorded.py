@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,6 +64,8 @@ BLANKS = {
     lay.Reduce: {(1, "out"): 0},
 }
 """Addresses that a call brings, by the struct of the launch."""
+BLANKS_ADDED = {(1, "out"): 0, (1, "addend"): 1}
+"""Those of the last one where something is added to the sums."""
 BLANKS_BACK = {lay.Pull: {(1, "x"): 0}, lay.Reduce: {(1, "out"): 0, (1, "values_out"): 1}}
 """Addresses that a backward brings."""
 
@@ -121,6 +123,15 @@ class Record(NamedTuple):
     kinds: tuple[str, ...]
     between: tuple[Any, ...]
     last: Any
+
+
+class Inputs(NamedTuple):
+    """Tensors that a call brings. added_TD: what joins the sums, or `None`."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    x_TD: Tensor
+    added_TD: Tensor | None
 
 
 class Call(NamedTuple):
@@ -209,14 +220,23 @@ class Recorder:
         self._scratches.clear()
         self._records.clear()
 
-    def run(self, x_TD: Tensor, routing: Routing, experts: Any) -> Tensor | None:
-        """y_TD; `None`, before any rank has heard of the call, where its steps are to be made one by one."""
+    def run(
+        self, x_TD: Tensor, routing: Routing, experts: Any, addend: Callable[[], Tensor] | None = None
+    ) -> Tensor | None:
+        """y_TD; `None`, before any rank has heard of the call, where its steps are to be made one by one.
+        addend: computes what is added to the output, before the dispatch; not called for steps, but where its
+        result does not fit tokens."""
         if not self._serves(x_TD, routing, experts):
             return None
         dispatcher, weights = self.dispatcher, (experts.gate_up_proj, experts.down_proj)
-        keep = differentiated(x_TD, routing.weights_TK, *weights)
+        leaves = x_TD, routing.weights_TK, *weights
+        keep = differentiated(*leaves)
         if keep and (experts.gradient_sums is not None or recording_gradients(weights[0])):
             return None
+        added_TD = None if addend is None else addend()
+        if added_TD is not None and not _joins(added_TD, x_TD):
+            return None
+        keep = keep or differentiated(added_TD)
         dispatcher.promise = True
         (part,) = dispatcher.agree([(x_TD, routing)])
         kernels = dispatcher.transport.exchange_for(
@@ -229,34 +249,35 @@ class Recorder:
         if memory is None:
             memory = self._plan(kernels, part, weights, keep)
             if memory is None or sum(memory.nbytes) > MOST_BYTES:
-                return self._by_steps(part, x_TD, routing, weights, one_launch)
+                return self._by_steps(part, x_TD, routing, weights, added_TD, one_launch)
             self._memories[size] = memory
         call = Call(kernels, part, memory, size, one_launch)
         if keep:
-            y_TD: Any = _Whole.apply(x_TD, routing.weights_TK, *weights, (self, call, routing.ids_TK))
+            y_TD: Any = _Whole.apply(*leaves, added_TD, (self, call, routing.ids_TK))
             return y_TD
-        return self.launch(call, (routing.ids_TK, routing.weights_TK, x_TD), weights)[0]
+        return self.launch(call, Inputs(routing.ids_TK, routing.weights_TK, x_TD, added_TD), weights)[0]
 
     def launch(
-        self, call: Call, inputs: tuple[Tensor, Tensor, Tensor], weights: tuple[Tensor, Tensor]
+        self, call: Call, inputs: Inputs, weights: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """y_TD, and the memory. inputs: ids, their weights, tokens."""
-        kernels, x_TD = call.kernels, inputs[2]
+        """y_TD, and the memory."""
+        kernels, x_TD, added_TD = call.kernels, inputs.x_TD, inputs.added_TD
         pieces = [new_piece(nbytes, x_TD.device) for nbytes in call.memory.nbytes]
         y_TD = torch.empty_like(x_TD)
         buffer = 0 if call.part.is_small else kernels.next_buffer("pull")
         at = *(piece.data_ptr() for piece in pieces), *(weight.data_ptr() for weight in weights)
-        key = call.size, len(x_TD), buffer, at
+        key = call.size, len(x_TD), buffer, added_TD is not None, at
         record = self._records.get(key)
         if record is None:
             self._record(key, call, pieces, inputs, weights, y_TD)
         else:
-            kernels.launch_again(record.first, record.kinds, *[tensor.data_ptr() for tensor in inputs])
+            kernels.launch_again(record.first, record.kinds, *[tensor.data_ptr() for tensor in inputs[:3]])
             for launch in record.between:
                 launch.launch()
             check_products(x_TD.get_device())
             self._meet_again()
-            kernels.launch_again(record.last, ("combine",), y_TD.data_ptr())
+            ends = (y_TD,) if added_TD is None else (y_TD, added_TD)
+            kernels.launch_again(record.last, ("combine",), *[tensor.data_ptr() for tensor in ends])
         return y_TD, pieces
 
     def _serves(self, x_TD: Tensor, routing: Routing, experts: Any) -> bool:
@@ -305,6 +326,7 @@ class Recorder:
         x_TD: Tensor,
         routing: Routing,
         weights: tuple[Tensor, Tensor],
+        added_TD: Tensor | None,
         one_launch: bool | None,
     ) -> Tensor:
         dispatcher, inputs = self.dispatcher, (x_TD, routing.weights_TK)
@@ -317,19 +339,19 @@ class Recorder:
         out_RD = ffn(rows_RD, *weights, counts_e, weights_R=weights_R, beside=beside)
         self._meet_again()
         known = {"weights_R": weights_R, "state": tuple(state), "maker": dispatcher.key}
-        return autograd.combine(out_RD, Handle(num_tokens=len(x_TD), **known), None, weighted=True)
+        return autograd.combine(out_RD, Handle(num_tokens=len(x_TD), **known), added_TD, weighted=True)
 
     def _record(
         self,
         key: Any,
         call: Call,
         pieces: Sequence[Tensor],
-        inputs: tuple[Tensor, Tensor, Tensor],
+        inputs: Inputs,
         weights: tuple[Tensor, Tensor],
         y_TD: Tensor,
     ) -> None:
         """Make the launches, and keep them."""
-        (kernels, part, memory, *_), (ids_TK, weights_TK, x_TD) = call, inputs
+        (kernels, part, memory, *_), (ids_TK, weights_TK, x_TD, added_TD) = call, inputs
         sms, choosing, load = self.dispatcher.sms, self.dispatcher.choosing, self.dispatcher.transport.load
         words, rows_RD, *groups, gate_up_RG, act_RF, out_RD = (place.of(pieces) for place in memory[:9])
         routed = Routed.of_words(words, _sizes(kernels.shape))
@@ -353,13 +375,13 @@ class Recorder:
             else:
                 run_products(rows_RD, weights, plan, *into, also)
             self._meet_again()
-            kernels.combine(out_RD, routed, weighted=False, num_sms=sms.combine, out=y_TD)
+            sums: Sums = {"weighted": False, "addend": added_TD}
+            kernels.combine(out_RD, routed, num_sms=sms.combine, out=y_TD, **sums)
         if len(tape) == 2 + products + (not part.is_small):  # products of other GPUs are on no tape
             first, *between, last = tape
             kinds = ("small",) if part.is_small else ("pull", "route")
-            self._keep(
-                key, first.again(BLANKS[type(first.args[1])]), kinds, between, last.again(BLANKS[lay.Reduce])
-            )
+            ends = BLANKS[lay.Reduce] if added_TD is None else BLANKS_ADDED
+            self._keep(key, first.again(BLANKS[type(first.args[1])]), kinds, between, last.again(ends))
 
     def _keep(
         self, key: Any, first: Any, kinds: tuple[str, ...], between: Sequence[Any], last: Any | None
@@ -458,9 +480,9 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x_TD, weights_TK, gate_up_eGD, down_eDF, (recorder, call, ids_TK) = inputs
+        x_TD, weights_TK, gate_up_eGD, down_eDF, added_TD, (recorder, call, ids_TK) = inputs
         weights = gate_up_eGD, down_eDF
-        y_TD, pieces = recorder.launch(call, (ids_TK, weights_TK, x_TD), weights)
+        y_TD, pieces = recorder.launch(call, Inputs(ids_TK, weights_TK, x_TD, added_TD), weights)
         ctx.save_for_backward(pieces[0], *weights)
         ctx.memory, ctx.size = call.memory, call.size
         ctx.key, ctx.shape = recorder.dispatcher.key, weights_TK.shape
@@ -473,7 +495,8 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (d_y_TD,) = gradients
         if d_y_TD is None:
-            return (None,) * 5
+            return (None,) * 6
+        d_added_TD = d_y_TD if ctx.needs_input_grad[4] else None
         saved_tensors, as_operators = ctx.saved_tensors, traced(d_y_TD)
         if not (ctx.consumed or as_operators):
             dispatcher: Any = autograd.dispatcher_by(ctx.key)
@@ -481,13 +504,13 @@ class _Whole(torch.autograd.Function):
             results = dispatcher.recorder.launch_back(*of)
             if results is not None:
                 ctx.consumed = True
-                return *results, None
+                return *results, d_added_TD, None
         piece, gate_up_eGD, down_eDF = saved_tensors
         words, rows_RD, weights_R, plan, gate_up_RG = parts_of(ctx.memory, piece)
         if ctx.consumed:  # by a backward that retained the graph: computed again, the same bits
             gate_up_RG = gate_up_RG[:0]
         ctx.consumed = ctx.consumed or not as_operators
-        x, choices, gate_up, down, _ = ctx.needs_input_grad
+        x, choices, gate_up, down, *_ = ctx.needs_input_grad
         run: Any = autograd.combine_backward_op if as_operators else autograd.run_combine_backward
         d_out_RD, _ = run(d_y_TD, None, weights_R, [words], ctx.key)
         saved = Saved(rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG)
@@ -495,10 +518,21 @@ class _Whole(torch.autograd.Function):
         d_rows_RD, d_gate_up, d_down, d_weights_R = results
         d_gate_up, d_down = d_gate_up if gate_up else None, d_down if down else None
         if not (x or choices):
-            return None, None, d_gate_up, d_down, None
+            return None, None, d_gate_up, d_down, d_added_TD, None
         run = autograd.dispatch_backward_op if as_operators else autograd.run_dispatch_backward
         d_x_TD, d_weights_TK = run(d_rows_RD, d_weights_R, [words], *ctx.shape, ctx.key)
-        return d_x_TD if x else None, d_weights_TK if choices else None, d_gate_up, d_down, None
+        home = d_x_TD if x else None, d_weights_TK if choices else None
+        return *home, d_gate_up, d_down, d_added_TD, None
+
+
+def _joins(added_TD: Tensor, x_TD: Tensor) -> bool:
+    """Whether the kernel that sums can add it as it is."""
+    return (
+        added_TD.shape == x_TD.shape
+        and added_TD.dtype == x_TD.dtype
+        and added_TD.device == x_TD.device
+        and added_TD.is_contiguous()
+    )
 
 
 def parts_of(memory: Memory, piece: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -38,8 +39,10 @@ class Serial:
         addend: Callable[[], Tensor] | None,
     ) -> Output:
         compiling = torch.compiler.is_compiling()
-        if addend is None and not compiling and (self.keep_rows or not torch.is_grad_enabled()):
-            y_TD = exchange.dispatcher.run_whole(x_TD, routing, experts)
+        if addend is not None and not compiling:
+            addend = cache(addend)
+        if not compiling and (self.keep_rows or not torch.is_grad_enabled()):
+            y_TD = exchange.dispatcher.run_whole(x_TD, routing, experts, addend)
             if y_TD is not None:
                 return Output(y_TD=y_TD)
         promise = not compiling and addend is None and surely_fit(experts)
