@@ -328,8 +328,7 @@ class Dispatcher(Protocol):
     def run_whole(
         self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
     ) -> Tensor | None:
-        """y_TD, as the steps give it; `None` where somebody has to make them, and no rank has heard of it.
-        addend: of `Strategy.run`, which may have been called then."""
+        """y_TD, as the steps give it; `None` where somebody has to make them: only `addend` may have run."""
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
         """The one for crossings that are under way while experts compute, in so many chunks. in_turn: no row
@@ -343,7 +342,6 @@ class Dispatcher(Protocol):
 
     def why_not_form(self, form: RowForm) -> str | None:
         """Why rows of this exchange never come in `form`, or `None`."""
-        ...
 
     def form_of(self, forms: Sequence[RowForm], x_TD: Tensor, weights_TK: Tensor) -> RowForm:
         """The first of `forms` that this call can have."""

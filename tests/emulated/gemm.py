@@ -30,6 +30,8 @@ SHARED = {
     ),
 }
 """A fiber's block has one piece of shared memory; what the kernel declares as static lies behind the rest."""
+NARROW = gemm.Tiling(block_n=128, stages=6)
+"""A cut of the caller's, which the library never takes by itself."""
 STATIC_BYTES = 2048
 REPLACED = ("ptx/base.cuh", "ptx/exchange.cuh", "ptx/mma.cuh", "ptx/wgmma.cuh")
 Edits = tuple[tuple[str, str], ...]

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from imbrex.kernels.gemm import gemm
 from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
-from imbrex.kernels.gemm.tiling import LOW, NARROW, OWN, SHARED, SMALL
+from imbrex.kernels.gemm.tiling import LOW, OWN, SHARED, SMALL
 from imbrex.kernels.jit import KernelError
-from tests.emulated.gemm import emulate
+from tests.emulated.gemm import NARROW, emulate
 from tests.emulated.ragged import LIMIT, TAIL, check_rows, draw, ends_of, error, per_expert, poisoned, rows_of
 from tests.ranks.forked import Forked
 

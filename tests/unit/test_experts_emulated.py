@@ -13,8 +13,8 @@ from imbrex.kernels.ffn import products, slopes
 from imbrex.kernels.ffn.ffn import ffn, run_ffn, run_ffn_backward
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
-from imbrex.kernels.gemm.tiling import NARROW, OWN, override_tilings
-from tests.emulated.gemm import emulate
+from imbrex.kernels.gemm.tiling import OWN, override_tilings
+from tests.emulated.gemm import NARROW, emulate
 from tests.emulated.ragged import TAIL, draw, error, reference_ffn, rows_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the kernel with g++")

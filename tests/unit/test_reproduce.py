@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def _made(asked: Asked) -> Finding:
         table=(("naive", "1"),),
         differs=(f"full: {asked.full}",),
         verdict=("It is.",),
-        rows=[{"op": "o", "impl": "i", "case": {}, "median_us": 1.0}],
+        rows=[{"op": "o", "impl": "i", "case": {}, "median_us": 1.0, "n": 20}],
         chart=chart.bars({"naive": {"here": 1.0}}, "times"),
     )
 
@@ -119,11 +120,16 @@ def test_the_command_writes_rows_a_plot_and_the_text(
     assert (tmp_path / "schemoe-table-10.md").read_text() in said
 
 
-def test_a_busy_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(command, "find", lambda name, asked: _made(asked))
+def test_a_busy_machine_is_said_of_what_was_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command.os, "cpu_count", lambda: 2)
-    for load, said in ((0.9, ""), (1.5, "imbrex: others were using the machine (load 1.5 on 2 cores when ")):
+    busy = "imbrex: others were using the machine (load 1.5 on 2 cores when "
+    for load, rows, said in ((0.9, None, ""), (1.5, None, busy), (1.5, [{"op": "predicted"}], "")):
         monkeypatch.setattr(command.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        made = _made(Asked())
+        made = made if rows is None else replace(made, rows=rows)
+        monkeypatch.setattr(command, "find", lambda name, asked, made=made: made)
         assert main(["reproduce", "schemoe-table-1", "--out", str(tmp_path)]) == 0
         err = capsys.readouterr().err
         assert err.startswith(said)

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     text = finding.text()
     (folder / f"{args.name}.md").write_text(text)
     sys.stdout.write(f"{text}\nrows: {results}\nplot: {picture}\n")
-    if load > cores / 2:
+    if load > cores / 2 and any("n" in row and "median_us" in row for row in finding.rows):
         busy = f"load {load:.1f} on {cores} cores when this began"
         print(f"imbrex: others were using the machine ({busy}): timings are of that too", file=sys.stderr)
     words = ["imbrex reproduce", args.name, *(["--full"] if args.full else [])]

@@ -22,8 +22,6 @@ from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
 
 SHARED = Tiling()
 """Two groups share 128 x 256: least traffic a product; the best where there is enough work."""
-NARROW = Tiling(block_n=128, stages=6)
-"""128 x 128: never the fastest any more; for who chooses tiles himself."""
 LOW = Tiling(groups=1, stages=5)
 """One group, 64 x 256: fp8 of few rows, whose weights it reads up to 5 % faster than `SHARED`."""
 SMALL = Tiling(groups=1, block_n=128, stages=8)
