@@ -65,7 +65,7 @@ BLANKS = {
 }
 """Addresses that a call brings, by the struct of the launch."""
 BLANKS_ADDED = {(1, "out"): 0, (1, "addend"): 1}
-"""Those of the last one where something is added to the sums."""
+"""Addresses of the last launch where something is added to the sums."""
 BLANKS_BACK = {lay.Pull: {(1, "x"): 0}, lay.Reduce: {(1, "out"): 0, (1, "values_out"): 1}}
 """Addresses that a backward brings."""
 
