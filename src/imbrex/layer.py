@@ -103,6 +103,8 @@ class MoELayer(nn.Module):
     """
 
     _copied = False
+    shares_exchange = False
+    """Whether copies of this layer, or what it is a copy of, move their rows through its exchange too."""
     mean_over = 1
     """A power of two by which the experts' gradients come divided: `imbrex.parallel.backward` sets it."""
 
@@ -254,7 +256,7 @@ class MoELayer(nn.Module):
         memo[id(self.routing)] = None
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(deepcopy(self.__dict__, memo))
-        copied._copied = True
+        copied._copied = copied.shares_exchange = self.shares_exchange = True
         guards.watch(copied)
         return copied
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imbrex.exchange.agreement import raise_together
 from imbrex.runtime import waits
-from imbrex.runtime.checks import expect
+from imbrex.runtime.checks import NOT_PICKLED, expect
 from imbrex.transport.collective import Collective
 from imbrex.transport.groups import hosts_of
 
@@ -35,6 +35,10 @@ class Ranks:
     group: dist.ProcessGroup | None
     data_group: dist.ProcessGroup | None
     tensor_size: int
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        """Refuses pickle, which asks here first of a layer."""
+        raise TypeError(NOT_PICKLED)
 
     @staticmethod
     def of(

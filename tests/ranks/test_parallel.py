@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -273,6 +274,8 @@ def run_copied(ranks: Ranks, case: Case) -> tuple[bool, bool, str]:
         for parameter in layer.parameters():
             parameter.zero_()
     same, own = torch.equal(copied(x_TD), y_TD), not layer(x_TD).any()
+    with pytest.raises(TypeError, match="nor can a model with a MoELayer"):
+        torch.save(copied, io.BytesIO())
     layer.placement = from_slots([[3, 4, 5], [0, 1, 2]], 6)
     layer.exchange.relocate(layer.placement)
     layer(x_TD)

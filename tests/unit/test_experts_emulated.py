@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imbrex.kernels.ffn import products, slopes
-from imbrex.kernels.ffn.ffn import ffn, run_ffn, run_ffn_backward
+from imbrex.kernels.ffn.ffn import ffn, give_gradient, run_ffn, run_ffn_backward
 from imbrex.kernels.ffn.tokens import ffn_tokens
 from imbrex.kernels.gemm.gemm import Epilogue, Layout, Tiling
 from imbrex.kernels.gemm.tiling import OWN, override_tilings
@@ -76,9 +76,12 @@ def test_a_backward_holds_no_second_gate_and_up(monkeypatch: pytest.MonkeyPatch,
     again = torch.autograd.grad(y, leaves, d_y)
     _, kept, plan = run_ffn(x, gate_up, down, counts, weights, True)
     beside = run_ffn_backward(d_y, x, gate_up, down, plan, weights, kept, (True, True, True))
-    for one, two, three in zip(first, again, beside, strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
+    y, given_d_y = ffn(leaves[0], leaves[1], leaves[2], counts, weights_R=leaves[3]), d_y.clone()
+    give_gradient(y)
+    over = torch.autograd.grad(y, leaves, given_d_y)
+    assert over[0].data_ptr() == given_d_y.data_ptr()
+    for one, *others in zip(first, again, beside, over, strict=True):
+        assert all(torch.equal(one, other) for other in others)
 
 
 Launched = list[tuple[Layout, Tiling]]

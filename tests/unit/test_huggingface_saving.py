@@ -1,5 +1,6 @@
 """A model with replaced blocks saves what transformers would, and gets its own blocks back."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def test_what_was_trained_is_what_is_restored_and_saved(tmp_path):
     restore_blocks(model)
     assert same(dict(read.state_dict()), model.state_dict())
     assert torch.equal(model.get_submodule("model.layers.1.mlp.experts").down_proj, want)
+
+
+def test_a_copy_and_what_it_was_copied_from_are_restored_one_by_one():
+    """They move their rows through one exchange, which neither may take from the other."""
+    model, ids = model_of("mixtral"), torch.arange(6)[None]
+    want = model(ids).logits
+    replace_blocks(model)
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    for restored, other in ((first, model), (model, second)):
+        restore_blocks(restored)
+        assert torch.equal(restored(ids).logits, want)
+        torch.testing.assert_close(other(ids).logits, want, rtol=1e-5, atol=1e-5)
 
 
 def test_frozen_weights_stay_frozen_both_ways():

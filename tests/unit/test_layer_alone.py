@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import imbrex
 from imbrex.codec.int8 import Int8
 from imbrex.exchange import autograd
-from imbrex.experts import products
+from imbrex.experts import experts, products
 from imbrex.experts.experts import Experts, Shard
 from imbrex.kernels import why_not_portable
 from imbrex.placement import contiguous
@@ -170,6 +170,20 @@ def test_copies_and_averages_of_a_layer_have_weights_of_their_own() -> None:
     copied(x).sum().backward()
     assert all(p.grad is not None for p in copied.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_only_experts_that_nobody_reads_give_away_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written over: a hook, of the result or of its gradient, reads it."""
+    layer, given = make(), []
+    monkeypatch.setattr(experts, "give_gradient", given.append)
+    monkeypatch.setattr(layer.experts, "applies_weights", True)
+    layer(torch.randn(5, layer.config.hidden_size))
+    assert len(given) == 1
+    for hooked in (layer.experts.register_forward_hook, layer.experts.register_full_backward_hook):
+        hook = hooked(lambda *_: None)
+        layer(torch.randn(5, layer.config.hidden_size))
+        hook.remove()
+    assert len(given) == 1
 
 
 def test_saving_a_layer_itself_is_refused_with_what_to_save() -> None:

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from imbrex import Dispatched, Exchange, Routing, overlap
 from imbrex.contracts import Codec, RowForm, Strategy, Transport, Wire
-from imbrex.experts import Experts
+from imbrex.experts import Experts, Lent
 from imbrex.overlap import Scheduler
 from imbrex.placement import contiguous
 from imbrex.runtime.gradients import scale_gradient
@@ -129,7 +129,11 @@ class OwnExperts:
             device="meta",
             dtype=down.dtype,
         )
-        self.applies_weights, self.forms = self.experts.applies_weights, self.experts.forms
+        self.applies_weights = self.experts.applies_weights
+
+    @property
+    def forms(self) -> tuple[RowForm, ...]:
+        return self.experts.forms
 
     def run(self, module: Any, dispatched: Dispatched) -> Tensor:
         weights = {"gate_up_proj": module.gate_up_proj, "down_proj": module.down_proj}
@@ -159,12 +163,17 @@ class TheirExperts:
         return self.forward(module, rows_RD.masked_fill(past_R1, 0.0), ids_R[:, None], weights_R1)
 
 
-class Held:
+class Held(Lent):
     """Experts for one call, with their parameters where these are at it."""
 
     def __init__(self, experts: OwnExperts | TheirExperts, module: nn.Module) -> None:
         self.experts, self.module = experts, module
-        self.applies_weights, self.forms = experts.applies_weights, experts.forms
+        self.applies_weights = experts.applies_weights
+        self.unchanged = isinstance(experts, OwnExperts) and experts.experts.unchanged
+
+    @property
+    def forms(self) -> tuple[RowForm, ...]:
+        return self.experts.forms
 
     def __call__(self, dispatched: Dispatched) -> Tensor:
         return self.experts.run(self.module, dispatched)

@@ -42,7 +42,7 @@ from imbrex.exchange.nvlink_fit import why_not_dtype, why_not_nvlink
 from imbrex.exchange.tiered import TieredDispatcher
 from imbrex.observe import Observer
 from imbrex.placement import make_split, split_evenly
-from imbrex.runtime.checks import piece
+from imbrex.runtime.checks import NOT_PICKLED, piece
 from imbrex.runtime.waits import refuse_lost
 from imbrex.runtime.words import words
 from imbrex.transport import Auto, Nvlink, Tiers
@@ -353,10 +353,7 @@ class Exchange:
 
     def __reduce_ex__(self, protocol: object) -> str:
         """Refuses pickle, which asks here."""
-        raise TypeError(
-            "Exchange: it cannot be pickled, nor can a model with a MoELayer, whose group is this process's; "
-            "save model.state_dict(), over ranks with imbrex.parallel.checkpoint, and load into a new model"
-        )
+        raise TypeError(NOT_PICKLED)
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise where a call has failed on the device, whose results are wrong: over `nvlink`,

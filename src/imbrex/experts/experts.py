@@ -16,7 +16,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
 from imbrex.kernels import unavailable, why_not_portable
-from imbrex.kernels.ffn.ffn import ffn
+from imbrex.kernels.ffn.ffn import ffn, give_gradient
 from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts, unfit_for_fp8
 from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8
 from imbrex.kernels.ffn.glue import Groups
@@ -203,7 +203,7 @@ class Experts(nn.Module):
     def unchanged(self) -> bool:
         """Whether no subclass, hook or other function changes, or reads, what `forward` gives."""
         plain = type(self).forward is Experts.forward and "forward" not in self.__dict__
-        return plain and not (self._forward_hooks or _global_forward_hooks)
+        return plain and not (self._forward_hooks or self._backward_hooks or _global_forward_hooks)
 
     @property
     def inputs_unchanged(self) -> bool:
@@ -291,6 +291,20 @@ def surely_fit(experts: object) -> bool:
     """Whether the rows that experts make are as many, as wide and of the kind that a combine takes: they are
     imbrex's own, and nobody changes their result."""
     return isinstance(experts, Experts) and experts.unchanged
+
+
+class Lent:
+    """Base of what calls `Experts` with parameters that lie elsewhere. unchanged: whether it gives what they
+    give, and nobody changes or reads that."""
+
+    unchanged = False
+
+
+def give_away(experts: object, rows_RD: Tensor) -> None:
+    """Let the backward of imbrex's own experts write over the gradient of the rows that they made, of which
+    the caller knows that it is made for them alone."""
+    if isinstance(experts, Experts | Lent) and experts.unchanged:
+        give_gradient(rows_RD)
 
 
 class SharedExpert(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Dispatched, Experts, Listener, Output, Routing, RowExchange
-from imbrex.experts import surely_fit
+from imbrex.experts import give_away, surely_fit
 from imbrex.observe import bracket_backward
 
 
@@ -56,6 +56,9 @@ class Serial:
             )
             added = None if addend is None else addend()
         weighted = experts.applies_weights
+        if weighted and not compiling:
+            # A combine gives a gradient of rows that it has moved for them alone.
+            give_away(experts, rows_RD)
         return Output(
             y_TD=exchange.combine(rows_RD, dispatched.handle, added, weighted=weighted, again=again)
         )

@@ -15,6 +15,13 @@ PARTS = {
 """By the argument: the protocol in `imbrex.contracts`, and what no layer can do without."""
 
 
+NOT_PICKLED = (
+    "Exchange: it cannot be pickled, nor can a model with a MoELayer, whose group is this process's; save "
+    "model.state_dict(), over ranks with imbrex.parallel.checkpoint, and load into a new model"
+)
+"""The reason that all give who are asked by pickle."""
+
+
 def piece(argument: str, value: Value) -> Value:
     """A piece of the caller's own, as it is. Raises ValueError for a class, and for what lacks a part."""
     protocol, parts = PARTS[argument]

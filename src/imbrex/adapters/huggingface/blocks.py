@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -15,15 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from imbrex import MoEConfig, MoELayer, ignore_in_ddp
 from imbrex.adapters.huggingface.arithmetic import use_router, why_not_router
 from imbrex.adapters.huggingface.families import moe_config
-from imbrex.adapters.huggingface.gathering import Team, gather_experts, why_not_gathered
+from imbrex.adapters.huggingface.gathering import Team, gather_experts, why_not_gathered, wire_device
 from imbrex.adapters.huggingface.replaced import (
     Origin,
     ReplacedBlock,
     own_name,
+    replaced_blocks,
     skeleton_of,
 )
 from imbrex.adapters.huggingface.saving import save_pretrained
 from imbrex.adapters.huggingface.weights import BLOCK_NAMES, block_prefix, load_block
+from imbrex.runtime import waits
 
 LOGITS_HOOK = "refusal_of_router_logits"
 
@@ -122,7 +125,8 @@ def restore_blocks(model: nn.Module) -> list[nn.Module]:
     if hasattr(settings, "output_router_logits"):
         settings.output_router_logits = places[0][2].origin.router_logits
     for _, _, layer in places:
-        layer.close()
+        if not layer.shares_exchange:
+            layer.close()
     return [getattr(parent, name) for parent, name, _ in places]
 
 
@@ -177,8 +181,40 @@ def _bind(model: nn.Module, layer: MoELayer) -> None:
 
 
 def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
-    """A rank whose sequences have ended goes on, since others still want its experts."""
-    return type(model).generate(model, *arguments, **{"synced_gpus": True, **options})
+    """A rank whose sequences have ended goes on, since others still want its experts, and a cache of a fixed
+    length needs room for that."""
+    options = {"synced_gpus": True, **options}
+    if options["synced_gpus"]:
+        options |= _room(model, *arguments, **options)
+    return type(model).generate(model, *arguments, **options)
+
+
+def _room(
+    model: Any,
+    inputs: Tensor | None = None,
+    generation_config: Any = None,
+    *_: Any,
+    **options: Any,
+) -> dict[str, int]:
+    """The length of a static cache that has room for the steps of the rank with the most. Collective."""
+    settings: Any = generation_config or model.generation_config
+    tensors = (inputs, *(options.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
+    prompt = next((tensor.shape[1] for tensor in tensors if tensor is not None), 1)
+    new, longest, kind = (
+        options.get(name, getattr(settings, name, None))
+        for name in ("max_new_tokens", "max_length", "cache_implementation")
+    )
+    # By itself transformers generates twenty.
+    steps = new if new is not None else max((longest or 0) - prompt, 20)
+    group = replaced_blocks(model)[0][1].ranks.group
+    assert group is not None
+    steps_1 = torch.tensor([steps], dtype=torch.int64, device=wire_device(group))
+    call = partial(dist.all_reduce, steps_1, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    waits.run("generate", call, on_host=not steps_1.is_cuda, group=group)
+    if "static" not in str(kind) or not hasattr(settings, "max_cache_len"):
+        return {}
+    # host sync: once a call of many steps
+    return {"max_cache_len": max(prompt + int(steps_1), options.get("max_cache_len") or 0)}
 
 
 def _refuse_router_logits(model: Any, _: Any, options: dict[str, Any]) -> None:

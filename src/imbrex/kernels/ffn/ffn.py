@@ -269,16 +269,19 @@ def ffn_gradients(
     deferral: Deferral | None = None,
     beside: Beside = ALONE,
     consume: bool = False,
+    over: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same. The weights' gradients are not among the results where they are added to `gradients`, or left
     to `deferral`. beside: the kernel of the product of `d_y_RD`, which brings its rows as well. consume: the
-    gradient of gate and up is written over them, the largest of what a backward holds."""
+    gradient of gate and up is written over them, the largest of what a backward holds. over: that of the rows
+    over `d_y_RD`, unless what is left reads it."""
     rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG = saved
     need_rows, need_gate_up, need_down = needs
     rows, groups = rows_RD.shape[0], Groups(plan=plan)
     d_y_RD, rows_RD, weights = d_y_RD.contiguous(), rows_RD.contiguous(), (gate_up_eGD, down_eDF)
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
-    d_rows_RD = rows_RD.new_empty(rows_RD.shape if need_rows else 0)
+    over = over and need_rows and deferral is None
+    d_rows_RD = d_y_RD if over else rows_RD.new_empty(rows_RD.shape if need_rows else 0)
     if rows == 0 or not down_eDF.shape[0]:
         d_gate_up_eGD = gate_up_eGD.new_zeros(gate_up_eGD.shape if need_gate_up else 0)
         d_down_eDF = down_eDF.new_zeros(down_eDF.shape if need_down else 0)
@@ -450,7 +453,7 @@ class Ffn(torch.autograd.Function):
         ctx.gradients, ctx.deferral = backward
         leaves = beside is not None and beside.leave is not None
         ctx.brings, ctx.beside = leaves and can_bring_gradient(down_eDF), ALONE
-        ctx.consumed = False
+        ctx.consumed = ctx.over = False
         return y_RD
 
     @staticmethod
@@ -468,7 +471,8 @@ class Ffn(torch.autograd.Function):
             results = torch.ops.imbrex_experts_v3.ffn_backward(d_y_RD, *saved, needs)
         else:
             ctx.consumed = True
-            more = {"gradients": add_to, "deferral": deferral, "beside": ctx.beside, "consume": True}
+            more = {"gradients": add_to, "deferral": deferral, "beside": ctx.beside}
+            more |= {"consume": True, "over": ctx.over}
             results = ffn_gradients(d_y_RD, saved, needs, **more)
         present = rows, gate_up and ours, down and ours, weights
         d_rows, d_gate_up, d_down, d_weights = (
@@ -487,6 +491,14 @@ def brings_gradient(y_RD: Tensor) -> bool:
     that made it: there is a kernel, and nobody else reads them before, as nobody reads what is left."""
     node: Any = y_RD.grad_fn
     return node is not None and node.name() == f"{Ffn.__name__}Backward" and node.brings
+
+
+def give_gradient(y_RD: Tensor) -> None:
+    """Let the backward of the `ffn` that made `y_RD` write the rows' gradient over that of `y_RD`, for which
+    the caller answers: it is made for this backward, and nobody else reads it. Else without effect."""
+    node: Any = y_RD.grad_fn
+    if node is not None and node.name() == f"{Ffn.__name__}Backward":
+        node.over = True
 
 
 def bring_gradient(y_RD: Tensor, beside: Beside) -> None:
