@@ -54,7 +54,7 @@ def _fields(case: Case) -> dict[str, Any]:
 LATE = 3
 """The rank that is late."""
 TAU_S = 0.1
-LONGEST_S = 4.0
+LONGEST_S = 10.0
 """The end of its lateness where others, who had patience for one peer, have spent it on another."""
 
 

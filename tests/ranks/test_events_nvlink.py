@@ -14,6 +14,7 @@ import torch
 
 import imbrex
 from imbrex.kernels.exchange.failures import ExchangeError
+from imbrex.observe import Recorder
 from imbrex.overlap import Events
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
@@ -36,7 +37,9 @@ def run_late(
     nvlink = EmulatedNvlink(ranks.group, timeout=60.0) if ranks.device == "cpu" else "nvlink"
     torch.manual_seed(0)
     options: dict[str, Any] = case.options | {"transport": nvlink}
-    patient = options | {"schedule": Events(TAU_S if epsilon else 0.0, epsilon)}
+    recorder = Recorder(rank=ranks.rank, device=ranks.device)
+    schedule = Events(TAU_S if epsilon else 0.0, epsilon)
+    patient = options | {"schedule": schedule, "observer": recorder}
     ours: Any = make_layer(replace(case, options=patient), ranks.group, ranks.device)
     torch.manual_seed(0)
     serial = make_layer(replace(case, options=options), ranks.group, ranks.device)
@@ -64,7 +67,8 @@ def run_late(
         dropped.append(int((~kept_TK).sum()))
     reasons = ours.reasons["schedule"]
     ours.close()
-    return {"differ": differ, "dropped": dropped, "reasons": reasons}
+    counters = {name: value for (name, _), value in recorder.take_counters().items()}
+    return {"differ": differ, "dropped": dropped, "reasons": reasons, "counters": counters}
 
 
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
@@ -74,6 +78,7 @@ def test_without_patience_the_bits_are_those_of_serial(pool: Pool, tmp_path: Pat
         for answer in pool.run(4, run_late, case, "", 0, with_grad, tmp_path):
             assert answer["differ"] == []
             assert answer["dropped"] == [0] * STEPS
+            assert not {"drops", "gave_up"} & answer["counters"].keys()
 
 
 @pytest.mark.parametrize(
@@ -91,6 +96,8 @@ def test_a_late_rank_is_done_without_and_its_mask_replays_to_the_bit(
         assert answer["differ"] == [], rank
         assert answer["reasons"].endswith("by the GPU's clock")
         assert answer["dropped"][1] > 0 or (late == "experts" and rank == LATE), (rank, answer)
+        assert answer["counters"]["drops"] == sum(answer["dropped"])
+        assert (sum(answer["counters"]["gave_up"]) > 0) == (sum(answer["dropped"]) > 0)
 
 
 def run_wrong(ranks: Ranks, what: str) -> str:

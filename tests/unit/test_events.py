@@ -15,7 +15,7 @@ from imbrex.kernels.events.events import ENDLESS
 from imbrex.kernels.events.events import Patience as DevicePatience
 from imbrex.overlap import Events
 from imbrex.overlap.events.ledger import Kind
-from imbrex.overlap.events.seat import LEAD, Patience, Seat, Stage
+from imbrex.overlap.events.seat import FEWEST, LEAD, Patience, Seat, Stage
 from imbrex.runtime.waits import RankLostError
 from imbrex.transport.messages import Envelope
 
@@ -38,6 +38,23 @@ def test_a_learnt_tau_gives_up_no_more_than_its_share() -> None:
         assert sum(map(math.isinf, waits)) <= 0.1 * len(waits)
     # A quarter of the waits is long; a tenth of all, the longest, may be given up.
     assert 10 <= given_up <= 44
+
+
+def given_up_at_most(tau: str, waits: int) -> int:
+    """How many of so many waits may have been given up while there is still patience for one."""
+    patience, given_up = Patience(tau), 0
+    patience.waits[Stage.REPLIES].extend([0.01] * waits)
+    while patience.seconds(0) < math.inf:
+        patience.waits[Stage.REPLIES][given_up] = math.inf
+        given_up += 1
+    return given_up
+
+
+@pytest.mark.parametrize("percent", [7, 33, 60, 80, 90, 95])
+def test_shares_are_exact_as_those_of_a_device_are(percent: int) -> None:
+    """A fifth of 25 is 5, though 1 - 0.8 is less than 0.2."""
+    for waits in range(FEWEST, 200):
+        assert given_up_at_most(f"p{percent}", waits) == (100 - percent) * (waits + 1) // 100
 
 
 def test_patience_by_the_whole_call_is_learnt_of_usual_ones() -> None:

@@ -28,8 +28,9 @@ CALLS = 4
 
 @pytest.mark.parametrize("case", [CASE, UNEVEN, SHARED])
 def test_without_patience_nothing_is_dropped(case: Case) -> None:
-    ranks = EventsOutOfStep(case, 0, 0.0)
-    for seed in range(2):
+    """Nor where it has no end."""
+    for seed, (epsilon, tau_s) in enumerate(((0, 0.0), (1, math.inf))):
+        ranks = EventsOutOfStep(case, epsilon, tau_s)
         for outcome in ranks.run_calls(CALLS, seed):
             assert check_outcome(case, outcome, 0) == 0
 

@@ -62,7 +62,7 @@ class DeviceSeat:
             events.epsilon,
             events.every,
             transport.device,
-            share=quantile.share if quantile else 0.0,
+            share=float(quantile.share) if quantile else 0.0,
             factor=quantile.factor if quantile else None,
         )
         self._placed: Placement | None = None

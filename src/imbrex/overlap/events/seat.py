@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -81,9 +82,9 @@ class Patience:
 
 
 class Learnt(NamedTuple):
-    """A quantile of what was learnt, and how many times that."""
+    """A quantile of what was learnt, and how many times that. share: exact, as who counts by it must be."""
 
-    share: float
+    share: Fraction
     factor: float | None
 
 
@@ -92,7 +93,7 @@ def learnt(tau: str) -> Learnt | None:
     match = re.fullmatch(r"(?:(\d+(?:\.\d+)?) )?p(\d{1,2}(?:\.\d+)?)", tau)
     if match is None or not float(match[2]) or not 1 <= float(match[1] or 1) < math.inf:
         return None
-    return Learnt(float(match[2]) / 100, float(match[1]) if match[1] else None)
+    return Learnt(Fraction(match[2]) / 100, float(match[1]) if match[1] else None)
 
 
 class Record(Protocol):
