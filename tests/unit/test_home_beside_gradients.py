@@ -5,11 +5,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from imbrex.kernels.exchange.failures import ExchangeError
 from imbrex.kernels.exchange.launches import Sums
@@ -21,7 +23,7 @@ from imbrex.kernels.gemm.tiling import OWN, SHARED, override_tilings
 from imbrex.placement.layouts import contiguous
 from tests.emulated import kernel
 from tests.emulated.gemm import Edits, emulate
-from tests.emulated.home import apart, begin, beside, differences, loader
+from tests.emulated.home import Backward, apart, begin, beside, differences, loader
 from tests.emulated.scenario import Case
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="needs g++")
@@ -37,10 +39,31 @@ LONELY = Case(placement=contiguous(4, 2), tokens=(40, 33), choices=1, width=64, 
 """All choices are the first expert: a rank has no rows."""
 
 
+def begun(
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    inner: int,
+    add: torch.dtype | None = None,
+    *,
+    edits: Edits = (),
+    timeout: float = 30.0,
+) -> Backward:
+    """A backward by emulated kernels."""
+    emulate(monkeypatch, blocks=2)
+    return begin(case, inner, add, load=loader(edits), timeout=timeout)
+
+
+def call_alone(backward: Backward, first: int) -> tuple[Tensor, Sequence[Any]]:
+    """The sums and the gradients of rank 0, whose peers never come."""
+    exchange, out = backward.exchange, torch.zeros_like(backward.like[0])
+    exchange.heap.local, exchange.local_ranks = exchange.heap.local[:1], 1
+    arguments = exchange, backward.d_rows, backward.routed, Sums(), out, backward.pairs[:1]
+    return out, home_beside_gradients(*arguments, first_blocks=first, blocks=BLOCKS)
+
+
 @pytest.mark.parametrize("first", [0, BLOCKS // 2 + 1, BLOCKS])
 def test_bits_are_those_of_three_launches(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    emulate(monkeypatch, blocks=2)
-    backward = begin(CASE, 64, load=loader(), timeout=30.0)
+    backward = begun(monkeypatch, CASE, 64)
     assert int(backward.routed.counts_Le.max()) > 64 * (SHARED.stages + 1)
     wanted = apart(backward)
     for _ in range(2):  # counters and tickets are back at 0
@@ -49,8 +72,7 @@ def test_bits_are_those_of_three_launches(monkeypatch: pytest.MonkeyPatch, first
 
 @pytest.mark.parametrize(("case", "inner"), [(WHOLE, 64), (FOUR, 64), (LONELY, 128)])
 def test_whole_rows_and_ranks_without(monkeypatch: pytest.MonkeyPatch, case: Case, inner: int) -> None:
-    emulate(monkeypatch, blocks=2)
-    backward = begin(case, inner, load=loader(), timeout=30.0)
+    backward = begun(monkeypatch, case, inner)
     wanted = apart(backward)
     for first in (1, 2):
         assert differences(case, beside(backward, first, 2), wanted) == []
@@ -59,8 +81,7 @@ def test_whole_rows_and_ranks_without(monkeypatch: pytest.MonkeyPatch, case: Cas
 @pytest.mark.parametrize("case", [replace(FOUR, width=768), replace(WHOLE, width=256)])
 def test_sums_in_fp8_have_the_bits_of_the_codec(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Those of a combine in fp8, some blocks zeros and some with a scale that divides slowly."""
-    emulate(monkeypatch, blocks=2)
-    backward = begin(case, 64, load=loader(), timeout=30.0)
+    backward = begun(monkeypatch, case, 64)
     backward.d_rows[:, 0::7, :128], backward.d_rows[:, 1::7, 130] = 0.0, 3e30
     wanted, plain = apart(backward, wire="fp8"), apart(backward)
     assert differences(case, plain, wanted) != []
@@ -72,8 +93,7 @@ def test_sums_in_fp8_have_the_bits_of_the_codec(monkeypatch: pytest.MonkeyPatch,
 def test_gradients_are_added_in_turns_of_the_groups(
     monkeypatch: pytest.MonkeyPatch, add: torch.dtype
 ) -> None:
-    emulate(monkeypatch, blocks=2)
-    backward = begin(CASE, 128, add, load=loader(), timeout=30.0)
+    backward = begun(monkeypatch, CASE, 128, add)
     epilogue = Epilogue.ADD if add == torch.bfloat16 else Epilogue.ADD_FLOAT
     wanted = apart(backward)
     with override_tilings({(Layout.WGRAD, epilogue): OWN}):
@@ -85,13 +105,9 @@ def test_gradients_are_added_in_turns_of_the_groups(
 def test_a_rank_that_never_comes_ends_the_sums_and_not_the_product(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    emulate(monkeypatch, blocks=2)
-    backward = begin(CASE, 64, load=loader(), timeout=1.0)
+    backward = begun(monkeypatch, CASE, 64, timeout=1.0)
     wanted, exchange = apart(backward), backward.exchange
-    exchange.heap.local, exchange.local_ranks = exchange.heap.local[:1], 1
-    out = torch.zeros_like(backward.like[0])
-    arguments = exchange, backward.d_rows, backward.routed, Sums(), out, backward.pairs[:1]
-    ((one, other),) = home_beside_gradients(*arguments, first_blocks=first, blocks=BLOCKS)
+    out, ((one, other),) = call_alone(backward, first)
     with pytest.raises(ExchangeError, match=r"timed out, waiting for reduced rows of rank 1"):
         exchange.check()
     assert torch.equal(one, wanted[2])
@@ -104,16 +120,13 @@ def test_replays_behind_a_failed_call_have_gradients_and_no_sums(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """A failed call leaves tickets and counters as a whole one does, so a graph goes on, and ends."""
-    emulate(monkeypatch, blocks=2)
-    backward = begin(CASE, 64, load=loader(), timeout=0.5)
+    backward = begun(monkeypatch, CASE, 64, timeout=0.5)
     wanted, exchange = apart(backward), backward.exchange
     monkeypatch.setattr(
         torch, "full_like", lambda tensor, _: torch.zeros_like(tensor)
     )  # results hold numbers
-    whole, exchange.heap.local, exchange.local_ranks = exchange.heap.local, exchange.heap.local[:1], 1
-    out = torch.zeros_like(backward.like[0])
-    arguments = exchange, backward.d_rows, backward.routed, Sums(), out, backward.pairs[:1]
-    home_beside_gradients(*arguments, first_blocks=first, blocks=BLOCKS)
+    whole = exchange.heap.local
+    call_alone(backward, first)
     with pytest.raises(ExchangeError):
         exchange.check()
     exchange.heap.local, exchange.local_ranks = whole, CASE.ranks
@@ -244,8 +257,7 @@ def _shows_or_ends(shows: Callable[[], bool]) -> bool:
 
 def _shows(monkeypatch: pytest.MonkeyPatch, edits: Edits, fault: int | None, first: int) -> bool:
     """Whether other bits, or a wait that ends, come of it."""
-    emulate(monkeypatch, blocks=2)
-    backward = begin(CASE, 64, load=loader(edits), timeout=2.0)
+    backward = begun(monkeypatch, CASE, 64, edits=edits, timeout=2.0)
     wanted = apart(backward)
     backward.exchange.layer = None if fault is None else fault - 1
     turns = 4 if fault in range(1, LATE) else 2  # other interleavings
