@@ -260,6 +260,16 @@ class MoELayer(nn.Module):
         guards.watch(copied)
         return copied
 
+    def __copy__(self) -> MoELayer:
+        """The same layer under another name: its parameters, ranks and exchange."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        """Refuses pickle, as its exchange does, before torch stumbles over a group."""
+        return self.exchange.__reduce_ex__(protocol)
+
     def check(self, *, synchronize: bool = False) -> None:
         """Raise where a call has failed on the device: as `Exchange.check`."""
         self.exchange.check(synchronize=synchronize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 from typing import Any
@@ -368,6 +369,21 @@ def run_unequal_layers(ranks: Ranks, name: str, value: Any) -> str:
 def test_unequal_layers(pool: Pool, name: str, value: Any) -> None:
     for said in pool.run(2, run_unequal_layers, name, value):
         assert said.startswith(f"MoELayer: ranks disagree about {name}: rank 1 was given something else")
+
+
+def run_pickled(ranks: Ranks) -> str:
+    config = imbrex.MoEConfig(hidden_size=D, intermediate_size=4, num_experts=E, top_k=K)
+    layer = imbrex.MoELayer(config, ranks.group)
+    try:
+        pickle.dumps(torch.nn.Sequential(layer))
+    except TypeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_layer_of_several_ranks_says_what_to_save(pool: Pool) -> None:
+    for said in pool.run(2, run_pickled):
+        assert "save model.state_dict(), over ranks with imbrex.parallel.checkpoint" in said
 
 
 def run_left_unfinished(ranks: Ranks) -> list[float]:

@@ -192,6 +192,7 @@ def test_saving_a_layer_itself_is_refused_with_what_to_save() -> None:
         with pytest.raises(TypeError, match=r"nor can a model with a MoELayer, .*save model\.state_dict\(\)"):
             save(torch.nn.Sequential(layer))
     torch.save(layer.state_dict(), io.BytesIO())
+    assert copy.copy(layer).experts is layer.experts
 
 
 def test_a_width_is_no_config() -> None:

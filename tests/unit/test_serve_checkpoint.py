@@ -79,6 +79,19 @@ def test_what_is_not_served(change: dict[str, Any], reason: str | None) -> None:
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"config.json cannot be read"):
         served_config(tmp_path)
+    sizes = dict.fromkeys(SIZES, 8) | {"model_type": "mixtral", "rms_norm_eps": 1e-6}
+    for text, said in (
+        ("[]", "cannot be read: it holds no settings by name"),
+        ("[" * 100_000, "cannot be read: maximum recursion depth"),
+        (
+            json.dumps({**sizes, "vocab_size": "many"}),
+            "says vocab_size is 'many'; give a check",
+        ),
+        (json.dumps({**sizes, "rms_norm_eps": None}), "says rms_norm_eps is None"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            served_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(SystemExit):
         main(["bench", "serve", "--device", "cpu", "--weights", str(tmp_path)])

@@ -19,6 +19,7 @@ from imbrex.serve.attention import Grouped
 from imbrex.serve.model import Decoder, ModelConfig
 
 KINDS = ("qwen3_moe", "mixtral")
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -47,11 +48,17 @@ def served_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        if not isinstance(config, dict):
+            raise ValueError("it holds no settings by name")
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"serve: {path} cannot be read: {error}; give a checkpoint's folder") from None
     reason = why_not_served(config)
     if reason is not None:
         raise ValueError(f"serve: the model in {folder} is not served: {reason}")
+    wrong = [name for name in SIZES if not isinstance(config.get(name), int) or config[name] < 1]
+    if wrong or not isinstance(config.get("rms_norm_eps"), float):
+        name = [*wrong, "rms_norm_eps"][0]
+        raise ValueError(f"serve: {path} says {name} is {config.get(name)!r}; give a checkpoint's folder")
     heads, rotary = config["num_attention_heads"], config.get("rope_parameters") or {}
     return ModelConfig(
         moe=moe_config(config),
