@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import imbrex
 from imbrex.observe import Recorder
 from imbrex.overlap.events.seat import FEWEST
+from imbrex.placement.sharding import Topology, Work, placement_in
 from tests.ranks.late import Farewells, Sleepy, awake
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -45,6 +47,22 @@ def test_the_bits_are_those_of_serial(pool: Pool, codec: Any, tensor_ranks: int)
     if codec == "identity":
         errors = largest_error(case, 4, ours)
         assert max(errors.values()) < 1e-5, errors
+
+
+def test_experts_where_eq_1_puts_them(pool: Pool) -> None:
+    """Unlike many on each rank: in proportion to rates."""
+    none = ((0.0,) * 4,) * 4
+    topology = Topology(start_DD=none, byte_DD=none, room_D=(4,) * 4, row_s_D=(1.0, 3.0, 1.0, 0.5))
+    experts = SMALL.num_experts
+    work = Work(num_experts=experts, tokens=8, top_k=2, row_bytes=52, expert_bytes=1 << 10, calls=1)
+    placement = placement_in((0, 1, 2, 3), topology, work)
+    slots = [list(placement.slots[low:high]) for low, high in pairwise(placement.rank_offsets)]
+    assert len(set(map(len, slots))) > 1
+    case = Case(config=SMALL, slots=slots, options={"transport": "alltoall"})
+    theirs = pool.run(4, run_layer, case)
+    ours = pool.run(4, run_layer, replace(case, options=case.options | {"schedule": "events"}))
+    assert_same_bits(ours, theirs)
+    assert max(largest_error(case, 4, ours).values()) < 1e-5
 
 
 def _fields(case: Case) -> dict[str, Any]:
