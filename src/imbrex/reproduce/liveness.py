@@ -105,7 +105,7 @@ def ordered(
 def _name(at_once: bool, tensor: int, far: Pairs) -> str:
     name = "ours, " + ("inference" if at_once else "training")
     name += "" if tensor == 1 else f", experts shared by {tensor}"
-    return name + (f", {len(far)} far behind" if far else "")
+    return name + "".join(f", {host} far behind for {home}" for home, host in far)
 
 
 def walked(epsilons: Sequence[int], *, at_once: bool, walks: int, mortal: int = 0) -> Case:
