@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
@@ -106,8 +107,9 @@ def why_not_own(module: nn.Module) -> str | None:
     for flag, value in rules.items():
         if getattr(module, flag, None) is not value:
             return f"{flag} is {getattr(module, flag, None)}"
-    if not isinstance(getattr(module, "act_fn", None), (nn.SiLU, type(ACT2FN["silu"]))):
-        return f"they compute {type(getattr(module, 'act_fn', None)).__name__}, not silu"
+    activation = getattr(module, "act_fn", None)
+    if activation is not F.silu and not isinstance(activation, (nn.SiLU, type(ACT2FN["silu"]))):
+        return f"they compute {type(activation).__name__}, not silu"
     if getattr(module.__class__, "_apply_gate", None) is not moe._default_apply_gate:
         return "they have a gate of their own"
     if {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
