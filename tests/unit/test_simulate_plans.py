@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -411,6 +412,14 @@ def test_shipped_profiles_name_their_sources(name: str) -> None:
         assert entry.status in STATUSES
         assert entry.source
         assert entry.status != "fitted" or "benchmarks/results/" in entry.source
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "fast", True, None])
+def test_a_rate_that_is_none_is_refused(value) -> None:
+    """The simulator would look for a begin of a move that never comes."""
+    wrong = {"pair_bytes_s": Entry(value=value, status="measured", source="by hand")}
+    with pytest.raises(ValueError, match=r"profile: pair_bytes_s is .*; a finite number above 0 is wanted"):
+        H200.with_entries(wrong)
 
 
 def test_profiles_in_and_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ class Entry:
             raise ValueError(f"profile: status {self.status!r}; use one of {', '.join(STATUSES)}")
 
 
+RATES = ("bytes_s", "flops_s", "values_s", "_ranks", "_rows", "_columns", "multiprocessors", "_bytes")
+"""Ends of the names of figures that something is divided by."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """Figures of one device by name, and of its transports and codecs. machine: what it is of.
@@ -33,6 +38,13 @@ class Profile:
     machine: str
     most_ranks: int
     entries: Mapping[str, Entry]
+
+    def __post_init__(self) -> None:
+        for name, entry in self.entries.items():
+            value, least = entry.value, "above 0" if name.partition(":")[0].endswith(RATES) else "from 0 up"
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and least == "above 0"):
+                raise ValueError(f"profile: {name} is {value!r}; a finite number {least} is wanted")
 
     def __getitem__(self, name: str) -> float:
         if name not in self.entries:
