@@ -36,6 +36,7 @@ LONGEST = [
     "ranks/test_pipelined",
     "unit/test_home_beside_gradients",
     "unit/test_codec_suite",
+    "unit/test_compiled_generate",
     "unit/test_rows_out",
     "unit/test_down_home",
     "ranks/test_defaults",
