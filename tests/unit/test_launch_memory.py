@@ -43,7 +43,7 @@ def small_machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        "demo --device cpu --ep 1 --out {}/out",
+        "demo --device cpu --ep 1 --layers 1 --out {}/out",
         "tune --model 64,64,8,2 --tokens 64 --device cpu",
         "bench layer --model 64,64,8,2 --tokens 64 --device cpu",
         "bench serve --device cpu",
