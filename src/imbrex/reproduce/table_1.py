@@ -15,7 +15,7 @@ PAPER = {12: (252.6, 497.1), 16: (324.8, 623.0), 20: (419.3, 768.9), 24: (507.4,
 LAYERS_FOR = 4
 """Layers of the paper for one here."""
 WORK = Work(tokens=1024, width=256, inner=256, experts=4, top_k=1, sequence=32)
-NETWORK = Network(nodes=2, ranks_per_node=2, inter="400mbit")
+NETWORK = Network(nodes=2, ranks_per_node=2, inter="300mbit")
 ROUNDS = 7
 
 
