@@ -6,7 +6,7 @@ Two kinds are better left out: what no input can tell from the right code, and w
 from __future__ import annotations
 
 from tests.faults.fault import Fault
-from tests.faults.overlap import EVENTS, FUSED, SIMULATE, TUNING
+from tests.faults.overlap import EVENTS, FUSED, SCHEDULES, SIMULATE, TUNING
 from tests.faults.protocol import ONCE_SURVIVED_HERE, PROTOCOL
 
 ONCE_SURVIVED = [
@@ -165,6 +165,14 @@ EXCHANGE = [
         "at = self.calls % 2 * 2 * ranks",
         "at = 0",
         ("unit/test_board.py",),
+    ),
+    Fault(
+        "addend-of-another-dtype",
+        "exchange/exchange.py",
+        "kernels read an addend in float32 as bfloat16",
+        "if addend.dtype not in maker.dtypes:",
+        "if False:",
+        ("ranks/test_bad_input.py::test_rows_that_cannot_be_combined_over_nvlink",),
     ),
     Fault(
         "few-bytes-by-own-rows",
@@ -358,33 +366,6 @@ ROUTER = [
         "(ties_TK & (place_TK < limit))",
         "(ties_TK & (place_TK <= limit))",
         ("unit/test_router.py::test_laws",),
-    ),
-]
-
-SCHEDULES = [
-    Fault(
-        "a-task-before-its-chunk-s",
-        "schedule/tasks.py",
-        "a task begins when its line is free, whatever its chunk does",
-        "begin = max(free[line], over[task.before] if task.before is not None else 0.0)",
-        "begin = free[line]",
-        ("unit/test_schedule_orders.py::test_makespans_by_hand",),
-    ),
-    Fault(
-        "contention-one-way",
-        "schedule/contention.py",
-        "moves are not slowed down by computing",
-        "slower = (self.compute, self.moves) if len(busy) == 2 else (1.0, 1.0)",
-        "slower = (self.compute, 1.0) if len(busy) == 2 else (1.0, 1.0)",
-        ("unit/test_schedule_orders.py::test_lines_that_slow_each_other_down",),
-    ),
-    Fault(
-        "exact-cuts-too-much",
-        "schedule/exact.py",
-        "the exact search drops orders that might be better",
-        "bound = max(label[0] + compute, label[1] + moves)",
-        "bound = label[0] + label[1] + compute + moves",
-        ("unit/test_schedule_orders.py::test_exact_is_the_best_of_all_orders_of_two_chunks",),
     ),
 ]
 

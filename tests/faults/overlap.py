@@ -303,3 +303,30 @@ SIMULATE = [
         ("unit/test_simulate_plans.py::test_what_does_not_fit_is_refused_by_its_bytes",),
     ),
 ]
+
+SCHEDULES = [
+    Fault(
+        "a-task-before-its-chunk-s",
+        "schedule/tasks.py",
+        "a task begins when its line is free, whatever its chunk does",
+        "begin = max(free[line], over[task.before] if task.before is not None else 0.0)",
+        "begin = free[line]",
+        ("unit/test_schedule_orders.py::test_makespans_by_hand",),
+    ),
+    Fault(
+        "contention-one-way",
+        "schedule/contention.py",
+        "moves are not slowed down by computing",
+        "slower = (self.compute, self.moves) if len(busy) == 2 else (1.0, 1.0)",
+        "slower = (self.compute, 1.0) if len(busy) == 2 else (1.0, 1.0)",
+        ("unit/test_schedule_orders.py::test_lines_that_slow_each_other_down",),
+    ),
+    Fault(
+        "exact-cuts-too-much",
+        "schedule/exact.py",
+        "the exact search drops orders that might be better",
+        "bound = max(label[0] + compute, label[1] + moves)",
+        "bound = label[0] + label[1] + compute + moves",
+        ("unit/test_schedule_orders.py::test_exact_is_the_best_of_all_orders_of_two_chunks",),
+    ),
+]

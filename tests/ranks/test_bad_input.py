@@ -285,6 +285,7 @@ WRONG_ROWS = {
     "device": "combine: on rank 1, rows are on meta; give them on cpu",
     "handle": "combine: on rank 1, the handle is of another exchange; give the one that came with the rows",
     "addend": r"combine: on rank 1, the addend is \[1, 5\]; give a row for every token, \[3, 5\]",
+    "addend's dtype": "combine: on rank 1, the addend is torch.int64; give torch.float32 or",
 }
 
 
@@ -304,6 +305,7 @@ def run_wrong_rows(ranks: Ranks, kind: str) -> str:
         "device": (rows_RD.to("meta"), handle, None),
         "handle": (rows_RD, foreign.handle, None),
         "addend": (rows_RD, handle, torch.zeros(1, D)),
+        "addend's dtype": (rows_RD, handle, torch.zeros(3, D).long()),
     }
     exchange.combine(rows_RD, handle)
     try:
@@ -326,14 +328,18 @@ def run_wrong_rows_over_nvlink(ranks: Ranks) -> list[str]:
             said.append(str(y_TD[:, 0].tolist()))
         except ValueError as error:
             said.append(str(error))
-    return said
+    begun = exchange.begin_combine(rows_RD, handle)
+    with pytest.raises(ValueError, match=r"the addend is torch.float32; give torch.bfloat16") as caught:
+        begun.finish(torch.ones(3, 8))
+    return [*said, str(caught.value), str(begun.finish(torch.ones(3, 8).bfloat16())[:, 0].tolist())]
 
 
 @pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
 def test_rows_that_cannot_be_combined_over_nvlink(pool: Pool) -> None:
     answers = pool.run(2, run_wrong_rows_over_nvlink)
     assert answers[0] == answers[1]
-    good, first, second, again = answers[0]
+    good, first, second, again, _, added = answers[0]
+    assert added == "[3.0, 3.0, 2.0]"
     assert good == again == "[2.0, 2.0, 1.0]"
     assert first == second
     assert first.startswith("combine: on rank 1, rows are [")

@@ -48,7 +48,7 @@ def test_bits_are_those_of_two_launches(
 ) -> None:
     """Who applies the weights and how sums are drawn change no bit together; they meet in turn."""
     emulate(monkeypatch, blocks=2)
-    monkeypatch.setattr("imbrex.kernels.ffn.ffn.choose_tiling", lambda *_, **__: tiling)
+    monkeypatch.setattr("imbrex.kernels.ffn.products.choose_tiling", lambda *_, **__: tiling)
     ways = (8, True), (3, False)
     for applied, (piece, beside) in zip((turn, not turn), ways, strict=True):
         forward = begin(case, INNER, applied=applied, addend=applied, load=loader(), timeout=30.0)

@@ -84,6 +84,7 @@ def test_fabric_files(tmp_path: Path) -> None:
     ("lines", "said"),
     [
         ([], "no tiers"),
+        ([8], "no tiers; give a list of them"),
         ([{"ranks": 8}], "no `gbytes_s`, and none below"),
         ([{"gbytes_s": 1}, {"ranks": 8}], "only the last one holds all"),
         ([{"ranks": 8, "gbytes_s": 1}, {"ranks": 12}], "no multiple of the 8 below"),
@@ -94,6 +95,8 @@ def test_fabric_files(tmp_path: Path) -> None:
 def test_wrong_fabrics_are_refused(lines: list, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse({"tiers": lines}, 8)
+    with pytest.raises(ValueError, match="no tiers"):
+        parse(lines, 8)  # type: ignore[arg-type]
 
 
 def test_a_product_is_its_waves_or_its_weights() -> None:

@@ -391,12 +391,7 @@ class Exchange:
             return f"rows are {rows_RD.dtype}; give {' or '.join(map(str, maker.dtypes))}"
         if rows_RD.device != weights_R.device:
             return f"rows are on {rows_RD.device}; give them on {weights_R.device}, as dispatched"
-        if addend is not None and addend.shape != (handle.num_tokens, shape[1]):
-            expected = [handle.num_tokens, shape[1]]
-            return f"the addend is {list(addend.shape)}; give a row for every token, {expected}"
-        if addend is not None and addend.device != rows_RD.device:
-            return f"the addend is on {addend.device}, the rows on {rows_RD.device}; give both on one device"
-        return None
+        return None if addend is None else _why_not_addend(addend, rows_RD, handle.num_tokens, maker)
 
     def close(self) -> None:
         """Forget what was begun and, with the last exchange that shares a transport, free what that holds.
@@ -428,15 +423,32 @@ class BegunCombine:
     def __init__(self, rows_RD: Tensor, handle: Handle, weighted: bool) -> None:
         self._rows_RD, self._handle, self._weighted = rows_RD, handle, weighted
         self._addend_TD: Tensor | None = None
-        weights_R, dispatcher = None if weighted else handle.weights_R, autograd.dispatcher_by(handle.maker)
-        inputs = rows_RD, weights_R, handle.state, handle.num_tokens
+        self._dispatcher: Dispatcher = autograd.dispatcher_by(handle.maker)
+        inputs = rows_RD, None if weighted else handle.weights_R, handle.state, handle.num_tokens
         with torch.no_grad():
-            self._begun = Begun(dispatcher.combine(*inputs, lambda: self._addend_TD))
+            self._begun = Begun(self._dispatcher.combine(*inputs, lambda: self._addend_TD))
 
     def finish(self, addend: Tensor | None = None) -> Tensor:
-        """Wait for the partial sums and add them, and `addend`; once."""
+        """Wait for the partial sums and add them, and `addend`; once. Raises ValueError, on this rank alone,
+        where the addend does not fit; another may be given then."""
+        if addend is not None:
+            problem = _why_not_addend(addend, self._rows_RD, self._handle.num_tokens, self._dispatcher)
+            if problem is not None:
+                raise ValueError(f"combine: {problem}")
         self._addend_TD = addend
         return autograd.combine(self._rows_RD, self._handle, addend, self._weighted, begun=self._begun)
+
+
+def _why_not_addend(addend: Tensor, rows_RD: Tensor, tokens: int, maker: Dispatcher) -> str | None:
+    """Why a combine of these rows cannot add it, or `None`."""
+    expected = [tokens, rows_RD.shape[1]]
+    if list(addend.shape) != expected:
+        return f"the addend is {list(addend.shape)}; give a row for every token, {expected}"
+    if addend.device != rows_RD.device:
+        return f"the addend is on {addend.device}, the rows on {rows_RD.device}; give both on one device"
+    if addend.dtype not in maker.dtypes:
+        return f"the addend is {addend.dtype}; give {' or '.join(map(str, maker.dtypes))}"
+    return None
 
 
 def _may_choose_again(group: dist.ProcessGroup) -> bool:

@@ -113,9 +113,9 @@ class Fabric:
 
 def parse(content: Mapping[str, Any], world: int) -> Fabric:
     """The fabric that a file's content describes."""
-    lines = content.get("tiers")
-    if not isinstance(lines, Sequence) or not lines:
-        raise ValueError("fabric: no tiers; give a list of them under `tiers`")
+    lines = content.get("tiers") if isinstance(content, Mapping) else None
+    if not isinstance(lines, Sequence) or not lines or not all(isinstance(line, Mapping) for line in lines):
+        raise ValueError("fabric: no tiers; give a list of them under `tiers`, each with its settings")
     tiers: list[Tier] = []
     for place, line in enumerate(lines):
         strange = sorted(set(line) - KNOWN)
