@@ -61,6 +61,12 @@ def check_results(path: str | os.PathLike[str], question: str) -> None:
     _read(Path(path), question, {"command": "", "hardware": None})
 
 
+def check_folder(option: str, path: str) -> None:
+    """Raise ValueError where the folder of a file that an option names is missing or cannot be written."""
+    if not os.access(Path(path).resolve().parent, os.W_OK):
+        raise ValueError(f"--{option} {path}: its folder is missing or cannot be written; make it first")
+
+
 def _read(path: Path, question: str, run: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,11 +91,10 @@ def check(args: argparse.Namespace) -> None:
     overlap.make(args.schedule)
     pick_implementation(args.experts)
     args.timeout = timeout_seconds(args.timeout)
-    if args.json and not os.access(Path(args.json).resolve().parent, os.W_OK):
-        raise ValueError(f"--json {args.json}: its folder is missing or cannot be written; make it first")
     if args.json:
-        from imbrex.bench.results import check_results
+        from imbrex.bench.results import check_folder, check_results
 
+        check_folder("json", args.json)
         check_results(args.json, "layer")
 
 

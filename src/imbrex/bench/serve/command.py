@@ -106,15 +106,15 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _check_files(args: argparse.Namespace) -> None:
+    from imbrex.bench.results import check_folder, check_results
+
     for name in ("json", "report"):
         path = getattr(args, name)
-        if path and not os.access(Path(path).resolve().parent, os.W_OK):
-            raise ValueError(f"--{name} {path}: its folder is missing or cannot be written; make it first")
+        if path:
+            check_folder(name, path)
         if path and Path(path).is_dir():
             raise ValueError(f"--{name} {path}: that is a folder; give a file")
     if args.json:
-        from imbrex.bench.results import check_results
-
         check_results(args.json, QUESTION)
 
 
