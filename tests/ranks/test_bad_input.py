@@ -14,6 +14,7 @@ import imbrex
 from imbrex.codec.int8 import Int8
 from imbrex.contracts import Codec
 from imbrex.placement import contiguous, from_slots
+from imbrex.transport.alltoall import FEW_BYTES, AllToAll
 from tests.emulated import kernel
 from tests.ranks.emulated_nvlink import EmulatedNvlink
 from tests.ranks.pool import Pool, Ranks
@@ -392,9 +393,12 @@ def test_a_layer_of_several_ranks_says_what_to_save(pool: Pool) -> None:
         assert "save model.state_dict(), over ranks with imbrex.parallel.checkpoint" in said
 
 
-def run_left_unfinished(ranks: Ranks) -> list[float]:
-    """Rank 0 begins a dispatch, and an exception, say, keeps it from finishing; then both go on."""
-    exchange = imbrex.Exchange(contiguous(E, 2), D, K, group=ranks.group, transport="alltoall", timeout=20)
+def run_left_unfinished(ranks: Ranks, few_bytes: int) -> list[float]:
+    """Rank 0 begins a dispatch, and an exception, say, keeps it from finishing; then both go on. few_bytes:
+    up to so many go by gloo's own all-to-all, more by messages."""
+    transport = AllToAll(ranks.group, timeout=20)
+    transport.few_bytes = few_bytes
+    exchange = imbrex.Exchange(contiguous(E, 2), D, K, group=ranks.group, transport=transport)
     x_TD, routing = good_input()
     errors = []
     for _ in range(2):
@@ -409,8 +413,9 @@ def run_left_unfinished(ranks: Ranks) -> list[float]:
     return errors
 
 
-def test_what_one_rank_began_and_did_not_finish_stops_nobody(pool: Pool) -> None:
-    for errors in pool.run(2, run_left_unfinished):
+@pytest.mark.parametrize("few_bytes", [0, FEW_BYTES])
+def test_what_one_rank_began_and_did_not_finish_stops_nobody(pool: Pool, few_bytes: int) -> None:
+    for errors in pool.run(2, run_left_unfinished, few_bytes):
         assert errors == [0.0, 0.0]
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import imbrex
 from imbrex.placement import contiguous
+from imbrex.transport.alltoall import FEW_BYTES, AllToAll
 from tests.ranks.pool import Pool, RankError, Ranks
 
 TIMEOUT_S = 0.5
@@ -95,14 +96,17 @@ def test_a_death_behind_a_promise_is_heard_where_the_sums_cross() -> None:
         ranks.close()
 
 
-def run_and_lose(ranks: Ranks, how: str, phase: str) -> None:
-    """Rank 1 dies or sleeps in `phase`; rank 0 goes on into the same crossing."""
+def run_and_lose(ranks: Ranks, how: str, phase: str, few_bytes: int) -> None:
+    """Rank 1 dies or sleeps in `phase`; rank 0 goes on into the same crossing. few_bytes: up to so many go by
+    gloo's own all-to-all, more by messages."""
     x_TD, ids_TK = torch.randn(3, 4), torch.tensor([[0], [1], [0]])
     routing = imbrex.Routing(ids_TK=ids_TK, weights_TK=torch.ones(3, 1))
-    exchange = imbrex.Exchange(contiguous(2, 2), 4, 1, group=ranks.group, transport="alltoall")
+    transport = AllToAll(ranks.group)
+    transport.few_bytes = few_bytes
+    exchange = imbrex.Exchange(contiguous(2, 2), 4, 1, group=ranks.group, transport=transport)
     dispatched = exchange.dispatch(x_TD, routing)
     dist.barrier(ranks.group)
-    exchange.transport.timeout_s = TIMEOUT_S  # pyright: ignore[reportAttributeAccessIssue]
+    transport.timeout_s = TIMEOUT_S
     if ranks.rank == 1:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -122,8 +126,10 @@ def run_and_lose(ranks: Ranks, how: str, phase: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
-@pytest.mark.parametrize("phase", ["plan", "combine"])
-def test_the_others_are_told(how: str, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "few_bytes"), [("plan", FEW_BYTES), ("combine", FEW_BYTES), ("combine", 0)]
+)
+def test_the_others_are_told(how: str, phase: str, few_bytes: int) -> None:
     # One that died has answered; one that sleeps is not waited for.
     ranks = Pool(2, timeout_s=120.0, grace_s=10.0 if how == "dies" else 0.1)
     try:
@@ -131,7 +137,7 @@ def test_the_others_are_told(how: str, phase: str) -> None:
         said = rf"waited long enough: rank 0 lost its peers in {phase} of layer 0: {why}; "
         said += r"not heard of since: rank 1\n"
         with pytest.raises(RankError, match=said):
-            ranks.run(2, run_and_lose, how, phase)
+            ranks.run(2, run_and_lose, how, phase, few_bytes)
     finally:
         ranks.close()
 

@@ -14,6 +14,12 @@ from tests.ranks.pool import Pool, Ranks
 OURS = ["alltoall", "allgather", "allreduce"]
 
 
+class Messages(AllToAll):
+    """All rows cross as messages, however few."""
+
+    few_bytes = 0
+
+
 class Swapped(AllToAll):
     """Rows arrive in the opposite order."""
 
@@ -122,8 +128,8 @@ def test_few_bytes_go_by_gloos_own_call_on_all_ranks_or_on_none(pool: Pool) -> N
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("transport", OURS)
-def test_contract(pool: Pool, transport: str, world: int) -> None:
+@pytest.mark.parametrize("transport", [*OURS, Messages])
+def test_contract(pool: Pool, transport: str | type[AllToAll], world: int) -> None:
     assert pool.run(world, run_check, transport) == [""] * world
 
 
