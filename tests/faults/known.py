@@ -508,6 +508,14 @@ DOORS = [
         ("ranks/test_bench_layer.py::test_ranks_end_with_their_launcher",),
     ),
     Fault(
+        "messages-noted-by-two-threads",
+        "transport/collective.py",
+        "a lane begins a message while the caller goes through those under way",
+        "        self._noting = Lock()\n",
+        "        self._noting = __import__('contextlib').nullcontext()\n",
+        ("ranks/test_transport_suite.py::test_a_lane_begins_messages_while_others_end",),
+    ),
+    Fault(
         "a-receive-let-go-of",
         "transport/collective.py",
         "a message that was begun and not waited for is forgotten, and gloo reads nothing more of its sender",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from threading import Thread
+from typing import Any
+
 import pytest
 import torch
 
 from imbrex.contracts import Traffic
 from imbrex.testing import ConformityError, check_transport
 from imbrex.transport import AllToAll
-from imbrex.transport.collective import Done
+from imbrex.transport.collective import Collective, Done, Message
 from tests.ranks.pool import Pool, Ranks
 
 OURS = ["alltoall", "allgather", "allreduce"]
@@ -87,6 +90,48 @@ def test_places_are_told_before_rows_leave(pool: Pool) -> None:
     for rank, (sources, begun) in enumerate(pool.run(4, run_rows)):
         assert sources == [source for source in range(4) for _ in range(rank + 1)]
         assert begun == ["irecv"] * 3 + ["isend"] * 3
+
+
+class Sent:
+    """A message that is over."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+class Busy(Collective):
+    """Begins nothing."""
+
+    def start(self, phase: str, begin: Any) -> Any:
+        return Sent()
+
+
+class Meddling:
+    """A tag; while it is compared, another thread begins a message, as a lane does."""
+
+    def __init__(self, transport: Collective) -> None:
+        self.transport = transport
+
+    def __eq__(self, other: object) -> bool:
+        lane = Thread(target=begin_one, args=(self.transport, 0))
+        lane.start()
+        lane.join(0.1)
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def begin_one(transport: Collective, tag: Any) -> Any:
+    message = Message(rows=torch.zeros(1, 1), peer=1, tag=tag)
+    return transport.post("dispatch", [message], [])[0][0]
+
+
+def test_a_lane_begins_messages_while_others_end() -> None:
+    transport = Busy(None)
+    first, tag = begin_one(transport, 0), Meddling(transport)
+    begin_one(transport, Meddling(transport))
+    transport.finish("dispatch", begin_one(transport, tag))
+    transport.finish("dispatch", first)
 
 
 def one_sided(ranks: Ranks, transport: AllToAll, most: int) -> Traffic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ class Collective:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.device = self.message_device = torch.device("cpu") if group is None else device_of(group)
         self._under_way: dict[dist.Work, tuple[object, int, int]] = {}
+        # A lane's thread begins messages while the caller's ends some.
+        self._noting = Lock()
 
     def exchange_counts(self, message: Tensor) -> Tensor:
         """int64 [L] of this rank to int64 [W, L] of all ranks, on the host."""
@@ -80,7 +83,8 @@ class Collective:
         peer = {"group_dst" if op is dist.isend else "group_src": m.peer}
         work = self.start(phase, lambda: op(m.rows, group=self.group, tag=m.tag, **peer))
         assert work is not None
-        self._under_way[work] = op, m.peer, m.tag
+        with self._noting:
+            self._under_way[work] = op, m.peer, m.tag
         return work
 
     def start(self, phase: str, begin: Callable[[], dist.Work | None]) -> dist.Work | None:
@@ -90,7 +94,8 @@ class Collective:
         on_host = self.message_device.type == "cpu"
         waits.finish(phase, work, self.timeout_s, on_host=on_host, group=self.group)
         if work in self._under_way:
-            self._forget(work)
+            with self._noting:
+                self._forget(work)
 
     def _forget(self, work: dist.Work) -> None:
         """Let go of a message that is over, and of those before it of its kind, which are over, too, and for
