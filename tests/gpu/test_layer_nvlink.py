@@ -187,9 +187,20 @@ def run_recorded(ranks: Ranks, case: Case) -> list[bool]:
     return same
 
 
+RECORDED = {
+    "plain": CONFIG,
+    "shared": replace(CONFIG, shared=imbrex.SharedExperts(intermediate_size=64)),
+    "wide": replace(CONFIG, hidden_size=7168),
+}
+
+
+@pytest.mark.parametrize("config", RECORDED)
 @pytest.mark.parametrize("tokens", [(64, 7, 33, 128), (300, 130, 5, 512), (300, 0, 5, 512)])
-def test_calls_from_a_record_have_the_bits_of_their_steps(nccl: Pool, tokens: tuple[int, ...]) -> None:
-    case = replace(NVLINK, tokens=tokens, options={"transport": "nvlink", "experts": "kernels"})
+def test_calls_from_a_record_have_the_bits_of_their_steps(
+    nccl: Pool, tokens: tuple[int, ...], config: str
+) -> None:
+    options = {"transport": "nvlink", "experts": "kernels"}
+    case = replace(NVLINK, config=RECORDED[config], tokens=tokens, options=options)
     for same in nccl.run(worlds()[-1], run_recorded, case):
         assert same == [True] * 4
 
