@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.measured import LOADS, replayed, way_of
+from imbrex.bench.serve.measured import LOADS, replayed, key_of
 from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer
@@ -117,9 +117,9 @@ def _replayed_rows(loads: Sequence[tuple[int, int]]) -> tuple[list[dict[str, Any
                 r for r in content["rows"] if r["run"] == run["id"] and r["op"] in ("decode step", "chunk")
             ]
             hardware = run["hardware"]
-            fresh = replayed([r for r in own if way_of(r) not in known], hardware["memory_gib"], loads)
+            fresh = replayed([r for r in own if key_of(r) not in known], hardware["memory_gib"], loads)
             if fresh:
-                known |= {way_of(row) for row in fresh}
+                known |= {key_of(row) for row in fresh}
                 rows += fresh
                 where.append(f"{hardware['count']} x {hardware['gpu']}, {run['commit']}, {run['date']}")
     return rows, where

@@ -163,7 +163,7 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
     device = join(args)
     rows: list[dict[str, Any]] = []
     for transport in args.transport.split(","):
-        way = way_of(args, transport)
+        way = way_from_words(args, transport)
         board.write(f"serving {way.name}"[:32])
         rows += compare(args, way, device)
     if rank == 0:
@@ -183,7 +183,7 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
     dist.barrier()
 
 
-def way_of(args: argparse.Namespace, transport: str) -> Way:
+def way_from_words(args: argparse.Namespace, transport: str) -> Way:
     """A way under the words given; the rivals send rows as they are and compute experts themselves, and alone
     nothing is sent."""
     if transport in RIVALS:

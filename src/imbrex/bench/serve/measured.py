@@ -22,7 +22,7 @@ USABLE = 0.93
 GIB = 1 << 30
 
 
-def way_of(row: Row) -> tuple[str, str, int]:
+def key_of(row: Row) -> tuple[str, str, int]:
     """The model, the way and the drafts of a timed step or chunk, or of a loop."""
     return row["case"]["model"], row["impl"], row["case"].get("drafts", 0)
 
@@ -59,7 +59,7 @@ def replayed(
     """A row for every way, draft length and load whose steps and chunks were measured and whose weights and
     caches fit."""
     points = []
-    ways, with_chunks = ({way_of(r): r for r in rows if r["op"] == op} for op in ("decode step", "chunk"))
+    ways, with_chunks = ({key_of(r): r for r in rows if r["op"] == op} for op in ("decode step", "chunk"))
     for (model, way, drafts), step in ways.items():
         if (model, way, drafts) not in with_chunks:
             continue
