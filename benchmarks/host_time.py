@@ -129,7 +129,7 @@ class IdleNvlink(Nvlink):
 
     load = staticmethod(Idle)
 
-    def reason_against(self) -> str | None:
+    def why_not(self) -> str | None:
         return None
 
     def _make_heap(self, nbytes: int) -> Any:
@@ -158,7 +158,7 @@ def keep_memory() -> None:
 def idle() -> None:
     """Let kernels do nothing, nor the products of a gate's gradients."""
     Idle.prepare = lambda self, **how: Prepared(self.variant, None)  # type: ignore[method-assign]
-    jit.unavailable = jit.why_not_portable = lambda device=None: None
+    jit.why_not_hopper = jit.why_not_portable = lambda device=None: None
     jit._load = lambda variant, device: Idle(variant, device)  # type: ignore[assignment]
     gemm.tensor_map = lambda *shape: jit.ByValue(bytes(128))  # type: ignore[assignment]
     gemm._launches = Ready()

@@ -74,7 +74,7 @@ def test_doctor_says_what_was_never_run(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     families = "rows.keys", "ffn.ffn", "gemm.portable", "gate.choose", "rows.choices"
     monkeypatch.setattr(trials, "FAMILIES", tuple(f"imbrex.kernels.{name}" for name in families))
-    monkeypatch.setattr(trials, "unavailable", lambda: "this GPU has 10.0")
+    monkeypatch.setattr(trials, "why_not_hopper", lambda: "this GPU has 10.0")
     monkeypatch.setattr(trials, "why_not_portable", lambda: None)
     keys, ffn, *portable = trials.try_kernels()
     assert keys.why.startswith("compiles for sm_100, never run by us (")

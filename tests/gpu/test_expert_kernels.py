@@ -10,7 +10,7 @@ from torch import Tensor
 from imbrex.kernels.ffn import slopes
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.ffn.glue import gather_rows, plan_groups, sum_rows
-from imbrex.kernels.ffn.inputs import supports
+from imbrex.kernels.ffn.inputs import why_not_ffn
 from imbrex.kernels.ffn.products import FOLLOWING
 from imbrex.kernels.ffn.tokens import TILINGS as GATHER_TILINGS
 from imbrex.kernels.ffn.tokens import ffn_tokens
@@ -228,7 +228,7 @@ def test_ffn_and_its_gradients(
     down, weights = draw(len(counts), width, inner, scale=inner**-0.5), torch.rand(rows + TAIL, device=CUDA)
     x[rows:] = d_y[rows:] = float("nan")
     leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
-    assert supports(x, gate_up, down) is None
+    assert why_not_ffn(x, gate_up, down) is None
     y = ffn(x, gate_up, down, torch.tensor(counts, device=CUDA), weights_R=weights, recompute=recompute)
     found = torch.autograd.grad(y, leaves, d_y)
     exact = [t.detach().double().requires_grad_() for t in (x, gate_up, down, weights)]
@@ -346,7 +346,7 @@ def test_other_widths_are_padded(width: int, inner: int) -> None:
         torch.rand(163, device=CUDA),
         draw(163, width),
     )
-    assert supports(x, gate_up, down) is None
+    assert why_not_ffn(x, gate_up, down) is None
     leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
     exact = [t.detach().double().requires_grad_() for t in leaves]
     y = ffn(x, gate_up, down, torch.tensor(counts, device=CUDA), weights_R=weights)
@@ -359,5 +359,5 @@ def test_other_widths_are_padded(width: int, inner: int) -> None:
 
 def test_what_is_not_supported_is_said() -> None:
     x, gate_up, down = draw(4, 20), draw(1, 32, 20), draw(1, 20, 16)
-    assert "bfloat16" in str(supports(x.float(), gate_up, down))
-    assert "GPU" in str(supports(x.cpu(), gate_up, down))
+    assert "bfloat16" in str(why_not_ffn(x.float(), gate_up, down))
+    assert "GPU" in str(why_not_ffn(x.cpu(), gate_up, down))

@@ -47,7 +47,7 @@ class EmulatedNvlink(Nvlink):
     def may_run_on(group: dist.ProcessGroup) -> bool:
         return True
 
-    def reason_against(self) -> str | None:
+    def why_not(self) -> str | None:
         return None
 
     def _make_heap(self, nbytes: int) -> SharedHeap:

@@ -41,7 +41,7 @@ def test_without_a_gpu_it_says_why() -> None:
 
 @pytest.mark.parametrize("words", ["--ops=ffn,fnn", "--impls=imbrex,tutel"])
 def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    monkeypatch.setattr(command, "unavailable", lambda: None)
+    monkeypatch.setattr(command, "why_not_hopper", lambda: None)
     option, wrong = words.partition("=")[0], words.rpartition(",")[2]
     with pytest.raises(ValueError, match=f"{option}: '{wrong}' is not known; use some of .*(ffn|torch)"):
         command.measure(parse(words))

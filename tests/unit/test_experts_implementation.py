@@ -22,7 +22,7 @@ from tests.poison import real_empty
 
 @pytest.fixture
 def kernels_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "unavailable", lambda: None)
+    monkeypatch.setattr(experts, "why_not_hopper", lambda: None)
     monkeypatch.setattr(experts, "why_not_portable", lambda: None)
 
 
@@ -58,7 +58,7 @@ def test_auto_takes_the_kernels_where_they_run() -> None:
 def test_every_gpu_has_its_products(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, reason: str
 ) -> None:
-    monkeypatch.setattr(jit, "_no_cuda", lambda: None)
+    monkeypatch.setattr(jit, "_why_not_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     picked = pick_implementation("auto")

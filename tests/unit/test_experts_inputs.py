@@ -11,7 +11,7 @@ from torch import Tensor
 from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts
 from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8, ffn_tokens_fp8
-from imbrex.kernels.ffn.inputs import find_misfit, supports
+from imbrex.kernels.ffn.inputs import why_not_ffn, why_not_inputs
 from imbrex.kernels.ffn.tokens import ffn_in_place, ffn_tokens
 
 WIDTH, INNER, ROWS = 256, 128, 6
@@ -61,11 +61,11 @@ def test_other_dtypes_are_said(name: str, dtype: torch.dtype) -> None:
 
 def test_what_fits() -> None:
     fine = given()
-    assert find_misfit(**fine) is None
+    assert why_not_inputs(**fine) is None
     fine["weights_R"] = torch.ones(9)
     index = torch.zeros(9, dtype=torch.int64)
-    assert find_misfit(**fine, index_R=index) is None
-    assert "GPU" in str(supports(fine["rows_RD"], fine["gate_up_eGD"], fine["down_eDF"]))
+    assert why_not_inputs(**fine, index_R=index) is None
+    assert "GPU" in str(why_not_ffn(fine["rows_RD"], fine["gate_up_eGD"], fine["down_eDF"]))
 
 
 def test_every_way_into_the_kernels_looks() -> None:

@@ -121,11 +121,11 @@ def test_kernels_that_do_not_compile_are_a_reason_not_an_error() -> None:
 
     transport = object.__new__(Nvlink)
     transport.device, transport.load = torch.device("cpu"), load  # pyright: ignore
-    reason = transport._loading_reason()
+    reason = transport._why_not_loaded()
     assert reason == "routing/route.cu:route_choices[] cannot be compiled: no such architecture"
     assert str(NvlinkError(reason)).endswith("no such architecture; use transport='auto'")
     transport.load = lambda variant, device: None  # pyright: ignore
-    assert transport._loading_reason() is None
+    assert transport._why_not_loaded() is None
 
 
 def test_rows_for_the_tokens_of_a_call() -> None:

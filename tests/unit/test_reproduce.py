@@ -298,7 +298,7 @@ def test_comets_memory_beside_ours() -> None:
 
 
 def test_comets_figure_8_without_gpus_is_blank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comet_figure_8, "unavailable", lambda: "no GPU")
+    monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: "no GPU")
     finding = find("comet-figure-8", Asked())
     assert [row[:4] for row in finding.table] == [
         ("(not said)", "1 x 8", "4096", "18"),
@@ -313,7 +313,7 @@ def test_comets_figure_8_without_gpus_is_blank(monkeypatch: pytest.MonkeyPatch) 
 def test_comets_figure_8_names_the_best_split(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"rows": {-1: 10.0, 4: 30.0, 8: 12.0, 12: 13.0}, "sums": {-1: 20.0, 4: 19.0, 8: 22.0, 12: 25.0}}
     sweep = comet_figure_8.Sweep(tensor=2, tokens=4096, times=times)
-    monkeypatch.setattr(comet_figure_8, "unavailable", lambda: None)
+    monkeypatch.setattr(comet_figure_8, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(comet_figure_8, "measure", lambda model, world, rounds: [sweep])
     finding = find("comet-figure-8", Asked())
@@ -326,7 +326,7 @@ def test_comets_figure_8_names_the_best_split(monkeypatch: pytest.MonkeyPatch) -
 def test_comets_layers_without_gpus_are_blank(
     number: int, cases: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comet_layer, "unavailable", lambda: "no GPU")
+    monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: "no GPU")
     finding = find(f"comet-figure-{number}", Asked())
     assert len(finding.table) == 1 + cases
     assert {cell for row in finding.table[1:] for cell in row[2:]} == {""}
@@ -336,7 +336,7 @@ def test_comets_layers_without_gpus_are_blank(
 
 def test_comets_layers_over_ways_to_divide_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [{"over NCCL": 3000.0, "serial": 2000.0, "fused": 1000.0}] * 2
-    monkeypatch.setattr(comet_layer, "unavailable", lambda: None)
+    monkeypatch.setattr(comet_layer, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(comet_layer, "measure", lambda cases, world, rounds: times[: len(cases)])
     finding = find("comet-figure-12", Asked())
@@ -350,7 +350,7 @@ def test_comets_layers_over_ways_to_divide_the_gpus(monkeypatch: pytest.MonkeyPa
 def test_hybrid_eps_sweep_without_gpus_is_the_committed_one(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hybrid, "unavailable", lambda: "no GPU")
+    monkeypatch.setattr(hybrid, "why_not_hopper", lambda: "no GPU")
     finding = find(name, Asked())
     rows = json.loads(hybrid.COMMITTED.read_text())["rows"]
     kernels = [row for row in rows if row["case"].get("D") == 8192 and row["case"]["dtype"] == dtype]
@@ -371,7 +371,7 @@ def test_hybrid_eps_sweep_without_gpus_is_the_committed_one(
 def test_hybrid_eps_sweep_is_blank_without_gpus_and_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hybrid, "unavailable", lambda: "no GPU")
+    monkeypatch.setattr(hybrid, "why_not_hopper", lambda: "no GPU")
     monkeypatch.setattr(hybrid, "COMMITTED", tmp_path / "none.json")
     finding = find("hybrid-ep-bandwidth", Asked())
     assert {cell for line in finding.table for cell in line[3:-1]} == {""}
@@ -385,7 +385,7 @@ def test_hybrid_eps_sweep_is_of_the_gpus_that_are_here(monkeypatch: pytest.Monke
         return {"op": "dispatch", "impl": "imbrex", "case": case, "num_sms": sms, "logical_gbps": rate}
 
     swept = [row(4, "bf16", 200.0), row(8, "bf16", 390.0), row(16, "bf16", 400.0), row(8, "fp8", 1.0)]
-    monkeypatch.setattr(hybrid, "unavailable", lambda: None)
+    monkeypatch.setattr(hybrid, "why_not_hopper", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(hybrid, "measure", lambda world, rounds: swept)
     finding = find("hybrid-ep-bandwidth", Asked())

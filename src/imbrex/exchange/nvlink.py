@@ -192,7 +192,7 @@ class NvlinkDispatcher(WiredDispatcher):
 
     def _meet(self, x_TD: Tensor, routing: Routing) -> Part:
         """The part as all ranks know it. ValueError on every rank where one rank's input is wrong."""
-        problem = self._problem(x_TD, routing)
+        problem = self._why_not_input(x_TD, routing)
         self.calls += 1
         note = self.calls + 0x9E3779B1 * self.number + 0x85EBCA6B * self.layer + self.where
         note = (note + 0xC2B2AE35 * self.fuses) % NOTES
@@ -220,7 +220,7 @@ class NvlinkDispatcher(WiredDispatcher):
         if wrong is not None:
             raise_together(self.transport, "combine", problem)
 
-    def _problem(self, x_TD: Tensor, routing: Routing) -> str | None:
+    def _why_not_input(self, x_TD: Tensor, routing: Routing) -> str | None:
         limit = self.transport.max_tokens
         problem = find_problem(x_TD, routing, self.geometry, self.place)
         if problem[0]:

@@ -15,9 +15,9 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from imbrex.contracts import Dispatched, RowForm
 from imbrex.experts import products
-from imbrex.kernels import unavailable, why_not_portable
+from imbrex.kernels import why_not_hopper, why_not_portable
 from imbrex.kernels.ffn.ffn import ffn, give_gradient
-from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts, unfit_for_fp8
+from imbrex.kernels.ffn.fp8 import Fp8Experts, ffn_fp8, quantise_experts, why_not_fp8
 from imbrex.kernels.ffn.fp8_tokens import ffn_in_place_fp8
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.ffn.operators import swiglu
@@ -99,8 +99,8 @@ class Experts(nn.Module):
         self.expert_ids, self.activation = expert_ids, activation
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         slots, width = len(expert_ids), intermediate_size // self.shard.size
-        unfit = _unfit(activation, bias)
-        unfit_fp8 = unfit_for_fp8(hidden_size, width)
+        unfit = _why_not_kernels(activation, bias)
+        unfit_fp8 = why_not_fp8(hidden_size, width)
         picked = pick_implementation(implementation, unfit, unfit_fp8)
         self.implementation, self.implementation_reason = picked
         if self.implementation == "kernels" and not fits(hidden_size, width):
@@ -346,7 +346,7 @@ def pick_implementation(name: str, unfit: str | None = None, unfit_fp8: str | No
         raise ValueError(f"Experts: implementation {name!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}")
     if name in ("loop", "grouped"):
         return name, "asked for"
-    reason, no_wgmma = unfit or why_not_portable(), unavailable()
+    reason, no_wgmma = unfit or why_not_portable(), why_not_hopper()
     if reason is None and name == "auto" and no_wgmma is not None:
         reason = why_grouped_is_faster()
     if reason is not None:
@@ -364,7 +364,7 @@ def pick_implementation(name: str, unfit: str | None = None, unfit_fp8: str | No
     return name, "asked for"
 
 
-def _unfit(activation: str, bias: bool) -> str | None:
+def _why_not_kernels(activation: str, bias: bool) -> str | None:
     if activation != "swiglu":
         return f"the expert kernels compute SwiGLU, not {activation}"
     return "the expert kernels add no biases" if bias else None

@@ -1,12 +1,12 @@
 """The only room that knows CUDA.
 
-Importing this package imports neither cuda-core nor compiles anything; `unavailable()` tells whether the
-kernels can run here, and in one sentence why not.
+Importing this package imports neither cuda-core nor compiles anything; `why_not_hopper()` says in a
+sentence why the kernels cannot run here, or is `None`.
 """
 
 import importlib
 
-from imbrex.kernels.jit import KernelError, Variant, unavailable, why_not_portable
+from imbrex.kernels.jit import KernelError, Variant, why_not_hopper, why_not_portable
 
 FAMILIES: tuple[str, ...] = (
     "imbrex.kernels.rows.choices",
@@ -43,4 +43,4 @@ def shipped_variants() -> list[Variant]:
     return variants
 
 
-__all__ = ["FAMILIES", "KernelError", "shipped_variants", "unavailable", "why_not_portable"]
+__all__ = ["FAMILIES", "KernelError", "shipped_variants", "why_not_hopper", "why_not_portable"]

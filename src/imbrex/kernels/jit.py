@@ -98,9 +98,9 @@ def cuda_binding(name: str) -> Any:
         raise KernelError(f"imbrex kernels need the package cuda-core: {error}") from error
 
 
-def unavailable(device: int | None = None) -> str | None:
-    """None if imbrex's kernels can run on CUDA device `device` (default: the current one), else why not."""
-    if (reason := _no_cuda()) is not None:
+def why_not_hopper(device: int | None = None) -> str | None:
+    """Why the kernels for Hopper cannot run on CUDA device `device` (default: the current one), or `None`."""
+    if (reason := _why_not_cuda()) is not None:
         return reason
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
@@ -109,8 +109,9 @@ def unavailable(device: int | None = None) -> str | None:
 
 
 def why_not_portable(device: int | None = None) -> str | None:
-    """None if the kernels of `PORTABLE`, and so bfloat16 experts, can run there, else why not."""
-    if (reason := _no_cuda()) is not None:
+    """Why the kernels of `PORTABLE`, and so bfloat16 experts, cannot run on CUDA device `device` (default:
+    the current one), or `None`."""
+    if (reason := _why_not_cuda()) is not None:
         return reason
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
@@ -119,7 +120,7 @@ def why_not_portable(device: int | None = None) -> str | None:
     return None
 
 
-def _no_cuda() -> str | None:
+def _why_not_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "imbrex kernels need an NVIDIA GPU and torch sees none"
     try:
@@ -138,10 +139,10 @@ def arch_of(device: int | None = None) -> str:
     return ARCH if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
-cached_unavailable = asked_once(unavailable)
-"""`unavailable`, asked of a device once a process: for what every call asks."""
+cached_why_not_hopper = asked_once(why_not_hopper)
+"""Asks `why_not_hopper` of a device once a process: for what every call asks."""
 cached_why_not_portable = asked_once(why_not_portable)
-"""`why_not_portable`, the same."""
+"""Asks `why_not_portable` of a device once a process."""
 
 
 def capability_of(arch: str) -> int:
@@ -503,7 +504,7 @@ def load(variant: Variant, device: torch.device | int | None = None) -> Kernel:
     if index is None:
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0
     portable = variant.source in PORTABLE
-    reason = why_not_portable(index) if portable else unavailable(index)
+    reason = why_not_portable(index) if portable else why_not_hopper(index)
     if reason is not None:
         raise KernelError(reason)
     if portable and variant.arch == ARCH:

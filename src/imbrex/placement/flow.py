@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from imbrex.contracts import Placement, Split
-from imbrex.kernels import unavailable
+from imbrex.kernels import why_not_hopper
 from imbrex.kernels.routing.split import SplitKernel
 from imbrex.kernels.routing.split_layout import MOST_RANKS
 from imbrex.placement.packing import Ints
@@ -55,7 +55,7 @@ def split_near(split: Split, counts_WE: Tensor, placement: Placement, device: to
 @lru_cache(maxsize=1024)
 def kernel_for(placement: Placement, device: torch.device) -> SplitKernel | None:
     """The kernel, where the device runs it."""
-    if placement.num_ranks > MOST_RANKS or unavailable(device.index) is not None:
+    if placement.num_ranks > MOST_RANKS or why_not_hopper(device.index) is not None:
         return None
     return SplitKernel(placement, device)
 

@@ -17,7 +17,7 @@ from imbrex.bench.skew import make_routing
 from imbrex.contracts import Roles, Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Experts, Shard
-from imbrex.kernels import unavailable
+from imbrex.kernels import why_not_hopper
 from imbrex.overlap import Fused
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
@@ -47,7 +47,7 @@ class Sweep:
 
 def find(asked: Asked) -> Finding:
     """With blanks where there are fewer GPUs than a way to divide them wants."""
-    world = torch.cuda.device_count() if unavailable() is None else 0
+    world = torch.cuda.device_count() if why_not_hopper() is None else 0
     models = (MODEL, "qwen2-moe") if asked.full else (MODEL,)
     sweeps = {model: measure(model, world, asked.rounds or 10) for model in models} if world > 1 else {}
     rows = [

@@ -18,7 +18,7 @@ from imbrex.bench.skew import make_routing
 from imbrex.contracts import Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Shard
-from imbrex.kernels import unavailable
+from imbrex.kernels import why_not_hopper
 from imbrex.overlap import Fused, Serial
 from imbrex.placement import contiguous
 from imbrex.reproduce import chart
@@ -111,7 +111,7 @@ def skewed(asked: Asked) -> Finding:
 
 def count_gpus() -> int:
     """GPUs that run our kernels; 1 is none, since nothing crosses."""
-    world = torch.cuda.device_count() if unavailable() is None else 0
+    world = torch.cuda.device_count() if why_not_hopper() is None else 0
     return world if world > 1 else 0
 
 

@@ -16,7 +16,7 @@ import torch
 from imbrex.bench.exchange.clock import Clock, run_ranks
 from imbrex.bench.exchange.parts import SWEEP, sweep
 from imbrex.bench.exchange.rows import Rows
-from imbrex.kernels import unavailable
+from imbrex.kernels import why_not_hopper
 from imbrex.reproduce import chart
 from imbrex.reproduce.frame import Asked, Finding
 
@@ -69,7 +69,7 @@ def end_to_end(asked: Asked) -> Finding:
 
 
 def _swept(asked: Asked, dtype: str, title: str, paper: Mapping[str, str]) -> Finding:
-    world = torch.cuda.device_count() if unavailable() is None else 0
+    world = torch.cuda.device_count() if why_not_hopper() is None else 0
     rows = measure(world, asked.rounds or 20) if world > 1 else []
     rows = [row for row in rows if row["case"]["dtype"] == dtype]
     curves, source = curves_of(rows), f"{world} GPUs of this machine"

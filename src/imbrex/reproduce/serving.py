@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex.bench.serve.loop import Load, serve
-from imbrex.bench.serve.measured import LOADS, replayed, key_of
+from imbrex.bench.serve.measured import LOADS, key_of, replayed
 from imbrex.bench.serve.models import ALONE, Way, make_model
 from imbrex.bench.serve.report import curves, front, name_of
 from imbrex.layer import MoELayer

@@ -26,7 +26,7 @@ from imbrex.codec import make as make_codec
 from imbrex.contracts import Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import IMPLEMENTATIONS, Experts
-from imbrex.kernels import FAMILIES, unavailable
+from imbrex.kernels import FAMILIES, why_not_hopper
 from imbrex.kernels.jit import ARCH, PORTABLE, KernelError, arch_of, compile_variant, why_not_portable
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import leave
@@ -183,7 +183,7 @@ def try_kernels() -> Iterator[Finding]:
             yield _finding("kernels", name, "cuda", f"does not compile: {_one_line(error)}")
             continue
         portable = all(variant.source in PORTABLE for variant in variants)
-        missing = why_not_portable() if portable else unavailable()
+        missing = why_not_portable() if portable else why_not_hopper()
         untried = "" if arch == ARCH else ", never run by us"
         seen = f"compiles for {arch}{untried} ({compiled.resources.registers} registers a thread)"
         yield _finding("kernels", name, "cuda", f"{seen}; {missing}" if missing else "", seen)

@@ -88,13 +88,13 @@ def make(
         )
         return tiers, reason + about_sockets
     nodes = chosen.nodes(group)
-    reason_against = not_nvlink
-    if reason_against is None:
-        nvlink, reason_against = Nvlink.of_or_reason(group, timeout=timeout)
+    why_not = not_nvlink
+    if why_not is None:
+        nvlink, why_not = Nvlink.of_or_reason(group, timeout=timeout)
         if nvlink is not None:
             return nvlink, "bfloat16 tokens on GPUs of one host that reach each other's memory"
     # Nobody on CPUs waits for NVLink.
-    missed = f"; not nvlink: {reason_against}" if "nccl" in str(dist.get_backend(group)) else ""
+    missed = f"; not nvlink: {why_not}" if "nccl" in str(dist.get_backend(group)) else ""
     if nodes is None:
         return TRANSPORTS[name](group, timeout=timeout), reason + missed
     load = Load(tokens=chosen.tokens, row_bytes=row_bytes, top_k=top_k)

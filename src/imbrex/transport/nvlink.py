@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from imbrex.contracts import Listener, Placement
-from imbrex.kernels import jit, unavailable
+from imbrex.kernels import jit, why_not_hopper
 from imbrex.kernels.exchange import layout as lay
 from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.exchange.failures import ExchangeError
@@ -176,7 +176,7 @@ class Nvlink(Collective):
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._shared = self._closed = False
         self._failure: ExchangeError | None = None
-        reason = self.reason_against()
+        reason = self.why_not()
         if reason is not None:
             raise NvlinkError(reason)
         self.line = Line(self.device)
@@ -226,9 +226,9 @@ class Nvlink(Collective):
         except NvlinkError as error:
             return None, error.reason
 
-    def reason_against(self) -> str | None:
+    def why_not(self) -> str | None:
         """Why the kernels cannot run on this group, or None. Collective: the same answer on every rank."""
-        mine = self._local_reason()
+        mine = self._why_not_here()
         if self.group is None or self.device.type != "cuda":
             return mine
         host = zlib.crc32(socket.gethostname().encode())
@@ -245,16 +245,16 @@ class Nvlink(Collective):
         answers_W = self.exchange_counts(words(len(unreachable)))
         return "some GPUs cannot reach each other's memory" if answers_W.any() else None
 
-    def _local_reason(self) -> str | None:
+    def _why_not_here(self) -> str | None:
         if self.group is None:
             return "there is only one rank, and nothing to move"
         if self.world_size > MOST_RANKS:
             return f"the kernels exchange between at most {MOST_RANKS} ranks, not {self.world_size}"
         if self.device.type != "cuda":
             return ON_CPUS
-        return unavailable(self.device.index) or self._loading_reason()
+        return why_not_hopper(self.device.index) or self._why_not_loaded()
 
-    def _loading_reason(self) -> str | None:
+    def _why_not_loaded(self) -> str | None:
         """Why the kernels cannot be compiled or loaded, or None; they are loaded then, as a call would."""
         try:
             for variant in shipped_variants():

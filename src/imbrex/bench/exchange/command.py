@@ -24,7 +24,7 @@ from imbrex.bench.exchange.deep_ep import deep_ep_calls
 from imbrex.bench.exchange.parts import heap_bytes, main_case, push_ceiling, skewed, small, sweep
 from imbrex.bench.exchange.rows import DEFINITIONS, Rows
 from imbrex.bench.results import check_results, describe_run, write_results
-from imbrex.kernels import unavailable
+from imbrex.kernels import why_not_hopper
 from imbrex.kernels.heap import SymmetricHeap
 from imbrex.observe.clock import device_microseconds
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--parts: {unknown[0]!r} is not known; use all or some of {', '.join(PARTS)}")
     if args.json:
         check_results(args.json, QUESTION)
-    reason = unavailable()
+    reason = why_not_hopper()
     if reason is None and args.ranks is not None and not 1 <= args.ranks <= torch.cuda.device_count():
         reason = f"--ranks {args.ranks}: torch sees {torch.cuda.device_count()} GPUs"
     if reason is not None:

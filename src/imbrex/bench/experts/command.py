@@ -14,7 +14,7 @@ from imbrex.bench.experts import timing
 from imbrex.bench.experts.work import Work, make_work
 from imbrex.bench.results import check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS, parse_shape
-from imbrex.kernels import unavailable
+from imbrex.kernels import why_not_hopper
 
 QUESTION = "What do the experts of one rank cost?"
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows, printed as they come."""
-    if (reason := unavailable()) is not None:
+    if (reason := why_not_hopper()) is not None:
         raise ValueError(f"imbrex bench experts: {reason}")
     models = list(MODELS) if args.model == "all" else args.model.split(",")
     ops = list(timing.OPS) if args.ops == "all" else args.ops.split(",")

@@ -19,7 +19,7 @@ from imbrex.bench.experts import rival
 from imbrex.bench.experts.work import Work, draw
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.ffn import ffn
-from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, quantise_rows, unfit_for_fp8
+from imbrex.kernels.ffn.fp8 import ffn_fp8, quantise_experts, quantise_rows, why_not_fp8
 from imbrex.kernels.ffn.fp8_tokens import ffn_tokens_fp8
 from imbrex.kernels.ffn.glue import plan_groups
 from imbrex.kernels.ffn.tokens import ffn_tokens
@@ -57,7 +57,7 @@ def token_calls(work: Work) -> dict[str, Call]:
         "torch": lambda: way(*inputs),
         "torch-compiled": lambda: rival.compiled(way)(*inputs),
     }
-    if unfit_for_fp8(work.down_eDF.shape[1], work.down_eDF.shape[2]) is None:
+    if why_not_fp8(work.down_eDF.shape[1], work.down_eDF.shape[2]) is None:
         experts = quantise_experts(*weights)
         calls["imbrex-fp8"] = lambda: ffn_tokens_fp8(x, experts, work.counts_e, *order)
     return calls
@@ -102,7 +102,7 @@ def calls_of(op: str, work: Work) -> dict[str, Call]:
         "torch": lambda: rival.ffn(rows_RD, *weights, work.ends_e),
         "torch-compiled": lambda: rival.compiled(rival.ffn)(rows_RD, *weights, work.ends_e),
     }
-    if unfit_for_fp8(work.down_eDF.shape[1], work.down_eDF.shape[2]) is None:
+    if why_not_fp8(work.down_eDF.shape[1], work.down_eDF.shape[2]) is None:
         experts = quantise_experts(*weights)
         _, values_RD, scales_RB = quantise_rows(rows_RD, work.counts_e)
         calls["imbrex-fp8"] = lambda: ffn_fp8(rows_RD, experts, work.counts_e)

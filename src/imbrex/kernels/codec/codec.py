@@ -99,7 +99,7 @@ def _known(name: str) -> bool:
 
 @functools.cache
 def _works(device: int) -> bool:
-    return jit.unavailable(device) is None
+    return jit.why_not_hopper(device) is None
 
 
 @functools.cache

@@ -54,8 +54,8 @@ class Fp8Experts:
         return self.gate_up_eGD, self.gate_up_scales, self.down_eDF, self.down_scales
 
 
-def unfit_for_fp8(width: int, inner: int) -> str | None:
-    """None if D = `width` and F = `inner` can be computed in fp8, else one sentence that says why not."""
+def why_not_fp8(width: int, inner: int) -> str | None:
+    """Why experts of D = `width` and F = `inner` cannot be computed in fp8, or `None`."""
     if width % BLOCK or inner % BLOCK:
         return f"the fp8 experts need D and F to be multiples of {BLOCK}, not {width} and {inner}"
     return None
@@ -64,7 +64,7 @@ def unfit_for_fp8(width: int, inner: int) -> str | None:
 @torch.no_grad()
 def quantise_experts(gate_up_eGD: Tensor, down_eDF: Tensor) -> Fp8Experts:
     """Weights in any floating dtype, on any device, to fp8. Raises ValueError for widths that do not fit."""
-    if (reason := unfit_for_fp8(down_eDF.shape[1], down_eDF.shape[2])) is not None:
+    if (reason := why_not_fp8(down_eDF.shape[1], down_eDF.shape[2])) is not None:
         raise ValueError(f"quantise_experts: {reason}")
     gate_up, gate_up_scales = quantise_weight(gate_up_eGD)
     down, down_scales = quantise_weight(down_eDF)
@@ -102,13 +102,13 @@ def ffn_fp8(
         codec `fp8`, and in DeepEP's and DeepGEMM's.
     Raises ValueError where rows, scales, weights and counts do not fit each other.
     """
-    if (problem := _misfit(rows_RD, scales_RB)) is not None:
+    if (problem := _why_not_rows(rows_RD, scales_RB)) is not None:
         raise ValueError(f"ffn_fp8: {problem}")
     check_inputs("ffn_fp8", rows_RD, (experts.gate_up_eGD, experts.down_eDF), counts_e, weights_R)
     return torch.ops.imbrex_experts_fp8.ffn(rows_RD, scales_RB, *experts.tensors(), counts_e, weights_R)
 
 
-def _misfit(rows_RD: Tensor, scales_RB: Tensor | None) -> str | None:
+def _why_not_rows(rows_RD: Tensor, scales_RB: Tensor | None) -> str | None:
     if scales_RB is None:
         if rows_RD.dtype == torch.bfloat16:
             return None

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from imbrex.kernels.jit import Kernel, Variant, cached_unavailable, load
+from imbrex.kernels.jit import Kernel, Variant, cached_why_not_hopper, load
 from imbrex.runtime.tracing import plain, traced
 
 VARIANT, HALVES = (Variant(source="gate/logits.cu", entry=entry) for entry in ("logits_of_few", "add_halves"))
@@ -34,7 +34,7 @@ def why_not_few(x_TD: Tensor, weight_ED: Tensor) -> str | None:
         return f"it is for 1 to {FEW_TOKENS} tokens"
     if x_TD.shape[1] % UNIT or not weight_ED.is_contiguous():
         return f"weights are not contiguous rows of a multiple of {UNIT} values"
-    return cached_unavailable(x_TD.get_device())
+    return cached_why_not_hopper(x_TD.get_device())
 
 
 def logits_of_few(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def why_not_halves(halves: Tensor) -> str | None:
     """None if the kernel adds the halves of float32 numbers on a GPU, else why not."""
     if halves.numel() % 8:
         return "a half is no multiple of 4 values"
-    return cached_unavailable(halves.get_device())
+    return cached_why_not_hopper(halves.get_device())
 
 
 def add_halves(halves_2N: Tensor, out: Tensor) -> Tensor:
