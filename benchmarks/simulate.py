@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.simulate_cores import KNOWN_WAYS, of_cores
+from benchmarks.simulate_cores import KNOWN_WAYS, of_another_day, of_cores, slowed, slowness
 from benchmarks.simulate_fit import (
     RESULTS,
     Row,
@@ -139,11 +139,17 @@ def _core_parts(profile: Profile) -> list[Part]:
     def pair(row: Row) -> Fabric:
         return islands(profile, 2, 1, network="pair")
 
+    that_day = slowed(profile, slowness())
+
+    def of_that_day(fabric: Fabric, row: Row) -> float:
+        return of_schedule(that_day, fabric, row)
+
     def nodes(row: Row) -> Fabric:
         return islands(profile, 8, 4)
 
     return [
         Part("schedules, two cores, 1 Gb/s", "schedule", tuple(of_cores()[1]), pair, predicted),
+        Part("schedules, two cores, another day", "schedule", tuple(of_another_day()), pair, of_that_day),
         Part("exchanges, two cores, 1 Gb/s", "collectives", _moves(3, 6), nodes, of_exchange),
     ]
 

