@@ -320,6 +320,9 @@ class MoELayer(nn.Module):
 
     def _shared(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
+        if x_TD.requires_grad:
+            # Sums the gradients of its projections first: tokens' then do not tell when this was computed.
+            x_TD = x_TD.view_as(x_TD)
         y_TD = self.shared_expert(x_TD)
         return y_TD if self.shared_expert_gate is None else F.sigmoid(self.shared_expert_gate(x_TD)) * y_TD
 

@@ -6,19 +6,23 @@ import copy
 import gc
 import io
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import imbrex
 from imbrex.codec.int8 import Int8
+from imbrex.contracts import Output, Routing, RowExchange
 from imbrex.exchange import autograd
 from imbrex.experts import experts, products
 from imbrex.experts.experts import Experts, Shard
 from imbrex.kernels import why_not_portable
+from imbrex.overlap import Serial
 from imbrex.placement import contiguous
 from imbrex.runtime.waits import timeout_seconds
 from imbrex.testing import dense
@@ -59,6 +63,35 @@ def test_shared_experts_are_added(gated: bool) -> None:
         shared = torch.sigmoid(layer.shared_expert_gate(flat)) * shared
     truth = dense(flat, layer.routing, layer.experts) + shared
     assert (y.reshape(-1, 8) - truth).abs().max().item() < 1e-6
+
+
+class SharedFirst(Serial):
+    """Computes the shared experts before the dispatch."""
+
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        exchange: RowExchange,
+        experts: Experts,
+        addend: Callable[[], Tensor] | None,
+    ) -> Output:
+        assert addend is not None
+        added_TD = addend()
+        return super().run(x_TD, routing, exchange, experts, lambda: added_TD)
+
+
+def test_gradients_do_not_tell_when_the_shared_experts_were_computed() -> None:
+    """Three projections read the tokens. In bfloat16 their gradients, added one by one to that of the routed
+    experts, would round otherwise where they come behind it."""
+    shared = imbrex.SharedExperts(intermediate_size=6, gated=True)
+    layer = make(shared=shared, dtype=torch.bfloat16)
+    x_TD, found = torch.randn(64, 8).bfloat16(), []
+    for strategy in (Serial(), SharedFirst()):
+        layer.strategy, leaf = strategy, x_TD.clone().requires_grad_()
+        layer(leaf).float().square().sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
 
 
 def test_shards_of_a_seed_make_the_whole() -> None:
