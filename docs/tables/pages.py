@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from docs.tables import (
+    api,
     codecs,
     decode,
     events,
@@ -76,6 +78,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "cores": simulate.cores,
         "gains": simulate.gains,
     },
+    "docs/api.md": {module: partial(api.table, module) for module in api.MODULES},
     "docs/tiers.md": {"measured": tiers.measured},
     "docs/schedules.md": {
         "order loss": schedules.order_loss,

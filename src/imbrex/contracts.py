@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """Which experts every token wants.
+    """The experts that every token wants, and their weights.
 
     ids_TK: int64, global logical experts, an expert at most once per token; `-1` drops the choice.
     weights_TK: float32, differentiable; the weight of a dropped choice is ignored.
@@ -36,7 +36,7 @@ class Routing:
     kept_TK: Tensor | None = None
 
     def keep(self, kept_TK: Tensor | None) -> Routing:
-        """With the choices that are left of these; `None`: all are."""
+        """This routing with only those of its choices that are in `kept_TK` too; `None`: all of them."""
         if kept_TK is None:
             return self
         return replace(self, kept_TK=kept_TK if self.kept_TK is None else self.kept_TK & kept_TK)
@@ -77,7 +77,7 @@ Split = Callable[[Tensor, Placement], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """Who is where, and how rows are laid out: what the plans of an exchange have in common.
+    """The placement, this rank's part of it and the layout of rows: what all plans of an exchange share.
 
     rows_per_slot: from the tokens of the group to the rows that every slot is padded to; `None`: as needed.
     """
@@ -108,7 +108,7 @@ class Geometry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Which rows cross, seen from one rank. The rows of the own rank stay in place and are not counted.
+    """The rows that cross, seen from one rank. Those that stay on it lie where they are and are not counted.
 
     sent_tokens_N: int64; token of every row that leaves, by destination rank, then token.
     splits_2W: int64 on the host; rows sent to every rank, and rows received from every rank.
@@ -155,7 +155,7 @@ class Handle:
 
 
 class RowForm(Enum):
-    """How rows reach the experts."""
+    """The form in which rows reach the experts."""
 
     ROWS = "rows"
     """Expert-major, in the dtype of the tokens: every dispatch can give them."""
@@ -194,7 +194,7 @@ class Dispatched:
 
 @runtime_checkable
 class Codec(Protocol):
-    """How a row is written on the wire: a fixed number of bytes, a stated bound on the error.
+    """Writes a row as a fixed number of bytes, with a stated bound on the error.
 
     `error_bound(amax)` bounds |decode(encode(row)) - row| per value, for a row whose largest magnitude is
     `amax`. Encoding must be deterministic. Neither direction is differentiated: gradients pass straight
@@ -247,9 +247,8 @@ class Crossing(NamedTuple, Generic[Value]):
 
 
 class Arrived(NamedTuple):
-    """The rows that the crossing of a dispatch gives: see `Dispatched` and `Handle`. beside: the scales of
-    rows in fp8, the index of rows that stayed where they are, what brings rows that are under way; of rows
-    that have come, which few do though they are asked for under way, their `Groups` or `None`."""
+    """The rows that the crossing of a dispatch gives; see `Dispatched` and `Handle`. beside: scales of fp8
+    rows; the index of indexed ones; what brings those under way; of plain rows `Groups` or `None`."""
 
     rows_RD: Tensor
     weights_R: Tensor
@@ -265,8 +264,8 @@ Add = Callable[[Sequence[tuple[Tensor, Tensor]], int], Tensor]
 
 
 class Roles(NamedTuple):
-    """Blocks of fused kernels that make tokens ready for peers, begin with sums of dx, bring rows by idle
-    warps; dy: 0 where its rows move before their product. No bit depends on them; `None`: the default."""
+    """How many blocks of fused kernels make tokens ready for peers (stage), begin with sums of dx, bring
+    rows. dy: 0 where its rows move before their product. `None`: the default. No bit depends on them."""
 
     stage: int | None = None
     sums: int | None = None
@@ -275,7 +274,7 @@ class Roles(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who is told what happens; see `imbrex.observe.Observer`."""
+    """Hears what happens; see `imbrex.observe.Observer`."""
 
     enabled: bool
 
@@ -315,29 +314,30 @@ class Dispatcher(Protocol):
     @property
     def family(self) -> Sequence[Dispatcher]: ...
 
-    def met(self, number: int, node_of_W: Sequence[int]) -> None:
+    def take_agreement(self, number: int, node_of_W: Sequence[int]) -> None:
         """Take what ranks agreed upon when they made it: this exchange's number, and every rank's node."""
 
     def relocate(self, geometry: Geometry) -> None:
-        """From the next dispatch on, experts live elsewhere or replicas are chosen otherwise."""
+        """Take another placement or split of replicas, from the next dispatch on."""
 
     def for_call(self, x_TD: Tensor, routing: Routing) -> Dispatcher:
-        """The one of the family that serves this call."""
+        """The dispatcher of the family that serves this call."""
         ...
 
     def run_whole(
         self, x_TD: Tensor, routing: Routing, experts: Experts, addend: Callable[[], Tensor] | None
     ) -> Tensor | None:
-        """y_TD, as the steps give it; `None` where somebody has to make them: only `addend` may have run."""
+        """Run the call at once, if this dispatcher can: y_TD, with the bits of the single steps. Else `None`,
+        and the caller makes the steps; only `addend` may have run."""
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> Dispatcher:
-        """The one for crossings that are under way while experts compute, in so many chunks. in_turn: no row
-        leaves before its move, with the plan, for who times the two."""
+        """The dispatcher for crossings that are under way while experts compute, in so many chunks. in_turn:
+        no row leaves with the plan, before its move; for callers who time the two."""
         ...
 
     def fusing(self, roles: Roles | None = None, inner: int = 0) -> Dispatcher:
-        """The one whose rows are under way where experts ask for that, and whose dx goes home beside weights'
-        gradients, unless `why_not_form` forbids. All ranks ask it, or none; inner: experts' width, or 0."""
+        """The dispatcher whose rows are under way where experts ask for that, and whose dx goes home beside
+        the weights' gradients, unless `why_not_form` forbids it. All ranks or none; inner: F, or 0."""
         ...
 
     def why_not_form(self, form: RowForm) -> str | None:
@@ -399,15 +399,15 @@ class Dispatcher(Protocol):
         ...
 
     def combine_beside(self, left: Sequence[Any], *args: Any, **kwargs: Any) -> Crossing[Tensor]:
-        """`combine`; what experts have left (`Dispatched.leave`) is called before, or computed beside it."""
+        """Does `combine`; what experts left (`Dispatched.leave`) is called before, or computed beside it."""
         ...
 
     def combine_backward_beside(self, *args: Any, **kwargs: Any) -> Crossing[tuple[Tensor, Any]]:
-        """`combine_backward` of rows that were weighted, and who brings them: `None` if they are there."""
+        """Gradients of rows that were weighted, and what brings them; `None` if they are there."""
         ...
 
     def dispatch_backward_beside(self, left: Any, *args: Any, **kwargs: Any) -> Crossing[Any]:
-        """The same; gradients of weights left in a `Deferral` may come beside it, which has them then."""
+        """Does `dispatch_backward`; gradients that the `Deferral` `left` holds may be computed beside it."""
         ...
 
     def redispatch(self, x_TD: Tensor, state: Sequence[Tensor], num_rows: int) -> Tensor:
@@ -444,7 +444,7 @@ class Backend(Protocol):
 
 
 class Transport(Backend, Protocol):
-    """How opaque encoded rows move between ranks. Knows neither codecs nor weights.
+    """Moves opaque encoded rows between ranks. Knows neither codecs nor weights.
     `imbrex.transport.BytesTransport` has all of it but the moves.
 
     replicated: the tokens are the same on every rank; nothing is moved, and `all_reduce` sums the outputs.
@@ -506,7 +506,7 @@ class Transport(Backend, Protocol):
 
 
 class Experts(Protocol):
-    """The local experts.
+    """Computes the rows of this rank's slots; does not communicate.
 
     applies_weights: the rows returned are already times `handle.weights_R`.
     forms: the forms of rows that a call takes now, the best first; `RowForm.ROWS` is one of them. Those after
@@ -572,15 +572,15 @@ class RowExchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """The result of a strategy: outputs [T, D] and, where it dropped choices of the routing, those that it
-    kept, bool [T, K]; the same mask gives the same outputs again."""
+    """The result of a strategy: outputs [T, D] and, where it dropped choices, those of the routing that it
+    kept (bool [T, K]); given this mask, it returns the same outputs again."""
 
     y_TD: Tensor
     kept_TK: Tensor | None = None
 
 
 class Strategy(Protocol):
-    """When the steps of a layer run. Same numbers as `serial`."""
+    """Decides when the steps of a layer run. The numbers are those of `serial`."""
 
     name: str
 
@@ -596,5 +596,5 @@ class Strategy(Protocol):
         experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Output:
-        """`addend`: a function of no arguments that computes what is added to the output, or `None`."""
+        """Dispatch, compute, combine. addend: computes what is added to the outputs [T, D], or `None`."""
         ...

@@ -47,8 +47,10 @@ from imbrex.transport import Auto
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedExperts:
-    """Experts that every token visits. intermediate_size: their width together. gated: times
-    sigmoid(x @ shared_expert_gate), as in Qwen2-MoE."""
+    """Experts that every token visits.
+
+    intermediate_size: their width together. gated: times sigmoid(x @ shared_expert_gate), as in Qwen2-MoE.
+    """
 
     intermediate_size: int
     gated: bool = False
@@ -56,7 +58,7 @@ class SharedExperts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """The sizes and the rule of a layer: what it computes, whatever computes it.
+    """The sizes and the gate of a layer: what it computes, not how.
 
     hidden_size D, intermediate_size F of an expert, num_experts E, top_k K.
     activation: `swiglu` or `gelu`. bias: biases in the experts.

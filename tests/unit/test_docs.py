@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs.tables import api, fused, pages
 from docs.tables import experts as shown
-from docs.tables import fused, pages
 from docs.tables.results import Table, sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +89,18 @@ def test_a_page_and_its_tables_belong_together() -> None:
     with pytest.raises(ValueError, match=r"room for tables \[\]"):
         pages.filled("docs/nvlink.md", "nothing here")
     assert pages.filled("docs/layer.md", "nothing here") == "nothing here"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "LOG.md"], ids=lambda path: path.name
+)
+def test_code_of_the_pages_imports_public_names(page: Path) -> None:
+    """Names are public that stand in docs/api.md."""
+    code = "\n".join(re.findall(r"^```\w*\n.*?^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    lines = re.findall(r"^ *from (imbrex[.\w]*) import ([\w, ]+)", code, re.MULTILINE)
+    taken = {(module, name) for module, names in lines for name in names.split(", ")}
+    public = {(module, name) for module in api.MODULES for name in api.names_of(module)}
+    assert taken - public == set()
 
 
 NO_TIMES = {

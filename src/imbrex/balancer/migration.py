@@ -50,9 +50,9 @@ class Peers:
 
 
 class Mover:
-    """Moves over gloo. A message is tagged by migration, fetch and tensor, so that what an abandoned
-    migration left behind is never taken for something else. Rows of a GPU are copied to the host and back on
-    a stream of their own."""
+    """Moves weights of experts between ranks, as messages over gloo. A message is tagged by migration, fetch
+    and tensor, so that what an abandoned migration left behind is never taken for something else. Rows of a
+    GPU are copied to the host and back on a stream of their own."""
 
     name = "messages between hosts"
 

@@ -129,7 +129,7 @@ def _coding(clock: _Clock, codecs: list[str]) -> dict[str, Entry]:
 def _links(clock: _Clock) -> dict[str, Entry]:
     """Messages among the ranks of a node, and between ranks of equal place on other nodes."""
     collective = Collective(dist.group.WORLD)
-    nodes = Nodes.met(collective)
+    nodes = Nodes.of_ranks(collective)
     if nodes is None:
         raise ValueError("profile: the ranks are on nodes of unequal size; start as many on each")
     network = measure(collective, nodes)

@@ -35,6 +35,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "nvfp4": Nvfp4,
     **{f"zfp{dims}d-{rate}": partial(Zfp, dims, rate) for dims in (1, 2) for rate in range(4, 17)},
 }
+"""Makers of the codecs, by name."""
 
 
 def register(name: str, codec: Callable[[], Codec]) -> None:

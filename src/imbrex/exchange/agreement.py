@@ -160,7 +160,7 @@ def agree(
     *,
     own: Sequence[int] = (),
 ) -> list[list[int]]:
-    """One exchange at construction: every rank must have been given the same settings.
+    """Compare settings over all ranks, once, at construction.
 
     problem: what this rank found wrong by itself. Raises ValueError on every rank: the problem where it was
     found, its rank elsewhere; else the setting and the rank that differs. own: what a rank says of itself,

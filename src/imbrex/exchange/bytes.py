@@ -75,8 +75,8 @@ class BytesDispatcher(WiredDispatcher):
         self.nodes = None if size is None else Nodes(num_nodes=self.world_size // size, size=size)
         self.calls, self.combined = itertools.count(1), False
 
-    def met(self, number: int, node_of_W: Sequence[int]) -> None:
-        super().met(number, node_of_W)
+    def take_agreement(self, number: int, node_of_W: Sequence[int]) -> None:
+        super().take_agreement(number, node_of_W)
         self.nodes = self.nodes or Nodes.in_blocks(list(node_of_W))
 
     def check(self, *, synchronize: bool = False) -> None:

@@ -43,7 +43,7 @@ class DispatcherBase:
         self.geometry = geometry
         self.where = zlib.crc32(repr(geometry.placement).encode())
 
-    def met(self, number: int, node_of_W: Sequence[int]) -> None:
+    def take_agreement(self, number: int, node_of_W: Sequence[int]) -> None:
         """Take what ranks agreed upon at construction: the number of this exchange, the same on all ranks,
         and the node of every rank."""
         self.number = number

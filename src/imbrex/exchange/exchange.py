@@ -132,7 +132,7 @@ class Exchange:
         """The key that the first rank has for its dispatcher stands for this exchange on all ranks."""
         own = launched_on(), 0 if problem else self.dispatcher.key // autograd.MOST_FORMS
         words_W = agree(self.transport, self._settings(layer), "Exchange", problem, own=own)
-        self.dispatcher.met(words_W[0][1], [node for node, _ in words_W])
+        self.dispatcher.take_agreement(words_W[0][1], [node for node, _ in words_W])
 
     def _check(self) -> None:
         geometry = self.geometry

@@ -102,9 +102,9 @@ class TieredDispatcher(BytesDispatcher):
         first = geometry.placement.rank_offsets[transport.node * inside.placement.num_ranks]
         self.slots = range(first, first + local)
 
-    def met(self, number: int, node_of_W: Sequence[int]) -> None:
-        super().met(number, node_of_W)
-        self.inside.met(number, [0] * self.tiers.nodes.size)
+    def take_agreement(self, number: int, node_of_W: Sequence[int]) -> None:
+        super().take_agreement(number, node_of_W)
+        self.inside.take_agreement(number, [0] * self.tiers.nodes.size)
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> TieredDispatcher:
         inside = self.inside.beside(chunks)

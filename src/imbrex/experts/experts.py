@@ -43,7 +43,7 @@ class Shard:
 
 
 class Experts(nn.Module):
-    """Feed-forward experts, expert-major rows in and out.
+    """The experts of this rank's slots: feed-forward networks, expert-major rows in and out.
 
     expert_ids: the expert in every local slot, `-1` for a spare.
     hidden_size D, intermediate_size F. activation: `swiglu`, down(silu(gate(x)) * up(x)), or `gelu`,
@@ -294,8 +294,10 @@ def surely_fit(experts: object) -> bool:
 
 
 class Lent:
-    """Base of what calls `Experts` with parameters that lie elsewhere. unchanged: whether it gives what they
-    give, and nobody changes or reads that."""
+    """The base of classes that call `Experts` with parameters that lie elsewhere.
+
+    unchanged: whether it returns what those return, and nobody changes or reads that.
+    """
 
     unchanged = False
 

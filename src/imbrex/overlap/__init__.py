@@ -27,7 +27,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fastermoe": lambda: Pipelined("optsche", 2, split=split_by_source, name="fastermoe"),
     "tutel": lambda: Auto(scheduler="stage-major", name="tutel", keep=False),
 }
-"""The last three order our own tasks as other systems do: emulations."""
+"""Makers of the strategies, by name. The last three order our own tasks as other systems do: emulations."""
 
 PRESETS: dict[str, dict[str, str]] = {
     "megatron": {"schedule": "megatron", "transport": "alltoall"},

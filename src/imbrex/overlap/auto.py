@@ -32,7 +32,7 @@ that four runs try four of each."""
 
 
 class Auto:
-    """Runs what whole runs of the layer say ends first: an order of chunks; or `fused`, where the exchange
+    """Picks what ends first in whole runs of the layer: an order of chunks; or `fused`, where the exchange
     and the experts can and it is 2 % faster. Where nothing is kept of such a layer, its first call measures,
     and keeps the result in imbrex's cache folder. Layers of a model that are alike are measured once.
 

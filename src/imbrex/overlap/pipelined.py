@@ -60,7 +60,7 @@ MOST_CHUNKS = 256
 
 
 class Pipelined:
-    """Chunks of tokens in the order of a scheduler, forward and backward; the numbers of `serial`.
+    """Runs chunks of tokens in the order of a scheduler, forward and backward; the numbers of `serial`.
 
     scheduler: a name in `imbrex.overlap.SCHEDULERS` or a function from times to an `Order`. degree: chunks.
     split: how many tokens every chunk has. times: seconds of the tasks forward and backward, as a profile

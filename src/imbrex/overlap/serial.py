@@ -16,7 +16,7 @@ from imbrex.observe import bracket_backward
 
 
 class Serial:
-    """Dispatch, experts, what is added (the shared experts), combine.
+    """Runs one step after the other: dispatch, experts, what is added (the shared experts), combine.
 
     keep_rows: keep what the experts received for their backward, or dispatch it again there. Inside a
         compiled graph they are kept.

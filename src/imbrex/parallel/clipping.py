@@ -20,13 +20,17 @@ from imbrex.transport.collective import device_of
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Between `sync_gradients` and the optimizer's step: scale all gradients of `model` in place so that
-    their norm over all ranks is at most `max_norm`; returns the norm before, the same on every rank.
+    """Scale all gradients of `model` in place so that their norm over all ranks is at most `max_norm`;
+    returns the norm before, float32, the same on every rank. Call it between `sync_gradients` and the
+    optimizer's step.
 
     torch's function of this name sees on each rank its own experts only. Here every expert counts once,
     wherever its pieces and replicas are, and so does every other parameter, whether all ranks have it or
-    FSDP2 shards it. The norm is float32. Collective over the groups of the layers; on a GPU the host does
-    not wait for it, unless `error_if_nonfinite` asks it to: RuntimeError.
+    FSDP2 shards it. Collective over the groups of the layers. On a GPU the host does not wait for it, unless
+    `error_if_nonfinite` asks it to.
+
+    Raises ValueError where `model` is no module; RuntimeError where the norm is not finite and
+    `error_if_nonfinite` is set.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -50,7 +54,7 @@ def clip_grad_norm_(
 
 
 def _norms_of_experts(layers: list[MoELayer], ours: dict[int, list[Tensor]], order: float) -> list[Tensor]:
-    """By group of ranks, over all their experts."""
+    """The norms of the gradients of all experts of a group of ranks, one a group."""
     by_group: dict[Any, list[Tensor]] = {}
     for layer in layers:
         counted = by_group.setdefault(layer.ranks.group, [])

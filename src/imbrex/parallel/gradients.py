@@ -36,7 +36,7 @@ def aux_loss(model: nn.Module) -> Tensor | float:
 
 @torch.no_grad()
 def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
-    """After the backward: make every gradient that of the mean of all ranks' losses.
+    """Make every gradient that of the mean of all ranks' losses. Call it after the backward, on every rank.
 
     An expert's gradient already holds all tokens of its group. It is summed with those of its replicas and
     of the same expert in other groups, and divided by the number of ranks that hold different tokens; never
@@ -44,6 +44,9 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
     Collective over the groups of the layers. Gradients are rewritten in place, and so are `gradient_sums` of
     experts, which stand for them: once a step, when the sums are whole. What
     `imbrex.parallel.backward.sync_in_backward` has begun is waited for, and only the rest is summed here.
+
+    Raises ValueError where FSDP shards what is to be summed here; what `MoELayer.check` raises where a call
+    of a layer has failed.
     """
     layers = moe_layers(model)
     if not layers:

@@ -31,7 +31,7 @@ META = "meta_info.json"
 def read_history(
     path: str | os.PathLike[str], *, batch: int = 128, array: str = "", num_experts: int = 0
 ) -> LoadHistory:
-    """Statistics from any file above, told apart by name and content.
+    """Read statistics from any file that imbrex knows, told apart by name and content.
 
     batch: tokens of an iteration, for traces. array: name of the ids in an `.npz`; its first `*ids`.
     num_experts: of a trace, where its largest id does not say.

@@ -83,7 +83,7 @@ def plan_layers(
     num_nodes: int = 1,
     num_groups: int = 1,
 ) -> list[Placement]:
-    """A placement for every layer.
+    """Plan a placement for every layer from its load.
 
     load_LE: tokens per logical expert, any non-negative numbers.
     slots: of all ranks together, spread as evenly as they go, or of every rank.

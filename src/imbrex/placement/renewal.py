@@ -45,7 +45,7 @@ class Target:
 def plan_history(
     history: LoadHistory, target: Target, old: Mapping[int, Placement] | None = None
 ) -> dict[int, Placement]:
-    """A placement for every layer of the statistics, by its number.
+    """Plan a placement for every layer of the statistics; by the layer's number.
 
     old: the plan in use; a fetch has to lower the fullest rank by a thousandth of the mean, and experts that
     stay on a rank keep their slot.

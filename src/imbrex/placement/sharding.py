@@ -56,7 +56,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The layers that are sharded.
+    """The work of the layers that are sharded.
 
     tokens: of a device and call. expert_bytes: gradients of an expert. calls: of a layer between two sums of
     gradients over groups, all layers together, kappa of Eq. 1."""

@@ -43,6 +43,7 @@ def _replicas(placement: Placement, device: torch.device) -> tuple[Tensor, Tenso
 
 
 SPLITS: dict[str, Split] = {"balanced": split_balanced, "even": split_evenly, "nearest": split_nearest}
+"""The splits of choices over replicas, by name."""
 
 
 def make_split(split: str | Split) -> Split:

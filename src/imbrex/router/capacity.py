@@ -15,7 +15,8 @@ DIGIT_BITS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """At most C = ceil(factor * top_k * tokens / num_experts) choices an expert, tokens of the global batch.
+    """The most choices that an expert takes: C = ceil(factor * top_k * tokens / num_experts), tokens of the
+    global batch. Choices above it are dropped.
 
     Formula (1) of ScheMoE (EuroSys 2024); rounded up, so that `factor` 1 holds a perfectly balanced batch.
     drop_by: `position` keeps first choices of all tokens before second ones, and among those the earlier rank

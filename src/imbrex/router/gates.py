@@ -16,7 +16,7 @@ Score = Literal["softmax", "sigmoid", "sparsemixer"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Group-limited selection: experts are chosen inside the best `topk_groups` of `num_groups` groups.
+    """Limits a token's choice to the experts of the best `topk_groups` of `num_groups` groups.
 
     Groups are `num_experts / num_groups` consecutive experts. by: a group is worth its best score (`max`,
     DeepSeek-V2) or the sum of its two best (`top2`, DeepSeek-V3).
@@ -54,7 +54,7 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """How a token chooses its experts.
+    """The rule by which a token chooses its experts and weighs them.
 
     score: `softmax` over all experts (Switch, Mixtral, Qwen), `sigmoid` of each (DeepSeek-V3), or
         `sparsemixer` (Phi-3.5, arXiv 2409.12136), which picks one expert after another.

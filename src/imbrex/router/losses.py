@@ -15,7 +15,7 @@ NAMES = ("load_balance", "sequence_balance", "z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuxLosses:
-    """Coefficients; a loss whose coefficient is 0 is not computed.
+    """The coefficients of the auxiliary losses; a loss whose coefficient is 0 is not computed.
 
     load_balance: E * sum_e f_e P_e, with f_e the share of all T * K choices and P_e the mean probability of
         expert e over the batch (Switch Transformer, arXiv 2101.03961, equations 4 to 6); 1 at balance.

@@ -23,7 +23,7 @@ _AS_IT_IS = nullcontext()
 
 
 class Router(nn.Module):
-    """Tokens to `Routing`.
+    """The gate of a layer: from tokens [T, D] to a `Routing`, losses included.
 
     weight: [num_experts, width], as `gate.weight` in Hugging Face checkpoints.
     e_score_correction_bias: float32 buffer [num_experts], only with `Gate.bias`.

@@ -11,7 +11,7 @@ from imbrex.schedule.exact import exact
 from imbrex.schedule.tasks import Kind, Order, Task, Times
 
 Scheduler = Callable[[Times], Order]
-"""An order of tasks from the seconds that they take, the same on every rank."""
+"""A function from the seconds of the tasks to an order of them, the same on every rank."""
 
 
 def chunks_of(times: Times) -> int:
@@ -57,6 +57,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "optsche": optsche,
     "exact": exact,
 }
+"""The schedulers, by name."""
 
 
 def register(name: str, scheduler: Scheduler) -> None:

@@ -111,7 +111,7 @@ def run(order: Order, times: Times) -> tuple[float, dict[Task, float]]:
 
 
 def makespan(order: Order, times: Times) -> float:
-    """Seconds until everything is over."""
+    """Seconds that an order takes, from the first task to the end of the last."""
     return run(order, times)[0]
 
 

@@ -29,7 +29,7 @@ CLOSE = 1e-12
 
 
 class Arrival(Enum):
-    """When sent rows are there: see the module."""
+    """A function that says when sent rows are there; see the module."""
 
     COLLECTIVE = "collective"
     ONE_SIDED = "one-sided"

@@ -43,8 +43,8 @@ MOST_DRAWN = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The question. tokens: of a rank in a step. mode: `train`, `forward` or `decode`. layers: of the model
-    that have experts. codecs: to choose from. seed: of loads and stragglers."""
+    """The question that `choose` answers. tokens: of a rank in a step. mode: `train`, `forward` or `decode`.
+    layers: of the model that have experts. codecs: to choose from. seed: of loads and stragglers."""
 
     shape: Shape
     ranks: int

@@ -11,8 +11,9 @@ from imbrex.experts.experts import Experts, activate
 
 
 def dense(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
-    """sum_k weights[t, k] * expert[ids[t, k]](x[t]) over the choices that are not dropped, in the dtype of x,
-    without any of the exchange's code. `experts` holds all experts, in order, unsharded.
+    """The reference of a layer, without any of the exchange's code: sum_k weights[t, k] * expert[ids[t,
+    k]](x[t]) over the choices that are not dropped, in the dtype of x. `experts` holds all experts, in order,
+    unsharded.
 
     Differentiable in x, the weights and the experts' parameters.
     """
@@ -69,6 +70,6 @@ class _Cross(torch.autograd.Function):
 
 
 def round_trip(rows_ND: Tensor, codec: Codec) -> Tensor:
-    """Encode and decode."""
+    """Rows [N, D] as they come back from a codec: encoded, then decoded."""
     dtype = rows_ND.dtype
     return codec.decode(codec.encode(rows_ND, dtype), rows_ND.shape[1], dtype)

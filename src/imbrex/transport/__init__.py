@@ -36,6 +36,7 @@ TRANSPORTS: dict[str, Callable[..., Backend]] = {
     "hierarchical": Hierarchical,
     "tiered": Tiers,
 }
+"""Makers of the transports, and of `Nvlink` and `Tiers`, by name."""
 
 TWO_TIERS = ("1dh", "2dh", "pipe", "sequential", "hierarchical", "tiered")
 

@@ -12,7 +12,8 @@ from imbrex.transport.collective import Done, InFlight
 
 
 class AllGather(AllToAll):
-    """TensorRT-LLM's second mode (slides, "AllGather + ReduceScatter").
+    """Sends every token to every rank; partial sums come back. TensorRT-LLM's second mode (slides, "AllGather
+    + ReduceScatter").
 
     The ReduceScatter is made of its direct algorithm: every rank sends every other its partial sums, and
     each adds what it gets in rank order. It moves the same bytes as a library's, lets partial sums be

@@ -15,7 +15,8 @@ from imbrex.transport.collective import Done
 
 
 class AllReduce(BytesTransport):
-    """TensorRT-LLM's first mode: attention under tensor parallelism (slides, "AllReduce").
+    """Sums the outputs of ranks that have the same tokens, as under tensor-parallel attention. TensorRT-LLM's
+    first mode (slides, "AllReduce").
 
     Nothing moves on the way out. The loss counts once, not once a rank: the backward sums dx and the routing
     weights' gradients over ranks, so every rank holds the whole gradient of what it holds.

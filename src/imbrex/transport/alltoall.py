@@ -26,7 +26,8 @@ in one crossing of seven). gloo's own is posted by a thread that has slept."""
 
 
 class AllToAll(BytesTransport):
-    """One AlltoAllv each way (TensorRT-LLM's third mode, slides, "AlltoAllv"), each token once per rank.
+    """Sends a token once to every rank that it wants: an uneven all-to-all each way. TensorRT-LLM's third
+    mode (slides, "AlltoAllv").
 
     Bytes sent: a row for every (token, other rank) pair that is wanted, each way.
     """

@@ -26,7 +26,7 @@ _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Nodes, Network]] = 
 
 
 class Auto:
-    """`transport="auto"` with settings.
+    """The choice `transport="auto"`, with settings.
 
     profile: a file with what was measured; written by the first rank if it is not there, read by all if it
         is. Without, the network is measured once a process group.
@@ -48,7 +48,7 @@ class Auto:
     def nodes(self, group: dist.ProcessGroup) -> Nodes | None:
         """The nodes of a group whose ranks are on several, else None. Ranks that do not divide into nodes are
         left to transports that do not ask. Collective."""
-        nodes = Nodes.met(Collective(group), self.ranks_per_node)
+        nodes = Nodes.of_ranks(Collective(group), self.ranks_per_node)
         return nodes if nodes is not None and nodes.num_nodes > 1 else None
 
     def pick(

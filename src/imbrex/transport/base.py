@@ -13,7 +13,8 @@ from imbrex.transport.collective import Collective
 
 
 class BytesTransport(Collective):
-    """All of `imbrex.contracts.Transport` but `name` and the moves, for rows that nobody passes on."""
+    """The base of transports: all of `imbrex.contracts.Transport` but `name` and the moves, for rows that
+    nobody passes on."""
 
     broadcasts = False
     relays = False

@@ -19,7 +19,8 @@ ACROSS, INSIDE, PASSED_ON = 0, 1, 2
 
 
 class Hierarchical(TwoLevel):
-    """Deduplicating exchange, as DeepEP's between nodes: rank l of a node talks to ranks l of other nodes.
+    """Sends a token once to each node that it wants, where it is passed on, as DeepEP does between nodes.
+    Rank l of a node talks to ranks l of other nodes.
 
     Out: a token goes to its counterpart on each node that wants it; that rank passes it on inside its node.
     Back: ranks hand their partial sums to the token's counterpart on their node, which adds them in rank

@@ -8,8 +8,8 @@ from imbrex.transport.twolevel import TwoLevel
 
 
 class Leader(TwoLevel):
-    """1DH (ScheMoE, section 2; Hetu): gathered on the node's first rank, exchanged between those, scattered
-    inside the node.
+    """Gathers rows on the node's first rank, exchanges them between those, and scatters them inside the node:
+    1DH (ScheMoE, section 2; Hetu).
 
     Bytes between nodes: those of `alltoall`, in one message a pair of nodes. Inside, the first rank's memory
     and link carry every row of the node twice, so it pays only where rows are few and a message between nodes

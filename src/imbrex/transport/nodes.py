@@ -33,7 +33,7 @@ class Nodes:
         return Nodes(num_nodes=world_size // size, size=size)
 
     @staticmethod
-    def met(ranks: Collective, ranks_per_node: int | None = None) -> Nodes | None:
+    def of_ranks(ranks: Collective, ranks_per_node: int | None = None) -> Nodes | None:
         """The nodes as given by hand, or as the launchers of all ranks say on which node each is. None where
         a node is not a block of neighbouring ranks, or nodes differ in size. Collective.
 

@@ -132,7 +132,8 @@ class NvlinkError(ValueError):
 
 
 class Nvlink(Collective):
-    """One heap a group and size, shared by all layers.
+    """Exchanges rows by kernels over NVLink, among the Hopper GPUs of one host. Layers of a group share it,
+    with one heap for each kind of rows.
 
     max_tokens: most tokens of a rank in a call; `None`: the most that any rank has in the first call of more
     than 512, rounded up to 64, and more when a call has more (a new heap, which waits for the GPUs). Smaller

@@ -14,9 +14,9 @@ from imbrex.transport.tiered import Tiered
 
 
 class Pipe(Tiered):
-    """Pipe-A2A (ScheMoE, section 5): both halves move at the same time. Over gloo all messages of an
-    all-to-all begin at once: there it is one, and gains nothing over `alltoall`. Over NCCL, whose stream does
-    one collective after the other, it is two."""
+    """Moves what stays inside the node and what leaves it at the same time: Pipe-A2A (ScheMoE, section 5).
+    Over gloo all messages of an all-to-all begin at once: there it is one, and gains nothing over `alltoall`.
+    Over NCCL, whose stream does one collective after the other, it is two."""
 
     name = "pipe"
 
@@ -59,8 +59,8 @@ class Pipe(Tiered):
 
 
 class Sequential(Pipe):
-    """First the half that stays inside the node, then the half that leaves it: the exchange that Pipe-A2A is
-    compared with (ScheMoE, Eq. 17). Nothing else speaks for it."""
+    """Moves what stays inside the node, then what leaves it: the exchange that Pipe-A2A is compared with
+    (ScheMoE, Eq. 17). Nothing else speaks for it."""
 
     name = "sequential"
 

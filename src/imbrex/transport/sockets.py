@@ -16,7 +16,8 @@ WIDE = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
 
 
 def widen() -> str | None:
-    """Have NCCL open as many as `WIDE` says, for all groups of this process; why not, or `None`.
+    """Have NCCL open as many connections and threads as `WIDE` says, for all groups of this process; why not,
+    or `None`.
 
     To be called before `torch.distributed.init_process_group`. What the environment says stands.
     """

@@ -24,7 +24,7 @@ class Tiered(AllToAll):
         timeout: float | None = None,
     ) -> None:
         super().__init__(group, timeout=timeout)
-        nodes = Nodes.met(self, ranks_per_node)
+        nodes = Nodes.of_ranks(self, ranks_per_node)
         if nodes is None:
             raise ValueError(
                 f"transport: {self.name} needs nodes of equally many neighbouring ranks, which this group's "

@@ -130,7 +130,7 @@ class Members(AllToAll):
 
 
 class Tiers(Collective):
-    """Nodes of equally many neighbouring ranks, for a dispatcher that takes rows over the network once.
+    """The backend of `tiered`: nodes of equally many neighbouring ranks, to each of which a row crosses once.
 
     ranks_per_node: where the launcher does not say it.
     inside: how rows move in a node: `nvlink` by kernels, for bfloat16 tokens on GPUs; `alltoall` as bytes;
@@ -152,7 +152,7 @@ class Tiers(Collective):
         super().__init__(group, timeout=timeout)
         if inside not in INSIDES:
             raise ValueError(f"transport: inside={inside!r} is not known; use one of {', '.join(INSIDES)}")
-        nodes = Nodes.met(self, ranks_per_node)
+        nodes = Nodes.of_ranks(self, ranks_per_node)
         if nodes is None:
             raise ValueError(
                 "transport: tiered needs nodes of equally many neighbouring ranks, which this group's are "

@@ -18,8 +18,8 @@ from imbrex.transport.tiered import Tiered
 
 
 class TwoLevel(Tiered):
-    """2DH: first inside the node, to the rank that shares the destination's place there; then between nodes,
-    among ranks of equal place. Tutel's and DeepSpeed's all-to-all, for rows of uneven numbers.
+    """Moves rows first inside the node, to the rank that shares the destination's place there, then between
+    nodes: 2DH, Tutel's and DeepSpeed's all-to-all, for rows of uneven numbers.
 
     Bytes between nodes: those of `alltoall`, in W / size - 1 messages a rank instead of W - size. It pays
     where starting a message costs more than moving it twice: small rows, many nodes.

@@ -55,7 +55,7 @@ _serials = itertools.count()
 
 
 class NvlinkExchange:
-    """One exchange over the ranks of one host.
+    """Routes, moves, expands and sums rows among the GPUs of one host, each call one kernel.
 
     make_heap: from a number of bytes to a `Heap` (collective). placement: where the experts live.
     compact, expert: which layouts of rows to keep room for; with neither, only `route` can be called, among

@@ -22,7 +22,8 @@ from imbrex.kernels.structs import Struct
 
 
 class ExchangeError(RuntimeError):
-    """A wait ran out or a peer gave up: says who missed what. The exchange cannot be used again."""
+    """A wait of a kernel ran out, or a peer gave up; the text says who missed what. The exchange cannot be
+    used again."""
 
 
 class Status:
