@@ -41,6 +41,18 @@ def test_every_family_computes_the_same(family):
         torch.testing.assert_close(theirs[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
 
 
+def test_experts_have_their_gradients_by_schedules_of_several_chunks():
+    """These differentiate in what they are told of, and the experts lie in transformers' module."""
+    register("imbrex-chunks", schedule="optsche-2")
+    model, ids = model_of("mixtral"), torch.randint(32, (2, 7))
+    _, gradients = gradients_of(model, ids)
+    model.set_experts_implementation("imbrex-chunks")
+    _, ours = gradients_of(model, ids)
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_router_logits_and_their_loss_stay_transformers(family):
     model, ids = model_of(family), torch.randint(32, (2, 7))

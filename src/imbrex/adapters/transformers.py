@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,10 @@ class Held(Lent):
     @property
     def forms(self) -> tuple[RowForm, ...]:
         return self.experts.forms
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Their parameters: schedules of several chunks differentiate in them, too."""
+        return self.module.parameters()
 
     def __call__(self, dispatched: Dispatched) -> Tensor:
         return self.experts.run(self.module, dispatched)
