@@ -15,6 +15,7 @@ from docs.tables import (
     exchange,
     experts,
     fused,
+    host,
     layer,
     models,
     pictures,
@@ -28,7 +29,12 @@ from docs.tables.results import ROOT, Table
 
 TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     "README.md": {"claim": layer.claim, "layer": layer.shown},
-    "docs/nvlink.md": {"layer": layer.every, "missing": layer.missing, "decode": decode.decode},
+    "docs/nvlink.md": {
+        "layer": layer.every,
+        "missing": layer.missing,
+        "decode": decode.decode,
+        "host": host.host,
+    },
     "docs/exchange.md": {
         "targets": exchange.targets,
         "skew": exchange.skew,

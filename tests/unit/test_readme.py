@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.run
+from docs.borrowed import BORROWED
 
 from imbrex.cli import main
 from imbrex.codec import CODECS
@@ -165,6 +166,12 @@ def test_the_map_is_the_house() -> None:
     rooms = {house.room(module) for module in modules} - {"", "__main__"}
     assert len(shown) == len(set(shown))
     assert set(shown) == rooms, "add or remove a line of README's map"
+
+
+def test_every_page_is_listed() -> None:
+    listed = re.findall(r"\(docs/([\w-]+\.md)\)", README.partition("## Pages\n")[2].partition("\n## ")[0])
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(listed) == sorted(pages - BORROWED.keys()), "add or remove a link of README's pages"
 
 
 def test_every_transport_and_codec_is_named() -> None:

@@ -1,0 +1,31 @@
+"""The table of what a layer over NVLink costs the host."""
+
+from __future__ import annotations
+
+from docs.tables.results import Table, last_run, read
+
+CALLS = {
+    "forward": "a forward without gradients",
+    "forward, kept": "a forward that keeps for a backward",
+    "step": "forward and backward",
+    "step, one thread": "the same, with `torch.autograd.set_multithreading_enabled(False)`",
+}
+HEAD = (
+    "tokens",
+    "call",
+    "host: median",
+    "fastest tenth",
+    "to the GPU's end: median",
+    "calls of Python",
+    "operators",
+)
+
+
+def host() -> Table:
+    """Microseconds until a call returns, and until the GPU has done what it queued."""
+    rows = last_run(read("host_time"))
+    lines = []
+    for row in rows:
+        times = [f"{row[name]:.0f}" for name in ("median_us", "tenth_us", "whole_median_us")]
+        lines.append([row["case"]["T"], CALLS[row["op"]], *times, row["functions"], row["operators"]])
+    return Table(head=HEAD, body=lines, rows=rows)
