@@ -135,12 +135,10 @@ class Bench:
             mine = kernels[rank]
             begun = self.last[rank] = mine.send(*self.each[rank], self.tables, patience[rank])
             rows_RD = mine.take(begun)
-            mine.reply(begun, rows_RD, weighted=True)
             y_TD = mine.sum(begun, rows_RD, weighted=True)
             if backward:
                 back = mine.send_back(begun, y_TD)
                 d_rows_RD = mine.take_back(back)
-                mine.reply(back, d_rows_RD, values_R=self.values_R)
                 mine.sum_back(back, d_rows_RD, self.values_R)
             mine.check()
 

@@ -109,7 +109,6 @@ class Ranks:
                 rows_RD = computed(rows_RD, call.routed.counts_Le[0, : high - low], low)
                 if late == "experts" and rank == late_rank:
                     torch.cuda._sleep(LATE_CYCLES)
-                kernels.reply(call, rows_RD, weighted=True)
                 y_TD = kernels.sum(call, rows_RD, weighted=True)
                 results.append((call, y_TD, words_of(kernels).clone()))
         return results
@@ -129,7 +128,6 @@ class Ranks:
                 counts_e = back.routed.counts_Le[0, : high - low]
                 values_R = value_of(d_y_RD, slots_of_rows(d_y_RD, counts_e, low))
                 rows_RD = computed(d_y_RD, counts_e, low)
-                kernels.reply(back, rows_RD, values_R=values_R)
                 sums = kernels.sum_back(back, rows_RD, values_R)
                 backs.append(Back(back, torch.empty(0), torch.empty(0), *sums))
         return backs
@@ -208,7 +206,6 @@ def test_a_captured_call_counts_on() -> None:
         with torch.cuda.graph(graph, stream=ranks.streams[rank]):
             call = ranks.kernels[rank].send(*given, ranks.tables, ranks.patience[rank])
             rows_RD = ranks.kernels[rank].take(call)
-            ranks.kernels[rank].reply(call, rows_RD, weighted=True)
             y_TD = ranks.kernels[rank].sum(call, rows_RD, weighted=True)
         graphs.append(graph)
         results.append(y_TD)
@@ -241,7 +238,6 @@ def test_a_rank_that_never_comes_is_lost() -> None:
         for _ in range(2000):
             call = ranks.kernels[0].send(*given, ranks.tables, ranks.patience[0])
             rows_RD = ranks.kernels[0].take(call)
-            ranks.kernels[0].reply(call, rows_RD, weighted=True)
             ranks.kernels[0].sum(call, rows_RD, weighted=True)
             torch.cuda.synchronize()
 

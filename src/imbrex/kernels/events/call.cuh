@@ -6,7 +6,7 @@ namespace claims {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kMostPeers = 16;
-enum Step { kSend = 0, kPlace = 1, kExpand = 2, kReply = 3, kSum = 4, kRefuse = 5, kSettle = 6 };
+enum Step { kSend = 0, kExpand = 1, kReply = 2, kSum = 3, kCombine = 4, kRefuse = 5, kSettle = 6 };
 
 // By value. The host reads it: `kernels.structs`. T: `room`, most tokens of a rank.
 struct Events {
@@ -29,8 +29,10 @@ struct Events {
     const int* known;      // of a backward: the outcome of its forward; null: a forward
     const float* values;   // of a backward: [rows], a number of every row that goes home as it is
     float* values_out;     // [tokens, K]
-    i64 words_at, heads_at, choices_at, gates_at, packets_at, replies_at, values_at;
+    u32* wanted;           // [tokens]; peers that a token is sent to, a bit each
+    i64 words_at, heads_at, counts_at, parts_at, choices_at, gates_at, packets_at, replies_at, values_at;
     int step, tokens, room, choices, experts, most_slots, tensor, row_bytes;
+    int stages;    // of the ring that rows go through
     int weighted;  // rows are multiplied by the gate weights here
     int note;      // of the call: the same on all ranks
 };
@@ -41,6 +43,11 @@ struct Head {
 };
 constexpr int kNothing = -1;
 
+// Of a token: the slot that it wants, -1 for none, and how many choices of that slot its rank has before it.
+struct alignas(8) Choice {
+    int slot, before;
+};
+
 __device__ __forceinline__ u8* at_peer(const Call& call, i64 at, int rank) {
     return call.group->heap[rank] + at;
 }
@@ -49,8 +56,11 @@ __device__ __forceinline__ u8* at_peer(const Call& call, i64 at, int rank) {
 __device__ __forceinline__ Head* head_at(const Call& call, const Events& e, int at, int from) {
     return reinterpret_cast<Head*>(at_peer(call, e.heads_at, at)) + from;
 }
-__device__ __forceinline__ int* choices_at(const Call& call, const Events& e, int at, int from) {
-    return reinterpret_cast<int*>(at_peer(call, e.choices_at, at)) +
+__device__ __forceinline__ int* counts_at(const Call& call, const Events& e, int at, int from) {
+    return reinterpret_cast<int*>(at_peer(call, e.counts_at, at)) + from * e.most_slots;
+}
+__device__ __forceinline__ Choice* choices_at(const Call& call, const Events& e, int at, int from) {
+    return reinterpret_cast<Choice*>(at_peer(call, e.choices_at, at)) +
            static_cast<i64>(from) * e.room * e.choices;
 }
 __device__ __forceinline__ float* gates_at(const Call& call, const Events& e, int at, int from) {
@@ -110,10 +120,17 @@ __device__ __forceinline__ u32 peers_of(const Call& call, const Events& e, Outco
     return __ballot_sync(0xffffffffu, with);
 }
 
-// The slot of choice `lane` of an own token.
-__device__ __forceinline__ int own_slot(const Events& e, int t, int lane) {
-    const i64 id = lane < e.choices ? e.ids[static_cast<i64>(t) * e.choices + lane] : -1;
+__device__ __forceinline__ int slot_of(const Events& e, i64 id) {
     return id >= 0 && id < e.experts ? e.slot_of[id] : -1;
+}
+
+// Slots of own choices `first`, + 32, ...; -1 from `end` on. All are asked for before one is looked at.
+__device__ __forceinline__ void ask_slots(int (&slot)[kBatch], const Events& e, int first, int end) {
+    i64 id[kBatch];
+#pragma unroll
+    for (int q = 0; q < kBatch; ++q) id[q] = e.ids[min(first + 32 * q, end - 1)];
+#pragma unroll
+    for (int q = 0; q < kBatch; ++q) slot[q] = slot_of(e, first + 32 * q < end ? id[q] : -1);
 }
 
 }  // namespace claims

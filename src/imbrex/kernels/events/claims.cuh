@@ -6,8 +6,8 @@
 // behind its rows or by the receiver whose patience is over. Whoever is first has decided; the other learns
 // it from the same instruction. Words only grow, and no call is reset.
 //
-// Places. A packet of home h has one place in the heap of host p, written by h alone: in call n only once p
-// has `taken` the last packet that h sent. A reply of p has one place in the heap of h, written by p alone,
+// Places. Packets of home h for host p have one place for their choices in the heap of p, and one for their
+// rows in the heap of h, written by h alone: in call n only once p has `taken` the last packet that h sent. A reply of p has one place in the heap of h, written by p alone,
 // in call n only after a packet of call n has come: h sends it when its call n - 1 is over, so h has read
 // what was there, or closed it. A sender that comes too late stores in a place that nobody reads before its
 // next claim.
@@ -37,7 +37,7 @@ namespace claims {
 using namespace exchange;
 
 constexpr Kind kEvents = static_cast<Kind>(1);  // the only kind of call in these heaps
-enum Stage { kTurn = 0, kPackets = 1, kReplies = 2 };
+enum Stage { kTurn = 0, kPackets = 1, kReplies = 2, kCounts = 3 };
 enum Wait { kForTurn = 1, kForPacket = 2, kForReply = 3 };  // phases of these heaps
 
 // Behind the control words of a heap, zeroed once. The host reads it: `kernels.structs`.
@@ -54,7 +54,11 @@ struct Words {
     u32 ranks[8];    // of whom the stage is fine, a bit each
     u32 behind;      // on whom this rank gave up in this call
     u32 left;        // blocks that have done their part of the step
+    u32 counted;     // warps that have counted their part of the choices
 };
+
+// Of a block's shared memory: a word for what one thread tells the others, behind a ring's barriers.
+constexpr int kToldAt = 1008, kBehindWords = 1024;
 
 constexpr int kMemory = 200;  // waits that are remembered
 constexpr int kFewest = 20;   // from which on a limit is learnt
@@ -241,7 +245,7 @@ __device__ inline void publish(const Call& call, Words& own, Stage stage, u32 ra
 
 // For a block: it ends because the one that decides ends, whatever it finds.
 __device__ inline u32 await_decision(const Call& call, Words& own, Stage stage) {
-    u32* shared = reinterpret_cast<u32*>(ptx::shared_memory());
+    u32* shared = reinterpret_cast<u32*>(ptx::shared_memory() + kToldAt);
     __syncthreads();
     if (threadIdx.x == 0) {
         while (ptx::load_acquire_gpu(&own.decided[stage]) != call.epoch) ptx::pause();
@@ -255,7 +259,7 @@ __device__ inline u32 await_decision(const Call& call, Words& own, Stage stage) 
 
 // Whether this block is the last to have done its part; what all of them stored is then before what it tells.
 __device__ inline bool last_to_leave(const Call& call, Words& own) {
-    u32* shared = reinterpret_cast<u32*>(ptx::shared_memory());
+    u32* shared = reinterpret_cast<u32*>(ptx::shared_memory() + kToldAt);
     __syncthreads();
     if (threadIdx.x == 0) {
         ptx::fence_sys();

@@ -4,12 +4,10 @@
     patience = Patience(tau_s=0.05, epsilon=1, every=1, device=device)  # of one layer
     call = kernels.send(x_TD, ids_TK, weights_TK, tables, patience)
     rows_RD = kernels.take(call)                                  # of those that came; call.routed says where
-    kernels.reply(call, experts(rows_RD), weighted=True)
-    y_TD = kernels.sum(call)                                      # call.kept_TK: the choices that count
+    y_TD = kernels.sum(call, experts(rows_RD), weighted=True)     # call.kept_TK: the choices that count
     back = kernels.send_back(call, d_y_TD)                        # and its backward, of the same ranks
     kernels.settle(back)                                          # only where ranks share experts
     d_y_RD = kernels.take_back(back)
-    kernels.reply(back, d_rows_RD, values_R=d_weights_R)
     d_x_TD, d_weights_TK = kernels.sum_back(back, d_rows_RD, d_weights_R)
 
 Every rank makes the same calls in the same order. No step waits for the host, and the number of the call is
@@ -41,8 +39,10 @@ Words = struct("events/claims.cuh", "Words")
 Memory = struct("events/claims.cuh", "Memory")
 PatienceWords = struct("events/claims.cuh", "Patience")
 EVENTS = jit.Variant(source="events/events.cu", entry="run_events")
-THREADS, BLOCKS, SHARED = 512, 64, 8192
-SEND, PLACE, EXPAND, REPLY, SUM, REFUSE, SETTLE = range(7)
+THREADS, BLOCKS, INDEXERS = 512, 64, 16
+WORDS = 1024
+"""Bytes of a block's shared memory before all else."""
+SEND, EXPAND, REPLY, SUM, COMBINE, REFUSE, SETTLE = range(7)
 KINDS, PHASES = ("", "events"), ("", "leave to send", "the packet", "the reply")
 ENDLESS, MOST_CALLS = (1 << 64) - 1, (1 << 32) - 1
 WHOLE = 100000
@@ -72,11 +72,17 @@ class Room:
         return self.ranks * self.tokens * min(self.choices, self.most_slots)
 
     @property
+    def slots(self) -> int:
+        """Most slots of all ranks."""
+        return self.ranks // self.tensor * self.most_slots
+
+    @property
     def parts(self) -> dict[str, int]:
         """Bytes of the parts of a heap behind its control words, in their order."""
         choices, rows = 4 * self.ranks * self.tokens * self.choices, (self.ranks - 1) * self.tokens
-        parts = {"words_at": ctypes.sizeof(Words), "heads_at": 8 * self.ranks, "choices_at": choices}
-        parts |= dict.fromkeys(("gates_at", "values_at"), choices)
+        parts = {"words_at": ctypes.sizeof(Words), "heads_at": 8 * self.ranks}
+        parts |= {"counts_at": 4 * self.ranks * self.most_slots, "parts_at": 4 * INDEXERS * self.slots}
+        parts |= {"choices_at": 2 * choices, "gates_at": choices, "values_at": choices}
         return parts | dict.fromkeys(("packets_at", "replies_at"), rows * self.row_bytes)
 
 
@@ -125,7 +131,8 @@ class Patience:
 class EventsCall:
     """A call under way. tables: the slot of every expert and the first slot of every owner, int32.
     outcome_4W: int32, whose replies count, whose packets came in time, which homes count what they were sent,
-    and whose replies came. known_4W: of a backward, the outcome of its forward."""
+    and whose replies came. known_4W: of a backward, the outcome of its forward. wanted_T: int32, the peers
+    that a token is sent to, a bit each. replied: whether its replies had a launch of their own."""
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -136,7 +143,9 @@ class EventsCall:
     routed: Routed
     kept_TK: Tensor
     outcome_4W: Tensor
+    wanted_T: Tensor
     known_4W: Tensor | None = None
+    replied: bool = False
 
 
 class EventsKernels:
@@ -155,7 +164,10 @@ class EventsKernels:
         if room.ranks > lay.MOST_RANKS or room.choices > 32 or room.row_bytes % 16:
             raise ValueError("events: at most 16 ranks, 32 choices, and rows of a multiple of 16 bytes")
         self.room, self.timeout, self.blocks = room, timeout, blocks
-        at = lay.CONTROL_BYTES
+        at, table = lay.CONTROL_BYTES, 4 * room.most_slots * room.ranks
+        stages, moving = lay.mover_shared(room.row_bytes, room.choices, besides=table)
+        self._shared = {SEND: WORDS + 4 * room.slots, EXPAND: moving + table}
+        self._shared |= dict.fromkeys((REPLY, SUM, COMBINE), WORDS + lay.reduce_shared(room.row_bytes, "bf16"))
         self._fixed = {
             "room": room.tokens,
             "choices": room.choices,
@@ -163,6 +175,7 @@ class EventsKernels:
             "most_slots": room.most_slots,
             "tensor": room.tensor,
             "row_bytes": room.row_bytes,
+            "stages": stages,
         }
         """The part of a launch's arguments that never changes: the room, and where the heap's parts begin."""
         for name, nbytes in room.parts.items():
@@ -213,6 +226,7 @@ class EventsKernels:
             routed=empty_routed(self.sizes, self.room.tokens, self.device),
             kept_TK=torch.empty(ids_TK.shape, dtype=torch.bool, device=self.device),
             outcome_4W=torch.zeros(4, self.room.ranks, dtype=torch.int32, device=self.device),
+            wanted_T=torch.empty(x_TD.shape[0], dtype=torch.int32, device=self.device),
         )
         self._run(SEND, call)
         return call
@@ -229,6 +243,7 @@ class EventsKernels:
             patience=forward.patience.none(),
             note=~forward.note,
             known_4W=forward.outcome_4W,
+            replied=False,
         )
         self._run(SEND, call)
         return call
@@ -248,7 +263,6 @@ class EventsKernels:
     def take(self, call: EventsCall) -> Tensor:
         """Expert-major rows [`room.rows`, D] of the packets that came in time; those past the counts are not
         written."""
-        self._run(PLACE, call)
         rows_RD = call.x_TD.new_empty(self.room.rows, call.x_TD.shape[1])
         self._run(EXPAND, call, rows=rows_RD)
         return rows_RD
@@ -256,8 +270,10 @@ class EventsKernels:
     def reply(
         self, call: EventsCall, rows_RD: Tensor, *, weighted: bool = False, values_R: Tensor | None = None
     ) -> None:
-        """The sums of the peers' rows to where they find them. weighted: times the gate weights. values_R:
-        of a backward, a float32 of every row that goes home as it is."""
+        """The sums of the peers' rows to where they find them, in a launch of its own, which waits for
+        nobody; else `sum` and `sum_back` begin with it. weighted: times the gate weights. values_R: of a
+        backward, a float32 of every row that goes home as it is."""
+        call.replied = True
         self._run(REPLY, call, rows=rows_RD, weighted=weighted, values=values_R)
 
     def sum(
@@ -265,13 +281,15 @@ class EventsKernels:
     ) -> Tensor:
         """Outputs [T, D]: own rows and the replies that come in time, in the order of the ranks."""
         y_TD = torch.empty_like(call.x_TD)
-        self._run(SUM, call, rows=rows_RD, weighted=weighted, addend=addend_TD, out=y_TD)
+        step = SUM if call.replied else COMBINE
+        self._run(step, call, rows=rows_RD, weighted=weighted, addend=addend_TD, out=y_TD)
         return y_TD
 
     def sum_back(self, call: EventsCall, rows_RD: Tensor, values_R: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the own tokens [T, D] and of their weights [T, K], 0 where a choice does not count."""
         d_x_TD, d_weights_TK = torch.empty_like(call.x_TD), torch.empty_like(call.weights_TK)
-        self._run(SUM, call, rows=rows_RD, values=values_R, out=d_x_TD, values_out=d_weights_TK)
+        step = SUM if call.replied else COMBINE
+        self._run(step, call, rows=rows_RD, values=values_R, out=d_x_TD, values_out=d_weights_TK)
         return d_x_TD, d_weights_TK
 
     def refuse(self) -> None:
@@ -288,6 +306,7 @@ class EventsKernels:
             routed=empty_routed(self.sizes, 1, self.device),
             kept_TK=none.bool(),
             outcome_4W=none.int(),
+            wanted_T=none.int(),
         )
         self._run(REFUSE, call)
 
@@ -324,10 +343,12 @@ class EventsKernels:
             known=call.known_4W,
             values=values,
             values_out=values_out,
+            wanted=call.wanted_T,
             **self._fixed,
             step=step,
             tokens=call.x_TD.shape[0],
             weighted=weighted,
             note=call.note,
         )
-        self._kernel.launch(grid=self.blocks, block=THREADS, args=[self._group, args], smem=SHARED)
+        shared = self._shared.get(step, WORDS)
+        self._kernel.launch(grid=self.blocks, block=THREADS, args=[self._group, args], smem=shared)

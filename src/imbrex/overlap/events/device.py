@@ -140,13 +140,11 @@ class DeviceForward(Call):
 
     @torch.no_grad()
     def run(self) -> None:
-        """Rows of the packets that come in time, the experts, and replies."""
+        """Rows of the packets that come in time, and the experts."""
         exchange, kernels = self.exchange, self.seat.kernels
         with exchange.observer.span("dispatch", layer=exchange.layer):
             rows_RD = kernels.take(self.call)
         self.computed = self.compute(self.call.routed, rows_RD)
-        with exchange.observer.span("combine", layer=exchange.layer):
-            kernels.reply(self.call, self.computed.out_RD.detach(), weighted=self.weighted)
 
     def compute(self, routed: Routed, rows_RD: Tensor) -> Computed:
         """The experts' rows of a routing."""
@@ -246,7 +244,6 @@ class DeviceBackward:
             d_rows_RD = d_rows_RD.contiguous()
             d_weights_R = d_weights_R if d_more_R is None else d_more_R.contiguous()
             assert d_weights_R is not None
-            kernels.reply(back, d_rows_RD, values_R=d_weights_R)
             return *kernels.sum_back(back, d_rows_RD, d_weights_R), d_parameters
 
     def _graph(self) -> Computed:
