@@ -167,7 +167,9 @@ class EventsKernels:
         at, table = lay.CONTROL_BYTES, 4 * room.most_slots * room.ranks
         stages, moving = lay.mover_shared(room.row_bytes, room.choices, besides=table)
         self._shared = {SEND: WORDS + 4 * room.slots, EXPAND: moving + table}
-        self._shared |= dict.fromkeys((REPLY, SUM, COMBINE), WORDS + lay.reduce_shared(room.row_bytes, "bf16"))
+        self._shared |= dict.fromkeys(
+            (REPLY, SUM, COMBINE), WORDS + lay.reduce_shared(room.row_bytes, "bf16")
+        )
         self._fixed = {
             "room": room.tokens,
             "choices": room.choices,
