@@ -5,8 +5,8 @@
 // knows every row. Then it moves its part of all tokens through the ring of exchange/mover.cuh, each read
 // once and stored to each of its rows.
 //
-// Example: ranks 0 and 1 want slots 0 1 of this host 2 1 and 3 0 times. Their first rows are 0 2 and 5 6; if
-// rank 0 has not come, those of rank 1 are 0 3.
+// Example: ranks 0 and 1 want slot 0 of this host 2 and 3 times, slot 1 once and not at all. Their first rows
+// are 0 and 2 of slot 0, 5 and 6 of slot 1; if rank 0 has not come, those of rank 1 are 0 and 3.
 #pragma once
 #include "events/call.cuh"
 #include "exchange/mover.cuh"

@@ -7,10 +7,10 @@
 // it from the same instruction. Words only grow, and no call is reset.
 //
 // Places. Packets of home h for host p have one place for their choices in the heap of p, and one for their
-// rows in the heap of h, written by h alone: in call n only once p has `taken` the last packet that h sent. A reply of p has one place in the heap of h, written by p alone,
-// in call n only after a packet of call n has come: h sends it when its call n - 1 is over, so h has read
-// what was there, or closed it. A sender that comes too late stores in a place that nobody reads before its
-// next claim.
+// rows in the heap of h, both written by h alone: in call n only once p has `taken` the last packet that h
+// sent. A reply of p has one place in the heap of h, written by p alone, in call n only after a packet of
+// call n has come: h sends it when its call n - 1 is over, so h has read what was there, or closed it. A
+// sender that comes too late stores in a place that nobody reads before its next claim.
 //
 // `moved`, of h at p: h will send no packet of calls up to this one any more. So p, far behind, waits for no
 // packet that h left out.

@@ -1,10 +1,11 @@
-// A call of a layer that may do without late peers, in five steps, one launch each: packets out, places of
-// what has come, rows to the experts, replies out, sums. Nobody waits for all ranks; claims.cuh says who
-// waits for whom and who decides what counts.
+// A call of a layer that may do without late peers, in three launches: packets out, rows of what has come to
+// the experts, replies out and sums. Nobody waits for all ranks; claims.cuh says who waits for whom and who
+// decides what counts, and the rest is `serial`'s work: rows through exchange/mover.cuh, sums through
+// exchange/terms.cuh.
 //
 // A packet is a rank's choices, and its tokens that want an expert of that peer, each at its own place. So no
-// counts are exchanged: whoever has packets orders their rows alone, by slot, rank and token as `serial`
-// does.
+// counts of all ranks are exchanged: whoever has packets orders their rows alone, by slot, rank and token as
+// `serial` does.
 // A reply is the sums of a token's rows, as exchange/reduce.cuh stores them; the bits are its.
 //
 // Example, 2 ranks, an expert each, K = 1: rank 0's tokens want experts 0, 1, 1. Rank 1 finds tokens 1 and 2
@@ -12,11 +13,11 @@
 // without it, tokens 1 and 2 become 0 and kept is 1, 0, 0; rank 1 stores its reply, and finds its claim
 // closed.
 //
-// The backward of a call is a call of four steps, without places: gradients of outputs out, rows to the
-// experts, gradients of tokens and of weights home, sums. Who counted on both sides stands in `known`, so
-// nobody has patience: a home sends to the hosts that it heard, a host waits for the homes that it served.
-// Where ranks share experts, a home may have heard one of them and not another. Then its packet says that
-// nothing counts, and a step before the rows lets the host know.
+// The backward of a call is another one: gradients of outputs out, rows to the experts, gradients of tokens
+// and of weights home, sums. Where rows are is known from its forward. Who counted on both sides stands in
+// `known`, so nobody has patience: a home sends to the hosts that it heard, a host waits for the homes that
+// it served. Where ranks share experts, a home may have heard one of them and not another. Then its packet
+// says that nothing counts, and a step before the rows lets the host know.
 #include "events/arrivals.cuh"
 #include "events/packets.cuh"
 #include "events/replies.cuh"

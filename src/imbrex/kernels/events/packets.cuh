@@ -12,7 +12,7 @@
 
 namespace claims {
 
-constexpr int kIndexers = 16;  // warps that number choices, one a block
+constexpr int kIndexers = 16;  // warps that number choices, one a block; mirrored by events.py
 constexpr int kIndexer = kWarps - 1;
 
 // To whom packets go: to those who have read the last one.
@@ -35,7 +35,8 @@ __device__ inline void decide_turn(const Call& call, const Events& e, Words& own
     publish(call, own, kTurn, fine ? (peers & ~missing) | 1u << call.me : 0);
 }
 
-// Choices `first` to `end`, each with its number: as many as `seen` says stand before it, of its slot. A warp.
+// Choices `first` to `end`, each with how many of its slot stand before it: those in `seen`, and in this
+// part. A warp.
 template <class Store>
 __device__ __forceinline__ void number_choices(const Events& e, int* seen, int first, int end, Store store) {
     const int lane = static_cast<int>(ptx::lane_id());
