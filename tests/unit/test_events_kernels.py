@@ -19,7 +19,7 @@ from tests.emulated.events_in_order import CASES, FORWARD, InOrder, take_turns
 from tests.emulated.scenario import Case, make_inputs
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="the emulation needs g++")
-CASE = Case(placement=contiguous(6, 3), tokens=(5, 0, 9), choices=2, width=64)
+CASE = Case(placement=contiguous(6, 3), tokens=(5, 0, 19), choices=2, width=64)
 UNEVEN = Case(placement=from_slots([[0, 1, 2], [3, 4, 5], [-1]], 6), tokens=(7, 4, 3), choices=3, width=72)
 SHARED = Case(placement=contiguous(4, 2), tokens=(4, 3, 2, 5), choices=2, width=64, tensor=2)
 PAIR = Case(placement=contiguous(4, 2), tokens=(3, 4), choices=2, width=64)
