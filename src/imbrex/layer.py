@@ -361,7 +361,9 @@ class MoELayer(nn.Module):
         wrong = self.exchange.dispatcher.why_not_tokens(x) is not None
         if kept_TK is not None and not wrong:
             expected = x.numel() // x.shape[-1], self.config.top_k
-            wrong = kept_TK.shape != expected or kept_TK.dtype != torch.bool
+            if not isinstance(kept_TK, Tensor):  # which the others hear of as of one of another dtype
+                kept_TK = torch.zeros(expected, dtype=torch.int64, device=x.device)
+            wrong = kept_TK.shape != expected or kept_TK.dtype != torch.bool or kept_TK.device != x.device
         together, problem = self.gate.is_collective, None
         try:
             if wrong or together:

@@ -248,6 +248,10 @@ def _wrong(ranks: Ranks, what: str) -> list[str]:
         if is_wrong and ranks.rank == 1 and what.startswith("mask"):
             shape = {"mask": (4, SMALL.top_k), "mask's": (5, SMALL.top_k + 1)}.get(what.split()[0])
             kept_TK = torch.ones(shape or (5, SMALL.top_k), dtype=torch.bool if shape else torch.int64)
+            if what.endswith("elsewhere"):
+                kept_TK = kept_TK.bool().to("meta")
+            elif what.endswith("list"):
+                kept_TK = kept_TK.bool().tolist()
         try:
             layer(given, kept_TK=kept_TK)
             errors.append("")
@@ -258,7 +262,11 @@ def _wrong(ranks: Ranks, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "what", ["width", "width at first", "mask", "mask at first", "mask's choices", "masked by ints"]
+    "what",
+    [
+        *("width", "width at first", "mask", "mask at first"),
+        *("mask's choices", "masked by ints", "masked by a list", "mask: elsewhere"),
+    ],
 )
 def test_one_ranks_wrong_input_is_every_ranks_sentence(pool: Pool, what: str) -> None:
     sentence = {
@@ -267,6 +275,8 @@ def test_one_ranks_wrong_input_is_every_ranks_sentence(pool: Pool, what: str) ->
         "dispatch",
         "mask's": f"dispatch: on rank 1, the routing has {SMALL.top_k + 1} choices a token; this exchange "
         f"was made for {SMALL.top_k}",
+        "mask:": "dispatch: on rank 1, the mask kept_TK is not on the device of x; move it there with "
+        ".to(x.device)",
         "masked": "dispatch: on rank 1, the mask kept_TK is not of bools; pass one as recorded in "
         "Routing.kept_TK",
     }[what.split()[0]]

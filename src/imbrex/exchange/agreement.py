@@ -48,6 +48,7 @@ PROBLEMS = {
     9: "the weight of choice {1} of token {0} is NaN or infinite; check the router's input",
     10: "the mask kept_TK is not of bools; pass one as recorded in Routing.kept_TK",
     11: "weights have {0} dimensions and another shape than ids; give one for every choice, [{1}, {2}]",
+    12: "the mask kept_TK is not on the device of x; move it there with .to(x.device)",
 }
 
 
@@ -75,6 +76,8 @@ def find_problem(
         return 5, 0, 0, 0
     if routing.kept_TK is not None and routing.kept_TK.dtype != torch.bool:
         return 10, 0, 0, 0
+    if routing.kept_TK is not None and routing.kept_TK.device != x_TD.device:
+        return 12, 0, 0, 0
     if not x_TD.device == ids.device == weights.device or x_TD.device.type != (place or x_TD.device).type:
         return 6, 0, 0, 0
     if ids.device.type == "cpu" or os.environ.get("IMBREX_DEBUG") == "1":
