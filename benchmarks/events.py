@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:. python benchmarks/events.py
 
-Two virtual ranks of one GPU, each with a stream of its own, DeepSeek-V3's rows, with nothing computed between
-and, where it says so, our experts. All bytes stay in one GPU's memory and both ranks share its
-multiprocessors, so a ratio to `serial`'s kernels is one of kernels and launches, not of the wire.
+Two virtual ranks of one GPU, each with a stream of its own, DeepSeek-V3's rows, nothing computed between. All
+bytes stay in one GPU's memory and both ranks share its multiprocessors, so a ratio to `serial`'s kernels is
+one of kernels and launches, not of the wire.
 
 The clock of a sample begins with an event that both streams wait for, behind a pause in which the host puts
 down the launches of both. A sample whose pause was too short is taken again.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,7 @@ from imbrex.kernels import jit
 from imbrex.kernels.events.events import EventsCall, Patience
 from imbrex.kernels.exchange import variants
 from imbrex.kernels.exchange.exchange import NvlinkExchange
-from imbrex.kernels.ffn.ffn import ffn
 from imbrex.kernels.heap import VirtualHeap
-from imbrex.kernels.routing.routed import Routed
 from imbrex.placement import contiguous
 
 RESULTS = Path(__file__).parent / "results" / "events.json"
@@ -47,9 +45,7 @@ CASE = Case(
     choices=SHAPE.top_k,
     width=SHAPE.hidden_size,
 )
-SMS, WARM, LATE_MS = 56, 3, 20.0
-TAU_S, LONG_TAU_S = 2e-3, 0.1
-"""The second one where there are experts: two ranks that share a GPU end their products far apart."""
+SMS, WARM, TAU_S, LATE_MS = 56, 3, 2e-3, 20.0
 PAUSE_MS, FIRST_PAUSE_MS = 4.0, 500.0
 """Of a sample, and of the first one, in which memory is asked for."""
 CYCLES = 20_000_000
@@ -63,22 +59,15 @@ class Setting:
     skew: str
     backward: bool
     late_ms: float
-    experts: bool
 
     @property
     def op(self) -> str:
-        op = "forward+backward" if self.backward else "forward"
-        return f"{op}, experts" if self.experts else op
+        return "forward+backward" if self.backward else "forward"
 
 
 SETTINGS = [
-    Setting(skew=skew, backward=backward, late_ms=late_ms, experts=experts)
-    for skew, late_ms, experts in (
-        ("uniform", 0.0, False),
-        ("zipf:1.2", 0.0, False),
-        ("uniform", LATE_MS, False),
-        ("uniform", 0.0, True),
-    )
+    Setting(skew=skew, backward=backward, late_ms=late_ms)
+    for skew, late_ms in (("uniform", 0.0), ("zipf:1.2", 0.0), ("uniform", LATE_MS))
     for backward in (False, True)
 ]
 
@@ -123,11 +112,9 @@ class Clock:
 
 
 class Bench:
-    """A batch of every rank, and the ways that move it. weights: of the experts of any rank; without, rows go
-    home as they came."""
+    """A batch of every rank, and the ways that move it."""
 
-    def __init__(self, skew: str, weights: Sequence[torch.Tensor] = ()) -> None:
-        self.weights = [weight.requires_grad_() for weight in weights]
+    def __init__(self, skew: str) -> None:
         make = torch.Generator().manual_seed(0)
         routings = [make_routing(skew, SHAPE, TOKENS, rank=rank) for rank in range(RANKS)]
         x_WTD = torch.randn(RANKS, TOKENS, SHAPE.hidden_size, generator=make).bfloat16().cuda()
@@ -148,11 +135,10 @@ class Bench:
             mine = kernels[rank]
             begun = self.last[rank] = mine.send(*self.each[rank], self.tables, patience[rank])
             rows_RD = mine.take(begun)
-            out_RD = self.compute(rows_RD, begun.routed, backward=backward)
-            y_TD = mine.sum(begun, out_RD.detach(), weighted=True)
+            y_TD = mine.sum(begun, rows_RD, weighted=True)
             if backward:
                 back = mine.send_back(begun, y_TD)
-                d_rows_RD = self.compute_back(rows_RD, out_RD, mine.take_back(back))
+                d_rows_RD = mine.take_back(back)
                 mine.sum_back(back, d_rows_RD, self.values_R)
             mine.check()
 
@@ -174,30 +160,13 @@ class Bench:
             mine = exchanges[rank]
             self.last[rank] = None
             rows_1RD, routed = mine.dispatch_expert(*self.each[rank], SMS)
-            out_RD = self.compute(rows_1RD[0], routed, backward=backward)
-            y_TD = mine.combine(out_RD.detach(), routed, num_sms=SMS)
+            y_TD = mine.combine(rows_1RD, routed, num_sms=SMS)
             if backward:
-                d_out_1RD = mine.pull(y_TD, routed, num_sms=SMS)
-                d_rows_RD = self.compute_back(rows_1RD[0], out_RD, d_out_1RD[0])
+                d_rows_1RD = mine.pull(y_TD, routed, num_sms=SMS)
                 numbers = self.values_R, torch.empty_like(self.each[rank][2])
-                mine.combine(d_rows_RD, routed, num_sms=SMS, weighted=False, values=numbers)
+                mine.combine(d_rows_1RD, routed, num_sms=SMS, weighted=False, values=numbers)
 
         return call
-
-    def compute(self, rows_RD: torch.Tensor, routed: Routed, *, backward: bool) -> torch.Tensor:
-        if not self.weights:
-            return rows_RD
-        rows_RD.requires_grad_(backward)
-        with torch.set_grad_enabled(backward):
-            gate_up_eGD, down_eDF = self.weights
-            return ffn(rows_RD, gate_up_eGD, down_eDF, routed.counts_Le[0].long())
-
-    def compute_back(
-        self, rows_RD: torch.Tensor, out_RD: torch.Tensor, d_out_RD: torch.Tensor
-    ) -> torch.Tensor:
-        if not self.weights:
-            return d_out_RD
-        return torch.autograd.grad(out_RD, (rows_RD, *self.weights), d_out_RD)[0]
 
     def dropped_share(self) -> float:
         """Of the first rank's choices in its last call."""
@@ -205,21 +174,13 @@ class Bench:
         return 0.0 if call is None else float((~call.kept_TK).float().mean())
 
 
-def make_experts() -> list[torch.Tensor]:
-    """The weights of a rank's experts."""
-    width, hidden, slots = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.num_experts // RANKS
-    sizes = (slots, 2 * hidden, width), (slots, width, hidden)
-    return [torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(std=0.02) for size in sizes]
-
-
 def measure(clock: Clock, setting: Setting, repeats: int) -> list[dict[str, Any]]:
     """A row for each way."""
-    backward, tau_s = setting.backward, LONG_TAU_S if setting.experts else TAU_S
-    bench = Bench(setting.skew, make_experts() if setting.experts else ())
+    bench, backward = Bench(setting.skew), setting.backward
     ways = {
         "serial's kernels": bench.serial(backward=backward),
         "events": bench.events(0.0, 0, backward=backward),
-        "events, patient": bench.events(tau_s, 1, backward=backward),
+        "events, patient": bench.events(TAU_S, 1, backward=backward),
     }
     samples: dict[str, list[float]] = {name: [] for name in ways}
     dropped = dict.fromkeys(ways, 0.0)
@@ -234,7 +195,7 @@ def measure(clock: Clock, setting: Setting, repeats: int) -> list[dict[str, Any]
         "M": TOKENS,
         "skew": setting.skew,
         "late_ms": setting.late_ms,
-        "tau_ms": 1e3 * tau_s,
+        "tau_ms": 1e3 * TAU_S,
     }
     return [
         {
@@ -267,7 +228,7 @@ def main() -> None:
         for row in measure(clock, setting, args.repeats):
             rows.append(row)
             case = row["case"]
-            print(f"{row['op']:26} {case['skew']:9} {case['late_ms']:4} ms late  {row['impl']:18}"
+            print(f"{row['op']:17} {case['skew']:9} {case['late_ms']:4} ms late  {row['impl']:18}"
                   f"{row['median_us']:10.1f} us ({row['min_us']:.1f} to {row['max_us']:.1f}) "
                   f"{row['dropped_share']:.1%} dropped", flush=True)  # fmt: skip
         torch.cuda.empty_cache()
