@@ -5,6 +5,7 @@ Two kinds are better left out: what no input can tell from the right code, and w
 
 from __future__ import annotations
 
+from tests.faults.doors import DOORS
 from tests.faults.fault import Fault
 from tests.faults.overlap import EVENTS, FUSED, SCHEDULES, SIMULATE, TUNING
 from tests.faults.protocol import ONCE_SURVIVED_HERE, PROTOCOL
@@ -498,72 +499,6 @@ GRADIENTS = [
     ),
 ]
 
-DOORS = [
-    Fault(
-        "ranks-of-a-bench-outlive-their-launcher",
-        "launch/ranks.py",
-        "ranks of tune, bench layer and bench serve go on when their launcher is killed",
-        "    end_with_launcher()\n    rank = int",
-        "    rank = int",
-        ("ranks/test_bench_layer.py::test_ranks_end_with_their_launcher",),
-    ),
-    Fault(
-        "messages-noted-by-two-threads",
-        "transport/collective.py",
-        "a lane begins a message while the caller goes through those under way",
-        "        self._noting = Lock()\n",
-        "        self._noting = __import__('contextlib').nullcontext()\n",
-        ("ranks/test_transport_suite.py::test_a_lane_begins_messages_while_others_end",),
-    ),
-    Fault(
-        "a-receive-let-go-of",
-        "transport/collective.py",
-        "a message that was begun and not waited for is forgotten, and gloo reads nothing more of its sender",
-        "        self._under_way[work] = op, m.peer, m.tag\n",
-        "",
-        ("ranks/test_bad_input.py::test_what_one_rank_began_and_did_not_finish_stops_nobody",),
-    ),
-    Fault(
-        "deep-ep-own-rows-first",
-        "adapters/deep_ep/bytes.py",
-        "rows of the own rank stand before those of lower ranks",
-        "torch.cat([crossed[: route.before], own, crossed[route.before :]])",
-        "torch.cat([own, crossed])",
-        ("ranks/test_deep_ep.py::test_every_call",),
-    ),
-    Fault(
-        "deep-ep-overflow-unsaid",
-        "adapters/deep_ep/permuted.py",
-        "rows that do not fit are dropped without a word",
-        "overflow=self.overflow | (self.counts_e.sum() > num_rows).int(),",
-        "overflow=self.overflow,",
-        ("unit/test_deep_ep.py::test_the_permutation_of_its_docstring",),
-    ),
-    Fault(
-        "ranks-outlive-their-launcher",
-        "launch/parent.py",
-        "a launcher that is killed leaves its ranks running",
-        "    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
-        "",
-        ("ranks/test_demo_death.py::test_ranks_end_with_a_launcher_that_is_killed",),
-    ),
-    Fault(
-        "more-ranks-than-memory",
-        "launch/memory.py",
-        "ranks are started whatever memory there is",
-        "    if reason is not None:\n",
-        "    if reason is not None and available_bytes() is None:\n",
-        ("unit/test_launch_memory.py",),
-    ),
-    Fault(
-        "a-killed-rank-unnamed",
-        "launch/local.py",
-        "a rank that was killed is not said to be the cause",
-        "    if dead:\n        complain(",
-        "    if dead and notes and not notes:\n        complain(",
-        ("ranks/test_demo_death.py::test_a_killed_rank_is_named_with_its_phase_and_the_run_resumes",),
-    ),
-]
 
 FAULTS: list[Fault] = [
     *ONCE_SURVIVED,

@@ -159,7 +159,7 @@ def run_wrapped_whole(ranks: Ranks, case: Case, kind: str) -> str:
         ("fsdp1", "ignored_states=list(imbrex.expert_parameters(model)))"),
         ("fsdp1, flat", "ignored_states=list(imbrex.expert_parameters(model)))"),
         ("fsdp1, ignored", "nothing"),
-        ("fsdp, averaged twice", "call sync_gradients(model, dense=False)"),
+        ("fsdp, averaged twice", "and sync_in_backward(model, dense=False) where you call that"),
     ],
 )
 def test_a_wrapper_that_would_mix_experts_is_refused(pool: Pool, kind: str, mend: str) -> None:

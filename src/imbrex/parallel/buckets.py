@@ -81,7 +81,7 @@ def refuse_sharded(model: nn.Module, *, dense: bool) -> None:
     if dense and any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise ValueError(
             "sync_gradients: FSDP shards and averages the other parameters; call "
-            "sync_gradients(model, dense=False)"
+            "sync_gradients(model, dense=False), and sync_in_backward(model, dense=False) where you call that"
         )
 
 

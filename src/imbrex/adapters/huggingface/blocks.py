@@ -20,6 +20,7 @@ from imbrex.adapters.huggingface.gathering import Team, gather_experts, why_not_
 from imbrex.adapters.huggingface.replaced import (
     Origin,
     ReplacedBlock,
+    is_sharded,
     own_name,
     replaced_blocks,
     skeleton_of,
@@ -100,7 +101,8 @@ def restore_blocks(model: nn.Module) -> list[nn.Module]:
     """Put transformers' blocks back where `replace_blocks` took them, whole on every rank, with the weights
     that the layers have now, bit for bit; the blocks. Collective over the ranks of the layers.
 
-    Raises ValueError, on every rank, where `model` has no replaced blocks or their experts are wrapped.
+    Raises ValueError, on every rank, where `model` has no replaced blocks, experts are wrapped, or FSDP2
+    shards what is in them.
     """
     places = [
         (parent, name, child)
@@ -113,6 +115,10 @@ def restore_blocks(model: nn.Module) -> list[nn.Module]:
     team = Team([layer for _, _, layer in places], "restore_blocks")
     team.meet()
     reason = next((r for _, _, layer in places if (r := why_not_gathered(layer)) is not None), None)
+    if any(is_sharded(parameter) for _, _, layer in places for parameter in layer.parameters()):
+        reason = (
+            reason or "FSDP2 would go on with the replaced ones; save_pretrained(folder) writes them whole"
+        )
     team.agree(None if reason is None else ValueError(f"restore_blocks: {reason}"))
     for parent, name, layer in places:
         setattr(parent, name, _block_of(layer))
@@ -155,7 +161,7 @@ def _layer_of(
 def _block_of(layer: ReplacedBlock) -> nn.Module:
     """The block that a layer replaced, filled from it. Collective."""
     block, own = layer.origin.skeleton, dict(layer.named_parameters())
-    state = layer.block_state(gather_experts(layer, everywhere=True))
+    state = layer.block_state(gather_experts(layer, everywhere=True), layer.dense_state())
     for name, value in state.items():
         module, _, last = name.rpartition(".")
         holder = block.get_submodule(module)

@@ -55,11 +55,28 @@ class ReplacedBlock(MoELayer):
         wrapper.applies_weights = inner.applies_weights  # pyright: ignore[reportArgumentType]
         wrapper.forms = inner.forms  # pyright: ignore[reportArgumentType]
 
-    def block_state(self, experts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Everything the block held, by its own names there. experts: see `gather_experts`."""
+    def dense_state(self) -> dict[str, Tensor]:
+        """Everything that is no expert's, whole. Collective where FSDP2 shards it."""
         own = dict(self.named_parameters()) | dict(self.named_buffers())
-        own |= {f"experts.{name}": value for name, value in experts.items()}
-        return {name: own[own_name(name)].detach() for name in self.origin.skeleton.state_dict()}
+        return {name: whole(value) for name, value in own.items() if not name.startswith("experts.")}
+
+    def block_state(self, experts: dict[str, Tensor], dense: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Everything the block held, by its own names there. experts: see `gather_experts`; dense: see
+        `dense_state`."""
+        own = dense | {f"experts.{name}": value for name, value in experts.items()}
+        return {name: own[own_name(name)] for name in self.origin.skeleton.state_dict()}
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of a parameter; of one that FSDP2 shards, on the CPU. Collective there."""
+    value = value.detach()
+    pieces: Any = value
+    return pieces.full_tensor().cpu() if is_sharded(value) else value
+
+
+def is_sharded(value: Tensor) -> bool:
+    """Whether this rank holds a piece of it: importing the class of such tensors takes 0.3 s."""
+    return hasattr(value, "full_tensor")
 
 
 def own_name(name: str) -> str:

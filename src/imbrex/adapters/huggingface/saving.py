@@ -25,6 +25,7 @@ from imbrex.adapters.huggingface.replaced import (
     ReplacedBlock,
     plain_name,
     replaced_blocks,
+    whole,
 )
 from imbrex.guards import PartialStateWarning
 
@@ -63,7 +64,7 @@ def save_pretrained(
         shards.add(lambda: _original_names(model, dense))
         for name, layer in blocks:
             experts = gather_experts(layer, everywhere=False)
-            shards.add(partial(_tensors_of, model, name, layer, experts))
+            shards.add(partial(_tensors_of, model, name, layer, experts, layer.dense_state()))
         shards.publish(lambda folder: _write_settings(model, blocks[0][1].origin.router_logits, folder))
 
 
@@ -101,14 +102,14 @@ def _dense_state(model: nn.Module, blocks: list[str]) -> dict[str, Tensor]:
     for name, value in state.items():
         if name.startswith(inside) or name in ignored or tied.get(name) in state:
             continue
-        dense[name] = value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
+        dense[name] = whole(value)
     return dense
 
 
 def _tensors_of(
-    model: nn.Module, name: str, layer: ReplacedBlock, experts: dict[str, Tensor]
+    model: nn.Module, name: str, layer: ReplacedBlock, experts: dict[str, Tensor], dense: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    state = layer.block_state(experts)
+    state = layer.block_state(experts, dense)
     return _original_names(model, {f"{name}.{inner}": value for inner, value in state.items()})
 
 
