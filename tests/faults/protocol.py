@@ -73,6 +73,14 @@ PROTOCOL = [
         (f"{OVERLAP}::test_sums_ask_for_rows_when_these_are_there",),
     ),
     Fault(
+        "rows-of-a-rank-alone-asked-for-before-the-product-ends",
+        "kernels/ffn/glue.cu",
+        "sums of a rank alone read rows that the last product is still writing",
+        "    ptx::wait_for_launches();\n    ptx::launch_dependents();\n    if (count",
+        "    ptx::launch_dependents();\n    if (count",
+        (f"{OVERLAP}::test_sums_of_a_rank_alone_ask_for_rows_when_these_are_there",),
+    ),
+    Fault(
         "who-has-rows-of-the-call-before",
         "kernels/exchange/small.cu",
         "the experts of a small batch may take the list of a call before for that of this one",

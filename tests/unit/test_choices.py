@@ -48,7 +48,8 @@ def test_the_order_is_that_of_a_stable_sort(tokens: int, experts: int, top_k: in
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "live"), [(1, 8, 8, 1.0), (70, 40, 6, 0.8), (250, 33, 8, 0.0)]
+    ("tokens", "experts", "top_k", "live"),
+    [(1, 8, 8, 1.0), (100, 40, 6, 0.8), (150, 40, 8, 0.8), (250, 33, 8, 0.0)],
 )
 def test_a_small_batch_has_the_same_order_and_its_rows(
     tokens: int, experts: int, top_k: int, live: float

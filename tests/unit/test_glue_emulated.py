@@ -119,15 +119,20 @@ def test_sums_end_at_the_count_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_sums_that_are_not_rounded(weighted: bool) -> None:
-    """Float32, by order of the choices: to the bit what torch's own sums in that order are."""
-    rows, position = torch.randn(6, 520).bfloat16(), torch.tensor([[0, 5, -1], [-1, -1, -1], [1, 2, 4]])
-    weights = torch.rand(3, 3) if weighted else None
-    expected = torch.zeros(3, 520)
-    for k in range(3):
-        scale = torch.ones(3) if weights is None else weights[:, k]
+@pytest.mark.parametrize("choices", [3, 19])
+def test_sums_that_are_not_rounded(weighted: bool, choices: int) -> None:
+    """Float32, by order of the choices: to the bit what torch's own sums in that order are. The same
+    rounded, where positions are asked for early, too."""
+    rows, position = torch.randn(6, 520).bfloat16(), torch.randint(-3, 6, (9, choices)).clamp_min(-1)
+    position[1] = -1
+    weights = torch.rand(9, choices) if weighted else None
+    expected = torch.zeros(9, 520)
+    for k in range(choices):
+        scale = torch.ones(9) if weights is None else weights[:, k]
         expected += torch.where(position[:, k, None] < 0, 0, rows[position[:, k]].float() * scale[:, None])
     assert torch.equal(glue.sum_rows_exactly(rows, position, weights), expected)
+    for early in (False, True):
+        assert torch.equal(glue.sum_rows(rows, position, weights, early=early), expected.bfloat16())
 
 
 def test_pool_rows_are_summed_in_ascending_order_by_the_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:

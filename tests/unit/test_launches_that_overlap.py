@@ -11,12 +11,13 @@ import torch
 
 from imbrex.kernels import arguments, jit
 from imbrex.kernels.exchange.groups import empty_groups
+from imbrex.kernels.ffn import glue
 from imbrex.kernels.gemm.gemm import ALONE, FOLLOWS, Epilogue, Layout, Tiling, launch_gemm
 from imbrex.kernels.gemm.tiling import LOW, SMALL
 from imbrex.kernels.structs import SOURCES
 from imbrex.placement import contiguous
 from tests.emulated import kernel
-from tests.emulated.gemm import Edits, emulate
+from tests.emulated.gemm import Edits, EmulatedKernel, emulate
 from tests.emulated.kernel import available
 from tests.emulated.ragged import TAIL, draw, ends_of, poisoned, rows_of
 from tests.emulated.scenario import Case, check_small, make_exchange, make_inputs
@@ -152,6 +153,7 @@ inline void check_waited() {
 }
 }  // namespace sums
 """
+CHECK = "    ::sums::check_waited();\n"
 SPOIL = "    if (ptx::lane_id() == 0) leave_if_failed(call, kRowsReduced);\n"
 END = "    end_call(call);\n"
 
@@ -173,3 +175,17 @@ def test_sums_ask_for_rows_when_these_are_there(monkeypatch: pytest.MonkeyPatch)
     files["exchange/terms.cuh"].append((head, head + "    check_waited();\n"))
     monkeypatch.setattr(jit, "latest_launch", lambda device: SimpleNamespace(entry=FOLLOWS.file[1]))
     check_small(SMALL_CASE, make_exchange(SMALL_CASE, load=edited(monkeypatch, files), timeout=20.0))
+
+
+def test_sums_of_a_rank_alone_ask_for_rows_when_these_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only for positions before, which are older than the launch that makes the rows."""
+    asked = "    const u32 there = __ballot_sync(0xffffffffu, row >= 0);\n"
+    head = "namespace ffn {\n\nstruct __align__(16) Eight"
+    edits = (head, WAITED + head), (WAIT, "::sums::" + NOTE), (asked, CHECK + asked)
+    sums = EmulatedKernel(jit.Variant(source=glue.SOURCE, entry="sum_four_rows"), 0, None, edits)
+    monkeypatch.setattr(glue, "_kernel", lambda entry, _: sums)
+    monkeypatch.setattr(glue, "_blocks", lambda _: 2)
+    rows, position = torch.randn(5, 264).bfloat16(), torch.tensor([[0, 4, -1], [3, 1, 2], [-1, 4, 0]])
+    y = glue.sum_rows(rows, position, None, early=True)
+    wanted = torch.cat([rows.float(), torch.zeros(1, 264)])[position].sum(1)
+    assert (y.float() - wanted).abs().max() <= 2**-7 * wanted.abs().max()

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import imbrex
-from imbrex import contracts
 from imbrex.codec.int8 import Int8
 from imbrex.contracts import Output, Routing, RowExchange
 from imbrex.exchange import autograd
@@ -74,7 +73,7 @@ class SharedFirst(Serial):
         x_TD: Tensor,
         routing: Routing,
         exchange: RowExchange,
-        experts: contracts.Experts,
+        experts: Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Output:
         assert addend is not None

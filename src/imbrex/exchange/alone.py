@@ -23,6 +23,7 @@ from imbrex.exchange import plan, rows
 from imbrex.exchange.agreement import explain, find_problem
 from imbrex.exchange.dispatcher import DispatcherBase, nothing_to_move
 from imbrex.exchange.nvlink_fit import DTYPE, why_not_dtype
+from imbrex.kernels.ffn.both import ended_before_last
 from imbrex.kernels.ffn.glue import COUNTERS, Groups, gather_rows, sum_rows, weigh_rows
 from imbrex.kernels.ffn.widths import MULTIPLE
 from imbrex.kernels.rows.choices import (
@@ -182,7 +183,8 @@ class AloneDispatcher(DispatcherBase):
                 weights_TK = None if weights_R is None else rows.pick_scalars(weights_R, position_TK)
                 added_TD = None if addend is None else addend()
                 added_TD = None if added_TD is None else added_TD.to(rows_RD.dtype).contiguous()
-                y_TD = sum_rows(rows_RD.contiguous(), position_TK, weights_TK, addend_TD=added_TD)
+                sums = {"addend_TD": added_TD, "early": ended_before_last(rows_RD.get_device())}
+                y_TD = sum_rows(rows_RD.contiguous(), position_TK, weights_TK, **sums)
                 return y_TD if out_TD is None else out_TD.copy_(y_TD)
 
         return Crossing(nothing_to_move, read)

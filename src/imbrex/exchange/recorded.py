@@ -191,13 +191,12 @@ def _sizes(shape: lay.Shape) -> Sizes:
 
 
 def new_piece(nbytes: int, device: torch.device) -> Tensor:
-    """Memory for what lies between tokens and result: with a caching allocator mostly that of the last call,
-    and of the layer before."""
+    """With a caching allocator mostly that of the last call, and of the layer before."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def new_gradient(weight: Tensor) -> Tensor:
-    """Memory for a weight's gradient: with a caching allocator mostly that of the last step."""
+    """With a caching allocator mostly that of the last step."""
     return torch.empty_like(weight)
 
 

@@ -64,7 +64,7 @@ def token_calls(work: Work) -> dict[str, Call]:
 
 
 def portably(call: Call) -> Call:
-    """A call with its products by mma.sync."""
+    """The same call with its products by mma.sync."""
 
     def ours() -> None:
         with portable_products("compute_80"):

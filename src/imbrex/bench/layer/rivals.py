@@ -184,8 +184,8 @@ class GatherScatter:
 
 
 class GatherScatterBag(GatherScatter):
-    """AllGather and ReduceScatter, with a token's rows summed by torch's `embedding_bag`, which reads them
-    once and has no atomics."""
+    """The same, with a token's rows summed by torch's `embedding_bag`, which reads them once and has no
+    atomics."""
 
     name = "nccl-agrs-bag"
 

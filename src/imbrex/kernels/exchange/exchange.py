@@ -45,8 +45,7 @@ from imbrex.kernels.exchange.failures import Status, check_choices, check_rows, 
 from imbrex.kernels.exchange.groups import RowGroups
 from imbrex.kernels.exchange.launches import Choosing, Sums, default_sms
 from imbrex.kernels.exchange.lease import Lease, Staged, staged_rows
-from imbrex.kernels.ffn import both
-from imbrex.kernels.gemm.gemm import FOLLOWS
+from imbrex.kernels.ffn.both import ended_before_last
 from imbrex.kernels.heap import Heap
 from imbrex.kernels.routing.routed import Routed, Sizes, empty_routed, placement_tables
 from imbrex.kernels.structs import Struct
@@ -341,7 +340,7 @@ class NvlinkExchange:
     def _staged(
         self, x: Tensor, out: Tensor, routed: Routed, *, quantise: bool = False
     ) -> tuple[Staged, dict[str, Any]]:
-        """Rows that are staged, and what the kernel that stages them is told."""
+        """And what the kernel that stages is told of it."""
         if quantise:
             lay.fp8_bytes(x.shape[-1])  # refuses other widths
         pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self.next_buffer("pull"))
@@ -401,8 +400,7 @@ class NvlinkExchange:
             out = self._empty_out(tokens, width, out_dtype)
         sums.setdefault("weighted", True)
         args, shared = self._reduce_args(rows, out, routed, sums), lay.reduce_shared(2 * width, wire)
-        latest = jit.latest_launch(self.heap.local.get_device())
-        args.early = latest is not None and latest.entry in (FOLLOWS.file[1], both.ENTRY)
+        args.early = ended_before_last(self.heap.local.get_device())
         args.each = lay.most_pieces(args, self.shape.ranks) <= num_sms * lay.REDUCE_WARPS
         variant = kernel.REDUCE[wire == "fp8"]
         self._launch(variant, "combine", num_sms, kernel.REDUCE_THREADS, shared, args)

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from imbrex.kernels import records
+from imbrex.kernels import jit, records
 from imbrex.kernels.arguments import multiprocessors
 from imbrex.kernels.ffn.glue import Groups
 from imbrex.kernels.gemm.gemm import (
+    FOLLOWS,
     Epilogue,
     Layout,
     check_products,
@@ -107,6 +108,13 @@ def run_both(
     check_products(device)
 
 
+def ended_before_last(device: int) -> bool:
+    """Whether sums behind the last launch of the current stream find what all launches before that one wrote:
+    it is a product that waits for them before sums may begin. device: a CUDA device's number, or -1."""
+    latest = jit.latest_launch(device)
+    return latest is not None and latest.entry in (FOLLOWS.file[1], ENTRY)
+
+
 def shared_bytes(experts: int) -> int:
     """Bytes of dynamic shared memory: a product's, and three numbers of every expert and one more."""
     return SMALL.smem + -(-12 * (experts + 1) // 16) * 16
@@ -142,6 +150,7 @@ __all__ = [
     "BOTH",
     "ENTRY",
     "both_variant",
+    "ended_before_last",
     "run_both",
     "shared_bytes",
     "shipped_variants",

@@ -180,60 +180,122 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Adds one unit of every row of a token, times their weights, in fp32 and in order of the choices.
-__device__ __forceinline__ void sum_choices(const Eight* rows, const i64* position, const float* weights,
-                                            int choices, i64 token, int units, int unit, float (&sum)[8]) {
-#pragma unroll 4
-    for (int k = 0; k < choices; ++k) {
-        const i64 row = position[token * choices + k];
-        if (row < 0) continue;
-        const float weight = weights != nullptr ? weights[token * choices + k] : 1.f;
-        const Eight part = rows[row * units + unit];
+// Sums ask for kRows rows of a token together: one after the other, each behind the word that says where it
+// is, they took longer than all else of a small batch. Of few choices fours are faster than eights
+// (docs/LOG.md).
+
+// Of kRows choices from `first` on lane k has that of number `first` + k: its row, -1: none, and weight.
+template <int kRows>
+struct Sums {
+    const Eight* rows;
+    const i64* position;
+    const float* weights;
+    u32 tokens, choices, units;
+
+    __device__ __forceinline__ u32 parts() const { return (units + 31) / 32; }
+    __device__ __forceinline__ int row_of(u32 work, u32 first) const {
+        const u32 k = first + threadIdx.x % 32;
+        if (work >= tokens * parts() || k >= choices || k >= first + kRows) return -1;
+        return static_cast<int>(position[i64(work / parts()) * choices + k]);
+    }
+    __device__ __forceinline__ float weight_of(u32 token, u32 first) const {
+        const u32 k = first + threadIdx.x % 32;
+        return weights != nullptr && k < choices ? weights[i64(token) * choices + k] : 1.f;
+    }
+};
+
+__device__ __forceinline__ float of_lane(float x, int lane) {
+    return __uint_as_float(__shfl_sync(0xffffffffu, static_cast<int>(__float_as_uint(x)), lane));
+}
+
+// Adds one unit of kRows rows, times their weights, in fp32 and in the order of the lanes that know them.
+template <int kRows>
+__device__ __forceinline__ void add_rows(const Eight* units, int row, float weight, u32 pitch,
+                                         float (&sum)[8]) {
+    Eight found[kRows];
+    const u32 there = __ballot_sync(0xffffffffu, row >= 0);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += weight * value(part, i);
+    for (int k = 0; k < kRows; ++k) {
+        const i64 at = __shfl_sync(0xffffffffu, row, k);
+        if (there >> k & 1) found[k] = units[at * pitch];
+    }
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+        const float of_row = of_lane(weight, k);
+        if (there >> k & 1)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[i] += of_row * value(found[k], i);
     }
 }
 
-// y[t] = sum over k of weight[t, k] rows[position[t, k]], in fp32, in order of k; position -1 adds nothing. A
-// warp handles 32 units (256 values) of a token. `weights` null: 1. `count`: the tokens that there are, null:
-// all. `addend`: added last.
-extern "C" __global__ void __launch_bounds__(256)
-    sum_rows(const Eight* rows, const i64* position, const float* weights, const int* count, int tokens,
-             int choices, int units, Eight* y, const Eight* addend) {
+// Sums of tokens, by warps that have 32 units (256 values) of one each; `row`: of the first one's first
+// choices. store(token, unit, sum).
+template <int kRows, typename Store>
+__device__ __forceinline__ void sum_tokens(const Sums<kRows>& sums, int row, Store store) {
+    float sum[8] = {};
+    u32 first = 0;
+#pragma unroll 1
+    for (u32 work = first_row(); work < sums.tokens * sums.parts();) {
+        const u32 token = work / sums.parts(), unit = work % sums.parts() * 32 + threadIdx.x % 32;
+        const u32 own = unit < sums.units ? unit : sums.units - 1;
+        add_rows<kRows>(sums.rows + own, row, sums.weight_of(token, first), sums.units, sum);
+        first += kRows;
+        if (first >= sums.choices) {
+            if (unit < sums.units) store(token, unit, sum);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum[i] = 0.f;
+            first = 0, work += row_stride();
+        }
+        row = sums.row_of(work, first);
+    }
+}
+
+// y[t] = sum over k of weight[t, k] rows[position[t, k]], in fp32, in order of k; position -1 adds nothing.
+// `weights` null: 1. `count`: the tokens that there are, null: all. `addend`: added last. early: the launch
+// before makes the rows and has waited for all before it, so positions are there.
+template <int kRows>
+__device__ __forceinline__ void sum_rounded(Sums<kRows> sums, const int* count, Eight* y, const Eight* addend,
+                                            int early) {
+    int row = -1;
+    if (early) row = sums.row_of(first_row(), 0);
     ptx::wait_for_launches();
     ptx::launch_dependents();
-    const int lane = threadIdx.x % 32, parts = (units + 31) / 32;
-    if (count != nullptr) tokens = *count;
-    for (i64 work = first_row(); work < i64(tokens) * parts; work += row_stride()) {
-        const i64 token = work / parts;
-        const int unit = static_cast<int>(work % parts) * 32 + lane;
-        if (unit >= units) continue;
-        float sum[8] = {};
-        sum_choices(rows, position, weights, choices, token, units, unit, sum);
+    if (count != nullptr) sums.tokens = *count;
+    if (!early) row = sums.row_of(first_row(), 0);
+    sum_tokens(sums, row, [&](u32 token, u32 unit, float (&sum)[8]) {
+        const i64 at = i64(token) * sums.units + unit;
         if (addend != nullptr) {
-            const Eight more = addend[token * units + unit];
+            const Eight more = addend[at];
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum[i] += value(more, i);
         }
-        y[token * units + unit] = pack(sum);
-    }
+        y[at] = pack(sum);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    sum_rows(const Eight* rows, const i64* position, const float* weights, const int* count, int tokens,
+             int choices, int units, Eight* y, const Eight* addend, int early) {
+    sum_rounded<8>({rows, position, weights, u32(tokens), u32(choices), u32(units)}, count, y, addend, early);
+}
+
+// The same, the faster one of up to four choices.
+extern "C" __global__ void __launch_bounds__(256)
+    sum_four_rows(const Eight* rows, const i64* position, const float* weights, const int* count, int tokens,
+                  int choices, int units, Eight* y, const Eight* addend, int early) {
+    sum_rounded<4>({rows, position, weights, u32(tokens), u32(choices), u32(units)}, count, y, addend, early);
 }
 
 // The same sums, of all tokens and not rounded.
 extern "C" __global__ void __launch_bounds__(256)
     sum_rows_exactly(const Eight* rows, const i64* position, const float* weights, int tokens, int choices,
                      int units, float4* y) {
-    const int lane = threadIdx.x % 32, parts = (units + 31) / 32;
-    for (i64 work = first_row(); work < i64(tokens) * parts; work += row_stride()) {
-        const i64 token = work / parts;
-        const int unit = static_cast<int>(work % parts) * 32 + lane;
-        if (unit >= units) continue;
-        float sum[8] = {};
-        sum_choices(rows, position, weights, choices, token, units, unit, sum);
-        float4* to = y + 2 * (token * units + unit);
+    const Sums<4> sums{rows, position, weights, u32(tokens), u32(choices), u32(units)};
+    sum_tokens(sums, sums.row_of(first_row(), 0), [&](u32 token, u32 unit, float (&sum)[8]) {
+        float4* to = y + 2 * (i64(token) * units + unit);
         to[0] = {sum[0], sum[1], sum[2], sum[3]};
         to[1] = {sum[4], sum[5], sum[6], sum[7]};
-    }
+    });
 }
 
 // Rows without a source become zero: padding between experts, and what is to spare behind them. A warp a row.

@@ -24,6 +24,7 @@ KERNELS = (
     "gather_rows",
     "weigh_rows",
     "sum_rows",
+    "sum_four_rows",
     "sum_rows_exactly",
     "clear_rows",
 )
@@ -178,21 +179,23 @@ def sum_rows(
     weights_TK: Tensor | None,
     count: Tensor | None = None,
     addend_TD: Tensor | None = None,
+    *,
+    early: bool = False,
 ) -> Tensor:
     """Sums every token's rows, times their weights (float32), in fp32 and in order of k: bf16 [T, D].
     position_TK: int64; -1 adds none.
 
     count: int32 [1] on the device; tokens from it on are neither read nor written. addend_TD: contiguous, the
-    last of a token's sum.
+    last of a token's sum. early: whoever wrote `position_TK` has ended before the launch right before began.
     """
     tokens, choices = position_TK.shape
     y_TD = rows_RD.new_empty(tokens, rows_RD.shape[1])
     units, device = rows_RD.shape[1] // _UNIT, rows_RD.device
     pieces = tokens * -(-units // 32)
-    _kernel("sum_rows", device).launch(
+    _kernel("sum_rows" if choices > 4 else "sum_four_rows", device).launch(
         grid=max(1, min(_blocks(device), -(-pieces * 32 // _THREADS))),
         block=_THREADS,
-        args=[rows_RD, position_TK, weights_TK, count, tokens, choices, units, y_TD, addend_TD],
+        args=[rows_RD, position_TK, weights_TK, count, tokens, choices, units, y_TD, addend_TD, int(early)],
         dependent=True,
     )
     return y_TD

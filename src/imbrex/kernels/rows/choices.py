@@ -15,9 +15,9 @@ from imbrex.runtime.tracing import asked_once
 SOURCE = "rows/choices.cu"
 KERNELS = ("count_choices", "place_choices", "order_few")
 _THREADS, _WARPS = 512, 16
-ROUNDS, FEW_CHOICES = (1, 4), 16384
-"""Rounds of 512 choices a block: one up to so many choices, else more, since every block reads what all
-counted."""
+ROUNDS, FEW_CHOICES = (1, 2, 4), 16384
+"""Rounds of 512 choices a block. Of blocks that share the choices one up to so many, else the most, since
+every block reads what all counted; a block alone has the fewest that hold them."""
 MOST_FEW = _THREADS * ROUNDS[-1]
 """Choices of a small batch: one block orders them all."""
 _PIECE = 128
@@ -25,6 +25,11 @@ COPIERS = 64
 """Blocks of a small batch at most: a product's blocks want the other multiprocessors."""
 MOST_EXPERTS = 2048
 """Experts that a block's shared memory counts."""
+
+
+def rounds_of(choices: int) -> int:
+    """Rounds of a block that has all choices, `MOST_FEW` at most."""
+    return next(rounds for rounds in ROUNDS if choices <= _THREADS * rounds)
 
 
 def shipped_variants() -> list[Variant]:
@@ -42,13 +47,13 @@ def _kernel(entry: str, rounds: int, device: torch.device) -> Kernel:
 
 @asked_once
 def why_not_ordered(experts: int, device: int | None = None) -> str | None:
-    """Why these kernels do not order choices of so many experts on CUDA device `device` (default: the current
-    one), or `None`."""
+    """None if these kernels order choices of so many experts on CUDA device `device` (default: the current
+    one), else why not."""
     if (reason := why_not_portable(device)) is not None:
         return reason
     here = torch.cuda.current_device() if device is None else device
     room = torch.cuda.get_device_properties(here).shared_memory_per_block_optin
-    limit = (room // 4 - MOST_FEW - 1) // (_WARPS + 1)
+    limit = (room // 4 - MOST_FEW - 1) // (_WARPS + 2)
     if experts > limit:
         return f"this GPU's multiprocessors hold counts of at most {limit} experts, not {experts}"
     return None
@@ -81,7 +86,7 @@ def order_choices(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
         counts_e=torch.empty(experts, dtype=torch.int64, device=device),
         ends_e=torch.empty(experts, dtype=torch.int32, device=device),
     )
-    rounds = ROUNDS[choices > FEW_CHOICES]
+    rounds = ROUNDS[-1] if choices > FEW_CHOICES else 1
     blocks, shared, number = max(1, -(-choices // (_THREADS * rounds))), 4 * _WARPS * experts, None
     if blocks > 1:
         number = torch.empty(blocks, experts, dtype=torch.int32, device=device)
@@ -92,7 +97,7 @@ def order_choices(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Order:
     _kernel("place_choices", rounds, device).launch(
         grid=blocks,
         block=_THREADS,
-        smem=shared + 4 * (experts + 1),
+        smem=shared + 4 * (2 * experts + 1),
         args=[ids_TK, weights_TK, number, choices, ids_TK.shape[1], experts, *results],
     )
     return order
@@ -128,13 +133,13 @@ def order_few(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int, co
         plan=torch.empty(counters + experts, dtype=torch.int32, device=device),
         hits=torch.empty(hit_words(experts), dtype=torch.int32, device=device),
     )
-    rounds, units = ROUNDS[choices > _THREADS], width * x_TD.element_size() // 16
+    rounds, units = rounds_of(choices), width * x_TD.element_size() // 16
     results = few.rows_RD, few.position_TK, few.choice_R, few.weights_R, few.counts_e
     news = few.plan, counters, few.hits
     _kernel("order_few", rounds, device).launch(
         grid=min(COPIERS, -(-choices * -(-units // _PIECE) // _WARPS)),
         block=_THREADS,
-        smem=4 * (_WARPS * experts + experts + 1 + choices),
+        smem=4 * ((_WARPS + 2) * experts + 1 + choices),
         args=[x_TD.contiguous(), ids_TK, weights_TK, choices, top_k, experts, units, *results, *news],
         dependent=True,
     )

@@ -167,7 +167,7 @@ class Ledger:
 
     @property
     def counts(self) -> list[bool]:
-        """Whether this rank's choices at each rank count, by rank."""
+        """By rank, whether this rank's choices there count."""
         return [state is Home.COUNTS for state in self.home]
 
     @property
