@@ -101,6 +101,7 @@ class PeerMover(Mover):
 
 
 def fingerprint(changes: Sequence[Change]) -> int:
+    """A number that is the same on ranks which are to make the same changes."""
     return zlib.crc32(repr([(change.layer, change.new.slots) for change in changes]).encode())
 
 

@@ -28,6 +28,8 @@ class Vote(IntEnum):
 
 
 class Verdict(IntEnum):
+    """The decision on the open migration: wait on, switch to it, or drop it."""
+
     WAIT = 0
     SWITCH = 1
     DROP = 2

@@ -18,6 +18,7 @@ def cut(rows_ND: Tensor, block: int) -> Tensor:
 
 
 def num_blocks(width: int, block: int) -> int:
+    """Blocks of `block` values in a row of `width`, the last one perhaps not full."""
     return -(-width // block)
 
 

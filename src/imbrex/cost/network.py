@@ -103,6 +103,7 @@ def alltoall(network: Network, load: Load) -> float:
 
 
 def allgather(network: Network, load: Load) -> float:
+    """Every token to every rank, all messages at once."""
     return at_once(network, load.tokens * load.row_bytes)
 
 

@@ -134,6 +134,7 @@ def schedule_of(args: argparse.Namespace) -> str:
 
 
 def check_device(wanted: str, num_ranks: int) -> str:
+    """The device to run on, `cuda` or `cpu`. Raises ValueError where a rank would have no GPU."""
     import torch
 
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -147,4 +148,5 @@ def check_device(wanted: str, num_ranks: int) -> str:
 
 
 def say(lines: Sequence[str]) -> None:
+    """Print lines on the first rank's terminal at once."""
     print("\n".join(lines), file=sys.stdout, flush=True)

@@ -42,6 +42,7 @@ def release(key: int) -> None:
 
 
 def dispatcher_by(key: int) -> Dispatcher:
+    """The dispatcher of a key. Raises RuntimeError where its exchange is closed."""
     if isinstance(key, torch.SymInt):
         # A compiled graph may serve many layers: all whose keys end in this form, so shapes of one are shapes
         # of all. `int` is the compiler's guard.
@@ -136,6 +137,7 @@ def _(d_rows_RD, d_weights_R, state, num_tokens, top_k, key):
 
 
 def set_up_dispatch(ctx, inputs, output):
+    """Keep for the backward what `differentiate_dispatch` reads."""
     x_TD, weights_TK, _ids, ctx.key = inputs
     ctx.shape, ctx.width, ctx.dtype = weights_TK.shape, x_TD.shape[1], x_TD.dtype
     # Else autograd makes zeros for every integer tensor among the outputs.
@@ -227,6 +229,7 @@ def _(d_y_TD, rows_RD, weights_R, state, key):
 
 
 def set_up_combine(ctx, inputs, output):
+    """Keep for the backward what `differentiate_combine` reads."""
     rows_RD, weights_R, addend, state, _tokens, ctx.key, ctx.weighted = inputs
     ctx.has_addend, ctx.num_state = addend is not None, len(state)
     # Rows that were weighted before are not needed again, and they are the largest tensor of a layer.

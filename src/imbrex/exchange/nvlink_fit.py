@@ -31,6 +31,7 @@ def why_not_nvlink(geometry: Geometry, wire: Wire) -> str | None:
 
 
 def is_coded(codec: Codec) -> bool:
+    """Whether rows by this codec cross NVLink in another form than bfloat16."""
     return codec.name == "fp8"
 
 

@@ -19,6 +19,7 @@ ALIKE = 8
 
 
 def has_fast_path(rows_RK: Tensor) -> bool:
+    """Whether torch's grouped product takes rows of this dtype on this GPU without a loop over experts."""
     return (
         rows_RK.is_cuda and rows_RK.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 0)
     )

@@ -43,6 +43,7 @@ class ByValue:
 def configuration(
     driver: Any, grid: tuple[int, int, int], block: int, smem: int, stream: int, attributes: list[Any]
 ) -> Any:
+    """A launch's configuration, as the driver takes it. smem: bytes a block. stream: its handle."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -55,6 +56,8 @@ def configuration(
 
 @functools.cache
 def attributes(driver: Any, cluster: int, cooperative: bool, dependent: bool = False) -> list[Any]:
+    """A launch's attributes: blocks of a cluster; all blocks resident; beginning before the launch before has
+    ended."""
     attributes = []
     if cluster > 1:
         attribute = driver.CUlaunchAttribute()

@@ -85,6 +85,8 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
+    """A compiled variant: its machine code, and what a thread and a block of it take."""
+
     cubin: bytes
     resources: Resources
 
@@ -156,6 +158,7 @@ def sources_of(variant: Variant) -> dict[str, str]:
 
 
 def cache_key(variant: Variant, sources: dict[str, str], compiler: tuple[int, int]) -> str:
+    """The name of a compiled variant: a digest of its definition, sources, compiler and options."""
     parts = [asdict(variant), sorted(sources.items()), list(compiler), _FIXED_OPTIONS]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

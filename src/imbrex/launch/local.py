@@ -68,6 +68,7 @@ def end_with_launcher() -> None:
 
 
 def complain(sentence: str) -> None:
+    """Print the one sentence in which a command ends."""
     print(f"imbrex: error: {sentence}", file=sys.stderr, flush=True)
 
 

@@ -234,6 +234,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def rank_environment(args: argparse.Namespace, rank: int, local: int, node: int) -> dict[str, str]:
+    """The environment of a rank: the caller's, torchrun's variables, and how the network was made."""
     ours = {
         "RANK": rank,
         "LOCAL_RANK": local,

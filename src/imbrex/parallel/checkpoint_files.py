@@ -53,6 +53,7 @@ class Mark:
 
 
 def folder_of(directory: Path, step: int) -> Path:
+    """The folder of the checkpoint after `step` steps."""
     return directory / f"step_{step:08d}"
 
 
@@ -117,6 +118,7 @@ def _sha256(mark: dict[str, Any]) -> str:
 
 
 def digest(path: Path) -> tuple[int, str]:
+    """Size in bytes and SHA-256, in hex, of a file. Raises OSError where it is none."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file", str(path))  # a pipe would be waited for, without an end
     with path.open("rb") as file:

@@ -31,6 +31,7 @@ class Move:
 
 
 def apply(replicas_WE: Held, move: Move) -> None:
+    """Make a move, in place: each rank loses one expert and gains another."""
     for rank, loss, gain in zip(move.ranks, move.losses, move.gains, strict=True):
         replicas_WE[rank, loss] = False
         replicas_WE[rank, gain] = True

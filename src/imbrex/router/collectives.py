@@ -35,6 +35,7 @@ def _(x: Tensor, group_name: str, group_size: int):
 
 @custom_op("imbrex::sum_over_ranks_backward", mutates_args=())
 def sum_over_ranks_backward(d_total: Tensor, group_size: int) -> Tensor:
+    """The gradient of a sum over ranks, whose total every rank differentiates."""
     return d_total * group_size
 
 

@@ -15,6 +15,7 @@ Scheduler = Callable[[Times], Order]
 
 
 def chunks_of(times: Times) -> int:
+    """The number of chunks that the tasks belong to."""
     return 1 + max(task.chunk for task in times)
 
 

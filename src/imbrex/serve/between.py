@@ -83,6 +83,7 @@ def latent_row(kept_TC: Tensor, weight_C: Tensor, turn_TC: Tensor, eps: float) -
 def latent_into_cache(
     kept_TC: Tensor, weight_C: Tensor, turn_TC: Tensor, eps: float, cache_RC: Tensor, place_T: Tensor
 ) -> None:
+    """Norm and turn latent rows, and write them to their places in the cache."""
     put(cache_RC, latent_row(kept_TC, weight_C, turn_TC, eps), place_T)
 
 

@@ -55,6 +55,8 @@ class State:
 
 
 def make_state(slots: int, drafts: int, interval: int, device: torch.device) -> State:
+    """A state of empty slots on `device`. interval: steps between two deliveries."""
+
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 

@@ -66,6 +66,7 @@ def facts(plan: Plan, request: Request, world: World) -> dict[str, str]:
 
 
 def rows_of(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
+    """The plans as rows of a table, the layout's values first."""
     return [
         (
             *(str(part) for part in (p.layout.ep, p.layout.tp, p.layout.dp)),

@@ -31,6 +31,7 @@ LOCAL_BUFFER = "there is no communication buffer to look into: the transport own
 
 
 def refuse(name: str, reason: str) -> NoReturn:
+    """Raise NotImplementedError: a call of that name is not offered, for this reason."""
     raise NotImplementedError(f"imbrex.adapters.deep_ep: {name} is not offered: {reason}")
 
 

@@ -105,6 +105,7 @@ def gather_experts(layer: MoELayer, *, everywhere: bool) -> dict[str, Tensor]:
 
 
 def wire_device(group: dist.ProcessGroup) -> str:
+    """The device whose tensors the group communicates: `cuda` with NCCL, else `cpu`."""
     return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
 
 

@@ -90,6 +90,7 @@ def replaced_blocks(model: nn.Module) -> list[tuple[str, ReplacedBlock]]:
 
 
 def plain_name(name: str) -> str:
+    """A parameter's name without the prefixes of wrappers around its module."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -22,6 +22,7 @@ class RowGroups(NamedTuple):
 
 
 def empty_groups(local_ranks: int, rows: int, slots: int, counters: int, device: torch.device) -> RowGroups:
+    """Room for what a small dispatch says of its rows: weights, counts, plan of the products, slots hit."""
     local = (local_ranks,) if local_ranks > 1 else ()
     return RowGroups(
         torch.empty((*local, rows), dtype=torch.float32, device=device),

@@ -54,6 +54,8 @@ class PushShape:
 
 
 def push_shape(row_bytes: int, ranks: int, *, quantise: bool, besides: int = 0) -> PushShape:
+    """The shape of a push. row_bytes: of a row that crosses. besides: bytes of shared memory for something
+    else."""
     quantisers = lay.quantisers_of(row_bytes, ranks, besides) if quantise else 0
     stages, shared = lay.mover_shared(row_bytes, ranks, quantisers, besides)
     return PushShape(stages=stages, quantisers=quantisers, shared=shared)
@@ -281,6 +283,7 @@ MOST_FP8 = 17408
 
 
 def check_wire(wire: str, width: int) -> None:
+    """Raise ValueError where sums of `width` values cannot cross as `wire`."""
     if wire not in ("bf16", "fp8") or (wire == "fp8" and (width % 256 or width > MOST_FP8)):
         raise ValueError(
             f"exchange: wire {wire!r} for {width} values; bf16, or fp8 for multiples of 256 up to {MOST_FP8}"

@@ -132,6 +132,7 @@ def run_ffn_fp8(
     counts_e: Tensor,
     weights_R: Tensor | None,
 ) -> Tensor:
+    """The operator behind `ffn_fp8`: [R, D] bf16 from rows in bf16, or in e4m3 with their scales."""
     experts = Fp8Experts(
         gate_up_eGD=gate_up_eGD, gate_up_scales=gate_up_scales, down_eDF=down_eDF, down_scales=down_scales
     )

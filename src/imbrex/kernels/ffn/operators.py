@@ -75,6 +75,7 @@ def _packed(weights: Tensor | None) -> Tensor | None:
 
 
 def run_swiglu(gate_up_RG: Tensor, weights_R: Tensor | None, ends_e: Tensor) -> Tensor:
+    """The operator behind `swiglu`: [R, F]."""
     return pieces.swiglu(gate_up_RG.contiguous(), _packed(weights_R), ends_e)
 
 
@@ -90,16 +91,19 @@ def run_swiglu_backward(
 
 
 def run_permute(x_TD: Tensor, choice_R: Tensor, position_TK: Tensor, ends_e: Tensor) -> Tensor:
+    """The operator behind `permute`: [R, D]."""
     return pieces.gather_rows(x_TD.contiguous(), choice_R, ends_e, position_TK.shape[1])
 
 
 def run_sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """Every token's rows, times their weights, summed in order of k: [T, D]."""
     return pieces.sum_rows(rows_RD.contiguous(), position_TK.contiguous(), _packed(weights_TK))
 
 
 def run_unpermute(
     rows_RD: Tensor, choice_R: Tensor, position_TK: Tensor, ends_e: Tensor, weights_TK: Tensor | None
 ) -> Tensor:
+    """The operator behind `unpermute`: [T, D]. `choice_R` and `ends_e` are the backward's."""
     return run_sum_rows(rows_RD, position_TK, weights_TK)
 
 

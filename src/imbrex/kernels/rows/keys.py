@@ -20,6 +20,7 @@ SIZES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def variant(value_bytes: int) -> jit.Variant:
+    """The kernel for logits of so many bytes."""
     return jit.Variant(source="rows/keys.cu", entry="choose_tokens", defines=(("VALUE_BYTES", value_bytes),))
 
 
