@@ -14,7 +14,8 @@ from imbrex.schedule.choice import predict
 from imbrex.schedule.contention import Contention, fit
 from imbrex.schedule.exact import exact
 from imbrex.schedule.profile import Profile
-from imbrex.schedule.schedulers import SCHEDULERS, optsche, sequential, stage_major
+from imbrex.schedule.rules import optsche, sequential, stage_major
+from imbrex.schedule.schedulers import SCHEDULERS
 from imbrex.schedule.tasks import CHAIN, MOVES, check, run, tasks
 
 

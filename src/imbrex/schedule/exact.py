@@ -9,6 +9,7 @@ any times.
 
 from __future__ import annotations
 
+from imbrex.schedule.rules import chunks_of, optsche, stage_major
 from imbrex.schedule.tasks import CHAIN, Kind, Order, Task, Times, makespan
 
 LENGTH = len(CHAIN)
@@ -17,7 +18,7 @@ MOST_CHUNKS = 4
 
 def exact(times: Times) -> Order:
     """The best order of up to 4 chunks. Raises ValueError beyond: use `optsche` there."""
-    degree = 1 + max(task.chunk for task in times)
+    degree = chunks_of(times)
     if degree > MOST_CHUNKS:
         raise ValueError(
             f"schedule: exact orders at most {MOST_CHUNKS} chunks, not {degree}; use optsche for more"
@@ -42,8 +43,6 @@ class _Search:
         return every, every - moves, moves
 
     def _first_guess(self) -> tuple[float, Order]:
-        from imbrex.schedule.schedulers import optsche, stage_major
-
         guesses = [
             (makespan(order, self.times), order) for order in (optsche(self.times), stage_major(self.times))
         ]
