@@ -241,17 +241,20 @@ class NvlinkDispatcher(WiredDispatcher):
         def read(sent: tuple[Any, Routed]) -> Arrived:
             arrived, routed = sent
             assert routed.words_TC is not None
-            groups, beside, expected = None, None, 0
+            groups, beside, expected, staged = None, None, 0, None
             if isinstance(arrived, FewRows):
                 rows_RD, groups, expected = arrived
             elif form is RowForm.FP8:
                 rows_RD, beside = arrived
             elif isinstance(arrived, Staged):
-                rows_RD, beside = arrived.rows, replace(arrived, movers=self.roles.rows)
+                rows_RD, staged = arrived.rows, arrived
             else:
                 rows_RD = arrived
             weights_R, counts_e, plan, hits = groups or spread(routed, rows_RD.shape[0], self._slots)
-            beside = Groups(plan, expected=expected, hits=hits) if beside is None else beside
+            if staged is not None:
+                beside = replace(staged, movers=self.roles.rows, plan=plan)
+            elif beside is None:
+                beside = Groups(plan, expected=expected, hits=hits)
             return Arrived(rows_RD, weights_R, counts_e, [routed.words_TC], beside)
 
         return self._crossing(partial(self._send, plan, x_TD, weights_TK, form), read)

@@ -28,6 +28,7 @@ class Staged:
     exchange: a number of whose call it was.
     pitch: bytes from one staged row to the next, where these are of the fp8 codec; else 0.
     movers: the first blocks, whose idle warps bring rows; `None`: all.
+    plan: of the rows' groups (`kernels.ffn.glue.Groups`), of one rank, where somebody has made it.
     """
 
     x: Tensor
@@ -41,6 +42,7 @@ class Staged:
     exchange: int
     pitch: int = 0
     movers: int | None = None
+    plan: Tensor | None = None
 
 
 def staged_rows(

@@ -137,7 +137,10 @@ def run_ffn(
     groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_RD; gate_up_RG where kept (else empty); the plan of the groups, for the backward."""
-    groups, rows_RD = groups or plan_groups(counts_e), rows_RD.contiguous()
+    if groups is None:
+        plan = None if beside is None else beside.plan
+        groups = plan_groups(counts_e) if plan is None else Groups(plan)
+    rows_RD = rows_RD.contiguous()
     gate_up_eGD, down_eDF = gate_up_eGD.contiguous(), down_eDF.contiguous()
     weights_R = None if weights_R is None else weights_R.contiguous()
     gate_up_RG = rows_RD.new_empty(rows_RD.shape[0] if keep else 0, gate_up_eGD.shape[1])

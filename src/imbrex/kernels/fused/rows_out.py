@@ -76,6 +76,7 @@ def rows_out(staged: Staged, local: int = 0) -> Beside:
             rows.pitch,
             rows.blocks,
         ),
+        plan=staged.plan,
     )
 
 

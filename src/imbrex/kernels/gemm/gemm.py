@@ -148,6 +148,8 @@ class Beside(NamedTuple):
     key: tuple[int, ...]
     leave: Callable[[Any], None] | None = None
     """Takes the product that follows (`imbrex.kernels.ffn.ffn.LeftProduct`), and computes it."""
+    plan: torch.Tensor | None = None
+    """The plan of the rows' groups (`imbrex.kernels.ffn.glue.Groups`), where who brings them has made it."""
 
 
 GATHER_WARPS = 4
