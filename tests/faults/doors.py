@@ -69,28 +69,4 @@ DOORS = [
         "overflow=self.overflow,",
         ("unit/test_deep_ep.py::test_the_permutation_of_its_docstring",),
     ),
-    Fault(
-        "ranks-outlive-their-launcher",
-        "launch/parent.py",
-        "a launcher that is killed leaves its ranks running",
-        "    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
-        "",
-        ("ranks/test_demo_death.py::test_ranks_end_with_a_launcher_that_is_killed",),
-    ),
-    Fault(
-        "more-ranks-than-memory",
-        "launch/memory.py",
-        "ranks are started whatever memory there is",
-        "    if reason is not None:\n",
-        "    if reason is not None and available_bytes() is None:\n",
-        ("unit/test_launch_memory.py",),
-    ),
-    Fault(
-        "a-killed-rank-unnamed",
-        "launch/local.py",
-        "a rank that was killed is not said to be the cause",
-        "    if dead:\n        complain(",
-        "    if dead and notes and not notes:\n        complain(",
-        ("ranks/test_demo_death.py::test_a_killed_rank_is_named_with_its_phase_and_the_run_resumes",),
-    ),
 ]

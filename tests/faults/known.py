@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.faults.doors import DOORS
 from tests.faults.fault import Fault
+from tests.faults.launches import LAUNCHES
 from tests.faults.overlap import EVENTS, FUSED, SCHEDULES, SIMULATE, TUNING
 from tests.faults.protocol import ONCE_SURVIVED_HERE, PROTOCOL
 
@@ -458,6 +459,14 @@ CHECKPOINTS = [
 
 GRADIENTS = [
     Fault(
+        "other-parameters-summed",
+        "parallel/buckets.py",
+        "ranks sum gradients of other parameters than each other, or wait for each other",
+        "    if (count, checksum) != (-fewest, -least):",
+        "    if count < 0:",
+        ("ranks/test_parallel.py::test_ranks_that_train_other_parameters_are_told",),
+    ),
+    Fault(
         "replays-wait-for-ever",
         "runtime/deadlines.py",
         "a captured wait over NCCL is looked at by nobody",
@@ -517,4 +526,5 @@ FAULTS: list[Fault] = [
     *CHECKPOINTS,
     *GRADIENTS,
     *DOORS,
+    *LAUNCHES,
 ]

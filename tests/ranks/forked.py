@@ -4,12 +4,13 @@ imports. So are the ranks that they start."""
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
 
 from imbrex.cli import main
 from tests import tracing
@@ -96,14 +97,14 @@ def _run_and_look(words: list[str]) -> int:
 def run_ranks(words: Sequence[str], *, ranks: int, folder: Path, hidden: str = "", **more: str) -> str:
     """`imbrex WORDS` on every rank, as an outer torchrun starts them; what they printed. No rank may end
     with a thread of its groups. more: of the environment."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    # A port that is looked for and let go of may be another's when the first rank comes for it.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     everywhere = more | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     started = []
     for rank in range(ranks):

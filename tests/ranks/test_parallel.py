@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import imbrex
+from imbrex.parallel.backward import sync_in_backward
 from imbrex.placement import from_slots
 from tests.ranks.layer_jobs import SEED, Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -165,6 +166,41 @@ def run_wrapped_whole(ranks: Ranks, case: Case, kind: str) -> str:
 def test_a_wrapper_that_would_mix_experts_is_refused(pool: Pool, kind: str, mend: str) -> None:
     for said in pool.run(2, run_wrapped_whole, Case(config=SMALL), kind):
         assert said.endswith(mend)
+
+
+def run_unequal(ranks: Ranks, frozen: str, sync: str) -> str:
+    """What rank 0 or 1 is told where rank 1 alone has frozen something."""
+    model = Model(Case(config=SMALL, tokens=(5, 2, 3, 8)), ranks.group)
+    model(torch.randn(3, SMALL.hidden_size)).sum().backward()
+    model.get_parameter(frozen).requires_grad_(ranks.rank != 1)
+    try:
+        if sync == "in_backward":
+            sync_in_backward(model)
+        else:
+            imbrex.sync_gradients(model, dense=sync == "dense")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("frozen", "sync", "told"),
+    [
+        (
+            "before.weight",
+            "dense",
+            "sums gradients of {} with others, and ranks do of 2 to 3; give requires_g",
+        ),
+        ("before.weight", "in_backward", "sums gradients of {} with others, and ranks do of 2 to 3"),
+        ("before.weight", "experts", ""),
+        ("moe.experts.down_proj", "dense", ""),
+    ],
+)
+def test_ranks_that_train_other_parameters_are_told(pool: Pool, frozen: str, sync: str, told: str) -> None:
+    """Experts that a rank has alone may be frozen there alone."""
+    for number, said in zip((3, 2), pool.run(2, run_unequal, frozen, sync), strict=True):
+        assert told.format(number) in said
+        assert bool(told) == bool(said), said
 
 
 def test_a_model_without_experts_has_nothing_to_sync() -> None:

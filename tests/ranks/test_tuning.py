@@ -116,6 +116,7 @@ def test_the_first_ranks_text_is_everyones(pool: Pool, text: str) -> None:
     assert pool.run(2, run_spread, text) == [text] * 2
 
 
+@pytest.mark.untraced
 def test_the_command_fills_what_a_layer_finds(pool: Pool, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     words = ["tune", "--model", "8,16,4,2", "--tokens", "24,8", "--device", "cpu", "--transport", "alltoall"]

@@ -1,9 +1,13 @@
 """The sentence a lost run ends with, from boards and notes alone."""
 
+import os
+import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -73,6 +77,41 @@ def test_a_rank_of_another_host_is_named_only_when_it_alone_left_no_note(tmp_pat
     death.leave_note(tmp_path, 0, death.LOST, "lost its peers")
     sentence = death.find_lost(tmp_path, num_ranks=2, timeout_s=5, patience_s=0) or ""
     assert "rank 1 (pid 1 on elsewhere) did not answer for 5 s in step 9" in sentence
+
+
+def be_told_to_stop(directory):
+    """Rank 1, in a process of its own."""
+    PhaseBoard(directory, 1).write("experts", 3)
+    death.Watch(
+        directory,
+        rank=1,
+        num_ranks=3,
+        timeout_s=5,
+        ended=lambda sentence, kind: death.leave_note(directory, 1, kind, sentence),
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@pytest.mark.untraced
+def test_a_rank_that_alone_was_told_to_stop_is_the_one_that_others_lost(tmp_path):
+    """Not one that still runs, and has said nothing so far."""
+    PhaseBoard(tmp_path, 0)
+    board_of(tmp_path, 2, 1, host="elsewhere")
+    if (child := os.fork()) == 0:
+        try:
+            be_told_to_stop(tmp_path)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    death.leave_note(tmp_path, 0, death.LOST, "lost its peers")
+    sentence = death.find_lost(tmp_path, num_ranks=3, timeout_s=5, patience_s=0) or ""
+    assert re.match(r"rank 1 \(pid \d+ on \S+\) was told to stop by SIGTERM in set-up, layer 3, ", sentence)
+    # One that hung is told to stop after others have lost it.
+    death.leave_note(tmp_path, 1, death.STOPPED, "was told to stop")
+    sentence = death.find_lost(tmp_path, num_ranks=3, timeout_s=5, patience_s=0) or ""
+    assert sentence.startswith("rank 2 ")
+    assert "did not answer for 5 s" in sentence
 
 
 def test_the_first_failure_explains_more_than_a_lost_peer(tmp_path):

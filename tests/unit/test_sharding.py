@@ -53,6 +53,7 @@ def test_the_heuristic_is_near_the_best() -> None:
     assert max(gaps) < 0.2
 
 
+@pytest.mark.untraced
 def test_the_heuristic_finds_the_best_of_sixteen_equal_devices() -> None:
     """On networks of two tiers, whose best grouping is that of all groupings where both can be had."""
     for seed in range(4):

@@ -329,6 +329,7 @@ def test_far_links_bring_nodes_together_once() -> None:
     assert any("tier network is assumed" in said for said in plans[0].extrapolates)
 
 
+@pytest.mark.untraced
 def test_two_tiers_are_weighed_and_say_why_not() -> None:
     """The network alone moves: spreading inside the node is hidden but for the last chunk's."""
     request = Request(shape=DEEPSEEK, ranks=32, tokens=8192, mode="train", layers=1)

@@ -183,7 +183,7 @@ def _report(exit_codes: dict[int, int], reaped: set[int], board: Path, timeout_s
         rank, number = min(killed.items())
         complain(f"rank {rank} was killed by signal {number} before it began; {hint}")
         return EXIT_FAILED
-    if silent and cause is not None and cause.kind == death.LOST:
+    if silent and cause is not None and cause.kind not in death.CAUSES:
         complain(f"{death.death_sentence(silent, how=death.silence(timeout_s))}; {hint}")
         return EXIT_FAILED
     if cause is not None and cause.kind == death.REFUSED:
@@ -244,25 +244,25 @@ class Rank:
 
     def _explain(self, error: Exception) -> None:
         if _is_network(error):
-            self._lost(None)
+            self._lost(None, death.LOST)
             return
         where = next((str(phase) for phase in read_board(self.board) if phase.rank == self.rank), "set-up")
         path = self.board / f"rank-{self.rank:05d}.traceback"
         sentence = f"rank {self.rank} failed in {where}: {_line(error)} (traceback in {path})"
         self._end(death.FAILED, sentence, speaks=True)
 
-    def _lost(self, sentence: str | None) -> None:
+    def _lost(self, sentence: str | None, kind: str) -> None:
         own = f"rank {self.rank} lost its peers, and nothing on this host says why"
         # A full disk must not keep a rank from ending.
         with suppress(OSError):
-            death.leave_note(self.board, self.rank, death.LOST, sentence or own)
+            death.leave_note(self.board, self.rank, kind, sentence or own)
         if self.launched:
             return
         if sentence is None:
             sentence = death.find_lost(self.board, num_ranks=self.num_ranks, timeout_s=self.timeout_s) or own
             with suppress(OSError):
-                death.leave_note(self.board, self.rank, death.LOST, sentence)
-        others_spoke = any(note.kind != death.LOST for note in death.read_notes(self.board))
+                death.leave_note(self.board, self.rank, kind, sentence)
+        others_spoke = any(note.kind in death.CAUSES for note in death.read_notes(self.board))
         speaker = death.speaker(self.board, self.num_ranks)
         # The lowest rank alive speaks; it may be gone before another looks, and its watch may see it too.
         if not others_spoke and speaker in (self.rank, None) and death.may_speak(self.board):

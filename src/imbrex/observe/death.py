@@ -20,8 +20,10 @@ from pathlib import Path
 
 from imbrex.observe.board import Phase, find_dead, read_board
 
-LOST, FAILED, REFUSED = "lost", "failed", "refused"
-"""Kinds of a note: a peer was lost; this rank failed; the input was refused, on every rank alike."""
+LOST, STOPPED, FAILED, REFUSED = "lost", "stopped", "failed", "refused"
+"""Kinds of a note: a peer was lost; this rank was told to stop, first or because of another; it failed; the
+input was refused, on every rank alike."""
+CAUSES = FAILED, REFUSED
 
 _SPOKEN = "spoken"
 _LEFT = (".phase", ".draft", ".note", ".note-draft", ".traceback")
@@ -108,16 +110,20 @@ def find_lost(
 ) -> str | None:
     """The sentence for a run that lost a rank, as far as this host can tell; `None` if it cannot.
 
-    A rank of this host whose process is gone without a note is dead. If there is none after `patience_s`,
-    ranks that left no note although others say that they lost a peer did not answer.
+    A rank of this host whose process is gone without a note is dead. A rank that was told to stop before
+    anybody had lost a peer is the one that others lost. If there is none after `patience_s`, ranks that left
+    no note although others say that they lost a peer did not answer.
     """
     until = time.monotonic() + patience_s
     while True:
         phases = [phase for phase in read_board(directory) if phase.rank < num_ranks]
-        noted = {note.rank for note in read_notes(directory)}
+        notes = read_notes(directory)
+        noted = {note.rank for note in notes}
         unnoted = [phase for phase in phases if phase.rank not in noted and phase.name != "done"]
         if dead := find_dead(unnoted):
             return death_sentence(dead)
+        if notes and notes[0].kind == STOPPED:
+            return notes[0].sentence
         if time.monotonic() > until:
             break
         time.sleep(0.05)
@@ -137,8 +143,8 @@ class Watch:
     """A thread that ends this process when it is told to stop or a peer of this host is gone.
 
     The main thread may sit in a collective that no signal reaches. SIGTERM (a launcher stopping the ranks
-    after a death) and a peer that has been gone for two looks both lead to `ended(sentence)`, then to the end
-    of the process with exit code 143.
+    after a death) and a peer that has been gone for two looks both lead to `ended(sentence, kind of note)`,
+    then to the end of the process with exit code 143.
     """
 
     def __init__(
@@ -148,7 +154,7 @@ class Watch:
         rank: int,
         num_ranks: int,
         timeout_s: float,
-        ended: Callable[[str], None],
+        ended: Callable[[str, str], None],
         look_every_s: float = 1.0,
     ) -> None:
         self._directory, self._rank, self._num_ranks = directory, rank, num_ranks
@@ -179,26 +185,27 @@ class Watch:
                     return
                 gone = self._gone()
                 if signal.SIGTERM in received:
-                    self._end("was told to stop by SIGTERM")
+                    self._end("was told to stop by SIGTERM", STOPPED)
                 if gone & gone_before:
-                    self._end("lost a peer")
+                    self._end("lost a peer", LOST)
                 gone_before = gone
 
     def _gone(self) -> set[int]:
         phases = (phase for phase in read_board(self._directory) if phase.rank < self._num_ranks)
         return {phase.rank for phase in phases if phase.alive is False and phase.name != "done"}
 
-    def _end(self, otherwise: str) -> None:
+    def _end(self, how: str, kind: str) -> None:
         patience_s = 0.2
         sentence = find_lost(
             self._directory, num_ranks=self._num_ranks, timeout_s=self._timeout_s, patience_s=patience_s
         )
-        self._ended(sentence or f"rank {self._rank} {otherwise}")
+        own = [phase for phase in read_board(self._directory) if phase.rank == self._rank]
+        self._ended(sentence or (death_sentence(own, how=how) if own else f"rank {self._rank} {how}"), kind)
         os._exit(_EXIT_TERMINATED)
 
 
 def first_cause(notes: Iterable[Note]) -> Note | None:
     """The note that tells most: of a rank that failed or refused its input, before one that lost a peer."""
     notes = tuple(notes)
-    causes = [note for note in notes if note.kind != LOST]
+    causes = [note for note in notes if note.kind in CAUSES]
     return next(iter(causes or notes), None)

@@ -39,6 +39,7 @@ from imbrex.parallel.buckets import (
     moe_layers,
     num_token_ranks,
     refuse_sharded,
+    refuse_unequal,
 )
 from imbrex.runtime.streams import Lane
 from imbrex.transport.groups import group_beside
@@ -56,8 +57,8 @@ def sync_in_backward(model: nn.Module, *, dense: bool = True) -> BackwardSync:
     Collective over the groups of the layers, each of which gets a second communicator where it is summed
     over.
 
-    Raises ValueError where the model has no MoELayer, where FSDP shards what is summed, or where this was
-    called before and not ended by `remove()`.
+    Raises ValueError where the model has no MoELayer, where FSDP shards what is summed, where ranks train
+    other parameters than each other, or where this was called before and not ended by `remove()`.
     """
     layers = moe_layers(model)
     if not layers:
@@ -68,6 +69,7 @@ def sync_in_backward(model: nn.Module, *, dense: bool = True) -> BackwardSync:
         )
     refuse_sharded(model, dense=dense)
     buckets = [bucket for bucket in buckets_of(model, layers, dense=dense) if bucket.groups()]
+    refuse_unequal(layers, buckets, dense=dense)
     sync = BackwardSync(layers, buckets, dense=dense)
     for layer in layers:
         _by_layer[layer] = weakref.ref(sync)

@@ -8,8 +8,11 @@ ring adds in an order that depends on the place in what it sums.
 
 from __future__ import annotations
 
+import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ BUCKET_BYTES = 25 << 20
 
 Sum = tuple[Tensor, dist.ProcessGroup]
 """A tensor to be summed over a group, in place, before the next step."""
+_agreed: weakref.WeakKeyDictionary[MoELayer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+"""`id`s of the parameters that all ranks were last seen to sum, by the first layer of a model."""
 Beside = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 """The group of the same ranks in which to sum."""
 
@@ -43,12 +48,7 @@ class Bucket:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups over which it is summed, now or once a balancer has made replicas."""
-        if not self.experts:
-            return _groups(self.layer)
-        ranks, placement = self.layer.ranks, self.layer.placement
-        spare = len(placement.slots) > placement.num_experts
-        some = [ranks.group if spare else None, ranks.data_group]
-        return [group for group in some if group is not None and group.size() > 1]
+        return groups_of_experts(self.layer) if self.experts else _groups(self.layer)
 
     def _of_shared(self) -> Iterator[Sum]:
         groups = _groups(self.layer)
@@ -62,6 +62,14 @@ class Bucket:
         pieces = flat.split([gradient.numel() for gradient in gradients])
         for gradient, piece in zip(gradients, pieces, strict=True):
             gradient.copy_(piece.view_as(gradient))
+
+
+def groups_of_experts(layer: MoELayer) -> list[dist.ProcessGroup]:
+    """The groups over which gradients of a layer's experts are summed, now or with replicas."""
+    ranks, placement = layer.ranks, layer.placement
+    spare = len(placement.slots) > placement.num_experts
+    some = [ranks.group if spare else None, ranks.data_group]
+    return [group for group in some if group is not None and group.size() > 1]
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
@@ -109,6 +117,43 @@ def buckets_of(model: nn.Module, layers: list[MoELayer], *, dense: bool) -> list
     for pending in open_ones.values():
         close(pending)
     return buckets
+
+
+def refuse_unequal(layers: list[MoELayer], buckets: list[Bucket], *, dense: bool) -> None:
+    """Raise ValueError, on all ranks, where some would sum other parameters than others do: sums would be
+    mixed, or wait for each other. Over NCCL, where it would hold up the host, only where this rank's are not
+    those of its last call. Experts that nobody else has may be frozen by one rank alone.
+
+    layers, buckets: of the model, and what is summed of it. dense: whether parameters that all ranks share
+    are."""
+    shared = [group for layer in layers for group in _groups(layer) if dense]
+    groups = dict.fromkeys([*shared, *(group for layer in layers for group in groups_of_experts(layer))])
+    buckets = [bucket for bucket in buckets if bucket.groups()]
+    ours = tuple(id(parameter) for bucket in buckets for parameter in bucket.parameters)
+    on_host = all("nccl" not in str(dist.get_backend(group)) for group in groups)
+    if not groups or (not on_host and _agreed.get(layers[0]) == ours):
+        return
+    kinds = [
+        (bucket.experts, p.dtype, tuple(p.shape[bucket.experts :]))
+        for bucket in buckets
+        for p in bucket.parameters
+    ]
+    summary = len(kinds), zlib.crc32(repr(kinds).encode())
+    device = torch.device("cpu") if on_host else next(layers[0].parameters()).device
+    extremes = torch.tensor([*summary, *(-n for n in summary)], dtype=torch.int64, device=device)
+    for group in groups:
+        begin = partial(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=group, async_op=True)
+        waits.run("gradients", begin, on_host=on_host, group=group)
+    # host sync: with NCCL, where parameters are others than before
+    count, checksum, fewest, least = extremes.tolist()
+    if (count, checksum) != (-fewest, -least):
+        theirs = f"{-fewest} to {count}" if count != -fewest else "as many of other shapes or orders"
+        raise ValueError(
+            "sync_gradients: ranks do not train the same parameters: this one sums gradients of "
+            f"{summary[0]} with others, and ranks do of {theirs}; give requires_grad the same value on all "
+            "ranks"
+        )
+    _agreed[layers[0]] = ours
 
 
 class Moving:

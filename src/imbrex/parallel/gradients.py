@@ -12,7 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from imbrex import guards
 from imbrex.layer import MoELayer
 from imbrex.parallel.backward import syncs_of
-from imbrex.parallel.buckets import Moving, buckets_of, gradients_of_expert, moe_layers, refuse_sharded
+from imbrex.parallel.buckets import (
+    Moving,
+    buckets_of,
+    gradients_of_expert,
+    moe_layers,
+    refuse_sharded,
+    refuse_unequal,
+)
 
 
 def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -45,8 +52,8 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
     experts, which stand for them: once a step, when the sums are whole. What
     `imbrex.parallel.backward.sync_in_backward` has begun is waited for, and only the rest is summed here.
 
-    Raises ValueError where FSDP shards what is to be summed here; what `MoELayer.check` raises where a call
-    of a layer has failed.
+    Raises ValueError where FSDP shards what is to be summed here, and on every rank where ranks train other
+    parameters than each other; what `MoELayer.check` raises where a call of a layer has failed.
     """
     layers = moe_layers(model)
     if not layers:
@@ -59,9 +66,11 @@ def sync_gradients(model: nn.Module, *, dense: bool = True) -> None:
     done: set[int] = set()
     for begun in syncs_of(layers):
         done |= begun.finish(dense=dense)
-    for bucket in buckets_of(model, layers, dense=dense):
-        if done.isdisjoint(map(id, bucket.parameters)):
-            Moving(bucket).finish()
+    buckets = buckets_of(model, layers, dense=dense)
+    left = [bucket for bucket in buckets if done.isdisjoint(map(id, bucket.parameters))]
+    refuse_unequal(layers, left, dense=dense)
+    for bucket in left:
+        Moving(bucket).finish()
 
 
 def expert_gradients(layer: MoELayer) -> list[Tensor]:

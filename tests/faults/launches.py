@@ -1,0 +1,48 @@
+"""Faults of how ranks start and end."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+LAUNCHES = [
+    Fault(
+        "ranks-outlive-their-launcher",
+        "launch/parent.py",
+        "a launcher that is killed leaves its ranks running",
+        "    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
+        "",
+        ("ranks/test_demo_death.py::test_ranks_end_with_a_launcher_that_is_killed",),
+    ),
+    Fault(
+        "more-ranks-than-memory",
+        "launch/memory.py",
+        "ranks are started whatever memory there is",
+        "    if reason is not None:\n",
+        "    if reason is not None and available_bytes() is None:\n",
+        ("unit/test_launch_memory.py",),
+    ),
+    Fault(
+        "a-killed-rank-unnamed",
+        "launch/local.py",
+        "a rank that was killed is not said to be the cause",
+        "    if dead:\n        complain(",
+        "    if dead and notes and not notes:\n        complain(",
+        ("ranks/test_demo_death.py::test_a_killed_rank_is_named_with_its_phase_and_the_run_resumes",),
+    ),
+    Fault(
+        "a-rank-told-to-stop-unnamed",
+        "observe/death.py",
+        "where a rank alone was told to stop, one that still runs is said to be silent",
+        "        if notes and notes[0].kind == STOPPED:\n            return notes[0].sentence\n",
+        "",
+        ("unit/test_observe_death.py::test_a_rank_that_alone_was_told_to_stop_is_the_one_that_others_lost",),
+    ),
+    Fault(
+        "a-rank-that-hung-was-told-to-stop",
+        "observe/death.py",
+        "a rank that hung is said to have been told to stop, which it was when others had lost it",
+        "notes[0].kind == STOPPED:\n            return notes[0].sentence",
+        "notes[-1].kind == STOPPED:\n            return notes[-1].sentence",
+        ("unit/test_observe_death.py::test_a_rank_that_alone_was_told_to_stop_is_the_one_that_others_lost",),
+    ),
+]
