@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 import imbrex
 from imbrex.adapters.huggingface import replace_blocks, restore_blocks
 from imbrex.parallel.backward import sync_in_backward
-from tests.ranks.pool import Pool, Ranks
+from tests.ranks.pool import PRELOADED, Pool, Ranks
 from tests.tiny_models import DEEPSEEK, QWEN, small
+
+# Loaded once, before the ranks are forked, not by each of them.
+PRELOADED.append("tests.tiny_models")
 
 STEPS, MICRO = 2, 2
 MODELS = {
