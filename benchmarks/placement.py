@@ -271,7 +271,7 @@ def drift(ids: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     pace = Pace(layer_updates_per_iter=4, max_moves=32, threshold=0.005, proposals=600)
     for batch in (256, 512):
         sources = {task: of_ranks(ids[task], batch) for task in TASKS}
-        histories = {task: history.pooled(RANKS) for task, history in sources.items()}
+        histories = {task: history.pool(RANKS) for task, history in sources.items()}
         everything = join(list(sources.values()))
         train = sources["intent"].window(0, 2048 * RANKS // batch)
         lines = {

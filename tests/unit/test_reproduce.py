@@ -455,4 +455,4 @@ def test_every_table_and_figure_of_the_papers_is_named() -> None:
     assert {paper for paper, *_ in papers.PAPERS} == {
         *("Comet", "TensorRT-LLM, slides", "ScheMoE", "Aristos", "Hybrid-EP"),
     }
-    assert papers.listed()[0] == "Comet:"
+    assert papers.list_papers()[0] == "Comet:"

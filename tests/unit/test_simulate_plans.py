@@ -18,7 +18,7 @@ from imbrex.simulate.device import Shape, Share
 from imbrex.simulate.fabric import Fabric, Tier, islands, parse
 from imbrex.simulate.loads import Spread, Stragglers
 from imbrex.simulate.plans import Request, World, choose, divisions, memory_of, rivals
-from imbrex.simulate.profile import STATUSES, Entry, Profile, shipped
+from imbrex.simulate.profile import STATUSES, Entry, Profile, shipped_profiles
 from imbrex.simulate.run import Case, Layout, predict
 from imbrex.simulate.story import lines
 
@@ -409,7 +409,7 @@ def test_fused_layers_hide_what_they_can_and_are_chosen_where_they_gain() -> Non
     assert "fused kernels move rows as they are" in {plan.why_not for plan in plans}
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped_profiles())
 def test_shipped_profiles_name_their_sources(name: str) -> None:
     profile = Profile.load(name)
     for entry in profile.entries.values():

@@ -43,7 +43,7 @@ def replay(args: argparse.Namespace) -> int:
         loaded = [load_sources(name, args, num_ranks) for name in args.trace_input]
         sources = min(number for _, number in loaded)
         train, test = _divide([history for history, _ in loaded], args.train, sources)
-        whole = test.pooled(sources)
+        whole = test.pool(sources)
         slots = _numbers("--slots", args.slots) if args.slots else [train.num_experts + 2 * num_ranks]
         for num_slots in slots:
             for policy in args.policy.split(","):

@@ -14,7 +14,7 @@ from imbrex.simulate.device import Shape
 from imbrex.simulate.fabric import Fabric, islands
 from imbrex.simulate.loads import Spread, Stragglers
 from imbrex.simulate.plans import MODES, Request, World, choices_of_codec, choose
-from imbrex.simulate.profile import Profile, shipped
+from imbrex.simulate.profile import Profile, shipped_profiles
 from imbrex.simulate.run import Layout
 from imbrex.simulate.story import as_json, lines, write_story
 
@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--skew", default="sampled", help="without a trace: even, sampled, zipf:A, lognormal:SIGMA (sampled)")
     add("--stragglers", default="0", metavar="S[,P,X]", help="ranks exp(S) slower, and X times with chance P")
     add("--network", metavar="FILE", help="tiers of links: YAML, TOML or JSON (nodes on 400 Gb/s a GPU)")
-    add("--profile", default="h200", help=f"a file of `imbrex profile`, or {', '.join(shipped())} (h200)")
+    profiles = f"a file of `imbrex profile`, or {', '.join(shipped_profiles())} (h200)"
+    add("--profile", default="h200", help=profiles)
     add("--seed", type=int, default=0, help="of choices and stragglers (0)")
     add("--json", metavar="FILE", help="write everything here")
     add("--report", metavar="FILE", help="write one HTML file here")

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         aliases = [(alias, f"the same as {name}") for alias, name in ALIASES.items()]
         listed = [*((name, about) for name, (_, about) in TABLES.items()), *aliases]
         sys.stdout.write("".join(f"{name:22} {about}\n" for name, about in listed))
-        sys.stdout.write("\n" + "\n".join(papers.listed()) + "\n")
+        sys.stdout.write("\n" + "\n".join(papers.list_papers()) + "\n")
         return 0
     folder = Path(args.out)
     _make(folder)

@@ -56,7 +56,7 @@ from imbrex.exchange.tiered_plan import (
     Overheard,
     TieredPlan,
     inside_of,
-    joined,
+    join_parts,
     labels_by_part,
     nodes_wanted,
     pool_of,
@@ -166,14 +166,14 @@ class TieredDispatcher(BytesDispatcher):
         placement, sizes = self.geometry.placement, [len(x_TD) for x_TD, _ in parts]
         header, unread = self._checked(parts), None
         ids = [routing.ids_TK for _, routing in parts]
-        ids_TK = joined(ids)
+        ids_TK = join_parts(ids)
         if placement.has_replicas:
-            slot_TK = joined(self._choose(ids, header))
+            slot_TK = join_parts(self._choose(ids, header))
         else:
             slot_TK = plan.only_slots(ids_TK, placement)
         others_TN = nodes_wanted(slot_TK, self.geometry, self.tiers)
         rows_X = torch.cat([part_TN.sum(0) for part_TN in others_TN.split(sizes)])
-        weights_TK = joined([routing.weights_TK.detach() for _, routing in parts])
+        weights_TK = join_parts([routing.weights_TK.detach() for _, routing in parts])
         label_TB = torch.cat([as_bytes(slot_TK.int()), as_bytes(weights_TK)], 1)
         if placement.has_replicas:
             self.observer.count("host_syncs", 1, layer=self.layer)

@@ -122,7 +122,7 @@ class Overheard:
             self.bytes_M.append(value)
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def join_parts(parts: Sequence[Tensor]) -> Tensor:
     """Tensors of several parts as of one batch."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts])
 

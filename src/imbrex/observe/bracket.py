@@ -23,7 +23,7 @@ def bracket_backward(
     if not (observer.enabled and x.requires_grad and torch.is_grad_enabled()):
         return forward(x)
     bracket = _Bracket(observer, name, where)
-    return _Open.apply(forward(_Close.apply(x, bracket)), bracket)
+    return _AtGradient.apply(forward(_AtGradient.apply(x, bracket.close)), bracket.open)
 
 
 class _Bracket:
@@ -41,25 +41,15 @@ class _Bracket:
             self._span = None
 
 
-class _Open(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bracket: _Bracket) -> Tensor:
-        ctx.bracket = bracket
-        return y.view_as(y)
+class _AtGradient(torch.autograd.Function):
+    """The identity. `then` is called when the gradient comes."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.bracket.open()
-        return grad, None
-
-
-class _Close(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bracket: _Bracket) -> Tensor:
-        ctx.bracket = bracket
+    def forward(ctx: Any, x: Tensor, then: Callable[[], None]) -> Tensor:
+        ctx.then = then
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.bracket.close()
+        ctx.then()
         return grad, None

@@ -59,7 +59,7 @@ class LoadHistory:
             counts_ILE=window_ILE, layers=self.layers, top_k=self.top_k, first_iteration=max(begin, first)
         )
 
-    def pooled(self, number: int) -> LoadHistory:
+    def pool(self, number: int) -> LoadHistory:
         """`number` successive iterations summed into one; those left over are dropped. ValueError where there
         are fewer."""
         whole = self.num_iterations // number

@@ -66,7 +66,7 @@ def replay(
         raise ValueError(f"replay: policy {policy!r}; use one of {', '.join(POLICIES)}")
     if train.layers != test.layers or train.num_experts != test.num_experts:
         raise ValueError("replay: the two histories have different layers or experts")
-    counts_ILE = test.pooled(sources).counts_ILE
+    counts_ILE = test.pool(sources).counts_ILE
     if not counts_ILE.any():
         raise ValueError("replay: what is to be scored has no choices; give another part of the statistics")
     loads_ILW = np.empty((*counts_ILE.shape[:2], num_ranks))

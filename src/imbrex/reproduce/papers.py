@@ -136,7 +136,7 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
 """(paper, table or figure, what it shows, what there is or why nothing is)."""
 
 
-def listed() -> list[str]:
+def list_papers() -> list[str]:
     """A line for each, by paper."""
     return [
         line
@@ -148,4 +148,4 @@ def listed() -> list[str]:
     ]
 
 
-__all__ = ["PAPERS", "listed"]
+__all__ = ["PAPERS", "list_papers"]

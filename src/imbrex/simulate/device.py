@@ -124,11 +124,11 @@ def _throttled(profile: Profile, seconds: Floats) -> Floats:
     return seconds * (1 + profile["power_slowdown"] * np.log1p(seconds / 1e-3))
 
 
-def coded(profile: Profile, codec: str, what: str, rows_W: Floats, width: int) -> Floats:
+def codec_seconds(profile: Profile, codec: str, what: str, rows_W: Floats, width: int) -> Floats:
     """Seconds to encode or decode rows of `width` values."""
     if codec == "identity":
         return np.zeros_like(rows_W)
     return rows_W * width / profile[f"{what}_values_s:{codec}"]
 
 
-__all__ = ["Shape", "Share", "backward_rows", "backward_weights", "coded", "forward", "tiles"]
+__all__ = ["Shape", "Share", "backward_rows", "backward_weights", "codec_seconds", "forward", "tiles"]

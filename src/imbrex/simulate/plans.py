@@ -105,10 +105,12 @@ def choose(request: Request, world: World) -> list[Plan]:
     near = [p for p in able if p.seconds <= CLOSE * able[0].seconds]
     best = min(near, key=lambda plan: (_complexity(plan.layout), plan.seconds))
     others = [replace(p, why_not=_against(p, best)) for p in able if p is not best]
-    return [best, *others, *unable, *unasked(best, request, world, drawn)]
+    return [best, *others, *unable, *unasked_plans(best, request, world, drawn)]
 
 
-def unasked(best: Plan, request: Request, world: World, drawn: dict[tuple[int, int], Floats]) -> list[Plan]:
+def unasked_plans(
+    best: Plan, request: Request, world: World, drawn: dict[tuple[int, int], Floats]
+) -> list[Plan]:
     """The best plan with the fastest codec that nobody asked for, and with a replica a rank more, so that
     what they would change is known: a codec rounds rows, and replicas take memory."""
     known = [name.partition(":")[2] for name in world.profile if name.startswith("encode_values_s:")]
@@ -284,7 +286,7 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
     """Few moving parts first: no codec, no chunks, no replicas, no tensor ranks."""
     return (
         layout.codec != "identity",
-        run.divided(layout.schedule)[1],
+        run.parse_schedule(layout.schedule)[1],
         layout.schedule != "serial",
         layout.replicas,
         layout.tp,
@@ -321,7 +323,7 @@ def _beside(layout: Layout) -> str:
 
 def _hiding(layout: Layout) -> tuple[int, bool]:
     """How much a layout tries to hide: chunks, then fused kernels."""
-    return run.divided(layout.schedule)[1], layout.schedule == "fused"
+    return run.parse_schedule(layout.schedule)[1], layout.schedule == "fused"
 
 
 def rivals(plans: Sequence[Plan]) -> list[Plan]:
@@ -373,6 +375,6 @@ __all__ = [
     "memory_of_experts",
     "memory_of_rows",
     "rivals",
-    "unasked",
+    "unasked_plans",
     "weigh",
 ]

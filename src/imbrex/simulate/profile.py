@@ -82,7 +82,7 @@ class Profile:
         if not file.suffix and not file.exists():
             file = SHIPPED / f"{path}.json"
         if not file.exists():
-            names = ", ".join(shipped())
+            names = ", ".join(shipped_profiles())
             raise ValueError(f"profile: {path} is not there; give a file of `imbrex profile`, or {names}")
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
@@ -95,9 +95,9 @@ class Profile:
             raise ValueError(f"profile: {path} is no profile ({error!r}); measure it again") from None
 
 
-def shipped() -> list[str]:
+def shipped_profiles() -> list[str]:
     """The names of the profiles that come with the library."""
     return sorted(file.stem for file in SHIPPED.glob("*.json"))
 
 
-__all__ = ["SHIPPED", "STATUSES", "Entry", "Profile", "shipped"]
+__all__ = ["SHIPPED", "STATUSES", "Entry", "Profile", "shipped_profiles"]

@@ -105,7 +105,7 @@ class Case:
 def predict(case: Case, layout: Layout, *, backward: bool = True) -> Outcome:
     """Simulate a layer's forward and, if asked for, its backward."""
     costs = _Costs(case, layout)
-    scheduler, degree = divided(layout.schedule)
+    scheduler, degree = parse_schedule(layout.schedule)
     spans = [_makespan(costs, scheduler, degree, back) for back in ((False, True) if backward else (False,))]
     seconds = costs.seconds(1, backward=False, apart=True)
     return Outcome(
@@ -117,7 +117,7 @@ def predict(case: Case, layout: Layout, *, backward: bool = True) -> Outcome:
     )
 
 
-def divided(schedule: str) -> tuple[str, int]:
+def parse_schedule(schedule: str) -> tuple[str, int]:
     """The scheduler and the number of chunks of a schedule's name."""
     if schedule in ("serial", "fused"):
         return "sequential", 1
@@ -301,7 +301,7 @@ class _Costs:
         # While the host asks for counts, it computes nothing and no rows are under way.
         pause = 0.0 if backward else host * profile["host_holds_moves"]
         wire_W = self._wire(degree)
-        coded = device.coded
+        coded = device.codec_seconds
         width = shape.width
         return {
             Kind.encode_out: host + out_W * copied + coded(profile, codec, "encode", out_W, width),
@@ -329,7 +329,7 @@ class _Costs:
         else:
             spread = summed = near_W + self.rows * self.load_W / degree * copied
         host = self.host(backward=backward) if self.runs_ahead and not backward else 0.0
-        coded = device.coded
+        coded = device.codec_seconds
         return {
             Kind.encode_out: host + leave_W * copied + coded(profile, codec, "encode", leave_W, width),
             Kind.move_out: wire_W,
@@ -340,4 +340,4 @@ class _Costs:
         }
 
 
-__all__ = ["Case", "Layout", "Outcome", "divided", "gradient_sync", "predict"]
+__all__ = ["Case", "Layout", "Outcome", "gradient_sync", "parse_schedule", "predict"]

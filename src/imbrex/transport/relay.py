@@ -42,7 +42,7 @@ def join_pieces(counts_2SWW: Tensor) -> Tensor:
     return counts_2SWW
 
 
-def relayed(wanted_TW: Tensor, counts_2SWW: Tensor, marks_XM: Tensor, rank: int) -> Traffic:
+def relay_traffic(wanted_TW: Tensor, counts_2SWW: Tensor, marks_XM: Tensor, rank: int) -> Traffic:
     """The traffic of transports that relay. Its hops are `counts_2SWW` on the host, for every piece the rows
     that every rank sends to every other, then for every piece the tokens of every rank that a node wants,
     node n in column n; and the marks of the tokens that this rank passes on, see `Relay`."""
@@ -162,4 +162,4 @@ class Relay:
         return torch.cat(tokens), sizes
 
 
-__all__ = ["Relay", "count_pieces", "join_pieces", "relayed", "rows_between"]
+__all__ = ["Relay", "count_pieces", "join_pieces", "relay_traffic", "rows_between"]

@@ -12,7 +12,7 @@ from imbrex.codec.cast import pick_rows
 from imbrex.contracts import Add, Pending, Traffic
 from imbrex.transport.collective import Done
 from imbrex.transport.nodes import reorder
-from imbrex.transport.relay import count_pieces, join_pieces, relayed, rows_between
+from imbrex.transport.relay import count_pieces, join_pieces, relay_traffic, rows_between
 from imbrex.transport.steps import Step, Stepped, rows_sent
 from imbrex.transport.tiered import Tiered
 
@@ -40,7 +40,7 @@ class TwoLevel(Tiered):
         messages_W = self.exchange_counts(message.flatten()).view(self.world_size, *message.shape)
         counts = [join_pieces(part.permute(1, 2, 0, 3)) for part in messages_W.unbind(1)]
         marks = self.tell_marks(others, counts)
-        return [relayed(*call, self.rank) for call in zip(others, counts, marks, strict=True)]
+        return [relay_traffic(*call, self.rank) for call in zip(others, counts, marks, strict=True)]
 
     def fake_hops(self, ids_TK: Tensor, size: Callable[[], Any]) -> list[Tensor]:
         if self.world_size == 1:
