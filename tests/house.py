@@ -376,8 +376,8 @@ def banners(path: str, text: str) -> list[Breach]:
     ]
 
 
-HEADLESS = {"Of", "That", "Those", "As", "In", "What", "Whose"}
-"""Words that leave a docstring without its subject: it cannot be read alone."""
+HEADLESS = r"(Of|That|Those|As|In|What|Whose|And|None|The same)\b"
+"""Beginnings that leave a docstring without its subject: it cannot be read alone."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -399,10 +399,10 @@ def headless_docstrings(path: str, text: str) -> list[Breach]:
     """Docstrings without a subject or a verb in front, or whose first paragraph ends in no full stop."""
     breaches = []
     for line, said in docstrings(tree_of(text, path)):
-        first = re.match(r"\W*(\w*)", said)
+        headless = re.match(rf"\W*{HEADLESS}", said)
         paragraph = re.split(r"\n\s*\n", said.strip())[0]
-        if first and first[1] in HEADLESS:
-            breaches.append(f"{path}:{line}: begins with '{first[1]}'; say first what it is, or does")
+        if headless:
+            breaches.append(f"{path}:{line}: begins with '{headless[1]}'; say first what it is, or does")
         elif re.match(r"[a-z]\w*(, \w+)*: ", said.strip()):
             breaches.append(f"{path}:{line}: begins with a field; say first what the whole is")
         elif not paragraph.endswith((".", ":", "?", "!")):

@@ -263,7 +263,7 @@ class MoELayer(nn.Module):
         return copied
 
     def __copy__(self) -> MoELayer:
-        """The same layer under another name: its parameters, ranks and exchange."""
+        """This layer under another name: its parameters, ranks and exchange."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied

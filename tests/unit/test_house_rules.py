@@ -314,6 +314,7 @@ def test_a_wide_or_mutable_contract_is_found() -> None:
         'MOST = 16\n"""That can route."""\n',
         'class A:\n    x: int\n    """Of a row."""\n',
         'def f():\n    """Whose state it is."""\n',
+        'def f():\n    """The same of rows."""\n',
         'class A:\n    """rows_RD, sums: as they came. more: the rest."""\n',
         'def f():\n    """Rows as they came\n\n    Then more.\n    """\n',
     ],

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import imbrex
+from imbrex import contracts
 from imbrex.codec.int8 import Int8
 from imbrex.contracts import Output, Routing, RowExchange
 from imbrex.exchange import autograd
@@ -73,7 +74,7 @@ class SharedFirst(Serial):
         x_TD: Tensor,
         routing: Routing,
         exchange: RowExchange,
-        experts: Experts,
+        experts: contracts.Experts,
         addend: Callable[[], Tensor] | None,
     ) -> Output:
         assert addend is not None

@@ -97,7 +97,7 @@ def _exchanged(spec: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def why_not_own(config: Any) -> str | None:
-    """None where the experts of this configuration are plain SwiGLU, or why imbrex cannot compute them."""
+    """Why imbrex cannot compute the experts of this configuration, or `None`, as for plain SwiGLU."""
     for name, value in PLAIN.items():
         if getattr(config, name, value) not in (value, None):
             return f"{name} is {getattr(config, name)}"

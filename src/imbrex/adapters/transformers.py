@@ -78,7 +78,7 @@ def register(
 
 
 def why_not_registered() -> str | None:
-    """None, or why the installed transformers cannot be told of imbrex."""
+    """Why the installed transformers cannot be told of imbrex, or `None`."""
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: F401
@@ -93,7 +93,7 @@ def why_not_registered() -> str | None:
 
 
 def why_not_own(module: nn.Module) -> str | None:
-    """None where these experts of transformers are plain SwiGLU, or why imbrex cannot compute them."""
+    """Why imbrex cannot compute these experts of transformers, or `None`, as for plain SwiGLU."""
     from transformers.activations import ACT2FN
     from transformers.integrations import moe
 

@@ -31,7 +31,8 @@ class Asked:
 
 
 def plan(asked: Sequence[Asked], others: Channel | None) -> list[Change]:
-    """The same on every rank: counts of all ranks are, and the planner is deterministic.
+    """Plan new placements, the same on every rank: the counts of all ranks are, and the planner is
+    deterministic.
 
     others: the ranks that hold the same experts and have other tokens; their counts are added.
     """

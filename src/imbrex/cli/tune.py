@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imbrex.bench.layer.command import DTYPES, host_bytes
+from imbrex.bench.layer.command import host_bytes
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.launch.local import is_worker
-from imbrex.launch.ranks import join, run_on_ranks, settle
+from imbrex.launch.ranks import DTYPES, join, run_on_ranks, settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

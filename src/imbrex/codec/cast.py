@@ -109,7 +109,8 @@ def from_bytes(encoded_NB: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def wide(rows_NB: Tensor) -> Tensor:
-    """The same bytes in the widest integers that rows are made of: torch copies them one by one on a GPU."""
+    """A view of the rows in the widest integers that they are made of: torch copies them one by one on a
+    GPU."""
     size = rows_NB.element_size()
     # Sizes are powers of two: what divides all three divides their bits together.
     offset = cast("int", rows_NB.storage_offset())

@@ -44,7 +44,7 @@ def closing(out: Path) -> list[str]:
 
 
 def in_order(story: Story) -> Story:
-    """The same choices, had no expert moved."""
+    """A story of the same choices, had no expert moved."""
     offsets = contiguous(story.counts_ILE.shape[-1], story.loads_ILW.shape[-1]).rank_offsets
     loads_ILW = np.add.reduceat(story.counts_ILE, offsets[:-1], axis=-1)
     return Story(layers=story.layers, loads_ILW=loads_ILW, counts_ILE=story.counts_ILE, facts={})

@@ -49,8 +49,8 @@ class Recipe:
 
     @property
     def losses(self) -> imbrex.AuxLosses | None:
-        """None where a schedule has patience: over the global batch, a loss meets all ranks before a row
-        moves, and patience would never begin."""
+        """The auxiliary losses of the run; `None` where a schedule has patience: over the global batch, a
+        loss meets all ranks before a row moves, and patience would never begin."""
         return None if self.schedule.startswith("events(") else imbrex.AuxLosses(load_balance=0.01)
 
     def rate(self, step: int) -> float:

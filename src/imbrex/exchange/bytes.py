@@ -239,8 +239,9 @@ class BytesDispatcher(WiredDispatcher):
         return _Watched(pending, partial(self._span, phase))
 
     def _count_bytes(self, traffic: Traffic, way: int, row_bytes: int) -> None:
-        """By rank that they are sent to and, on several nodes, inside this node and to others: as they travel
-        where rows are passed on, so that all ranks' together are what the networks carry."""
+        """Count bytes by the rank that they are sent to and, on several nodes, inside this node and to
+        others: as they travel where rows are passed on, so that all ranks' together are what the networks
+        carry."""
         rows_W = self.transport.rows_sent(traffic, back=bool(way))
         self.observer.count("bytes_sent", rows_W * row_bytes, layer=self.layer)
         if self.nodes is not None and self.nodes.num_nodes > 1:

@@ -175,7 +175,7 @@ class Exchange:
             dispatcher.observer = observer
 
     def relocate(self, placement: Placement | None = None, split: Split | None = None) -> None:
-        """From the next dispatch on, experts live at `placement` and `split` chooses replicas. What was
+        """Move experts to `placement`, and choose replicas by `split`, from the next dispatch on. What was
         dispatched before is combined and differentiated as it was planned. Every rank must call it between
         the same two dispatches, with weights that are already there.
 
@@ -199,8 +199,8 @@ class Exchange:
         return self.dispatcher.counts_on_device
 
     def count_into(self, tally_WS: Tensor | None) -> None:
-        """From the next dispatch on, add the choices of every rank for every slot to int32 [W, S], in place
-        on the device; `None` ends it. A captured call goes on adding to the tensor that it was captured with.
+        """Add the choices of every rank for every slot to int32 [W, S], in place on the device, from the next
+        dispatch on; `None` ends it. A captured call goes on adding to the tensor that it was captured with.
         Raises ValueError unless `counts_on_device`.
         """
         self._missed_for_dtype = False  # another dispatcher would not know of it

@@ -124,7 +124,8 @@ class NvlinkDispatcher(WiredDispatcher):
         self.transport.leave(self)
 
     def beside(self, chunks: int, *, in_turn: bool = False) -> NvlinkDispatcher:
-        """With few multiprocessors, and a stream beside the caller's. Of one chunk only the last move has
+        """The dispatcher of crossings on few multiprocessors and a stream beside the caller's. Of one chunk
+        only the last move has
         something beside it: the gradients of weights."""
         other = copy.copy(self)
         other.start, other.sms_home = self.transport.line.start, self.transport.sms_beside
@@ -215,7 +216,7 @@ class NvlinkDispatcher(WiredDispatcher):
         return Part(ids_TK=routing.ids_TK, max_tokens=largest >> 2, backward=bool(largest & 2))
 
     def agree_on_rows(self, problem: str | None, dtype: torch.dtype) -> None:
-        """By a word on the hosts' board, which asks no GPU. Rows have one dtype here."""
+        """Compare a word on the hosts' board, which asks no GPU. Rows have one dtype here."""
         _, wrong = self.transport.agree_on_call(0, fine=problem is None, note=self.calls % NOTES)
         if wrong is not None:
             raise_together(self.transport, "combine", problem)

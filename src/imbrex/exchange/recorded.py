@@ -191,12 +191,13 @@ def _sizes(shape: lay.Shape) -> Sizes:
 
 
 def new_piece(nbytes: int, device: torch.device) -> Tensor:
-    """With a caching allocator mostly that of the last call, and of the layer before."""
+    """Memory for what lies between tokens and result: with a caching allocator mostly that of the last call,
+    and of the layer before."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def new_gradient(weight: Tensor) -> Tensor:
-    """With a caching allocator mostly that of the last step."""
+    """Memory for a weight's gradient: with a caching allocator mostly that of the last step."""
     return torch.empty_like(weight)
 
 

@@ -212,8 +212,9 @@ class Experts(nn.Module):
 
     @property
     def forms(self) -> tuple[RowForm, ...]:
-        """Without gradients: rows in fp8 for who computes in fp8, and tokens that rows are read from through
-        an index, or copied from where that is faster. For strategies that fuse, rows that are under way."""
+        """The forms that a call takes now. Without gradients: rows in fp8 for who computes in fp8, and tokens
+        that rows are read from through an index, or copied from where that is faster. For strategies that
+        fuse, rows that are under way."""
         if not self.implementation.startswith("kernels"):
             return (RowForm.ROWS,)
         fit = fits(self.hidden_size, self.down_proj.shape[2])

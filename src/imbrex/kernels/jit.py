@@ -401,12 +401,12 @@ class Kernel:
         return cuda_ok(count, "counting blocks")
 
     def prepare(self, *, args: Sequence[Any], **how: Any) -> Prepared:
-        """The same, to be launched later, and again, on the stream that is then current; `how`: what `launch`
+        """A launch to be made later, and again, on the stream that is then current; `how`: what `launch`
         takes but a stream and `cooperative`."""
         return Prepared(self, args, how)
 
     def blank(self, *, args: Sequence[Any], words: Sequence[tuple[int, int]], **how: Any) -> Blank:
-        """The same, with `words` to be filled in at every launch."""
+        """A prepared launch with `words` to be filled in every time."""
         return Blank(self, args, words, how)
 
     def queue_of(self, how: dict[str, Any]) -> Callable[[int, int, int], Any]:

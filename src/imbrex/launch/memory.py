@@ -30,8 +30,8 @@ SMALLER = "give fewer --tokens, or a smaller layer with --scale"
 def why_not_start(
     num_ranks: int, available: int | None, layer_bytes: int = 0, smaller: str = SMALLER
 ) -> str | None:
-    """None, or why `num_ranks` processes with torch, and what they hold together, do not fit into `available`
-    bytes. smaller: how to make the latter less."""
+    """Why `num_ranks` processes with torch, and what they hold together, do not fit into `available` bytes,
+    or `None`. smaller: how to make the latter less."""
     needed = num_ranks * RANK_BYTES + layer_bytes
     if available is None or needed <= available:
         return None

@@ -18,10 +18,14 @@ import torch.distributed as dist
 from imbrex.launch.local import Rank, end_with_launcher, launch
 from imbrex.launch.memory import check_memory
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The dtypes of tokens and experts, as `--dtype` names them."""
 START_S = 300.0
+"""Ranks may take this long to come up and to draw their experts, whatever the time-out of a step."""
 
 
 def hint() -> str:
+    """Advice for a user whose rank was lost, at the end of the error."""
     return "run the command again"
 
 

@@ -25,7 +25,8 @@ from imbrex.schedule.profile import Profile
 FUSED_GAIN = 1.02
 """Times as fast as the fastest without it that `fused` must be on the device, forward and backward."""
 FUSED_CALLED = 0.98
-"""And as called: what is within the noise of a host that queues more slowly than its GPU works."""
+"""Times as fast that `fused` must be as it is called: what is within the noise of a host that queues more
+slowly than its GPU works."""
 ROLES = (Roles(stage=32, sums=8), Roles(stage=96, sums=24), Roles(stage=128, sums=32), Roles(dy=0))
 """Tried beside the default. The first number counts most in the forward, the second in the backward alone, so
 that four runs try four of each."""

@@ -51,9 +51,9 @@ _by_layer: weakref.WeakKeyDictionary[MoELayer, weakref.ref[BackwardSync]] = weak
 
 
 def sync_in_backward(model: nn.Module, *, dense: bool = True) -> BackwardSync:
-    """From now on, between two steps, sum gradients of `model` over ranks while the backward runs, and divide
-    the experts' on the way. `sync_gradients(model)` is still called before gradients are clipped or taken,
-    and waits for what is under way. dense: as there; what is not summed here, `sync_gradients` sums.
+    """Sum gradients of `model` over ranks while the backward runs, and divide the experts' on the way, from
+    now on; call it between two steps. `sync_gradients(model)` is still called before gradients are clipped or
+    taken, and waits for what is under way. dense: as there; what is not summed here, `sync_gradients` sums.
     Collective over the groups of the layers, each of which gets a second communicator where it is summed
     over.
 

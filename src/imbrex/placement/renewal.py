@@ -95,8 +95,8 @@ def _renew_layer(
     old: Held,
     proposals: int,
 ) -> Held:
-    """From the old placement, and from a new one where so many fetches are allowed; what costs least, each
-    fetch counted."""
+    """Plan a layer from the old placement, and from a new one where so many fetches are allowed; what costs
+    least, each fetch counted."""
     if target.split == "even":
         renewed = refine(load_E, old, old=old, max_moves=target.max_moves)
     else:

@@ -104,8 +104,8 @@ class Crowded:
         return better
 
     def restart(self) -> None:
-        """From the best, knowing what was crowded in the placement looked at last. Of too many sets those are
-        forgotten that have crowded least."""
+        """Begin again at the best placement, knowing what was crowded in the one looked at last. Of too many
+        sets those are forgotten that have crowded least."""
         self.held = self.best.copy()
         if len(self.sets_AW) + len(self._seen) > MOST_SETS:
             worth_A = np.maximum(self.crowd_HA - 1, 0).sum(0)

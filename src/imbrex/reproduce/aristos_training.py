@@ -102,7 +102,7 @@ def dropped(runs: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def apart(runs: Sequence[dict[str, Any]], name: str) -> dict[int, float]:
-    """By seed, the nats held out minus those of patience without an end, which drops nothing."""
+    """The nats held out minus those of patience without an end, which drops nothing."""
     endless = {run["seed"]: run["held_out_nats"] for run in of_way(runs, ENDLESS)}
     return {run["seed"]: run["held_out_nats"] - endless[run["seed"]] for run in of_way(runs, name)}
 

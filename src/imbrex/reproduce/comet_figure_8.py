@@ -46,7 +46,7 @@ class Sweep:
 
 
 def find(asked: Asked) -> Finding:
-    """With blanks where there are fewer GPUs than a way to divide them wants."""
+    """Measure the figure, with blanks where there are fewer GPUs than a way to divide them wants."""
     world = torch.cuda.device_count() if why_not_hopper() is None else 0
     models = (MODEL, "qwen2-moe") if asked.full else (MODEL,)
     sweeps = {model: measure(model, world, asked.rounds or 10) for model in models} if world > 1 else {}
@@ -130,7 +130,7 @@ def draw_experts(
 
 
 def _calls(exchange: Exchange, experts: Experts, shape: Shape, tokens: int, rank: int) -> dict[str, Any]:
-    """By kind and number of blocks."""
+    """The calls to time, by kind and number of blocks."""
     drawn = make_routing("uniform", shape, tokens, rank=rank)
     routing = Routing(ids_TK=drawn.ids_TK.cuda(), weights_TK=drawn.weights_TK.cuda())
     size = tokens, shape.hidden_size

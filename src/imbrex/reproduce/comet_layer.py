@@ -116,7 +116,7 @@ def count_gpus() -> int:
 
 
 def find(asked: Asked, figure: Figure, world: int) -> Finding:
-    """With blanks where there are no two GPUs."""
+    """Measure a figure of layers, with blanks where there are no two GPUs."""
     times = measure(figure.cases, world, asked.rounds or 20) if world else []
     pairs = list(zip(figure.cases, times, strict=False))
     gains = [of[NCCL] / of[FUSED] for of in times]

@@ -127,8 +127,8 @@ NAMES = ("neighbours of a request", "two requests", "two tasks")
 
 
 def _similarities(requests: Sequence[tuple[str, Ints]]) -> dict[str, list[float]]:
-    """By kind of pair, over all layers, of the second halves of requests: prompts of a task begin alike. Of
-    two requests their last iterations, of neighbours in order."""
+    """Similarities of loads by kind of pair, over all layers, of the second halves of requests: prompts of a
+    task begin alike. Of two requests their last iterations, of neighbours in order."""
     cosines: dict[str, list[float]] = {name: [] for name in NAMES}
     later = [(task, of[len(of) // 2 :]) for task, of in requests]
     for (task, of), (other_task, other) in zip(later, [*later[1:], later[0]], strict=True):

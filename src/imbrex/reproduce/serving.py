@@ -71,7 +71,8 @@ def pareto(asked: Asked) -> Finding:
 
 
 def pareto_replayed(asked: Asked) -> Finding:
-    """The same at real widths, replayed from steps that were timed on GPUs; with --full all loads."""
+    """TensorRT-LLM's Pareto curves at real widths, replayed from steps that were timed on GPUs; with --full
+    all loads."""
     rows, where = _replayed_rows(LOADS if asked.full else LOADS[:1])
     if not rows:
         raise ValueError(

@@ -95,7 +95,7 @@ def on_ranks(
 
 
 def _on_netlab(words: list[str], network: Network, timeout_s: float) -> str | None:
-    """`None` where it ran; else why there is no such network here."""
+    """Run the words on such a network: why there is none here, or `None` once it ran."""
     options = [
         *("--nodes", str(network.nodes), "--ranks-per-node", str(network.ranks_per_node)),
         *("--inter", network.inter, "--intra", network.intra, "--timeout", str(timeout_s)),

@@ -95,7 +95,8 @@ class Clock:
 
 
 def on_rank(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By way: `seconds` [steps][ranks], `late` steps, `dropped` of all `choices`, milliseconds by phase."""
+    """Measurements by way: `seconds` [steps][ranks], `late` steps, `dropped` of all `choices`, milliseconds
+    by phase."""
     load, clock = Load(**asked["load"]), Clock(asked["limit_s"])
     torch.manual_seed(dist.get_rank())
     x_TD = torch.randn(load.tokens, load.width)

@@ -113,7 +113,7 @@ class Span:
         return self._hidden_BSL
 
     def blocks(self) -> Any:
-        """The same for `flex_attention`, which reads blocks of the used part only."""
+        """The mask for `flex_attention`, which reads blocks of the used part only."""
         if self._blocks is None:
             from torch.nn.attention.flex_attention import BlockMask
 

@@ -27,7 +27,7 @@ from imbrex.transport.groups import hosts_of
 
 
 def why_not_captured(model: nn.Module) -> str | None:
-    """None, or why a step of this model cannot be recorded."""
+    """Why a step of this model cannot be recorded, or `None`."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
         return f"{type(model).__name__} is no model of transformers with generate()"

@@ -24,7 +24,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def why_not_served(config: Mapping[str, Any]) -> str | None:
-    """None, or why a model with this config.json is not served."""
+    """Why a model with this config.json is not served, or `None`."""
     kind = config.get("model_type")
     if kind not in KINDS:
         return f"model_type {kind!r} is not among {', '.join(KINDS)}"

@@ -146,7 +146,7 @@ class Decoder(nn.Module):
         return self.head.best(self.norm(hidden_TD))
 
     def best_drafts(self, hidden_TD: Tensor) -> Tensor:
-        """The same for the rows of `drafted`."""
+        """The greedy tokens for the rows of `drafted`."""
         assert self.draft is not None
         return self.head.best(self.draft.norm(hidden_TD))
 

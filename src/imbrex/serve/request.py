@@ -37,7 +37,7 @@ class Answer:
 
 
 def why_not_request(request: Request, *, vocabulary: int, room: int) -> str | None:
-    """None, or why it cannot be answered."""
+    """Why a request cannot be answered, or `None`."""
     length = len(request.prompt)
     if not length:
         return "the prompt is empty; give at least one token"

@@ -198,7 +198,7 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
 
 
 def why_not_possible(request: Request, world: World, layout: Layout) -> str | None:
-    """None, or why the layer would refuse this layout, or the profile says nothing of it."""
+    """Why the layer would refuse this layout, or the profile says nothing of it; else `None`."""
     group, node = layout.group, world.fabric.node
     if group == 1 and layout.transport != "alltoall":
         return "there is only one rank, and nothing to move"

@@ -61,7 +61,7 @@ class Profile:
         return iter(self.entries)
 
     def with_entries(self, more: Mapping[str, Entry]) -> Profile:
-        """The same with some figures replaced or added."""
+        """This profile with some figures replaced or added."""
         return Profile(machine=self.machine, most_ranks=self.most_ranks, entries={**self.entries, **more})
 
     def save(self, path: Path | str) -> None:

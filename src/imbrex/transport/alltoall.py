@@ -79,7 +79,7 @@ class AllToAll(BytesTransport):
     def scatter_at_once(
         self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> Pending:
-        """The same by the group's own all-to-all, on every rank of it."""
+        """Scatter rows by the group's own all-to-all, on every rank of it."""
         out, rows, sizes = self._room_for(rows, receive), rows.contiguous(), (list(receive), list(send))
         work = self.start(phase, lambda: dist.all_to_all_single(out, rows, *sizes, self.group, async_op=True))
         return InFlight(self, phase, work, out, rows)
@@ -89,7 +89,7 @@ class AllToAll(BytesTransport):
         return rows.new_empty(sum(receive), rows.shape[1])
 
     def _post_rows(self, phase: str, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        """The same by messages over gloo, the places for what comes first.
+        """Scatter rows by messages over gloo, the places for what comes first.
 
         gloo's own all-to-all sends before it says where rows may be written, so this word of the rank that
         begins later waits behind its rows, and the two directions of a link take turns: 2.1 MB each way over

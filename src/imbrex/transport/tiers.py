@@ -81,7 +81,7 @@ class Flight:
         return self.out
 
     def finish(self) -> Tensor:
-        """The same, and for what leaves."""
+        """Wait for the rows that come, and for what leaves."""
         self.wait()
         for work in self.sent:
             self.members.finish(self.phase, work)

@@ -92,7 +92,7 @@ class Backend(Protocol):
         ...
 
     def reweigh(self, route: Any, weights_TK: Tensor) -> Any:
-        """The same route with other weights."""
+        """A copy of a route with other weights."""
         ...
 
     def resize(self, route: Any, size: int) -> Any:

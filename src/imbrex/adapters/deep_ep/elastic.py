@@ -327,7 +327,7 @@ class ElasticBuffer:
 
 
 def _by_columns(scales_NS: Tensor) -> Tensor:
-    """The same, each column beginning at a multiple of 16 bytes."""
+    """Scales as they are, each column beginning at a multiple of 16 bytes."""
     rows, columns = scales_NS.shape
     stride = -(-rows // SCALES_ALIGNED) * SCALES_ALIGNED
     lying = scales_NS.new_empty(columns, stride)[:, :rows].t()

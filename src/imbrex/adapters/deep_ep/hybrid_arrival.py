@@ -1,4 +1,4 @@
-"""From a routing to compact rows received: the first halves of both dispatches of a `HybridEPBuffer`."""
+"""The first halves of both dispatches of a `HybridEPBuffer`: from a routing to compact rows received."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_rows(backend: Backend, call: str, inputs: Inputs, config: BufferConfig,
 
 
 def plan_again(backend: Backend, call: str, inputs: Inputs, handle: tuple) -> Record:
-    """The same way as an earlier dispatch, with other probabilities where they are given: by expert, or by
+    """Take the way of an earlier dispatch, with other probabilities where they are given: by expert, or by
     choice with the ids that they belong to. Where rows go, the handle alone says."""
     earlier = read_handle(handle, call)
     tokens, ids_given, probs_TE = earlier.route.num_tokens, inputs.ids_TK, inputs.probs_TE

@@ -33,7 +33,7 @@ class Permutation:
     on_host_e: Tensor | None = None
 
     def resize(self, num_rows: int) -> Permutation:
-        """The same rows with room for `num_rows`; what was dropped stays dropped."""
+        """These rows with room for `num_rows`; what was dropped stays dropped."""
         fits = self.position_NK < num_rows
         return Permutation(
             position_NK=torch.where(fits, self.position_NK, -1),
@@ -44,7 +44,7 @@ class Permutation:
         )
 
     def in_blocks(self, room: int) -> Permutation:
-        """The same rows with those of every expert in a block of `room`. Example: blocks of 4 for counts
+        """These rows, with those of every expert in a block of `room`. Example: blocks of 4 for counts
         [3, 1]: rows 0 to 3 become 0, 1, 2, 4."""
         ends_e = self.counts_e.cumsum(0)
         expert_NK = torch.searchsorted(ends_e, self.position_NK.long(), right=True)

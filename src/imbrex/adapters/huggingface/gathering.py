@@ -56,7 +56,7 @@ class Team:
 
 
 def why_not_gathered(layer: MoELayer) -> str | None:
-    """None, or why the experts of this layer cannot be put together."""
+    """Why the experts of this layer cannot be put together, or `None`."""
     experts: torch.nn.Module = layer.experts
     if not isinstance(experts, Experts):
         return (

@@ -46,7 +46,7 @@ class Running:
         return self.exchange.dispatch(self.x, self.ids, self.weights, n, quantise=quantise)[0]
 
     def pull(self, n: int, routed: Routed | None = None) -> Tensor:
-        """The same for expert-major rows."""
+        """An expert-major call: rows alone with `routed`, else the whole call."""
         if routed is not None:
             return self.exchange.pull(self.x, routed, n, self.out)
         return self.exchange.dispatch_expert(self.x, self.ids, self.weights, n, out=self.out)[0]

@@ -1,5 +1,5 @@
-"""The same job by NCCL collectives, to the same layout: what a user would write without the exchange's
-kernels.
+"""The rivals of an exchange: its job by NCCL collectives, to the same layout, which is what a user would
+write without the exchange's kernels.
 
 Both know nothing beforehand: ids and weights cross too, counts reach the host where all-to-all needs them
 there. Rows of a slot are ordered as ours, but for the own rank's, which come last; padding is left out, which

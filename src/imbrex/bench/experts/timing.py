@@ -64,7 +64,7 @@ def token_calls(work: Work) -> dict[str, Call]:
 
 
 def portably(call: Call) -> Call:
-    """The same call with its products by mma.sync."""
+    """A call with its products by mma.sync."""
 
     def ours() -> None:
         with portable_products("compute_80"):

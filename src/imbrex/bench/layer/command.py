@@ -8,17 +8,15 @@ import shlex
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from imbrex.bench.shapes import MODELS, parse_shape
 from imbrex.bench.skew import make_routing
 from imbrex.launch.local import is_worker
-from imbrex.launch.ranks import join, run_on_ranks, settle, words_of
+from imbrex.launch.ranks import DTYPES, join, run_on_ranks, settle, words_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Ranks may take this long to start and to draw their experts, whatever the time-out of a step."""
 CPU_SCALE = 16
+"""The divisor of a published model's widths on CPUs, unless --scale says another."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +97,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def transports_of(args: argparse.Namespace) -> list[str]:
+    """The names of the transports to compare."""
     from imbrex.transport import TRANSPORTS
 
     return list(TRANSPORTS) if args.transport == "all" else args.transport.split(",")
@@ -110,7 +109,7 @@ def _measure(args: argparse.Namespace, rank: int, board: Any) -> None:
 
     device = join(args)
     recorder = Recorder(rank=rank, device=device, board=board)
-    bench, rows = Bench(args, rank, device, recorder), []
+    bench, rows = Bench(args, transports_of(args), rank, device, recorder), []
     for tokens in map(int, args.tokens.split(",")):
         rows += bench.compare(tokens)
         if rank == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imbrex import overlap
-from imbrex.bench.layer.command import DTYPES, transports_of
 from imbrex.bench.shapes import parse_shape
 from imbrex.bench.skew import make_routing
 from imbrex.contracts import Routing
 from imbrex.exchange.exchange import Exchange
 from imbrex.experts.experts import Experts, Shard
 from imbrex.launch.factors import factorise, make_groups
+from imbrex.launch.ranks import DTYPES
 from imbrex.observe import PHASES, Recorder, fold
 from imbrex.placement import contiguous
 from imbrex.router.router import Router
@@ -46,8 +46,16 @@ class DrawnHere(Experts):
 class Bench:
     """One rank's side of the comparison."""
 
-    def __init__(self, args: argparse.Namespace, rank: int, device: torch.device, recorder: Recorder) -> None:
-        self.args, self.rank, self.device, self.recorder = args, rank, device, recorder
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        transports: Sequence[str],
+        rank: int,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        self.args, self.transports = args, transports
+        self.rank, self.device, self.recorder = rank, device, recorder
         self.shape, self.dtype = parse_shape(args.model, args.scale), DTYPES[args.dtype]
         self.factors = factorise(args.ranks, expert=args.ep, tensor=args.tp)
         self.group, _ = make_groups(self.factors, args.timeout)
@@ -89,7 +97,7 @@ class Bench:
         """
         self.tokens = tokens
         self._drop_calls()
-        for name in transports_of(self.args):
+        for name in self.transports:
             self._add_transport(name)
         if not self.calls:
             raise ValueError(f"--transport: none works here: {self.left_out}")

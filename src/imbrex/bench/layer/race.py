@@ -37,7 +37,7 @@ OURS, OURS_TORCH, OURS_EXACT = "imbrex-serial", "imbrex-serial-torch-gemm", "imb
 OURS_FUSED, OURS_ALONE = "imbrex-fused", "imbrex-experts-alone"
 OURS_NCCL = "imbrex-alltoall"
 LOCAL, FUSED_LOCAL = "imbrex-serial-local", "imbrex-fused-local"
-"""The same layer with as many rows of every expert, all of its rank's own tokens: nothing crosses."""
+"""A layer with as many rows of every expert, all of its rank's own tokens: nothing crosses."""
 DY_BEFORE = "imbrex-fused-dy-before"
 """Rows of dy move before their product, not beside it."""
 VARIANTS = OURS_FUSED, OURS_ALONE, OURS_TORCH, OURS_EXACT, OURS_NCCL
@@ -126,8 +126,9 @@ class Race:
         return Inputs(x_TD=x, d_y_TD=d_y, routing=routing)
 
     def local(self, inputs: Inputs) -> Inputs:
-        """The same tokens; every choice is the expert of this rank that stands in the place of the chosen
-        one among its rank's, or the next that its token has not chosen yet. Uniform routing stays so."""
+        """Inputs of the same tokens, of which every choice is the expert of this rank that stands in the
+        place of the chosen one among its rank's, or the next that its token has not chosen yet. Uniform
+        routing stays so."""
         ids_TK, count = inputs.routing.ids_TK, self.shape.num_experts // self.world
         taken_Te = torch.zeros(len(ids_TK), count, dtype=torch.bool, device=ids_TK.device)
         local_TK = torch.empty_like(ids_TK)

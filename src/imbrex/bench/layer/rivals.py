@@ -184,8 +184,8 @@ class GatherScatter:
 
 
 class GatherScatterBag(GatherScatter):
-    """The same, with a token's rows summed by torch's `embedding_bag`, which reads them once and has no
-    atomics."""
+    """AllGather and ReduceScatter, with a token's rows summed by torch's `embedding_bag`, which reads them
+    once and has no atomics."""
 
     name = "nccl-agrs-bag"
 

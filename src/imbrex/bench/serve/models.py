@@ -152,7 +152,7 @@ def make_model(
 
 
 def make_beside(model: Decoder, way: Way, group: dist.ProcessGroup) -> Decoder:
-    """The same model by another way to the experts, over the same parameters: nothing is drawn or copied.
+    """A model by another way to the experts, over the parameters of `model`: nothing is drawn or copied.
     Of a way that spreads experts as `model` does, so not `alone`."""
     if way.transport == ALONE:
         raise ValueError("serve: every rank has all experts alone; make that model by itself")

@@ -91,7 +91,7 @@ class GatherScatterMoE(nn.Module):
 
 
 class TransformersMoE(GatherScatterMoE):
-    """The same with transformers' own grouped experts."""
+    """Transformers' own grouped experts between AllGather and ReduceScatter."""
 
     def compute(self, x_PD: Tensor, own_PK: Tensor, weights_PK: Tensor) -> Tensor:
         from transformers.integrations.moe import grouped_mm_experts_forward

@@ -110,7 +110,7 @@ class Patience:
         self.memory = torch.zeros(ctypes.sizeof(Memory) // 4, dtype=torch.int32, device=device)
 
     def none(self) -> Patience:
-        """The same memory, of calls that do without nobody."""
+        """Patience with the memory of this one, for calls that do without nobody."""
         other = copy.copy(self)
         other.epsilon = 0
         return other

@@ -340,7 +340,7 @@ class NvlinkExchange:
     def _staged(
         self, x: Tensor, out: Tensor, routed: Routed, *, quantise: bool = False
     ) -> tuple[Staged, dict[str, Any]]:
-        """And what the kernel that stages is told of it."""
+        """Rows that are staged, and what the kernel that stages them is told."""
         if quantise:
             lay.fp8_bytes(x.shape[-1])  # refuses other widths
         pull, _ = how.pull_args(self.shape, self.layout, x, out, routed, self.next_buffer("pull"))

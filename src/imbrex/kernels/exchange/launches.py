@@ -62,7 +62,8 @@ def push_shape(row_bytes: int, ranks: int, *, quantise: bool, besides: int = 0) 
 
 
 def dispatch_shape(shape: lay.Shape, row_bytes: int, blocks: int, *, quantise: bool) -> PushShape | None:
-    """None where rows and routing do not fit one block: then the two kernels are for it."""
+    """The shape of a push that routes, or `None` where rows and routing do not fit one block: two kernels do
+    it then."""
     chunks = -(-shape.ranks * -(-shape.max_tokens // lay.CHUNK) // blocks)
     owners, segments = shape.ranks // shape.tensor, -(-shape.max_tokens // lay.SEGMENT)
     early = 4 * (1 + shape.ranks * owners + 2 * -(-segments // blocks) * owners) + segments * owners
@@ -146,7 +147,7 @@ def pull_args(
     buffer: tuple[int, int],
     early_groups: int = 0,
 ) -> tuple[Any, int]:
-    """And the shared memory of a block. buffer: as for `push_args`."""
+    """The arguments of a pull and the shared memory of a block. buffer: as for `push_args`."""
     row_bytes, at = x.shape[-1] * x.element_size(), routed.addresses
     stages, shared = lay.mover_shared(row_bytes, shape.choices)
     args = lay.Pull(

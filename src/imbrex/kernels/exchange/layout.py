@@ -300,7 +300,7 @@ def _wire_steps(row_bytes: int) -> int:
 
 @functools.cache
 def wire_bytes(row_bytes: int, wire: str) -> int:
-    """From one sum to the next where they cross as `wire`: `exchange/wire.cuh` says what is in it."""
+    """Bytes from one sum to the next where they cross as `wire`: `exchange/wire.cuh` says what is in it."""
     return -(-(_wire_steps(row_bytes) * (512 + 16)) // 128) * 128 if wire == "fp8" else row_bytes
 
 

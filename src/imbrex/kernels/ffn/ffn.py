@@ -274,10 +274,11 @@ def ffn_gradients(
     consume: bool = False,
     over: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same. The weights' gradients are not among the results where they are added to `gradients`, or left
-    to `deferral`. beside: the kernel of the product of `d_y_RD`, which brings its rows as well. consume: the
-    gradient of gate and up is written over them, the largest of what a backward holds. over: that of the rows
-    over `d_y_RD`, unless what is left reads it."""
+    """The gradients that `run_ffn_backward` gives. The weights' gradients are not
+    among the results where they are added to `gradients`, or left to `deferral`. beside: the kernel of the
+    product of `d_y_RD`, which brings its rows as well. consume: the gradient of gate and up is written over
+    them, the largest of what a backward holds. over: that of the rows over `d_y_RD`, unless what is left
+    reads it."""
     rows_RD, gate_up_eGD, down_eDF, plan, weights_R, gate_up_RG = saved
     need_rows, need_gate_up, need_down = needs
     rows, groups = rows_RD.shape[0], Groups(plan=plan)

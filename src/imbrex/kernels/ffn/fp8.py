@@ -159,9 +159,9 @@ def run_fp8_rows(
     weights_R: Tensor | None = None,
     index_R: Tensor | None = None,
 ) -> Tensor:
-    """From rows that are e4m3 already, with their scales [R, D/128]; rows may lie any multiple of 16 bytes
-    apart, those of scales any distance whose last is within 2^31 values. With `index_R` (int64) row r is
-    rows_RD[index_R[r]], read there by the first product: the bits of a permuted copy."""
+    """Run the experts on rows that are e4m3 already, with their scales [R, D/128]; rows may lie any multiple
+    of 16 bytes apart, those of scales any distance whose last is within 2^31 values. With `index_R` (int64)
+    row r is rows_RD[index_R[r]], read there by the first product: the bits of a permuted copy."""
     rows = rows_RD.shape[0] if index_R is None else index_R.shape[0]
     inner = experts.down_eDF.shape[2]
     act_RF = rows_RD.new_empty(rows, inner)

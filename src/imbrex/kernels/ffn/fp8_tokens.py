@@ -1,4 +1,4 @@
-"""From tokens in their own order to their weighted outputs in that order, in fp8, for inference."""
+"""The experts on tokens in their own order, to weighted outputs in that order, in fp8, for inference."""
 
 from __future__ import annotations
 

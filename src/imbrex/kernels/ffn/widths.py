@@ -15,7 +15,7 @@ def fits(width: int, inner: int) -> bool:
 
 
 def pad_widths(rows_RD: Tensor, gate_up_eGD: Tensor, down_eDF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same experts with zeros behind D and F, which change no sum: silu(0) * 0 is 0. Differentiable.
+    """Rows and weights with zeros behind D and F, which change no sum: silu(0) * 0 is 0. Differentiable.
 
     Example, D = 20 and F = 12: rows [R, 24], gate and up [e, 2 * 16, 24], down [e, 24, 16].
     """

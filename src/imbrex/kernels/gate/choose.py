@@ -80,7 +80,7 @@ def shipped_variants() -> list[Variant]:
 
 
 def why_not_fused(logits_TE: Tensor, choice: Choice) -> str | None:
-    """None if the kernels choose from these logits, float32 [T, E], else one sentence that says why not."""
+    """Why the kernels do not choose from these logits, float32 [T, E], or `None`."""
     if not logits_TE.is_cuda:
         return "the gate's kernels need logits on a GPU"
     if logits_TE.dtype != torch.float32 or not plain(logits_TE):
@@ -89,7 +89,7 @@ def why_not_fused(logits_TE: Tensor, choice: Choice) -> str | None:
 
 
 def why_not_gate(experts: int, choice: Choice, device: int) -> str | None:
-    """None if the kernels choose from plain float32 logits of so many experts on a GPU, else why not."""
+    """Why the kernels do not choose from plain float32 logits of so many experts on a GPU, or `None`."""
     if experts > MOST_EXPERTS or choice.top_k > MOST_CHOICES or choice.groups > MOST_GROUPS:
         return (
             f"the gate's kernels choose {MOST_CHOICES} of {MOST_EXPERTS} experts in {MOST_GROUPS} groups "

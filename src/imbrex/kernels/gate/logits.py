@@ -27,7 +27,7 @@ def _kernel(variant: Variant, device: torch.device) -> Kernel:
 
 
 def why_not_few(x_TD: Tensor, weight_ED: Tensor) -> str | None:
-    """None if the kernel computes these logits, whose operands are bfloat16 on a GPU, else why not."""
+    """Why the kernel does not compute these logits, whose operands are bfloat16 on a GPU, or `None`."""
     if not (plain(x_TD) and plain(weight_ED)) or traced(x_TD, weight_ED):
         return "somebody traces the call, or its tensors are of a kind of their own"
     if not 0 < x_TD.shape[0] <= FEW_TOKENS:
@@ -52,7 +52,7 @@ def logits_of_few(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def why_not_halves(halves: Tensor) -> str | None:
-    """None if the kernel adds the halves of float32 numbers on a GPU, else why not."""
+    """Why the kernel does not add the halves of float32 numbers on a GPU, or `None`."""
     if halves.numel() % 8:
         return "a half is no multiple of 4 values"
     return cached_why_not_hopper(halves.get_device())

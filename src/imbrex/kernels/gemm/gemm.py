@@ -195,7 +195,7 @@ def gemm_variant(
 
 
 def of_file(variant: Variant, file: tuple[Any, ...]) -> Variant:
-    """The same cut of a product in another kernel: `Beside.file`."""
+    """A product's variant in another kernel, cut alike: `Beside.file`."""
     source, entry, *defines = file
     return replace(variant, source=source, entry=entry, defines=(*variant.defines, *defines))
 

@@ -71,8 +71,8 @@ def _lacks_wgmma(device: int) -> bool:
 
 
 def why_grouped_is_faster() -> str | None:
-    """None where torch has no grouped product on the current GPU, and so reads the counts on the host and
-    goes expert by expert, else one sentence: why `auto` leaves the experts to it."""
+    """Why `auto` leaves the experts to torch's grouped product, or `None` where torch has none on the current
+    GPU, and so reads the counts on the host and goes expert by expert."""
     major, minor = torch.cuda.get_device_capability()
     if major == 10:
         return (

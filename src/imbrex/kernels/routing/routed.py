@@ -134,7 +134,7 @@ class Routed:
         return (getattr(self, name) for name in Addresses._fields)
 
     def with_position(self, position_LWTK: Tensor) -> Routed:
-        """With other positions; the other parts stay what they are, made or not."""
+        """This routing with other positions; the other parts stay what they are, made or not."""
         other = Routed.__new__(Routed)
         other.__dict__ |= self.__dict__ | {"position_LWTK": position_LWTK}
         other.addresses = self.addresses._replace(position_LWTK=position_LWTK.data_ptr())
@@ -160,7 +160,7 @@ class Routed:
         return left, torch.argsort((~stays_R[:num_rows]).int(), stable=True)
 
     def replace(self, **parts: Tensor) -> Routed:
-        """With other tensors for some parts."""
+        """This routing with other tensors for some parts."""
         return Routed(**dict(zip(Addresses._fields, self, strict=True)) | parts)
 
 

@@ -47,8 +47,8 @@ def _kernel(entry: str, rounds: int, device: torch.device) -> Kernel:
 
 @asked_once
 def why_not_ordered(experts: int, device: int | None = None) -> str | None:
-    """None if these kernels order choices of so many experts on CUDA device `device` (default: the current
-    one), else why not."""
+    """Why these kernels do not order choices of so many experts on CUDA device `device` (default: the current
+    one), or `None`."""
     if (reason := why_not_portable(device)) is not None:
         return reason
     here = torch.cuda.current_device() if device is None else device

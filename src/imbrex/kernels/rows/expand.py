@@ -56,8 +56,8 @@ def expand_fp8_rows(
     *,
     load: Callable[..., Any] = jit.load,
 ) -> tuple[Tensor, Tensor]:
-    """The same rows as they crossed: float8_e4m3fn [num_rows, D] and float32 scales [num_rows, D/128]. The
-    own tokens are what the codec would have written, to the bit."""
+    """Expert-major rows as they crossed: float8_e4m3fn [num_rows, D] and float32 scales [num_rows, D/128].
+    The own tokens are what the codec would have written, to the bit."""
     width = x_TD.shape[1]
     rows_RD = x_TD.new_empty(num_rows, width, dtype=torch.float8_e4m3fn)
     scales_RB = x_TD.new_empty(num_rows, width // BLOCK, dtype=torch.float32)

@@ -53,7 +53,7 @@ class TokenChoice:
         self._group = self._status.group(ranks=ranks, blocks=1)
 
     def why_not(self, logits_PV: Tensor) -> str | None:
-        """None if tokens can be chosen by these logits of all ranks' rows, else why not."""
+        """Why tokens cannot be chosen by these logits of all ranks' rows, or `None`."""
         if logits_PV.dtype not in SIZES:
             return f"logits of {logits_PV.dtype}; they are float32 or bfloat16"
         if len(logits_PV) > self.ranks * self.room:

@@ -53,7 +53,7 @@ def run_spread(
     *,
     load: Callable[..., Any] = load,
 ) -> RowGroups:
-    """The same by the kernel. groups: where the result lies."""
+    """Spread weights by the kernel. groups: where the result lies."""
     assert routed.words_TC is not None
     device, at = routed.words_TC.device, routed.addresses
     groups = groups or empty_groups(1, num_rows, slots, COUNTERS, device)

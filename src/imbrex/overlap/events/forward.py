@@ -32,7 +32,7 @@ class Packet:
     weights_NK: Tensor
 
     def nothing(self) -> Packet:
-        """The same without rows."""
+        """This packet without its rows."""
         return Packet(rows_ND=self.rows_ND[:0], slot_NK=self.slot_NK[:0], weights_NK=self.weights_NK[:0])
 
 

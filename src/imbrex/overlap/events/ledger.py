@@ -167,7 +167,7 @@ class Ledger:
 
     @property
     def counts(self) -> list[bool]:
-        """By rank, whether this rank's choices there count."""
+        """Whether this rank's choices at each rank count, by rank."""
         return [state is Home.COUNTS for state in self.home]
 
     @property
