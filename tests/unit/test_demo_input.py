@@ -61,7 +61,7 @@ def refused(capsys, *words):
         ("--hidden 99999992", "give a smaller --batch or --length, or a smaller model"),
         ("--experts 99999999", "and this machine has"),
         ("--data /dev/zero", "the data file /dev/zero is no file, and may have no end"),
-        ("--epsilon 1", "--tau and --epsilon are of --schedule events, not of serial"),
+        ("--epsilon 1", "--tau and --epsilon are of --schedule events: give it in the place of serial"),
         ("--ranks many", "invalid int value: 'many'; imbrex demo --help lists what there is"),
         ("--lenght 3", "--lenght is not known to imbrex demo: use --length"),
         ("colour", "colour is not known to imbrex demo; imbrex demo --help lists what there is"),

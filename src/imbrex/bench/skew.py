@@ -149,6 +149,8 @@ def _read_layers(value: str) -> tuple[np.ndarray, np.ndarray | None]:
         raise ValueError(f"--skew: ids of {path} are {ids.shape}; give [T, K] or [layers, T, K]")
     layers = {str(i): i for i in range(ids.shape[0])} | {"": ids.shape[0] // 2}
     if layer not in layers:
-        raise ValueError(f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {layer}")
+        raise ValueError(
+            f"--skew: the trace has layers 0 to {ids.shape[0] - 1}, not {layer}; name one of these"
+        )
     first = layers[layer]
     return np.roll(ids, -first, 0), None if weights is None else np.roll(weights, -first, 0)

@@ -58,7 +58,9 @@ def check(args: argparse.Namespace) -> None:
     shape = parse_shape(args.model, args.scale)
     factorise(args.ranks, tensor=args.tp)
     if shape.intermediate_size % args.tp:
-        raise ValueError(f"--tp {args.tp} does not divide the expert width {shape.intermediate_size}")
+        raise ValueError(
+            f"--tp {args.tp} does not divide the expert width {shape.intermediate_size}; choose a divisor"
+        )
     pick(args.transport, num_ranks=args.ranks, top_k=shape.top_k)
     make_wire(args.codec)
     pick_implementation(args.experts)

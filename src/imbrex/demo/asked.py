@@ -127,7 +127,9 @@ def schedule_of(args: argparse.Namespace) -> str:
     if args.epsilon == 0 and args.tau == "inf":
         return args.schedule
     if args.schedule != "events":
-        raise ValueError(f"--tau and --epsilon are of --schedule events, not of {args.schedule}")
+        raise ValueError(
+            f"--tau and --epsilon are of --schedule events: give it in the place of {args.schedule}"
+        )
     if args.epsilon == 0:
         raise ValueError(f"--tau {args.tau} with --epsilon 0 waits for all: give --epsilon 1 or more")
     return f"events(tau={args.tau}, epsilon={args.epsilon})"

@@ -52,7 +52,9 @@ def settle(args: argparse.Namespace, *, worker: bool) -> None:
     if args.device == "auto":
         args.device = "cuda" if gpus >= local > 0 else "cpu"
     if args.device == "cuda" and gpus < local:
-        raise ValueError(f"--device cuda: {local} ranks need a GPU each, and this machine has {gpus}")
+        raise ValueError(
+            f"--device cuda: {local} ranks need a GPU each, and this machine has {gpus}; lower --ranks"
+        )
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
 
 

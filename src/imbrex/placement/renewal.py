@@ -171,7 +171,7 @@ def _check_old(
     old: Mapping[int, Placement], layer: int, capacity: tuple[int, ...], num_experts: int
 ) -> Placement:
     if layer not in old:
-        raise ValueError(f"plan: the old plan has no layer {layer}")
+        raise ValueError(f"plan: the old plan has no layer {layer}; give one of the same model, or none")
     placement = old[layer]
     slots = tuple(int(n) for n in np.diff(placement.rank_offsets))
     if slots != capacity or placement.num_experts != num_experts:

@@ -65,7 +65,7 @@ def replay(
     if policy not in POLICIES:
         raise ValueError(f"replay: policy {policy!r}; use one of {', '.join(POLICIES)}")
     if train.layers != test.layers or train.num_experts != test.num_experts:
-        raise ValueError("replay: the two histories have different layers or experts")
+        raise ValueError("replay: the two histories have different layers or experts; give two of one model")
     counts_ILE = test.pool(sources).counts_ILE
     if not counts_ILE.any():
         raise ValueError("replay: what is to be scored has no choices; give another part of the statistics")

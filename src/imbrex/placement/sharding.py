@@ -223,7 +223,10 @@ def placement_in(group: Group, topology: Topology, work: Work) -> Placement:
     for _ in range(work.num_experts):
         free = [place for place, i in enumerate(group) if counts[place] < topology.room_D[i]]
         if not free:
-            raise ValueError(f"placement: the devices {group} have no room for {work.num_experts} experts")
+            raise ValueError(
+                f"placement: the devices {group} have no room for {work.num_experts} experts; "
+                "give more devices or room"
+            )
         counts[min(free, key=lambda place: (counts[place] + 1) * topology.row_s_D[group[place]])] += 1
     ends = [sum(counts[: place + 1]) for place in range(len(group))]
     return from_slots([range(end - n, end) for end, n in zip(ends, counts, strict=True)], work.num_experts)

@@ -44,7 +44,7 @@ def between(histories: Sequence[LoadHistory]) -> Floats:
     much requests, or tasks, resemble each other. Raises ValueError where they are of different models."""
     loads = [_shares(history.counts_ILE.sum(0)) for history in histories]
     if len({load.shape for load in loads}) > 1:
-        raise ValueError("stability: the histories have different layers or experts")
+        raise ValueError("stability: the histories have different layers or experts; give those of one model")
     return np.array([[correlations(a, b).mean() for b in loads] for a in loads])
 
 

@@ -111,7 +111,10 @@ def restore_blocks(model: nn.Module) -> list[nn.Module]:
         if isinstance(child, ReplacedBlock)
     ]
     if not places:
-        raise ValueError(f"restore_blocks: a {type(model).__name__} has no replaced blocks")
+        raise ValueError(
+            f"restore_blocks: a {type(model).__name__} has no replaced blocks; "
+            "give the model of `replace_blocks`"
+        )
     team = Team([layer for _, _, layer in places], "restore_blocks")
     team.meet()
     reason = next((r for _, _, layer in places if (r := why_not_gathered(layer)) is not None), None)

@@ -81,7 +81,9 @@ def check(args: argparse.Namespace) -> None:
     shape = parse_shape(args.model, args.scale)
     factorise(args.ranks, expert=args.ep, tensor=args.tp)
     if shape.intermediate_size % args.tp:
-        raise ValueError(f"--tp {args.tp} does not divide the expert width {shape.intermediate_size}")
+        raise ValueError(
+            f"--tp {args.tp} does not divide the expert width {shape.intermediate_size}; choose a divisor"
+        )
     make_routing(args.skew, shape, 1)
     for name in transports_of(args):
         pick(name, num_ranks=args.ranks, top_k=shape.top_k)

@@ -573,7 +573,7 @@ class NvlinkExchange:
 
     def _row_bytes(self, x: Tensor) -> int:
         if not x.is_contiguous():
-            raise ValueError("exchange: the tokens must be contiguous")
+            raise ValueError("exchange: the tokens must be contiguous; call .contiguous() before")
         nbytes = x.shape[-1] * x.element_size()
         if nbytes % 16 or nbytes > self.shape.row_bytes:
             raise ValueError(

@@ -121,7 +121,7 @@ def check_choices(shape: lay.Shape, ids: Tensor, tokens: Tensor | None) -> None:
         raise ValueError(f"exchange: expert ids outside [-1, {shape.experts}); -1 drops a choice")
     # host sync: asked for by IMBREX_DEBUG
     if bool(twice.any()):
-        raise ValueError("exchange: an expert twice among the choices of a token")
+        raise ValueError("exchange: an expert twice among the choices of a token; give different ones, or -1")
 
 
 def check_rows(routed: Routed, num_rows: int) -> None:

@@ -367,7 +367,9 @@ def small_args(
 ) -> ctypes.Structure:
     """Arguments of a dispatch of at most `few` tokens a rank, which routes by `route` and writes `groups`."""
     if num_sms < 2:
-        raise ValueError("exchange: a small dispatch needs at least 2 SMs: some push, some route")
+        raise ValueError(
+            "exchange: a small dispatch needs at least 2 SMs, as some push and some route; give more"
+        )
     row_bytes = x.shape[-1] * x.element_size()
     return lay.Small(
         route=route,
