@@ -172,7 +172,9 @@ def run_auto(ranks: Ranks, path: str) -> tuple[Any, ...]:
         if parameter.grad is not None:
             error = max(error, relative(parameter.grad, plain["grads"][name]))
     choice = schedule.decisions[layer.exchange].choice
-    assert layer.reasons["schedule"].startswith(f"auto: {choice.scheduler}-{choice.degree}, predicted ")
+    reason = layer.reasons["schedule"]
+    assert reason.startswith(f"auto: {choice.scheduler}-{choice.degree}, predicted ")
+    assert "no fused: 'alltoall' moves rows before their product" in reason
     return error, choice
 
 

@@ -127,6 +127,8 @@ def test_the_layer_says_what_was_chosen() -> None:
     assert reasons["transport"] == "alltoall: one rank: nothing to move"
     assert reasons["experts"].startswith("grouped: " if why_not_portable() else "kernels: ")
     assert "transport=alltoall" in repr(make())
+    fused = make(schedule="fused").reasons["schedule"]
+    assert "runs serially: one rank has nothing to bring" in fused
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ class Auto:
         self.fuses_in_graphs = False
         self.decisions: weakref.WeakKeyDictionary[RowExchange, Decision] = weakref.WeakKeyDictionary()
         self._origins: weakref.WeakKeyDictionary[RowExchange, str] = weakref.WeakKeyDictionary()
+        self._not_tried: weakref.WeakKeyDictionary[RowExchange, str] = weakref.WeakKeyDictionary()
         self._running: weakref.WeakKeyDictionary[RowExchange, Strategy] = weakref.WeakKeyDictionary()
 
     def reason(self, exchange: RowExchange) -> str:
@@ -76,7 +77,7 @@ class Auto:
         choice, gains, origin = decision.choice, decision.gains, self._origins[exchange]
         times = f"{1e3 * choice.forward:.3g} ms forward and {1e3 * choice.backward:.3g} backward"
         if gains is None:
-            return f"{decision.name}, predicted {times}; {origin}"
+            return f"{decision.name}, predicted {times}; no fused: {self._not_tried[exchange]}; {origin}"
         measured = f"{gains.device:.2f} times as fast on the device, {gains.called:.2f} as called"
         if is_faster(gains):
             return f"fused, {measured}, as {gains.over}, forward and backward together; {origin}"
@@ -101,9 +102,11 @@ class Auto:
         return self._running[exchange].run(x_TD, routing, exchange, experts, addend)
 
     def _decide(self, x_TD: Tensor, routing: Routing, exchange: RowExchange, experts: Experts) -> None:
-        may = self.scheduler is None and why_not_exchange(exchange) is None
-        settings = {"fuses": may and why_not_experts(experts) is None, "keeps": self.keep}
+        why_not = f"scheduler={self.scheduler!r} was given" if self.scheduler else why_not_exchange(exchange)
+        why_not = why_not or why_not_experts(experts)
+        settings = {"fuses": why_not is None, "keeps": self.keep}
         tuner = tuner_of(exchange, experts, x_TD, renews=self.renew, **settings)
+        self._not_tried[exchange] = why_not or "another rank's experts cannot bring their rows"
         with plain_copies(x_TD, routing) as inputs:
             layer = exchange, experts, *inputs
             roles = self._roles(tuner, layer) if tuner.subject["fuses"] else None

@@ -107,7 +107,11 @@ def run_in_graph(
 
 def why_not_exchange(exchange: RowExchange) -> str | None:
     """Why crossings of this exchange cannot be part of a product's kernel, or `None`."""
-    return exchange.dispatcher.why_not_form(RowForm.UNDER_WAY)
+    if exchange.dispatcher.why_not_form(RowForm.UNDER_WAY) is None:
+        return None
+    if exchange.world_size == 1:
+        return "one rank has nothing to bring"
+    return f"{exchange.transport.name!r} moves rows before their product; transport='nvlink' can do it beside"
 
 
 def why_not_experts(experts: Experts) -> str | None:
