@@ -72,7 +72,7 @@ faults: $(DEV)  ## put known faults back one at a time and demand that a test ca
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs-tables: $(DEV)  ## write the documentation's tables and pictures from benchmarks/results
+docs-tables: $(DEV)  ## write the documentation's tables from benchmarks/results and docstrings
 	PYTHONPATH=src:. $(BIN)/python -m docs.tables
 
 format: $(DEV)  ## let ruff write the layout
