@@ -1,5 +1,6 @@
 """transformers' models of a few kilobytes, one of every family that `replace_blocks` knows."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -72,9 +73,10 @@ FAMILIES = {
 
 
 def model_of(family, dtype=torch.float32):
-    """A model whose weights are all drawn anew, the same every time."""
+    """A model whose weights are all drawn anew, the same every time, with a configuration of its own: a model
+    that is switched to other experts says so there."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family][1]).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(deepcopy(FAMILIES[family][1])).to(dtype).eval()
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if "inv_freq" not in name:
             torch.nn.init.normal_(value, std=0.05 if "router" in name else 0.3)

@@ -4,6 +4,7 @@ and weights of all transports are those of all-gather, and of a model that is no
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ MODELS = {
 
 def model_of(ranks: Ranks, name: str, transport: str, sharded: bool) -> Any:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(MODELS[name])
+    model: Any = AutoModelForCausalLM.from_config(deepcopy(MODELS[name]))
     replace_blocks(model, ranks.group, transport=transport, losses=imbrex.AuxLosses(load_balance=0.01))
     if sharded:
         mesh = DeviceMesh.from_group(ranks.group, "cpu")

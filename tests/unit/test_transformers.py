@@ -8,6 +8,8 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import imbrex.adapters.transformers
@@ -41,10 +43,28 @@ def test_every_family_computes_the_same(family):
         torch.testing.assert_close(theirs[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
 
 
-def test_experts_have_their_gradients_by_schedules_of_several_chunks():
+class LowRank(nn.Module):
+    """An update of fused weights, of parameters of its own."""
+
+    def __init__(self, weight):
+        super().__init__()
+        experts, out, into = weight.shape
+        self.left, self.right = (nn.Parameter(torch.randn(experts, *s)) for s in ((out, 2), (2, into)))
+
+    def forward(self, weight):
+        return weight + self.left @ self.right
+
+
+@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.filterwarnings("ignore:transformers computes the experts")
+def test_experts_have_their_gradients_by_schedules_of_several_chunks(updated):
     """These differentiate in what they are told of, and the experts lie in transformers' module."""
     register("imbrex-chunks", schedule="optsche-2")
     model, ids = model_of("mixtral"), torch.randint(32, (2, 7))
+    if updated:
+        experts = model.get_submodule("model.layers.0.mlp.experts")
+        down = experts.get_parameter("down_proj").requires_grad_(False)
+        parametrize.register_parametrization(experts, "down_proj", LowRank(down))
     _, gradients = gradients_of(model, ids)
     model.set_experts_implementation("imbrex-chunks")
     _, ours = gradients_of(model, ids)

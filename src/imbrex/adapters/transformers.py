@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 
 from imbrex import Dispatched, Exchange, Routing, overlap
 from imbrex.contracts import Codec, RowForm, Strategy, Transport, Wire
@@ -177,9 +179,16 @@ class Held(Lent):
     def forms(self) -> tuple[RowForm, ...]:
         return self.experts.forms
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Their parameters: schedules of several chunks differentiate in them, too."""
-        return self.module.parameters()
+    def parameters(self) -> Iterator[Tensor]:
+        """The weights as they are in this call, also where they are computed, as by PEFT for LoRA: schedules
+        of several chunks differentiate in them, too."""
+        module = self.module
+        plain = (name for name, _ in module.named_parameters(recurse=False))
+        for name in (*plain, *getattr(module, "parametrizations", ())):
+            yield getattr(module, name)
+        for name, child in module.named_children():
+            if name != "parametrizations":
+                yield from child.parameters()
 
     def __call__(self, dispatched: Dispatched) -> Tensor:
         return self.experts.run(self.module, dispatched)
@@ -215,7 +224,9 @@ class Seat:
 
     def __call__(self, module: nn.Module, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         routing = Routing(ids_TK=ids_TK.long(), weights_TK=weights_TK.float())
-        return self.strategy.run(x_TD, routing, self.exchange, Held(self.experts, module), None).y_TD
+        # What is computed must be one tensor in a call.
+        with parametrize.cached() if hasattr(module, "parametrizations") else nullcontext():
+            return self.strategy.run(x_TD, routing, self.exchange, Held(self.experts, module), None).y_TD
 
     def begin(self, width: int, top_k: int, dtype: torch.dtype) -> None:
         """Before the first call, which knows the width, K and the dtype of tokens."""
