@@ -297,6 +297,7 @@ def surely_fit(experts: object) -> bool:
 class Lent:
     """The base of classes that call `Experts` with parameters that lie elsewhere.
 
+    parameters(): gives these, or what they are computed to, to schedules of several chunks.
     unchanged: whether it returns what those return, and nobody changes or reads that.
     """
 
