@@ -49,6 +49,14 @@ ONCE_SURVIVED_HERE = [
 
 PROTOCOL = [
     Fault(
+        "backwards-in-any-order",
+        "exchange/bytes.py",
+        "ranks may go back through layers in another order, which mixes gradients",
+        "        self.backwards.note(self.number)\n",
+        "",
+        ("ranks/test_bad_input.py::test_backwards_in_another_order",),
+    ),
+    Fault(
         "sums-of-a-failed-call-beside-down",
         "kernels/fused/down_home.cu",
         "what a failed call has not summed is what the memory held",

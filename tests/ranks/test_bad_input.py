@@ -265,6 +265,28 @@ def run_relocated_alone(ranks: Ranks, transport: str) -> list[str]:
     return said
 
 
+def run_back_in_another_order(ranks: Ranks) -> str:
+    """Two layers with as many rows, of which rank 1 goes back through the first one first; what the next call
+    says. The call behind it is fine."""
+    config = imbrex.MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=2)
+    layers = [imbrex.MoELayer(config, ranks.group, transport="alltoall") for _ in range(2)]
+    outputs = [layer(torch.ones(3, 4)) for layer in layers]
+    for y_TD in outputs if ranks.rank == 1 else reversed(outputs):
+        y_TD.sum().backward()
+    try:
+        layers[0](torch.ones(3, 4))
+    except ValueError as error:
+        layers[1](torch.ones(3, 4)).sum().backward()
+        layers[0](torch.ones(3, 4))
+        return str(error)
+    return "nothing was raised"
+
+
+def test_backwards_in_another_order(pool: Pool) -> None:
+    for told in pool.run(2, run_back_in_another_order):
+        assert "ranks disagree about the layers gone back through since the last call" in told
+
+
 def test_a_placement_that_only_one_rank_has_is_refused(pool: Pool) -> None:
     answers = pool.run(2, run_relocated_alone, "alltoall")
     for rank, (said, counts) in enumerate(answers):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,10 @@ from imbrex.runtime.waits import RankLostError
 from imbrex.runtime.words import words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER, TOKENS, PROBLEM, CHUNKS, PROMISE = 14, 6, 8, 12, 13
+HEADER, TOKENS, PROBLEM, CHUNKS, PROMISE, BACKWARDS = 15, 6, 8, 12, 13, 14
 """int64 values before the counts: version, exchange, layer, call, placement, dtype, tokens, checksum, problem
-and its three details, chunks, whether the rows of the combine are sure to fit. `TOKENS`, `PROBLEM`, `CHUNKS`
-and `PROMISE` are places of these."""
+and its three details, chunks, whether the rows of the combine are sure to fit, backwards. `TOKENS`,
+`PROBLEM`, `CHUNKS`, `PROMISE` and `BACKWARDS` are places of these."""
 DTYPE, CHECKSUM = 5, 7
 TEXT_BYTES = 240
 ALIKE = {
@@ -29,6 +31,7 @@ ALIKE = {
     4: "the placement (its checksum; every rank must relocate between the same two calls)",
     DTYPE: "the dtype of x",
     CHUNKS: "the number of chunks (0 is a check of the input alone)",
+    BACKWARDS: "the layers gone back through since the last call (a checksum of their order)",
 }
 ALIKE_REPLICATED = {
     TOKENS: "the number of tokens",
@@ -111,6 +114,31 @@ def find_bad_value(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tupl
     return 0, 0, 0, 0
 
 
+class Backwards:
+    """The order in which the exchanges of a group were gone back through since its last call. Rows that cross
+    in a backward do not say whose they are: of two layers in another order on one rank, gradients are mixed.
+    """
+
+    def __init__(self) -> None:
+        self._checksum = 0
+
+    def note(self, number: int) -> None:
+        self._checksum = zlib.crc32(number.to_bytes(8, "little"), self._checksum)
+
+    def take(self) -> int:
+        """The checksum, once."""
+        checksum, self._checksum = self._checksum, 0
+        return checksum
+
+
+_backwards: weakref.WeakKeyDictionary[Any, Backwards] = weakref.WeakKeyDictionary()
+
+
+def backwards_of(group: Any) -> Backwards:
+    """The backwards of a process group."""
+    return _backwards.setdefault(group, Backwards())
+
+
 def write_header(
     problem: tuple[int, ...],
     x_TD: Tensor,
@@ -119,13 +147,15 @@ def write_header(
     replicated: bool,
     chunks: int = 1,
     promise: bool = False,
+    backwards: int = 0,
 ) -> Tensor:
     """The header of this rank's message, int64 [HEADER], on the device of the ids. call: the numbers of the
-    exchange, of its layer and of the call, and of where its experts live. promise: of `Exchange.dispatch`."""
+    exchange, of its layer and of the call, and of where its experts live. promise: of `Exchange.dispatch`.
+    backwards: of `Backwards`."""
     fine = not problem[0]
     dtype = DTYPES.index(x_TD.dtype) if fine else 0
     tokens = x_TD.shape[0] if fine else 0
-    head = words(VERSION, *call, dtype, tokens, 0, *problem, chunks, promise)
+    head = words(VERSION, *call, dtype, tokens, 0, *problem, chunks, promise, backwards)
     head = head.to(ids_TK.device if fine else "cpu", non_blocking=True)
     if replicated and fine:
         place = torch.arange(1, ids_TK.numel() + 1, device=ids_TK.device)
@@ -143,7 +173,7 @@ def check_headers(headers_WH: Tensor, replicated: bool) -> None:
     first, names = headers[0], ALIKE | ALIKE_REPLICATED if replicated else ALIKE
     alike = slice(PROBLEM if replicated else TOKENS)
     for rank, header in enumerate(headers):
-        if header[alike] == first[alike] and header[CHUNKS] == first[CHUNKS]:
+        if header[alike] == first[alike] and all(header[n] == first[n] for n in (CHUNKS, BACKWARDS)):
             continue
         for place, name in names.items():
             if header[place] != first[place]:

@@ -41,6 +41,8 @@ from imbrex.exchange.agreement import (
     HEADER,
     PROMISE,
     TOKENS,
+    Backwards,
+    backwards_of,
     check_headers,
     find_problem,
     raise_together,
@@ -50,6 +52,7 @@ from imbrex.exchange.dispatcher import WiredDispatcher, nothing_to_move
 from imbrex.exchange.plan import read_state
 from imbrex.placement.flow import split_near
 from imbrex.runtime import waits
+from imbrex.transport.base import BytesTransport
 from imbrex.transport.nodes import Nodes
 
 
@@ -74,6 +77,9 @@ class BytesDispatcher(WiredDispatcher):
         size = transport.ranks_per_node
         self.nodes = None if size is None else Nodes(num_nodes=self.world_size // size, size=size)
         self.calls, self.combined = itertools.count(1), False
+        self.backwards = Backwards()
+        if isinstance(transport, BytesTransport) and self.world_size > 1:
+            self.backwards = backwards_of(transport.group)
 
     def take_agreement(self, number: int, node_of_W: Sequence[int]) -> None:
         super().take_agreement(number, node_of_W)
@@ -135,7 +141,8 @@ class BytesDispatcher(WiredDispatcher):
     def _header(self, problem: tuple[int, ...], x_TD: Tensor, ids_TK: Tensor, num_parts: int) -> Tensor:
         call, promise = (self.number, self.layer, next(self.calls), self.where), self.promise
         self.promise = False
-        return write_header(problem, x_TD, ids_TK, call, self.transport.replicated, num_parts, promise)
+        chunks, backwards = (num_parts, promise), self.backwards.take()
+        return write_header(problem, x_TD, ids_TK, call, self.transport.replicated, *chunks, backwards)
 
     @property
     def _room(self) -> int:
@@ -331,6 +338,7 @@ class BytesDispatcher(WiredDispatcher):
         self, d_y_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor, state: Sequence[Tensor]
     ) -> Crossing[tuple[Tensor, Tensor]]:
         (source_R, _, traffic), codec = read_state(state), self.wire.combine_backward
+        self.backwards.note(self.number)
 
         def read(received: Tensor | None) -> tuple[Tensor, Tensor]:
             with self._span("combine_backward"):
