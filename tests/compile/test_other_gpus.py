@@ -25,6 +25,7 @@ PRODUCTS = {
     "fused/rows_out.cu",
 }
 HOPPER = PRODUCTS | {
+    "events/events.cu",
     "exchange/dispatch.cu",
     "exchange/expert.cu",
     "exchange/gather.cu",

@@ -273,7 +273,8 @@ __device__ __forceinline__ void sum_rounded(Sums<kRows> sums, const int* count, 
     });
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+// Three blocks a multiprocessor, said: left to choose, the compiler of Blackwell spills for a fourth.
+extern "C" __global__ void __launch_bounds__(256, 3)
     sum_rows(const Eight* rows, const i64* position, const float* weights, const int* count, int tokens,
              int choices, int units, Eight* y, const Eight* addend, int early) {
     sum_rounded<8>({rows, position, weights, u32(tokens), u32(choices), u32(units)}, count, y, addend, early);
