@@ -1,6 +1,7 @@
 """What do calls that may do without a late peer cost beside `serial`'s kernels, and what do they save?
 
     PYTHONPATH=src:. python benchmarks/events.py
+    PYTHONPATH=src:. python benchmarks/events.py --layer    # a whole layer, on two GPUs or more
 
 Two virtual ranks of one GPU, each with a stream of its own, DeepSeek-V3's rows, nothing computed between. All
 bytes stay in one GPU's memory and both ranks share its multiprocessors, so a ratio to `serial`'s kernels is
@@ -13,6 +14,7 @@ down the launches of both. A sample whose pause was too short is taken again.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ceilings import measure_ceilings
+from benchmarks import events_layer
+from benchmarks.ceilings import measure_ceilings
 from tests.emulated.events import make_kernels, tables_of
 from tests.emulated.out_of_step import RankHeap
 from tests.emulated.scenario import Case, make_exchange
 
-from imbrex.bench.results import describe_run, write_results
+from imbrex.bench.exchange.clock import run_ranks
+from imbrex.bench.results import check_results, describe_run, write_results
 from imbrex.bench.shapes import MODELS
 from imbrex.bench.skew import make_routing
 from imbrex.kernels import jit
@@ -36,6 +40,8 @@ from imbrex.kernels.exchange.exchange import NvlinkExchange
 from imbrex.kernels.heap import VirtualHeap
 from imbrex.placement import contiguous
 
+QUESTION = (__doc__ or "").splitlines()[0]
+COMMAND = "PYTHONPATH=src:. python benchmarks/events.py"
 RESULTS = Path(__file__).parent / "results" / "events.json"
 MODEL, TOKENS, RANKS = "deepseek-v3", 4096, 2
 SHAPE = MODELS[MODEL]
@@ -212,12 +218,54 @@ def measure(clock: Clock, setting: Setting, repeats: int) -> list[dict[str, Any]
     ]
 
 
+def measure_layers(args: argparse.Namespace) -> None:
+    """A whole layer, a GPU for every rank."""
+    world = torch.cuda.device_count()
+    if world < 2:
+        raise SystemExit("benchmarks/events.py --layer needs two GPUs or more")
+    faulthandler.dump_traceback_later(args.seconds + 5.0, exit=True)  # ranks end by themselves before
+    check_results(args.out, QUESTION)
+    asked = events_layer.Asked(
+        model=args.model,
+        tokens=args.tokens,
+        repeats=args.repeats or 20,
+        seconds=args.seconds,
+        question=QUESTION,
+        out=str(args.out),
+        run=describe_run(command_of(args), measure_ceilings()),
+    )
+    run_ranks(events_layer.work, world, asked)
+
+
+def command_of(args: argparse.Namespace) -> str:
+    """The words that repeat a run of `--layer`."""
+    usual = {"model": MODEL, "tokens": TOKENS, "repeats": None}
+    given = [
+        f"--{name} {getattr(args, name)}" for name, value in usual.items() if getattr(args, name) != value
+    ]
+    return " ".join([COMMAND, "--layer", *given])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--repeats", type=int, help="of every way (40; 20 of a layer)")
+    parser.add_argument("--layer", action="store_true", help="a whole layer, a GPU for every rank")
+    parser.add_argument("--model", choices=sorted(MODELS), default=MODEL, help=f"of --layer ({MODEL})")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of a rank, of --layer ({TOKENS})")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="after which --layer says where it hangs, and ends (120)"
+    )
     args = parser.parse_args()
-    run = describe_run("PYTHONPATH=src:. python benchmarks/events.py", measure_ceilings())
+    if args.layer:
+        measure_layers(args)
+    else:
+        measure_kernels(args)
+
+
+def measure_kernels(args: argparse.Namespace) -> None:
+    """The kernels alone, on virtual ranks of one GPU."""
+    run = describe_run(COMMAND, measure_ceilings())
     run["definitions"] = {
         "ranks": f"{RANKS} virtual ranks of one GPU, {SMS} multiprocessors each",
         "median_us": "until the slowest rank is done; with one late, until the other is",
@@ -225,14 +273,14 @@ def main() -> None:
     }
     clock, rows = Clock(), []
     for setting in SETTINGS:
-        for row in measure(clock, setting, args.repeats):
+        for row in measure(clock, setting, args.repeats or 40):
             rows.append(row)
             case = row["case"]
             print(f"{row['op']:17} {case['skew']:9} {case['late_ms']:4} ms late  {row['impl']:18}"
                   f"{row['median_us']:10.1f} us ({row['min_us']:.1f} to {row['max_us']:.1f}) "
                   f"{row['dropped_share']:.1%} dropped", flush=True)  # fmt: skip
         torch.cuda.empty_cache()
-    write_results(args.out, (__doc__ or "").splitlines()[0], run, rows)
+    write_results(args.out, QUESTION, run, rows)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ PARTS = (
     ),
     Part(name="peaks", results="peaks.json", gpus=(1, 2), seconds=120, words="--seconds 100"),
     Part(name="decode", results="decode.json", gpus=(2, 2), seconds=110),
+    Part(name="events", results="events.json", gpus=(2, MANY), seconds=130, words="--layer"),
     Part(name="layer", results="layer.json", gpus=(2, MANY), seconds=300),
     Part(name="fused", results="fused.json", gpus=(2, MANY), seconds=200),
     Part(name="serve", results="serve.json", gpus=(2, MANY), seconds=300, words="--until 270"),

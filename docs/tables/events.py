@@ -8,7 +8,10 @@ from collections.abc import Callable
 from docs.tables.results import RESULTS, Row, Table, last_run, read, select
 
 NOT_YET = "*Not measured on a quiet machine yet.*"
+NOT_ON_TWO = "*Not measured on two GPUs yet.*"
 SERIAL, EVENTS, PATIENT = "serial's kernels", "events", "events, patient"
+LAYER = "layer "
+"""Before the name of what is timed, where it is a whole layer."""
 
 
 def stragglers() -> Table | str:
@@ -23,7 +26,13 @@ def training() -> Table | str:
 
 def one_gpu() -> Table | str:
     """Kernels of events beside serial's, on virtual ranks of one GPU."""
-    return _newest("events", _one_gpu)
+    return _one_gpu(last_run(row for row in read("events") if not row["op"].startswith(LAYER)))
+
+
+def layers() -> Table | str:
+    """A whole layer by events beside serial, a GPU for every rank."""
+    rows = [row for row in read("events") if row["op"].startswith(LAYER)]
+    return _layers(last_run(rows)) if rows else NOT_ON_TWO
 
 
 def _newest(name: str, table: Callable[[list[Row]], Table]) -> Table | str:
@@ -74,4 +83,17 @@ def _one_gpu(rows: list[Row]) -> Table:
         cells = [cell for us in ours for cell in (f"{us:.0f}", f"{us / serial_us:.2f}")]
         cells.append(f"{of[PATIENT]['dropped_share']:.0%}")
         lines.append([f"{op}, {skew}{late}", f"{serial_us:.0f}", *cells])
+    return Table(head=head, body=lines, rows=rows)
+
+
+def _layers(rows: list[Row]) -> Table:
+    head = ["", "serial", EVENTS, "over serial", PATIENT, "over serial", "dropped", "bits"]
+    lines = []
+    for op, skew in dict.fromkeys((r["op"], r["case"]["skew"]) for r in rows):
+        of = {r["impl"]: r for r in select(rows, op=op, case={"skew": skew})}
+        serial_us, *ours = (of[name]["median_us"] for name in ("serial", EVENTS, PATIENT))
+        cells = [cell for us in ours for cell in (f"{us:.0f}", f"{us / serial_us:.3f}")]
+        cells.append(f"{of[PATIENT]['dropped_share']:.2%}")
+        cells.append("serial's" if all(r["bits"] for r in of.values()) else "others")
+        lines.append([f"{op.removeprefix(LAYER)}, {skew}", f"{serial_us:.0f}", *cells])
     return Table(head=head, body=lines, rows=rows)

@@ -62,6 +62,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "stragglers": events.stragglers,
         "training": events.training,
         "one gpu": events.one_gpu,
+        "layers": events.layers,
     },
     "docs/huggingface.md": {"steps": models.steps, "mean": models.mean},
     "docs/serving.md": {
