@@ -71,7 +71,9 @@ class EventsOutOfStep(OutOfStep):
         self.launches = [[] for _ in range(ranks)]
         self._kept = []
         loads = [partial(Recorder, launches) for launches in self.launches]
-        self.exchanges: Any = make_kernels(case, "cpu", loads, timeout=20.0, blocks=blocks)
+        self.exchanges: Any = make_kernels(
+            case, "cpu", loads, timeout=20.0, blocks=blocks, sum_blocks=blocks + 1
+        )
         self.heap = self.exchanges[0].heap.whole
         cpu = torch.device("cpu")
         self.patience = [Patience(tau_s, epsilon, every, cpu) for _ in range(ranks)]

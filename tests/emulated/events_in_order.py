@@ -38,7 +38,9 @@ class InOrder:
 
     def __init__(self, case: Case, device: str, load: Any, timeout: float = 20.0) -> None:
         self.case, self.device = case, torch.device(device)
-        self.kernels = make_kernels(case, device, [load] * case.ranks, timeout=timeout, blocks=3)
+        self.kernels = make_kernels(
+            case, device, [load] * case.ranks, timeout=timeout, blocks=3, sum_blocks=2
+        )
         self.patience = [Patience(1e-4, 1, 1, self.device) for _ in range(case.ranks)]
         slot_of_E, offsets = tables_of(case.placement)
         self.tables = slot_of_E.to(device), offsets.to(device)

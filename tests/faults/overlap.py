@@ -130,7 +130,7 @@ EVENTS = [
         "a packet is written before its host has read the last one",
         "{ return reached(ptx::load_acquire_sys(&own.taken[p]), own.sent[p]); };",
         "{ return true; };",
-        ("unit/test_events_kernels.py::test_whoever_is_late_is_done_without[case1-2]",),
+        ("unit/test_events_kernels.py::test_whoever_is_late_is_done_without",),
     ),
     Fault(
         "events-backward-of-all-that-came",
@@ -144,9 +144,17 @@ EVENTS = [
         "events-numbers-of-one-part",
         "kernels/events/packets.cuh",
         "a warp numbers its part of the choices as if no other stood before it",
-        "before += b + q < call.block ? value[q] : 0;",
-        "before += 0 * value[q];",
+        "before[i] += b + q < call.block ? count : 0;",
+        "before[i] += 0 * count;",
         ("unit/test_events_kernels.py::test_without_patience_nothing_is_dropped",),
+    ),
+    Fault(
+        "events-choices-asked-for-twice",
+        "kernels/events/packets.cuh",
+        "a warp that numbers more choices than it asks for at once has some twice, and others not at all",
+        "ask_choices(next, e, at + 32 * kBatch, end);",
+        "ask_choices(next, e, at + 32, end);",
+        ("unit/test_events_kernels.py::test_many_choices_of_many_experts",),
     ),
     Fault(
         "events-places-of-all-that-sent",

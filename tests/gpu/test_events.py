@@ -60,7 +60,9 @@ class Ranks:
 
     def __init__(self, case: Case, tau_s: float, epsilon: int, *, timeout: float = 10.0) -> None:
         self.case, device = case, torch.device("cuda")
-        self.kernels = make_kernels(case, "cuda", [jit.load] * case.ranks, timeout=timeout, blocks=16)
+        self.kernels = make_kernels(
+            case, "cuda", [jit.load] * case.ranks, timeout=timeout, blocks=16, sum_blocks=24
+        )
         self.streams = [torch.cuda.Stream() for _ in range(case.ranks)]
         self.patience = [Patience(tau_s, epsilon, 1, device) for _ in range(case.ranks)]
         slot_of_E, offsets = tables_of(case.placement)

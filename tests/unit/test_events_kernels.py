@@ -23,6 +23,8 @@ CASE = Case(placement=contiguous(6, 3), tokens=(5, 0, 19), choices=2, width=64)
 UNEVEN = Case(placement=from_slots([[0, 1, 2], [3, 4, 5], [-1]], 6), tokens=(7, 4, 3), choices=3, width=72)
 SHARED = Case(placement=contiguous(4, 2), tokens=(4, 3, 2, 5), choices=2, width=64, tensor=2)
 PAIR = Case(placement=contiguous(4, 2), tokens=(3, 4), choices=2, width=64)
+MANY = Case(placement=contiguous(136, 2), tokens=(150, 70), choices=4, width=8)
+"""Each of two warps numbers more choices than it asks for at once, of more slots."""
 CALLS = 4
 
 
@@ -50,6 +52,11 @@ def test_without_patience_nothing_is_dropped(case: Case) -> None:
     for outcome in EventsOutOfStep(case, 0, 0.0).run_calls(CALLS, 1, backward=True):
         assert len(outcome.backs) == case.ranks
         assert check_outcome(case, outcome, 0) == 0
+
+
+def test_many_choices_of_many_experts() -> None:
+    (outcome,) = EventsOutOfStep(MANY, 0, 0.0).run_calls(1, 0, backward=True)
+    assert check_outcome(MANY, outcome, 0) == 0
 
 
 @pytest.mark.parametrize(("case", "epsilon"), [(CASE, 1), (CASE, 2), (UNEVEN, 2), (SHARED, 1)])

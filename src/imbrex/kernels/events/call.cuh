@@ -124,13 +124,4 @@ __device__ __forceinline__ int slot_of(const Events& e, i64 id) {
     return id >= 0 && id < e.experts ? e.slot_of[id] : -1;
 }
 
-// Slots of own choices `first`, + 32, ...; -1 from `end` on. All are asked for before one is looked at.
-__device__ __forceinline__ void ask_slots(int (&slot)[kBatch], const Events& e, int first, int end) {
-    i64 id[kBatch];
-#pragma unroll
-    for (int q = 0; q < kBatch; ++q) id[q] = e.ids[min(first + 32 * q, end - 1)];
-#pragma unroll
-    for (int q = 0; q < kBatch; ++q) slot[q] = slot_of(e, first + 32 * q < end ? id[q] : -1);
-}
-
 }  // namespace claims

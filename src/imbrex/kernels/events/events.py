@@ -39,10 +39,12 @@ Words = struct("events/claims.cuh", "Words")
 Memory = struct("events/claims.cuh", "Memory")
 PatienceWords = struct("events/claims.cuh", "Patience")
 EVENTS = jit.Variant(source="events/events.cu", entry="run_events")
-THREADS, BLOCKS, INDEXERS = 512, 64, 16
+THREADS, BLOCKS, INDEXERS = 512, 64, 32
 WORDS = 1024
 """Bytes of a block's shared memory before all else."""
-SEND, EXPAND, REPLY, SUM, COMBINE, REFUSE, SETTLE = range(7)
+STEPS = 7
+SEND, EXPAND, REPLY, SUM, COMBINE, REFUSE, SETTLE = range(STEPS)
+SUMMING = REPLY, SUM, COMBINE
 KINDS, PHASES = ("", "events"), ("", "leave to send", "the packet", "the reply")
 ENDLESS, MOST_CALLS = (1 << 64) - 1, (1 << 32) - 1
 WHOLE = 100000
@@ -73,8 +75,8 @@ class Room:
 
     @property
     def slots(self) -> int:
-        """Most slots of all ranks."""
-        return self.ranks // self.tensor * self.most_slots
+        """Most slots of all ranks, a multiple of four."""
+        return -(-(self.ranks // self.tensor * self.most_slots) // 4) * 4
 
     @property
     def parts(self) -> dict[str, int]:
@@ -150,7 +152,8 @@ class EventsCall:
 
 class EventsKernels:
     """One heap, and the kernel that runs calls over it. make_heap: from a number of bytes (collective).
-    blocks: of a launch, all resident. load: `jit.load`, or what stands in for it."""
+    blocks, sum_blocks: of a launch, and of one that sums, all resident. load: `jit.load`, or what stands in
+    for it."""
 
     def __init__(
         self,
@@ -159,17 +162,16 @@ class EventsKernels:
         *,
         timeout: float = 60.0,
         blocks: int = BLOCKS,
+        sum_blocks: int | None = None,
         load: Callable[..., Any] = jit.load,
     ) -> None:
         if room.ranks > lay.MOST_RANKS or room.choices > 32 or room.row_bytes % 16:
             raise ValueError("events: at most 16 ranks, 32 choices, and rows of a multiple of 16 bytes")
-        self.room, self.timeout, self.blocks = room, timeout, blocks
+        self.room, self.timeout = room, timeout
         at, table = lay.CONTROL_BYTES, 4 * room.most_slots * room.ranks
         stages, moving = lay.mover_shared(room.row_bytes, room.choices, besides=table)
-        self._shared = {SEND: WORDS + 4 * room.slots, EXPAND: moving + table}
-        self._shared |= dict.fromkeys(
-            (REPLY, SUM, COMBINE), WORDS + lay.reduce_shared(room.row_bytes, "bf16")
-        )
+        self._shared = {SEND: WORDS + 4 * (room.slots + room.experts), EXPAND: moving + table}
+        self._shared |= dict.fromkeys(SUMMING, WORDS + lay.reduce_shared(room.row_bytes, "bf16"))
         self._fixed = {
             "room": room.tokens,
             "choices": room.choices,
@@ -187,7 +189,9 @@ class EventsKernels:
         self._kernel = load(EVENTS, self.device)
         self._status = Status(self.heap, timeout, KINDS, PHASES)
         self.sizes = Sizes(1, room.ranks, room.choices, room.most_slots)
-        self._group = self._status.group(ranks=room.ranks, blocks=blocks)
+        moving = self._status.group(ranks=room.ranks, blocks=blocks)
+        summing = self._status.group(ranks=room.ranks, blocks=sum_blocks or blocks)
+        self._groups = {step: summing if step in SUMMING else moving for step in range(STEPS)}
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raises `ExchangeError` where a call has failed; see `NvlinkExchange.check`."""
@@ -217,7 +221,7 @@ class EventsKernels:
         self.check()
         assert x_TD.shape[0] <= self.room.tokens
         assert x_TD.shape[1] * x_TD.element_size() == self.room.row_bytes
-        self._group.layer = 1 + layer
+        self._name(layer)
         call = EventsCall(
             x_TD=x_TD.contiguous(),
             ids_TK=ids_TK.contiguous(),
@@ -238,7 +242,7 @@ class EventsKernels:
         same order, whoever counted there."""
         self.check()
         assert d_y_TD.shape == forward.x_TD.shape
-        self._group.layer = 1 + layer
+        self._name(layer)
         call = replace(
             forward,
             x_TD=d_y_TD.contiguous(),
@@ -249,6 +253,10 @@ class EventsKernels:
         )
         self._run(SEND, call)
         return call
+
+    def _name(self, layer: int) -> None:
+        for group in self._groups.values():
+            group.layer = 1 + layer
 
     def settle(self, call: EventsCall) -> None:
         """Ask the homes that were served which of them count what they were sent, before `take_back`. Where
@@ -353,4 +361,5 @@ class EventsKernels:
             note=call.note,
         )
         shared = self._shared.get(step, WORDS)
-        self._kernel.launch(grid=self.blocks, block=THREADS, args=[self._group, args], smem=shared)
+        group = self._groups[step]
+        self._kernel.launch(grid=group.blocks, block=THREADS, args=[group, args], smem=shared)

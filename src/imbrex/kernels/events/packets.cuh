@@ -12,7 +12,7 @@
 
 namespace claims {
 
-constexpr int kIndexers = 16;  // warps that number choices, one a block; mirrored by events.py
+constexpr int kIndexers = 32;  // warps that number choices, one a block; mirrored by events.py
 constexpr int kIndexer = kWarps - 1;
 
 // To whom packets go: to those who have read the last one.
@@ -35,24 +35,93 @@ __device__ inline void decide_turn(const Call& call, const Events& e, Words& own
     publish(call, own, kTurn, fine ? (peers & ~missing) | 1u << call.me : 0);
 }
 
-// Choices `first` to `end`, each with how many of its slot stand before it: those in `seen`, and in this
-// part. A warp.
-template <class Store>
-__device__ __forceinline__ void number_choices(const Events& e, int* seen, int first, int end, Store store) {
+// Of one warp's shared memory: the slot of every expert, and how many choices of every slot stand before.
+struct Numbers {
+    int* slot_of;
+    int* seen;
+};
+
+__device__ inline Numbers begin_numbers(const Events& e, int slots) {
+    int* shared = reinterpret_cast<int*>(ptx::shared_memory() + kBehindWords);
+    const Numbers numbers = {shared + slots, shared};
+    const int lane = static_cast<int>(ptx::lane_id());
+    for (int s = lane; s < slots; s += 32) numbers.seen[s] = 0;
+    for (int i = lane; i < e.experts; i += 32) numbers.slot_of[i] = e.slot_of[i];
+    __syncwarp();
+    return numbers;
+}
+
+// Own choices `first`, + 32, ... and their weights, all asked for before one is looked at.
+struct Asked {
+    i64 id[kBatch];
+    float weight[kBatch];
+};
+__device__ __forceinline__ void ask_choices(Asked& asked, const Events& e, int first, int end) {
+#pragma unroll
+    for (int q = 0; q < kBatch; ++q) {
+        const int at = min(first + 32 * q, end - 1);
+        asked.id[q] = e.ids[at];
+        asked.weight[q] = e.weights[at];
+    }
+}
+
+// Their slots, -1 from `end` on.
+__device__ __forceinline__ void find_slots(int (&slot)[kBatch], const Asked& asked, const Events& e,
+                                           const int* slot_of, int first, int end) {
+#pragma unroll
+    for (int q = 0; q < kBatch; ++q) {
+        const i64 id = first + 32 * q < end ? asked.id[q] : -1;
+        slot[q] = id >= 0 && id < e.experts ? slot_of[id] : -1;
+    }
+}
+
+// How many of choices `first` to `end` want every slot, to `seen`. A warp.
+__device__ __forceinline__ void count_choices(const Events& e, const Numbers& numbers, int first, int end) {
     const int lane = static_cast<int>(ptx::lane_id());
 #pragma unroll 1
-    for (int at = first; at < end; at += 32 * kBatch) {
+    for (int at = first + lane; at - lane < end; at += 32 * kBatch) {
+        Asked asked;
         int slot[kBatch];
-        ask_slots(slot, e, at + lane, end);
+        ask_choices(asked, e, at, end);
+        find_slots(slot, asked, e, numbers.slot_of, at, end);
+#pragma unroll
+        for (int q = 0; q < kBatch; ++q)
+            if (slot[q] >= 0) atomicAdd(&numbers.seen[slot[q]], 1);
+    }
+    __syncwarp();
+}
+
+// Choices `first` to `end` to everybody, each with how many of its slot stand before it: those in `seen`, and
+// in this part. The next ones are on their way meanwhile. A warp.
+__device__ __forceinline__ void number_choices(const Call& call, const Events& e, const Numbers& numbers,
+                                               u32 open, int first, int end) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    if (first >= end) return;
+    Asked next;
+    ask_choices(next, e, first + lane, end);
+#pragma unroll 1
+    for (int at = first + lane; at - lane < end; at += 32 * kBatch) {
+        const Asked asked = next;
+        int slot[kBatch];
+        u32 same[kBatch];
+        ask_choices(next, e, at + 32 * kBatch, end);
+        find_slots(slot, asked, e, numbers.slot_of, at, end);
+#pragma unroll
+        for (int q = 0; q < kBatch; ++q) same[q] = __match_any_sync(0xffffffffu, slot[q]);
 #pragma unroll
         for (int q = 0; q < kBatch; ++q) {
-            if (at + 32 * q >= end) break;
-            const u32 same = __match_any_sync(0xffffffffu, slot[q]), lower = same & ((1u << lane) - 1);
-            const int before = slot[q] < 0 ? 0 : seen[slot[q]] + __popc(lower);
+            const u32 lower = same[q] & ((1u << lane) - 1);
+            const int before = slot[q] < 0 ? 0 : numbers.seen[slot[q]] + __popc(lower);
             __syncwarp();
-            if (slot[q] >= 0 && lower == 0) seen[slot[q]] += __popc(same);
+            if (slot[q] >= 0 && lower == 0) numbers.seen[slot[q]] += __popc(same[q]);
             __syncwarp();
-            if (at + 32 * q + lane < end) store(at + 32 * q + lane, Choice{slot[q], before});
+            if (at + 32 * q >= end) continue;
+#pragma unroll 1
+            for (u32 left = open; left; left &= left - 1) {
+                const int p = __ffs(left) - 1;
+                choices_at(call, e, p, call.me)[at + 32 * q] = Choice{slot[q], before};
+                gates_at(call, e, p, call.me)[at + 32 * q] = asked.weight[q];
+            }
         }
     }
 }
@@ -72,31 +141,40 @@ __device__ inline void meet_indexers(const Call& call, Words& own, int indexers)
 }
 
 // How many choices of every slot stand in the parts before this one, to `seen`; the first indexer tells the
-// hosts how many there are. A warp.
+// hosts how many there are. A warp, four slots a lane; `stride`: words of a part.
 __device__ inline void add_parts(const Call& call, const Events& e, u32 open, int* seen, const int* parts,
-                                 int indexers) {
+                                 int stride, int indexers) {
     const int slots = e.offsets[call.group->ranks / e.tensor];
 #pragma unroll 1
-    for (int s = static_cast<int>(ptx::lane_id()); s < slots; s += 32) {
-        int before = 0, all = 0;
+    for (int s = 4 * static_cast<int>(ptx::lane_id()); s < slots; s += 128) {
+        int before[4] = {}, all[4] = {};
 #pragma unroll 1
         for (int b = 0; b < indexers; b += kBatch) {
-            int value[kBatch];
+            uint4 value[kBatch];
 #pragma unroll
-            for (int q = 0; q < kBatch; ++q) value[q] = parts[min(b + q, indexers - 1) * slots + s];
+            for (int q = 0; q < kBatch; ++q)
+                value[q] = *reinterpret_cast<const uint4*>(parts + min(b + q, indexers - 1) * stride + s);
 #pragma unroll
             for (int q = 0; q < kBatch; ++q) {
-                before += b + q < call.block ? value[q] : 0;
-                all += b + q < indexers ? value[q] : 0;
+                const u32 of[4] = {value[q].x, value[q].y, value[q].z, value[q].w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int count = static_cast<int>(of[i]);
+                    before[i] += b + q < call.block ? count : 0;
+                    all[i] += b + q < indexers ? count : 0;
+                }
             }
         }
-        seen[s] = before;
-        if (call.block != 0) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            seen[s + i] = before[i];
+            if (call.block != 0 || s + i >= slots) continue;
 #pragma unroll 1
-        for (u32 left = open; left; left &= left - 1) {
-            const int p = __ffs(left) - 1, owner = p / e.tensor;
-            if (s >= e.offsets[owner] && s < e.offsets[owner + 1])
-                counts_at(call, e, p, call.me)[s - e.offsets[owner]] = all;
+            for (u32 left = open; left; left &= left - 1) {
+                const int p = __ffs(left) - 1, owner = p / e.tensor;
+                if (s + i >= e.offsets[owner] && s + i < e.offsets[owner + 1])
+                    counts_at(call, e, p, call.me)[s + i - e.offsets[owner]] = all[i];
+            }
         }
     }
     __syncwarp();
@@ -107,24 +185,14 @@ __device__ inline void send_choices(const Call& call, const Events& e, Words& ow
     const int lane = static_cast<int>(ptx::lane_id()), all = e.tokens * e.choices;
     const int each = (all + 32 * indexers - 1) / (32 * indexers) * 32;
     const int first = min(call.block * each, all), end = min(first + each, all);
-    const int slots = e.offsets[call.group->ranks / e.tensor];
-    int* seen = reinterpret_cast<int*>(ptx::shared_memory() + kBehindWords);
+    const int stride = (e.offsets[call.group->ranks / e.tensor] + 3) / 4 * 4;
+    const Numbers numbers = begin_numbers(e, stride);
     int* parts = reinterpret_cast<int*>(at_peer(call, e.parts_at, call.me));
-    for (int s = lane; s < slots; s += 32) seen[s] = 0;
-    __syncwarp();
-    number_choices(e, seen, first, end, [](int, Choice) {});
-    for (int s = lane; s < slots; s += 32) parts[call.block * slots + s] = seen[s];
+    count_choices(e, numbers, first, end);
+    for (int s = lane; s < stride; s += 32) parts[call.block * stride + s] = numbers.seen[s];
     meet_indexers(call, own, indexers);
-    add_parts(call, e, open, seen, parts, indexers);
-    number_choices(e, seen, first, end, [&](int at, Choice choice) {
-        const float weight = e.weights[at];
-#pragma unroll 1
-        for (u32 left = open; left; left &= left - 1) {
-            const int p = __ffs(left) - 1;
-            choices_at(call, e, p, call.me)[at] = choice;
-            gates_at(call, e, p, call.me)[at] = weight;
-        }
-    });
+    add_parts(call, e, open, numbers.seen, parts, stride, indexers);
+    number_choices(call, e, numbers, open, first, end);
 }
 
 // Tokens to where the ranks that want them find them, by `movers` warps.

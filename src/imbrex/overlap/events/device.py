@@ -75,6 +75,7 @@ class DeviceSeat:
             self.room,
             timeout=transport.timeout_s,
             blocks=transport.sms.dispatch,
+            sum_blocks=transport.sms.combine,
             load=transport.load,
         )
 
