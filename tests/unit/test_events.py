@@ -69,7 +69,7 @@ def test_patience_by_the_whole_call_is_learnt_of_usual_ones() -> None:
     assert not Patience("p95").from_begin
 
 
-@pytest.mark.parametrize("tau", ["p0", "0.5 p50", "p", "1.5", "1.5p50", "fast", "9" * 400 + " p50"])
+@pytest.mark.parametrize("tau", ["p0", "0.5 p50", "p", "p٥", "1.5", "1.5p50", "fast", "9" * 400 + " p50"])
 def test_what_asks_for_nothing_that_is_learnt_is_refused(tau: str) -> None:
     with pytest.raises(ValueError, match=r"give seconds, a quantile of the last waits as p95"):
         Events(tau, 1)
@@ -97,6 +97,25 @@ def test_a_name_says_everything(schedule: Events) -> None:
     again = Events.of(schedule.name)
     assert again is not None
     assert again.__reduce__() == schedule.__reduce__()
+
+
+def test_a_name_with_other_spaces_is_read() -> None:
+    read = Events.of("events(epsilon=1,tau=p95, every = 3)")
+    assert read is not None
+    assert read.name == "events(tau=p95, epsilon=1, every=3)"
+
+
+@pytest.mark.parametrize(
+    "inside",
+    ["", "epsilon=1", "tau=1", "tau=1, epsilon", "tau=1, tau=2, epsilon=1", "tau=1, eps=1, epsilon=1"],
+)
+def test_a_name_that_says_something_else_says_how_to_write_it(inside: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be read; write events\(tau=0.05, epsilon=1\)"):
+        Events.of(f"events({inside})")
+
+
+def test_seconds_beyond_all_numbers_are_for_ever() -> None:
+    assert Events(10**400, 1).tau == math.inf
 
 
 class LastWords:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,8 @@ from imbrex.overlap.pipelined import parameters_of
 from imbrex.overlap.serial import Serial
 from imbrex.runtime.tracing import differentiated
 
+ARGUMENTS = {"tau", "epsilon", "every"}
+
 
 class Events:
     """Packets of rows from rank to rank, computed as they come, with no barrier of all ranks.
@@ -43,22 +46,30 @@ class Events:
         problem = why_not_patience(tau, epsilon, every)
         if problem is not None:
             raise ValueError(f"schedule: {problem}")
-        self.tau, self.epsilon, self.every = tau if isinstance(tau, str) else float(tau), epsilon, every
+        self.epsilon, self.every = epsilon, every
+        self.tau = tau if isinstance(tau, str) else math.inf if tau > sys.float_info.max else float(tau)
         bound = "" if every == 1 else f", every={every}"
         self.name = "events" if epsilon == 0 else f"events(tau={tau}, epsilon={epsilon}{bound})"
         self._seats: weakref.WeakKeyDictionary[RowExchange, Seat | DeviceSeat] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(name: str) -> Events | None:
-        """The schedule with this name, such as `events(tau=0.05, epsilon=1)`; `None` for another's."""
-        match = re.fullmatch(r"events\(tau=(.+?), epsilon=(.+?)(?:, every=(.+))?\)", name)
+        """The schedule with this name, such as `events(tau=0.05, epsilon=1)`; `None` for another's. Raises
+        ValueError where there is something else between the brackets."""
+        match = re.fullmatch(r"events\((.*)\)", name)
         if match is None:
             return Events() if name == "events" else None
-        tau, epsilon, every = match.groups()
-        number: float | str = tau
+        words = [[part.strip() for part in word.split("=", 1)] for word in match[1].split(",")]
+        given = {key: value for key, *values in words for value in values}
+        if {"tau", "epsilon"} - given.keys() or given.keys() - ARGUMENTS or len(given) < len(words):
+            raise ValueError(
+                f"schedule: {name!r} cannot be read; write events(tau=0.05, epsilon=1), and every=19 behind "
+                "them where patience is for one of 19 calls"
+            )
+        number: float | str = given["tau"]
         with suppress(ValueError):
-            number = float(tau)
-        return Events(number, _integer(epsilon), _integer(every or "1"))
+            number = float(number)
+        return Events(number, _integer(given["epsilon"]), _integer(given.get("every", "1")))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tells pickle how to make it again; connections stay with this process."""

@@ -90,7 +90,7 @@ class Learnt(NamedTuple):
 
 def learnt(tau: str) -> Learnt | None:
     """The meaning of `p95` or `1.5 p50`; `None` where a text asks for nothing that is learnt."""
-    match = re.fullmatch(r"(?:(\d+(?:\.\d+)?) )?p(\d{1,2}(?:\.\d+)?)", tau)
+    match = re.fullmatch(r"(?:(\d+(?:\.\d+)?) )?p(\d{1,2}(?:\.\d+)?)", tau, re.ASCII)
     if match is None or not float(match[2]) or not 1 <= float(match[1] or 1) < math.inf:
         return None
     return Learnt(Fraction(match[2]) / 100, float(match[1]) if match[1] else None)
