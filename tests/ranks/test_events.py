@@ -19,6 +19,7 @@ import imbrex
 from imbrex.observe import Recorder
 from imbrex.overlap.events.seat import FEWEST
 from imbrex.placement.sharding import Topology, Work, placement_in
+from imbrex.reproduce.dropping import kept_without
 from tests.ranks.late import Farewells, Sleepy, awake
 from tests.ranks.layer_jobs import Case, coefficients, make_layer, run_layer, tokens_of
 from tests.ranks.pool import Pool, Ranks
@@ -167,6 +168,32 @@ def test_a_late_rank_is_dropped_and_the_mask_replays_to_the_bit(
             assert step["same"], (rank, step)
         # The first call meets the others, which is a barrier.
         assert sum(step["dropped"] for step in steps[1:]) > 0 or (where == "experts" and rank == LATE)
+
+
+def run_done_without(ranks: Ranks, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choices and mask of a step with gradients, to which rank 3 comes when the others have left."""
+    case = Case(config=SMALL, tokens=(6,) * 4, options={"transport": "alltoall"})
+    patient = case.options | {"schedule": imbrex.overlap.Events(1.0, 1)}
+    layer, farewells = (
+        make_layer(replace(case, options=patient), ranks.group),
+        Farewells(folder, ranks.rank, 4),
+    )
+    for step in range(2):
+        if step and ranks.rank == LATE:
+            farewells.all_left(step, LONGEST_S)
+        layer(tokens_of(case, ranks.rank).requires_grad_())
+        farewells.leave(step)
+    dist.barrier(ranks.group)
+    routing = layer.routing
+    assert routing is not None
+    assert routing.kept_TK is not None
+    return routing.ids_TK, routing.kept_TK
+
+
+def test_what_a_late_rank_leaves_is_what_the_study_of_losses_drops(pool: Pool, tmp_path: Path) -> None:
+    """See `imbrex.reproduce.dropping`, which has no ranks and no clock."""
+    ids, kept = (torch.cat(each) for each in zip(*pool.run(4, run_done_without, tmp_path), strict=True))
+    assert torch.equal(kept, kept_without(LATE, ids, SMALL.num_experts))
 
 
 def test_rows_in_vain_are_left_out_of_a_backward_under_autocast(pool: Pool, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,22 @@ def test_trainings_take_turns_and_stop_together(tmp_path: Path) -> None:
     assert runs[0]["held_out_nats"] != runs[2]["held_out_nats"]
 
 
+def test_one_process_learns_what_ranks_learn_and_drops_what_it_is_told(tmp_path: Path) -> None:
+    """Nothing is dropped: the loss of four ranks, to the last bit."""
+    shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "expert_width": 8}
+    course = patience.Course(steps=10, batch=4, length=16, every=10, held_out=1, shape=shape)
+    four = stage.Network(nodes=1, ranks_per_node=4)
+    ways = {"serial": stragglers.Way(schedule="serial")}
+    (ranks,), _ = on_ranks(tmp_path, "patience", patience.settings(ways, course, limit_s=60.0), four)
+    alone = stage.Network(nodes=1, ranks_per_node=1)
+    asked = {"course": asdict(course), "ways": {"nothing": 0, "all": 1}, "seed": 0}
+    (whole, less), _ = on_ranks(tmp_path, "dropping", asked, alone)
+    assert whole["held_out_nats"] == ranks["held_out_nats"]
+    assert (whole["dropped"], whole["choices"]) == (0, ranks["choices"])
+    assert 0 < less["dropped"] < ranks["choices"] / 10
+    assert less["held_out_nats"] != whole["held_out_nats"]
+
+
 def test_a_seed_that_is_kept_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
@@ -100,7 +116,7 @@ def test_a_seed_that_is_kept_is_not_trained_again(tmp_path: Path, monkeypatch: p
         (seed,) = request["seeds"]
         return [{"seed": seed, "way": way} for way in request["ways"]], stage.RanOn(network=network)
 
-    monkeypatch.setattr(aristos_training, "on_ranks", on_ranks)
+    monkeypatch.setattr(patience, "on_ranks", on_ranks)
     course = patience.Course(seeds=2)
     runs, _ = aristos_training.train_all(course, 1.0, str(tmp_path))
     assert [run["seed"] for run in runs] == [0] * 5 + [1] * 2

@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from imbrex.reproduce import aristos_figure_1, aristos_figure_2, aristos_training, stragglers
+from imbrex.reproduce import (
+    aristos_figure_1,
+    aristos_figure_2,
+    aristos_loss,
+    aristos_training,
+    dropping,
+    patience,
+    stragglers,
+)
 from imbrex.reproduce.frame import Asked
 from imbrex.reproduce.stage import RanOn
 
@@ -88,7 +97,7 @@ def test_the_loss_is_compared_seed_by_seed(apart: float, word: str, monkeypatch:
         ]
         return runs, RanOn(network=network, why_not="as asked")
 
-    monkeypatch.setattr(aristos_training, "on_ranks", on_ranks)
+    monkeypatch.setattr(patience, "on_ranks", on_ranks)
     finding = aristos_training.find(Asked(full=True))
     text = finding.text()
     assert f"after 1000 steps: {word}, 0.90% and {apart:+.4f} nats in the mean over seeds" in text
@@ -97,3 +106,48 @@ def test_the_loss_is_compared_seed_by_seed(apart: float, word: str, monkeypatch:
     assert text.count("| 30.0    | 3.0000") == len(aristos_training.WAYS)
     assert len(finding.rows) == 3 * 2 + 3
     assert "not decided" in aristos_training.find(Asked()).text()
+
+
+@pytest.mark.parametrize(("spread", "word"), [(0.01, "reached"), (0.03, "missed")])
+def test_a_loss_is_within_the_goal_where_its_error_is(
+    spread: float, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen seeds, of which each parts by as much either way."""
+
+    def on_ranks(job: str, settings: Any, network: Any, **options: Any) -> Any:
+        seed = settings["seed"]
+        drops = {way: every > 0 for way, every in settings["ways"].items()}
+        nats = {way: 2.0 + seed + spread * (-1) ** seed * drops[way] for way in drops}
+        runs = [trained(way, seed, nats[way], 9 * drops[way]) for way in drops]
+        return runs, RanOn(network=network, why_not="as asked")
+
+    monkeypatch.setattr(patience, "on_ranks", on_ranks)
+    finding = aristos_loss.find(Asked(full=True))
+    text = finding.text()
+    assert f"under 1 % dropped: {word}, +0.0000 nats in the mean over seeds" in text
+    assert f"0.90% dropped. A single seed parts by up to {spread:.4f}" in text
+    assert "8 of 16" in text
+    assert len(finding.rows) == 16 * len(aristos_loss.WAYS)
+    assert "not decided" in aristos_loss.find(Asked()).text()
+
+
+def test_patience_is_spent_in_one_of_so_many_late_steps() -> None:
+    late = stragglers.LateSteps(0.1, seed=5)
+    of_late = {step for step in range(400) if late(step)}
+    spent = {}
+    for every in (0, 1, 19, 38):
+        asked = dropping.Spent(late=stragglers.LateSteps(0.1, seed=5), every=every)
+        spent[every] = [step for step in range(400) if asked(step)]
+        assert of_late.issuperset(spent[every])
+    assert (len(spent[0]), len(spent[1])) == (0, 40)
+    for every in (19, 38):
+        windows = [(step + 1) // every for step in spent[every]]
+        assert windows == sorted(set(windows))
+        assert len(windows) >= 400 // every - 1
+
+
+def test_who_is_done_without_keeps_its_own_choices() -> None:
+    """Four tokens of a rank each, every one of which wants an expert of every rank."""
+    ids_TK = torch.tensor([[0, 2, 5, 7]] * 4)
+    kept_TK = dropping.kept_without(3, ids_TK, 8)
+    assert kept_TK.int().tolist() == [[1, 1, 1, 0]] * 3 + [[0, 0, 0, 1]]

@@ -20,6 +20,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "aristos-figure-1": ("aristos_figure_1", "what a step is spent on, with a straggler and without"),
     "aristos-figure-2": ("aristos_figure_2", "one rank late now and then: steps at several quantiles"),
     "aristos-training": ("aristos_training", "training with patience: loss against wall time, tau, epsilon"),
+    "aristos-loss": ("aristos_loss", "what dropped choices cost a training, over many seeds; by no clock"),
     "aristos-sharding": ("sharding", "Eq. 1 and 2: groups of devices by link costs"),
     "aristos-liveness": ("liveness", "theorem 3.1: every interleaving of a few ranks"),
     "comet-figure-8": ("comet_figure_8", "a fused kernel over the blocks that communicate; wants GPUs"),

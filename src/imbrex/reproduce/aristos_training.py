@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from imbrex.reproduce import chart
 from imbrex.reproduce.frame import Asked, Finding
-from imbrex.reproduce.patience import Course, settings
-from imbrex.reproduce.stage import RanOn, on_ranks
+from imbrex.reproduce.patience import Course, in_parts, settings
+from imbrex.reproduce.stage import RanOn
 from imbrex.reproduce.stragglers import NETWORK, Way
 
 PATIENT: dict[str, Any] = {"schedule": "events", "late": "before"}
@@ -73,23 +70,12 @@ def find(asked: Asked) -> Finding:
 
 
 def train_all(course: Course, limit_s: float, folder: str | None) -> tuple[list[dict[str, Any]], RanOn]:
-    """The records of all trainings, a seed after the other: minutes each. folder: keeps those of a seed as
-    they come; what it has, of the same settings, is not trained again."""
-    runs, ran_on = [], RanOn(network=NETWORK)
+    """The records of all trainings, a seed after the other: minutes each."""
+    requests = []
     for seed in range(course.seeds):
         ways = {name: way for name, way in WAYS.items() if seed == 0 or name not in ONCE}
-        request = settings(ways, course, limit_s=limit_s, seeds=(seed,))
-        print_of = zlib.crc32(json.dumps(request).encode())
-        part = None if folder is None else Path(folder, f"aristos-training-{print_of:08x}-{seed}.json")
-        if part is not None and part.exists():
-            more, why_not = json.loads(part.read_text())
-            ran_on = RanOn(network=NETWORK, why_not=why_not)
-        else:
-            more, ran_on = on_ranks("patience", request, NETWORK, timeout_s=1800.0)
-            if part is not None:
-                part.write_text(json.dumps([more, ran_on.why_not]))
-        runs += more
-    return runs, ran_on
+        requests.append(settings(ways, course, limit_s=limit_s, seeds=(seed,)))
+    return in_parts("aristos-training", "patience", requests, NETWORK, folder)
 
 
 def of_way(runs: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:

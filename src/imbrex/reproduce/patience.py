@@ -7,10 +7,13 @@ that are broken off have made as many steps. Bytes, parameters and late steps de
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from imbrex.demo.training import Recipe, Shape, Trainer, make_model
 from imbrex.launch.factors import Factors
 from imbrex.observe import Observer
 from imbrex.overlap import Events
+from imbrex.reproduce.stage import Network, RanOn, on_ranks
 from imbrex.reproduce.stragglers import LATE, WARM, Clock, LateSteps, Way, largest
 from imbrex.reproduce.training import Size, held_out
 
@@ -71,6 +75,26 @@ def settings(
     """The request of a run of some seeds."""
     what = {"ways": {name: asdict(way) for name, way in ways.items()}, "course": asdict(course)}
     return what | {"limit_s": limit_s, "seeds": list(seeds)}
+
+
+def in_parts(
+    name: str, job: str, requests: Sequence[Mapping[str, Any]], network: Network, folder: str | None
+) -> tuple[list[dict[str, Any]], RanOn]:
+    """The records of all requests of a job, one after the other. folder: keeps what each came to, as it
+    comes; what it has, of the same request, is not made again."""
+    runs, ran_on = [], RanOn(network=network)
+    for number, request in enumerate(requests):
+        print_of = zlib.crc32(json.dumps(request).encode())
+        part = None if folder is None else Path(folder, f"{name}-{print_of:08x}-{number}.json")
+        if part is not None and part.exists():
+            more, why_not = json.loads(part.read_text())
+            ran_on = RanOn(network=network, why_not=why_not)
+        else:
+            more, ran_on = on_ranks(job, request, network, timeout_s=1800.0)
+            if part is not None:
+                part.write_text(json.dumps([more, ran_on.why_not]))
+        runs += more
+    return runs, ran_on
 
 
 def on_rank(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -165,4 +189,4 @@ class _Training:
         }
 
 
-__all__ = ["Course", "on_rank", "settings"]
+__all__ = ["Course", "in_parts", "on_rank", "settings"]
