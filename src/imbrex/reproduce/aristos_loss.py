@@ -1,4 +1,4 @@
-"""What dropping as patience does costs a training, over many seeds and by no clock."""
+"""Losses of trainings whose choices are dropped as patience drops them: many seeds, and no clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from imbrex.reproduce.stage import Network, RanOn
 ALONE = Network(nodes=1, ranks_per_node=1, inter="none")
 NONE, GOAL = "nothing", "1 of 38 steps"
 WAYS = {NONE: 0, GOAL: 38, "1 of 19 steps": 19, "every late step": 1}
-"""Of how many steps patience is spent in one, where a rank is late; 0: in none."""
+"""Numbers of steps of which patience is spent in one, where a rank is late; 0: in none."""
 SEEDS = {False: 2, True: 16}
 STEPS = {False: 100, True: 1000}
 MOST_APART = 0.01

@@ -30,8 +30,8 @@ RANKS = 4
 
 @dataclass(kw_only=True, slots=True)
 class Spent:
-    """Asked of one step after the other whether patience is spent in it: on a rank that is late, in one step
-    of `every` at most; 0: never."""
+    """A rule that says of one step after the other whether patience is spent in it: on a rank that is late,
+    in one step of `every` at most; 0: never."""
 
     late: LateSteps
     every: int
