@@ -60,16 +60,20 @@ class Events:
         if match is None:
             return Events() if name == "events" else None
         words = [[part.strip() for part in word.split("=", 1)] for word in match[1].split(",")]
-        given = {key: value for key, *values in words for value in values}
-        if {"tau", "epsilon"} - given.keys() or given.keys() - ARGUMENTS or len(given) < len(words):
+        arguments = {key: value for key, *values in words for value in values}
+        if (
+            {"tau", "epsilon"} - arguments.keys()
+            or arguments.keys() - ARGUMENTS
+            or len(arguments) < len(words)
+        ):
             raise ValueError(
                 f"schedule: {name!r} cannot be read; write events(tau=0.05, epsilon=1), and every=19 behind "
                 "them where patience is for one of 19 calls"
             )
-        number: float | str = given["tau"]
+        number: float | str = arguments["tau"]
         with suppress(ValueError):
             number = float(number)
-        return Events(number, _integer(given["epsilon"]), _integer(given.get("every", "1")))
+        return Events(number, _integer(arguments["epsilon"]), _integer(arguments.get("every", "1")))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tells pickle how to make it again; connections stay with this process."""
