@@ -314,8 +314,8 @@ SIMULATE = [
         "oversubscription-ignored",
         "simulate/fabric.py",
         "a tier with too few links above it is as fast as any",
-        'bytes_s=rate / float(line.get("oversubscription", 1)),',
-        "bytes_s=rate,",
+        'bytes_s=1e9 * settings["gbytes_s"] / settings["oversubscription"],',
+        'bytes_s=1e9 * settings["gbytes_s"],',
         ("unit/test_simulate_plans.py::test_a_shared_port_and_an_oversubscribed_tier_are_slower",),
     ),
     Fault(
@@ -325,6 +325,14 @@ SIMULATE = [
         "    if memory > room:\n",
         "    if memory > 100 * room:\n",
         ("unit/test_simulate_plans.py::test_what_does_not_fit_is_refused_by_its_bytes",),
+    ),
+    Fault(
+        "memory-of-the-mean-rank",
+        "simulate/plans.py",
+        "a layout is offered whose fullest rank's rows do not fit",
+        "    memory = memory_of(request, layout, fullest)\n",
+        "    memory = memory_of(request, layout)\n",
+        ("unit/test_simulate_plans.py::test_memory_is_the_fullest_rank_s",),
     ),
 ]
 

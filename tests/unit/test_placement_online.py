@@ -61,6 +61,21 @@ def test_window_forgets_and_weighs() -> None:
             window.add(np.array(wrong))
 
 
+@pytest.mark.parametrize("last", [[[50, 50, 0, 0], [0, 0, 50, 50]], [[50, 50, 0, 0], [20, 20, 30, 30]]])
+def test_what_only_parts_of_an_iteration_would_gain_moves_nothing(last: list[list[int]]) -> None:
+    """Two ranks whose tokens want other experts: apart they are uneven, together, as they are split, even;
+    or even but once, which is chance."""
+    placement = from_slots([[0, 1], [2, 3]], 4)
+    window = LoadWindow(4, Pace())
+    for counts in [[[50, 50, 0, 0], [0, 0, 50, 50]]] * 15 + [last]:
+        window.add(np.array(counts))
+    parts_HE, wholes_HE = window.recent_HE(), window.whole_HE()
+    assert (len(parts_HE), len(wholes_HE)) == (32, 16)
+    assert renew(parts_HE, placement, Pace()) is not None
+    assert renew(parts_HE, placement, Pace(), whole_HE=wholes_HE) is None
+    assert (predicted(wholes_HE, to_held(placement), "balanced") > 0.05) == (last[1][0] > 0)
+
+
 @pytest.mark.untraced
 def test_online_follows_a_drift_and_a_stale_plan_does_not() -> None:
     first, second = drifting()

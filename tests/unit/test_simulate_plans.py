@@ -17,7 +17,7 @@ from imbrex.simulate import device, loads, scale, traffic
 from imbrex.simulate.device import Shape, Share
 from imbrex.simulate.fabric import Fabric, Tier, islands, parse
 from imbrex.simulate.loads import Spread, Stragglers
-from imbrex.simulate.plans import Request, World, choose, divisions, memory_of, rivals
+from imbrex.simulate.plans import Request, World, choose, divisions, memory_of, rivals, weigh
 from imbrex.simulate.profile import STATUSES, Entry, Profile, shipped_profiles
 from imbrex.simulate.run import Case, Layout, predict
 from imbrex.simulate.story import lines
@@ -89,7 +89,13 @@ def test_fabric_files(tmp_path: Path) -> None:
         ([{"gbytes_s": 1}, {"ranks": 8}], "only the last one holds all"),
         ([{"ranks": 8, "gbytes_s": 1}, {"ranks": 12}], "no multiple of the 8 below"),
         ([{"ranks": 8, "gbytes_s": 1, "speed": 2}], "'speed'; known are"),
-        ([{"ranks": 8, "gbytes_s": 0}], "above 0"),
+        ([{"ranks": 8, "gbytes_s": 0}], "gbytes_s 0; give a number above 0"),
+        ([{"ranks": 8, "gbytes_s": math.nan}], "gbytes_s nan; give a number above 0"),
+        ([{"gbytes_s": "fast"}], "gbytes_s 'fast'; give a number above 0"),
+        ([{"gbytes_s": 1, "oversubscription": 0}], "oversubscription 0; give a number above 0"),
+        ([{"gbytes_s": 1, "start_us": -1}], "start_us -1; give a number from 0 up"),
+        ([{"gbytes_s": 1, "port_ranks": 0}], "port_ranks 0; give a whole number from 1 up"),
+        ([{"gbytes_s": 1, "ranks": 8.5}], "ranks 8.5; give a whole number from 1 up"),
     ],
 )
 def test_wrong_fabrics_are_refused(lines: list, said: str) -> None:
@@ -97,6 +103,20 @@ def test_wrong_fabrics_are_refused(lines: list, said: str) -> None:
         parse({"tiers": lines}, 8)
     with pytest.raises(ValueError, match="no tiers"):
         parse(lines, 8)  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fabric.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"fabric\.json cannot be read"):
+        Fabric.read(tmp_path / "fabric.json", 8)
+
+
+def test_a_network_holds_all_ranks_or_says_so() -> None:
+    """Also where nothing fits into memory, which was said in its place."""
+    small = parse({"tiers": [{"ranks": 4, "gbytes_s": 300}]}, 4)
+    request = Request(shape=DEEPSEEK, ranks=8, tokens=4096, mode="train", layers=58)
+    with pytest.raises(ValueError, match="holds 4 ranks, not 8"):
+        choose(request, world(8, 8, fabric=small))
 
 
 def test_a_product_is_its_waves_or_its_weights() -> None:
@@ -245,6 +265,25 @@ def test_what_nobody_asked_for_says_what_it_would_change() -> None:
     assert {coded.layout, more.layout} <= {p.layout for p in rivals([best, *others])}
     first, *_ = choose(replace(asked, codecs=("identity", "int4")), world(2, 1, fabric=slow))
     assert first.layout == coded.layout
+
+
+def test_memory_is_the_fullest_rank_s() -> None:
+    """By Zipf's law an eighth of all choices fall on one expert: its rank keeps 16 times the mean's rows."""
+    request = Request(shape=DEEPSEEK, ranks=128, tokens=4096, mode="train", layers=58)
+    skewed = world(128, 8, spread=Spread.parse("zipf:1"))
+    layout = Layout(ep=128, transport="alltoall")
+    even, uneven = (weigh(request, of, layout, {}) for of in (world(128, 8), skewed))
+    assert even.outcome
+    assert uneven.imbalance == pytest.approx(15, abs=0.5)
+    assert even.memory == pytest.approx(memory_of(request, layout, 1 + even.imbalance))
+    rows = 4096 * 8 * (7168 + 3 * 2048) * 2 * 58
+    assert uneven.memory - even.memory == pytest.approx((uneven.imbalance - even.imbalance) * rows)
+    assert "GB a rank, which has 141" in str(uneven.why_not)
+
+
+def test_more_choices_than_can_be_drawn_have_no_noise() -> None:
+    load_LE = Spread().draw(4, 1e20, 0)
+    assert (load_LE == 2.5e19).all()
 
 
 def test_what_does_not_fit_is_refused_by_its_bytes() -> None:

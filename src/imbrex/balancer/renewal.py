@@ -38,10 +38,11 @@ def plan(asked: Sequence[Asked], others: Channel | None) -> list[Change]:
     """
     changes = []
     for wish in asked:
-        recent_HE = weigh(_of_all_data_ranks([i.counts_WE for i in wish.recent], others), wish.pace.decay)
-        new = renew(recent_HE, wish.placement, wish.pace) if len(recent_HE) else None
+        recent = _of_all_data_ranks([i.counts_WE for i in wish.recent], others)
+        recent_HE, whole_HE = (weigh(recent, wish.pace.decay, apart=apart) for apart in (True, False))
+        new = renew(recent_HE, wish.placement, wish.pace, whole_HE=whole_HE) if len(recent_HE) else None
         if new is not None:
-            promised = 1 / (1 + predicted(recent_HE, to_held(new), wish.pace.split))
+            promised = 1 / (1 + predicted(whole_HE, to_held(new), wish.pace.split))
             change = Change(
                 layer=wish.layer, old=wish.placement, new=new, tensors=wish.tensors, predicted=promised
             )

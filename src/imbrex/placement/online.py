@@ -26,10 +26,10 @@ class Pace:
 
     layer_updates_per_iter: layers looked at in an iteration, in turn. decay: an iteration weighs this times
     the next one. window: past iterations remembered. threshold: a layer whose fullest rank is less than this
-    above the mean is left alone; so is one that would gain less than half of it. max_moves: experts that
-    ranks fetch in one update of a layer. split: the replica split in use. proposals: moves tried.
-    sure: standard errors that the gain is above on counts that the placement was not made from, so that a
-    load that only wavers moves nothing; 0 moves for any gain on those it was made from.
+    above the mean in its iterations is left alone; so is one that would gain less than half of it.
+    max_moves: experts that ranks fetch in one update of a layer. split: the replica split in use. proposals:
+    moves tried. sure: standard errors that the gain is above on counts that the placement was not made from,
+    so that a load that only wavers moves nothing; 0 moves for any gain on those it was made from.
     """
 
     layer_updates_per_iter: int = 1
@@ -90,6 +90,9 @@ class LoadWindow:
     def recent_HE(self) -> Floats:
         return weigh(self._recent, self.decay)
 
+    def whole_HE(self) -> Floats:
+        return weigh(self._recent, self.decay, apart=False)
+
 
 CHOICES_A_PART = 4
 """Choices an expert that a part of an iteration has at least. Small batches teach what large ones hide:
@@ -103,16 +106,18 @@ LEAST_PARTS = 8
 """A placement is made from and judged by so many, or as many as the window has: fewer do not show chance."""
 
 
-def weigh(recent: Iterable[Ints], decay: float) -> Floats:
+def weigh(recent: Iterable[Ints], decay: float, *, apart: bool = True) -> Floats:
     """Parts of iterations that had choices, oldest first, weighted by age, float64 [H, E]: what single ranks,
     or neighbours together, wanted.
 
-    recent: iterations, [W, E] or [E]. Example: 2 ranks, 8 experts, 40 choices of each rank: two parts.
+    recent: iterations, [W, E] or [E]. apart: false for whole iterations, as the split sees them.
+    Example: 2 ranks, 8 experts, 40 choices of each rank: two parts.
     """
     known = [np.atleast_2d(counts) for counts in recent if counts.any()]
     if not known:
         return np.zeros((0, 0))
-    parts = [_parts(counts, max(MOST_PARTS // len(known), 1)) for counts in known]
+    limit = max(MOST_PARTS // len(known), 1) if apart else 1
+    parts = [_parts(counts, limit) for counts in known]
     ages = range(len(parts) - 1, -1, -1)
     weighted = [decay**age * parts_PE for age, parts_PE in zip(ages, parts, strict=True)]
     return np.concatenate(weighted, dtype=np.float64)
@@ -125,18 +130,25 @@ def _parts(counts_WE: Ints, most: int) -> Ints:
     return np.add.reduceat(counts_WE, firsts, axis=0)
 
 
-def renew(recent_HE: Floats, placement: Placement, pace: Pace) -> Placement | None:
+def renew(
+    recent_HE: Floats, placement: Placement, pace: Pace, *, whole_HE: Floats | None = None
+) -> Placement | None:
     """A better placement for what came lately, at most `pace.max_moves` fetches away; `None` where the layer
     is balanced, or would gain too little to move for.
 
-    It is made from every other part of what came and judged by the parts between.
+    It is made from every other part of what came and judged by the parts between. whole_HE: the iterations
+    that the parts are of, in which it must pay as well, though it be half as sure: there are few of them.
     """
-    replicas_WE, quarter_HE = to_held(placement), recent_HE[len(recent_HE) * 3 // 4 :]
+    wholes_HE = recent_HE if whole_HE is None else whole_HE
+    replicas_WE = to_held(placement)
     # After a change of the load the whole window speaks of both, and is sure of neither.
-    enough = pace.sure and len(quarter_HE) >= 2 * LEAST_PARTS
-    for judged_HE in (quarter_HE, recent_HE) if enough else (recent_HE,):
+    enough = pace.sure and len(recent_HE) - len(recent_HE) * 3 // 4 >= 2 * LEAST_PARTS
+    for quarters in (3, 0) if enough else (0,):
+        judged_HE, whole_HE = (of[len(of) * quarters // 4 :] for of in (recent_HE, wholes_HE))
+        if predicted(whole_HE, replicas_WE, pace.split) < pace.threshold:
+            continue
         new = _renewed(judged_HE, replicas_WE, pace)
-        if new is not None:
+        if new is not None and _pays(whole_HE, replicas_WE, new, pace, pace.sure / 2):
             return keep_in_place(placement, new)
     return None
 
@@ -153,10 +165,10 @@ def _renewed(recent_HE: Floats, replicas_WE: Held, pace: Pace) -> Held | None:
         new = harden(seen_HE, replicas_WE, proposals=pace.proposals, prices=PRICES, max_moves=limit)
     else:
         new = refine(seen_HE.sum(0), replicas_WE, old=replicas_WE, max_moves=pace.max_moves)
-    return new if _pays(unseen_HE, replicas_WE, new, pace) else None
+    return new if _pays(unseen_HE, replicas_WE, new, pace, pace.sure) else None
 
 
-def _pays(unseen_HE: Floats, replicas_WE: Held, new_WE: Held, pace: Pace) -> bool:
+def _pays(unseen_HE: Floats, replicas_WE: Held, new_WE: Held, pace: Pace, sure: float) -> bool:
     """Whether a placement is better by half the threshold on what it was not made from, and by more than
     chance would make it."""
     if (replicas_WE == new_WE).all():
@@ -165,7 +177,7 @@ def _pays(unseen_HE: Floats, replicas_WE: Held, new_WE: Held, pace: Pace) -> boo
     weight_H = unseen_HE.sum(1) / unseen_HE.sum()
     gain = float(gain_H @ weight_H)
     chance = math.sqrt(float(((gain_H - gain) ** 2) @ weight_H**2))
-    return gain >= max(pace.threshold / 2, pace.sure * chance)
+    return gain >= max(pace.threshold / 2, sure * chance)
 
 
 def _fullness(history_HE: Floats, replicas_WE: Held, split: str) -> Floats:
@@ -198,7 +210,9 @@ class OnlinePlanner:
         changed = {}
         for layer in layers_due(self.iteration, len(self.placements), self.pace.layer_updates_per_iter):
             if len(self.windows[layer]):
-                new = renew(self.windows[layer].recent_HE(), self.placements[layer], self.pace)
+                window = self.windows[layer]
+                recent_HE, whole_HE = window.recent_HE(), window.whole_HE()
+                new = renew(recent_HE, self.placements[layer], self.pace, whole_HE=whole_HE)
                 if new is not None:
                     self.placements[layer] = changed[layer] = new
         self.iteration += 1

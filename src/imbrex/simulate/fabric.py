@@ -26,10 +26,10 @@ from typing import Any
 
 from imbrex.simulate.profile import Profile
 
-KNOWN = {
-    *("name", "ranks", "gbytes_s", "start_us", "latency_us", "oversubscription", "port_ranks"),
-    *("status", "source"),
-}
+WORDS = {"name", "status", "source"}
+KNOWN = WORDS | {"ranks", "gbytes_s", "start_us", "latency_us", "oversubscription", "port_ranks"}
+
+UNREADABLE = (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class Fabric:
             raise ValueError(f"fabric: {path} is not there; give a YAML, TOML or JSON file")
         try:
             return parse(_content(path), world)
-        except (TypeError, AttributeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"fabric: {path} cannot be read ({error})") from None
 
 
@@ -131,19 +131,39 @@ def _tier(line: Mapping[str, Any], below: Sequence[Tier], *, last: bool, world: 
         raise ValueError(f"fabric: tier {name} has no `gbytes_s`, and none below; give its rate")
     if "ranks" not in line and not last:
         raise ValueError(f"fabric: tier {name} has no `ranks`; only the last one holds all there are")
-    nearest = below[-1].ranks if below else 1
-    whole = math.ceil(max(world, nearest) / nearest) * nearest
-    rate = float(line["gbytes_s"]) * 1e9 if "gbytes_s" in line else below[-1].bytes_s
+    under = below[-1] if below else Tier(name="", ranks=1, bytes_s=0.0)
+    settings = {
+        "ranks": math.ceil(max(world, under.ranks) / under.ranks) * under.ranks,
+        "gbytes_s": under.bytes_s / 1e9,
+        "oversubscription": 1,
+        "start_us": 1e6 * under.start,
+        "latency_us": 1e6 * under.latency,
+        "port_ranks": 1,
+    } | {key: _number(name, key, value) for key, value in line.items() if key not in WORDS}
     return Tier(
         name=name,
-        ranks=int(line.get("ranks", whole)),
-        bytes_s=rate / float(line.get("oversubscription", 1)),
-        start=1e-6 * float(line.get("start_us", 1e6 * below[-1].start if below else 0)),
-        latency=1e-6 * float(line.get("latency_us", 1e6 * below[-1].latency if below else 0)),
-        port_ranks=int(line.get("port_ranks", 1)),
+        ranks=int(settings["ranks"]),
+        bytes_s=1e9 * settings["gbytes_s"] / settings["oversubscription"],
+        start=1e-6 * settings["start_us"],
+        latency=1e-6 * settings["latency_us"],
+        port_ranks=int(settings["port_ranks"]),
         status=str(line.get("status", "assumed")),
         source=str(line.get("source", "the fabric file")),
     )
+
+
+def _number(tier: str, key: str, value: Any) -> float:
+    """A setting of a tier. Raises ValueError where it is no number, or none that makes sense."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if key in ("ranks", "port_ranks"):
+        right, kind = number >= 1 and not number % 1, "a whole number from 1 up"
+    elif key in ("start_us", "latency_us"):
+        right, kind = number >= 0, "a number from 0 up"
+    else:
+        right, kind = number > 0, "a number above 0"
+    if not right or number == math.inf:
+        raise ValueError(f"fabric: tier {tier} has {key} {value!r}; give {kind}")
+    return number
 
 
 def _content(path: Path) -> Any:

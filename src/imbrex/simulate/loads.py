@@ -13,6 +13,8 @@ from imbrex.simulate.engine import Floats
 
 ROUNDS = 16
 """Rounds of pouring choices over replicas; the fullest rank is then within 0.1 % of the best split's."""
+MOST_SAMPLED = 2.0**53
+"""Choices that are sampled; more have no noise that counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ class Spread:
         chooses an expert once at most, so none has more than its `top_k`-th part."""
         random = np.random.default_rng(seed)
         shares = _capped(self._shares(experts, random, layers), 1 / top_k)
-        if self.kind == "even":
+        if self.kind == "even" or choices > MOST_SAMPLED:
             return shares * choices
         return random.multinomial(round(choices), shares).astype(np.float64)
 

@@ -93,6 +93,7 @@ def choose(request: Request, world: World) -> list[Plan]:
             raise ValueError(f"plan: {getattr(request, what)} {what}; give at least 1")
     if request.seed < 0:
         raise ValueError(f"plan: seed {request.seed}; give a number from 0 up")
+    world.fabric.peers(request.ranks)  # says so where they are more than the network holds
     drawn: dict[tuple[int, int], Floats] = {}
     plans = [weigh(request, world, layout, drawn) for layout in layouts(request)]
     able = sorted((p for p in plans if p.why_not is None), key=lambda plan: plan.seconds)
@@ -170,12 +171,13 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
     reason = why_not_possible(request, world, layout)
     if reason is not None:
         return Plan(layout=layout, outcome=None, why_not=reason)
-    memory = memory_of(request, layout)
+    load_W = _loads(request, world, layout, drawn)
+    fullest = float(load_W.max())
+    memory = memory_of(request, layout, fullest)
     room = world.profile["memory_bytes"]
     if memory > room:
         reason = f"needs {memory / 1e9:.0f} GB a rank, which has {room / 1e9:.0f}"
-        return Plan(layout=layout, outcome=None, memory=memory, why_not=reason)
-    load_W = _loads(request, world, layout, drawn)
+        return Plan(layout=layout, outcome=None, memory=memory, imbalance=fullest - 1, why_not=reason)
     slow_W = world.stragglers.draw(layout.group, request.seed)
     case = Case(
         profile=world.profile,
@@ -192,7 +194,7 @@ def weigh(request: Request, world: World, layout: Layout, drawn: dict[tuple[int,
         layout=layout,
         outcome=outcome,
         memory=memory,
-        imbalance=float(load_W.max() - 1),
+        imbalance=fullest - 1,
         extrapolates=beyond(world, layout),
     )
 
@@ -223,9 +225,9 @@ def why_not_possible(request: Request, world: World, layout: Layout) -> str | No
     return None
 
 
-def memory_of(request: Request, layout: Layout) -> float:
-    """Bytes of a rank: of experts and of rows."""
-    return memory_of_experts(request, layout) + memory_of_rows(request, layout)
+def memory_of(request: Request, layout: Layout, fullest: float = 1.0) -> float:
+    """Bytes of the fullest rank, which has so many times the mean's rows: of experts and of rows."""
+    return memory_of_experts(request, layout) + memory_of_rows(request, layout, fullest)
 
 
 def memory_of_experts(request: Request, layout: Layout) -> float:
@@ -237,10 +239,11 @@ def memory_of_experts(request: Request, layout: Layout) -> float:
     return parameters * (shape.value_bytes * 2 + 12 if training else shape.value_bytes)
 
 
-def memory_of_rows(request: Request, layout: Layout) -> float:
-    """Bytes of a rank's rows, those that a backward needs included, and of the exchange's buffers."""
+def memory_of_rows(request: Request, layout: Layout, fullest: float = 1.0) -> float:
+    """Bytes of the fullest rank's rows, those that a backward needs included, and of the exchange's
+    buffers."""
     shape = request.shape
-    rows = request.tokens * shape.top_k * layout.tp
+    rows = request.tokens * shape.top_k * layout.tp * fullest
     values = rows * (shape.width + 3 * shape.inner // layout.tp) * shape.value_bytes
     saved = values * (request.layers if request.mode == "train" else 1)
     room = 2 * layout.group + 1 if layout.transport == "nvlink" else 4 * min(shape.top_k, layout.group)

@@ -54,7 +54,7 @@ def facts(plan: Plan, request: Request, world: World) -> dict[str, str]:
         f"{1e3 * outcome.step * request.layers:.4g} ms for {request.layers} "
         f"layer{'s' * (request.layers > 1)} of experts; attention, gates and all else are not in it"
     )
-    words["memory a rank"] = f"{plan.memory / 1e9:.3g} GB: experts, what is kept of rows, and buffers"
+    words["memory a rank"] = f"{plan.memory / 1e9:.3g} GB at most: experts, what is kept of rows, and buffers"
     tiers = zip(world.fabric.tiers, outcome.tiers, strict=True)
     words["sent by a rank, one way"] = ", ".join(
         f"{tier.name} {nbytes / 1e6:.4g} MB" for tier, nbytes in tiers
@@ -155,7 +155,7 @@ def _nothing_fits(plans: Sequence[Plan], request: Request) -> str:
     if not sized:
         return f"nothing can run: {plans[0].why_not}"
     least = min(sized, key=lambda plan: plan.memory)
-    rows = memory_of_rows(request, least.layout)
+    rows = memory_of_rows(request, least.layout, 1 + least.imbalance)
     if rows > least.memory / 2:
         mend = f"{rows / 1e9:.0f} of them for rows: give fewer tokens a rank"
     else:
