@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -456,3 +457,35 @@ def test_every_table_and_figure_of_the_papers_is_named() -> None:
         *("Comet", "TensorRT-LLM, slides", "ScheMoE", "Aristos", "Hybrid-EP"),
     }
     assert papers.list_papers()[0] == "Comet:"
+    of_papers = {
+        "Comet": {"figure": 14, "table": 3},
+        "ScheMoE": {"figure": 9, "table": 10},
+        "Aristos": {"figure": 2, "table": 1},
+    }
+    for paper, most in of_papers.items():
+        places = [place for name, place, *_ in papers.PAPERS if name == paper]
+        wanted = {(kind, number) for kind, last in most.items() for number in range(1, last + 1)}
+        assert {one for place in places for one in numbered(place) if one[0] in most} == wanted
+
+
+def numbered(place: str) -> list[tuple[str, int]]:
+    """Tables and figures of words such as `figures 1 b, 2 to 4`."""
+    found, kind, upto = list[tuple[str, int]](), "", False
+    for word in re.findall(r"[a-z]+|\d+", place):
+        if not word.isdigit():
+            kind, upto = (word.removesuffix("s"), False) if len(word) > 3 else (kind, word == "to")
+            continue
+        first = found[-1][1] + 1 if upto else int(word)
+        found += [(kind, number) for number in range(first, int(word) + 1)]
+    return found
+
+
+def test_commands_named_beside_the_papers_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """One named an option that there was not."""
+    commands = [c for *_, state in papers.PAPERS for c in re.findall(r"`imbrex ([^`]*)`", state)]
+    assert len(commands) >= 3
+    for words in (one.split() for one in commands):
+        with pytest.raises(SystemExit, match="0"):
+            main([word for word in words if not word.startswith("--")] + ["--help"])
+        said = capsys.readouterr().out
+        assert all(word in said for word in words if word.startswith("--")), words

@@ -49,13 +49,14 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         SLIDES,
         "heat maps of imbalance",
         "choices by rank and layer",
-        "trtllm-rank-heat-map; of all that was replayed: `imbrex balance replay --report`",
+        "trtllm-rank-heat-map; of all that was replayed: `imbrex balance replay --html`",
     ),
+    (SLIDES, "patterns of communication, both balancers' design", "who sends what, and when", DRAWN),
     (
         SLIDES,
         "offline balancer",
         "rows by rank with and without",
-        "benchmarks/placement.py, docs/placement.md",
+        "benchmarks/placement.py, docs/placement.md; of a trace: `imbrex balance replay --html`",
     ),
     (
         SLIDES,
@@ -63,11 +64,19 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         "rows by rank over iterations; how alike iterations are",
         "trtllm-load-similarity; benchmarks/placement_online.py, docs/placement.md",
     ),
+    (SLIDES, "table of both balancers", "what each is for", "words: docs/placement.md has both"),
     (
         SLIDES,
         "profiles of AllGather and all-to-all",
         "times over the size of EP",
         "trtllm-collectives; simulated: tensorrt-llm-ep-scale; 2 and 4 GPUs: docs/exchange.md",
+    ),
+    (
+        SLIDES,
+        "all-to-all before and after",
+        "ids by all-to-all, a combine in few bits, one kernel",
+        "nothing to set beside it: dispatch gathers no ids and is one kernel; a combine in bf16 and in fp8: "
+        "docs/exchange.md",
     ),
     (SLIDES, "why wide EP", "intensity of a rank's products", "trtllm-intensity"),
     (
@@ -108,7 +117,7 @@ PAPERS: Sequence[tuple[str, str, str, str]] = (
         ARISTOS,
         "figure 2",
         "stragglers in 21,000 all-to-alls",
-        "needs its clusters; with injected delays: aristos-figure-2, and `imbrex plan --report`",
+        "needs its clusters; with injected delays: aristos-figure-2; simulated: `imbrex plan --stragglers`",
     ),
     (ARISTOS, "table 1, algorithm 1", "notation and algorithm", "a design: docs/events.md"),
     (ARISTOS, "equations 1 and 2", "experts to groups of devices", "aristos-sharding"),
