@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from docs.tables.results import RESULTS, Row, Table, last_run, read, select
 
+from imbrex.reproduce.aristos_loss import NONE, error
+
 NOT_YET = "*Not measured on a quiet machine yet.*"
 NOT_ON_TWO = "*Not measured on two GPUs yet.*"
 SERIAL, EVENTS, PATIENT = "serial's kernels", "events", "events, patient"
@@ -22,6 +24,11 @@ def stragglers() -> Table | str:
 def training() -> Table | str:
     """Loss, wall time and dropped choices by patience."""
     return _newest("aristos-training", _training)
+
+
+def losses() -> Table | str:
+    """Losses of many seeds by how much is dropped, without clocks."""
+    return _newest("aristos-loss", _losses)
 
 
 def one_gpu() -> Table | str:
@@ -70,6 +77,26 @@ def _training(rows: list[Row]) -> Table:
                 f"{statistics.fmean(row['median_us'] for row in mine) / 1e3:.1f}",
             ]
         )
+    return Table(head=head, body=lines, rows=rows)
+
+
+def _losses(rows: list[Row]) -> Table:
+    whole = {row["case"]["seed"]: row["held_out_nats"] for row in select(rows, impl=NONE)}
+    lines = []
+    for name in dict.fromkeys(row["impl"] for row in rows):
+        mine = select(rows, impl=name)
+        apart = [row["held_out_nats"] - whole[row["case"]["seed"]] for row in mine]
+        lines.append(
+            [
+                name,
+                f"{statistics.fmean(row['dropped_share'] for row in mine):.2%}",
+                f"{statistics.fmean(row['held_out_nats'] for row in mine):.4f}",
+                "" if name == NONE else f"{statistics.fmean(apart):+.4f} ± {error(apart):.4f}",
+                "" if name == NONE else f"{min(apart):+.4f} to {max(apart):+.4f}",
+            ]
+        )
+    seeds = len(whole)
+    head = ["dropped in", "of all", "nats a byte held out", f"minus nothing, mean of {seeds} seeds", "seeds"]
     return Table(head=head, body=lines, rows=rows)
 
 

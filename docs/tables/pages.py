@@ -61,6 +61,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     "docs/events.md": {
         "stragglers": events.stragglers,
         "training": events.training,
+        "losses": events.losses,
         "one gpu": events.one_gpu,
         "layers": events.layers,
     },
