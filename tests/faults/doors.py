@@ -54,6 +54,22 @@ DOORS = [
         ("ranks/test_bad_input.py::test_what_one_rank_began_and_did_not_finish_stops_nobody",),
     ),
     Fault(
+        "numbers-behind-a-loss",
+        "transport/tiers.py",
+        "work that a lane takes behind one that failed meets messages of other work, and gloo ends the process",
+        "        if self.shared.lost:\n",
+        "        if False:\n",
+        ("ranks/test_tiered_hostile.py::test_a_silence_before_a_death",),
+    ),
+    Fault(
+        "threads-outlive-a-program",
+        "runtime/waits.py",
+        "a program whose layer holds its group is aborted at its end, on a busy machine",
+        "@atexit.register\n",
+        "",
+        ("ranks/test_rank_lost.py::test_the_end_of_a_program_that_has_a_layer_looks_at_threads",),
+    ),
+    Fault(
         "deep-ep-own-rows-first",
         "adapters/deep_ep/bytes.py",
         "rows of the own rank stand before those of lower ranks",

@@ -424,12 +424,12 @@ def lose(ranks: Ranks, dying: list[int], phase: str) -> float:
     raise AssertionError(f"waited {'long enough' if waited < TIMEOUT_S + 8 else 'too long'}")
 
 
-def others_hear(job: Callable[..., Any], dying: list[int], at: str, timeout_s: float) -> None:
+def others_hear(job: Callable[..., Any], dying: list[int], *arguments: Any, timeout_s: float) -> None:
     """Runs `job` on four ranks of which some die: each of the others says that it waited long enough."""
     ranks = Pool(4, timeout_s=timeout_s, grace_s=15.0)
     try:
         with pytest.raises(RankError) as caught:
-            ranks.run(4, job, dying, at)
+            ranks.run(4, job, dying, *arguments)
     finally:
         ranks.close()
     said = str(caught.value)

@@ -234,7 +234,8 @@ DEATHS = {
 the last: who has all that it needs does not hear of a death."""
 
 
-def die_at(ranks: Ranks, dying: list[int], at: str) -> None:
+def die_at(ranks: Ranks, dying: list[int], at: str, asleep_s: float = 0.0) -> None:
+    """asleep_s: how long a rank is silent before it dies."""
     phase, tier, which = DEATHS[at]
     sent, post = Counter[tuple[str, int]](), Collective.post
 
@@ -242,6 +243,7 @@ def die_at(ranks: Ranks, dying: list[int], at: str) -> None:
         for of_tier in {message.tag >> 16 & 3 for message in sends if message.rows.numel()}:
             sent[of_phase, of_tier] += 1
             if (of_phase, of_tier) == (phase, tier) and sent[phase, tier] == which and ranks.rank in dying:
+                time.sleep(asleep_s)
                 os.kill(os.getpid(), signal.SIGKILL)
         return post(self, of_phase, sends, receives)
 
@@ -258,7 +260,7 @@ def die_at(ranks: Ranks, dying: list[int], at: str) -> None:
     step(None)  # loads torch's compiler, for seconds
     began = time.monotonic()
     with pytest.raises(imbrex.RankLostError, match=f"rank {ranks.rank} lost its peers in "):
-        step(TIMEOUT_S)
+        step(TIMEOUT_S + 3 * asleep_s)
     waited = time.monotonic() - began
     raise AssertionError(f"waited {'long enough' if waited < TIMEOUT_S + 8 else 'too long'}")
 
@@ -268,3 +270,8 @@ def die_at(ranks: Ranks, dying: list[int], at: str) -> None:
 )
 def test_a_death_at_every_message_of_a_step(dying: list[int], at: str) -> None:
     others_hear(die_at, dying, at, timeout_s=60.0)
+
+
+def test_a_silence_before_a_death() -> None:
+    """Meanwhile the others have given their lanes what comes behind the rows of the dying rank."""
+    others_hear(die_at, [3], "rows out", 1.0, timeout_s=60.0)

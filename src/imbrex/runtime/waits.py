@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,10 @@ MAX_TIMEOUT_S = 1e6
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """One tensor from all ranks; torch 2.13 gave it this name and deprecates the older one."""
+
+
+REST_S = 5.0
+"""The longest that the end of Python is held up for threads of gloo's."""
 
 
 class RankLostError(RuntimeError):
@@ -122,14 +129,40 @@ def run(
 
 
 def leave() -> None:
-    """Leave all groups, once nothing but garbage refers to them, and end their threads.
-
-    A group that lives on in a cycle of Python objects keeps gloo's threads. One of them that lets go of the
-    last collective's tensors while Python ends takes the process with it ("terminate called without an active
-    exception"; seen on machines with more work than cores).
-    """
+    """Leave all groups, once nothing but garbage refers to them, and end their threads. See `rest`."""
     dist.destroy_process_group()
     gc.collect()
+
+
+@atexit.register
+def rest() -> None:
+    """Wait, as Python ends, until gloo's threads have nothing left to do; at most `REST_S`.
+
+    They live as long as something refers to their group: a layer does, also behind `destroy_process_group`.
+    One that lets go of the last collective's tensors while Python ends takes the process with it ("terminate
+    called without an active exception", one run in eight on a machine with more work than cores). A thread
+    that works, or waits for Python's lock, goes to sleep and wakes again; one without work does not.
+    """
+    look_s, end, before = 4 * sys.getswitchinterval(), time.monotonic() + REST_S, {}
+    while (now := _wakings()) and time.monotonic() < end:
+        if now == before and all("S (sleeping)" in state for state in now.values()):
+            return
+        before = now
+        time.sleep(look_s)
+
+
+def _wakings() -> dict[str, str]:
+    """Of each thread of gloo's that works for a group, whether it sleeps and how often it has gone to sleep.
+    Empty where the system is not Linux, which says so."""
+    wakings: dict[str, str] = {}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            if (task / "comm").read_text().strip() == "pt_gloo_runloop":
+                status = (task / "status").read_text().splitlines()
+                wakings[task.name] = " ".join(s for s in status if s.startswith(("State", "voluntary")))
+        except OSError:
+            continue  # it has ended
+    return wakings
 
 
 _BACKWARD = {"dispatch": ", sending rows to the experts", "combine": ", fetching rows from the experts"}

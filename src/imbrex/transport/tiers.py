@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,11 +36,16 @@ INSIDES = ("auto", "alltoall", "nvlink")
 @dataclass(kw_only=True, slots=True)
 class _Shared:
     """All that layers of a group have in common: the numbers of its messages by tier, and a lane that does
-    one work after the other, which gives those numbers in the order of the calls."""
+    one work after the other, which gives those numbers in the order of the calls.
+
+    lost: how a wait failed, if one has. Work that fails gives no more numbers, so what the lane takes after
+    it would meet other messages of the peers; gloo ends a process whose place is too small for what comes.
+    """
 
     lane: Lane
     calls: tuple[Iterator[int], ...] = field(default_factory=lambda: tuple(itertools.count() for _ in "123"))
     node: dist.ProcessGroup | None = None
+    lost: str = ""
 
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Shared]] = weakref.WeakKeyDictionary()
@@ -52,7 +58,7 @@ class Flight:
 
     def __init__(self, members: Members, phase: str, tier: int, out: Tensor, receive: Sequence[int]) -> None:
         self.members, self.phase, self.out = members, phase, out
-        call = next(members.calls[tier]) % (1 << 12)
+        call = members.number(tier) % (1 << 12)
         # The highest bit keeps it apart from the caller's own messages, the low ones from `steps.Crossing`'s.
         self.tag = 1 << 30 | call << 18 | tier << 16 | 0xFFFF
         self.places = self._messages(out, receive)
@@ -94,9 +100,9 @@ class Members(AllToAll):
 
     few_bytes = 0
 
-    def __init__(self, whole: Collective, ranks: Sequence[int], calls: tuple[Iterator[int], ...]) -> None:
+    def __init__(self, whole: Collective, ranks: Sequence[int], shared: _Shared) -> None:
         super().__init__(whole.group, timeout=whole.timeout_s)
-        self.ranks, self.calls = tuple(ranks), calls
+        self.ranks, self.shared = tuple(ranks), shared
         self.rank, self.world_size = self.ranks.index(whole.rank), len(self.ranks)
 
     def post(
@@ -104,6 +110,28 @@ class Members(AllToAll):
     ) -> tuple[list[dist.Work], list[dist.Work]]:
         sides = ([replace(m, peer=self.ranks[m.peer]) for m in side] for side in (sends, receives))
         return super().post(phase, *sides)
+
+    def number(self, tier: int) -> int:
+        """The next message's. Raises RankLostError once a wait of the group has failed."""
+        if self.shared.lost:
+            raise waits.RankLostError(self.shared.lost)
+        return next(self.shared.calls[tier])
+
+    def start(self, phase: str, begin: Callable[[], dist.Work | None]) -> dist.Work | None:
+        with self._noting_loss():
+            return super().start(phase, begin)
+
+    def finish(self, phase: str, work: dist.Work | None) -> None:
+        with self._noting_loss():
+            super().finish(phase, work)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except waits.RankLostError as error:
+            self.shared.lost = str(error)
+            raise
 
     def exchange_counts(self, message: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -162,8 +190,8 @@ class Tiers(Collective):
         self.node, self.place = divmod(self.rank, nodes.size)
         shared = self._meet()
         self.lane = shared.lane
-        self.rail = Members(self, [nodes.rank(n, self.place) for n in range(nodes.num_nodes)], shared.calls)
-        self.bytes_inside = Members(self, [nodes.rank(self.node, p) for p in range(nodes.size)], shared.calls)
+        self.rail = Members(self, [nodes.rank(n, self.place) for n in range(nodes.num_nodes)], shared)
+        self.bytes_inside = Members(self, [nodes.rank(self.node, p) for p in range(nodes.size)], shared)
         self.kernels = self._kernels(shared, inside, not_nvlink)
 
     def _meet(self) -> _Shared:
