@@ -193,9 +193,7 @@ dist.destroy_process_group()
 def test_a_program_ends_well_while_it_holds_its_group() -> None:
     """Threads of a group that a layer holds let go of the last tensors when the program has ended: three of
     five such programs were aborted."""
-    told = subprocess.run(
-        [sys.executable, "-c", HELD], capture_output=True, text=True, timeout=240, cwd=ROOT
-    )
+    told = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert told.returncode == 0, told.stderr
 
 
@@ -207,6 +205,6 @@ def test_the_end_waits_for_threads_that_wake(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_end_of_a_program_that_has_a_layer_looks_at_threads() -> None:
-    code = "import imbrex; imbrex.MoELayer; from imbrex.runtime import waits; waits._wakings = lambda: print(7)"
+    code = "from imbrex import MoELayer; from imbrex.runtime import waits; waits._wakings = lambda: print(7)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert told.stdout == "7\n", told.stderr

@@ -220,6 +220,27 @@ def test_numbers_that_never_came_are_not_read(pool: Pool) -> None:
     assert pool.run(2, run_out_of_time) == ["the group was given up"] * 2
 
 
+def go_on_behind_a_loss(ranks: Ranks) -> str:
+    """What work is told that comes behind a wait that failed."""
+    node = Tiers(ranks.group, ranks_per_node=2).bytes_inside
+
+    def lose(*_: Any, **__: Any) -> None:
+        raise imbrex.RankLostError("one was lost")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(imbrex.RankLostError):
+        patch.setattr(waits, "finish", lose)
+        node.exchange_counts(torch.tensor([1, 2]))
+    try:
+        node.begin(INSIDE, "combine", torch.empty(0, 4), [3, 3])
+    except imbrex.RankLostError as error:
+        return str(error)
+    return "it has a number"
+
+
+def test_nothing_is_numbered_behind_a_loss(pool: Pool) -> None:
+    assert pool.run(2, go_on_behind_a_loss) == ["one was lost"] * 2
+
+
 TIMEOUT_S = 0.5
 DEATHS = {
     "labels": ("plan", ACROSS, 1),
