@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -133,6 +135,36 @@ def test_a_bad_request_is_refused_alone() -> None:
     engine.run()
     assert len(answers[-1].tokens) == 4
     assert ended == answers
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "said"),
+    [
+        (None, 1, "the prompt is NoneType"),
+        ({1, 2}, 1, "the prompt is set"),
+        ({0: 1}, 1, "the prompt is dict"),
+        ((token for token in [1]), 1, "the prompt is generator"),
+        (torch.tensor([1]), 1, "the prompt is Tensor"),
+        ("ab", 1, "token 0 is 'a'"),
+        ([True], 1, "token 0 is True"),
+        ([1.0], 1, "token 0 is 1.0"),
+        ([1], 2.5, "2.5 tokens are wanted"),
+        ([1], float("nan"), "nan tokens are wanted"),
+        ([1], "3", "'3' tokens are wanted"),
+        ([1], None, "None tokens are wanted"),
+        ([1], True, "True tokens are wanted"),
+        ([1], 10**30, "more are wanted, and a slot has room for 12"),
+    ],
+)
+def test_what_is_no_request_is_refused_between_others(prompt: Any, wanted: Any, said: str) -> None:
+    engine = Engine(make(), Settings(slots=2, room=12, chunk=(1, 8)))
+    good = [engine.submit(Request(prompt=[1, 2], max_tokens=4)) for _ in range(3)]
+    engine.step()
+    bad = engine.submit(Request(prompt=prompt, max_tokens=wanted))
+    for _ in range(20):
+        engine.step()
+    assert said in str(bad.refused)
+    assert [len(answer.tokens) for answer in good] == [4, 4, 4]
 
 
 def test_what_an_engine_cannot_be_made_of() -> None:

@@ -38,17 +38,24 @@ class Answer:
 
 def why_not_request(request: Request, *, vocabulary: int, room: int) -> str | None:
     """Why a request cannot be answered, or `None`."""
+    if not isinstance(request.prompt, Sequence):
+        return f"the prompt is {type(request.prompt).__name__}; give a list of tokens"
     length = len(request.prompt)
     if not length:
         return "the prompt is empty; give at least one token"
-    if request.max_tokens < 1:
-        return f"{request.max_tokens} tokens are wanted; ask for at least 1"
+    if not is_whole(request.max_tokens) or request.max_tokens < 1:
+        return f"{request.max_tokens!r} tokens are wanted; ask for a whole number of at least 1"
     if length + request.max_tokens > room:
         return (
             f"{length} tokens and {request.max_tokens} more are wanted, and a slot has room for {room}; "
             "shorten the prompt or ask for fewer"
         )
     for place, token in enumerate(request.prompt):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+        if not is_whole(token) or not 0 <= token < vocabulary:
             return f"token {place} is {token!r}; a token is a whole number from 0 to {vocabulary - 1}"
     return None
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, which `True` is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
