@@ -18,7 +18,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,11 @@ ONE_GPU = {
     "qwen3-30b-a3b-half": Sweep(ways=("auto", GATHER), rooms=((1024,),), loop=False),
     "deepseek-v3-8-half": Sweep(ways=("auto", GATHER), rooms=((1024,),), drafting=("auto",), loop=False),
 }
+
+
+def brief(sweep: Sweep) -> Sweep:
+    """Steps and chunks alone, at the shortest length of caches."""
+    return replace(sweep, rooms=((sweep.rooms[0][0],),), drafting=())
 
 
 def way_of(name: str) -> Way:
@@ -353,12 +358,14 @@ class Run:
     """All rows of one rank's processes, in the order they are timed."""
 
     def __init__(self, rank: int, world: int, args: argparse.Namespace) -> None:
-        self.args, self.rank, self.rows = args, rank, list[dict[str, Any]]()
+        self.args, self.rank, self.world, self.rows = args, rank, world, list[dict[str, Any]]()
         self.group, self.device = dist.group.WORLD, torch.device("cuda", rank)
         assert self.group is not None
         self.stages, self.tbps = Stages(rank), read_tbps()
         self.truth: dict[tuple, torch.Tensor] = {}
         self.sweeps = SWEEPS if world > 1 else ONE_GPU
+        if args.brief:
+            self.sweeps = {name: brief(sweep) for name, sweep in self.sweeps.items()}
 
     def model(self, name: str) -> None:
         """Every way of a model, over the parameters of the first."""
@@ -423,10 +430,11 @@ class Run:
         self.rows += own
         self.show(own)
         self.stages.over(f"{name} {way} timed, {torch.cuda.max_memory_allocated() >> 30} GiB at most")
-        if way in OURS and not drafts:
-            self.more(engine, way, case, contexts)
-        engine.programs.clear()
         self.write()
+        if way in OURS and not drafts and not self.args.brief:
+            self.more(engine, way, case, contexts)
+            self.write()
+        engine.programs.clear()
 
     def more(self, engine: Engine, way: str, case: dict[str, Any], contexts: tuple[int, ...]) -> None:
         """What is asked of our own way alone."""
@@ -494,9 +502,10 @@ class Run:
             all_models = len(self.args.model) == len(self.sweeps)
             words = [] if all_models else [f"--model {' '.join(self.args.model)}"]
             words += [f"--way {' '.join(self.args.way)}"] if self.args.way else []
+            words += ["--brief"] if self.args.brief else []
             more = f' ARGS="{" ".join(words)}"' if words else ""
             run = describe_run(f"make gpu-bench NAME=serve{more}", {"read_tbps": round(self.tbps, 2)})
-            out = self.args.out or RESULTS / ("serve_one.json" if self.sweeps is ONE_GPU else "serve.json")
+            out = self.args.out or RESULTS / ("serve_one.json" if self.world == 1 else "serve.json")
             write_results(out, QUESTION, run, self.rows)
 
 
@@ -515,6 +524,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=[], choices=known)
     parser.add_argument("--way", nargs="*", default=[], help="ways to the experts, where not all")
     parser.add_argument("--until", type=float, default=1e9, help="no way is begun after so many seconds")
+    parser.add_argument("--brief", action="store_true", help="one length of caches, no drafts, no loop")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step, too")
     parser.add_argument("--as-written", action="store_true", help="what stands between products, uncompiled")
     parser.add_argument("--out", help="the result file, where not that of so many GPUs")

@@ -67,6 +67,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
     },
     "docs/huggingface.md": {"steps": models.steps, "mean": models.mean},
     "docs/serving.md": {
+        "two gpus": serve.steps,
         "one gpu": serve.one_gpu,
         "parts": serve.parts,
         "drafts": serve.one_gpu_drafts,

@@ -38,19 +38,21 @@ PARTS = {
 
 
 def steps() -> Table:
-    """Steps of decoding in ms, every way of a run beside the floor."""
-    head = ["model", "rows", "tokens before", *WAYS.values(), "over the best rival", "floor", "of the floor"]
+    """Steps of decoding of two GPUs in ms, every way's newest beside the floor."""
+    newest = {(r["impl"], _place(r)): r for r in read("serve") if _is_plain_step(r)}
+    ways = [way for way in WAYS if any(impl == way for impl, _ in newest)]
+    head = ["model", "rows a rank", "tokens before", *(WAYS[way] for way in ways), "over the best rival"]
     body, used = [], []
-    for ours in _steps("nvlink"):
-        case = ours["case"]
-        beside = {way: _step(way, case) for way in WAYS}
+    for ours in sorted((r for (impl, _), r in newest.items() if impl == "nvlink"), key=_order):
+        beside = {way: newest.get((way, _place(ours))) for way in ways}
         rivals = [row["median_us"] for way, row in beside.items() if row and way in RIVALS]
         gain = f"{min(rivals) / ours['median_us']:.2f}" if rivals else ""
-        times = ["" if row is None else f"{row['median_us'] / 1e3:.1f}" for row in beside.values()]
-        floor = [f"{ours['floor_us'] / 1e3:.1f}", f"{ours['times_floor']:.2f}"]
-        body.append([NAMES[case["model"]], case["B"], case["context"], *times, gain, *floor])
+        times = ["" if row is None else f"{row['median_us'] / 1e3:.2f}" for row in beside.values()]
+        floor = [f"{ours['floor_us'] / 1e3:.2f}", f"{ours['times_floor']:.2f}"]
+        model, tokens, rows = _place(ours)
+        body.append([NAMES[model], rows, tokens, *times, gain, *floor])
         used += [row for row in beside.values() if row]
-    return Table(head=head, body=body, rows=used)
+    return Table(head=[*head, "floor", "of the floor"], body=body, rows=used)
 
 
 def drafts() -> Table:
@@ -147,7 +149,7 @@ def pareto() -> Table:
 
 def one_gpu() -> Table:
     """Steps of decoding of one GPU in ms, beside the floor."""
-    steps = [r for r in _one() if r["op"] == "decode step" and "drafts" not in r["case"]]
+    steps = [r for r in _one() if _is_plain_step(r)]
     ways = [way for way in ONE_GPU if select(steps, impl=way)]
     head = ["model", "rows", *(ONE_GPU[way] for way in ways), "over the best of torch", "GB read", "floor"]
     head += ["of the floor"]
@@ -194,9 +196,8 @@ def _over_ours(rival: Row) -> float:
     return rival["median_us"] / ours["median_us"]
 
 
-def _steps(way: str) -> list[Row]:
-    rows = select(_run(), op="decode step", impl=way)
-    return sorted((r for r in rows if "drafts" not in r["case"]), key=_order)
+def _is_plain_step(row: Row) -> bool:
+    return row["op"] == "decode step" and "drafts" not in row["case"]
 
 
 def _order(row: Row) -> tuple[int, int, int]:
@@ -207,8 +208,3 @@ def _order(row: Row) -> tuple[int, int, int]:
 def _place(row: Row) -> tuple[str, int, int]:
     case = row["case"]
     return case["model"], case["context"], case["B"]
-
-
-def _step(way: str, case: Row) -> Row | None:
-    rows = [row for row in _steps(way) if row["case"] == case]
-    return rows[0] if rows else None
