@@ -83,6 +83,7 @@ TABLES: dict[str, dict[str, Callable[[], Table | str]]] = {
         "skewed": placement.skewed,
     },
     "docs/plan.md": {
+        "answer": simulate.answer,
         "validated": simulate.validated,
         "cores": simulate.cores,
         "gains": simulate.gains,

@@ -7,10 +7,17 @@ import statistics
 from benchmarks.simulate import clear_losses, digest, losses, unsure
 from docs.tables.results import Table, read
 
+from imbrex.cli.plan import LAYERS
 from imbrex.simulate import scale
+from imbrex.simulate.device import Shape
+from imbrex.simulate.fabric import islands
+from imbrex.simulate.loads import Spread, Stragglers
+from imbrex.simulate.plans import Request, World, choose, rivals
 from imbrex.simulate.profile import Profile
+from imbrex.simulate.story import HEAD, rows_of
 
 FAR, CLOSE = 0.20, 0.05
+ANSWERS = 8
 SHOWN = (16, 64, 256, 1024, 4096, 8192)
 
 
@@ -45,6 +52,17 @@ def cores() -> Table:
         )
     head = ["held out", "rounds of a row, slowest minus fastest", "predicted within its rounds"]
     return Table(head=[*head, "of those over 20 %", "choices lost for sure"], body=body, rows=rows)
+
+
+def answer() -> str:
+    """The first lines that the page's first command prints of a plan and its rivals."""
+    h200 = Profile.load("h200")
+    world = World(profile=h200, fabric=islands(h200, 64, 8), spread=Spread(), stragglers=Stragglers())
+    deepseek = Shape(width=7168, inner=2048, experts=256, top_k=8)
+    asked = Request(shape=deepseek, ranks=64, tokens=16384, mode="forward", layers=LAYERS["deepseek-v3"])
+    plans = choose(asked, world)
+    body = rows_of([plans[0], *rivals(plans)])[:ANSWERS]
+    return f"{Table(head=HEAD, body=body, rows=[]).cells()}\n\n*Simulated with the shipped profile of H200.*"
 
 
 def gains() -> str:
